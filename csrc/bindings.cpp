@@ -46,7 +46,7 @@ using apex_npu::borrow;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 15;
+  m.attr("API") = 16;
 
   m.def("change_data_ptr", &apex_npu::change_data_ptr, py::arg("dst"), py::arg("src"), py::arg("offset"),
         py::arg("keep_previous"));
@@ -75,7 +75,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
          const std::optional<at::Tensor>& found_inf) {
         return apex_npu::take_grads_cpu(borrow(sources), borrow(params), borrow(slots), inv_scale, found_inf);
       },
-      py::arg("sources"), py::arg("params"), py::arg("slots"), py::arg("inv_scale"), py::arg("found_inf"));
+      py::arg("sources"), py::arg("params"), py::arg("slots"), py::arg("inv_scale") = 1.0,
+      py::arg("found_inf") = py::none());
   py::class_<apex_npu::KernelsCpu>(m, "KernelsCpu").def(py::init<>());
 
   py::class_<apex_npu::SlotTable>(m, "SlotTable")
@@ -136,6 +137,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             return slots.grad_list(borrow(params), first, numel, stepped);
           },
           py::arg("params"), py::arg("first"), py::arg("numel"), py::arg("stepped"))
+      .def(
+          "unscale",
+          [](const apex_npu::GradSlots& slots, const py::list& params, const py::list& views, double factor,
+             const std::optional<at::Tensor>& found_inf, int64_t least_numel) {
+            return slots.unscale(borrow(params), borrow(views), factor, found_inf, least_numel, &apex_npu::is_alone,
+                                 &apex_npu::is_unused);
+          },
+          py::arg("params"), py::arg("views"), py::arg("factor"), py::arg("found_inf"), py::arg("least_numel"))
       .def("forget_stepped", &apex_npu::GradSlots::forget_stepped)
       .def(
           "share",
@@ -176,6 +185,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "grads_of", [](const py::sequence& tensors) { return apex_npu::grads_of(borrow(tensors)); }, py::arg("tensors"));
   m.def("count_exponents_cpu", &apex_npu::count_exponents_cpu, py::arg("x"), py::arg("factor"));
   m.def("versions_of", &apex_npu::versions_of, py::arg("tensors"));
+  m.def(
+      "kept_grads",
+      [](const py::list& views, const py::list& params) { return apex_npu::kept_grads(borrow(views), borrow(params)); },
+      py::arg("views"), py::arg("params"));
   m.def(
       "low_precision_of", [](const py::sequence& tensors) { return apex_npu::low_precision_of(borrow(tensors)); },
       py::arg("tensors"));

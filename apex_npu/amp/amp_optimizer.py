@@ -1,16 +1,17 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""An optimizer under amp: ``adopt`` gives it amp's behaviour by class, and the state that amp keeps of it.
+"""An optimizer under amp: ``AmpOptimizerMixin`` stands before its class, see ``adoption.py``.
 
-The class is swapped for one with ``AmpOptimizerMixin`` leftmost, so ``step``, ``zero_grad`` and ``add_param_group`` are
-ordinary methods, deepcopy and pickle carry the state along, and nothing on the instance has to be put back.
+So ``step``, ``zero_grad`` and ``add_param_group`` are ordinary methods, deepcopy and pickle carry the state along, and
+nothing on the instance has to be put back.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,29 +19,16 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from apex_npu._cli.hooks import call
 from apex_npu.amp.accessors import OptimizerAccessors
 from apex_npu.amp.capture import check_step
-from apex_npu.amp.data_parallel import GradSync
-from apex_npu.amp.deferred_inf_check import DeferredInfCheck
-from apex_npu.amp.float32_copies import register_new_masters
 from apex_npu.amp.grad_groups import GradGroup
-from apex_npu.amp.optimizer_state import (
-    OUTSIDE_BLOCKS,
-    AmpOptimizerState,
-    Stage,
-    fused_groups,
-    optimizers_inside,
-    shares_groups,
-    state_of,
-)
-from apex_npu.amp.pending_step import PendingStep
-from apex_npu.amp.session import Session, current, warn_once
-from apex_npu.amp.sharding import check_sharded_before
+from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, state_of
+from apex_npu.amp.session import current, warn_once
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo
 from apex_npu.distributed import clip_grad_norm_
-from apex_npu.fusion import FlatGrads, FusedGroup, HasFusedGroups, check_combinable, drop_grads
+from apex_npu.fusion import FlatGrads, FusedGroup, HasFusedGroups, check_combinable
+from apex_npu.fusion.shards import replicated
 
 
 class AmpOptimizerMixin(OptimizerAccessors):
@@ -65,34 +53,31 @@ class AmpOptimizerMixin(OptimizerAccessors):
         # What torch's learning rate schedulers record, and the marks by which they detect that this needs no wrapper.
         self._opt_called = True
         state = self._amp_state
-        if state.stage is Stage.CAPTURED or is_capturing():
+        capturing = (torch.cuda.is_initialized() or "torch_npu" in sys.modules) and is_capturing()
+        if capturing or state.stage is Stage.CAPTURED:
             check_step(self, state)
         result = None
         if args or kwargs:
             result, args, kwargs = _evaluate_closure(self, state, args, kwargs)
-        begun = False
+        begun, pending = False, state.pending
         try:
-            pending, check = state.pending, None
-            if pending is not None:
-                check = pending.prepare(self, state)
+            check = None if pending is None else pending.prepare(self, state)
             if check is None and state.decision is not None and state.decision.skip:
-                _skip_step(self, state)
+                state.skip_step(self)
                 return result
-            doubt = _check_ready(self, state)
+            doubt = state.begin_step(self)
             if doubt is not None:
                 warn_once(self, doubt)
             begun = True
+            own = super().step
             if pending is None:
-                result = super().step(*args, **kwargs)
+                result = own(*args, **kwargs)
             else:
-                result = pending.take(self, state, check, partial(super().step, *args, **kwargs))
+                result = pending.take(self, state, check, partial(own, *args, **kwargs))
             begun = False
-            _end_step(self, state, check)
+            state.end_step(self, check)
         except BaseException as error:
-            if not isinstance(error, Exception):
-                _end_interrupted_step(self, state)
-            elif begun:
-                state.masters.end_failed_step(fused_groups(self))
+            state.end_failed_step(self, error, begun=begun)
             raise
         return result
 
@@ -161,6 +146,11 @@ class AmpOptimizerMixin(OptimizerAccessors):
             state.pending.clip_now(groups)
         state.drop_cleared(self)
         return clip_grad_norm_(*_gradients_of(groups), max_norm, norm_type, error_if_nonfinite)
+
+    def _clip_like_torch(self, *args: Any, **kwargs: Any) -> Tensor:
+        """``clip_optimizer_grad_norm_fused``, which returns what torch's function would: of sharded ones a DTensor."""
+        norm, meshes = self._clip_at_once(*args, **kwargs), self._amp_state.grads.meshes
+        return replicated(norm, meshes[0]) if meshes else norm
 
     def clip_model_grad_norm_fused(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -266,7 +256,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
         if state is None or not state.policy.master_weights or state.masters.retired:
             return
         if state.masters.make(self) and session is not None:
-            register_new_masters(session, self, state)
+            session.register(self, state)
 
     def join_hook(self, **kwargs: Any) -> Any:
         """What torch.distributed.algorithms.Join requires; optimizers that torch has made joinable have it.
@@ -390,118 +380,6 @@ def _evaluate(optimizer: Optimizer, state: AmpOptimizerState, closure: Callable[
         return closure()
 
 
-def _check_ready(optimizer: Optimizer, state: AmpOptimizerState) -> str | None:
-    """Require gradients that ``step`` can take; what is to be warned of them, if anything."""
-    doubt = None
-    if state.stage is not Stage.UNSCALED:
-        state.check_unscaled("step()")
-        doubt = _gradients_of_no_block(optimizer, state) if state.stage is Stage.READY else None
-    if state.stage is Stage.LOCAL:
-        raise RuntimeError(
-            "the gradients are those of this process alone: the last scale_loss was inside of "
-            "DistributedDataParallel.no_sync(); before step(), close one outside of it, or call zero_grad()"
-        )
-    if state.masters.masters:
-        doubt = state.masters.take_writes(optimizer) or doubt
-    if state.sync is not None:
-        state.sync.check_averaged()
-    for group in state.grads.groups:
-        if group.drop_cleared():
-            state.copy_uncopied(group)
-        if group.edited:
-            doubt, group.edited = group.edited, ""
-    for param_group in optimizer.param_groups:
-        for param in param_group["params"]:
-            if param.grad is not None:
-                return doubt
-    return _no_gradients(optimizer)
-
-
-def _gradients_of_no_block(optimizer: Optimizer, state: AmpOptimizerState) -> str | None:
-    """What is said of gradients where no block has named ``optimizer`` since its last step.
-
-    Raises:
-        RuntimeError: Blocks of other optimizers give it gradients, or there is no model any more.
-    """
-    state.check_has_model(optimizer, "step()")
-    session = current()
-    named = None if session is None else session.reached.get(optimizer)
-    if state.masters.masters:
-        has_grads = any([group.has_uncopied() for group in state.grad_groups(optimizer)])
-    else:
-        has_grads = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
-    if not has_grads:
-        return None
-    if named is not None:
-        raise RuntimeError(
-            f"{type(optimizer).__name__}.step() was called with gradients that no amp.scale_loss block of its own has "
-            f"unscaled: a block that names {named} alone reaches its parameters, too, and leaves their gradients "
-            "multiplied by the loss scale. Pass all optimizers that the loss reaches to scale_loss, as a list, or call "
-            "zero_grad() and then backward() in a block of its own"
-        )
-    return OUTSIDE_BLOCKS if state.policy.loss_scale == "dynamic" else None
-
-
-def _no_gradients(optimizer: Optimizer) -> str | None:
-    session = current()
-    if session is None:
-        return None
-    check_sharded_before(session)
-    return (
-        f"{type(optimizer).__name__}.step() was called, but none of its parameters has a gradient: was backward() "
-        "called, and after zero_grad() rather than before it?"
-    )
-
-
-def _end_step(optimizer: Optimizer, state: AmpOptimizerState, check: DeferredInfCheck | None = None) -> None:
-    """Copy masters to the model, and record how the step has ended: by ``check``, where the device decides that."""
-    try:
-        doubt = state.masters.copy_to_model(fused_groups(optimizer), None if check is None else check.flag)
-        if doubt is not None:
-            warn_once(optimizer, doubt)
-    except BaseException:
-        # Another step() finds no gradients, and does nothing but copy again.
-        for group in optimizer.param_groups:
-            drop_grads(group["params"])
-        raise
-    finally:
-        if state.masters.masters:
-            _drop_master_grads(state)
-        if check is not None:
-            state.pending.report_later(state, check)
-        else:
-            state.end_step()
-
-
-def _end_interrupted_step(optimizer: Optimizer, state: AmpOptimizerState) -> None:
-    """Have the model follow masters that may have been stepped, and drop the gradients, so that none steps twice."""
-    state.masters.copy_to_model(fused_groups(optimizer))
-    for group in optimizer.param_groups:
-        drop_grads(group["params"])
-    state.clear(set_to_none=True)
-
-
-def _skip_step(optimizer: Optimizer, state: AmpOptimizerState) -> None:
-    state.check_unscaled("step()")
-    report = state.end_step()
-    session = current()
-    if session is not None:
-        session.tell_skipped(report)
-        if report.skips_in_a_row == session.skip_alarm or session.verbosity > 0:
-            call("step_skipped", session, optimizer, state, report)
-    if state.masters.masters:
-        _drop_master_grads(state)
-    if state.holds_scaled:
-        # What is not cleared now is a gradient like any other.
-        state.pending.unscale_now_(state, state.grad_groups(optimizer))
-
-
-def _drop_master_grads(state: AmpOptimizerState) -> None:
-    drop_grads(state.masters.masters)
-    for group in state.grads.groups:
-        group.end_step()
-
-
 def _require_no_masters(state: AmpOptimizerState, name: str, instead: str) -> None:
     if state.masters.masters:
         raise RuntimeError(
@@ -520,77 +398,3 @@ def new_adopted(cls: Any) -> Optimizer:
     """An optimizer of the class that ``adopt`` makes from ``cls``, with nothing in it yet: what pickles call."""
     adopted: type[Optimizer] = adopted_class(cls)
     return adopted.__new__(adopted)
-
-
-def adopt(optimizer: Optimizer, session: Session, fp32_values: Mapping[int, Tensor]) -> None:
-    """Give ``optimizer`` amp's behaviour, and masters where the policy has them.
-
-    Args:
-        optimizer: Has passed ``check_adoptable``.
-        session: The session whose policy applies, and which registers the masters.
-        fp32_values: ``id(param)`` → the value before the model was cast.
-    """
-    vars(optimizer).pop("step", None)
-    policy = session.policy
-    state = AmpOptimizerState(policy)
-    if session.data_parallel is not None:
-        state.sync = GradSync(session.data_parallel)
-    if policy.fuse_unscale or getattr(optimizer, "capturable", False):
-        state.pending = PendingStep()
-    optimizer._amp_state = state  # type: ignore[attr-defined]
-    cls: Any = type(optimizer)
-    optimizer.__class__ = adopted_class(cls)
-    if policy.check_combined_tensors is not None and isinstance(optimizer, HasFusedGroups):
-        optimizer.check_combined_tensors = policy.check_combined_tensors  # type: ignore[attr-defined]
-    if policy.master_weights:
-        state.masters.make(optimizer, fp32_values)
-    if policy.store_param_remainders:
-        optimizer.keep_remainders(fp32_values)  # type: ignore[attr-defined]
-    session.register(optimizer, state)
-
-
-def release(optimizer: Optimizer, cls: Any) -> None:
-    """Take ``adopt`` back, as far as it got: ``cls`` is the class that the optimizer had."""
-    state = state_of(optimizer)
-    for pair in [] if state is None else state.pairs:
-        if pair.master_param in optimizer.state:
-            optimizer.state[pair.model_param] = optimizer.state.pop(pair.master_param)
-    if state is not None and state.policy.store_param_remainders:
-        optimizer.forget_remainders()  # type: ignore[attr-defined]
-    optimizer.__class__ = cls
-    vars(optimizer).pop("_amp_state", None)
-
-
-def adopt_inside(optimizer: Optimizer) -> None:
-    """Adopt the optimizers inside of ``optimizer``, which has been adopted, that share its groups."""
-    state = state_of(optimizer)
-    found = [o for o in optimizers_inside(optimizer) if state_of(o) is None and shares_groups(optimizer, o)]
-    if state is None or not found:
-        return
-    stepping: list[Optimizer] = []
-    for inner in found:
-        vars(inner).pop("step", None)
-        for pair in state.pairs:
-            if pair.model_param in inner.state:
-                inner.state[pair.master_param] = inner.state.pop(pair.model_param)
-        vars(inner).update(_amp_state=state, _amp_stepping=stepping)
-        cls: Any = type(inner)
-        inner.__class__ = adopted_class(cls, SharedGroupsMixin)
-    vars(optimizer)["_amp_stepping"] = stepping
-    optimizer.__class__ = adopted_class(type(optimizer).__bases__[1], SharedGroupsMixin)
-
-
-def release_inside(optimizer: Optimizer) -> None:
-    """Take ``adopt_inside`` back."""
-    state = state_of(optimizer)
-    for inner in optimizers_inside(optimizer):
-        if state is None or state_of(inner) is not state:
-            continue
-        for pair in state.pairs:
-            if pair.master_param in inner.state:
-                inner.state[pair.model_param] = inner.state.pop(pair.master_param)
-        if isinstance(inner, SharedGroupsMixin):
-            inner.__class__ = type(inner).__bases__[1]
-        vars(inner).pop("_amp_state", None)
-        vars(inner).pop("_amp_stepping", None)
-    vars(optimizer).pop("_amp_stepping", None)

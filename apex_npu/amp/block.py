@@ -11,13 +11,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.grad_groups import (
-    GradGroup,
-    any_raised,
-    look_for_overflow,
-    separate,
-    unscale,
-)
+from apex_npu.amp.grad_groups import GradGroup, any_raised, look_for_overflow, separate, unscale
 from apex_npu.amp.optimizer_state import OF_OTHER_BLOCKS, AmpOptimizerState, Stage
 from apex_npu.amp.saturation import clear_saturation, read_and_clear_saturation
 from apex_npu.amp.scaler import LossScaler
@@ -178,17 +172,16 @@ class Block:
         """Bring gradients to the optimizers' parameters, unscaled; True: one of them is inf or NaN."""
         if self._session.open_checks:  # of blocks inside of this one, of other optimizers
             self._session.resolve_checks(self._scaler)
-        check = self.dynamic or (self.scale != 1.0 and self._watches())
+        check = self.dynamic
+        if not check and self.scale != 1.0 and not self._scaler.said:
+            # Under a static scale: to warn, where the pass that divides looks for overflow, too.
+            check = set(map(_DEVICE_TYPE, self.groups)) <= {"cpu"}
         flags = unscale(self.groups, self.scale, check=check)
         if self._unchecked and self.dynamic:
             flags += look_for_overflow(self.groups)
         found_inf = any_raised(flags)
         self._end_with(Stage.UNSCALED)
         return found_inf
-
-    def _watches(self) -> bool:
-        """Under a static scale: look for overflow all the same, to warn, where the pass that divides does it, too."""
-        return not self._scaler.said and set(map(_DEVICE_TYPE, self.groups)) <= {"cpu"}
 
     def _end_with(self, stage: Stage, grad_scale: float = 1.0) -> None:
         for state in self.states:
@@ -305,6 +298,14 @@ class DelayingBlock(Block):
             unscale(self.groups, self.scale, check=False)
         self._end_with(STAGE_AFTER[self.delay], 1.0 if self.copies_grads else self.scale)
         return False
+
+
+class Captured(BlockPart):
+    """A block in a CUDA graph that is being captured: the step that belongs to it has to be captured, too."""
+
+    def ended(self, block: Block) -> None:
+        for state in block.states:
+            state.stage = Stage.CAPTURED
 
 
 class Saturation(BlockPart):

@@ -8,19 +8,9 @@ from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
-from apex_npu.amp.block import Block, BlockPart
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, fused_groups, state_of
 from apex_npu.amp.scaler import LossScaler
 from apex_npu.backends import is_capturing
-
-
-class Captured(BlockPart):
-    """A block in a CUDA graph that is being captured: the step that belongs to it has to be captured, too."""
-
-    def ended(self, block: Block) -> None:
-        """See ``BlockPart``."""
-        for state in block.states:
-            state.stage = Stage.CAPTURED
 
 
 def check_block(optimizers: Sequence[Optimizer], scaler: LossScaler, *, delays: bool) -> None:

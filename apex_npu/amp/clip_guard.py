@@ -5,28 +5,37 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from itertools import chain
 from typing import Any
 
 import torch.nn.utils
 from torch import Tensor
 
 from apex_npu.backends.patching import Undo
+from apex_npu.fusion import are_same
 
 _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_")
+WRITTEN = (
+    "gradients of the model have been written or replaced, as torch.nn.utils.clip_grad_norm_, clip_grad_value_ and "
+    "`p.grad = ...` do, after amp.scale_loss has copied them to the fp32 masters that the optimizer steps: the "
+    "gradients that count are the masters', which stay as they were. Clip or replace those of "
+    "amp.master_params(optimizer), or call optimizer.clip_optimizer_grad_norm_fused(max_norm)"
+)
+SCALED_CLIPPED = (
+    "torch.nn.utils.clip_grad_norm_ or clip_grad_value_ was given gradients that fuse_unscale=True keeps multiplied "
+    "with the loss scale until step: it clips them as if they were larger than they are. Call "
+    "optimizer.clip_optimizer_grad_norm_fused(max_norm) instead, or leave fuse_unscale out"
+)
 
 
-def watch_clipping(
-    undo: Undo,
-    look: Callable[[str, list[Tensor]], None],
-    clip_of: Callable[[list[Tensor]], Callable[..., Tensor] | None],
-) -> None:
+def watch_clipping(undo: Undo, adopted: Collection[Any], warn_once: Callable[[Any, str], None]) -> None:
     """Stand between scripts and torch's clipping functions, also those that a script has imported by name before.
 
     Args:
         undo: Takes the callbacks that put the functions back.
-        look: Called with a function's name and its parameters before torch clips them; may warn, or raise.
-        clip_of: What clips the norm of these instead, in one pass and to the same values; None: leave it to torch.
+        adopted: The optimizers whose gradients are looked at.
+        warn_once: Warns of one of them.
     """
 
     def watched(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,9 +45,9 @@ def watch_clipping(
             listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)  # it may be a generator
             # ``foreach`` selects one of torch's implementations.
             asked = len(args) > 3 or kwargs.get("foreach") is not None
-            clip_at_once = None if asked or name != "clip_grad_norm_" else clip_of(listed)
+            clip_at_once = None if asked or name != "clip_grad_norm_" else _clip_of(adopted, listed)
             if clip_at_once is None:
-                look(f"torch.nn.utils.{name}", listed)
+                _check_clipped(adopted, warn_once, f"torch.nn.utils.{name}", listed)
                 return clip_by_torch(original, listed, *args, **kwargs)
             kwargs.pop("foreach", None)
             return clip_at_once(*args, **kwargs)
@@ -58,3 +67,39 @@ def watch_clipping(
 def clip_by_torch(original: Callable[..., Any], params: list[Tensor], *args: Any, **kwargs: Any) -> Any:
     """Call ``original``, a function of torch that clips; here, since profilers show it as a range."""
     return original(params, *args, **kwargs)
+
+
+def _clip_of(adopted: Collection[Any], params: list[Tensor]) -> Callable[..., Tensor] | None:
+    """That of the optimizer that steps just ``params``, where all of their gradients are in float32 buffers."""
+    for optimizer in adopted:
+        own = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+        in_order = are_same(own, params)  # as amp.master_params gives them
+        steps_just_them = in_order or set(map(id, own)) == set(map(id, params))
+        if steps_just_them and optimizer._amp_state.clips_like_torch(optimizer):
+            clip: Callable[..., Tensor] = optimizer._clip_like_torch
+            return clip
+    return None
+
+
+def _check_clipped(
+    adopted: Collection[Any], warn_once: Callable[[Any, str], None], caller: str, params: list[Tensor]
+) -> None:
+    """Before torch clips ``params``: refuse gradients that are to be unscaled yet, and warn of those that do not count.
+
+    Raises:
+        RuntimeError: See ``AmpOptimizerState.check_unscaled``.
+    """
+    given = {id(p) for p in params}
+    for optimizer in adopted:
+        state = optimizer._amp_state
+        of_model = any(id(p) in given for p in state.masters.model_params)
+        if of_model and state.grad_scale != 1.0:
+            state.check_unscaled(caller)
+        if any(id(p) in given for group in optimizer.param_groups for p in group["params"]):
+            state.check_unscaled(caller)
+            if state.pending is not None and state.pending.check is not None:
+                state.pending.start()  # inf clipped by value is none any more
+            if state.policy.fuse_unscale and state.grad_scale != 1.0:
+                warn_once(optimizer, SCALED_CLIPPED)
+        if of_model and not state.awaits_block:
+            warn_once(optimizer, WRITTEN)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.grad_groups import FlatMasterGradGroup, GradGroup
+from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.backends import numbers_on
 from apex_npu.backends._torch_private import disable_dynamo
 from apex_npu.distributed import GradReducer, RankProgress, ReduceOptions
@@ -222,8 +222,7 @@ class Reduction:
         read = dynamic or self._parallel.must_read(scale)
         self._parallel.check(self._reducer.finish(scale, read=read, others_read=dynamic), scale)
         for group in groups:
-            if isinstance(group, FlatMasterGradGroup):
-                group.note_reduced(self._reducer)
+            group.note_reduced(self._reducer)
 
     def abandon(self, error: BaseException, scale: float, *, dynamic: bool) -> None:
         """End it, since ``error`` has ended the block.

@@ -10,19 +10,16 @@ same call, before or after it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from apex_npu.amp.master_params import follow_
-from apex_npu.amp.optimizer_state import AmpOptimizerState
-from apex_npu.amp.session import Session, current, end_loading, master_of, write_models
+from apex_npu.amp.master_params import MasterParams, follow_
+from apex_npu.amp.session import current, end_loading, write_models
 from apex_npu.autocast.containers import cast_floating
 from apex_npu.autocast.forward_cast import is_wrapped, remove_wrapper, unwrapped_forward
 from apex_npu.autocast.submodule_cast import unwatch
@@ -39,23 +36,45 @@ _HOOKS = (
 )
 _ATTRIBUTES = ("forward", "_replicate_for_data_parallel", "__reduce_ex__", "__deepcopy__")
 
-Masters = Mapping[Tensor, Tensor] | WeakTensorKeyDictionary
-
 
 class CopyLink:
     """What the modules of a model share with its optimizers: copies that one call makes of these share a copy of it.
 
     Attributes:
+        masters: Those of the optimizers that step the model, the latest last; they stay when an optimizer is gone.
         copied: An optimizer has been copied.
     """
 
     def __init__(self) -> None:
+        self.masters: list[MasterParams] = []
         self.copied = False
         self._undo = Undo()
 
     def __reduce__(self) -> Any:
         """A copy starts afresh."""
         return CopyLink, ()
+
+    def master_of(self, param: Tensor) -> Tensor | None:
+        """The master of ``param``, a parameter of the model; None where it has none."""
+        for masters in reversed(self.masters):
+            master = masters.of(param)
+            if master is not None:
+                return master
+        return None
+
+    def add(self, model: nn.Module, masters: MasterParams) -> None:
+        """Add ``masters``, once new ones have taken what is kept of their parameters in ``model``, the model.
+
+        What an interrupt leaves to do, the next call does: a value is kept until the masters have been added.
+        """
+        new = masters.first_new < len(masters.masters)
+        kept = list(_kept_in(model)) if new else []
+        taken = [(copies, name, param) for copies, name, param in kept if masters.of(param) is not None]
+        masters.take_values({id(param): fp32_value(param, copies.kept[name]) for copies, name, param in taken})
+        if masters not in self.masters:
+            self.masters.append(masters)
+        for copies, name, _ in taken:
+            del copies.kept[name]
 
     def end_copy(self, module: nn.Module, values: Mapping[str, Tensor]) -> None:
         """Make ``module``, a copy that is complete, float32, unless its optimizer has been copied as well."""
@@ -94,6 +113,18 @@ class ModuleCopies:
     kept: dict[str, Tensor] = field(default_factory=dict)
     keeps: bool = True
 
+    def exact(self, name: str, tensor: Tensor) -> Tensor | None:
+        """What is known of the float32 values of the module's ``tensor`` of that name: kept, or a master's."""
+        kept = self.kept.get(name)
+        return self.link.master_of(tensor) if kept is None else kept
+
+    def keep(self, name: str, tensor: Tensor, value: Tensor) -> None:
+        """Keep ``value``, in float32, for the module's ``tensor`` of that name, unless that holds it."""
+        if torch.equal(tensor.float(), value):
+            self.kept.pop(name, None)
+        else:
+            self.kept[name] = value.to("cpu")
+
     def __call__(self, protocol: Any) -> Any:
         """What the class's own returns, and the values in float32."""
         cls = type(self.module)
@@ -101,13 +132,13 @@ class ModuleCopies:
         function, args, *rest = reduced
         if not rest or rest[0] is None:
             return function, args, *rest  # nothing is called at the end of such a copy
-        return _begin_copy, (function, args), (rest[0], _exact_values(self.module, _masters()))
+        return _begin_copy, (function, args), (rest[0], _exact_values(self))
 
     def deepcopy(self, memo: dict[int, Any]) -> nn.Module:
         """In front of a ``__deepcopy__`` of the class."""
         cls: Any = type(self.module)
         twin: nn.Module = cls.__deepcopy__(self.module, memo)
-        values = {name: value.clone() for name, value in _exact_values(self.module, _masters()).items()}
+        values = {name: value.clone() for name, value in _exact_values(self).items()}
         copy.deepcopy(self.link, memo).end_copy(twin, values)
         return twin
 
@@ -131,19 +162,21 @@ def _end_copy(module: nn.Module, state_and_values: tuple[Any, dict[str, Tensor]]
         vars(module)["__reduce_ex__"] = ModuleCopies(module, copies.link, copies.kept, copies.keeps)
 
 
-def _masters() -> Masters:
-    session = current()
-    return {} if session is None else session.masters
-
-
-def _exact_values(module: nn.Module, masters: Masters) -> dict[str, Tensor]:
-    """In float32 those of its own low-precision tensors that have masters, or of which values are kept."""
-    write_models(_low_precision_in(module))
-    copies = copies_of(module)
-    kept = {} if copies is None else copies.kept
-    low = [(name, t) for name, t in own_tensors(module) if t.dtype in LOW_PRECISION]
-    exact = [(name, t.detach(), masters.get(t, kept.get(name))) for name, t in low]
+def _exact_values(copies: ModuleCopies) -> dict[str, Tensor]:
+    """In float32 those of the module's own low-precision tensors that have masters, or of which values are kept."""
+    write_models(_low_precision_in(copies.module))
+    low = [(name, t) for name, t in own_tensors(copies.module) if t.dtype in LOW_PRECISION]
+    exact = [(name, t.detach(), copies.exact(name, t)) for name, t in low]
     return {name: fp32_value(t, value) for name, t, value in exact if value is not None}
+
+
+def _kept_in(model: nn.Module) -> Iterator[tuple[ModuleCopies, str, Tensor]]:
+    """The parameters of ``model`` of which float32 values are kept."""
+    for copies in filter(None, map(copies_of, model.modules())):
+        for name in copies.kept:
+            param = copies.module._parameters.get(name)
+            if param is not None and param.dtype in LOW_PRECISION:
+                yield copies, name, param
 
 
 def _widen_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -163,33 +196,6 @@ def copies_of(module: nn.Module) -> ModuleCopies | None:
 def is_cast(module: nn.Module) -> bool:
     """True for a module of a model that amp has cast to low precision."""
     return copies_of(module) is not None
-
-
-def register_new_masters(session: Session, optimizer: Optimizer, state: AmpOptimizerState) -> None:
-    """Register the masters of ``optimizer``; new ones first take the values that are kept of their model parameters.
-
-    What an interrupt leaves to do, the next call does: a value is kept until its master is registered.
-    """
-    unfrozen = _unfrozen(session) if state.masters.first_new < len(state.masters.masters) else []
-    state.masters.take_values(
-        {id(p): fp32_value(p.detach(), copies.kept[name]) for copies, name, p in unfrozen if master_of(p) is None}
-    )
-    session.register(optimizer, state)
-    for copies, name, param in unfrozen:
-        if master_of(param) is not None:
-            del copies.kept[name]
-
-
-def _unfrozen(session: Session) -> list[tuple[ModuleCopies, str, Tensor]]:
-    models = [model.model for model in session.models if model.model is not None]
-    modules = {id(module): module for model in models for module in model.modules()}.values()
-    kept = [(copies, name) for copies in map(copies_of, modules) if copies is not None for name in copies.kept]
-    params = [(copies, name, copies.module._parameters.get(name)) for copies, name in kept]
-    return [
-        (copies, name, param)
-        for copies, name, param in params
-        if param is not None and param.requires_grad and param.dtype in LOW_PRECISION
-    ]
 
 
 def show_float32(model: nn.Module, link: CopyLink) -> None:
@@ -221,18 +227,17 @@ def _remove_attributes(module: nn.Module) -> None:
         vars(module).pop(name, None)
 
 
-def restore_float32(model: nn.Module, masters: Masters, undo: Undo | None = None) -> None:
+def restore_float32(model: nn.Module, undo: Undo | None = None) -> None:
     """Undo the conversion of ``model`` and its submodules, and give them the values of their masters.
 
     Args:
         model: Left as it is where it has not been cast to low precision.
-        masters: Model parameter → master.
         undo: Takes the callbacks that convert the model again.
     """
     undo = undo or Undo()
-    for module in filter(is_cast, reversed(list(model.modules()))):
-        values = {name: value.clone() for name, value in _exact_values(module, masters).items()}
-        to_float32(module, values, undo)
+    for copies in filter(None, map(copies_of, reversed(list(model.modules())))):
+        values = {name: value.clone() for name, value in _exact_values(copies).items()}
+        to_float32(copies.module, values, undo)
 
 
 def to_float32(module: nn.Module, values: Mapping[str, Tensor], undo: Undo) -> None:
@@ -315,9 +320,8 @@ def float32_copy(model: nn.Module, *, allow_rounded: bool = False) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"float32_copy takes a model, torch.nn.Module, got {type(model).__name__}")
-    masters = _masters()
     low = [p for p in model.parameters() if p.dtype in LOW_PRECISION]
-    if low and not allow_rounded and not any(p in masters for p in low) and not _keeps(model):
+    if low and not allow_rounded and not any(map(_is_exact, model.modules())):
         raise RuntimeError(
             f"the weights of this {type(model).__name__} exist in {str(low[0].dtype).removeprefix('torch.')} alone, "
             "without fp32 masters, as at O3: a float32 copy has their rounded values. Pass allow_rounded=True to take "
@@ -338,8 +342,9 @@ def float32_copy(model: nn.Module, *, allow_rounded: bool = False) -> nn.Module:
     return clean
 
 
-def _keeps(model: nn.Module) -> bool:
-    return any(copies is not None and copies.kept for copies in map(copies_of, model.modules()))
+def _is_exact(module: nn.Module) -> bool:
+    copies = copies_of(module)
+    return copies is not None and any(copies.exact(name, t) is not None for name, t in own_tensors(module))
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -362,9 +367,9 @@ def _show_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, local
     for name, tensor in own_tensors(module):
         entry = state_dict.get(prefix + name)
         if isinstance(entry, Tensor) and entry.dtype in LOW_PRECISION and tensor.dtype == entry.dtype:
-            exact = master_of(tensor)
-            if exact is None and copies is not None and name in copies.kept:
-                exact = copies.kept[name].clone()  # a script may write what it is shown
+            exact = None if copies is None else copies.exact(name, tensor)
+            if exact is not None and copies is not None and name in copies.kept:
+                exact = exact.clone()  # a script may write what it is shown
             state_dict[prefix + name] = fp32_value(entry, exact)
 
 
@@ -384,34 +389,33 @@ def _fill_masters(
     module: nn.Module, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *_: Any
 ) -> None:
     """load_state_dict hook: masters take the values as they were saved, not as the cast model rounds them."""
-    for name, tensor in module._parameters.items():
-        master = None if tensor is None else master_of(tensor)
-        entry = state_dict.get(prefix + name)
+    copies = copies_of(module)
+    if copies is None:
+        return
+    for name, tensor in own_tensors(module):
+        entry, master = state_dict.get(prefix + name), copies.link.master_of(tensor)
         if master is not None and local_metadata.get("assign_to_params_buffers"):
             raise RuntimeError(
                 f"load_state_dict(assign=True) would replace {prefix + name}, whose fp32 master the optimizer steps; "
                 "load without assign, or before amp.initialize"
             )
-        if master is not None and isinstance(entry, Tensor) and entry.shape == master.shape:
-            master.copy_(entry)
-    copies = copies_of(module)
-    if copies is None or not copies.keeps:
-        return
-    for name, held in own_tensors(module):
-        entry = state_dict.get(prefix + name)
-        if held.dtype not in LOW_PRECISION or master_of(held) is not None or not isinstance(entry, Tensor):
+        if not isinstance(entry, Tensor) or entry.shape != (tensor if master is None else master).shape:
             continue
-        if entry.dtype == torch.float32 and entry.shape == held.shape:
+        if master is not None:
+            master.copy_(entry)
+        elif copies.keeps and tensor.dtype in LOW_PRECISION and entry.dtype == torch.float32:
             copies.kept[name] = entry.detach().to("cpu", copy=True)
 
 
 def _follow_loaded(module: nn.Module, _: Any) -> None:
     """load_state_dict post-hook: what a module has loaded otherwise than from its entries, its masters have, too."""
-    for tensor in module._parameters.values():
-        master = None if tensor is None else master_of(tensor)
-        if tensor is not None and master is not None and master.shape == tensor.shape:
+    copies = copies_of(module)
+    loaded = [] if copies is None else own_tensors(module)
+    for _, tensor in loaded:
+        master = copies.link.master_of(tensor) if copies is not None else None
+        if master is not None and master.shape == tensor.shape:
             follow_(master, tensor)
-    end_loading([tensor for tensor in module._parameters.values() if tensor is not None])
+    end_loading([tensor for _, tensor in loaded])
 
 
 def give_fp32_state_dict(module: nn.Module) -> None:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from apex_npu.amp.amp_optimizer import adopt, adopt_inside, release, release_inside
+from apex_npu.amp.adoption import adopt, adopt_inside, release, release_inside
 from apex_npu.amp.data_parallel import DataParallel
 from apex_npu.amp.float32_copies import CopyLink, restore_float32, show_float32, undo_show_float32
 from apex_npu.amp.fused_unscale import check_fusible
-from apex_npu.amp.kept_values import keep_values
+from apex_npu.amp.kept_values import follow_broadcast, keep_values
 from apex_npu.amp.master_params import copy_masters_to_model
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, adopted_inside, inner_optimizer, state_of
 from apex_npu.amp.policy import OVERRIDES, Policy, resolve
@@ -42,6 +42,7 @@ from apex_npu.amp.session import (
     current,
     install,
     is_first_rank,
+    master_of,
     require,
 )
 from apex_npu.amp.sharding import sharded_policy
@@ -116,7 +117,7 @@ def initialize(
         opt_level: "O0" to "O5". The following arguments override what it says; None leaves it as it is.
         cast_model_type: Dtype of the model's parameters and inputs; False: no cast.
         patch_torch_functions: Cast around functions (O1 and O4 only).
-        keep_batchnorm_fp32: Leave affine batch norms in float32. The strings "True" and "False" count as bools.
+        keep_batchnorm_fp32: Leave batch norms in float32. The strings "True" and "False" count as bools.
         master_weights: Keep fp32 masters of low-precision parameters, and step those.
         loss_scale: "dynamic", or a positive number, also as a string.
         cast_model_outputs: Cast what the models' forward returns to this dtype; by default float32 if inputs are cast.
@@ -212,6 +213,7 @@ def initialize(
     model_list, optimizer_list = _listed(models, optimizers)
     scalers = [make_scaler(policy.loss_scale, options) for _ in range(num_losses)]
     session = Session(policy, scalers, verbosity if is_first_rank() else min(verbosity, 0), skip_alarm=skip_alarm)
+    session.after_broadcast = follow_broadcast
     check_thread("amp.initialize")
     process_group, overflow_group = check_groups(policy, process_group, overflow_group, enabled=enabled)
     if enabled:
@@ -331,15 +333,13 @@ def _set_up(
     device_types = session.device_types
     as_they_were = [(o, type(o), [list(group["params"]) for group in o.param_groups]) for o in optimizers]
     parallel = session.data_parallel
-    former = current()
     undo = Undo()
     ddps = [ddp for ddp in ddps if changes_dtypes(policy, ddp)]
     try:
         undo.callback(_rebuild_reducers, ddps)
         with _together(policy, None if parallel is None else parallel.group):
-            if former is not None:
-                for model in models:
-                    restore_float32(model, former.masters, undo)
+            for model in models:
+                restore_float32(model, undo)
             # The memory of the values before any cast: masters take it over, and a failure puts it back.
             tensors = [t for m in models for t in [*m.parameters(), *m.buffers()]]
             values = {id(t): (t, t.detach()) for t in [*tensors, *(t.grad for t in tensors if t.grad is not None)]}
@@ -386,13 +386,13 @@ def _start_alike(
     Parameters of no model keep their values: each process may have others, such as its part of a classifier.
     """
     pairs = [pair for optimizer in optimizers for pair in optimizer._amp_state.pairs]  # type: ignore[attr-defined]
-    master_of = {id(pair.model_param): pair.master_param for pair in pairs}
+    masters = {id(pair.model_param): pair.master_param for pair in pairs}
     tensors = [t for m in models for t in [*m.parameters(), *m.buffers()]]
-    exact = [master_of.get(id(t), before.get(id(t), t)) for t in tensors]
+    exact = [masters.get(id(t), before.get(id(t), t)) for t in tensors]
     broadcast_values(exact, parallel.group)
     copy_masters_to_model(pairs)
     for t, value in zip(tensors, exact, strict=True):
-        if id(t) not in master_of and t.dtype != value.dtype:
+        if id(t) not in masters and t.dtype != value.dtype:
             t.data.copy_(value)
 
 
@@ -477,7 +477,8 @@ def masters_of(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     for optimizer in session.adopted:
         if any(id(p) in ids for p in optimizer._amp_state.masters.model_params):
             _show_gradients(optimizer, optimizer._amp_state)
-    return [session.masters.get(param, param) for param in listed]
+    masters = map(master_of, listed)
+    return [p if master is None else master for p, master in zip(listed, masters, strict=True)]
 
 
 def will_skip(optimizer: Optimizer) -> bool:

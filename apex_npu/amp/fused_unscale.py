@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from apex_npu.amp.block import STAGE_AFTER, BlockArgs, BlockPart, Delay, DelayingBlock, decide
-from apex_npu.amp.deferred_inf_check import DeferredInfCheck
 from apex_npu.amp.grad_groups import GradGroup, any_raised, look_for_overflow, unscale
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, inner_optimizer, state_of
-from apex_npu.amp.pending_step import supports_found_inf
+from apex_npu.amp.pending_step import DeferredInfCheck, supports_found_inf
 from apex_npu.amp.session import current
 
 
@@ -82,7 +81,7 @@ class DeferringBlock(DelayingBlock):
     def _open_check(self, on_device: bool, flags: list[Tensor]) -> DeferredInfCheck:
         groups, loss_id, scaler = self.groups, self._loss_id, self._scaler
         # The session has the check until the next block, and must not keep an optimizer alive.
-        states = weakref.WeakSet(self.states)
+        held = weakref.WeakSet(self.states)
 
         def look() -> list[Tensor]:
             for group in groups:
@@ -90,9 +89,14 @@ class DeferringBlock(DelayingBlock):
             return look_for_overflow(groups)
 
         def settle(found_inf: bool) -> None:
+            states = list(held)
             for state in states:
-                state.pending.resolve()  # this check, which is known by now
-            decide(states, loss_id, scaler, found_inf)
+                state.pending.check = None
+            try:
+                decide(states, loss_id, scaler, found_inf)
+            finally:  # it may warn, and a warning be an error
+                for state in states:
+                    state.pending.end_delegated(state)
 
         check = DeferredInfCheck(look, settle, on_device=on_device)
         if flags:

@@ -3,11 +3,7 @@
 """``GradGroup``: gradients that are unscaled together, on their way from backward to the optimizer's parameters.
 
 There is one class for each place that gradients take: in memory of their own or in one flat buffer, and copied to
-masters or not. ``grad_layout.py`` chooses.
-
-One rule decides about masters: a master's gradient counts as long as its model parameter has the gradient that it was
-made from. Clearing the model's, by whatever means, therefore clears the master's: it is dropped, or filled with zeros.
-A gradient that a model parameter has got outside of blocks, and that its master lacks, is added to the master's.
+masters (``master_grads.py``) or not. ``grad_layout.py`` chooses.
 """
 
 from __future__ import annotations
@@ -15,234 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 from operator import is_
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from apex_npu.backends import number_on
 from apex_npu.distributed import GradReducer
-from apex_npu.fusion import (
-    FlatGrads,
-    are_same,
-    drop_grads,
-    extent_numel,
-    grads_of,
-    overlapping,
-    versions_of,
-    wraps_tensors,
-    zero_grads,
-)
-from apex_npu.fusion.grad_slots import IN_BUFFER, NONE, InPlace
+from apex_npu.fusion import FlatGrads, extent_numel, grads_of, overlapping, wraps_tensors
+from apex_npu.fusion.grad_slots import InPlace
 from apex_npu.fusion.shards import local_part
-from apex_npu.ops import cats_lists, gathers_in_one_pass, takes_grads, unscale_grads
-
-_NONE = bytes([NONE])
-
-
-# What step() warns of.
-WRITTEN = (
-    "gradients of the model have been written or replaced, as torch.nn.utils.clip_grad_norm_, clip_grad_value_ and "
-    "`p.grad = ...` do, after amp.scale_loss has copied them to the fp32 masters that the optimizer steps: the "
-    "gradients that count are the masters', which stay as they were. Clip or replace those of "
-    "amp.master_params(optimizer), or call optimizer.clip_optimizer_grad_norm_fused(max_norm)"
-)
-GIVEN_BEFORE_BLOCK = (
-    "gradients that were assigned to fp32 masters, and whose model parameters' gradients have been cleared, were "
-    "dropped by the next amp.scale_loss, since they may have been assigned before that. Clear gradients with "
-    "optimizer.zero_grad(), or assign those of masters after the block"
-)
-
-
-class Changes(NamedTuple):
-    """What has become of the gradients of model parameters since they were copied.
-
-    Attributes:
-        dropped: The indices of those whose copy does not count any more.
-        zeroed: The indices of those that have been filled with zeros.
-        written: Others have been written in place, or replaced, which their copies do not follow.
-        added: There are some that have not been copied.
-    """
-
-    dropped: Sequence[int] = ()
-    zeroed: Sequence[int] = ()
-    written: bool = False
-    added: bool = False
-
-
-_NOTHING = Changes()
-
-
-class CopiedGrads:
-    """The gradients of some model parameters, as they were when they were copied to the masters.
-
-    Attributes:
-        grads: Empty, or one or None for each.
-        delayed: The indices of those that ``delay_unscale`` has left for a later block to copy.
-        zeros: The indices of those that were filled with zeros, and that masters may have no copy of.
-        kept: The indices of those that a block has put aside, and that masters have no copy of.
-        alike: The indices of those that were copied outside of blocks to masters that had none: any change is followed.
-        replaceable: All that the masters have is copied from these, unscaled: others may take their place.
-        stepped: The masters have been stepped since: their gradients are gone, the model's are still there.
-    """
-
-    def __init__(self, model_params: Sequence[Tensor]) -> None:
-        """Of ``model_params``, none so far."""
-        self._model_params = list(model_params)
-        self._none: list[Tensor | None] = [None] * len(self._model_params)
-        self.forget()
-
-    def forget(self) -> None:
-        """Record that no gradient counts as copied any more."""
-        self.grads: list[Tensor | None] = []
-        self._versions: list[int] = []
-        self.delayed: set[int] = set()
-        self.zeros: set[int] = set()
-        self.kept: set[int] = set()
-        self.alike: set[int] = set()
-        self.stepped = self.replaceable = False
-
-    def note(self) -> None:
-        """Record that all gradients that are there now have been copied."""
-        if self.grads:
-            self.put_back()
-        self._set(grads_of(self._model_params))
-        if self.delayed:
-            self.delayed = set()
-        if self.kept or self.zeros or self.alike:
-            self.kept, self.zeros, self.alike = set(), set(), set()
-
-    def _set(self, grads: list[Tensor | None]) -> None:
-        versions = versions_of(grads)
-        self.grads, self._versions = grads, versions
-
-    def note_delayed(self) -> None:
-        """Record that those of the gradients that are there now that have not been copied will be."""
-        former, delayed = self.grads, self.delayed
-        self.note()
-        known = former or self._none
-        new = {i for i, (now, before) in enumerate(zip(self.grads, known, strict=True)) if now is not before}
-        self.delayed = {i for i in new | delayed if self.grads[i] is not None}
-
-    def note_added(self, indices: Iterable[int]) -> None:
-        """Record that the gradients of ``indices`` that are there now have been copied, too."""
-        if not self.grads:
-            self._set(list(self._none))
-        for i in indices:
-            grad = self._model_params[i].grad
-            if grad is not self.grads[i] or self._is_written(i):
-                self.zeros.discard(i)
-            self.grads[i], self._versions[i] = grad, 0 if grad is None else grad._version
-
-    def adopt_from(self, former: Sequence[CopiedGrads]) -> None:
-        """Continue with what ``former`` have recorded of these model parameters."""
-        places = {id(param): (one, i) for one in former for i, param in enumerate(one._model_params)}
-        self.stepped = any(one.stepped for one in former)
-        self._set(list(self._none))
-        for k, param in enumerate(self._model_params):
-            one, i = places.get(id(param), (None, k))
-            if one is not None and one.grads:
-                self.grads[k], self._versions[k] = one.grads[i], one._versions[i]
-                for name in ("delayed", "zeros", "kept", "alike"):
-                    if i in getattr(one, name):
-                        getattr(self, name).add(k)
-
-    def uncopied(self) -> list[int]:
-        """The indices of the gradients that are there, and that neither have been copied nor are delayed."""
-        found: list[int] = []
-        for i, (grad, before) in enumerate(zip(grads_of(self._model_params), self.grads or self._none, strict=True)):
-            new = grad is not before and (before is None or self.stepped)
-            if grad is not None and (new or i in self.zeros) and i not in self.delayed:
-                found.append(i)
-        return found
-
-    def put_aside(self) -> None:
-        """Drop what is there, so that the next backward does not add to it, but for what is delayed; see ``put_back``.
-
-        What has not been copied is ``kept``.
-        """
-        now = grads_of(self._model_params)
-        if not are_same(now, self._none):
-            self._keep([] if are_same(now, self.grads) and not self.zeros else self.uncopied())
-            self.drop()
-        elif self.stepped:
-            self.forget()
-
-    def _keep(self, indices: list[int]) -> None:
-        zeros = {i for i in indices if i in self.zeros and not self._is_written(i)}
-        if self.stepped:
-            self.forget()
-        if indices:
-            self.note_added(indices)
-            self.kept, self.zeros = set(indices), zeros
-
-    def drop(self) -> None:
-        """Drop what is there, but for what is delayed."""
-        if not self.delayed:
-            drop_grads(self._model_params)
-        else:
-            drop_grads([param for i, param in enumerate(self._model_params) if i not in self.delayed])
-
-    def put_back(self) -> None:
-        """Give parameters that have no gradient the one that was put aside."""
-        for param, grad in zip(self._model_params, self.grads, strict=False):
-            if param.grad is None:
-                param.grad = grad
-
-    def forget_kept(self) -> None:
-        """Record that what was ``kept`` has been put back without having been copied."""
-        for i in self.kept - self.zeros:
-            self.grads[i] = None
-        self.kept = set()
-
-    def note_zeros(self) -> None:
-        """Record that all gradients have been filled with zeros, masters' too, and do so with those put aside."""
-        now = grads_of(self._model_params)
-        pairs = list(zip(self.grads or self._none, now, strict=True))
-        aside = [known for known, grad in pairs if known is not None and grad is None]
-        if aside:
-            torch._foreach_zero_(aside)
-        self._set([known if grad is None else grad for known, grad in pairs])
-        self.delayed, self.stepped = set(), False
-        self.zeros, self.alike = {i for i, grad in enumerate(now) if grad is not None}, set()
-
-    def note_changed(self) -> Changes:
-        """What has become of the gradients since; ``dropped`` and ``zeroed`` are returned once."""
-        now = grads_of(self._model_params)
-        if are_same(now, self.grads or self._none) and (not self.grads or versions_of(now) == self._versions):
-            return _NOTHING
-        return self._find_changed(now) if self.grads else Changes(added=True)
-
-    def _find_changed(self, now: list[Tensor | None]) -> Changes:
-        dropped: list[int] = []
-        written: list[tuple[int, Tensor]] = []
-        replaced = False
-        for i, (grad, before) in enumerate(zip(now, self.grads, strict=True)):
-            if before is None or (grad is before and not self._is_written(i)):
-                continue
-            follows = i in self.alike or i in self.zeros or (self.replaceable and grad is not before)
-            if self.stepped and grad is not before and i not in self.zeros:
-                self.grads[i] = None  # masters have none by now
-            elif grad is None or (follows and i not in self.delayed):
-                dropped.append(i)
-            elif grad is before:
-                written.append((i, grad))
-            else:
-                replaced |= i not in self.delayed
-        # One answer for all: reading each alone would wait for the device each time.
-        nonzero = torch.stack([grad.any() for _, grad in written]).tolist() if written else []
-        zeroed = [i for (i, _), kept in zip(written, nonzero, strict=True) if not kept]
-        self.note_added(i for i, _ in written)
-        for i in dropped:
-            self.grads[i] = None
-        self.delayed.difference_update(dropped)
-        self.zeros.difference_update(dropped)
-        self.alike.difference_update(dropped)
-        return Changes(dropped, zeroed, replaced or len(zeroed) < len(written), bool(self.uncopied()))
-
-    def _is_written(self, index: int) -> bool:
-        grad = self.grads[index]
-        return grad is not None and grad._version != self._versions[index]
+from apex_npu.ops import unscale_grads
 
 
 class GradGroup:
@@ -281,7 +59,7 @@ class GradGroup:
 
     def scale_sources_(self, factor: float) -> None:
         """Multiply the gradients that backward adds to."""
-        if factor != 1.0 and _any_grads(self.sources):
+        if factor != 1.0 and any_grads(self.sources):
             self.scale_(factor)
 
     def scale_all_(self, factor: float) -> None:
@@ -322,10 +100,12 @@ class GradGroup:
         """True where a model parameter has a gradient, other than cleared to zeros, that its master lacks."""
         return False
 
+    def note_reduced(self, reducer: GradReducer) -> None:
+        """Take note of what ``reducer`` has averaged the model's gradients in, where one copy can take all from it."""
+
     def part(self, indices: Sequence[int]) -> GradGroup:
         """The same of some of the parameters, each by itself."""
-        params, sources = ([tensors[i] for i in indices] for tensors in (self.params, self.sources))
-        return GradGroup(params) if all(map(is_, params, sources)) else MasterGradGroup(params, sources)
+        return GradGroup([self.params[i] for i in indices])
 
     @torch.no_grad()
     def zero_(self) -> None:
@@ -350,7 +130,7 @@ class GradGroup:
 
     def has_grads(self) -> bool:
         """True where any gradient is there."""
-        return _any_grads(self.params) or _any_grads(self.sources)
+        return any_grads(self.params) or any_grads(self.sources)
 
     @torch.no_grad()
     def unscale_(self, inv_scale: float, found_inf: Tensor | None, *, share: bool = False) -> None:
@@ -379,7 +159,7 @@ class FlatGradGroup(GradGroup):
     flat: FlatGrads
 
     def __init__(self, flat: FlatGrads, sources: Sequence[Tensor] | None = None) -> None:
-        super().__init__(flat.params, sources)
+        super().__init__(flat.full_params, sources)
         self.flat = flat
 
     def scale_(self, factor: float, found_inf: Tensor | None = None) -> None:
@@ -393,274 +173,17 @@ class FlatGradGroup(GradGroup):
         unscale_grads(self.flat.operands(InPlace.READ), 1.0, found_inf)
 
 
-class MasterGradGroup(GradGroup):
-    """Gradients of which some are copied from model parameters to masters, each into memory of its own."""
-
-    def __init__(self, params: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """A parameter without a master is its own source."""
-        super().__init__(params, sources)
-        self._find_masters()
-
-    def _find_masters(self) -> None:
-        pairs = enumerate(zip(self.params, self.sources, strict=True))
-        self._masters = [i for i, (param, source) in pairs if param is not source]
-        self._direct = sorted(set(range(len(self.params))) - set(self._masters))
-        self._model_params = [self.sources[i] for i in self._masters]
-        self.copied = CopiedGrads(self._model_params)
-        self._made: dict[int, Tensor | None] = {}
-        self._alone = True
-
-    def begin_block(self, factor: float) -> bool:
-        """See ``GradGroup``. The gradients that masters have are not scaled: what is copied is added to them."""
-        if self.copied.grads:
-            self._follow(self.copied.note_changed(), GIVEN_BEFORE_BLOCK)
-        self.copied.put_aside()
-        if self._direct or self.copied.delayed:
-            self.scale_sources_(factor)
-        return len(self.copied.kept) > len(self.copied.zeros)
-
-    def abandon_block(self, factor: float) -> None:
-        self.copied.drop()
-        self.scale_sources_(factor)
-        self.copied.put_back()
-        self.copied.forget_kept()
-
-    def note_delayed(self) -> None:
-        if self.copied.kept:
-            self._add_kept(self.kept_scale)
-        self.copied.note_delayed()
-
-    @torch.no_grad()
-    def scale_sources_(self, factor: float) -> None:
-        """Multiply the gradients that backward adds to."""
-        self._scale_list_(self.sources, factor)
-
-    def scale_all_(self, factor: float) -> None:
-        self._scale_list_(self._model_params, factor)
-        self.scale_(factor)
-
-    @staticmethod
-    def _scale_list_(tensors: Sequence[Tensor], factor: float) -> None:
-        if factor != 1.0 and _any_grads(tensors):
-            torch._foreach_mul_(writable_grads(tensors), factor)
-
-    def drop_cleared(self) -> bool:
-        changes = self.copied.note_changed()
-        if changes is not _NOTHING:
-            self._follow(changes)
-        return changes.added or bool(self.copied.zeros)
-
-    def _follow(self, changes: Changes, given: str = "") -> None:
-        """Have masters follow ``changes``; with ``given`` drop what was assigned to them, too, and have that said."""
-        if changes.written:
-            self.edited = WRITTEN
-        for k in changes.dropped:
-            if self._has_made(self._masters[k]):
-                self.params[self._masters[k]].grad = None
-            elif given:
-                self.params[self._masters[k]].grad, self.edited = None, given
-        for k in changes.zeroed:
-            zero_grads([self.params[self._masters[k]]])
-            if k not in self.copied.delayed:
-                self.copied.zeros.add(k)
-
-    def _has_made(self, index: int) -> bool:
-        """False where something else has been assigned to the ``grad`` of a master."""
-        grad = self.params[index].grad
-        return grad is None or grad is self._made.get(index)
-
-    def forget_copied(self, set_to_none: bool) -> None:
-        self.edited = ""
-        if set_to_none:
-            self.copied.forget()
-            self._made = {}
-        else:
-            self.copied.note_zeros()
-
-    def has_uncopied(self) -> bool:
-        return not self.copied.zeros.issuperset(self.copied.uncopied())
-
-    @torch.no_grad()
-    def copy_uncopied(self, scale: float) -> None:
-        found = self.copied.uncopied()
-        self.copied.note_added(found)
-        self.copied.alike.update(k for k in found if self.params[self._masters[k]].grad is None)
-        self._add(found, scale)
-
-    def drop_kept(self) -> None:
-        self.copied.forget_kept()
-
-    @torch.no_grad()
-    def _add_kept(self, scale: float) -> None:
-        # A zero is a gradient where there is no other.
-        unread = {k for k in self.copied.zeros if self._model_params[k].grad is not None}
-        self._add(sorted(self.copied.kept - unread), scale)
-
-    def _add(self, indices: Iterable[int], scale: float) -> None:
-        """Add what is recorded as copied to masters, multiplied by ``scale``."""
-        for k in indices:
-            i = self._masters[k]
-            wide = _dense(self.copied.grads[k], self._model_params[k]).to(self.params[i].dtype) * scale
-            if self.params[i].grad is None:
-                self._made[i] = self.params[i].grad = self._new_grads([i])[0].copy_(wide)
-            else:
-                self.materialize_grads()
-                writable_grads([self.params[i]])[0].add_(wide)
-
-    def end_step(self) -> None:
-        self.copied.stepped, self.copied.replaceable, self._made = True, False, {}
-        self.copied.zeros.clear()
-        self.copied.alike.clear()
-
-    @torch.no_grad()
-    def unscale_(self, inv_scale: float, found_inf: Tensor | None, *, share: bool = False) -> None:
-        self._copy_each(inv_scale, found_inf)
-        self._made = dict(enumerate(grads_of(self.params)))
-        if self.copied.kept:
-            self._add_kept(self.kept_scale)
-        self.copied.note()
-        self.copied.replaceable = self._alone and inv_scale == 1.0 == self.kept_scale
-
-    def adopt_from(self, former: Sequence[GradGroup]) -> None:
-        """Continue with what is known of the groups that this one replaces."""
-        self.copied.adopt_from([group.copied for group in former if isinstance(group, MasterGradGroup)])
-        self.edited = next(filter(None, (group.edited for group in former)), "")
-        self._made = dict(enumerate(grads_of(self.params)))
-
-    def _copy_each(self, inv_scale: float, found_inf: Tensor | None) -> None:
-        fresh = [i for i in self._masters if self.sources[i].grad is not None]
-        later = [i for i in fresh if self.params[i].grad is not None]
-        first = [i for i in fresh if self.params[i].grad is None]
-        self._alone = not later and not self.copied.kept
-        if first:
-            grads = self._new_grads(first)
-            torch._foreach_copy_(grads, [_dense(self.sources[i].grad, self.sources[i]) for i in first])
-            for i, grad in zip(first, grads, strict=True):
-                self.params[i].grad = grad
-        ready = first + [i for i in self._direct if self.params[i].grad is not None]
-        self._scale_some_(ready, inv_scale, found_inf)
-        if later:
-            # Widened before unscaling: dividing in float16 would lose the small values that the loss scale has saved.
-            new = [_dense(self.sources[i].grad, self.sources[i]).to(self.params[i].dtype) for i in later]
-            unscale_grads(new, inv_scale, found_inf)
-            torch._foreach_add_(writable_grads(self.params[i] for i in later), new)
-
-    def _scale_some_(self, indices: Sequence[int], inv_scale: float, found_inf: Tensor | None) -> None:
-        unscale_grads(writable_grads(self.params[i] for i in indices), inv_scale, found_inf)
-
-    def _new_grads(self, indices: list[int]) -> list[Tensor]:
-        return [torch.empty_like(self.params[i], requires_grad=False) for i in indices]
-
-
-class FlatMasterGradGroup(MasterGradGroup):
-    """The same, of masters whose gradients are in one flat buffer."""
-
-    flat: FlatGrads
-
-    def __init__(self, flat: FlatGrads, sources: Sequence[Tensor]) -> None:
-        super().__init__(flat.params, sources)
-        self.flat = flat
-        self._shares = False
-        self._in_one_pass = takes_grads(self.params[0])
-        self._reduced: tuple[FlatGrads, range] | None = None
-
-    def note_reduced(self, reducer: GradReducer) -> None:
-        """Remember the buffer that ``reducer`` has averaged the model's gradients in, where one copy can take all."""
-        self._reduced = None
-        if not gathers_in_one_pass(self.params[0]):
-            self._reduced = reducer.gathered(self.sources, self.flat.offsets)
-
-    def materialize_grads(self) -> None:
-        if self._shares:
-            self.flat.gather()
-        self._shares = False
-
-    def adopt_from(self, former: Sequence[GradGroup]) -> None:
-        super().adopt_from(former)
-        self._shares = any(getattr(group, "_shares", False) for group in former)
-
-    def scale_(self, factor: float, found_inf: Tensor | None = None) -> None:
-        if factor != 1.0 or found_inf is not None:
-            self.flat.unscale_(factor, found_inf)
-
-    def _has_made(self, index: int) -> bool:
-        grad, master = self.params[index].grad, self.params[index]
-        shared = grad is not None and grad.dtype != master.dtype
-        return super()._has_made(index) or shared or self.flat.states(range(index, index + 1))[0] == IN_BUFFER
-
-    @torch.no_grad()
-    def check(self, found_inf: Tensor) -> None:
-        unscale_grads(self.flat.operands(InPlace.READ), 1.0, found_inf)
-
-    def unscale_(self, inv_scale: float, found_inf: Tensor | None, *, share: bool = False) -> None:
-        """See ``GradGroup``. Where no master has a gradient yet, all are copied in few passes."""
-        states = self.flat.states()
-        # No master has a gradient: none at all is there, or those of parameters without a master alone.
-        first = not states.strip(_NONE) or all(states[i] == NONE for i in self._masters)
-        if first and self._in_one_pass:
-            self._take_in_one_pass(inv_scale, found_inf, share)
-        else:
-            self._take_in_passes(states, inv_scale, found_inf, first)
-        alone = first and not self.copied.kept
-        self._made = {}
-        if self.copied.kept:
-            self._add_kept(self.kept_scale)
-        self.copied.note()
-        self.copied.replaceable = alone and inv_scale == 1.0 == self.kept_scale
-
-    @torch.no_grad()
-    def _take_in_passes(self, states: bytes, inv_scale: float, found_inf: Tensor | None, first: bool) -> None:
-        if not first or not self._take_all(states, inv_scale, found_inf):
-            self.flat.gather()
-            self._copy_each(inv_scale, found_inf)
-
-    def _take_all(self, states: bytes, inv_scale: float, found_inf: Tensor | None) -> bool:
-        if self._reduced is not None and self._take_reduced(*self._reduced):
-            unscale_grads([self.flat.flat], inv_scale, found_inf)
-        elif cats_lists(self.device):
-            self.flat.take(self.sources, slots=[i for i, state in enumerate(states) if state != IN_BUFFER])
-            self.flat.unscale_(inv_scale, found_inf)
-        else:
-            return False
-        return True
-
-    def _take_in_one_pass(self, inv_scale: float, found_inf: Tensor | None, share: bool) -> None:
-        """Gather, widen, unscale and check in one pass, or share."""
-        if self._direct:
-            self.flat.unscale_(inv_scale, found_inf)  # masters have none yet
-        if share and inv_scale == 1.0 and found_inf is None:
-            self.flat.share(self.sources)
-            self._shares = True
-        else:
-            self.flat.take(self.sources, inv_scale, found_inf, self._masters if self._direct else None)
-
-    def _take_reduced(self, source: FlatGrads, slots: range) -> bool:
-        """Copy gradients that are contiguous already, by one copy."""
-        part = source.span(slots)
-        if self._direct or not source.all_present(slots) or part.numel() != self.flat.flat.numel():
-            return False
-        views = self.flat.views
-        self.flat.flat.copy_(part)
-        for param, view in zip(self.params, views, strict=True):
-            param.grad = view
-        return True
-
-    def _scale_some_(self, indices: Sequence[int], inv_scale: float, found_inf: Tensor | None) -> None:
-        if len(indices) == len(self.params):
-            unscale_grads([self.flat.flat], inv_scale, found_inf)
-        else:
-            super()._scale_some_(indices, inv_scale, found_inf)
-
-    def _new_grads(self, indices: list[int]) -> list[Tensor]:
-        views = self.flat.views
-        return [views[i] for i in indices]
-
-
-def _any_grads(tensors: Sequence[Tensor]) -> bool:
+def any_grads(tensors: Sequence[Tensor]) -> bool:
+    """True where one of ``tensors`` has a gradient."""
     return not all(map(is_, grads_of(list(tensors)), repeat(None)))
 
 
-def _dense(grad: Tensor | None, param: Tensor) -> Tensor:
+def dense_grad(grad: Tensor | None, param: Tensor) -> Tensor:
+    """``grad``, which ``param`` has, without its graph.
+
+    Raises:
+        RuntimeError: It is sparse.
+    """
     assert grad is not None
     if grad.layout != torch.strided:
         raise RuntimeError(
@@ -678,11 +201,11 @@ def writable_grads(params: Iterable[Tensor]) -> list[Tensor]:
     autograd leaves two views of one tensor for ``a.view(-1) + b.view(-1)``.
     """
     found = [p for p in params if p.grad is not None]
-    grads = [local_part(_dense(p.grad, p)) for p in found]
+    grads = [local_part(dense_grad(p.grad, p)) for p in found]
     shared = overlapping([_span(g) for g in grads])
     shared += [i for i, g in enumerate(grads) if not g.is_contiguous() and torch._debug_has_internal_overlap(g)]
     for i in shared:
-        copy = _dense(found[i].grad, found[i]).clone()
+        copy = dense_grad(found[i].grad, found[i]).clone()
         found[i].grad, grads[i] = copy, local_part(copy)
     return grads
 
@@ -699,7 +222,7 @@ def _span(grad: Tensor) -> tuple[int, int]:
 
 def separate(groups: Sequence[GradGroup]) -> None:
     """Replace gradients that share memory over groups by copies; within a group that is done where they are written."""
-    if any(group.flat is None for group in groups):
+    if any(group.flat is None or group.flat.is_sharded for group in groups):
         writable_grads(s for group in groups for p, s in zip(group.params, group.sources, strict=True) if p is s)
 
 

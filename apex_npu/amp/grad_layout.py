@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.grad_groups import FlatGradGroup, FlatMasterGradGroup, GradGroup, MasterGradGroup
+from apex_npu.amp.grad_groups import FlatGradGroup, GradGroup
+from apex_npu.amp.master_grads import FlatMasterGradGroup, MasterGradGroup
 from apex_npu.fusion import FlatGrads
 
 
@@ -30,9 +31,9 @@ def make_grad_groups(
 
     groups: list[GradGroup] = []
     for flat in flats:
-        has_masters = any(id(p) in model_param_of for p in flat.params)
+        has_masters = any(id(p) in model_param_of for p in flat.full_params)
         groups.append(FlatMasterGradGroup(flat, sources_of(flat.params)) if has_masters else FlatGradGroup(flat))
-    held = {id(p) for flat in flats for p in flat.params}
+    held = {id(p) for flat in flats for p in flat.full_params}
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for p in params:
         if id(p) not in held:

@@ -5,13 +5,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from apex_npu.amp.float32_copies import ModuleCopies, copies_of, own_tensors
+from apex_npu.amp.float32_copies import ModuleCopies, copies_of, fp32_value, own_tensors
+from apex_npu.amp.session import Session
 from apex_npu.backends import for_device
+from apex_npu.distributed.consistency import broadcast_values
+from apex_npu.fusion import remainders_of
 from apex_npu.ops import LOW_PRECISION, unscale_grads
 
 # More than that is announced.
@@ -34,8 +37,10 @@ def keep_values(
 ) -> list[str]:
     """Keep the float32 values of what has been cast and has no master, for state dicts and for masters to come.
 
-    They are in host memory. Values that low precision holds exactly are not kept. A buffer of which it would lose a
-    value altogether, as inf or as 0, becomes float32 again.
+    They are in host memory. Values that low precision holds exactly are not kept. A buffer becomes float32 again of
+    which low precision would lose a value altogether, as inf or as 0, and one without dimensions that it does not hold
+    exactly: other operands' dtypes count in operations with such a one, while a larger float32 buffer would make
+    float32 of all that is computed with it, which the next layer does not take.
 
     Args:
         models: They have been cast, and ``show_float32`` has been called.
@@ -55,15 +60,16 @@ def keep_values(
             copies.keeps = keep
     cast = list(_cast(models, before))
     answers = _answers(cast, with_master)
-    said, lost = [], []
+    said, stay, inexact = [], [], []
     nbytes = 0
     for (module, copies, name, full_name, tensor, value), (overflows, vanishes, differs) in zip(
         cast, answers, strict=True
     ):
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if name in module._buffers and (overflows or vanishes):
+        is_buffer = name in module._buffers
+        if is_buffer and (overflows or vanishes or (differs and value.dim() == 0)):
             tensor.data = value
-            lost.append(full_name)
+            stay.append(full_name)
         elif overflows:
             raise RuntimeError(
                 f"parameter {full_name} has finite values of up to {value.abs().max():.4g}, which are inf in {dtype} "
@@ -73,14 +79,24 @@ def keep_values(
         elif keep and differs and id(tensor) not in with_master:
             copies.kept[name] = value.detach().to("cpu", torch.float32)
             nbytes += value.numel() * 4
-    if lost:
-        said.append(f"Buffers that stay float32, since their values would be inf or 0 otherwise: {', '.join(lost)}")
+            inexact += [full_name] * is_buffer
+    if stay:
+        said.append(f"Buffers that stay float32, since {dtype} does not hold their values: {_listed(stay)}")
+    if inexact:
+        said.append(
+            f"Buffers that forwards get rounded, since {dtype} does not hold their values, which state_dict() has: "
+            f"{_listed(inexact)}"
+        )
     if nbytes > _ANNOUNCED:
         said.append(
             f"Weights without masters, and buffers, keep {nbytes / 2**30:.1f} GiB of float32 values in host memory, "
             "for state_dict() and for unfreezing; keep_frozen_float32=False does without"
         )
     return said
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _cast(models: Sequence[nn.Module], before: Mapping[int, Tensor]) -> Iterator[_Cast]:
@@ -129,3 +145,35 @@ def _ask(cast: Sequence[_Cast]) -> list[list[bool]]:
         asked.setdefault(now.device, []).append(torch.stack([question.any() for question in questions]))
     answers = {device: iter(torch.stack(found).tolist()) for device, found in asked.items()}
     return [next(answers[entry.tensor.device]) for entry in cast]
+
+
+@torch.no_grad()
+def follow_broadcast(session: Session, module: nn.Module, sent: Sequence[Tensor], group: Any, rank: int) -> None:
+    """Give masters, and what is kept, the values of the process whose rounded ones DistributedDataParallel has sent.
+
+    Args:
+        session: Its optimizers have the masters.
+        module: The module inside.
+        sent: Those of its parameters and buffers that have the values of that process.
+        group: The processes.
+        rank: That of the process in ``group``.
+    """
+    rounded = {id(tensor): tensor for tensor in sent if tensor.dtype in LOW_PRECISION}
+    concerned = [o for o in session.adopted if any(id(p) in rounded for p in o._amp_state.masters.model_params)]
+    for optimizer in concerned:
+        optimizer._amp_state.masters.follow(optimizer)
+    remainders = {id(p): view for o in session.adopted for p, view in remainders_of(o).items()}
+    masters = {id(pair.model_param): pair.master_param for o in concerned for pair in o._amp_state.pairs}
+    named = [(copies_of(m), name, t) for m in module.modules() for name, t in own_tensors(m) if id(t) in rounded]
+    kept = {id(t): copies.kept[name] for copies, name, t in named if copies is not None and name in copies.kept}
+    # One for each, though nothing be known of it here: all processes broadcast the same list.
+    values = {key: masters[key] if key in masters else fp32_value(t, kept.get(key)) for key, t in rounded.items()}
+    values.update({key: remainders[key].dequantize() for key in rounded if key in remainders})
+    broadcast_values(values.values(), group, rank)
+    for key in rounded.keys() & remainders.keys():
+        remainders[key].copy_(values[key])
+    for copies, name, tensor in named:
+        if copies is not None and copies.keeps and id(tensor) not in masters and id(tensor) not in remainders:
+            copies.keep(name, tensor, values[id(tensor)])
+    for optimizer in concerned:
+        optimizer._amp_state.masters.end_broadcast()

@@ -87,6 +87,7 @@ class MasterParams:
         self._forget_memory()
 
     def _forget_memory(self) -> None:
+        self._by_id: dict[int, Tensor] = {}
         self._flat_model: FlatModel | None = None
         self.model_writes, self.master_writes = WriteTable(), WriteTable()
         self.copies = RoundedCopies()
@@ -109,6 +110,12 @@ class MasterParams:
         """Both of each."""
         return list(map(MasterPair, self.model_params, self.masters))
 
+    def of(self, model_param: Tensor) -> Tensor | None:
+        """The master of ``model_param``; None where it has none of these."""
+        if len(self._by_id) != len(self.masters):
+            self._by_id = dict(zip(map(id, self.model_params), self.masters, strict=True))
+        return self._by_id.get(id(model_param))
+
     def make(self, optimizer: Optimizer, fp32_values: Mapping[int, Tensor] = MappingProxyType({})) -> bool:
         """Put an fp32 master in place of every trainable low-precision parameter of ``optimizer``, state included.
 
@@ -130,10 +137,8 @@ class MasterParams:
     def _replace(
         self, optimizer: Optimizer, params: list[Tensor], indices: Sequence[int], fp32_values: Mapping[int, Tensor]
     ) -> None:
-        known = {id(p): master for p, master in zip(self.model_params, self.masters, strict=True)}
-        model_params = [p for p in map(params.__getitem__, indices) if p.requires_grad and id(p) not in known]
+        model_params = [p for p in map(params.__getitem__, indices) if p.requires_grad and self.of(p) is None]
         masters: list[Tensor] = [_make_master(p, fp32_values.get(id(p))) for p in model_params]
-        known.update(zip(map(id, model_params), masters, strict=True))
         # Pairs first, and both columns at once: what an interrupt then leaves to do the next call does.
         self.model_params, self.masters = [*self.model_params, *model_params], [*self.masters, *masters]
         self.model_writes.add(self.model_params)
@@ -141,7 +146,7 @@ class MasterParams:
         self.copies.note(masters, model_params)
         for i in indices:
             param = params[i]
-            master = known.get(id(param))
+            master = self.of(param)
             if master is None:
                 continue
             if param in optimizer.state:

@@ -6,14 +6,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from apex_npu._cli.hooks import call
 from apex_npu.amp.accessors import OptimizerAccessors
-from apex_npu.amp.grad_groups import GradGroup, MasterGradGroup
+from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.amp.grad_layout import combine_grads, make_grad_groups, trainable
+from apex_npu.amp.master_grads import MasterGradGroup
 from apex_npu.amp.master_params import MasterPair, MasterParams
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.saturation import saturates
@@ -32,6 +35,8 @@ from apex_npu.fusion import (
     zero_grads,
 )
 from apex_npu.fusion.shards import meshes_of
+
+_PARAMS = itemgetter("params")
 
 # What step() warns of.
 OUTSIDE_BLOCKS = (
@@ -107,7 +112,7 @@ class AmpOptimizerState:
         return {**self.__dict__, "stage": Stage.READY, "grad_scale": 1.0, "grads": OptimizerGrads()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore ``state``, and register it, so that the copied model's state dicts find their masters."""
+        """Restore ``state``, and link it with the copied model, whose state dicts have its masters."""
         self.__dict__.update(state)
         session = current()
         if self.sync is not None:
@@ -116,9 +121,8 @@ class AmpOptimizerState:
                 self.sync = None
             else:
                 self.sync.parallel = parallel
-        if session is not None:
-            session.register_masters(self)
         for link in self.links:
+            link.masters.append(self.masters)
             link.mark_copied()
 
     @property
@@ -131,7 +135,8 @@ class AmpOptimizerState:
     def resolve(self) -> None:
         """Have everything decided that has been left to the device, or to the step."""
         if self.pending is not None:
-            self.pending.resolve_all()
+            self.pending.resolve()
+            self.pending.resolve_step()
 
     @property
     def averages(self) -> bool:
@@ -232,10 +237,13 @@ class AmpOptimizerState:
         raise RuntimeError(f"the gradients are still multiplied with the loss scale {self.grad_scale}: {reason}")
 
     def clips_like_torch(self, optimizer: Optimizer) -> bool:
-        """All gradients are in float32 buffers, unscaled: clipping these gives what torch's function would."""
+        """All gradients are in float32 buffers, unscaled: clipping these gives what torch's function would.
+
+        Of sharded parameters they are on one mesh, as that function requires.
+        """
         groups = self.grad_groups(optimizer)
         buffered = all(group.flat is not None and group.params[0].dtype == torch.float32 for group in groups)
-        return self.grad_scale == 1.0 and bool(groups) and buffered
+        return self.grad_scale == 1.0 and bool(groups) and buffered and len(self.grads.meshes) <= 1
 
     def prepare_masters(self, optimizer: Optimizer) -> bool:
         """Make masters for what has been added or unfrozen.
@@ -310,7 +318,111 @@ class AmpOptimizerState:
         else:
             self.decision = None
 
-    def end_step(self) -> StepReport:
+    # A step
+
+    def begin_step(self, optimizer: Optimizer) -> str | None:
+        """Require gradients that the step of ``optimizer`` can take, and give masters what has been written elsewhere.
+
+        Returns:
+            What is to be warned of.
+
+        Raises:
+            RuntimeError: They are scaled, or of one process alone, or blocks of other optimizers have left them.
+        """
+        doubt = None
+        if self.stage is not Stage.UNSCALED:
+            doubt = self._begin_without_block(optimizer)
+        if self.masters.masters:
+            doubt = self.masters.take_writes(optimizer) or doubt
+        if self.sync is not None:
+            self.sync.check_averaged()
+        for group in self.grads.groups:
+            if group.drop_cleared():
+                self.copy_uncopied(group)
+            if group.edited:
+                doubt, group.edited = group.edited, ""
+        for param_group in optimizer.param_groups:
+            for param in param_group["params"]:
+                if param.grad is not None:
+                    return doubt
+        return _no_gradients(optimizer)
+
+    def _begin_without_block(self, optimizer: Optimizer) -> str | None:
+        """What is to be warned of gradients that the last block has left unchecked, or that no block has."""
+        self.check_unscaled("step()")
+        if self.stage is Stage.LOCAL:
+            raise RuntimeError(
+                "the gradients are those of this process alone: the last scale_loss was inside of "
+                "DistributedDataParallel.no_sync(); before step(), close one outside of it, or call zero_grad()"
+            )
+        if self.stage is not Stage.READY:
+            return None
+        self.check_has_model(optimizer, "step()")
+        session = current()
+        named = None if session is None else session.reached.get(optimizer)
+        if self.masters.masters:
+            has_grads = any([group.has_uncopied() for group in self.grad_groups(optimizer)])
+        else:
+            has_grads = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+        if has_grads and named is not None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() was called with gradients that no amp.scale_loss block of its own "
+                f"has unscaled: a block that names {named} alone reaches its parameters, too, and leaves their "
+                "gradients multiplied by the loss scale. Pass all optimizers that the loss reaches to scale_loss, as a "
+                "list, or call zero_grad() and then backward() in a block of its own"
+            )
+        return OUTSIDE_BLOCKS if has_grads and self.policy.loss_scale == "dynamic" else None
+
+    def end_step(self, optimizer: Optimizer, check: Any = None) -> None:
+        """Copy masters to the model, and record how the step has ended: by ``check``, where the device decides that."""
+        try:
+            doubt = self.masters.copy_to_model(fused_groups(optimizer), None if check is None else check.flag)
+            if doubt is not None:
+                warn_once(optimizer, doubt)
+        except BaseException:
+            # Another step() finds no gradients, and does nothing but copy again.
+            for group in optimizer.param_groups:
+                drop_grads(group["params"])
+            raise
+        finally:
+            if self.masters.masters:
+                self._drop_master_grads()
+            if check is not None:
+                self.pending.report_later(self, check)
+            else:
+                self.note_step()
+
+    def end_failed_step(self, optimizer: Optimizer, error: BaseException, *, begun: bool) -> None:
+        """After ``error``, in its own step where that has ``begun``: the model follows masters that may be stepped."""
+        if not isinstance(error, Exception):  # an interrupt: no gradient is to be stepped twice
+            self.masters.copy_to_model(fused_groups(optimizer))
+            for group in optimizer.param_groups:
+                drop_grads(group["params"])
+            self.clear(set_to_none=True)
+        elif begun:
+            self.masters.end_failed_step(fused_groups(optimizer))
+
+    def skip_step(self, optimizer: Optimizer) -> None:
+        """Record that the step of ``optimizer`` is skipped, and say so."""
+        self.check_unscaled("step()")
+        report = self.note_step()
+        session = current()
+        if session is not None:
+            session.tell_skipped(report)
+            if report.skips_in_a_row == session.skip_alarm or session.verbosity > 0:
+                call("step_skipped", session, optimizer, self, report)
+        if self.masters.masters:
+            self._drop_master_grads()
+        if self.holds_scaled:
+            # What is not cleared now is a gradient like any other.
+            self.pending.unscale_now_(self, self.grad_groups(optimizer))
+
+    def _drop_master_grads(self) -> None:
+        drop_grads(self.masters.masters)
+        for group in self.grads.groups:
+            group.end_step()
+
+    def note_step(self) -> StepReport:
         """Record that ``step`` has ended as decided, which is not for another step."""
         if self.pending is not None:
             self.pending.resolve_step()  # in order
@@ -376,7 +488,7 @@ class OptimizerGrads:
             flats = optimizer.flat_grads()
         else:
             flats = self._combined(optimizer) if state.policy.combine_grad else []
-        fitted_to: list[list[Any]] = [flats, *[group["params"] for group in optimizer.param_groups]]
+        fitted_to: list[list[Any]] = [flats, *map(_PARAMS, optimizer.param_groups)]
         fits = len(fitted_to) == len(self._fitted_to) and all(map(are_same, fitted_to, self._fitted_to))
         if not fits or (self.groups and self.groups[0].device != self._device):
             self._make(optimizer, state, flats)
@@ -431,6 +543,17 @@ class OptimizerGrads:
             group.materialize_grads()
 
 
+def _no_gradients(optimizer: Optimizer) -> str | None:
+    session = current()
+    if session is None:
+        return None
+    session.check_sharded_before()
+    return (
+        f"{type(optimizer).__name__}.step() was called, but none of its parameters has a gradient: was backward() "
+        "called, and after zero_grad() rather than before it?"
+    )
+
+
 def fused_groups(optimizer: Any) -> list[FusedGroup]:
     """What a fused optimizer has stepped; nothing for others."""
     return optimizer.fused_groups() if isinstance(optimizer, HasFusedGroups) else []
@@ -440,21 +563,6 @@ def inner_optimizer(optimizer: Any) -> Any:
     """What a wrapper that changes gradients before the step, such as LARC, has as ``optim``; else ``optimizer``."""
     inner = getattr(optimizer, "optim", None)
     return inner if isinstance(inner, Optimizer) and not isinstance(optimizer, Optimizer) else optimizer
-
-
-def optimizers_inside(optimizer: Any) -> list[Optimizer]:
-    """Those that are attributes of ``optimizer``, or items of one."""
-    found: list[Optimizer] = []
-    for value in vars(optimizer).values():
-        listed = value if isinstance(value, (list, tuple)) else [value]
-        found += [inner for inner in listed if isinstance(inner, Optimizer) and inner is not optimizer]
-    return found
-
-
-def shares_groups(optimizer: Optimizer, inner: Optimizer) -> bool:
-    """True where all groups of ``inner`` are groups of ``optimizer``."""
-    groups = set(map(id, optimizer.param_groups))
-    return all(id(group) in groups for group in inner.param_groups)
 
 
 # What wrappers of training frameworks name the optimizer inside of them.

@@ -8,7 +8,8 @@ devices skip the step, and the host reads ``found_inf`` later.
 
 from __future__ import annotations
 
-import weakref
+import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,11 +18,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from apex_npu.amp.deferred_inf_check import DeferredInfCheck
-from apex_npu.amp.grad_groups import GradGroup, found_inf_flags
+from apex_npu.amp.grad_groups import GradGroup, any_raised, found_inf_flags
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
 from apex_npu.amp.session import current
-from apex_npu.backends import number_on
+from apex_npu.backends import HostCopy, number_on
+from apex_npu.backends._torch_private import disable_dynamo
 from apex_npu.distributed import total_grad_norm
 from apex_npu.fusion import FlatGrads, HasFusedGroups, clip_coefficient
 from apex_npu.ops import cats_lists, divides_in_update, masks_writes
@@ -43,6 +44,94 @@ def supports_found_inf(optimizer: Optimizer) -> bool:
     device: torch.device | None = optimizer.skips_on()  # type: ignore[attr-defined]
     # Elsewhere all that is written would have to be cloned, which takes longer than a wait.
     return device is not None and masks_writes(device)
+
+
+class DeferredInfCheck:
+    """The check that a ``scale_loss`` block has deferred, and what follows from it.
+
+    Gradients that ``fuse_unscale`` leaves scaled need not be written at the end of a block, so that checking them would
+    be a pass of its own. Their norm gives the same result; otherwise the check runs when it is first needed.
+
+    Where the device can skip the step, the host does not wait for the result either: the device reads ``flag``, and the
+    host reads a copy of it when that has arrived.
+
+    Attributes:
+        thread: The identifier of the thread whose block it was.
+        on_device: The device can skip the step that follows.
+        flag: On the device, one float32 number, not 0 where a gradient is inf or NaN; None: not checked yet.
+        lock: Held while it is decided.
+    """
+
+    def __init__(
+        self, look: Callable[[], Sequence[Tensor]], decide: Callable[[bool], None], *, on_device: bool = False
+    ) -> None:
+        """Of gradients that have not been checked.
+
+        Args:
+            look: Reads every gradient; gives what ``any_raised`` takes.
+            decide: Called once, with whether one of them is inf or NaN.
+            on_device: See the attributes.
+        """
+        self.thread = threading.get_ident()
+        self.on_device = on_device
+        self.flag: Tensor | None = None
+        self._arriving: HostCopy | None = None
+        # Each is released when it is done: the check refers to gradients, parameters, buffers.
+        self._look: Callable[[], Sequence[Tensor]] | None = look
+        self._decide: Callable[[bool], None] | None = decide
+        self.lock = threading.RLock()  # another thread may read the loss scale; deciding reads it, too
+
+    @property
+    def is_open(self) -> bool:
+        """False once it is decided."""
+        return self._decide is not None
+
+    @disable_dynamo
+    def start(self, flag: Tensor | None = None) -> Tensor:
+        """Have the device check, without a wait; only where it is ``on_device``.
+
+        Args:
+            flag: The answer, where it is there already; None: the gradients are read.
+
+        Returns:
+            ``flag``, of the attributes.
+        """
+        with self.lock:
+            if self.flag is None:
+                if flag is None:
+                    assert self._look is not None
+                    (flag,) = self._look()
+                self.flag, self._arriving = flag, HostCopy(flag)
+                self._look = None
+            return self.flag
+
+    @disable_dynamo
+    def resolve(self, norm: Tensor | None = None, look: Callable[[], Sequence[Tensor]] | None = None) -> None:
+        """Have it decided; later calls do nothing.
+
+        Args:
+            norm: Of all these gradients, and inf or NaN where one of them is; None: it has not been taken.
+            look: Another way to read every gradient, if that has yet to be done.
+        """
+        with self.lock:
+            decide = self._decide
+            if decide is None:
+                return
+            found_inf = self._result(norm, look)
+            self._decide = self._look = self._arriving = None
+            decide(found_inf)
+
+    def _result(self, norm: Tensor | None, look: Callable[[], Sequence[Tensor]] | None) -> bool:
+        if self._arriving is not None:
+            return bool(self._arriving)
+        if norm is not None and math.isfinite(norm):
+            return False
+        look = look or self._look  # a norm can overflow where no gradient has
+        assert look is not None
+        flags = look()
+        if self.on_device:
+            self.flag = flags[0]  # for a step that has begun already, in another thread
+        return any_raised(flags)
 
 
 class PendingStep:
@@ -73,11 +162,6 @@ class PendingStep:
         check = self.skipped_check
         if check is not None:
             check.resolve()
-
-    def resolve_all(self) -> None:
-        """Both."""
-        self.resolve()
-        self.resolve_step()
 
     @property
     def device_check(self) -> DeferredInfCheck | None:
@@ -135,17 +219,7 @@ class PendingStep:
     def take(
         self, optimizer: Optimizer, state: AmpOptimizerState, check: DeferredInfCheck | None, step: Callable[[], Any]
     ) -> Any:
-        """Call ``step`` with what has been left to it.
-
-        Args:
-            optimizer: Whose step it is.
-            state: The scale of its gradients.
-            check: What ``prepare`` has returned.
-            step: Its own.
-
-        Returns:
-            What it returns.
-        """
+        """Call ``step``, the own one of ``optimizer``, with what has been left to it; ``check`` is of ``prepare``."""
         handed: Any = optimizer
         # They stand on the optimizer during its step alone, and no interrupt comes before they are deleted.
         handed.grad_scale = handed.found_inf = None
@@ -240,21 +314,20 @@ class PendingStep:
         return number_on(norm, device)
 
     def report_later(self, state: AmpOptimizerState, check: DeferredInfCheck) -> None:
-        """Record that the device has taken or skipped the step, and report which when the check is resolved."""
-        self.skipped_check, self.check = check, None
+        """Record that the device has taken or skipped the step; which, is recorded when the check is resolved."""
         state.stage = Stage.READY
-        stepped = weakref.ref(state)  # the session has the check, and must not keep an optimizer alive
+        with check.lock:
+            self.skipped_check, self.check = check, None
+            if not check.is_open:  # another thread has resolved it meanwhile
+                self.end_delegated(state)
 
-        def report() -> None:
-            state = stepped()
-            if state is not None and state.pending is not None:
-                state.pending.skipped_check = None
-                ended = state.end_step()
-                session = current()
-                if ended.skipped and session is not None:
-                    session.tell_skipped(ended)
-
-        check.add_done_callback(report)
+    def end_delegated(self, state: AmpOptimizerState) -> None:
+        """The check of the last step is resolved: record whether the device has taken it, if that was left to it."""
+        if self.skipped_check is not None:
+            self.skipped_check = None
+            report, session = state.note_step(), current()
+            if report.skipped and session is not None:
+                session.tell_skipped(report)
 
 
 def _takes_grad_scale(optimizer: Optimizer, device: torch.device) -> bool:

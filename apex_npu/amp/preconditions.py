@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from apex_npu.amp.float32_copies import is_cast, own_tensors
-from apex_npu.amp.optimizer_state import optimizers_inside, shares_groups, state_of
+from apex_npu.amp.optimizer_state import state_of
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import current, settings
 from apex_npu.backends._torch_private import is_fake
@@ -205,3 +205,18 @@ def check_devices(device_types: list[str], models: list[nn.Module]) -> None:
                 f"amp.initialize was called inside torch.autocast({device_type!r}), whose end would switch amp's casts "
                 "off again; call it outside"
             )
+
+
+def optimizers_inside(optimizer: Any) -> list[Optimizer]:
+    """Those that are attributes of ``optimizer``, or items of one."""
+    found: list[Optimizer] = []
+    for value in vars(optimizer).values():
+        listed = value if isinstance(value, (list, tuple)) else [value]
+        found += [inner for inner in listed if isinstance(inner, Optimizer) and inner is not optimizer]
+    return found
+
+
+def shares_groups(optimizer: Optimizer, inner: Optimizer) -> bool:
+    """True where all groups of ``inner`` are groups of ``optimizer``."""
+    groups = set(map(id, optimizer.param_groups))
+    return all(id(group) in groups for group in inner.param_groups)

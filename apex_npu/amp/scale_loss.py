@@ -4,10 +4,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,14 +19,14 @@ from apex_npu.amp.block import (
     Block,
     BlockArgs,
     BlockPart,
+    Captured,
     Delay,
     DelayingBlock,
     Saturation,
     UnscaledBlock,
     Work,
 )
-from apex_npu.amp.capture import Captured, check_block
-from apex_npu.amp.float32_copies import register_new_masters
+from apex_npu.amp.capture import check_block
 from apex_npu.amp.fused_unscale import DeferringBlock, check_fusible
 from apex_npu.amp.grad_sync import Agreement, UnknownAverages
 from apex_npu.amp.loss_graph import FirstLook
@@ -135,7 +137,7 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
     """The block for ``optimizers``: the ordinary one, unless something about them or the session is special."""
     scaler = session.scaler(loss_id)
     listed = [optimizers] if isinstance(optimizers, OptimizerAccessors) else _listed(optimizers)
-    capturing = is_capturing()
+    capturing = (torch.cuda.is_initialized() or "torch_npu" in sys.modules) and is_capturing()
     if capturing:
         check_block(listed, scaler, delays=delay is not None)
     ordinary = delay is None and session.overflow_group is None
@@ -152,7 +154,7 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
     for optimizer, state in zip(listed, states, strict=True):
         written = state.policy.master_weights and state.prepare_masters(optimizer)
         if written or optimizer not in session.adopted:
-            register_new_masters(session, optimizer, state)
+            session.register(optimizer, state)
         if written:
             _follow_writes(session, optimizer, state.masters)
         work.append((state, state.grad_groups(optimizer)))

@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
 import torch.distributed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex_npu.amp.accessors import step_without
 from apex_npu.amp.clip_guard import watch_clipping
 from apex_npu.amp.data_parallel import DataParallel
-from apex_npu.amp.deferred_inf_check import DeferredInfCheck
-from apex_npu.amp.grad_groups import WRITTEN
+from apex_npu.amp.master_params import MasterParams
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.scaler import LossScaler, in_apex_format
 from apex_npu.amp.step_decision import StepReport
@@ -34,27 +33,16 @@ from apex_npu.autocast.float32_view import average_in_float32
 from apex_npu.autocast.forward_cast import Ambient
 from apex_npu.backends.patching import Patch, Undo, patch_attribute
 from apex_npu.backends.script_warnings import warn
-from apex_npu.distributed.consistency import broadcast_values
-from apex_npu.distributed.fully_sharded import HeldGradients, Unit
+from apex_npu.distributed.fully_sharded import HeldGradients, Unit, units_of
 from apex_npu.distributed.group_reference import GroupReference
 from apex_npu.distributed.torch_ddp import DDPWatch, KnownDDPs, adding_to, dtypes_of, follow_dtypes, followed_by
-from apex_npu.fusion import are_same, remainders_of
-from apex_npu.ops import LOW_PRECISION
-
-SCALED_CLIPPED = (
-    "torch.nn.utils.clip_grad_norm_ or clip_grad_value_ was given gradients that fuse_unscale=True keeps multiplied "
-    "with the loss scale until step: it clips them as if they were larger than they are. Call "
-    "optimizer.clip_optimizer_grad_norm_fused(max_norm) instead, or leave fuse_unscale out"
-)
 
 
 class HasMasters(Protocol):
     """What a session requires of an optimizer's state."""
 
-    @property
-    def pairs(self) -> list[Any]:
-        """Objects with a ``model_param`` and its ``master_param``."""
-        ...
+    masters: MasterParams
+    """Of what it steps."""
 
     links: list[Any]
     """What copies of the optimizer and of the models that it steps find each other by."""
@@ -87,10 +75,10 @@ class Observer(Protocol):
 class ConvertedModel:
     """What was changed on one model, for as long as the model lives: nothing here keeps it alive."""
 
-    def __init__(self, cast: ModelCast, link: Any, restore_float32: Callable[[nn.Module, Any], None]) -> None:
-        """Of a model that has just been converted; optimizers that step it get ``link``."""
+    def __init__(self, cast: ModelCast, link: Any, restore_float32: Callable[[nn.Module], None]) -> None:
+        """Of a model that has just been converted; optimizers that step it get ``link``, which gets their masters."""
         self._cast = cast
-        self.link = link
+        self._link = weakref.ref(link)  # which has masters
         self._restore_float32 = restore_float32
 
     @property
@@ -108,16 +96,28 @@ class ConvertedModel:
         model = self._cast.model
         return {} if model is None else {p: name for name, p in model.named_parameters()}
 
+    def link_to(self, state: HasMasters, stepped: Collection[int]) -> None:
+        """Link it with the ``state`` of an optimizer that has ``stepped``, the identities of parameters."""
+        model, link = self._cast.model, self._link()
+        if model is not None and link is not None and any(id(p) in stepped for p in model.parameters()):
+            if link not in state.links:
+                state.links.append(link)
+            link.add(model, state.masters)
+
     def shield(self, ambient: Ambient, device_types: Sequence[str]) -> None:
         """Keep the casts of a later session out of it, unless it is one of O1's own."""
         self._cast.shield(ambient, device_types)
 
-    def undo(self, masters: WeakTensorKeyDictionary) -> None:
-        """Give the model its own forward, state dict and float32 values back, those of ``masters`` where it has any."""
+    def undo(self) -> None:
+        """Give the model its own forward, state dict and float32 values back, those of masters where it has any."""
         model = self._cast.model
         if model is not None:
-            self._restore_float32(model, masters)
+            self._restore_float32(model)
         self._cast.undo()
+
+
+# Called with a session, and as ``torch_ddp.FollowBroadcast``.
+AfterBroadcast = Callable[["Session", nn.Module, Sequence[Tensor], Any, int], object]
 
 
 @dataclass
@@ -144,11 +144,10 @@ class Session:
 
     Attributes:
         policy: What the level and the overrides have come to.
-        open_checks: For each scaler what its last block has left open about its gradients.
+        open_checks: For each scaler the ``DeferredInfCheck`` that its last block has left open.
         verbosity: 0 silent, 1 normal.
         device_types: Where O1 casts.
         patches: The functions that users have registered casts for.
-        masters: model_param → master_param, for as long as the model parameter lives.
         adopted: The optimizers that were passed to ``initialize``, of this session and those before it.
         models: What was changed on models, by this session and those before it.
         casts: What O1 has changed in torch.
@@ -161,6 +160,7 @@ class Session:
         data_parallels: Those of this session and of those before it.
         no_sync_depth: How many ``no_sync`` contexts are open.
         ddps: The DistributedDataParallel instances of this process.
+        after_broadcast: Called with this session after DistributedDataParallel has broadcast what a module has.
         observer: Is told of blocks and skipped steps; None: nothing is looked at.
         reached: Optimizers to whose parameters the blocks of others give gradients, and what those are called.
     """
@@ -170,7 +170,6 @@ class Session:
     verbosity: int = 1
     device_types: list[str] = field(default_factory=list)
     patches: list[Patch] = field(default_factory=list)
-    masters: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     adopted: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     models: list[ConvertedModel] = field(default_factory=list)
     casts: CastHandle | None = None
@@ -183,8 +182,9 @@ class Session:
     data_parallels: list[DataParallel] = field(default_factory=list)
     no_sync_depth: int = 0
     ddps: KnownDDPs = field(default_factory=list)
+    after_broadcast: AfterBroadcast = lambda *_: None
     observer: Observer | None = field(default_factory=lambda: settings.observer)
-    open_checks: dict[LossScaler, DeferredInfCheck] = field(default_factory=dict)
+    open_checks: dict[LossScaler, Any] = field(default_factory=dict)
     reached: weakref.WeakKeyDictionary[Any, str] = field(default_factory=weakref.WeakKeyDictionary)
     _undo: Undo = field(default_factory=Undo)
     _warned: weakref.WeakKeyDictionary[Any, set[str]] = field(default_factory=weakref.WeakKeyDictionary)
@@ -192,6 +192,22 @@ class Session:
     def shard(self, policy: Policy, units: Iterable[Unit]) -> None:
         """Leave to ``fully_shard`` what ``policy`` does not have any more, for models with ``units``."""
         self.policy, self.held = policy, HeldGradients(units)
+
+    def check_sharded_before(self) -> None:
+        """Where an optimizer finds no gradients: require that no model was sharded after ``initialize``.
+
+        Raises:
+            RuntimeError: One was, and the optimizer has parameters that are not the model's any more.
+        """
+        for model in (converted.model for converted in self.models):
+            for unit in [] if model is None else units_of(model):
+                if self.held is None or not self.held.knows(unit):
+                    raise RuntimeError(
+                        f"fully_shard was called on {unit.name or 'the model'} after amp.initialize, and has replaced "
+                        "the parameters that the optimizer holds. Call fully_shard first, with "
+                        f"mp_policy=amp.fsdp_policy({self.policy.opt_level!r}), then make the optimizer, then call "
+                        "amp.initialize"
+                    )
 
     def disable(self) -> None:
         """Make everything pass through."""
@@ -262,50 +278,41 @@ class Session:
             if scaler is None or concerned is scaler or check.thread == thread:
                 check.resolve()
 
-    def register_masters(self, state: HasMasters) -> None:
-        """Register the masters of an optimizer: the state dicts of models look them up here."""
-        for pair in state.pairs:
-            self.masters[pair.model_param] = pair.master_param
-
     def register(self, optimizer: Any, state: HasMasters) -> None:
-        """Register ``optimizer``, its masters, and that it steps parameters of models."""
-        self.register_masters(state)
+        """Register ``optimizer``, and its masters with the models that it steps, which have values for new ones."""
         self.adopted.add(optimizer)
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        stepped.update(id(pair.model_param) for pair in state.pairs)
+        stepped.update(map(id, state.masters.model_params))
         for model in self.models:
-            if model.link not in state.links and any(id(p) in stepped for p in model.parameter_names()):
-                state.links.append(model.link)
+            model.link_to(state, stepped)
 
     def continue_from(self, former: Session) -> None:
         """Account for what ``former`` and those before it have changed, and which is still there."""
         self.adopted.update(former.adopted)
-        for param, master in former.masters.items():
-            self.masters.setdefault(param, master)
         self.models[:0] = [model for model in former.models if model.alive]
         self.data_parallels[:0] = former.data_parallels
         if former.held is not None:
             self.held = self.held or HeldGradients(())
             self.held.add(former.held)
 
-    def parameter_names(self) -> WeakTensorKeyDictionary:
+    def parameter_names(self) -> dict[Tensor, str]:
         """The names of all parameters of models that are alive."""
-        names = WeakTensorKeyDictionary()
-        for model in self.models:
-            names.update(model.parameter_names())
-        return names
+        return dict(chain.from_iterable(model.parameter_names().items() for model in self.models))
 
     def enable(self) -> None:
         """Patch what this session needs patched. Where this fails, ``undo`` takes back what has been done."""
         if self.policy.enabled:
-            watch_clipping(self._undo, self._look_at_clipping, self._clip_of)
+            watch_clipping(self._undo, self.adopted, self.warn_once)
             average_in_float32(self._undo)
             watch = DDPWatch(self.ddps, self._check_averaged_once)
             self._undo.callback(watch.close)
             watch.open()
             patch_attribute(self._undo, DistributedDataParallel, "__setstate__", adding_to(self.ddps))
             patch_attribute(
-                self._undo, nn.parallel.distributed, "_sync_module_states", followed_by(self._broadcast_masters)
+                self._undo,
+                nn.parallel.distributed,
+                "_sync_module_states",
+                followed_by(partial(self.after_broadcast, self)),
             )
         self.casts = enable_casts(self.policy, self.device_types, self.patches, self._undo, self.ambient)
         if self.casts.active:
@@ -345,19 +352,8 @@ class Session:
         for ddp, dtypes in dtypes_of(self.ddps):
             self._undo.callback(follow_dtypes, ddp, dtypes)
         for model in self.models:
-            self._undo.callback(model.undo, self.masters)
+            self._undo.callback(model.undo)
         self._undo.close()
-
-    def _clip_of(self, params: list[Tensor]) -> Callable[..., Tensor] | None:
-        """That of the optimizer that steps just ``params``, where all of their gradients are in float32 buffers."""
-        for optimizer in self.adopted:
-            own = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
-            in_order = are_same(own, params)  # as amp.master_params gives them
-            steps_just_them = in_order or set(map(id, own)) == set(map(id, params))
-            if steps_just_them and optimizer._amp_state.clips_like_torch(optimizer):
-                clip: Callable[..., Tensor] = optimizer._clip_at_once
-                return clip
-        return None
 
     def _check_averaged_once(self, module: nn.Module) -> None:
         """Refuse a DistributedDataParallel around parameters whose gradients combine_ddp averages.
@@ -375,41 +371,6 @@ class Session:
                     f"amp.initialize averages the gradients of its {type(optimizer).__name__} already; each would wait "
                     "for the other, or the processes part. Train the model as it is, or leave combine_ddp out"
                 )
-
-    @torch.no_grad()
-    def _broadcast_masters(self, params: Sequence[Tensor], group: Any, rank: int) -> None:
-        """Give the masters of ``params`` the values of the process whose rounded ones ``params`` have got."""
-        rounded = [p for p in params if p.dtype in LOW_PRECISION]
-        ids = set(map(id, rounded))
-        concerned = [o for o in self.adopted if any(id(p) in ids for p in o._amp_state.masters.model_params)]
-        for optimizer in concerned:
-            optimizer._amp_state.masters.follow(optimizer)
-        # One for each, though it have no master here: all processes broadcast the same list.
-        kept = {p: view for o in self.adopted for p, view in remainders_of(o).items()}
-        masters = [kept[p].dequantize() if p in kept else self.masters.get(p) for p in rounded]
-        values = [p.float() if master is None else master for p, master in zip(rounded, masters, strict=True)]
-        broadcast_values(values, group, rank)
-        for p, value in zip(rounded, values, strict=True):
-            if p in kept:
-                kept[p].copy_(value)
-        for optimizer in concerned:
-            optimizer._amp_state.masters.end_broadcast()
-
-    def _look_at_clipping(self, caller: str, params: list[Tensor]) -> None:
-        given = {id(p) for p in params}
-        for optimizer in self.adopted:
-            state = optimizer._amp_state
-            of_model = any(id(p) in given for p in state.masters.model_params)
-            if of_model and state.grad_scale != 1.0:
-                state.check_unscaled(caller)
-            if any(id(p) in given for group in optimizer.param_groups for p in group["params"]):
-                state.check_unscaled(caller)
-                if state.pending is not None and state.pending.check is not None:
-                    state.pending.start()  # inf clipped by value is none any more
-                if _holds_scaled(state):
-                    self.warn_once(optimizer, SCALED_CLIPPED)
-            if of_model and not state.awaits_block:
-                self.warn_once(optimizer, WRITTEN)
 
     def warn_once(self, about: Any, text: str) -> None:
         """Warn, if this session has not said so of ``about``, an optimizer or a loss scaler, before."""
@@ -433,10 +394,6 @@ class Session:
             print(text, flush=True)
 
 
-def _holds_scaled(state: Any) -> bool:
-    return bool(state.policy.fuse_unscale and state.grad_scale != 1.0)
-
-
 _lock = threading.Lock()
 _current: Session | None = None
 
@@ -450,7 +407,9 @@ def install(session: Session) -> None:
     with _lock:
         former = _current
         states: list[HasMasters] = [] if former is None else [optimizer._amp_state for optimizer in former.adopted]
-        replaced = [s for s in states if any(pair.model_param in session.masters for pair in s.pairs)]
+        own = list(session.adopted)
+        stepped = [p for optimizer in own for p in optimizer._amp_state.masters.model_params]
+        replaced = [state for state in states if any(state.masters.of(p) is not None for p in stepped)]
         undo = Undo()
         try:
             for state in replaced:
@@ -467,6 +426,8 @@ def install(session: Session) -> None:
                 former.undo()
                 former.enable()
             raise
+        for optimizer in own:  # with models of the former; what an interrupt leaves of this, the first block does
+            session.register(optimizer, optimizer._amp_state)
 
 
 @contextmanager
@@ -562,7 +523,7 @@ def shutdown() -> None:
                 parallel.close()
             former.restore_models()
             for optimizer in former.adopted:
-                if optimizer._amp_state.pairs:
+                if optimizer._amp_state.masters.masters:
                     optimizer._amp_state.retire()
         _current = None  # last: after an interrupt another call completes it
 
@@ -583,10 +544,12 @@ def disable_casts() -> AbstractContextManager[Any]:
 
 
 def master_of(model_param: Tensor) -> Tensor | None:
-    """The fp32 master of ``model_param``, or None where it has none."""
-    session = _current
-    master: Tensor | None = None if session is None else session.masters.get(model_param)
-    return master
+    """The fp32 master that an optimizer steps for ``model_param``; None where there is none."""
+    for optimizer in [] if _current is None else list(_current.adopted):
+        master: Tensor | None = optimizer._amp_state.masters.of(model_param)
+        if master is not None:
+            return master
+    return None
 
 
 def write_models(shown: Sequence[Tensor] = ()) -> None:

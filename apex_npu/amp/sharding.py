@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from apex_npu.amp.block import Block, BlockPart, DelayingBlock
 from apex_npu.amp.policy import Policy, resolve
-from apex_npu.amp.session import Session
-from apex_npu.autocast.forward_cast import is_affine_batch_norm
-from apex_npu.distributed.fully_sharded import HeldGradients, Unit, unit_around, units_of
+from apex_npu.distributed.fully_sharded import HeldGradients, Unit, ensure_averages, unit_around, units_of
 from apex_npu.fusion.shards import groups_over, is_sharded, meshes_of
 from apex_npu.ops import LOW_PRECISION
 
@@ -121,6 +120,8 @@ def sharded_policy(
     if policy.loss_scale == "dynamic" and overflow_group is None:
         groups_over(meshes_of(stepped))
     listed = [unit for _, found in units for unit in found]
+    if listed:
+        ensure_averages(listed, meshes_of(stepped))
     if listed and _param_dtype(policy) is not None:
         outputs = policy.cast_model_outputs or torch.float32
         policy = replace(policy, cast_model_type=False, master_weights=False, cast_model_outputs=outputs)
@@ -152,7 +153,7 @@ def _check_unit(unit: Unit, policy: Policy) -> None:
     given, dtype = unit.policy, _param_dtype(policy)
     float32 = {None, torch.float32}
     outputs: set[torch.dtype | None] = {None, policy.cast_model_outputs or torch.float32}
-    if dtype is None or (policy.keep_batchnorm_fp32 and is_affine_batch_norm(unit.module)):
+    if dtype is None or (policy.keep_batchnorm_fp32 and _is_affine_batch_norm(unit.module)):
         dtypes = float32
     else:
         dtypes = {dtype} if unit.is_outermost else {dtype, torch.float32}
@@ -171,9 +172,13 @@ def _check_unit(unit: Unit, policy: Policy) -> None:
             )
 
 
+def _is_affine_batch_norm(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and module.affine
+
+
 def _check_batch_norms(model: nn.Module, units: list[Unit], policy: Policy) -> None:
     for name, module in model.named_modules():
-        if not is_affine_batch_norm(module):
+        if not _is_affine_batch_norm(module):
             continue
         unit = unit_around(units, name)
         if unit is not None and unit.policy.param_dtype in LOW_PRECISION:
@@ -202,23 +207,6 @@ def _check_stepped(named: Sequence[tuple[str, Tensor]], optimizers: Sequence[Opt
                 )
 
 
-def check_sharded_before(session: Session) -> None:
-    """Where an optimizer finds no gradients: require that no model was sharded after ``initialize``.
-
-    Raises:
-        RuntimeError: One was, and the optimizer has parameters that are not the model's any more.
-    """
-    for model in (converted.model for converted in session.models):
-        for unit in [] if model is None else units_of(model):
-            if session.held is None or not session.held.knows(unit):
-                raise RuntimeError(
-                    f"fully_shard was called on {unit.name or 'the model'} after amp.initialize, and has replaced the "
-                    "parameters that the optimizer holds. Call fully_shard first, with "
-                    f"mp_policy=amp.fsdp_policy({session.policy.opt_level!r}), then make the optimizer, then call "
-                    "amp.initialize"
-                )
-
-
 class HeldBack(BlockPart):
     """Units of ``fully_shard`` may hold the gradients of a block back, as for accumulation.
 
@@ -230,7 +218,7 @@ class HeldBack(BlockPart):
 
     def before_unscale(self, block: Block) -> None:
         """See ``BlockPart``."""
-        params = {id(p) for group in block.groups for p in group.params}
-        if self._held.are_there(params):
+        held = set(map(id, self._held.params()))
+        if held and any(id(p) in held for group in block.groups for p in group.params):
             assert isinstance(block, DelayingBlock)
             block.set_delay("delay_unscale")

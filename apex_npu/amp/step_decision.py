@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class StepDecision:
+class StepDecision(NamedTuple):
     """What a scale_loss block has decided about the step that follows it."""
 
     skip: bool

@@ -80,7 +80,7 @@ def convert_model(
 ) -> ModelCast:
     """Cast ``model`` and wrap its forward as ``policy`` says; all of it, or nothing if something fails.
 
-    O0, O2, O3: floating parameters, buffers and existing gradients take ``policy.model_dtype`` (an affine BatchNorm
+    O0, O2, O3: floating parameters, buffers and existing gradients take ``policy.model_dtype`` (a batch norm
     keeps its own where ``keep_batchnorm_fp32``); so do floating tensors passed to the model's forward. Its outputs take
     ``cast_model_outputs``, by default float32. A submodule that is called by itself (``model.encoder(x)``) has its
     inputs cast, too, but not its outputs.
@@ -366,8 +366,9 @@ class CastForward:
             raise RuntimeError(
                 f"the forward of a model that amp.initialize has cast to {settings.input_dtype} ({settings.title}) has "
                 f"failed, and {others[0]}{more} have another dtype: were they converted since (model.float(), "
-                ".double()), passed to functional_call, or added to the model? Add modules before amp.initialize, or "
-                "have them cast their inputs; for a float32 model call amp.shutdown(), for a copy amp.float32_copy()"
+                ".double()), passed to functional_call, added to the model, or are they buffers that initialize has "
+                "said to stay float32? Add modules before amp.initialize, or have them cast their inputs, and forwards "
+                "such buffers; for a float32 model call amp.shutdown(), for a copy amp.float32_copy()"
             ) from error
 
     def _call_traced(self, settings: ForwardSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -464,22 +465,17 @@ class _Replicate:
 # ---------------------------------------------------------------------------------------------------------- parameters
 
 
-def is_affine_batch_norm(module: nn.Module) -> bool:
-    """Whether ``module`` is what ``keep_batchnorm_fp32`` keeps in float32."""
-    return isinstance(module, _BatchNorm) and module.affine
-
-
 def cast_parameters(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool) -> None:
     """Cast the floating parameters, buffers and gradients of ``model`` in place; all of them, or none if that fails.
 
     Args:
         model: Its parameters keep their identity.
         dtype: What to cast to.
-        keep_batchnorm: Leave affine batch norms as they are.
+        keep_batchnorm: Leave batch norms as they are, those without weights, which have running statistics, included.
     """
     before: list[tuple[Tensor, Tensor]] = []
     try:
-        modules = [m for m in model.modules() if not (keep_batchnorm and is_affine_batch_norm(m))]
+        modules = [m for m in model.modules() if not (keep_batchnorm and isinstance(m, _BatchNorm))]
         casts = _casts_of_lists([t for m in modules for t in _own_tensors(m)], dtype)
         for module in modules:
             cast_own_parameters(module, dtype, before, casts)

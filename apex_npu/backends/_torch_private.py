@@ -139,7 +139,7 @@ def memory_of_shards() -> dict[int, list[Tensor]] | None:
         return {
             id(cut.sharded_param): [t for t in (flat, flat._base) if t is not None]
             for state in states
-            if state is not None and (groups := _param_groups(state))
+            if state is not None and (groups := param_groups(state))
             for group in groups
             for cut in group.fsdp_params
             if (flat := cut._sharded_param_data) is not None
@@ -148,7 +148,7 @@ def memory_of_shards() -> dict[int, list[Tensor]] | None:
         return None
 
 
-def _param_groups(state: Any) -> list[Any]:
+def param_groups(state: Any) -> list[Any]:
     """Of fully_shard's state of a module; of what others keep of modules none."""
     if not type(state).__name__.startswith("FSDP"):
         return []

@@ -6,10 +6,14 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from apex_npu.backends._torch_private import param_groups
 
 
 class Unit(NamedTuple):
@@ -55,8 +59,45 @@ def unit_around(units: Iterable[Unit], name: str) -> Unit | None:
     return found
 
 
+def ensure_averages(units: Sequence[Unit], meshes: Iterable[Any]) -> None:
+    """Require that ``units`` get averages of gradients over ``meshes``; all processes of these have to call it.
+
+    gloo's reductions in some releases of torch give sums where averages are asked for, without an error. The units ask
+    for sums there, and divide by themselves.
+
+    Raises:
+        RuntimeError: They cannot, in this release of torch.
+    """
+    # Each group once: a dimension may be one of several meshes.
+    groups = {id(group): group for mesh in meshes if mesh.device_type == "cpu" for group in mesh.get_all_groups()}
+    if all([_averages(group) for group in groups.values()]):
+        return
+    for unit in units:
+        module: Any = unit.module
+        if not hasattr(module, "set_force_sum_reduction_for_comms"):
+            raise RuntimeError(
+                f"gloo of torch {torch.__version__} gives fully_shard sums of gradients where it asks for averages, so "
+                f"that they would be {max(map(dist.get_world_size, groups.values()))} times too large; use torch 2.12 "
+                "or newer on a CPU"
+            )
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def _averages(group: Any) -> bool:
+    """Whether the reductions of ``group`` that ``fully_shard`` uses can average, and do."""
+    part, whole = torch.zeros(1), torch.ones(1)
+    # The name of torch 2.13, and that of those before.
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    try:
+        reduce_scatter(part, torch.ones(dist.get_world_size(group)), op=dist.ReduceOp.AVG, group=group)
+        dist.all_reduce(whole, op=dist.ReduceOp.AVG, group=group)
+    except (RuntimeError, ValueError):  # said before anything is sent, by all alike
+        return False
+    return bool(part == 1.0) and bool(whole == 1.0)
+
+
 class HeldGradients:
-    """Whether units hold gradients back that are not reduced yet.
+    """The gradients that units hold back, since they are not reduced yet.
 
     That is what ``set_requires_gradient_sync(False)`` does, and HSDP's ``set_requires_all_reduce(False)``. They have
     the loss scale of their backward, and no ``.grad`` shows them.
@@ -64,33 +105,28 @@ class HeldGradients:
 
     def __init__(self, units: Iterable[Unit]) -> None:
         """Of ``units``, which this does not keep alive."""
-        self._modules = [weakref.ref(unit.module) for unit in units]
+        listed = list(units)
+        self._modules = [weakref.ref(unit.module) for unit in listed]
+        states = [unit.module._get_fsdp_state() for unit in listed]  # type: ignore[operator]
+        self._groups = [weakref.ref(group) for state in states for group in param_groups(state)]
 
     def add(self, other: HeldGradients) -> None:
         """Look at the units of ``other``, too."""
         self._modules += other._modules
+        self._groups += other._groups
 
     def knows(self, unit: Unit) -> bool:
         """True where this looks at ``unit``."""
         return any(reference() is unit.module for reference in self._modules)
 
-    def are_there(self, params: Collection[int]) -> bool:
-        """After a backward: True where a unit holds gradients of parameters whose identities are among ``params``."""
-        for reference in self._modules:
-            module: Any = reference()
-            for group in () if module is None else _param_groups(module._get_fsdp_state()):
-                if group.reduce_grads and group._partial_reduce_output is None:
-                    continue
-                if any(id(param) in params for param in map(_sharded_param, group.fsdp_params)):
-                    return True
-        return False
-
-
-def _param_groups(state: Any) -> list[Any]:
-    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
-    if groups is not None:
-        return groups
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch < 2.12
+    def params(self) -> list[Tensor]:
+        """After a backward: the parameters of the units that hold gradients back."""
+        found: list[Tensor] = []
+        for reference in self._groups:
+            group: Any = reference()
+            if group is not None and not (group.reduce_grads and group._partial_reduce_output is None):
+                found += map(_sharded_param, group.fsdp_params)
+        return found
 
 
 def _sharded_param(fsdp_param: Any) -> Tensor:

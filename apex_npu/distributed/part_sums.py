@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch import Tensor
 from apex_npu.fusion import FlatGrads
 from apex_npu.fusion.grad_clip import clip_coefficient, grad_operands, multiply_grads_, norm_of
 from apex_npu.fusion.grad_slots import InPlace
-from apex_npu.fusion.shards import Along, is_partial, is_sharded, local_grad, local_part, mesh_groups
+from apex_npu.fusion.shards import Along, cut_of, is_partial, is_sharded, local_grad, local_part, mesh_groups
 
 
 class PartSums:
@@ -69,7 +70,7 @@ def total_grad_norm(
 
     Args:
         flats: As of ``clip_grad_norm_``.
-        unfused: Likewise; no DTensors with ``found_inf``.
+        unfused: Likewise; nothing is sharded with ``found_inf``.
         norm_type: p of the p-norm.
         found_inf: With the 2-norm: see ``ops.norm``.
     """
@@ -89,10 +90,10 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place so that their common norm is at most ``max_norm``, without a host sync.
 
-    DTensors among ``unfused`` are counted as whole tensors: all processes of their meshes have to call it.
+    Sharded parameters are counted as whole tensors: all processes of their meshes have to call it.
 
     Args:
-        flats: Buffers of gradients.
+        flats: Buffers of gradients; of sharded parameters each of those that are cut alike.
         unfused: Parameters whose gradients are in no buffer.
         max_norm: As of ``torch.nn.utils.clip_grad_norm_``.
         norm_type: p of the p-norm; inf, -inf and 0 mean what they mean there.
@@ -114,12 +115,17 @@ def clip_grad_norm_(
 def _total_and_operands(
     flats: Sequence[FlatGrads], unfused: Sequence[Tensor], norm_type: float, in_place: InPlace
 ) -> tuple[Tensor, list[Tensor]]:
-    sharded = [_own_grad(p) for p in unfused if is_sharded(p) and p.grad is not None]
-    plain = grad_operands(flats, [p for p in unfused if not is_sharded(p)], norm_type, in_place)
-    if not sharded:
+    shards, others = ([flat for flat in flats if flat.is_sharded is held] for held in (True, False))
+    if norm_type != 2.0:
+        unfused = [*unfused, *chain.from_iterable(flat.full_params for flat in shards)]
+        shards = []
+    plain = grad_operands(others, [p for p in unfused if not is_sharded(p)], norm_type, in_place)
+    cut = [(flat.full_params[0], flat.operands(in_place)) for flat in shards]
+    grads = [_own_grad(p) for p in unfused if is_sharded(p) and p.grad is not None]
+    cut += [(grad, [local_part(grad)]) for grad in grads]
+    if not cut:
         return norm_of(plain, norm_type), plain
-    parts = list(map(local_part, sharded))
-    return _norm_of_whole(plain, sharded, parts, norm_type), plain + parts
+    return _norm_of_whole(plain, cut, norm_type), plain + [part for _, parts in cut for part in parts]
 
 
 def _own_grad(param: Tensor) -> Tensor:
@@ -132,28 +138,26 @@ def _own_grad(param: Tensor) -> Tensor:
     return param.grad
 
 
-def _norm_of_whole(plain: Sequence[Tensor], grads: Sequence[Tensor], parts: Sequence[Tensor], p: float) -> Tensor:
-    """The p-norm of ``plain`` and of the DTensors ``grads``, of which this process has ``parts``."""
+def _norm_of_whole(plain: Sequence[Tensor], cut: Sequence[tuple[Tensor, list[Tensor]]], p: float) -> Tensor:
+    """The p-norm of ``plain`` and of what is ``cut``: parts that this process has, and a DTensor that is cut alike."""
     if p == 0.0:  # the number of tensors that are not all zeros, as in torch
-        counts = torch.stack([torch.count_nonzero(part).float() for part in parts])
-        nonzero = (PartSums(grads).reduce(counts) != 0).sum().float()
+        counts = torch.stack([torch.count_nonzero(part).float() for _, (part,) in cut])
+        nonzero = (PartSums([like for like, _ in cut]).reduce(counts) != 0).sum().float()
         return nonzero + norm_of(plain, p).to(nonzero.device)
     # One number for all that are cut alike.
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for i, grad in enumerate(grads):
-        alike.setdefault(tuple(id(group) for group, _ in mesh_groups(grad)), []).append(i)
-    device = parts[0].device
-    wide = torch.float32 if device.type == "npu" else torch.float64
-    powers = torch.stack(
-        [_to_power([parts[i] for i in members if parts[i].numel()], p, wide, device) for members in alike.values()]
-    )
-    sums = PartSums([grads[members[0]] for members in alike.values()])
+    alike: dict[tuple[int, ...] | None, tuple[Tensor, list[Tensor]]] = {}
+    for like, parts in cut:
+        alike.setdefault(cut_of(like), (like, []))[1].extend(part for part in parts if part.numel())
+    first = cut[0][0]
+    wide = torch.float32 if first.device.type == "npu" else torch.float64
+    powers = torch.stack([_to_power(parts, p, wide, first.device) for _, parts in alike.values()])
+    sums = PartSums([like for like, _ in alike.values()])
     op = dist.ReduceOp.SUM if math.isfinite(p) else dist.ReduceOp.MAX if p > 0 else dist.ReduceOp.MIN
-    powers = torch.cat([sums.reduce(powers, op), _to_power(plain, p, wide, device).reshape(1)])
+    powers = torch.cat([sums.reduce(powers, op), _to_power(plain, p, wide, first.device).reshape(1)])
     if not math.isfinite(p):
         return (powers.max() if p > 0 else powers.min()).float()
     total = powers.sum()
-    return (total.sqrt() if p == 2.0 else total ** (1.0 / p)).to(parts[0].dtype if p == 2.0 else torch.float32)
+    return (total.sqrt() if p == 2.0 else total ** (1.0 / p)).to(first.dtype if p == 2.0 else torch.float32)
 
 
 def _to_power(grads: Sequence[Tensor], p: float, wide: torch.dtype, device: torch.device) -> Tensor:

@@ -122,8 +122,10 @@ class ShardGrads(FlatGrads):
     cleared.
 
     Attributes:
-        full_params: The sharded parameters, one for each part.
+        full_params: The sharded parameters, one for each part; all are cut alike.
     """
+
+    is_sharded = True
 
     def __init__(self, grads: FlatGrads, full_params: list[Tensor]) -> None:
         """``full_params`` of the parts in ``grads``, which has none of their gradients yet."""
@@ -132,7 +134,7 @@ class ShardGrads(FlatGrads):
         found = _extension_shards(full_params, self.params)
         self._shards: Shards = found or _PythonShards(full_params, self.params)
         self._holding: Any = found if self.reads_in_place else None
-        self._holds = False
+        self._holds = self._has_brought = False
 
     def have_parts(self) -> bool:
         """True while each parameter has its part inside."""
@@ -147,8 +149,20 @@ class ShardGrads(FlatGrads):
         self._drop()
 
     def _drop(self, *, stepped: bool = False) -> None:
-        self._holds = False
-        self._shards.drop_grads(stepped)
+        if self._holds or self._has_brought:
+            self._shards.drop_grads(stepped)
+        self._holds = self._has_brought = False
+
+    def states(self, slots: range | None = None) -> bytes:
+        """See ``FlatGrads``."""
+        found = super().states(slots)
+        self._drop()
+        return found
+
+    def unscale_(self, inv_scale: float, found_inf: Tensor | None) -> None:
+        """See ``FlatGrads``."""
+        super().unscale_(inv_scale, found_inf)
+        self._drop()
 
     def _find(self, slots: range | None, in_place: InPlace, least_numel: int | None = None) -> tuple[bytes, list[int]]:
         if self._holding is not None and in_place != InPlace.NO:
@@ -160,7 +174,7 @@ class ShardGrads(FlatGrads):
         return super()._find(slots, in_place, least_numel)
 
     def _bring(self) -> None:
-        self._holds = False
+        self._holds, self._has_brought = False, True
         for i in self._shards.bring_grads():
             part, full = self.params[i], self.full_params[i]
             part.grad = grad = local_grad(full)

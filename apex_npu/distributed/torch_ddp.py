@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -77,8 +78,9 @@ def adding_to(known: KnownDDPs) -> Callable[[Callable[..., None]], Callable[...,
     return decorator
 
 
-# Called with parameters whose values have been broadcast, the process group, and the rank in it whose values they were.
-FollowBroadcast = Callable[[list[nn.Parameter], Any, int], None]
+# Called with a module, those of its tensors whose values have been broadcast, the process group, and the rank in it
+# whose values they were.
+FollowBroadcast = Callable[[nn.Module, Sequence[Tensor], Any, int], object]
 
 
 def followed_by(follow: FollowBroadcast) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -94,12 +96,12 @@ def followed_by(follow: FollowBroadcast) -> Callable[[Callable[..., None]], Call
             broadcast_bucket_size: int,
             src: int,
             params_and_buffers_to_ignore: Container[str],
-            *args: Any,
-            **kwargs: Any,
+            broadcast_buffers: bool = True,
         ) -> None:
             ignored = params_and_buffers_to_ignore
-            broadcast(module, process_group, broadcast_bucket_size, src, ignored, *args, **kwargs)
-            follow([p for name, p in module.named_parameters() if name not in ignored], process_group, src)
+            broadcast(module, process_group, broadcast_bucket_size, src, ignored, broadcast_buffers)
+            named = chain(module.named_parameters(), module.named_buffers() if broadcast_buffers else ())
+            follow(module, [tensor for name, tensor in named if name not in ignored], process_group, src)
 
         return broadcast_and_follow
 

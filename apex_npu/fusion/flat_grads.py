@@ -9,10 +9,8 @@ copied may be left where it is; ``grad_slots.py`` has the states that this makes
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +29,7 @@ from apex_npu.fusion.grad_slots import (
     InPlace,
     check_grad,
 )
-from apex_npu.fusion.many_tensors import are_same, increment_versions
+from apex_npu.fusion.many_tensors import are_same, increment_versions, kept_grads
 from apex_npu.fusion.storage import SlotTable, move_out, slot_table
 from apex_npu.ops import (
     cats_lists,
@@ -42,7 +40,6 @@ from apex_npu.ops import (
     unscale_grads,
 )
 
-_USE_COUNT: Any = Tensor._use_count  # type: ignore[attr-defined]
 _GRAD, _DTYPE, _LAYOUT, _DEVICE = map(attrgetter, ("grad", "dtype", "layout", "device"))
 
 
@@ -51,6 +48,9 @@ class FlatGrads:
 
     Attributes:
         params: Each has a slot, whether or not it ever gets a gradient.
+        full_params: Whose gradients users see: ``params``, or sharded parameters, of which these are this process's
+            parts.
+        is_sharded: It is the latter.
         offsets: For each parameter, the elements before its slot's first.
         total_numel: Of the buffer.
         reads_lists: Whether gradients that are ELSEWHERE can be a list that a rule takes, see ``gather_unless_listed``.
@@ -58,9 +58,11 @@ class FlatGrads:
         is_shown: A script has the buffer: gradients are always copied there, and padding may have been written.
     """
 
+    is_sharded = False
+
     def __init__(self, params: Sequence[Tensor], offsets: Sequence[int], total_numel: int) -> None:
         """Plan only; ``params`` share dtype and device."""
-        self.params = list(params)
+        self.params = self.full_params = list(params)
         self.offsets = list(offsets)
         self.reads_lists = bool(self.params) and cats_lists(self.params[0].device)
         self.reads_in_place = extension is not None and bool(self.params) and self.params[0].device.type == "cpu"
@@ -147,7 +149,7 @@ class FlatGrads:
             self._allocate()
         elif self._view_table.broken(self._views):
             self._replace_lost_views()
-        for i in _kept_grads(self._views, self.params):
+        for i in kept_grads(self._views, self.params):
             move_out(self._views[i])  # first: what is interrupted here is found as a view that is lost
             self._views[i] = self._view(i)
         if self.is_shown:
@@ -324,7 +326,6 @@ class FlatGrads:
         if others:
             self.take(sources, slots=None if len(others) == len(self.params) else others)
 
-    @torch.no_grad()
     def unscale_(self, inv_scale: float, found_inf: Tensor | None) -> None:
         """Multiply all gradients, where they are or on their way into their slots.
 
@@ -337,6 +338,14 @@ class FlatGrads:
         Raises:
             RuntimeError: As of ``gather``.
         """
+        at_once = self._in_one_pass and inv_scale != 1.0 and self._views and not self.is_shown
+        slots = self._slots if at_once else None
+        if slots is None or not slots.unscale(self.params, self._views, inv_scale, found_inf, grad_slots.WRITTEN_NUMEL):
+            self._unscale_any(inv_scale, found_inf)
+
+    @torch.no_grad()
+    def _unscale_any(self, inv_scale: float, found_inf: Tensor | None) -> None:
+        """``unscale_`` in several steps, on any device and of any gradients."""
         if inv_scale == 1.0 and found_inf is None:
             states, to_gather = self._find(None, InPlace.WRITE, grad_slots.STAYS_NUMEL)
             if to_gather:
@@ -481,22 +490,3 @@ def _with_state(state: int, states: bytes, slots: list[int], first: int = 0) -> 
 def _stretches(states: bytes) -> list[range]:
     """Maximal ranges of slots that are IN_BUFFER."""
     return [range(*found.span()) for found in re.finditer(re.escape(bytes([IN_BUFFER])) + b"+", states)]
-
-
-# How many references to an object there are while map() asks, where only a list has it.
-_IN_LIST_ALONE = next(map(sys.getrefcount, [object()]))
-
-
-def _kept_grads(views: list[Tensor], params: Sequence[Tensor]) -> list[int]:
-    """The indices of ``views`` that are no parameter's gradient any more, and that something else than the list has.
-
-    Such is a name in Python, another parameter's ``grad``, or a view of one (``grad.view(-1)``); not ``grad.detach()``.
-
-    Args:
-        views: Of slots.
-        params: One for each, whose gradient is in the slot while it is the view.
-    """
-    held = list(zip(map(sys.getrefcount, views), map(_USE_COUNT, views), strict=True))
-    if held.count((_IN_LIST_ALONE, 1)) == len(held):
-        return []
-    return [i for i, counts in enumerate(held) if counts != (_IN_LIST_ALONE, 1) and params[i].grad is not views[i]]

@@ -90,6 +90,16 @@ class GradSlots(Protocol):
         """
         ...
 
+    def unscale(
+        self, params: list[Tensor], views: list[Tensor], factor: float, found_inf: Tensor | None, least_numel: int
+    ) -> bool:
+        """Multiply the gradients of ``params``, one for each slot, in one pass; see ``FlatGrads.unscale_``.
+
+        Returns:
+            False, with nothing written, where one is neither in its slot, nor can be written where it is, or copied.
+        """
+        ...
+
     def forget_stepped(self) -> None:
         """Gradients have been dropped: those to come are others."""
         ...
@@ -137,6 +147,11 @@ class _PythonGradSlots:
     def share(self, sources: Sequence[Tensor], params: Sequence[Tensor], least_numel: int) -> list[int]:
         # Python sets no gradient of another dtype.
         return [i for i, (source, param) in enumerate(zip(sources, params, strict=True)) if source is not param]
+
+    def unscale(
+        self, params: list[Tensor], views: list[Tensor], factor: float, found_inf: Tensor | None, least_numel: int
+    ) -> bool:
+        return False
 
     def forget_stepped(self) -> None:
         pass

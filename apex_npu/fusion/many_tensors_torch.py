@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from operator import attrgetter, is_
 from typing import Any
@@ -15,6 +16,9 @@ from apex_npu.backends._torch_private import wraps_tensors
 from apex_npu.ops import LOW_PRECISION
 
 _GRAD, _DTYPE = attrgetter("grad"), attrgetter("dtype")
+_USE_COUNT: Any = Tensor._use_count  # type: ignore[attr-defined]
+# How many references to an object there are while map() asks, where only a list has it.
+_IN_LIST_ALONE = next(map(sys.getrefcount, [object()]))
 
 
 def increment_versions(tensors: list[Tensor]) -> None:
@@ -44,6 +48,21 @@ def grads_of(tensors: list[Tensor]) -> list[Tensor | None]:
 def versions_of(tensors: list[Tensor | None]) -> list[int]:
     """How often each has been written, by autograd's count; of None 0."""
     return [0 if tensor is None else tensor._version for tensor in tensors]
+
+
+def kept_grads(views: list[Tensor], params: list[Tensor]) -> list[int]:
+    """The indices of ``views`` that are no parameter's gradient any more, and that something else than the list has.
+
+    Such is a name in Python, another parameter's ``grad``, or a view of one (``grad.view(-1)``); not ``grad.detach()``.
+
+    Args:
+        views: Of slots; nothing has this list but its owner.
+        params: One for each, whose gradient is in the slot while it is the view.
+    """
+    held = list(zip(map(sys.getrefcount, views), map(_USE_COUNT, views), strict=True))
+    if held.count((_IN_LIST_ALONE, 1)) == len(held):
+        return []
+    return [i for i, counts in enumerate(held) if counts != (_IN_LIST_ALONE, 1) and params[i].grad is not views[i]]
 
 
 def low_precision_of(tensors: list[Tensor]) -> list[int]:

@@ -270,7 +270,7 @@ class StepCounts:
         for part in parts:
             self._counts[part] += float(addend)
         self._after = self._counts.tobytes()
-        return map(int, self._counts[firsts].tolist())
+        return map(int, map(self._counts.item, firsts))
 
     def undo(self, slots: range) -> None:
         """Undo ``add`` for ``slots``, if it has been called."""

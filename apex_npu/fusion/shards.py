@@ -94,6 +94,11 @@ def mesh_groups(param: Any, *, along: Along = Along.ALL) -> list[tuple[Any, str]
     ]
 
 
+def cut_of(tensor: Any) -> tuple[int, ...] | None:
+    """Over which processes ``tensor`` is cut: equal where parts add up alike; None for a plain tensor."""
+    return tuple(id(group) for group, _ in mesh_groups(tensor)) if is_sharded(tensor) else None
+
+
 def meshes_of(params: Iterable[Any]) -> list[Any]:
     """The device meshes over which some of ``params`` are cut, each once."""
     return list(
@@ -139,6 +144,13 @@ def sharded_like(part: Tensor, like: Any) -> Tensor:
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
     return made
+
+
+def replicated(tensor: Tensor, mesh: Any) -> Tensor:
+    """A DTensor over ``mesh``, of which each process has the whole: ``tensor``, the same on all."""
+    module: Any = sys.modules["torch.distributed.tensor"]
+    whole: Tensor = module.DTensor.from_local(tensor, mesh, [module.Replicate()] * mesh.ndim, run_check=False)
+    return whole
 
 
 def is_partial(tensor: Any) -> bool:

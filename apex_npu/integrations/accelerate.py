@@ -36,9 +36,12 @@ class ApexAccelerator(Accelerator):
         amp_options: Other arguments of ``amp.initialize``.
         **kwargs: Those of ``Accelerator``.
 
+    With ``FullyShardedDataParallelPlugin(fsdp_version=2)`` it shards the model first, by ``amp.fsdp_policy(opt_level)``
+    where the plugin has no policy.
+
     Raises:
-        ValueError: ``mixed_precision`` is set, or the distributed type is neither a single process nor
-            DistributedDataParallel.
+        ValueError: ``mixed_precision`` is set, or the distributed type is neither a single process, nor
+            DistributedDataParallel, nor FSDP2.
 
     Example::
 
@@ -100,10 +103,28 @@ class ApexAccelerator(Accelerator):
         Raises:
             ValueError: An optimizer is given without a model, or needs a closure.
         """
-        optimizers = [o for o in args if isinstance(o, torch.optim.Optimizer)]
+        models, optimizers = _of_type(nn.Module, args), _of_type(torch.optim.Optimizer, args)
+        if self.is_fsdp2:
+            return self._prepare_sharded(models, optimizers, args, kwargs)
         if optimizers:
-            self._initialize([m for m in args if isinstance(m, nn.Module)], optimizers)
+            self._initialize(models, optimizers)
         return super().prepare(*args, **kwargs)
+
+    def _prepare_sharded(self, models: list[nn.Module], optimizers: list[Any], args: Any, kwargs: Any) -> Any:
+        """Shard the model first, which replaces the parameters that amp is to see."""
+        level = self._amp_options["opt_level"]
+        new = [o for o in map(adopted_inside, optimizers) if state_of(o) is None]
+        if new:
+            _check_new(models, optimizers, new, level)
+        plugin = self.state.fsdp_plugin
+        plugin.mixed_precision_policy = plugin.mixed_precision_policy or amp.fsdp_policy(level)
+        result = super().prepare(*args, **kwargs)
+        prepared = _of_type(torch.optim.Optimizer, result if isinstance(result, (list, tuple)) else (result,))
+        if new:
+            self._initialize(_of_type(nn.Module, result), [wrapper.optimizer for wrapper in prepared])
+            for wrapper in prepared:  # it holds the step of its optimizer, which is another now
+                wrapper.__init__(wrapper.optimizer, device_placement=False, scaler=self.scaler)
+        return result
 
     def _initialize(self, models: list[nn.Module], optimizers: Sequence[Any]) -> None:
         inner = list(map(adopted_inside, optimizers))
@@ -117,7 +138,7 @@ class ApexAccelerator(Accelerator):
         prepared = [o.scaler for o in optimizers if isinstance(getattr(o, "scaler", None), amp.AmpScaler)]
         if prepared:
             self.scaler = prepared[0]
-        elif self._optimizers:
+        elif self._optimizers and self.scaler is not None:
             states = {o: state_of(o) for o in self.scaler.optimizers}
             others = [o for o, state in states.items() if state is None or not state.masters.retired]
             self.scaler.optimizers = [*others, *inner]
@@ -145,16 +166,21 @@ class ApexAccelerator(Accelerator):
         super().clip_grad_value_(amp.masters_of(parameters), clip_value)
 
 
+def _of_type(kind: type[Any], given: Sequence[Any]) -> list[Any]:
+    return [value for value in given if isinstance(value, kind)]
+
+
 def _check(accelerator: Accelerator, opt_level: str, options: dict[str, Any]) -> None:
     if accelerator.mixed_precision != "no":
         raise ValueError(
             f"mixed_precision={accelerator.mixed_precision!r} and opt_level={opt_level!r} are two kinds of mixed "
             "precision at once: leave mixed_precision at 'no', or use a plain Accelerator"
         )
-    if accelerator.distributed_type not in _PLAIN:
+    if accelerator.distributed_type not in _PLAIN and not accelerator.is_fsdp2:
         raise ValueError(
             f"opt_level={opt_level!r} does not work with {accelerator.distributed_type}, which keeps parameters or "
-            "optimizer states of its own: use a plain Accelerator with mixed_precision='bf16' there"
+            "optimizer states of its own: use a plain Accelerator with mixed_precision='bf16' there, or "
+            "FullyShardedDataParallelPlugin(fsdp_version=2)"
         )
     if options.get("combine_ddp") and accelerator.num_processes > 1:
         raise ValueError(

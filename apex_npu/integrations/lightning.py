@@ -22,13 +22,12 @@ from lightning.fabric.strategies import DeepSpeedStrategy as FabricDeepSpeedStra
 from lightning.fabric.strategies import FSDPStrategy as FabricFSDPStrategy  # noqa: E402
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy  # noqa: E402
 from lightning.pytorch.plugins import Precision  # noqa: E402
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy  # noqa: E402
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy  # noqa: E402
 
 # Each has a mixed precision of its own, over parts of parameters.
 _SHARDING = (
     DeepSpeedStrategy,
     FSDPStrategy,
-    ModelParallelStrategy,
     FabricDeepSpeedStrategy,
     FabricFSDPStrategy,
     FabricModelParallelStrategy,

@@ -53,6 +53,11 @@ def use_amp(trainer: AnyTrainer, opt_level: str = "O1", **amp_options: Any) -> A
                 f"TrainingArguments({name}=True) and opt_level={opt_level!r} are two kinds of mixed precision at once: "
                 f"leave {name} out, or do not call use_amp"
             )
+    if getattr(trainer, "is_fsdp_enabled", False):
+        raise ValueError(
+            f"TrainingArguments(fsdp=...) and opt_level={opt_level!r} have not been made to work together: leave fsdp "
+            "out, or write the loop with ApexAccelerator and FullyShardedDataParallelPlugin(fsdp_version=2)"
+        )
     if amp_options.get("fuse_unscale"):
         raise ValueError(
             "fuse_unscale=True keeps gradients multiplied with the loss scale until step(), while a Trainer clips them "

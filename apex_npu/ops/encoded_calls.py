@@ -9,7 +9,7 @@ protocol for arguments that are no tensors, so that calls without such operands 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -175,7 +175,7 @@ def _run_on_pieces(
     """
     if rule.is_elementwise:
         for piece in encoding.pieces(operands[0]):
-            _step(rule, of_params, operands, options, piece.span, lambda piece=piece: [piece])
+            _step(rule, of_params, operands, options, piece.span, partial(list, (piece,)))
     else:
         whole = slice(0, operands[0].numel())
         _step(rule, of_params, operands, options, whole, lambda: encoding.pieces(operands[0]))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from apex_npu import _C
 from apex_npu._C import is_grad_list
+from apex_npu._C import take_grads_cpu as take_grads_
 from apex_npu.ops import gather_torch
 from apex_npu.ops.reference import FLOATS
 from apex_npu.ops.segmented import norm
@@ -29,18 +30,6 @@ __all__ = [
 def gathers_in_one_pass(slot: Tensor) -> bool:
     """See ``gather_torch``."""
     return slot.device.type == "cpu" and slot.dtype in FLOATS
-
-
-def take_grads_(
-    sources: Sequence[Tensor],
-    params: Sequence[Tensor],
-    slots: Sequence[Tensor],
-    inv_scale: float = 1.0,
-    found_inf: Tensor | None = None,
-) -> int | None:
-    """See ``gather_torch``."""
-    unfit = _C.take_grads_cpu(sources, params, slots, inv_scale, found_inf)
-    return None if unfit < 0 else unfit
 
 
 @torch.no_grad()

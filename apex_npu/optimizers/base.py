@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -16,11 +17,12 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from apex_npu._cli import hooks
 from apex_npu.backends import is_capturing
-from apex_npu.backends._torch_private import disable_dynamo
+from apex_npu.backends._torch_private import disable_dynamo, torch_profiler
 from apex_npu.fusion import (
     MASTER_PARAM,
     EncodedView,
@@ -220,6 +222,20 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
     # What users call
 
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """What torch puts around ``step``: hooks, and a range for profilers. Without either the step runs by itself."""
+        hooked = Optimizer.profile_hook_step(func)
+
+        @functools.wraps(func)
+        def step(self: FusedOptimizer, *args: Any, **kwargs: Any) -> Any:
+            own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+            of_all = torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
+            is_plain = not (torch_profiler._is_profiler_enabled or own or of_all)
+            return func(self, *args, **kwargs) if is_plain else hooked(self, *args, **kwargs)
+
+        return step
+
     @disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **older: Any) -> Any:
@@ -243,7 +259,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
                 that a step does not have.
         """
         scaler = grad_scaler_of(self, older) if older else None
-        if is_capturing():
+        if (torch.cuda.is_initialized() or "torch_npu" in sys.modules) and is_capturing():
             check_capture(self)
             if self._formats is not None:
                 raise refusal(
@@ -270,7 +286,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             if found_inf:
                 return
             found_inf = None
-        self._fuse()
+        if not self._is_fused(for_step=True):
+            self._fuse_again(for_step=True)
         if self.capturable and is_capturing():
             check_captured_gradients(self)
         gathered = self._gather()
@@ -419,12 +436,16 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             del self.param_groups[-1]
             raise
 
-    @disable_dynamo
     def flat_grads(self) -> list[FlatGrads]:
-        """The gradient buffers of all parameters but those with gaps or sharded ones, in order; fuses what is not."""
-        with torch.no_grad():
-            self._fuse(for_step=False)
+        """The gradient buffers of all parameters but those with gaps, in order; fuses what is not."""
+        if not self._is_fused(for_step=False):
+            self._fuse_outside_of_step()
         return self._flat_grads
+
+    @disable_dynamo
+    @torch.no_grad()
+    def _fuse_outside_of_step(self) -> None:
+        self._fuse_again(for_step=False)
 
     def fused_groups(self) -> list[FusedGroup]:
         """What the last step has stepped: none before the first."""
@@ -544,47 +565,35 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         self._all_in_slots = True
         self._all_fused = False
 
-    def _fuse(self, *, for_step: bool = True) -> None:
-        """Make every buffer match what the user now has, unless nothing has changed.
-
-        Only a step needs the present ``state``.
-        """
-        if (
-            self._all_fused
-            and self._is_fused(for_step=for_step)
-            and (
-                not for_step
-                or (are_same(list(self.state.values()), self._shown.entries) and hold_values(*self._shown.views))
-            )
-        ):
-            return
-        if is_capturing():  # parameters would move at once, and their values only when the graph is replayed
-            raise refusal(type(self).__name__, "its parameters or its state are not those of the step before")
-        self._fuse_again(for_step=for_step)
-
     def _is_fused(self, *, for_step: bool) -> bool:
-        """True while parameters, their memory and the names of their states are those that were fused."""
+        """True while every buffer matches what the user now has; only a step needs the present ``state``."""
         record, groups = self._fused, self.param_groups
-        if len(record.listed) != len(groups) or not all(map(are_same, map(_PARAMS, groups), record.listed)):
+        if not self._all_fused or len(record.listed) != len(groups):
             return False
-        if for_step and list(map(self.state_names, groups)) != record.state_names:
+        if not all(map(are_same, map(_PARAMS, groups), record.listed)):
             return False
-        if (record.full_params or record.unfused) and record.is_rarely_outdated(self.param_groups):
+        if (record.full_params or record.unfused) and record.is_rarely_outdated(groups):
             return False
         for fused in record.groups:
             if fused.kept:
                 fused.release_kept()
             if fused.table.broken(fused.params):
                 return False
-        return True
+        if not for_step:
+            return True
+        shown = self._shown
+        return (
+            list(map(self.state_names, groups)) == record.state_names
+            and are_same(list(self.state.values()), shown.entries)
+            and hold_values(*shown.views)
+        )
 
     def _lists(self) -> list[list[Tensor]]:
         return [group["params"] for group in self.param_groups]
 
-    def _state_names(self) -> list[tuple[str, ...]]:
-        return list(map(self.state_names, self.param_groups))
-
     def _fuse_again(self, *, for_step: bool) -> None:
+        if is_capturing():  # parameters would move at once, and their values only when the graph is replayed
+            raise refusal(type(self).__name__, "its parameters or its state are not those of the step before")
         # An interrupt leaves what follows to the next call: by then there are new buffers, which have no state yet.
         changed, self._all_fused = not self._all_fused, False
         self._fused.capturable = self.capturable
@@ -593,7 +602,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             check_elements(params)
             # Once more after a change: fusing moves storages, and with them what groups that have stayed share.
             for _ in range(2):
-                if not self._fused.follow(self._lists(), self._state_names(), self._report):
+                if not self._fused.follow(self._lists(), list(map(self.state_names, self.param_groups)), self._report):
                     break
                 changed = True
         self._fused.note_places(params)
@@ -602,8 +611,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     def _end_fusing(self, *, with_state: bool = True) -> None:
         if self._formats is not None:
             self._formats.apply(self._fused.groups, self.param_groups, decodes_runs=self.adds_up_parts)
-        groups, parts = self._fused.groups, self._fused.full_params
-        self._flat_grads = [fused.grads for fused in groups if id(fused.params[0]) not in parts]
+        groups, with_gaps = self._fused.groups, set(map(id, self._fused.copies()))
+        self._flat_grads = [fused.grads for fused in groups if id(fused.params[0]) not in with_gaps]
         self._all_in_slots = all(fused.in_slots for fused in groups)
         if with_state:
             self._shown.adopt(self, self._slots())

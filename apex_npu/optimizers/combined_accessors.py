@@ -51,7 +51,8 @@ class CombinedAccessors(HasFusedGroups):
             The norm before clipping, 0-dim.
         """
         flats = self.flat_grads()
-        return clip_grad_norm_(flats, list(self._fused.full_params.values()), max_norm, norm_type, error_if_nonfinite)
+        with_gaps = list(map(self._fused.full_param_of, self._fused.copies()))
+        return clip_grad_norm_(flats, with_gaps, max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_norm_fused_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """``clip_optimizer_grad_norm_fused`` by the name that ``torch_npu.optim`` has for it."""

@@ -9,7 +9,7 @@ values before a step and gives them back after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -31,7 +31,7 @@ from apex_npu.fusion import (
     overlaps_itself,
     step_in_place,
 )
-from apex_npu.fusion.shards import is_sharded, local_part
+from apex_npu.fusion.shards import cut_of, is_sharded, local_part
 from apex_npu.optimizers.checks import can_be_stepped, check_params
 
 
@@ -126,9 +126,7 @@ class FusedParams:
         parts = self._parts_of(params)
         full_params = {id(part): p for part, p in zip(parts, params, strict=True) if part is not p}
         place_of = _places_in(lists, parts)
-        kind_of = {
-            part: (state_names[index], is_sharded(full_params.get(part))) for part, (index, _) in place_of.items()
-        }
+        kind_of = {part: (state_names[index], cut_of(full_params.get(part))) for part, (index, _) in place_of.items()}
         groups = self._still_fit(moved, kind_of)
         unfused = _without_members(parts, groups)
         if any(full_params.get(id(p), p).requires_grad and not can_be_stepped(p) for p in unfused):
@@ -246,7 +244,7 @@ class FusedParams:
         held = {id(p) for p in copied}
         return [found[id(p)] if id(p) in held else local_part(p) for p in params]
 
-    def _still_fit(self, moved: list[list[int]], kind_of: dict[int, tuple[tuple[str, ...], bool]]) -> list[FusedGroup]:
+    def _still_fit(self, moved: list[list[int]], kind_of: Mapping[int, object]) -> list[FusedGroup]:
         """The groups whose parameters are all listed, of one kind unless they are combined, and have not ``moved``.
 
         A parameter that another fusion has taken gets a group in place: taking it back would only start a tug-of-war.

@@ -62,6 +62,21 @@ bool is_alone(const at::Tensor& grad) {
   return grad.use_count() <= 2;
 }
 
+bool is_unused(const at::Tensor& listed) {
+  const py::object object = py::reinterpret_steal<py::object>(THPVariable_Wrap(listed));
+  return Py_REFCNT(object.ptr()) == 2 && listed.use_count() == 1;
+}
+
+std::vector<int64_t> kept_grads(const Borrowed& views, const Borrowed& params) {
+  TORCH_CHECK_VALUE(views.size() == params.size(), "kept_grads: expected one view per parameter, got ", views.size(),
+                    " and ", params.size());
+  std::vector<int64_t> indices;
+  look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
+    if (!is_unused(*views[i]) && !grad.is_same(*views[i])) indices.push_back(static_cast<int64_t>(i));
+  });
+  return indices;
+}
+
 bool are_same(const py::sequence& a, const py::sequence& b) {
   // Themselves, or lists of what other sequences have.
   const auto listed = [](const py::sequence& sequence) {

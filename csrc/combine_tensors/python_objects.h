@@ -16,6 +16,12 @@ Borrowed borrow(const pybind11::sequence& tensors);
 // Whether a parameter's gradient is no other's, too, and its memory is no other tensor's; names in Python do not count.
 bool is_alone(const at::Tensor& grad);
 
+// Whether a tensor that is in a list is held by that list alone: no name in Python, and nothing else in torch, has it.
+bool is_unused(const at::Tensor& listed);
+
+// The indices of `views`, tensors in a list, that something else holds than that list and params[i] as its gradient.
+std::vector<int64_t> kept_grads(const Borrowed& views, const Borrowed& params);
+
 // Whether two sequences have the very same items, in order.
 bool are_same(const pybind11::sequence& a, const pybind11::sequence& b);
 

@@ -164,7 +164,8 @@ at::Tensor Shards::grad_list(const GradSlots& slots, size_t first, size_t count,
   return slots.list_of(grads, first, numel);
 }
 
-std::vector<int64_t> Shards::bring_grads() const {
+std::vector<int64_t> Shards::bring_grads() {
+  held_.clear();
   const Borrowed parts = borrow(parts_);
   std::vector<int64_t> others;
   look_inside(
@@ -193,17 +194,23 @@ void Shards::return_grads() const {
 }
 
 void Shards::drop_grads(bool stepped) {
-  const Borrowed params = borrow(full_params_), parts = borrow(parts_);
   const std::vector<py::object> held = std::exchange(held_, {});
+  Borrowed written;
   std::vector<at::Tensor> brought;
-  look_at_grads(parts, [&](const at::Tensor& grad, size_t i) {
-    if (i + kAhead < params.size()) prefetch_impl(*params[i + kAhead]);
-    const bool is_there = grad.defined() || (!held.empty() && held[i]);
-    if (grad.defined()) brought.push_back(std::move(parts[i]->mutable_grad()));
-    if (!stepped || !is_there) return;
-    c10::TensorImpl* impl = params[i]->unsafeGetTensorImpl();
-    if (!impl->is_inference()) impl->bump_version();
-  });
+  if (!held.empty()) {
+    const Borrowed params = stepped ? borrow(full_params_) : Borrowed();
+    for (size_t i = 0; i < params.size(); ++i) {
+      if (held[i]) written.push_back(params[i]);
+    }
+  } else {
+    const Borrowed params = borrow(full_params_), parts = borrow(parts_);
+    look_at_grads(parts, [&](const at::Tensor& grad, size_t i) {
+      if (!grad.defined()) return;
+      brought.push_back(std::move(parts[i]->mutable_grad()));
+      if (stepped) written.push_back(params[i]);
+    });
+  }
+  increment_versions(written);
 }
 
 }  // namespace apex_npu

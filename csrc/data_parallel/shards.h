@@ -40,8 +40,9 @@ class Shards {
   // Whether each parameter still has its part inside.
   bool have_parts() const;
 
-  // Holds what the gradients of the parameters have inside, until that is dropped, and returns one GradState for each:
-  // NONE or ELSEWHERE. Nothing is held where one cannot stay there for `in_place`, or, to be written, two overlap.
+  // Holds what the gradients of the parameters have inside, until that is dropped or brought to the parts, and returns
+  // one GradState for each: NONE or ELSEWHERE. Nothing is held where one cannot stay there for `in_place`, or, to be
+  // written, two overlap.
   std::optional<std::string> hold_grads(const GradSlots& slots, InPlace in_place);
 
   // `count` of those that are held, from the one of index `first` on, as one operand; see GradSlots::grad_list.
@@ -49,7 +50,7 @@ class Shards {
 
   // Gives each part what the gradient of its parameter has inside, or none. Returns the indices of those, left without,
   // whose parameter has a gradient that is no `cls`, is cut in another way than that, or has a subclass inside.
-  std::vector<int64_t> bring_grads() const;
+  std::vector<int64_t> bring_grads();
 
   // The other way: the gradients of the parameters have inside what their parts have as gradient.
   void return_grads() const;

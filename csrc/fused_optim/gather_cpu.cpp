@@ -70,8 +70,8 @@ void gather_cpu(const Borrowed& slots, const Borrowed& grads, double inv_scale,
   if (bad && found_inf.has_value()) *found_inf->mutable_data_ptr<float>() = 1.0f;
 }
 
-int64_t take_grads_cpu(const Borrowed& sources, const Borrowed& params, const Borrowed& slots, double inv_scale,
-                       const std::optional<at::Tensor>& found_inf) {
+std::optional<size_t> take_grads_cpu(const Borrowed& sources, const Borrowed& params, const Borrowed& slots,
+                                     double inv_scale, const std::optional<at::Tensor>& found_inf) {
   TORCH_CHECK_VALUE(sources.size() == params.size() && sources.size() == slots.size(),
                     "take_grads: sources, params and slots must have one length");
   Borrowed present;
@@ -80,14 +80,14 @@ int64_t take_grads_cpu(const Borrowed& sources, const Borrowed& params, const Bo
   present.reserve(sources.size());
   grads.reserve(sources.size());
   indices.reserve(sources.size());
-  int64_t unfit = -1;
+  std::optional<size_t> unfit;
   look_at_grads(sources, [&](const at::Tensor& grad, size_t i) {
     if (i + 2 * kAhead < slots.size()) prefetch_impl(*slots[i + 2 * kAhead]);
-    if (!grad.defined() || unfit >= 0) return;
+    if (!grad.defined() || unfit.has_value()) return;
     const bool own = sources[i]->is_same(*params[i]);
     const bool narrow = slots[i]->scalar_type() == at::kFloat && grad.scalar_type() != at::kDouble;
     if (!supported(grad) || (own && !narrow && grad.scalar_type() != slots[i]->scalar_type())) {
-      unfit = static_cast<int64_t>(i);
+      unfit = i;
       return;
     }
     present.push_back(slots[i]);
@@ -95,12 +95,12 @@ int64_t take_grads_cpu(const Borrowed& sources, const Borrowed& params, const Bo
     grads.push_back(own && is_slot(grad) ? grad.clone() : grad);
     indices.push_back(i);
   });
-  if (unfit >= 0) return unfit;
+  if (unfit.has_value()) return unfit;
   Borrowed borrowed(grads.size());
   std::transform(grads.begin(), grads.end(), borrowed.begin(), [](const at::Tensor& grad) { return &grad; });
   gather_cpu(present, borrowed, inv_scale, found_inf);
   for (size_t i : indices) params[i]->mutable_grad() = *slots[i];
-  return -1;
+  return std::nullopt;
 }
 
 }  // namespace apex_npu

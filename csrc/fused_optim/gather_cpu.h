@@ -24,8 +24,8 @@ void gather_cpu(const Borrowed& slots, const Borrowed& grads, double inv_scale,
 // source.
 //
 // Returns the index of the first gradient that is not dense, or not of the dtype that its parameter needs; nothing
-// has been written then. -1 where all are well.
-int64_t take_grads_cpu(const Borrowed& sources, const Borrowed& params, const Borrowed& slots, double inv_scale,
-                       const std::optional<at::Tensor>& found_inf);
+// has been written then. None where all are well.
+std::optional<size_t> take_grads_cpu(const Borrowed& sources, const Borrowed& params, const Borrowed& slots,
+                                     double inv_scale, const std::optional<at::Tensor>& found_inf);
 
 }  // namespace apex_npu

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "combine_tensors/change_data_ptr.h"
+#include "fused_optim/gather_cpu.h"
 #include "fused_optim/grad_list.h"
 
 namespace apex_npu {
@@ -81,6 +82,49 @@ GradStates GradSlots::states(const Borrowed& params, const Borrowed& views, size
     if (!stays) found.to_gather.push_back(static_cast<int64_t>(first + i));
   });
   return found;
+}
+
+bool GradSlots::unscale(const Borrowed& params, const Borrowed& views, double factor,
+                        const std::optional<at::Tensor>& found_inf, int64_t least_numel, IsAlone is_alone,
+                        IsAlone is_unused) const {
+  TORCH_CHECK_VALUE(params.size() == slots_.size() && views.size() == slots_.size(), "unscale: expected ",
+                    slots_.size(), " parameters and views, got ", params.size(), " and ", views.size());
+  if (!places_.has_value()) return false;
+  std::vector<size_t> taken, written;
+  bool fits = true;
+  look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
+    if (!fits || !grad.defined()) return;
+    if (grad.is_same(*views[i])) {
+      fits = places_->is_intact(i, grad);
+      written.push_back(i);
+    } else if (slots_[i].numel >= least_numel && can_stay(grad, i, InPlace::WRITE) && allocated_by_torch(grad) &&
+               is_alone(grad)) {
+      written.push_back(i);
+    } else {
+      fits = can_stay(grad, i, InPlace::READ) && places_->is_intact(i, *views[i]) && is_unused(*views[i]);
+      taken.push_back(i);
+    }
+  });
+  if (!fits) return false;
+  std::vector<at::Tensor> grads;  // held: what Python runs when one is freed may release the tensors that follow
+  Borrowed from, to;
+  grads.reserve(taken.size());
+  for (size_t i : taken) grads.push_back(params[i]->grad());
+  for (size_t k = 0; k < taken.size(); ++k) {
+    from.push_back(&grads[k]);
+    to.push_back(views[taken[k]]);
+  }
+  for (size_t i : written) {
+    from.push_back(&params[i]->grad());
+    to.push_back(&params[i]->grad());
+  }
+  gather_cpu(to, from, factor, found_inf);
+  for (size_t i : taken) params[i]->mutable_grad() = *views[i];
+  for (size_t i : written) {
+    const at::Tensor& grad = params[i]->grad();
+    if (!grad.is_inference()) grad.unsafeGetTensorImpl()->bump_version();
+  }
+  return true;
 }
 
 bool GradSlots::can_stay(const at::Tensor& grad, size_t i, InPlace in_place) const {

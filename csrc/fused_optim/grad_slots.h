@@ -53,6 +53,13 @@ class GradSlots {
   // of the slot `first`; with `stepped` remembered as such.
   at::Tensor grad_list(const Borrowed& params, size_t first, int64_t numel, bool stepped);
 
+  // Multiplies the gradients of `params`, of which there is one for each slot, by `factor`: in place those IN_BUFFER
+  // and those that can stay ELSEWHERE to be written, as for `states`; the others on their way into their slots, whose
+  // `views` become the gradients. found_inf (float32, one element), if given, becomes 1 where an element is inf or nan.
+  // False, with nothing written, where a gradient is in none of these ways, or a view is not `is_unused`.
+  bool unscale(const Borrowed& params, const Borrowed& views, double factor, const std::optional<at::Tensor>& found_inf,
+               int64_t least_numel, IsAlone is_alone, IsAlone is_unused) const;
+
   // Whether a gradient that is not in slot `i` can stay ELSEWHERE to be read, or written, whatever else has it, and
   // whether or not it has been stepped before.
   bool can_stay(const at::Tensor& grad, size_t i, InPlace in_place) const;

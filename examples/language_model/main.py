@@ -5,12 +5,14 @@
     python main.py book.txt --opt-level O5 --combine-grad --checkpoint book.pt
     python main.py book.txt --opt-level O5 --combine-grad --checkpoint book.pt --resume
     python main.py book.txt --checkpoint book.pt --resume --sample-only --prompt "Once upon" --sample 500
+    torchrun --nproc-per-node 8 main.py book.txt --opt-level O5 --fsdp
 
-This file has the options; train.py has the training, model.py the transformer.
+This file has the options; train.py has the training, model.py the transformer, sharded.py what --fsdp needs.
 """
 
 import argparse
 import math
+import os
 from pathlib import Path
 
 
@@ -62,6 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--opt-level", choices=levels, default="O4", help="default %(default)s; O4, O5: bfloat16")
     add("--loss-scale", type=loss_scale, metavar="SCALE", help="'dynamic' or a number; default: the level's")
     add("--combine-grad", action="store_true", help="gradients in one flat buffer")
+    add("--fsdp", action="store_true", help="shard the model over the processes that torchrun has started")
 
     sample = parser.add_argument_group("what it writes at the end")
     add = sample.add_argument
@@ -83,10 +86,16 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"--dropout {args.dropout}: a share from 0 to less than 1 is expected")
     if not args.text.is_file():
         parser.error(f"{args.text}: there is no such file")
-    if args.batch_size % args.accumulate:
-        parser.error(f"--accumulate {args.accumulate}: --batch-size {args.batch_size} is no multiple of it")
+    parts = args.accumulate * (int(os.environ.get("WORLD_SIZE", "1")) if args.fsdp else 1)
+    if args.batch_size % parts:
+        of = f" × {parts // args.accumulate} processes" if args.fsdp else ""
+        parser.error(f"--accumulate {args.accumulate}{of}: --batch-size {args.batch_size} is no multiple of it")
     if args.width % args.heads:
         parser.error(f"--width {args.width}: no multiple of --heads {args.heads}")
+    if args.fsdp and "LOCAL_RANK" not in os.environ:
+        parser.error("--fsdp: start it with torchrun, as in torchrun --nproc-per-node 8 main.py book.txt --fsdp")
+    if args.fsdp and (args.combine_grad or args.compile or args.opt_level == "O3"):
+        parser.error("--fsdp: without --combine-grad, --compile and --opt-level O3")
     if not args.prompt:
         parser.error("--prompt: a character at least is expected")
     if not args.temperature > 0:

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from model import LanguageModel
+from sharded import gather_states, join_processes, load_states, shard
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,6 +23,8 @@ from apex_npu import amp, optimizers
 def run(args: Namespace) -> None:
     """Train and save; then write some text."""
     device = find_device(args.device)
+    if args.fsdp:
+        join_processes(device)
     text = Text.read(args)
     prompt = text.encode(args.prompt)
     torch.manual_seed(args.seed)
@@ -32,6 +36,8 @@ def run(args: Namespace) -> None:
         context=args.context,
         dropout=args.dropout,
     ).to(device)
+    if args.fsdp:
+        shard(model, args.opt_level)
     optimizer = make_optimizer(model, args)
     model, optimizer = amp.initialize(
         model,
@@ -45,9 +51,8 @@ def run(args: Namespace) -> None:
         state = read_checkpoint(args.checkpoint, args)
         if state["characters"] != text.characters:
             raise SystemExit(f"--checkpoint {args.checkpoint}: it was trained on a text with other characters")
-        model.load_state_dict(state["model"])
+        load(model, optimizer, state, args)
         if not args.sample_only:
-            optimizer.load_state_dict(state["optimizer"])
             amp.load_state_dict(state["amp"])
             first = state["step"]
 
@@ -55,7 +60,9 @@ def run(args: Namespace) -> None:
         train(model, optimizer, text, first, args, device)
     if args.sample:
         torch.manual_seed(args.seed)
-        print(sample(model, text, prompt, args, device))
+        show(sample(model, text, prompt, args, device))
+    if args.fsdp:
+        dist.destroy_process_group()
 
 
 def train(
@@ -67,6 +74,7 @@ def train(
     device: torch.device,
 ) -> None:
     """From step ``first`` to the last one."""
+    rank, processes = (dist.get_rank(), dist.get_world_size()) if args.fsdp else (0, 1)
     compiled = torch.compile(model) if args.compile else model
     since, last = time.perf_counter(), first
     for step in range(first, args.steps):
@@ -76,10 +84,9 @@ def train(
             group["lr"] = learning_rate(step, args)
         model.train()
         optimizer.zero_grad()
-        inputs, targets = text.batch("train", args.batch_size, device)
-        parts = list(zip(inputs.chunk(args.accumulate), targets.chunk(args.accumulate), strict=True))
+        batch = [t.chunk(processes)[rank].chunk(args.accumulate) for t in text.batch("train", args.batch_size, device)]
         mean = torch.zeros((), device=device)
-        for number, (part, part_targets) in enumerate(parts, 1):
+        for number, (part, part_targets) in enumerate(zip(*batch, strict=True), 1):
             loss = next_token_loss(compiled(part), part_targets) / args.accumulate
             # Gradients of parts are added up as backward makes them, and unscaled once.
             with amp.scale_loss(loss, optimizer, delay_unscale=number < args.accumulate) as scaled_loss:
@@ -89,16 +96,21 @@ def train(
         optimizer.step()
 
         if (step + 1) % args.interval == 0 or step + 1 == args.steps:
+            if args.fsdp:
+                dist.all_reduce(mean.div_(processes))
             loss_mean = mean.item()  # here the host waits for the device
             speed = (step + 1 - last) * args.batch_size * args.context / (time.perf_counter() - since)
             validation = validate(model, text, args, device)
-            print(
-                f"step {step + 1}  loss {loss_mean:.4f}  validation {validation:.4f}  {speed:.0f} characters/s",
-                flush=True,
-            )
+            show(f"step {step + 1}  loss {loss_mean:.4f}  validation {validation:.4f}  {speed:.0f} characters/s")
             if args.checkpoint:
                 save(model, optimizer, text, step + 1, args)
             since, last = time.perf_counter(), step + 1
+
+
+def show(text: str) -> None:
+    """Print it, of several processes by the first one."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(text, flush=True)
 
 
 def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
@@ -139,17 +151,32 @@ def validate(model: LanguageModel, text: "Text", args: Namespace, device: torch.
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, text: "Text", step: int, args: Namespace) -> None:
     """Write a checkpoint, which is complete at any time."""
+    if args.fsdp:
+        states = gather_states(model, optimizer)
+    else:
+        states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if not states:
+        return  # the first process has them
     state = {
         "step": step,
         "options": {name: getattr(args, name) for name in ("layers", "heads", "width", "context", "weight_decay")},
         "characters": text.characters,
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
         "amp": amp.state_dict(),
+        **states,
     }
     new = args.checkpoint.with_name(f"{args.checkpoint.name}.new")
     torch.save(state, new)
     os.replace(new, args.checkpoint)
+
+
+def load(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], args: Namespace) -> None:
+    """Continue with what ``save`` has written, with --fsdp or without."""
+    if args.fsdp:
+        load_states(model, optimizer, state)
+        return
+    model.load_state_dict(state["model"])
+    if not args.sample_only:
+        optimizer.load_state_dict(state["optimizer"])
 
 
 def read_checkpoint(path: Path, args: Namespace) -> dict[str, Any]:

@@ -3,6 +3,9 @@
 """``amp.float32_copy``: a plain float32 model with the weights of ``model.state_dict()``."""
 
 import copy
+import gc
+import pickle
+import weakref
 
 import pytest
 import torch
@@ -185,6 +188,34 @@ def test_what_is_unfrozen_is_trained_from_its_float32_value(added, kind):
     assert torch.equal(states(model)["frozen"], torch.full((3,), 1 / 3) - x.cpu())
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_masters_live_as_long_as_the_model(level):
+    """They are shown when their optimizer is gone; a model that is gone is not kept alive."""
+    model, optimizer = trained(level)
+    held = [weakref.ref(o) for o in (model, model[4].weight, next(amp.master_params(optimizer)))]
+    values = states(model)
+    del optimizer
+    gc.collect()
+    assert any((value != value.half().float()).any() for value in values.values())
+    for found in (states(model), states(pickle.loads(pickle.dumps(model)))):
+        assert all(torch.equal(found[name], value) for name, value in values.items())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert all(torch.equal(states(model)[name], value) for name, value in values.items())
+    del model, optimizer
+    gc.collect()
+    assert [reference() for reference in held] == [None] * 3
+
+
+def test_an_optimizer_that_comes_later_takes_what_is_kept():
+    model, _optimizer = partly()
+    model.frozen.requires_grad_(True)
+    second = torch.optim.SGD([model.frozen], lr=0.0)
+    amp.initialize([], second, opt_level="O2", verbosity=0)
+    assert torch.equal(second.param_groups[0]["params"][0].cpu(), Partly().frozen)
+    assert torch.equal(states(model)["frozen"], Partly().frozen)
+
+
 def test_without_keep_frozen_float32_the_cast_is_what_is_shown():
     model, _ = partly(keep_frozen_float32=False)
     assert torch.equal(states(model)["third"], torch.full((2,), 1 / 3).half().float())
@@ -197,7 +228,9 @@ def test_buffers_that_float16_would_lose_stay_float32(lost, capsys):
     model = amp.initialize(Partly(mask=lost).to(DEVICE), opt_level="O2")
     assert model.mask.dtype == torch.float32
     assert model.third.dtype == torch.float16
-    assert "Buffers that stay float32, since their values would be inf or 0 otherwise: mask" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Buffers that stay float32, since float16 does not hold their values: mask\n" in said
+    assert "Buffers that forwards get rounded, since float16 does not hold their values, which" in said
     assert amp.initialize(Partly(mask=lost).to(DEVICE), opt_level="O5", verbosity=0).mask.dtype == torch.bfloat16
 
 

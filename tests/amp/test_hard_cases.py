@@ -370,3 +370,57 @@ def test_a_model_that_is_not_in_the_dtype_it_was_cast_to_is_named(conversion, le
             CONVERSIONS[conversion](model, x)
     elif level == "O0" or conversion != "double":
         assert CONVERSIONS[conversion](model, x).isfinite().all()
+
+
+def half(model):
+    return model.half()
+
+
+def moved(model):
+    return model.to(next(model.parameters()).device)
+
+
+def there_and_back(model):
+    return model.float().to(torch.float16)
+
+
+SWAPPING = [moved, half, nn.Module.bfloat16, nn.Module.float, there_and_back]
+
+
+def trained_after(convert, level, cls, *, swap):
+    """What comes of a model that ``convert`` has converted between two steps: its state dict, or the error."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(DEVICE)
+    model[0].bias.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    model, optimizer = amp.initialize(model, cls(trained, lr=0.5, momentum=0.5), opt_level=level, verbosity=0)
+    x = torch.arange(12.0, device=DEVICE).view(3, 4) / 8
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        for converted in (False, True, False):
+            if converted:
+                convert(model)
+            optimizer.zero_grad()
+            with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+        found = {name: (str(value.dtype), value.tolist()) for name, value in model.state_dict().items()}
+        model.load_state_dict(model.state_dict())
+    except (RuntimeError, NotImplementedError) as error:
+        found = str(error)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        amp.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, optimizers.NpuFusedSGD])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("convert", SWAPPING, ids=lambda convert: convert.__name__)
+def test_parameters_that_conversions_swap(convert, level, cls):
+    """As where ``Module.to`` assigns ``param.data``."""
+    if level == "O4":
+        require("autocast_to_bfloat16")
+    found = trained_after(convert, level, cls, swap=True)
+    assert found == trained_after(convert, level, cls, swap=False)
+    assert isinstance(found, str) <= (convert is not moved)

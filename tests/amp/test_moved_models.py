@@ -59,8 +59,17 @@ def test_what_is_written_to_a_model_before_it_is_moved_is_trained(level, kind):
     assert_values(model.parameters(), MOVED)
 
 
+@pytest.fixture(params=[False, True], ids=["assigned", "swapped"])
+def module_to(request):
+    """What ``Module.to`` does with parameters."""
+    torch.__future__.set_swap_module_params_on_conversion(request.param)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 @kinds(ALL_KINDS)
 @levels(WITH_MASTERS)
+@pytest.mark.usefixtures("module_to")
 def test_a_model_that_is_moved_between_steps_keeps_its_momentum(level, kind):
     model, optimizer = start(Weights(10.0).cpu(), kind=kind, level=level, momentum=0.5)
     step_on(model, optimizer)

@@ -17,7 +17,7 @@ from torch import nn
 
 from apex_npu import amp, optimizers
 from apex_npu.amp import fused_unscale, pending_step
-from apex_npu.amp.deferred_inf_check import DeferredInfCheck
+from apex_npu.amp.pending_step import DeferredInfCheck
 
 LEVELS = ["O0", "O2"]
 

@@ -5,10 +5,15 @@
 Run in several processes; the arguments are names of functions here.
 """
 
+import copy
 import functools
+import gc
 import math
+import os
 import shutil
+import signal
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from common import backward, data, loss_on, main, mlp
 from devices import DEVICE
-from sharded_worker import Uneven, assert_same, whole
+from sharded_worker import IN_PLACE, Uneven, assert_same, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -26,12 +31,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from apex_npu import amp, optimizers
 from apex_npu.contrib.optimizers import DistributedFusedAdam, DistributedFusedLAMB
+from apex_npu.fusion.shards import local_part
 
 NORM_RULES = [
     (optimizers.NpuFusedLamb, {"lr": 0.01, "weight_decay": 0.1, "use_global_grad_norm": True}),
@@ -58,6 +65,8 @@ RULES = [
     (optimizers.FusedAdagrad, {"lr": 0.01}),
 ]
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
+# What fully_shard of torch 2.13 calls, or that of those before.
+REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
 def mesh_of_all():
@@ -87,9 +96,12 @@ class Twin:
         self.params = [nn.Parameter(whole(p.detach()).clone(), requires_grad=p.requires_grad) for p in self._model]
         self.optimizer = kind(self.params, **options)
 
-    def step(self):
+    def take(self):
         for p, q in zip(self._model, self.params, strict=True):
             q.grad = None if p.grad is None else whole(p.grad).clone()
+
+    def step(self):
+        self.take()
         self.optimizer.step()
 
     def check(self, **tolerance):
@@ -217,6 +229,119 @@ def norms_of_parts():
             other.step()
         for p, q in zip(params, wholes, strict=True):
             torch.testing.assert_close(whole(p.detach()), q.detach(), rtol=2e-6, atol=1e-6)
+
+
+def wide(level="O2", **options):
+    """Of a model that is large beside what a step may allocate for itself: it, and its gradients, reduced once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 65), nn.Linear(65, 64)).to(DEVICE)
+    for layer in (model[0], model):
+        fully_shard(layer, mesh=mesh_of_all(), mp_policy=amp.fsdp_policy(level))
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) is held] for held in (True, False))
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    model, optimizer = start(model, optimizers.NpuFusedAdamW(groups), level, **options)
+    generator = torch.Generator(DEVICE).manual_seed(dist.get_rank())
+    backward(model(torch.randn(4, 64, device=DEVICE, generator=generator)).square().mean(), optimizer)
+    return model, optimizer, [p.grad for p in model.parameters()]
+
+
+def gradients_stay_where_they_are():
+    """All that follows a backward works on the memory that units have reduced into, and leaves nothing."""
+    for options in {}, {"fuse_unscale": True}:
+        model, optimizer, grads = wide(dynamic_init_scale=2.0**8, **options)
+        loss = torch.ones((), device=DEVICE, requires_grad=True)
+        places = [local_part(grad).data_ptr() for grad in grads]
+
+        def step(model=model, optimizer=optimizer, grads=grads, loss=loss):
+            with amp.scale_loss(loss, optimizer):
+                for p, grad in zip(model.parameters(), grads, strict=True):
+                    p.grad = grad
+            optimizer.clip_optimizer_grad_norm_fused(1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(10):
+            step()
+        assert [local_part(grad).data_ptr() for grad in grads] == places or not IN_PLACE
+        assert not any(group.grads.has_buffer for group in optimizer.fused_groups()) or not IN_PLACE
+        gc.collect()
+        gc.freeze()
+        step()  # what it keeps of itself takes the place of what is frozen
+        gc.collect()
+        objects = len(gc.get_objects())
+        for _ in range(200):
+            step()
+        gc.collect()
+        assert len(gc.get_objects()) - objects <= 0
+        gc.unfreeze()
+        if IN_PLACE:
+            with torch.autograd.profiler.profile(profile_memory=True) as profile:
+                step()
+            assert sum(max(event.cpu_memory_usage, 0) for event in profile.function_events) < 1024  # numbers and flags
+        amp.shutdown()
+
+
+def torchs_clipping():
+    """torch.nn.utils.clip_grad_norm_ under amp returns a DTensor, as torch's own, and clips as that does."""
+    for p_norm in (2.0, 1.0, math.inf):
+        model, _optimizer, grads = wide()
+        expected = [grad.full_tensor() for grad in grads]
+        norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in expected]).double(), p_norm)
+        found = nn.utils.clip_grad_norm_(model.parameters(), float(norm) / 4, p_norm)
+        torch.testing.assert_close(found.full_tensor().double(), norm, rtol=1e-5, atol=0.0)
+        for p, grad, value in zip(model.parameters(), grads, expected, strict=True):
+            assert p.grad is grad
+            torch.testing.assert_close(grad.full_tensor(), value / 4, rtol=1e-4, atol=0.0)
+        amp.shutdown()
+
+
+def formats_of_states():
+    """Moments in fewer bytes are near those in float32, and a state dict goes on bit for bit."""
+    trained = {}
+    for state_dtype in None, torch.bfloat16, "int8":
+        model = all_used("O5")
+        options = {} if state_dtype is None else {"state_dtype": state_dtype}
+        model, optimizer = start(model, optimizers.NpuFusedAdamW(model.parameters(), lr=0.01, **options), "O5")
+        losses_of(model, optimizer, range(8), dist.get_rank())
+        trained[state_dtype] = [p.full_tensor() for p in model.parameters()]
+        saved = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
+        saved = copy.deepcopy(saved)
+        goes_on = losses_of(model, optimizer, range(8, 10), dist.get_rank())
+        set_model_state_dict(model, saved[0])
+        set_optimizer_state_dict(model, optimizer, saved[1])
+        again = losses_of(model, optimizer, range(8, 10), dist.get_rank())
+        # What is encoded again is rounded again.
+        assert again == (goes_on if state_dtype != "int8" else pytest.approx(goes_on, rel=1e-2))
+        amp.shutdown()
+    for found in trained[torch.bfloat16], trained["int8"]:
+        for p, q in zip(found, trained[None], strict=True):
+            torch.testing.assert_close(p, q, rtol=0.0, atol=0.02)  # of 8 steps of 0.01
+
+
+def sums_in_place_of_averages():
+    """A gloo that adds up where it is asked for averages, or refuses: units are told, or the release is refused."""
+    expected = [g.full_tensor() for g in wide("O5")[2]]
+    amp.shutdown()
+    scatter, reduce = getattr(dist, REDUCE_SCATTER), dist.all_reduce
+
+    def wrong(original):
+        return lambda *args, op=dist.ReduceOp.SUM, **options: original(*args, op=dist.ReduceOp.SUM, **options)
+
+    def refusing(*args, op=dist.ReduceOp.SUM, **options):
+        if op == dist.ReduceOp.AVG:
+            raise RuntimeError("Cannot use ReduceOp.AVG with Gloo")
+        return scatter(*args, op=op, **options)
+
+    for fake in wrong(scatter), refusing:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(dist, REDUCE_SCATTER, fake)
+            patched.setattr(dist, "all_reduce", wrong(reduce))
+            for grad, value in zip(wide("O5")[2], expected, strict=True):
+                torch.testing.assert_close(grad.full_tensor(), value, rtol=2e-2, atol=1e-6)
+            amp.shutdown()
+            patched.delattr(torch.distributed.fsdp.FSDPModule, "set_force_sum_reduction_for_comms")
+            with pytest.raises(RuntimeError, match=r"sums of gradients where it asks for averages.*2 times too large"):
+                wide("O5")
 
 
 def grad_scalers():
@@ -602,6 +727,123 @@ def nvidias_distributed_optimizers():
         twin.check()
     with pytest.raises(ValueError, match="keeps float32 state"):
         DistributedFusedAdam(model.parameters(), store_param_remainders=True)
+
+
+class Wide(nn.Module):
+    """A block whose two layers are cut over processes, and a norm that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 16), nn.Linear(16, 6)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def tensor_parallel(level):
+    """Of 4 processes two hold a model, of which the two pairs see other data."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Wide(), Wide()).to(DEVICE)
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("data", "tensor"))
+    for block in model:
+        parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["data"], mp_policy=amp.fsdp_policy(level))
+    return fully_shard(model, mesh=mesh["data"], mp_policy=amp.fsdp_policy(level)), mesh["data"].get_local_rank()
+
+
+def two_ways_of_cutting():
+    """Tensor parallelism within fully_shard: norms, clipping and the decision about overflow are those of the whole."""
+    for kind in optimizers.NpuFusedAdamW, optimizers.FusedLAMB:
+        for level in ("O2", "O5"):
+            model, rank = tensor_parallel(level)
+            # Norms are replicas over the tensor-parallel processes, and not to be added up there.
+            twin = Twin(model, kind, {"lr": 0.01})
+            optimizer = kind(model.parameters(), lr=0.01)
+            model, optimizer = start(
+                model, optimizer, level, **({"dynamic_init_scale": 2.0**8} if level == "O2" else {})
+            )
+            for step in range(6):
+                x = data(step, 0, rank)
+                if level == "O2" and step == 3 and dist.get_rank() == 3:
+                    x[0, 0] = torch.inf
+                backward(loss_on(x)(model), optimizer)
+                if level == "O2" and step == 3:
+                    assert amp.will_skip(optimizer)
+                else:
+                    twin.take()
+                    expected = nn.utils.clip_grad_norm_(twin.params, 0.1)
+                    norm = optimizer.clip_optimizer_grad_norm_fused(0.1)
+                    torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0.0)
+                    twin.optimizer.step()
+                optimizer.step()
+                optimizer.zero_grad()
+            twin.check(rtol=1e-5, atol=1e-5)
+            amp.shutdown()
+
+
+def offloaded():
+    """Parts that are kept on the host are stepped there."""
+    for level in ("O2", "O5"):
+        model = sharded(level, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        plain = sharded(level)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert local_part(p).device.type == "cpu"
+            assert local_part(q).device.type == DEVICE.type
+        trained = []
+        for one in model, plain:
+            one, optimizer = start(one, optimizers.NpuFusedAdamW(one.parameters(), lr=0.01), level)
+            losses = losses_of(one, optimizer, range(4), dist.get_rank())
+            trained.append((one, losses))
+            amp.shutdown()
+        assert trained[0][1] == pytest.approx(trained[1][1], rel=1e-3)
+
+
+def killed_while_sharded():
+    """Rank 1, in the place that is named; rank 0 has an error, its parameters, and the checkpoint before."""
+    rank, place = dist.get_rank(), os.environ["PLACE"]
+
+    def die(*_):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    model = mlp()
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh_of_all(), mp_policy=amp.fsdp_policy("O2"))
+    # Its step begins with an all-reduce, of the norm of all gradients.
+    optimizer = optimizers.FusedLAMB(model.parameters(), lr=0.01)
+    model, optimizer = start(model, optimizer, "O2", dynamic_init_scale=2.0**8)
+    saved = []
+    for step in range(3):
+        folder = Path(os.environ["STORE"]).parent / str(step)
+        faulty = place if step == 2 else None
+        before = [p.to_local().clone() for p in amp.master_params(optimizer)]
+        try:
+            if faulty == "reduction" and rank == 1:
+                setattr(dist, REDUCE_SCATTER, die)
+            backward(loss_on(data(step, 0, rank))(model), optimizer)
+            if faulty == "step":
+                die()
+            optimizer.step()
+            optimizer.zero_grad()
+            if faulty == "checkpoint" and rank == 1:
+                dcp.FileSystemWriter.write_data = die
+            dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
+        except (RuntimeError, dcp.api.CheckpointException) as error:
+            assert step == 2
+            if place != "checkpoint":
+                stepped = amp.master_params(optimizer)  # the model may have gathered ones
+                assert all(torch.equal(p.to_local(), old) for p, old in zip(stepped, before, strict=True))
+            print(f"noticed: {error!r}", flush=True)
+            break
+        saved = [p.full_tensor() for p in model.parameters()]
+    with pytest.raises(dcp.api.CheckpointException):  # what is not whole is not taken for a checkpoint
+        dcp.load({"model": mlp().state_dict()}, checkpoint_id=folder, no_dist=True)
+    alone = mlp()
+    state = {"model": alone.state_dict()}
+    dcp.load(state, checkpoint_id=folder.with_name("1"), no_dist=True)
+    assert all(torch.equal(found, value) for found, value in zip(state["model"].values(), saved, strict=True))
+    print("loaded", flush=True)
+    os._exit(0)
 
 
 def meshes_of_different_processes():

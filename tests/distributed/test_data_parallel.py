@@ -82,11 +82,13 @@ def test_sharded_parameters_are_stepped_part_by_part(count):
 
 
 # One start for each number of processes.
-FSDP = {
+FSDP: dict[int, tuple[str, ...]] = {
     2: (
         "same_as_one_process",
         "same_as_plain_torch",
         "norms_of_parts",
+        "gradients_stay_where_they_are",
+        "torchs_clipping",
         "grad_scalers",
         "accumulation",
         "overflow_that_is_held_back",
@@ -95,10 +97,21 @@ FSDP = {
         "torchs_optimizers",
         "nvidias_distributed_optimizers",
         "checkpoints",
+        "offloaded",
         "bad_input",
     ),
-    4: ("norms_of_parts", "accumulation", "meshes_of_different_processes", "checkpoints_of_fewer"),
+    4: (
+        "norms_of_parts",
+        "two_ways_of_cutting",
+        "accumulation",
+        "meshes_of_different_processes",
+        "checkpoints_of_fewer",
+    ),
 }
+
+
+if DEVICE.type == "cpu":
+    FSDP[2] += ("sums_in_place_of_averages", "formats_of_states")
 
 
 @pytest.mark.slow
@@ -117,6 +130,18 @@ def test_launches_do_not_grow_with_the_number_of_parameters():
     run("launches", "independent_of_the_number_of_parameters")
 
 
+def of_the_one_that_is_left(worker, fault, folder, **environment):
+    """What rank 0 prints, which is to end well, while rank 1 has a ``fault``."""
+    file = Path(__file__).with_name(f"{worker}_worker.py")
+    started = processes.start(file, (fault,), 2, folder / "store", **environment)
+    try:
+        status, output = processes.finish(started[:1])[0]
+    finally:
+        processes.finish_by_force(started[1:])
+    assert status == 0, output
+    return output
+
+
 # A process that is killed is noticed as its connections close, one that stalls once the group's patience has run out.
 @pytest.mark.parametrize(
     ("fault", "patience"),
@@ -124,16 +149,19 @@ def test_launches_do_not_grow_with_the_number_of_parameters():
     ids=["killed", "stalled"],
 )
 def test_a_process_that_is_lost_is_an_error_that_says_how_far_each_got(fault, patience, tmp_path):
-    worker = Path(__file__).with_name("failures_worker.py")
-    started = processes.start(worker, (fault,), 2, tmp_path / "store", PATIENCE=str(patience))
-    try:
-        status, output = processes.finish(started[:1])[0]
-    finally:
-        processes.finish_by_force(started[1:])
-    assert status == 0, output
+    output = of_the_one_that_is_left("failures", fault, tmp_path, PATIENCE=str(patience))
     assert "noticed: rank 0 could not average its gradients" in output
     assert "failed in reduction 4" in output
     assert re.search(r"rank 0 had completed 3 and failed in .*; rank 1 had completed \d and begun a backward", output)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="gloo notices a killed process by its connections")
+@pytest.mark.parametrize("place", ["reduction", "step", "checkpoint"])
+def test_a_process_that_is_killed_while_a_sharded_model_is_trained_ends_the_others(place, tmp_path):
+    output = of_the_one_that_is_left("fsdp", "killed_while_sharded", tmp_path, PLACE=place)
+    assert "noticed: " in output
+    assert "loaded" in output
 
 
 @pytest.mark.slow

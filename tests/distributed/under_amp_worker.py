@@ -188,6 +188,26 @@ def ddp_after_initialize(level, kind):
     assert_equal(model, 8.0)
 
 
+@check(*[(level,) for level in WITH_MASTERS])
+def ddp_sends_what_has_no_master(level):
+    """Frozen weights and buffers, of which the first process, or the other, has more than low precision holds."""
+    more = 0.5 + 2.0**-20
+    first, second = ((more, 0.5, more), (0.5, more, 1 / 3))
+    own = (first, second)[dist.get_rank()]
+    model = Weights(10.0, *own[:2])
+    model.register_buffer("table", torch.full((3,), own[2], device=DEVICE))
+    model.w[1:].requires_grad_(False)
+    model, optimizer = start(model, [model.w[0]], level=level)
+    wrapped = DDP(model)
+    names = ("w.0", "w.1", "w.2", "table")
+    for found in gathered(map(model.state_dict().get, names)):
+        assert_values(found, 10.0, *first)
+    train(model, optimizer, wrapped)
+    amp.shutdown()
+    for found in gathered(map(model.state_dict().get, names)):
+        assert_values(found, 10.0 - 2.0, *first)
+
+
 @check(*[(level, kind) for level in ("O0", "O1", "O2", "O3", "O5") for kind in ("torch", "fused")])
 def initialize_inside_of_ddp(level, kind):
     model = Weights(10.0)

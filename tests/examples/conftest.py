@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 NETWORKS = Path(__file__).parent / "networks"
 # Names that the folders of examples have in common.
-SHARED_NAMES = ("main", "train", "data", "model", "models")
+SHARED_NAMES = ("main", "train", "data", "model", "models", "sharded")
 
 
 @pytest.fixture

@@ -7,10 +7,12 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import shutil
 from argparse import Namespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from devices import DEVICE
 from example_runs import differences, level, stopped_after
 from torch.nn import functional as F
@@ -137,6 +139,33 @@ def test_a_compiled_model_computes_the_same(run, losses, monkeypatch):
     assert losses == pytest.approx(expected, rel=2e-2)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_gloo_available() or DEVICE.type != "cpu", reason="this torch has no gloo")
+@pytest.mark.parametrize("level_", ["O2", "O5"])
+def test_sharded_over_two_processes_it_goes_on_from_one_and_to_one(run, start_example, text, tmp_path, capsys, level_):
+    """In all orders the same training, within the rounding of 16-bit sums."""
+    common = ["--interval", "2", "--dropout", "0", "--sample", "0", "--opt-level", level_, "--accumulate", "2"]
+
+    def shard(steps, file, *options):
+        arguments = [*TINY, "--device", "cpu", "--checkpoint", str(tmp_path / file), "--steps", str(steps), *options]
+        done = start_example("language_model/main.py", *arguments, *common, "--fsdp", str(text), processes=2)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.count("step ") == 1  # by one process
+        return torch.load(tmp_path / file, weights_only=True)
+
+    run("--steps", "2", *common, checkpoint=tmp_path / "first")
+    shutil.copy(tmp_path / "first", tmp_path / "second")
+    whole = run("--steps", "4", *common, "--resume", checkpoint=tmp_path / "first")
+    for found in (
+        shard(4, "second", "--resume"),
+        shard(2, "third") and run("--steps", "4", *common, "--resume", checkpoint=tmp_path / "third"),
+    ):
+        assert found["model"].keys() == whole["model"].keys()
+        for name, value in whole["model"].items():
+            torch.testing.assert_close(found["model"][name], value, rtol=0.0, atol=0.02)
+        assert found["amp"] == whole["amp"]
+
+
 def test_a_trained_model_writes_without_training(run, main, losses, capsys):
     run("--steps", "2", "--sample", "0", "--opt-level", "O4")
     capsys.readouterr()
@@ -156,6 +185,7 @@ def test_a_trained_model_writes_without_training(run, main, losses, capsys):
         (["--prompt", "Zürich", "--steps", "1"], "--prompt: the text has no 'Z', 'h', 'ü'"),
         (["--prompt", ""], "--prompt: a character at least is expected"),
         (["--width", "15"], "--width 15: no multiple of --heads 2"),
+        (["--fsdp"], "--fsdp: start it with torchrun, as in torchrun --nproc-per-node 8"),
         (["--accumulate", "3"], "--accumulate 3: --batch-size 8 is no multiple of it"),
         (["--temperature", "0"], "--temperature 0.0: a number above 0 is expected"),
         (["--dropout", "2"], "--dropout 2.0: a share from 0 to less than 1 is expected"),

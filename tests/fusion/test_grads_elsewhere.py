@@ -264,3 +264,41 @@ def test_a_gradient_on_another_device_is_refused():
     with pytest.raises(RuntimeError, match=r"parameter 0 .* is on cpu and has a gradient on meta"):
         FlatGrads.apart([param]).take([source])
     assert param.grad is None
+
+
+@pytest.mark.skipif(extension is None, reason="the extension unscales in one call")
+@pytest.mark.parametrize("bad", [None, *range(len(SHAPES))])
+def test_unscaling_in_one_call_gives_what_unscaling_in_several_does(bad, monkeypatch):
+    found = []
+    for general in (False, True):
+        params = make_params()
+        grads = fuse(params)[0].grads
+        set_grads(params, 1)
+        grads.gather()
+        assert len(set(map(id, grads.views))) == len(params)
+        set_grads(params, 2)
+        params[2].grad, params[4].grad = grads.views[2], None  # one is in its slot, one is none
+        params[2].grad.fill_(3.0)
+        if bad is not None and params[bad].grad is not None:
+            params[bad].grad.view(-1)[-1] = torch.inf
+        large, flag = [params[i].grad for i in LARGE], torch.zeros(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(FlatGrads, "_unscale_any", FlatGrads._unscale_any if general else None)  # not called
+            (grads._unscale_any if general else grads.unscale_)(0.5, flag)
+        assert all(params[i].grad is grad for i, grad in zip(LARGE, large, strict=True))
+        found.append((grads.states(), flag.item(), [None if p.grad is None else p.grad.tolist() for p in params]))
+    assert found[0] == found[1]
+    assert found[0][1] == (bad is not None and bad != 4)
+
+
+def test_what_a_script_keeps_is_not_written_by_unscaling():
+    params = make_params()
+    grads = fuse(params)[0].grads
+    set_grads(params, 1)
+    grads.gather()
+    kept, values = params[0].grad, params[0].grad.tolist()
+    set_grads(params, 2)
+    expected = [(p.grad * 0.5).tolist() for p in params]
+    grads.unscale_(0.5, torch.zeros(1))
+    assert kept.tolist() == values
+    assert [p.grad.tolist() for p in params] == expected

@@ -9,9 +9,11 @@ from datetime import timedelta
 import processes
 import torch
 import torch.distributed as dist
+from accelerate import FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState
 from devices import DEVICE
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from apex_npu import amp, optimizers
 from apex_npu.integrations.accelerate import ApexAccelerator
@@ -33,11 +35,12 @@ def weights(model):
     return torch.cat([v.detach().float().cpu().flatten() for v in model.state_dict().values()])
 
 
-def together(level, cls, rank):
-    AcceleratorState._reset_state()
+def together(level, cls, rank, **place):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # which an Accelerator sets for those that follow
     GradientState._reset_state()
     options = {"verbosity": 0}
-    place = {"cpu": True} if DEVICE.type == "cpu" else {}
+    place = place or ({"cpu": True} if DEVICE.type == "cpu" else {})
     accelerator = ApexAccelerator(opt_level=level, amp_options=options, gradient_accumulation_steps=MICRO, **place)
     assert accelerator.num_processes == 2
     model = network()
@@ -49,7 +52,8 @@ def together(level, cls, rank):
                 accelerator.clip_grad_norm_(model.parameters(), 0.05)
             optimizer.step()
             optimizer.zero_grad()
-    return weights(accelerator.unwrap_model(model))
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) if place else model.state_dict()
+    return torch.cat([v.detach().float().cpu().flatten() for v in state.values()])
 
 
 def alone(cls):
@@ -81,6 +85,14 @@ def main():
             near = ((found - expected).norm() / expected.norm()).item()
             amp.shutdown()
             print("verdict", json.dumps([f"{level}-{kind}", found.double().tolist(), near]), flush=True)
+            dist.barrier()
+        # accelerate shards on accelerators alone.
+        for level in ("O1", "O2", "O5") if DEVICE.type != "cpu" else ():
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+            found = together(level, cls, rank, fsdp_plugin=plugin)
+            amp.shutdown()
+            near = ((found - expected).norm() / expected.norm()).item()
+            print("verdict", json.dumps([f"{level}-{kind}-sharded", found.double().tolist(), near]), flush=True)
             dist.barrier()
     processes.leave()
 

@@ -17,8 +17,9 @@ dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 from integrations.lightning_module import Module, fit, loader, network  # noqa: E402
 from lightning.fabric import Fabric  # noqa: E402
 from lightning.fabric.plugins.environments import TorchElasticEnvironment  # noqa: E402
-from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 from apex_npu import amp, optimizers  # noqa: E402
 from apex_npu.integrations.lightning import ApexAmpPrecision, ApexFabricPrecision  # noqa: E402
@@ -59,6 +60,31 @@ def check_trainer(**options):
 
 def check_accumulated():
     check_trainer(accumulate_grad_batches=2, max_steps=2)
+
+
+class Sharded(Module):
+    """Cut by ``fully_shard`` over the strategy's mesh."""
+
+    level = "O0"
+
+    def configure_model(self):
+        for layer in (self.net[0], self.net):
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"], mp_policy=amp.fsdp_policy(self.level))
+
+
+def check_sharded():
+    found = {}
+    for level, kind in ((None, torch.optim.SGD), ("O1", optimizers.NpuFusedSGD), ("O5", optimizers.NpuFusedSGD)):
+        module = Sharded(kind)
+        module.level = level or "O0"
+        plugins = [Elsewhere(), *([ApexAmpPrecision(level)] if level else [])]
+        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+        options = {"accumulate_grad_batches": 2, "max_steps": 3, "gradient_clip_val": 0.5}
+        fit(module, strategy=strategy, devices=2, num_nodes=1, max_epochs=1, plugins=plugins, **options)
+        found[level] = torch.cat([p.full_tensor().flatten() for p in module.parameters()])
+        amp.shutdown()
+    for level in ("O1", "O5"):
+        assert (found[level] - found[None]).norm() < 1e-2 * found[None].norm(), level
 
 
 def check_fabric():

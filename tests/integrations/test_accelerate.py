@@ -362,6 +362,8 @@ def test_closures_and_fuse_unscale():
 # --------------------------------------------------------------------------------------------------- two processes
 
 WAYS = [f"{level}-{kind}" for level in ("O1", "O2", "O4", "O5") for kind in OPTIMIZERS]
+if DEVICE.type != "cpu":  # accelerate shards on accelerators alone
+    WAYS += [f"{level}-{kind}-sharded" for level in ("O1", "O2", "O5") for kind in OPTIMIZERS]
 
 
 @pytest.fixture(scope="module")

@@ -275,4 +275,4 @@ def test_fabric_without_setup():
 
 @pytest.mark.slow
 def test_two_processes():
-    run_processes(Path(__file__).with_name("lightning_worker.py"), "trainer", "accumulated", "fabric")
+    run_processes(Path(__file__).with_name("lightning_worker.py"), "trainer", "accumulated", "sharded", "fabric")

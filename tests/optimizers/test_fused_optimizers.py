@@ -18,6 +18,7 @@ from implementations import use_pure_torch_storage
 from lockstep import FLOAT64_TOLERANCE, LOW_PRECISION, assert_equal_params, assert_equal_states
 from optimizer_specs import DTYPES, MATRIX, SPECS, needs_dtype
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.testing._internal.two_tensor import TwoTensor
 
 from apex_npu.fusion.grad_slots import STAYS_NUMEL
@@ -549,6 +550,28 @@ def test_hooks_and_schedulers(pair):
             scheduler.step()
     pair.check()
     assert calls == ["pre", "post"] * 18
+
+
+def test_hooks_of_all_optimizers_are_called_once_each():
+    class Counting(NpuFusedSGD):
+        def step(self, closure=None):
+            calls.append("step")
+            return super().step(closure)
+
+    calls = []
+    made = [cls(make_params(), lr=0.1) for cls in (Counting, NpuFusedSGD)]
+    hooks = [
+        register_optimizer_step_pre_hook(lambda optimizer, *_: calls.append(f"pre {type(optimizer).__name__}")),
+        register_optimizer_step_post_hook(lambda *_: calls.append("post")),
+    ]
+    try:
+        made[1].step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for optimizer in made:
+        optimizer.step()
+    assert calls == ["pre NpuFusedSGD", "post", "step"]
 
 
 @pytest.mark.parametrize(

@@ -457,11 +457,13 @@ def test_o5_with_remainders_has_the_masters_of_o5(rule, options):
     _, optimizer = train_under_amp(rule=rule, rule_options=options, store_param_remainders=True)
     state = optimizer.state_dict()["state"]
     kept = [state[index].get("master_param") for index in range(len(state))]
+    # Elsewhere sums over a parameter are in an order that what else is in its buffer has a part in, and in pure torch a
+    # step with bfloat16 gradients, as those masters have, rounds otherwise in the last bit.
+    is_exact = extension is not None if DEVICE.type == "cpu" else rule.elementwise
+    rtol = 0 if is_exact else 2e-6
     for p, master, stepped in zip(amp.master_params(mastered), kept, params_of(optimizer), strict=True):
-        if master is None:
-            assert torch.equal(p, stepped)  # of the batch norm
-        else:
-            assert torch.equal(p, master)
+        found = stepped if master is None else master  # without one: of the batch norm
+        torch.testing.assert_close(found.detach(), p.detach(), rtol=rtol, atol=rtol)
 
 
 @pytest.mark.parametrize("first", ["model", "optimizer"])

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.amp_optimizer import adopt
+from apex_npu.amp.adoption import adopt
 from apex_npu.amp.optimizer_state import inner_optimizer, state_of
 from apex_npu.amp.preconditions import check_adoptable
 from apex_npu.amp.scale_loss import scale_loss

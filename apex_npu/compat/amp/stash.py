@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.grad_groups import GradGroup, MasterGradGroup, any_raised, unscale
+from apex_npu.amp.grad_groups import GradGroup, any_raised, unscale
+from apex_npu.amp.master_grads import MasterGradGroup
 from apex_npu.amp.master_params import copy_masters_to_model
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
 from apex_npu.amp.preconditions import check_plain

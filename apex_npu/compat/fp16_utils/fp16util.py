@@ -90,7 +90,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast ``network``, in place, but for its affine batch norms, and return it.
+    """Cast ``network``, in place, but for its batch norms, and return it.
 
     Example::
 
@@ -103,7 +103,7 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 class FP16Model(nn.Module):
-    """A network in float16, affine batch norms excepted; inputs are cast, outputs are not.
+    """A network in float16, batch norms excepted; inputs are cast, outputs are not.
 
     Args:
         network: Converted in place.

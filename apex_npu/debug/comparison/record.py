@@ -89,7 +89,7 @@ class record(WatchingContext):
         if any(_is_compiled(module) for model in given for module in model.modules()):
             recorded.notes.append("torch.compile was off while this was recorded: what it has compiled ran eagerly")
         try:
-            recorder.note_weights({} if session is None else session.masters)
+            recorder.note_weights()
             if session is not None:
                 observe(session, recorder)
             follow_grad_scalers(self._undo, recorder.scales, recorder.unscaled)

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from apex_npu.amp.optimizer_state import AmpOptimizerState, state_of
-from apex_npu.amp.session import current
+from apex_npu.amp.session import current, master_of
 from apex_npu.amp.step_decision import StepReport
 from apex_npu.backends._torch_private import autograd_node, has_python_dispatch
 from apex_npu.debug.comparison.recorded import Held, Kind, Recorded, Samples, digest_of, on_host, row_of
@@ -55,7 +55,6 @@ class Recorder(Watch):
         self._tensors = list({id(tensor): tensor for tensor in names.tensors}.values())
         self._calls: Counter[tuple[Any, ...]] = Counter()
         self._made: Lineage[bool] = Lineage()  # whether it descends from the loss times its scale
-        self._masters: Any = {}
         self._given: dict[int, list[tuple[str, Tensor]]] = {}  # by storage, for the outermost forward that runs
         self._states: list[tuple[Optimizer, AmpOptimizerState]] = []
         self._is_averaged = False
@@ -66,11 +65,10 @@ class Recorder(Watch):
 
     # ---- before and after ------------------------------------------------------------------------------------------
 
-    def note_weights(self, masters: Any) -> None:
-        """Keep the parameters, or their ``masters``, and the buffers, as they are before the iteration."""
-        self._masters = masters
+    def note_weights(self) -> None:
+        """Keep the parameters, or their masters, and the buffers, as they are before the iteration."""
         for tensor in self._tensors:
-            master = masters.get(tensor) if tensor.requires_grad else None
+            master = master_of(tensor) if tensor.requires_grad else None
             held = self._held(tensor if master is None else master)
             if held is not None:
                 name = self.names.of_tensor(tensor) or ""
@@ -260,7 +258,7 @@ class Recorder(Watch):
         address = held.data_ptr()
         for tensor in self._tensors:
             if tensor.is_leaf:
-                master = self._masters.get(tensor)
+                master = master_of(tensor)
                 for known in (tensor.grad, master, None if master is None else master.grad):
                     local = None if known is None else self._held(known)
                     if local is not None and local.device == held.device:

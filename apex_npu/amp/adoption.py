@@ -1,0 +1,93 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``adopt`` gives an optimizer amp's class and amp's state of it; ``release`` undoes that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from apex_npu.amp.amp_optimizer import SharedGroupsMixin, adopted_class
+from apex_npu.amp.data_parallel import GradSync
+from apex_npu.amp.optimizer_state import AmpOptimizerState, state_of
+from apex_npu.amp.pending_step import PendingStep
+from apex_npu.amp.preconditions import optimizers_inside, shares_groups
+from apex_npu.amp.session import Session
+from apex_npu.fusion import HasFusedGroups
+
+
+def adopt(optimizer: Optimizer, session: Session, fp32_values: Mapping[int, Tensor]) -> None:
+    """Give ``optimizer`` amp's behaviour, and masters where the policy has them.
+
+    Args:
+        optimizer: Has passed ``check_adoptable``.
+        session: The session whose policy applies, and which registers the masters.
+        fp32_values: ``id(param)`` → the value before the model was cast.
+    """
+    vars(optimizer).pop("step", None)
+    policy = session.policy
+    state = AmpOptimizerState(policy)
+    if session.data_parallel is not None:
+        state.sync = GradSync(session.data_parallel)
+    if policy.fuse_unscale or getattr(optimizer, "capturable", False):
+        state.pending = PendingStep()
+    optimizer._amp_state = state  # type: ignore[attr-defined]
+    cls: Any = type(optimizer)
+    optimizer.__class__ = adopted_class(cls)
+    if policy.check_combined_tensors is not None and isinstance(optimizer, HasFusedGroups):
+        optimizer.check_combined_tensors = policy.check_combined_tensors  # type: ignore[attr-defined]
+    if policy.master_weights:
+        state.masters.make(optimizer, fp32_values)
+    if policy.store_param_remainders:
+        optimizer.keep_remainders(fp32_values)  # type: ignore[attr-defined]
+    session.register(optimizer, state)
+
+
+def release(optimizer: Optimizer, cls: Any) -> None:
+    """Take ``adopt`` back, as far as it got: ``cls`` is the class that the optimizer had."""
+    state = state_of(optimizer)
+    for pair in [] if state is None else state.pairs:
+        if pair.master_param in optimizer.state:
+            optimizer.state[pair.model_param] = optimizer.state.pop(pair.master_param)
+    if state is not None and state.policy.store_param_remainders:
+        optimizer.forget_remainders()  # type: ignore[attr-defined]
+    optimizer.__class__ = cls
+    vars(optimizer).pop("_amp_state", None)
+
+
+def adopt_inside(optimizer: Optimizer) -> None:
+    """Adopt the optimizers inside of ``optimizer``, which has been adopted, that share its groups."""
+    state = state_of(optimizer)
+    found = [o for o in optimizers_inside(optimizer) if state_of(o) is None and shares_groups(optimizer, o)]
+    if state is None or not found:
+        return
+    stepping: list[Optimizer] = []
+    for inner in found:
+        vars(inner).pop("step", None)
+        for pair in state.pairs:
+            if pair.model_param in inner.state:
+                inner.state[pair.master_param] = inner.state.pop(pair.model_param)
+        vars(inner).update(_amp_state=state, _amp_stepping=stepping)
+        cls: Any = type(inner)
+        inner.__class__ = adopted_class(cls, SharedGroupsMixin)
+    vars(optimizer)["_amp_stepping"] = stepping
+    optimizer.__class__ = adopted_class(type(optimizer).__bases__[1], SharedGroupsMixin)
+
+
+def release_inside(optimizer: Optimizer) -> None:
+    """Take ``adopt_inside`` back."""
+    state = state_of(optimizer)
+    for inner in optimizers_inside(optimizer):
+        if state is None or state_of(inner) is not state:
+            continue
+        for pair in state.pairs:
+            if pair.master_param in inner.state:
+                inner.state[pair.model_param] = inner.state.pop(pair.master_param)
+        if isinstance(inner, SharedGroupsMixin):
+            inner.__class__ = type(inner).__bases__[1]
+        vars(inner).pop("_amp_state", None)
+        vars(inner).pop("_amp_stepping", None)
+    vars(optimizer).pop("_amp_stepping", None)
