@@ -20,7 +20,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from apex_npu.fusion import EncodedView
-from apex_npu.optimizers import FusedAdam, NpuFusedAdamW
+from apex_npu.optimizers import FusedAdam, FusedNovoGrad, NpuFusedAdamP, NpuFusedAdamW, NpuFusedLamb, NpuFusedMuon
 
 BF16 = torch.bfloat16
 # Name, dtype of the parameters, options.
@@ -64,6 +64,28 @@ def time_steps(numel: int, rounds: int) -> None:
         print(f"| {name} | {state_bytes(optimizer, param):.2f} | {min(times[name][2:]) * 1e3:.1f} | {ratio:.2f} |")
 
 
+def time_rules(numel: int, rounds: int) -> None:
+    """Print how many times as fast rules that read parameters as a whole are with each format, as with float32."""
+    torch.set_num_threads(1)
+    print("| rule | bfloat16 | int8 |\n|---|---|---|")
+    rows = 1 << 8
+    for rule in (NpuFusedLamb, NpuFusedAdamP, FusedNovoGrad, NpuFusedMuon):
+        held = []
+        few = numel if rule in (NpuFusedLamb, NpuFusedAdamP) else 1 << 18
+        for state_dtype in (None, BF16, "int8"):
+            param = nn.Parameter(torch.randn(rows, few // rows).mul_(0.02))
+            param.grad = torch.randn_like(param).mul_(1e-3)
+            held.append((rule([param], lr=1e-3, state_dtype=state_dtype), []))
+        for _ in range(rounds + 2):
+            for optimizer, taken in held:
+                begin = time.process_time()
+                optimizer.step()
+                taken.append(time.process_time() - begin)
+        base = held[0][1][2:]
+        ratios = [statistics.median(b / t for b, t in zip(base, taken[2:], strict=True)) for _, taken in held[1:]]
+        print(f"| {rule.__name__} | {ratios[0]:.2f} | {ratios[1]:.2f} |")
+
+
 def train(seed: int, state_dtype: object) -> float:
     """The mean loss of the last 100 steps."""
     torch.manual_seed(seed)
@@ -99,4 +121,5 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", type=int, default=10)
     arguments = parser.parse_args()
     time_steps(arguments.numel, arguments.rounds)
+    time_rules(arguments.numel // 8, arguments.rounds)
     compare_losses(arguments.seeds)

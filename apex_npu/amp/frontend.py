@@ -144,7 +144,7 @@ def initialize(
             as it updates (the fused optimizers, and torch's with ``fused=True``; others in one of its own). After
             scale_loss ``.grad`` is then still scaled: clip with ``optimizer.clip_optimizer_grad_norm_fused``, which
             costs no pass either.
-        store_param_remainders: O5 with elementwise fused optimizers: in place of fp32 masters keep the 16 bits that
+        store_param_remainders: O5 with fused optimizers: in place of fp32 masters keep the 16 bits that
             each bfloat16 parameter lacks of one: 2 bytes instead of 4, and no fp32 gradients. Exact; parameters are
             rounded to nearest with halves away from zero. ``optimizer.state_dict()`` has the fp32 values, as
             ``master_param``.

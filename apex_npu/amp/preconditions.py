@@ -166,13 +166,13 @@ def check_remainders(optimizers: list[Optimizer]) -> None:
     """Refuse optimizers that cannot keep the remainders of parameters.
 
     Raises:
-        RuntimeError: One is none of this package's, or its rule is not elementwise, or its formats are set already.
+        RuntimeError: One is none of this package's fused ones, or its formats are set already.
     """
     for optimizer in optimizers:
         if not isinstance(optimizer, HasFusedGroups) or not getattr(optimizer, "encodable_states", ()):
             raise RuntimeError(
                 f"{type(optimizer).__name__} cannot keep the remainders of parameters: store_param_remainders=True is "
-                "for the elementwise optimizers of apex_npu.optimizers (Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta)"
+                "for the fused optimizers of apex_npu.optimizers"
             )
         optimizer.check_remainders()  # type: ignore[attr-defined]
 

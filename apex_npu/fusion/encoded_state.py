@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from apex_npu.ops.state_codec import (
     scale_count,
 )
 
+# What rules decode at once, a larger parameter aside.
+_RUN_NUMEL = 1 << 24
 # The state that shows the float32 masters of bfloat16 parameters with remainders.
 MASTER_PARAM = "master_param"
 
@@ -37,12 +39,20 @@ class GroupEncoding:
         formats: The dtypes of the states that are not float32; int16 stands for remainders.
         stochastic_param: bfloat16 parameters are rounded stochastically.
         segments: The slots.
+        decodes_runs: Rules decode all of a run at once.
     """
 
     def __init__(
-        self, group: GroupBuffers, formats: Mapping[str, torch.dtype], positions: Sequence[int], *, stochastic: bool
+        self,
+        group: GroupBuffers,
+        formats: Mapping[str, torch.dtype],
+        positions: Sequence[int],
+        *,
+        stochastic: bool,
+        decodes_runs: bool,
     ) -> None:
         """Of ``group``, whose parameters have these ``positions`` in the optimizer."""
+        self.decodes_runs = decodes_runs
         is_bfloat16 = group.param_flat.dtype == torch.bfloat16
         self.formats = {name: dtype for name, dtype in formats.items() if name != MASTER_PARAM or is_bfloat16}
         self.stochastic_param = stochastic and is_bfloat16
@@ -53,6 +63,16 @@ class GroupEncoding:
             first_scale += scale_count(param.numel())
         self._scale_total = first_scale
         self._buffers: dict[str, tuple[Tensor, Tensor | None]] = {}
+
+    def divide(self, keys: list[Hashable]) -> None:
+        """Give slots of one key others from ``_RUN_NUMEL`` elements on, where a rule decodes all of a run at once."""
+        part = numel = 0
+        for i, segment in enumerate(self.segments):
+            if numel and numel + segment.numel > _RUN_NUMEL:
+                part, numel = part + 1, 0
+            numel += segment.numel
+            if self.decodes_runs and keys[i] is not None:
+                keys[i] = keys[i], part
 
     @property
     def own_states(self) -> tuple[str, ...]:
@@ -176,7 +196,7 @@ class EncodedView:
         else:
             self.copy_(torch.full(self._size, value, dtype=torch.float32, device=self._values.device))
 
-    def _pieces(self) -> list[Piece]:
+    def _pieces(self) -> Iterator[Piece]:
         return pieces([self._segment], self._segment.numel, self._values.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -225,6 +245,37 @@ class EncodedRun(Run):
     def model_param(self) -> Any:
         """The encoding, which has it: see ``RunEncoding``."""
         self._encoding.model_param = super().model_param()
+        return self._encoding_of_params()
+
+    def wide_param(self) -> Tensor:
+        """See ``Run``."""
+        encoding = self._encoding_of_params()
+        if encoding.remainder is None and not encoding.stochastic_param:
+            return super().wide_param()
+        return encoding.decode_param(self.param, slice(0, self.param.numel()))
+
+    def wide_state(self, name: str) -> Tensor:
+        """See ``Run``."""
+        found = self._state(name)
+        if not isinstance(found, EncodedState):
+            return super().wide_state(name)
+        return torch.cat([found.decode(piece) for piece in self._encoding.pieces(self.param)])
+
+    def write_back(self, param: Tensor, *, with_model: bool = False, **states: Tensor) -> None:
+        """See ``Run``."""
+        encoded = [(index, self._state(name), states[name]) for index, name in enumerate(states)]
+        for piece in self._encoding.pieces(self.param):
+            for index, state, values in encoded:
+                if isinstance(state, EncodedState):
+                    state.encode(values[piece.span], index, piece)
+            self._encoding.encode_param(param[piece.span], self.param, piece)
+        if self._encoding.remainder is None and not self._encoding.stochastic_param and param is not self.param:
+            self.param.copy_(param)
+        model_param = super().model_param() if with_model else None
+        if model_param is not None:
+            model_param.copy_(param)
+
+    def _encoding_of_params(self) -> RunEncoding:
         if self._encoding.remainder is None and MASTER_PARAM in self._group.encoding.formats:
             self._encoding.remainder = self._buffers(MASTER_PARAM)[0][self._span]
         return self._encoding
@@ -244,8 +295,13 @@ def remainders_of(optimizer: Any) -> dict[Tensor, EncodedView]:
 
 
 def encode_states(
-    group: GroupBuffers, formats: Mapping[str, torch.dtype], positions: Sequence[int], *, stochastic: bool
+    group: GroupBuffers,
+    formats: Mapping[str, torch.dtype],
+    positions: Sequence[int],
+    *,
+    stochastic: bool,
+    decodes_runs: bool,
 ) -> None:
     """From now on, before any state is there, keep the states of ``group`` in ``formats``; see ``GroupEncoding``."""
-    group.encoding = GroupEncoding(group, formats, positions, stochastic=stochastic)
+    group.encoding = GroupEncoding(group, formats, positions, stochastic=stochastic, decodes_runs=decodes_runs)
     group.make_run = EncodedRun

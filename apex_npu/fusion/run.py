@@ -179,10 +179,22 @@ class Run:
             copy = buffer.parts[bounds] = buffer.flat[self._span]
         return copy
 
-    def write_back(self, param: Tensor) -> None:
-        """Round what ``wide_param`` gave, and a rule has changed, into ``param``."""
+    def wide_state(self, name: str) -> Tensor:
+        """``state(name)`` for other operators than the rules' own: itself, or a copy that ``write_back`` encodes."""
+        return self.state(name)
+
+    def write_back(self, param: Tensor, *, with_model: bool = False, **states: Tensor) -> None:
+        """Round what ``wide_param`` gave, and a rule has changed, into ``param``, and encode what ``wide_state`` gave.
+
+        Args:
+            param: The parameters.
+            with_model: Write ``model_param()``, too.
+            states: All that ``wide_state`` has given, in the order of the rule.
+        """
         if param is not self.param:
             self.param.copy_(param)
+        if with_model and (model_param := self.model_param()) is not None:
+            model_param.copy_(param)
 
     def segments(self, *, rows: bool = False) -> Segments:
         """The range of each parameter in the flat tensors, or with ``rows`` of each row along its first dimension.
@@ -321,6 +333,8 @@ class Runs:
             None if state == NONE else (label, index)
             for label, (index, _), state in zip(labels, group.places, states, strict=True)
         ]
+        if group.encoding is not None:
+            group.encoding.divide(keys)
         for i, state in enumerate(states):
             if state == ELSEWHERE and not group.grads.reads_in_place and not group.grads.reads_lists:
                 keys[i] = i  # alone

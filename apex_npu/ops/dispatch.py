@@ -9,10 +9,10 @@ registers, or else the body. In signatures
 - ``Scratch`` likewise, with arbitrary values before and after the call;
 - ``float | Tensor`` and ``int | Tensor`` are numbers, or tensors of one element on the operands' device.
 
-A *rule* updates parameters. It has three overloads: the default one takes numbers; ``on_device`` takes in addition
+A *rule* updates parameters. It has four overloads: the default one takes numbers; ``on_device`` takes in addition
 ``<name>_tensor`` for each number that may be a tensor, and ``found_inf``; ``runs`` takes lists of operands and of
-numbers, for several ranges of parameters. A call picks one of the first two, ``call_of_all`` the third. An elementwise
-rule has a fourth, ``encoded``, for states in fewer bytes; ``encoded_calls.py`` calls it.
+numbers, for several ranges of parameters. A call picks one of the first two, ``call_of_all`` the third. A fourth,
+``encoded``, for states in fewer bytes, is called by ``encoded_calls.py``.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class Rule(Op[_P, None]):
         numbers: The parameters that may be tensors, with the type that they have otherwise.
         on_device: The overload for such tensors and for ``found_inf``.
         runs: The overload for lists: of operands, empty where there is none, and of numbers.
+        is_elementwise: No element depends on others.
         joins_on: The devices, by type, with a kernel of ``runs`` that is quicker than one call for each.
     """
 
@@ -98,15 +99,14 @@ class Rule(Op[_P, None]):
         self.numbers = {name: kinds[0] for name, kinds in hints.items() if Tensor in kinds[1:]}
         marks = [get_args(hints[name][0]) for name in self.operands]
         self._restored = [i for i, mark in enumerate(marks) if "mutated" in mark and "scratch" not in mark]
-        self._is_elementwise = "starts" not in self.operands
+        self.is_elementwise = "starts" not in self.operands
         self.reference = self._skippable
         tensors = [f"Tensor? {name}=None" for name in (*(f"{number}_tensor" for number in self.numbers), "found_inf")]
         schema = f"{self.name}.on_device{_schema(body)}".replace(") -> ()", f", {', '.join(tensors)}) -> ()")
         self.on_device = _register(schema, self.device_scalars(self.reference), _return_none)
         self._listed = {name: kinds[0] for name, kinds in hints.items() if kinds[0] in (float, int)}
         self.runs = _register(f"{self.name}.runs{_schema(body, lists=True)}", self.each, _return_none)
-        if self._is_elementwise:
-            _library.define(f"{self.name}.encoded{_schema(body)}".replace(") -> ()", f", {_ENCODING}) -> ()"))
+        _library.define(f"{self.name}.encoded{_schema(body)}".replace(") -> ()", f", {_ENCODING}) -> ()"))
         rules[f"apex_npu::{self.name}"] = self
 
     def __call__(self, *operands: _P.args, **options: _P.kwargs) -> None:
@@ -187,7 +187,7 @@ class Rule(Op[_P, None]):
             self.__wrapped__(*operands, **options)
             return
         skipped = found_inf.reshape(()) != 0
-        for pieces in chunks(operands) if self._is_elementwise else (operands,):
+        for pieces in chunks(operands) if self.is_elementwise else (operands,):
             written = [pieces[i] for i in self._restored if i < len(pieces) and pieces[i] is not None]
             before = [t.clone() for t in written]
             self.__wrapped__(*pieces, **options)

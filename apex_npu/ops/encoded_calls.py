@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Calls of elementwise rules on states, or parameters, that are kept in fewer bytes.
+"""Calls of rules on states, or parameters, that are kept in fewer bytes.
 
 Such operands take the places of tensors in the ordinary call of a rule. torch hands that call back here, by its
 protocol for arguments that are no tensors, so that calls without such operands have nothing to ask.
@@ -8,8 +8,8 @@ protocol for arguments that are no tensors, so that calls without such operands 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -52,6 +52,8 @@ class _Operand:
 class RunEncoding(_Operand):
     """What a run has beside its operands; it takes the place of ``model_param``.
 
+    Calls without it have other parameters than the run's, which are not encoded.
+
     Attributes:
         model_param: The operand in whose place it is.
         remainder: Of bfloat16 parameters that have any.
@@ -72,9 +74,23 @@ class RunEncoding(_Operand):
         """See ``dispatch.py``."""
         return torch.tensor(self._segments, dtype=torch.int64).reshape(-1, 4)
 
-    def pieces(self, param: Tensor) -> list[Piece]:
+    def pieces(self, param: Tensor) -> Iterator[Piece]:
         """Of ``param``, for kernels in plain torch; made for each call, as they take more memory than they describe."""
         return pieces(self._segments, param.numel(), param.device)
+
+    def decode_param(self, param: Tensor, span: slice) -> Tensor:
+        """What a rule steps in the place of ``param[span]``: a view of it, where that is not encoded."""
+        if self.remainder is not None:
+            return decode_remainder(param[span], self.remainder[span])
+        return param[span].to(torch.float32) if self.stochastic_param else param[span]
+
+    def encode_param(self, values: Tensor, param: Tensor, piece: Piece) -> None:
+        """Write what ``decode_param`` has given, and a rule has changed, to a piece of ``param``."""
+        if self.remainder is not None:
+            param[piece.span], self.remainder[piece.span] = encode_remainder(values)
+        elif self.stochastic_param:
+            half = half_of(piece.random(PARAM_PAIR, self.count), 0)
+            param[piece.span] = round_stochastically(values, half)
 
 
 class EncodedState(_Operand):
@@ -90,98 +106,102 @@ class EncodedState(_Operand):
         """See the attributes."""
         self.values, self.scales, self.encoding = values, scales, encoding
 
+    def decode(self, piece: Piece) -> Tensor:
+        """The values of a piece in float32."""
+        return decode(self.values[piece.span], self.scales, piece)
+
+    def encode(self, values: Tensor, index: int, piece: Piece) -> None:
+        """Write ``values`` to a piece of this state, which is the ``index``-th of its rule."""
+        half = half_of(piece.random(index // 2, self.encoding.count), index)
+        encode(values, self.values[piece.span], self.scales, piece, half)
+
 
 def _call(rule: Rule[...], operands: tuple[Any, ...], options: dict[str, Any]) -> None:
     found = next(operand for operand in operands if isinstance(operand, _Operand))
     encoding = found.encoding if isinstance(found, EncodedState) else found
     assert isinstance(encoding, RunEncoding)
+    of_params = encoding if any(operand is encoding for operand in operands) else None
     operands = tuple(encoding.model_param if operand is encoding else operand for operand in operands)
     for name in rule.numbers:
         tensor = options.pop(f"{name}_tensor", None)
         if tensor is not None:
             options[name] = tensor.reshape(())
     if operands[0].device.type != "cpu":
-        _run_on_pieces(rule, encoding, operands, options)
+        _run_on_pieces(rule, encoding, of_params, operands, options)
         return
     found_inf = options.pop("found_inf", None)
     if found_inf is not None and bool(found_inf):
         return
     for name, number in rule.numbers.items():
-        options[name] = number(options[name])
-    if cpu.available:
-        _run_extension(rule, encoding, operands, options)
+        if name in options:
+            options[name] = number(options[name])
+    # Rows that are no ranges of memory have ids, and the reference kernel; see kernels_cpu.cpp.
+    if cpu.available and dict(zip(rule.operands, operands, strict=False)).get("ids") is None:
+        _run_extension(rule, encoding, of_params, operands, options)
     else:
-        _run_on_pieces(rule, encoding, operands, options)
+        _run_on_pieces(rule, encoding, of_params, operands, options)
 
 
-def _run_extension(rule: Rule[...], encoding: RunEncoding, operands: tuple[Any, ...], options: dict[str, Any]) -> None:
+def _run_extension(
+    rule: Rule[...],
+    encoding: RunEncoding,
+    of_params: RunEncoding | None,
+    operands: tuple[Any, ...],
+    options: dict[str, Any],
+) -> None:
     kernel = getattr(torch.ops.apex_npu, rule.name).encoded
     states = [operand for operand in operands if isinstance(operand, EncodedState)]
     kernel(
         *(operand.values if isinstance(operand, EncodedState) else operand for operand in operands),
         **options,
-        remainder=encoding.remainder,
+        remainder=None if of_params is None else of_params.remainder,
         scales=[state.scales for state in states if state.scales is not None],
         table=encoding.table,
         count=int(encoding.count),
-        stochastic_param=encoding.stochastic_param,
+        stochastic_param=of_params is not None and of_params.stochastic_param,
     )
 
 
-def _run_on_pieces(rule: Rule[...], encoding: RunEncoding, operands: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """The kernel for float32 values, piece by piece."""
-    found_inf = options.pop("found_inf", None)
-    for piece in encoding.pieces(operands[0]):
-        written = _written(encoding, operands, piece)
-        before = [] if found_inf is None else [t.clone() for t in written]
-        _step_piece(rule, encoding, operands, options, piece)
-        for now, then in zip(written, before, strict=False):
-            torch.where(found_inf.reshape(()) != 0, then, now, out=now)
-
-
-def _step_piece(
-    rule: Rule[...], encoding: RunEncoding, operands: tuple[Any, ...], options: dict[str, Any], piece: Piece
+def _run_on_pieces(
+    rule: Rule[...],
+    encoding: RunEncoding,
+    of_params: RunEncoding | None,
+    operands: tuple[Any, ...],
+    options: dict[str, Any],
 ) -> None:
-    values: list[Any] = []
-    for operand in operands:
-        if isinstance(operand, EncodedState):
-            values.append(decode(operand.values[piece.span], operand.scales, piece))
-        else:
-            values.append(None if operand is None else operand[piece.span])
-    param, remainder = values[0], encoding.remainder
-    if remainder is not None:
-        values[0] = decode_remainder(param, remainder[piece.span])
-    elif encoding.stochastic_param:
-        values[0] = param.to(torch.float32)
+    """The kernel for float32 values, piece by piece, or of the whole run where elements depend on others.
+
+    With ``found_inf`` it leaves values as they are, and so do the encoders.
+    """
+    if rule.is_elementwise:
+        for piece in encoding.pieces(operands[0]):
+            _step(rule, of_params, operands, options, piece.span, partial(list, (piece,)))
+    else:
+        whole = slice(0, operands[0].numel())
+        _step(rule, of_params, operands, options, whole, lambda: encoding.pieces(operands[0]))
+
+
+def _step(
+    rule: Rule[...],
+    of_params: RunEncoding | None,
+    operands: tuple[Any, ...],
+    options: dict[str, Any],
+    span: slice,
+    its_pieces: Callable[[], Iterable[Piece]],
+) -> None:
+    states = [(index, state) for index, state in enumerate(operands[2:]) if isinstance(state, EncodedState)]
+    values = list(operands)
+    if rule.is_elementwise:
+        values = [None if v is None or isinstance(v, EncodedState) else v[span] for v in values]
+    for index, state in states:
+        values[2 + index] = torch.cat([state.decode(piece) for piece in its_pieces()])
+    if of_params is not None:
+        values[0] = of_params.decode_param(operands[0], span)
     values[1] = values[1].to(torch.float32)  # as the gradients of masters are
     rule(*values, **options)
-    random: dict[int, Tensor] = {}
-    for index, operand in enumerate(operands[2:]):
-        if isinstance(operand, EncodedState):
-            pair = index // 2
-            if pair not in random:
-                random[pair] = piece.random(pair, encoding.count)
-            half = half_of(random[pair], index)
-            encode(values[2 + index], operand.values[piece.span], operand.scales, piece, half)
-    if remainder is not None:
-        rounded, rest = encode_remainder(values[0])
-        param.copy_(rounded)
-        remainder[piece.span] = rest
-    elif encoding.stochastic_param:
-        half = half_of(piece.random(PARAM_PAIR, encoding.count), 0)
-        param.copy_(round_stochastically(values[0], half))
-
-
-def _written(encoding: RunEncoding, operands: tuple[Any, ...], piece: Piece) -> list[Tensor]:
-    """What a step writes of ``piece``, except for the gradient, which is the second operand."""
-    written: list[Tensor] = []
-    for index, operand in enumerate(operands):
-        if isinstance(operand, EncodedState):
-            written.append(operand.values[piece.span])
-            if operand.scales is not None:
-                written.append(operand.scales[piece.scale_span])
-        elif operand is not None and index != 1:
-            written.append(operand[piece.span])
-    if encoding.remainder is not None:
-        written.append(encoding.remainder[piece.span])
-    return written
+    for piece in its_pieces():
+        part = slice(piece.span.start - span.start, piece.span.stop - span.start)
+        for index, state in states:
+            state.encode(values[2 + index][part], index, piece)
+        if of_params is not None:
+            of_params.encode_param(values[0][part], operands[0], piece)

@@ -27,7 +27,7 @@ For all that these encoders can return, ``encode(decode(x)) == x``, whatever the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -86,6 +86,7 @@ class Piece:
             max(segment.first_scale + scale_count(first + count) for segment, first, count in parts),
         )
         self._device = device
+        self._random: tuple[int, int | Tensor, Tensor] | None = None
         self._counters = [-(-(first + count) // 64) - first // 64 for _, first, count in parts]
         columns = [
             [segment.begin + first - begin for segment, first, _ in parts],
@@ -118,7 +119,12 @@ class Piece:
         return self._table[4][part] + torch.where(valid, number, self._table[2][part]) // SCALE_NUMEL
 
     def random(self, pair: int, count: int | Tensor) -> Tensor:
-        """32 random bits for each element, int64."""
+        """32 random bits for each element, int64; the last ones are kept, since two states share them."""
+        if self._random is None or self._random[0] != pair or self._random[1] is not count:
+            self._random = pair, count, self._make_random(pair, count)
+        return self._random[2]
+
+    def _make_random(self, pair: int, count: int | Tensor) -> Tensor:
         _, _, firsts, positions, _, counters = self._table
         total = sum(self._counters)
         part = torch.repeat_interleave(
@@ -134,10 +140,9 @@ class Piece:
         return (word + element % 16 * _WEYL) & _WORD
 
 
-def pieces(segments: Sequence[Segment], numel: int, device: torch.device) -> list[Piece]:
+def pieces(segments: Sequence[Segment], numel: int, device: torch.device) -> Iterator[Piece]:
     """Cut flat buffers of ``numel`` elements, which hold ``segments``, into pieces."""
     limit = _CHUNK_NUMEL if device.type == "cpu" else _CHUNK_NUMEL_ACCELERATOR
-    found: list[Piece] = []
     parts: list[tuple[Segment, int, int]] = []
     begin = 0
     for segment in segments:
@@ -153,11 +158,10 @@ def pieces(segments: Sequence[Segment], numel: int, device: torch.device) -> lis
             if first < segment.numel:
                 end = segment.begin + first
                 if parts:
-                    found.append(Piece(parts, begin, end, device))
+                    yield Piece(parts, begin, end, device)
                 parts, begin = [], end
     if parts:
-        found.append(Piece(parts, begin, numel, device))
-    return found
+        yield Piece(parts, begin, numel, device)
 
 
 def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> Tensor:

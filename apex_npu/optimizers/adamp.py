@@ -4,17 +4,20 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run, row_count
 from apex_npu.fusion.shards import Along
-from apex_npu.ops import Call, adamp_, segment_add_, segment_dot
+from apex_npu.ops import Call, adamp_, segment_add_, segment_dot, wide_dtype
 from apex_npu.ops.reference import bias_correction_of
 from apex_npu.ops.reference_segments import update_moments_
 from apex_npu.optimizers.base import ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, check_non_negative
+from apex_npu.optimizers.state_formats import StateDtype
 from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts
 
 
@@ -48,6 +51,8 @@ class NpuFusedAdamP(NormOptimizer):
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
         capturable: Likewise.
+        state_dtype: Likewise.
+        stochastic_rounding: Likewise.
 
     Raises:
         ValueError: A value is out of range.
@@ -61,6 +66,7 @@ class NpuFusedAdamP(NormOptimizer):
         >>> optimizer.step()
     """
 
+    encodable_states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     supports_capture = True
 
     def __init__(
@@ -77,6 +83,8 @@ class NpuFusedAdamP(NormOptimizer):
         maximize: bool = False,
         fuse_grad_scaler: bool = False,
         capturable: bool = False,
+        state_dtype: StateDtype = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -88,7 +96,14 @@ class NpuFusedAdamP(NormOptimizer):
             "nesterov": nesterov,
             "maximize": maximize,
         }
-        super().__init__(params, defaults, fuse_grad_scaler=fuse_grad_scaler, capturable=capturable)
+        super().__init__(
+            params,
+            defaults,
+            fuse_grad_scaler=fuse_grad_scaler,
+            capturable=capturable,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
+        )
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""
@@ -133,12 +148,13 @@ class NpuFusedAdamP(NormOptimizer):
         beta1, beta2 = group["betas"]
         segments, delta, step = run.segments(rows=True), group["delta"], run.step
         param, grad, direction = run.wide_param(), run.wide_grad(), run.scratch("direction")
+        exp_avg, exp_avg_sq = run.wide_state("exp_avg"), run.wide_state("exp_avg_sq")
         update_moments_(
             direction,
             param,
             grad,
-            run.state("exp_avg"),
-            run.state("exp_avg_sq"),
+            exp_avg,
+            exp_avg_sq,
             beta1=beta1,
             beta2=beta2,
             beta3=1 - beta1,
@@ -170,9 +186,7 @@ class NpuFusedAdamP(NormOptimizer):
             ratio = torch.ones_like(whole_multiple).masked_fill_(by_row | by_whole, group["wd_ratio"])[owner]
             segment_add_(param, param, ratio * (-lr * group["weight_decay"]), *segments)
         param.sub_(direction * (lr / bias_correction_of(beta1, step)))
-        run.write_back(param)
-        if (model_param := run.model_param()) is not None:
-            model_param.copy_(param)
+        run.write_back(param, with_model=True, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
 
     def _owner_and_limits(self, run: Run, delta: float) -> tuple[Tensor, Tensor, Tensor]:
         """The tables of ``adamp_``: each row's parameter, and the cosines below which rows and wholes are projected."""
@@ -184,7 +198,7 @@ class NpuFusedAdamP(NormOptimizer):
             (delta / row**0.5, delta / whole**0.5) if p.dim() > 1 else (0.0, 0.0)
             for p, (row, whole) in zip(wholes, lengths, strict=True)
         ]
-        dtype, device = run.state("exp_avg").dtype, run.param.device
+        dtype, device = wide_dtype(run.param.dtype), run.param.device
         row_limit, whole_limit = torch.tensor(limits, dtype=dtype).unbind(1)
         owner = torch.cat([owner, owner.new_zeros(1)])
         return owner.to(device), row_limit.contiguous().to(device), whole_limit.contiguous().to(device)

@@ -113,7 +113,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     torch_options: ClassVar[tuple[str, ...]] = ()
     # True where ``update`` reads ``p.grad`` rather than ``run.grad``: gradients are unscaled in place before.
     reads_param_grads: ClassVar[bool] = False
-    # The states that can be kept in other formats than float32: of rules whose ``update`` only passes them to an op.
+    # The states that can be kept in other formats than float32: of rules whose ``update`` only passes them to their own
+    # op, or asks for ``run.wide_state`` and calls ``run.write_back``.
     encodable_states: ClassVar[tuple[str, ...]] = ()
     # None: all are float32, or of their parameters' dtype.
     _formats: StateFormats | None = None
@@ -612,7 +613,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
     def _end_fusing(self, *, with_state: bool = True) -> None:
         if self._formats is not None:
-            self._formats.apply(self._fused.groups, self.param_groups)
+            self._formats.apply(self._fused.groups, self.param_groups, decodes_runs=self.adds_up_parts)
         groups, with_gaps = self._fused.groups, set(map(id, self._fused.copies()))
         self._flat_grads = [fused.grads for fused in groups if id(fused.params[0]) not in with_gaps]
         self._all_in_slots = all(fused.in_slots for fused in groups)

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -12,6 +14,7 @@ from apex_npu.ops import Call, adam_, segment_add_, segment_dot
 from apex_npu.optimizers.base import ParamGroup
 from apex_npu.optimizers.checks import as_number, check_half_open_interval, check_non_negative
 from apex_npu.optimizers.schedules import SCHEDULES, warmup_constant, warmup_cosine, warmup_linear, warmup_poly
+from apex_npu.optimizers.state_formats import StateDtype
 from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts
 
 __all__ = ["SCHEDULES", "NpuFusedBertAdam", "warmup_constant", "warmup_cosine", "warmup_linear", "warmup_poly"]
@@ -46,6 +49,8 @@ class NpuFusedBertAdam(NormOptimizer):
         max_grad_norm: Norm to which each parameter's gradient is clipped; not positive: no clipping.
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
+        state_dtype: Likewise.
+        stochastic_rounding: Likewise.
 
     Raises:
         ValueError: A value is out of range.
@@ -58,6 +63,8 @@ class NpuFusedBertAdam(NormOptimizer):
         >>> loss_fn(model(input), target).backward()
         >>> optimizer.step()
     """
+
+    encodable_states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
@@ -74,6 +81,8 @@ class NpuFusedBertAdam(NormOptimizer):
         *,
         maximize: bool = False,
         fuse_grad_scaler: bool = False,
+        state_dtype: StateDtype = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -87,7 +96,13 @@ class NpuFusedBertAdam(NormOptimizer):
             "max_grad_norm": max_grad_norm,
             "maximize": maximize,
         }
-        super().__init__(params, defaults, fuse_grad_scaler=fuse_grad_scaler)
+        super().__init__(
+            params,
+            defaults,
+            fuse_grad_scaler=fuse_grad_scaler,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
+        )
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""

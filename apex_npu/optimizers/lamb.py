@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from apex_npu.ops import Call, lamb_, segment_add_, segment_dot, wide_dtype
 from apex_npu.ops.reference_segments import trust_ratio, update_moments_
 from apex_npu.optimizers.base import ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, naming
+from apex_npu.optimizers.state_formats import StateDtype
 from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts
 
 # Norms of parameters count up to this: You et al. clip them, and the common implementations have settled on 10.
@@ -51,6 +52,8 @@ class NpuFusedLamb(NormOptimizer):
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
         capturable: Likewise.
+        state_dtype: Likewise.
+        stochastic_rounding: Likewise.
 
     Raises:
         ValueError: A value is out of range.
@@ -64,6 +67,7 @@ class NpuFusedLamb(NormOptimizer):
         >>> optimizer.step()
     """
 
+    encodable_states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     supports_capture = True
 
     def __init__(
@@ -79,6 +83,8 @@ class NpuFusedLamb(NormOptimizer):
         maximize: bool = False,
         fuse_grad_scaler: bool = False,
         capturable: bool = False,
+        state_dtype: StateDtype = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -89,7 +95,14 @@ class NpuFusedLamb(NormOptimizer):
             "use_global_grad_norm": use_global_grad_norm,
             "maximize": maximize,
         }
-        super().__init__(params, defaults, fuse_grad_scaler=fuse_grad_scaler, capturable=capturable)
+        super().__init__(
+            params,
+            defaults,
+            fuse_grad_scaler=fuse_grad_scaler,
+            capturable=capturable,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
+        )
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""
@@ -158,12 +171,13 @@ def _parts(
 ) -> Parts:
     """One step of ``lamb_``, which has the arguments, where each process has a part of each parameter."""
     param, direction, segments = run.wide_param(), run.scratch("direction"), run.segments()
+    exp_avg, exp_avg_sq = run.wide_state("exp_avg"), run.wide_state("exp_avg_sq")
     update_moments_(
         direction,
         param,
         run.flat_grad,
-        run.state("exp_avg"),
-        run.state("exp_avg_sq"),
+        exp_avg,
+        exp_avg_sq,
         step=step,
         correct_first=bias_correction,
         correct_second=bias_correction,
@@ -177,9 +191,7 @@ def _parts(
         param.sub_(direction * lr)
     else:
         param.add_(direction, alpha=-lr)
-    run.write_back(param)
-    if (model_param := run.model_param()) is not None:
-        model_param.copy_(param)
+    run.write_back(param, with_model=True, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
 
 
 def times(runs: list[tuple[Run, ParamGroup]], divisor: Tensor) -> dict[torch.device, Tensor]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -17,6 +17,7 @@ from apex_npu.ops import Matrices, orthogonalize_, sgd_
 from apex_npu.optimizers.adamw import NpuFusedAdamW
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import as_number, check_bool, naming
+from apex_npu.optimizers.state_formats import StateDtype
 
 # What a group with use_muon=False has where it does not say otherwise: AdamW's defaults.
 _ADAMW: dict[str, Any] = {
@@ -69,6 +70,8 @@ class NpuFusedMuon(NpuFusedAdamW):
         use_muon: That of groups without their own: True, False or "auto".
         fuse_grad_scaler: See ``FusedOptimizer``.
         capturable: Likewise.
+        state_dtype: Likewise.
+        stochastic_rounding: Likewise.
 
     Raises:
         ValueError: A value is out of range, or a parameter of a group with ``use_muon=True`` is no matrix.
@@ -87,7 +90,7 @@ class NpuFusedMuon(NpuFusedAdamW):
     """
 
     elementwise = False
-    encodable_states = ()
+    encodable_states: ClassVar[tuple[str, ...]] = ("momentum_buffer", *NpuFusedAdamW.encodable_states)
     supports_capture = True
 
     def __init__(
@@ -105,6 +108,8 @@ class NpuFusedMuon(NpuFusedAdamW):
         use_muon: bool | Literal["auto"] = True,
         fuse_grad_scaler: bool = False,
         capturable: bool = False,
+        state_dtype: StateDtype = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -117,7 +122,15 @@ class NpuFusedMuon(NpuFusedAdamW):
             "adjust_lr_fn": adjust_lr_fn,
             "use_muon": use_muon,
         }
-        FusedOptimizer.__init__(self, params, defaults, fuse_grad_scaler=fuse_grad_scaler, capturable=capturable)
+        FusedOptimizer.__init__(
+            self,
+            params,
+            defaults,
+            fuse_grad_scaler=fuse_grad_scaler,
+            capturable=capturable,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
+        )
 
     def update(self, run: Run, group: ParamGroup) -> None:
         """Apply the rule."""

@@ -15,6 +15,7 @@ from apex_npu.fusion import Run
 from apex_npu.ops import segment_add_, segment_dot
 from apex_npu.optimizers.base import ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, check_no_amsgrad
+from apex_npu.optimizers.state_formats import StateDtype
 from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts, alone
 
 
@@ -49,6 +50,8 @@ class FusedNovoGrad(NormOptimizer):
         init_zero: Start v at 0.
         set_grad_none: What ``zero_grad()`` does without an argument.
         fuse_grad_scaler: See ``FusedOptimizer``.
+        state_dtype: Likewise, of ``exp_avg``.
+        stochastic_rounding: Likewise.
 
     Raises:
         ValueError: A value is out of range.
@@ -63,6 +66,7 @@ class FusedNovoGrad(NormOptimizer):
         >>> optimizer.step()
     """
 
+    encodable_states: ClassVar[tuple[str, ...]] = ("exp_avg",)
     scalar_states: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
 
     def __init__(
@@ -81,6 +85,8 @@ class FusedNovoGrad(NormOptimizer):
         set_grad_none: bool = True,
         *,
         fuse_grad_scaler: bool = False,
+        state_dtype: StateDtype = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         check_no_amsgrad("FusedNovoGrad", amsgrad)
         defaults = {
@@ -94,7 +100,14 @@ class FusedNovoGrad(NormOptimizer):
             "norm_type": norm_type,
             "init_zero": init_zero,
         }
-        super().__init__(params, defaults, fuse_grad_scaler=fuse_grad_scaler, set_grad_none=set_grad_none)
+        super().__init__(
+            params,
+            defaults,
+            fuse_grad_scaler=fuse_grad_scaler,
+            set_grad_none=set_grad_none,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
+        )
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""
@@ -127,7 +140,7 @@ class FusedNovoGrad(NormOptimizer):
         bias_correction1 = 1 - beta1**run.step if corrected else 1.0
         bias_correction2 = 1 - beta2**run.step if corrected else 1.0
         beta3 = 1 - beta1 if group["grad_averaging"] else 1.0
-        param, grad, exp_avg, segments = run.wide_param(), run.wide_grad(), run.state("exp_avg"), run.segments()
+        param, grad, exp_avg, segments = run.wide_param(), run.wide_grad(), run.wide_state("exp_avg"), run.segments()
         lr, weight_decay = float(group["lr"]), group["weight_decay"]
         euclidean = group["norm_type"] == 2
         found = segment_dot(grad, grad, *segments) if euclidean else _largest(run, grad)
@@ -143,7 +156,7 @@ class FusedNovoGrad(NormOptimizer):
             exp_avg.add_(grad, alpha=beta3)
             param.mul_(1 - lr * weight_decay)
             segment_add_(param, exp_avg, inverse.mul_(-lr / bias_correction1), *segments)
-        run.write_back(param)
+        run.write_back(param, exp_avg=exp_avg)
 
 
 def _with_norms_in_state(state_dict: dict[str, Any]) -> dict[str, Any]:

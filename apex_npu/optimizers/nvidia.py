@@ -326,6 +326,8 @@ class FusedLAMB(NpuFusedLamb):
         use_nvlamb: Adapt the steps of parameters without weight decay, too.
         capturable: See ``FusedOptimizer``.
         fuse_grad_scaler: Likewise.
+        state_dtype: Likewise.
+        stochastic_rounding: Likewise.
 
     Raises:
         ValueError: A value is out of range.
@@ -359,6 +361,8 @@ class FusedLAMB(NpuFusedLamb):
         *,
         capturable: bool = False,
         fuse_grad_scaler: bool | None = None,
+        state_dtype: StateDtype = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         check_no_amsgrad("FusedLAMB", amsgrad)
         defaults = {
@@ -380,6 +384,8 @@ class FusedLAMB(NpuFusedLamb):
             fuse_grad_scaler=fuse_grad_scaler,
             capturable=capturable,
             set_grad_none=set_grad_none,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
         )
 
     def validate(self, group: ParamGroup) -> None:

@@ -113,15 +113,16 @@ class StateFormats:
                     "store_param_remainders does not support; leave it out, state_dtype can stay"
                 )
 
-    def apply(self, groups: Iterable[FusedGroup], param_groups: list[dict[str, Any]]) -> None:
-        """Have new ``groups`` keep their states so."""
+    def apply(self, groups: Iterable[FusedGroup], param_groups: list[dict[str, Any]], *, decodes_runs: bool) -> None:
+        """Have new ``groups`` keep their states so; ``decodes_runs``: see ``GroupEncoding``."""
         before = [0]
         for group in param_groups:
             before.append(before[-1] + len(group["params"]))
         for fused in groups:
             if fused.encoding is None:
                 positions = [before[index] + place for index, place in fused.places]
-                encode_states(fused, self.dtypes, positions, stochastic=self.stochastic_rounding)
+                stochastic = self.stochastic_rounding
+                encode_states(fused, self.dtypes, positions, stochastic=stochastic, decodes_runs=decodes_runs)
 
 
 def with_remainders(formats: StateFormats | None) -> StateFormats:

@@ -14,15 +14,18 @@ struct Adadelta {
   Gradient<T> gradient;
   T lr, rho, rho_rest, eps;
 
-  APEX_NPU_INLINE void operator()(T* p, const T* g, States<T> states, int64_t n) const {
-    T *s = states[0], *a = states[1];
-    const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
-      const T grad = gradient(g[i], p[i]);
-      s[i] = rho * s[i] + rho_rest * grad * grad;
+  template <typename Param, typename Grad, typename Buffers>
+  APEX_NPU_INLINE void operator()(Param p, Grad g, Buffers states, int64_t n) const {
+    const auto s = get<0>(states);
+    const auto a = get<1>(states);
+    const auto body = [=, *this](Element i) APEX_NPU_INLINE_LAMBDA {
+      const T param = p[i], grad = gradient(g[i], param), before = a[i];
+      const T square = rho * s[i] + rho_rest * grad * grad;
       // Two roots, since the quotient of what is under them can overflow.
-      const T delta = std::sqrt(a[i] + eps) / std::sqrt(s[i] + eps) * grad;
-      a[i] = rho * a[i] + rho_rest * delta * delta;
-      p[i] -= lr * delta;
+      const T delta = std::sqrt(before + eps) / std::sqrt(square + eps) * grad;
+      s[i] = square;
+      a[i] = rho * before + rho_rest * delta * delta;
+      p[i] = param - lr * delta;
     };
     for_each<T>(n, body, p, g, s, a);
   }

@@ -14,12 +14,14 @@ struct Adagrad {
   Gradient<T> gradient;
   T keep, lr, eps;
 
-  APEX_NPU_INLINE void operator()(T* p, const T* g, States<T> states, int64_t n) const {
-    T* s = states[0];
-    const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
-      const T grad = gradient(g[i], p[i]);
-      s[i] += grad * grad;
-      p[i] = keep * p[i] - lr * grad / (std::sqrt(s[i]) + eps);
+  template <typename Param, typename Grad, typename Buffers>
+  APEX_NPU_INLINE void operator()(Param p, Grad g, Buffers states, int64_t n) const {
+    const auto s = get<0>(states);
+    const auto body = [=, *this](Element i) APEX_NPU_INLINE_LAMBDA {
+      const T param = p[i], grad = gradient(g[i], param);
+      const T sum = s[i] + grad * grad;
+      s[i] = sum;
+      p[i] = keep * param - lr * grad / (std::sqrt(sum) + eps);
     };
     for_each<T>(n, body, p, g, s);
   }

@@ -15,33 +15,55 @@ struct Adam {
   T keep, beta1, beta1_rest, beta2, beta2_rest, eps, step_size, root_factor;
   bool forgetful;
 
-  APEX_NPU_INLINE void operator()(T* p, const T* g, States<T> states, int64_t n) const {
-    T *m = states[0], *v = states[1], *v_max = states[2];
-    if (v_max == nullptr) {
-      const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
-        const T square = update_moments(gradient(g[i], p[i]), m[i], v[i]);  // before m[i] is read below
-        move(p[i], m[i], square);
+  template <typename Param, typename Grad, typename Buffers>
+  APEX_NPU_INLINE void operator()(Param p, Grad g, Buffers states, int64_t n) const {
+    // Without what few need the constants of the loop stay in registers.
+    if (forgetful || gradient.has_l2) {
+      step<true>(p, g, states, n);
+    } else {
+      step<false>(p, g, states, n);
+    }
+  }
+
+  template <bool kGeneral, typename Param, typename Grad, typename Buffers>
+  APEX_NPU_INLINE void step(Param p, Grad g, Buffers states, int64_t n) const {
+    const auto m = get<0>(states);
+    const auto v = get<1>(states);
+    const auto v_max = get<2>(states);
+    if (!has<2>(states)) {
+      const auto body = [=, *this](Element i) APEX_NPU_INLINE_LAMBDA {
+        const T param = p[i];
+        T mean = m[i], square = v[i];
+        update_moments<kGeneral>(kGeneral ? gradient(g[i], param) : g[i] * gradient.factor, mean, square);
+        m[i] = mean;
+        v[i] = square;
+        p[i] = moved(param, mean, square);
       };
       for_each<T>(n, body, p, g, m, v);
     } else {
-      const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
-        const T square = update_moments(gradient(g[i], p[i]), m[i], v[i]);
-        v_max[i] = v_max[i] >= square || v_max[i] != v_max[i] ? v_max[i] : square;  // nan stays
-        move(p[i], m[i], v_max[i]);
+      const auto body = [=, *this](Element i) APEX_NPU_INLINE_LAMBDA {
+        const T param = p[i], before = v_max[i];
+        T mean = m[i], square = v[i];
+        update_moments<kGeneral>(kGeneral ? gradient(g[i], param) : g[i] * gradient.factor, mean, square);
+        const T largest = before >= square || before != before ? before : square;  // nan stays
+        m[i] = mean;
+        v[i] = square;
+        v_max[i] = largest;
+        p[i] = moved(param, mean, largest);
       };
       for_each<T>(n, body, p, g, m, v, v_max);
     }
   }
 
-  APEX_NPU_INLINE T update_moments(T grad, T& m, T& v) const {
+  template <bool kGeneral>
+  APEX_NPU_INLINE void update_moments(T grad, T& m, T& v) const {
     // From the nearer end, as torch's lerp: else beta1 = 0 would not forget a huge m.
-    m = forgetful ? grad + beta1 * (m - grad) : m + beta1_rest * (grad - m);
+    m = select(kGeneral && forgetful, grad + beta1 * (m - grad), m + beta1_rest * (grad - m));
     v = beta2 * v + beta2_rest * grad * grad;
-    return v;
   }
 
-  APEX_NPU_INLINE void move(T& p, T m, T square) const {
-    p = keep * p - step_size * m / (std::sqrt(square) * root_factor + eps);
+  APEX_NPU_INLINE T moved(T p, T m, T square) const {
+    return keep * p - step_size * m / (std::sqrt(square) * root_factor + eps);
   }
 };
 

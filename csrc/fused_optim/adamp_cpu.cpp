@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 
+#include "fused_optim/encoded_block.h"
 #include "fused_optim/lanes.h"
 #include "fused_optim/operands.h"
 #include "fused_optim/pieces.h"
@@ -173,7 +174,8 @@ struct Decision {
 };
 
 // Whether a parameter is projected is known when all of its direction is. Where it is one piece, that is at once, with
-// all of it still in the cache. The direction is computed a second time then, which is cheaper than keeping it.
+// all of it still in the cache. The direction is computed a second time then, which is cheaper than keeping it; and so
+// are encoded moments, see Lamb.
 template <typename T>
 class AdamP {
  public:
@@ -227,18 +229,48 @@ class AdamP {
     const Rows& param = of(piece);
     const int64_t first_row = param.at(piece.begin);
     alignas(64) T direction[kBlockNumel];
+    const auto multiply = [&](const T* p, const T* g, int64_t begin, int64_t n) {
+      param.for_each_in(begin, begin + n, [&](int64_t row, int64_t at, int64_t count) {
+        const int64_t i = at - begin;
+        products[row - first_row] += vectorized(Multiply(), p + i, g + i, static_cast<const T*>(direction + i),
+                                                static_cast<double>(moments_.gradient.factor), count);
+      });
+    };
+    if (is_encoded()) {
+      if (!param.may_be_projected()) return;
+      for_each_encoded(piece, direction,
+                       [&](EncodedBlock& /*block*/, T* p, const T* g, const States<T>& /*states*/, int64_t begin,
+                           int64_t n) { multiply(p, g, begin, n); });
+      return;
+    }
     for (int64_t done = 0; done < piece.numel; done += kBlockNumel) {
       const int64_t begin = piece.begin + done, n = std::min(kBlockNumel, piece.numel - done);
       const ParamBlock<T> p(operands_, begin, n);
       const GradBlock<T> g(operands_, begin, n);
       vectorized(moments_, p.data(), g.data(), static_cast<T*>(direction), begin, n);
-      if (!param.may_be_projected()) continue;
-      param.for_each_in(begin, begin + n, [&](int64_t row, int64_t at, int64_t count) {
-        const int64_t i = at - begin;
-        products[row - first_row] +=
-            vectorized(Multiply(), static_cast<const T*>(p.data() + i), g.data() + i,
-                       static_cast<const T*>(direction + i), static_cast<double>(moments_.gradient.factor), count);
-      });
+      if (param.may_be_projected()) multiply(p.data(), g.data(), begin, n);
+    }
+  }
+
+  bool is_encoded() const { return operands_.encoding().given(); }
+
+  // visit(block, p, g, states, begin, n) for the blocks of a piece, the moments updated in copies.
+  template <typename Visit>
+  void for_each_encoded(const Piece& piece, T* direction, const Visit& visit) const {
+    if constexpr (std::is_same_v<T, float>) {
+      const EncodedSegment& segment = operands_.encoding().segment(piece.segment);
+      for (int64_t done = 0; done < piece.numel; done += kBlockNumel) {
+        const int64_t begin = piece.begin + done, n = std::min(kBlockNumel, piece.numel - done);
+        EncodedBlock block(operands_, segment, begin - segment.begin, n);
+        const States<T> states = block.copies(2);
+        T* p = block.param();
+        const T* g = block.grad();
+        Moments<T> moments = moments_;
+        moments.exp_avg = states.state[0];
+        moments.exp_avg_sq = states.state[1];
+        vectorized(moments, static_cast<const T*>(p), g, direction, int64_t{0}, n);
+        visit(block, p, g, states, begin, n);
+      }
     }
   }
 
@@ -266,18 +298,35 @@ class AdamP {
     const Projection& projection = decision.projection;
     const bool projected = projection.view != Projection::kNothing;
     const T decay = static_cast<T>(options_.lr * options_.weight_decay * (projected ? options_.wd_ratio : 1));
+    // The moments begin at element `origin` of the buffers.
+    const auto move_block = [&](const Move<T>& move, T* p, const T* g, int64_t origin, int64_t begin, int64_t n) {
+      if (projection.view == Projection::kRows) {
+        param.for_each_in(begin, begin + n, [&](int64_t row, int64_t at, int64_t count) {
+          const T multiple = static_cast<T>(decision.of_rows[row].multiple(options_.eps));
+          vectorized(move, p + (at - begin), g + (at - begin), decay, multiple, at - origin, count);
+        });
+      } else {
+        vectorized(move, p, g, decay, static_cast<T>(projection.multiple), begin - origin, n);
+      }
+    };
+    if (is_encoded()) {
+      alignas(64) T direction[kBlockNumel];
+      for_each_encoded(piece, direction,
+                       [&](EncodedBlock& block, T* p, const T* g, const States<T>& states, int64_t begin, int64_t n) {
+                         Move<T> move = move_;
+                         move.exp_avg = states.state[0];
+                         move.exp_avg_sq = states.state[1];
+                         move_block(move, p, g, begin, begin, n);
+                         if constexpr (std::is_same_v<T, float>) block.store_param(p);
+                         block.store_copies(2);
+                       });
+      return;
+    }
     for (int64_t done = 0; done < piece.numel; done += kBlockNumel) {
       const int64_t begin = piece.begin + done, n = std::min(kBlockNumel, piece.numel - done);
       const ParamBlock<T> p(operands_, begin, n);
       const GradBlock<T> g(operands_, begin, move_.direction.nesterov ? n : 0);
-      if (projection.view == Projection::kRows) {
-        param.for_each_in(begin, begin + n, [&](int64_t row, int64_t at, int64_t count) {
-          const T multiple = static_cast<T>(decision.of_rows[row].multiple(options_.eps));
-          vectorized(move_, p.data() + (at - begin), g.data() + (at - begin), decay, multiple, at, count);
-        });
-      } else {
-        vectorized(move_, p.data(), g.data(), decay, static_cast<T>(projection.multiple), begin, n);
-      }
+      move_block(move_, p.data(), g.data(), 0, begin, n);
       p.write_back();
     }
   }
@@ -339,22 +388,25 @@ std::vector<Rows> rows_of_params(const at::Tensor& starts, const at::Tensor& len
 
 }  // namespace
 
-void adamp_cpu(const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
-               const std::optional<at::Tensor>& model_param, const at::Tensor& direction, const at::Tensor& starts,
-               const at::Tensor& lengths, const std::optional<at::Tensor>& /*ids*/, const at::Tensor& owner,
-               const at::Tensor& row_limit, const at::Tensor& whole_limit, double lr, double beta1, double beta2,
-               double eps, double weight_decay, double wd_ratio, bool nesterov, bool maximize, int64_t step,
-               const std::optional<at::Tensor>& grad_scale) {
+void adamp_cpu(const Encoding& encoding, const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg,
+               const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& model_param, const at::Tensor& direction,
+               const at::Tensor& starts, const at::Tensor& lengths, const std::optional<at::Tensor>& /*ids*/,
+               const at::Tensor& owner, const at::Tensor& row_limit, const at::Tensor& whole_limit, double lr,
+               double beta1, double beta2, double eps, double weight_decay, double wd_ratio, bool nesterov,
+               bool maximize, int64_t step, const std::optional<at::Tensor>& grad_scale) {
   const State m("exp_avg", exp_avg), v("exp_avg_sq", exp_avg_sq), u("direction", direction);
-  const Operands operands("adamp_", param, grad, model_param, grad_scale, maximize, {m, v, u});
+  const Operands operands("adamp_", param, grad, model_param, grad_scale, maximize, {m, v, u}, encoding);
   check_segments("adamp_", starts, lengths, operands.numel());
   const std::vector<Rows> params =
-      rows_of_params(starts, lengths, owner, row_limit, whole_limit, exp_avg.scalar_type());
+      rows_of_params(starts, lengths, owner, row_limit, whole_limit, direction.scalar_type());
+  for (size_t i = 0; encoding.given() && i < params.size(); ++i) {
+    encoding.check("adamp_", static_cast<int64_t>(i), params[i].begin, params[i].count * params[i].length);
+  }
   operands.in_its_type([&](auto zero) {
     using T = decltype(zero);
     Moments<T> moments;
-    moments.exp_avg = m.data<T>();
-    moments.exp_avg_sq = v.data<T>();
+    moments.exp_avg = static_cast<T*>(operands.state(0).data);
+    moments.exp_avg_sq = static_cast<T*>(operands.state(1).data);
     moments.gradient = operands.gradient<T>(0);
     moments.direction.beta1 = static_cast<T>(beta1);
     moments.direction.beta1_rest = static_cast<T>(1 - beta1);

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "fused_optim/vectors.h"
 
@@ -24,6 +25,17 @@ APEX_NPU_INLINE To bit_cast(From from) {
 }
 
 constexpr uint32_t kFloatInf = 0x7f800000u;
+
+// `a` if `condition`, else `b`. In a loop with much else a compiler may take ?: for a branch, and not vectorise it.
+template <typename T>
+APEX_NPU_INLINE T select(bool condition, T a, T b) {
+  using Bits = std::conditional_t<sizeof(T) == sizeof(uint32_t), uint32_t, uint64_t>;
+  const Bits mask = Bits(0) - static_cast<Bits>(condition);
+  return bit_cast<T>((bit_cast<Bits>(a) & mask) | (bit_cast<Bits>(b) & ~mask));
+}
+
+// All bits if a > b, else none, of numbers whose difference is one; no comparison, for the same reason.
+APEX_NPU_INLINE int32_t mask_of_greater(int32_t a, int32_t b) { return (b - a) >> 31; }
 
 // c10's has constructors and operators, which are not inlined wherever a loop is.
 struct BFloat16 {

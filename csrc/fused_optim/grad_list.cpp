@@ -65,6 +65,15 @@ void GradList::prefetch_behind(size_t index) const {
   prefetch_bytes(next.data, std::min(kHeadBytes, next.nbytes()));
 }
 
+const BFloat16* GradList::narrow(int64_t begin, int64_t n) const {
+  const size_t i = first_behind(begin);
+  if (i == places_.size()) return nullptr;
+  const ListedGrad& place = places_[i];
+  if (begin + n + kBlockNumel > place.end) prefetch_behind(i);
+  const bool fits = place.dtype == at::kBFloat16 && place.begin <= begin && begin + n <= place.end;
+  return fits ? reinterpret_cast<const BFloat16*>(place.data) + (begin - place.begin) : nullptr;
+}
+
 template <typename T>
 const T* GradList::read(int64_t begin, int64_t n, T* copy) const {
   size_t i = first_behind(begin);

@@ -11,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "fused_optim/convert.h"
 #include "fused_optim/vectors.h"
 
 namespace apex_npu {
@@ -43,6 +44,9 @@ class GradList {
   // the gradients are float64, else float.
   template <typename T>
   const T* read(int64_t begin, int64_t n, T* copy) const;
+
+  // Likewise in place, where they are bfloat16 of one gradient; else null.
+  const BFloat16* narrow(int64_t begin, int64_t n) const;
 
  private:
   size_t first_behind(int64_t begin) const;

@@ -89,12 +89,12 @@ class EachRun final : public c10::OperatorKernel {
   }
 };
 
-// The kernels of an elementwise rule, from a function that takes an encoding before what is declared.
+// The kernels of a rule, from a function that takes an encoding before what is declared.
 template <auto kFunction>
-struct Elementwise;
+struct Kernels;
 
 template <typename... Args, void (*kFunction)(const Encoding&, Args...)>
-struct Elementwise<kFunction> {
+struct Kernels<kFunction> {
   static void plain(Args... args) { kFunction(Encoding::none(), args...); }
 
   static void encoded(Args... args, const std::optional<at::Tensor>& remainder, at::TensorList scales,
@@ -113,21 +113,21 @@ void implement(torch::Library& library, const std::string& name, Function* funct
 }
 
 template <auto kFunction>
-void implement_elementwise(torch::Library& library, const std::string& name) {
-  implement(library, name, &Elementwise<kFunction>::plain);
-  implement(library, name, &Elementwise<kFunction>::encoded, "encoded");
+void implement_rule(torch::Library& library, const std::string& name) {
+  implement(library, name, &Kernels<kFunction>::plain);
+  implement(library, name, &Kernels<kFunction>::encoded, "encoded");
 }
 
 }  // namespace
 
 KernelsCpu::KernelsCpu() : library_(torch::Library::IMPL, "apex_npu", c10::DispatchKey::CPU, __FILE__, __LINE__) {
-  implement_elementwise<&sgd_cpu>(library_, "sgd_");
-  implement_elementwise<&adam_cpu>(library_, "adam_");
-  implement_elementwise<&rmsprop_cpu>(library_, "rmsprop_");
-  implement_elementwise<&adadelta_cpu>(library_, "adadelta_");
-  implement_elementwise<&adagrad_cpu>(library_, "adagrad_");
-  implement(library_, "lamb_", lamb_cpu);
-  implement(library_, "adamp_", adamp_cpu);
+  implement_rule<&sgd_cpu>(library_, "sgd_");
+  implement_rule<&adam_cpu>(library_, "adam_");
+  implement_rule<&rmsprop_cpu>(library_, "rmsprop_");
+  implement_rule<&adadelta_cpu>(library_, "adadelta_");
+  implement_rule<&adagrad_cpu>(library_, "adagrad_");
+  implement_rule<&lamb_cpu>(library_, "lamb_");
+  implement_rule<&adamp_cpu>(library_, "adamp_");
   implement(library_, "segment_dot", segment_dot_cpu);
   implement(library_, "segment_add_", segment_add_cpu);
   implement(library_, "norm", norm_cpu);

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "fused_optim/dot.h"
+#include "fused_optim/encoded_block.h"
 #include "fused_optim/operands.h"
 #include "fused_optim/pieces.h"
 #include "fused_optim/vectors.h"
@@ -81,7 +82,8 @@ struct MoveAlong {
 
 // What a parameter's step size depends on is known when all of its moments are. Where it is one piece, that is at once,
 // with all of it still in the cache, the direction included. For others that is computed a second time, which is
-// cheaper than writing it to memory.
+// cheaper than writing it to memory. Encoded moments are computed twice, and encoded the second time: a direction of
+// those that have been rounded would be another.
 template <typename T>
 class Lamb {
  public:
@@ -93,6 +95,7 @@ class Lamb {
 
   void step(double lr) const {
     pieces_.parallel_for_each([&](size_t i) {
+      if (is_encoded()) return step_encoded(pieces_[i], lr);
       alignas(64) T direction[kPieceNumel];
       update_moments(pieces_[i], direction);
       move_along(direction, pieces_[i], lr);
@@ -104,13 +107,24 @@ class Lamb {
     const Pieces cut = pieces_.of_cut_segments();
     std::vector<SquaredNorms> of_pieces(pieces_.size()), of_segments(segment_count);
     pieces_.parallel_for_each([&](size_t i) {
+      if (is_encoded()) {
+        of_pieces[i] = norms_of_encoded(pieces_[i]);
+        if (pieces_[i].whole) step_encoded(pieces_[i], lr * of_pieces[i].trust_ratio(max_weight_norm));
+        return;
+      }
       alignas(64) T direction[kPieceNumel];
       of_pieces[i] = update_moments(pieces_[i], direction);
       if (pieces_[i].whole) move_along(direction, pieces_[i], lr * of_pieces[i].trust_ratio(max_weight_norm));
     });
     for (size_t i = 0; i < pieces_.size(); ++i) of_segments[pieces_[i].segment] += of_pieces[i];
-    cut.parallel_for_each(
-        [&](size_t i) { move(cut[i], lr * of_segments[cut[i].segment].trust_ratio(max_weight_norm)); });
+    cut.parallel_for_each([&](size_t i) {
+      const double step_size = lr * of_segments[cut[i].segment].trust_ratio(max_weight_norm);
+      if (is_encoded()) {
+        step_encoded(cut[i], step_size);
+      } else {
+        move(cut[i], step_size);
+      }
+    });
   }
 
  private:
@@ -145,6 +159,45 @@ class Lamb {
     }
   }
 
+  bool is_encoded() const { return operands_.encoding().given(); }
+
+  // visit(block, param, direction, n) for the blocks of a piece, its moments updated.
+  template <typename Visit>
+  void for_each_encoded(const Piece& piece, const Visit& visit) const {
+    if constexpr (std::is_same_v<T, float>) {
+      const EncodedSegment& segment = operands_.encoding().segment(piece.segment);
+      alignas(64) float direction[kBlockNumel];
+      for (int64_t done = 0; done < piece.numel; done += kBlockNumel) {
+        const int64_t n = std::min(kBlockNumel, piece.numel - done);
+        EncodedBlock block(operands_, segment, piece.begin - segment.begin + done, n);
+        const States<float> states = block.copies(2);
+        float* param = block.param();
+        Moments<float> moments = moments_;
+        moments.exp_avg = states.state[0];
+        moments.exp_avg_sq = states.state[1];
+        vectorized(moments, static_cast<const float*>(param), block.grad(), static_cast<float*>(direction), int64_t{0},
+                   n);
+        visit(block, param, static_cast<const float*>(direction), n);
+      }
+    }
+  }
+
+  SquaredNorms norms_of_encoded(const Piece& piece) const {
+    SquaredNorms norms;
+    for_each_encoded(piece, [&](EncodedBlock& /*block*/, const float* param, const float* direction, int64_t n) {
+      norms += {dot(param, param, n), dot(direction, direction, n)};
+    });
+    return norms;
+  }
+
+  void step_encoded(const Piece& piece, double step_size) const {
+    for_each_encoded(piece, [&](EncodedBlock& block, float* param, const float* direction, int64_t n) {
+      vectorized(MoveAlong<float>(), param, direction, static_cast<float>(step_size), n);
+      block.store_param(param);
+      block.store_copies(2);
+    });
+  }
+
   const Operands& operands_;
   const Pieces& pieces_;
   const Moments<T> moments_;
@@ -153,22 +206,28 @@ class Lamb {
 
 }  // namespace
 
-void lamb_cpu(const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
-              const std::optional<at::Tensor>& model_param, const at::Tensor& direction, const at::Tensor& starts,
-              const at::Tensor& lengths, const std::optional<at::Tensor>& /*ids*/, double lr, double beta1,
-              double beta2, double beta3, double eps, int64_t step, bool bias_correction, double l2, double decay,
-              bool adapt, double max_weight_norm, bool maximize, const std::optional<at::Tensor>& grad_scale) {
+void lamb_cpu(const Encoding& encoding, const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg,
+              const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& model_param, const at::Tensor& direction,
+              const at::Tensor& starts, const at::Tensor& lengths, const std::optional<at::Tensor>& /*ids*/, double lr,
+              double beta1, double beta2, double beta3, double eps, int64_t step, bool bias_correction, double l2,
+              double decay, bool adapt, double max_weight_norm, bool maximize,
+              const std::optional<at::Tensor>& grad_scale) {
   const State m("exp_avg", exp_avg), v("exp_avg_sq", exp_avg_sq), u("direction", direction);
-  const Operands operands("lamb_", param, grad, model_param, grad_scale, maximize, {m, v, u});
+  const Operands operands("lamb_", param, grad, model_param, grad_scale, maximize, {m, v, u}, encoding);
   check_segments("lamb_", starts, lengths, operands.numel());
+  if (encoding.given()) {
+    for (int64_t i = 0; i < starts.numel(); ++i) {
+      encoding.check("lamb_", i, starts.const_data_ptr<int64_t>()[i], lengths.const_data_ptr<int64_t>()[i]);
+    }
+  }
   const Pieces pieces(starts, lengths);
   operands.in_its_type([&](auto zero) {
     using T = decltype(zero);
     const double correction1 = bias_correction ? 1 - std::pow(beta1, step) : 1;
     const double correction2 = bias_correction ? 1 - std::pow(beta2, step) : 1;
     Moments<T> moments;
-    moments.exp_avg = m.data<T>();
-    moments.exp_avg_sq = v.data<T>();
+    moments.exp_avg = static_cast<T*>(operands.state(0).data);
+    moments.exp_avg_sq = static_cast<T*>(operands.state(1).data);
     moments.gradient = operands.gradient<T>(l2);
     moments.direction.inverse_correction1 = static_cast<T>(1 / correction1);
     moments.direction.root_factor = static_cast<T>(1 / std::sqrt(correction2));

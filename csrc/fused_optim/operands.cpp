@@ -172,7 +172,7 @@ float* Operands::param(int64_t begin, int64_t n, float* copy) const {
     return data;
   }
   if (remainder_ != nullptr) {
-    decode_remainder(static_cast<const BFloat16*>(param_) + begin, remainder_ + begin, copy, n);
+    decode_remainder({narrow_param(begin), remainder_ + begin}, copy, n);
     return copy;
   }
   widen(static_cast<const uint16_t*>(param_) + begin, param_dtype_, copy, n);
@@ -187,18 +187,24 @@ const float* Operands::grad(int64_t begin, int64_t n, float* copy) const {
   return copy;
 }
 
+const BFloat16* Operands::narrow_grad(int64_t begin, int64_t n) const {
+  if (grad_list_ != nullptr) return grad_list_->narrow(begin, n);
+  return grad_dtype_ == at::kBFloat16 ? static_cast<const BFloat16*>(grad_) + begin : nullptr;
+}
+
 template <>
 void Operands::write_back(int64_t begin, int64_t n, const float* param) const {
   if (remainder_ != nullptr) {
-    encode_remainder(param, static_cast<BFloat16*>(param_) + begin, remainder_ + begin, n);
+    encode_remainder(param, {narrow_param(begin), remainder_ + begin}, n);
   } else if (param_dtype_ != at::kFloat) {
     narrow(param, static_cast<uint16_t*>(param_) + begin, param_dtype_, n);
   }
   write_back_model(begin, n, param);
 }
 
-void Operands::write_back_stochastically(int64_t begin, int64_t n, const float* param, const uint32_t* random) const {
-  narrow_stochastically(param, static_cast<BFloat16*>(param_) + begin, random, n);
+void Operands::write_back_stochastically(int64_t begin, int64_t n, const float* param,
+                                         const RandomWords& random) const {
+  narrow_stochastically(param, narrow_param(begin), random, n);
   write_back_model(begin, n, param);
 }
 

@@ -22,11 +22,6 @@ struct State {
   State(const char* name, const std::optional<at::Tensor>& tensor)
       : name(name), tensor(tensor.has_value() ? &*tensor : nullptr) {}
 
-  template <typename T>
-  T* data() const {
-    return tensor == nullptr ? nullptr : tensor->mutable_data_ptr<T>();
-  }
-
   const char* name;
   const at::Tensor* tensor;
 };
@@ -43,7 +38,7 @@ struct Gradient {
 
   APEX_NPU_INLINE T operator()(T grad, T param) const {
     const T scaled = grad * factor;
-    return has_l2 ? scaled + l2 * param : scaled;
+    return select(has_l2, scaled + l2 * param, scaled);
   }
 };
 
@@ -82,6 +77,11 @@ class Operands {
   // The k-th of the states that were given, or one without memory.
   const StateBuffer& state(int k) const { return states_[k]; }
   bool is_encoded(int k) const { return states_[k].data != nullptr && !states_[k].is_plain(); }
+  // Every state that there is is bfloat16.
+  bool are_rounded() const {
+    return std::all_of(states_, states_ + kMaxStates,
+                       [](const StateBuffer& state) { return state.data == nullptr || state.dtype == at::kBFloat16; });
+  }
 
   // All of them, which are not encoded, from element `begin` on.
   template <typename T>
@@ -100,12 +100,24 @@ class Operands {
   template <typename T>
   const T* grad(int64_t begin, int64_t n, T* copy) const;
 
+  // Gradients of bfloat16 where they are, for n <= kBlockNumel of them; null where they are not there, or of another
+  // dtype.
+  const BFloat16* narrow_grad(int64_t begin, int64_t n) const;
+
+  // bfloat16 parameters that are encoded, rather than rounded to nearest, and have no copy.
+  bool is_param_encoded() const {
+    return (remainder_ != nullptr || encoding_.stochastic_param()) && model_param_ == nullptr;
+  }
+  BFloat16* narrow_param(int64_t begin) const { return static_cast<BFloat16*>(param_) + begin; }
+  // Of parameters that have any; else null.
+  int16_t* remainder(int64_t begin) const { return remainder_ == nullptr ? nullptr : remainder_ + begin; }
+
   // Brings what `param` gave, and a rule has changed, to where it belongs.
   template <typename T>
   void write_back(int64_t begin, int64_t n, const T* param) const;
 
-  // Likewise, to bfloat16 parameters, with 32 random bits for each.
-  void write_back_stochastically(int64_t begin, int64_t n, const float* param, const uint32_t* random) const;
+  // Likewise, to bfloat16 parameters that are rounded stochastically.
+  void write_back_stochastically(int64_t begin, int64_t n, const float* param, const RandomWords& random) const;
 
  private:
   void write_back_model(int64_t begin, int64_t n, const float* param) const;

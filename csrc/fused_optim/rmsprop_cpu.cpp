@@ -15,52 +15,68 @@ struct RmsProp {
   // Of eps and lr, one of each pair does nothing (0 or 1): that is what the options choose.
   T keep, alpha, alpha_rest, eps_inside, eps_outside, momentum, lr_inside, lr_outside;
 
-  APEX_NPU_INLINE void operator()(T* p, const T* g, States<T> states, int64_t n) const {
-    T *s = states[0], *a = states[1], *b = states[2];
-    const bool centered = a != nullptr, has_momentum = b != nullptr;
+  template <typename Param, typename Grad, typename Buffers>
+  APEX_NPU_INLINE void operator()(Param p, Grad g, Buffers states, int64_t n) const {
+    const auto s = get<0>(states);
+    const auto a = get<1>(states);
+    const auto b = get<2>(states);
+    const bool centered = has<1>(states), has_momentum = has<2>(states);
     if (!centered && !has_momentum) {
-      const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
-        const T grad = gradient(g[i], p[i]);
-        move(p[i], direction(grad, blend_square(grad, s[i])));
+      const auto body = [=, *this](Element i) APEX_NPU_INLINE_LAMBDA {
+        const T param = p[i], grad = gradient(g[i], param);
+        p[i] = moved(param, direction(grad, blend_square(grad, s[i])));
       };
       for_each<T>(n, body, p, g, s);
     } else if (!centered) {
-      const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
-        const T grad = gradient(g[i], p[i]);
-        move(p[i], blend_momentum(direction(grad, blend_square(grad, s[i])), b[i]));
+      const auto body = [=, *this](Element i) APEX_NPU_INLINE_LAMBDA {
+        const T param = p[i], grad = gradient(g[i], param);
+        p[i] = moved(param, blend_momentum(direction(grad, blend_square(grad, s[i])), b[i]));
       };
       for_each<T>(n, body, p, g, s, b);
     } else if (!has_momentum) {
-      const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
-        const T grad = gradient(g[i], p[i]);
-        move(p[i], direction(grad, blend_square(grad, s[i]) - blend_mean(grad, a[i])));
+      const auto body = [=, *this](Element i) APEX_NPU_INLINE_LAMBDA {
+        const T param = p[i], grad = gradient(g[i], param);
+        p[i] = moved(param, direction(grad, blend_square(grad, s[i]) - blend_mean(grad, a[i])));
       };
       for_each<T>(n, body, p, g, s, a);
     } else {
-      const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
-        const T grad = gradient(g[i], p[i]);
+      const auto body = [=, *this](Element i) APEX_NPU_INLINE_LAMBDA {
+        const T param = p[i], grad = gradient(g[i], param);
         const T variance = blend_square(grad, s[i]) - blend_mean(grad, a[i]);
-        move(p[i], blend_momentum(direction(grad, variance), b[i]));
+        p[i] = moved(param, blend_momentum(direction(grad, variance), b[i]));
       };
       for_each<T>(n, body, p, g, s, a, b);
     }
   }
 
-  APEX_NPU_INLINE T blend_square(T grad, T& s) const { return s = alpha * s + alpha_rest * grad * grad; }
+  // Each of these takes the place of a state in memory, stores what that becomes, and returns it.
+  template <typename Stored>
+  APEX_NPU_INLINE T blend_square(T grad, Stored&& s) const {
+    const T blended = alpha * s + alpha_rest * grad * grad;
+    s = blended;
+    return blended;
+  }
 
-  // The square of the mean.
-  APEX_NPU_INLINE T blend_mean(T grad, T& a) const {
-    a += alpha_rest * (grad - a);
-    return a * a;
+  // Returns its square.
+  template <typename Stored>
+  APEX_NPU_INLINE T blend_mean(T grad, Stored&& a) const {
+    const T before = a, mean = before + alpha_rest * (grad - before);
+    a = mean;
+    return mean * mean;
   }
 
   APEX_NPU_INLINE T direction(T grad, T variance) const {
     return lr_inside * grad / (std::sqrt(variance + eps_inside) + eps_outside);
   }
 
-  APEX_NPU_INLINE T blend_momentum(T direction, T& b) const { return b = momentum * b + direction; }
+  template <typename Stored>
+  APEX_NPU_INLINE T blend_momentum(T direction, Stored&& b) const {
+    const T blended = momentum * b + direction;
+    b = blended;
+    return blended;
+  }
 
-  APEX_NPU_INLINE void move(T& p, T direction) const { p = keep * p - lr_outside * direction; }
+  APEX_NPU_INLINE T moved(T p, T direction) const { return keep * p - lr_outside * direction; }
 };
 
 }  // namespace

@@ -13,18 +13,22 @@ struct Sgd {
   T keep, lr, momentum, grad_share;
   bool nesterov, first;
 
-  APEX_NPU_INLINE void operator()(T* p, const T* g, States<T> states, int64_t n) const {
-    T* b = states[0];
-    if (b == nullptr) {
-      const auto body = [=, *this](int64_t i)
-                            APEX_NPU_INLINE_LAMBDA { p[i] = keep * p[i] - lr * gradient(g[i], p[i]); };
+  template <typename Param, typename Grad, typename Buffers>
+  APEX_NPU_INLINE void operator()(Param p, Grad g, Buffers states, int64_t n) const {
+    const auto b = get<0>(states);
+    if (!has<0>(states)) {
+      const auto body = [=, *this](Element i) APEX_NPU_INLINE_LAMBDA {
+        const T param = p[i];
+        p[i] = keep * param - lr * gradient(g[i], param);
+      };
       for_each<T>(n, body, p, g);
       return;
     }
-    const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
-      const T grad = gradient(g[i], p[i]);
-      b[i] = first ? grad : momentum * b[i] + grad_share * grad;
-      p[i] = keep * p[i] - lr * (nesterov ? grad_share * grad + momentum * b[i] : b[i]);
+    const auto body = [=, *this](Element i) APEX_NPU_INLINE_LAMBDA {
+      const T param = p[i], grad = gradient(g[i], param);
+      const T mean = select<T>(first, grad, momentum * b[i] + grad_share * grad);
+      b[i] = mean;
+      p[i] = keep * param - lr * select(nesterov, grad_share * grad + momentum * mean, mean);
     };
     for_each<T>(n, body, p, g, b);
   }

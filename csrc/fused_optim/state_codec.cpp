@@ -13,17 +13,9 @@
 namespace apex_npu {
 namespace {
 
-// Philox4x32-10 (Salmon et al. 2011) with this key. One word serves a group of 16 elements, each of which adds an
-// offset of its own: multiples of 2^32 times the golden ratio.
+// Philox4x32-10 (Salmon et al. 2011) with this key.
 constexpr uint32_t kKey0 = 0x243f6a88u, kKey1 = 0x85a308d3u;
-constexpr uint32_t kWeyl = 0x9e3779b9u;
-constexpr int kGroup = 16, kCounters = kBlockNumel / (4 * kGroup);
-
-// To a neighbour in bfloat16: away from zero if `random`, 16 bits, and the bits that are cut off have a carry.
-APEX_NPU_INLINE uint16_t round_stochastically(float value, uint32_t random) {
-  const uint32_t nan = value != value ? ~0u : 0u;  // a mask rather than a branch, into which loads would be moved
-  return static_cast<uint16_t>(((bit_cast<uint32_t>(value) | (nan & 0x00400000u)) + (random & ~nan)) >> 16);
-}
+constexpr int kCounters = kBlockNumel / (4 * kGroup);
 
 struct Counters {
   uint64_t first;  // of 64 elements each
@@ -94,16 +86,6 @@ APEX_NPU_AVX2 void philox_avx2(uint32_t* words, Counters counters) {
 }
 #endif
 
-struct Spread {
-  APEX_NPU_INLINE void operator()(const uint32_t* words, uint32_t* random) const {
-    for (int64_t group = 0; group < kBlockNumel / kGroup; ++group) {
-      const uint32_t word = words[group];
-#pragma omp simd
-      for (int k = 0; k < kGroup; ++k) random[group * kGroup + k] = word + kWeyl * static_cast<uint32_t>(k);
-    }
-  }
-};
-
 // 1 + u, where 12 of an element's 16 random bits make u, a number in (0, 1): never so near to 0 or 1 that a value that
 // is a code, but for the rounding of float32, becomes another.
 template <bool kUpper>
@@ -138,17 +120,17 @@ struct DecodeBlocks {
 
 template <typename Code, bool kUpper>
 struct EncodeBlocks {
-  APEX_NPU_INLINE void operator()(float* values, Code* codes, float* scales, const uint32_t* random, int64_t n) const {
+  APEX_NPU_INLINE void operator()(float* values, Code* codes, float* scales, const uint32_t* words, int64_t n) const {
     int64_t begin = 0;
     // Loops of a constant length have no remainder.
     for (; begin + kScaleNumel <= n; begin += kScaleNumel) {
-      *scales++ = encode(values + begin, codes + begin, random + begin, kScaleNumel);
+      *scales++ = encode(values + begin, codes + begin, words + begin / kGroup, kScaleNumel);
     }
-    if (begin < n) *scales = encode(values + begin, codes + begin, random + begin, n - begin);
+    if (begin < n) *scales = encode(values + begin, codes + begin, words + begin / kGroup, n - begin);
   }
 
   // Returns the scale.
-  static APEX_NPU_INLINE float encode(float* values, Code* codes, const uint32_t* random, int64_t n) {
+  static APEX_NPU_INLINE float encode(float* values, Code* codes, const uint32_t* words, int64_t n) {
     int32_t largest = 0;  // of the bits of magnitudes: so inf and nan are larger than numbers
 #pragma omp simd reduction(max : largest)
     for (int64_t i = 0; i < n; ++i) {
@@ -167,9 +149,27 @@ struct EncodeBlocks {
       for (int64_t i = 0; i < n; ++i) values[i] *= 0x1p-4f;
     }
     const float inverse = 1.0f / divisor;
+    // Two groups at a time: as many codes as fill a vector.
+    constexpr int64_t kStep = 2 * kGroup;
+    for (int64_t begin = 0; begin < n; begin += kStep) {
+      const uint32_t first = words[begin / kGroup], second = words[begin / kGroup + 1];
+      if (begin + kStep <= n) {
+        encode_step(values + begin, codes + begin, inverse, first, second, kStep);
+      } else {
+        encode_step(values + begin, codes + begin, inverse, first, second, n - begin);
+      }
+    }
+    return scale;
+  }
+
+  static APEX_NPU_INLINE void encode_step(const float* values, Code* codes, float inverse, uint32_t first,
+                                          uint32_t second, int64_t n) {
+    const uint32_t apart = first ^ second;
+    const auto count = static_cast<uint32_t>(n);
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) {
-      const float ratio = values[i] * inverse, u = one_and_more<kUpper>(random[i]);
+    for (uint32_t i = 0; i < count; ++i) {
+      const uint32_t word = first ^ (apart & (0u - i / kGroup));
+      const float ratio = values[i] * inverse, u = one_and_more<kUpper>(word + kWeyl * (i % kGroup));
       // Above 127 and 255 by the rounding of float32 alone, which u leaves room for.
       if constexpr (std::is_signed_v<Code>) {
         codes[i] = static_cast<Code>(static_cast<int32_t>(ratio * 127.0f + 127.0f + u) - 128);
@@ -180,41 +180,14 @@ struct EncodeBlocks {
         codes[i] = static_cast<Code>(code < least ? least : code);
       }
     }
-    return scale;
   }
 };
 
-struct NarrowStochastically {
-  APEX_NPU_INLINE void operator()(const float* values, BFloat16* rounded, const uint32_t* random, int shift,
-                                  int64_t n) const {
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) rounded[i].bits = round_stochastically(values[i], (random[i] >> shift) & 0xffffu);
-  }
-};
-
-struct DecodeRemainder {
-  APEX_NPU_INLINE void operator()(const BFloat16* rounded, const int16_t* remainder, float* values, int64_t n) const {
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) {
-      const int32_t upper = rounded[i].bits, magnitude = upper & 0x7fff, lower = remainder[i];
-      // What a script has written to the parameter is the truth: a remainder that does not belong to it is none.
-      const bool stale =
-          (magnitude > 0x7f80) | ((magnitude == 0) & (lower < 0)) | ((magnitude == 0x7f80) & (lower > 0));
-      const uint32_t bits = (static_cast<uint32_t>(upper) << 16) + static_cast<uint32_t>(stale ? 0 : lower);
-      values[i] = bit_cast<float>(bits);
-    }
-  }
-};
-
-struct EncodeRemainder {
-  APEX_NPU_INLINE void operator()(const float* values, BFloat16* rounded, int16_t* remainder, int64_t n) const {
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) {
-      const auto bits = bit_cast<uint32_t>(values[i]);
-      const uint32_t kept = values[i] != values[i] ? (bits | 0x00400000u) & 0xffff0000u : bits;
-      rounded[i].bits = static_cast<uint16_t>((kept + 0x8000u) >> 16);
-      remainder[i] = static_cast<int16_t>(kept);
-    }
+// What differs in format alone is copied.
+struct Copy {
+  template <typename From, typename To>
+  APEX_NPU_INLINE void operator()(From from, To to, int64_t n) const {
+    for_each<float>(n, [=](Element i) APEX_NPU_INLINE_LAMBDA { to[i] = static_cast<float>(from[i]); }, from, to);
   }
 };
 
@@ -248,25 +221,27 @@ Encoding::Encoding(const std::optional<at::Tensor>& remainder, at::TensorList sc
   }
 }
 
-void fill_random(uint32_t* random, int64_t first, uint32_t position, uint32_t count, uint32_t pair) {
+void Encoding::check(const char* op, int64_t i, int64_t begin, int64_t numel) const {
+  const bool has = i < static_cast<int64_t>(segments_.size());
+  TORCH_CHECK_VALUE(has && segments_[i].begin == begin && segments_[i].numel == numel, op, ": parameter ", i, " has ",
+                    numel, " elements from ", begin, " on, and table, of ", segments_.size(), " rows, none for them");
+}
+
+RandomWords::RandomWords(int64_t first, uint32_t position, uint32_t count, uint32_t pair) {
   const Counters counters = {static_cast<uint64_t>(first / (4 * kGroup)), position, count, pair};
-  uint32_t words[4 * kCounters];
 #ifdef APEX_NPU_AVX2
   if (has_avx2()) {
     static_assert(kCounters == 8);
     philox_avx2(words, counters);
-  } else {
-    vectorized(Philox(), static_cast<uint32_t*>(words), counters);
+    return;
   }
-#else
-  vectorized(Philox(), static_cast<uint32_t*>(words), counters);
 #endif
-  vectorized(Spread(), static_cast<const uint32_t*>(words), random);
+  vectorized(Philox(), static_cast<uint32_t*>(words), counters);
 }
 
 void decode_state(const StateBuffer& state, int64_t at, int64_t scale, float* values, int64_t n) {
   if (state.dtype == at::kBFloat16) {
-    widen(static_cast<const BFloat16*>(state.data) + at, state.dtype, values, n);
+    vectorized(Copy(), NarrowValues{static_cast<const BFloat16*>(state.data) + at}, values, n);
   } else if (state.dtype == at::kChar) {
     vectorized(DecodeBlocks<int8_t>(), static_cast<const int8_t*>(state.data) + at,
                static_cast<const float*>(state.scales) + scale, values, n);
@@ -278,41 +253,37 @@ void decode_state(const StateBuffer& state, int64_t at, int64_t scale, float* va
 
 namespace {
 
-template <typename Code>
-void encode_codes(const StateBuffer& state, int64_t at, int64_t scale, float* values, const uint32_t* random, int shift,
-                  int64_t n) {
-  Code* codes = static_cast<Code*>(state.data) + at;
-  if (shift == 0) {
-    vectorized(EncodeBlocks<Code, false>(), values, codes, state.scales + scale, random, n);
+template <int kHalf>
+void encode_half(const StateBuffer& state, int64_t at, int64_t scale, float* values, const uint32_t* words, int64_t n) {
+  if (state.dtype == at::kBFloat16) {
+    const RoundedValues<kHalf> stored = {static_cast<BFloat16*>(state.data) + at, words};
+    vectorized(Copy(), static_cast<const float*>(values), stored, n);
+  } else if (state.dtype == at::kChar) {
+    vectorized(EncodeBlocks<int8_t, kHalf == 1>(), values, static_cast<int8_t*>(state.data) + at, state.scales + scale,
+               words, n);
   } else {
-    vectorized(EncodeBlocks<Code, true>(), values, codes, state.scales + scale, random, n);
+    vectorized(EncodeBlocks<uint8_t, kHalf == 1>(), values, static_cast<uint8_t*>(state.data) + at,
+               state.scales + scale, words, n);
   }
 }
 
 }  // namespace
 
-void encode_state(const StateBuffer& state, int64_t at, int64_t scale, float* values, const uint32_t* random, int shift,
-                  int64_t n) {
-  if (state.dtype == at::kBFloat16) {
-    const float* rounded = values;
-    vectorized(NarrowStochastically(), rounded, static_cast<BFloat16*>(state.data) + at, random, shift, n);
-  } else if (state.dtype == at::kChar) {
-    encode_codes<int8_t>(state, at, scale, values, random, shift, n);
+void encode_state(const StateBuffer& state, int64_t at, int64_t scale, float* values, const RandomWords& random,
+                  int half, int64_t n) {
+  if (half == 0) {
+    encode_half<0>(state, at, scale, values, random.words, n);
   } else {
-    encode_codes<uint8_t>(state, at, scale, values, random, shift, n);
+    encode_half<1>(state, at, scale, values, random.words, n);
   }
 }
 
-void decode_remainder(const BFloat16* rounded, const int16_t* remainder, float* values, int64_t n) {
-  vectorized(DecodeRemainder(), rounded, remainder, values, n);
-}
+void decode_remainder(RemainderValues stored, float* values, int64_t n) { vectorized(Copy(), stored, values, n); }
 
-void encode_remainder(const float* values, BFloat16* rounded, int16_t* remainder, int64_t n) {
-  vectorized(EncodeRemainder(), values, rounded, remainder, n);
-}
+void encode_remainder(const float* values, RemainderValues stored, int64_t n) { vectorized(Copy(), values, stored, n); }
 
-void narrow_stochastically(const float* values, BFloat16* rounded, const uint32_t* random, int64_t n) {
-  vectorized(NarrowStochastically(), values, rounded, random, 0, n);
+void narrow_stochastically(const float* values, BFloat16* rounded, const RandomWords& random, int64_t n) {
+  vectorized(Copy(), values, RoundedValues<0>{rounded, random.words}, n);
 }
 
 }  // namespace apex_npu

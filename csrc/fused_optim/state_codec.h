@@ -21,6 +21,12 @@ constexpr int64_t kScaleNumel = 128;
 
 constexpr int kMaxStates = 3;
 
+// Elements that share a word of random bits: to it each adds a multiple, of its place among them, of 2^32 times the
+// golden ratio. They are a line of a loop, so that the multiples are constants.
+constexpr int kGroup = 16;
+static_assert(kGroup * sizeof(float) == 64);
+constexpr uint32_t kWeyl = 0x9e3779b9u;
+
 // One parameter in flat buffers: where it begins, its elements, its position among all parameters of the optimizer,
 // and the index of its first scale.
 struct EncodedSegment {
@@ -46,6 +52,10 @@ class Encoding {
   const std::vector<at::Tensor>& scales() const { return scales_; }
   int64_t end() const { return segments_.empty() ? 0 : segments_.back().begin + segments_.back().numel; }
   int64_t scale_count() const { return scale_count_; }
+  // Of a parameter that `check` has accepted.
+  const EncodedSegment& segment(int64_t i) const { return segments_[i]; }
+  // Raises ValueError, in the name of `op`, where parameter i is not where segment i is.
+  void check(const char* op, int64_t i, int64_t begin, int64_t numel) const;
   int64_t blocks() const { return block_ends_.empty() ? 0 : block_ends_.back(); }
 
   // function(segment, first, n) for blocks [from, to) of at most kBlockNumel elements, `first` counted in the segment.
@@ -69,14 +79,6 @@ class Encoding {
   bool stochastic_param_ = false, empty_ = false;
 };
 
-// The states of a rule, in the order of its operands; null where there is none.
-template <typename T>
-struct States {
-  T* state[kMaxStates];
-
-  APEX_NPU_INLINE T* operator[](int k) const { return state[k]; }
-};
-
 // One state of a call: its memory, and how it is kept. Of 8 bits, kByte is unsigned and kChar signed.
 struct StateBuffer {
   void* data = nullptr;
@@ -86,20 +88,137 @@ struct StateBuffer {
   bool is_plain() const { return dtype == at::kFloat || dtype == at::kDouble; }
 };
 
-// 32 random bits for each of the elements [first, first + kBlockNumel) of a parameter; `first` is a multiple of that.
-// States 2 · pair and 2 · pair + 1 take the lower and the upper 16.
-void fill_random(uint32_t* random, int64_t first, uint32_t position, uint32_t count, uint32_t pair);
+// The words of the elements [first, first + kBlockNumel) of a parameter; `first` is a multiple of that. Of each sum of
+// a word and a multiple the states 2 · pair and 2 · pair + 1 take the lower and the upper 16 bits.
+struct RandomWords {
+  RandomWords() = default;
+  RandomWords(int64_t first, uint32_t position, uint32_t count, uint32_t pair);
+
+  uint32_t words[kBlockNumel / kGroup];
+};
+
+// What loops have in the place of pointers to float32: they load it, and store what is assigned, in another format.
+
+// bfloat16, read.
+struct NarrowValues {
+  const BFloat16* data;
+
+  APEX_NPU_INLINE float operator[](Element i) const { return to_float(data[i.index]); }
+};
+
+APEX_NPU_INLINE void prefetch(const NarrowValues& values, int64_t at) { APEX_NPU_PREFETCH(values.data + at); }
+
+// To a neighbour in bfloat16: away from zero if `random`, 16 bits, and the bits that are cut off have a carry.
+APEX_NPU_INLINE BFloat16 round_stochastically(float value, uint32_t random) {
+  const auto bits = bit_cast<int32_t>(value);
+  const auto nan = static_cast<uint32_t>(mask_of_greater(bits & 0x7fffffff, kFloatInf));
+  const uint32_t kept = static_cast<uint32_t>(bits) | (nan & 0x00400000u);
+  return {static_cast<uint16_t>((kept + (random & ~nan)) >> 16)};
+}
+
+// bfloat16, rounded stochastically by the lower or the upper half of the random bits; from the beginning of `words` on.
+template <int kHalf>
+struct RoundedValues {
+  BFloat16* data;
+  const uint32_t* words;
+
+  struct Reference {
+    BFloat16* place;
+    uint32_t random;
+
+    APEX_NPU_INLINE operator float() const { return to_float(*place); }
+    APEX_NPU_INLINE void operator=(float value) const {
+      place->bits = round_stochastically(value, kHalf == 0 ? random & 0xffffu : random >> 16).bits;
+    }
+  };
+
+  APEX_NPU_INLINE Reference operator[](Element i) const {
+    return {data + i.index, words[(i.index - i.lane) / kGroup] + kWeyl * i.lane};
+  }
+};
+
+template <int kHalf>
+APEX_NPU_INLINE void prefetch(const RoundedValues<kHalf>& values, int64_t at) {
+  APEX_NPU_PREFETCH(values.data + at);
+}
+
+// A float32 as a bfloat16, rounded to nearest with halves away from zero, and the 16 bits that it lacks.
+struct RemainderValues {
+  BFloat16* rounded;
+  int16_t* remainder;
+
+  struct Reference {
+    BFloat16* rounded;
+    int16_t* remainder;
+
+    APEX_NPU_INLINE operator float() const {
+      const int32_t upper = rounded->bits, magnitude = (upper & 0x7fff) << 16, lower = *remainder;
+      // What a script has written to the parameter is the truth: a remainder that would make 0, inf or nan something
+      // else belongs to another value, and is none.
+      const int32_t whole = magnitude + lower;
+      const int32_t stale = mask_of_greater(0, whole) | mask_of_greater(whole, kFloatInf);
+      return bit_cast<float>(static_cast<uint32_t>(magnitude + (lower & ~stale)) |
+                             (static_cast<uint32_t>(upper) & 0x8000u) << 16);
+    }
+
+    APEX_NPU_INLINE void operator=(float value) const {
+      const auto bits = bit_cast<int32_t>(value);
+      const auto nan = static_cast<uint32_t>(mask_of_greater(bits & 0x7fffffff, kFloatInf));
+      const uint32_t kept = (static_cast<uint32_t>(bits) | (nan & 0x00400000u)) & ~(nan & 0xffffu);
+      rounded->bits = static_cast<uint16_t>((kept + 0x8000u) >> 16);
+      *remainder = static_cast<int16_t>(kept);
+    }
+  };
+
+  APEX_NPU_INLINE Reference operator[](int64_t i) const { return {rounded + i, remainder + i}; }
+};
+
+APEX_NPU_INLINE void prefetch(const RemainderValues& values, int64_t at) {
+  APEX_NPU_PREFETCH(values.rounded + at);
+  APEX_NPU_PREFETCH(values.remainder + at);
+}
+
+// The states of a rule, in the order of its operands; null where there is none.
+template <typename T>
+struct States {
+  T* state[kMaxStates];
+
+  template <int k>
+  APEX_NPU_INLINE T* get() const {
+    return state[k];
+  }
+};
+
+// Likewise, all of them bfloat16.
+struct RoundedStates {
+  BFloat16* state[kMaxStates];
+  const uint32_t* words[(kMaxStates + 1) / 2];  // of each pair
+
+  template <int k>
+  APEX_NPU_INLINE RoundedValues<k % 2> get() const {
+    return {state[k], words[k / 2]};
+  }
+};
+
+template <int k, typename Buffers>
+APEX_NPU_INLINE auto get(const Buffers& states) {
+  return states.template get<k>();
+}
+
+template <int k, typename Buffers>
+APEX_NPU_INLINE bool has(const Buffers& states) {
+  return states.state[k] != nullptr;
+}
 
 // Elements [at, at + n) of `state` to or from float32, `scale` being the index of the first scale.
 void decode_state(const StateBuffer& state, int64_t at, int64_t scale, float* values, int64_t n);
-// What is encoded may be overwritten.
-void encode_state(const StateBuffer& state, int64_t at, int64_t scale, float* values, const uint32_t* random, int shift,
-                  int64_t n);
+// What is encoded may be overwritten; `half` is 0 or 1.
+void encode_state(const StateBuffer& state, int64_t at, int64_t scale, float* values, const RandomWords& random,
+                  int half, int64_t n);
 
-// A float32 as a bfloat16, rounded to nearest with halves away from zero, and the 16 bits that it lacks.
-void decode_remainder(const BFloat16* rounded, const int16_t* remainder, float* values, int64_t n);
-void encode_remainder(const float* values, BFloat16* rounded, int16_t* remainder, int64_t n);
+void decode_remainder(RemainderValues stored, float* values, int64_t n);
+void encode_remainder(const float* values, RemainderValues stored, int64_t n);
 
-void narrow_stochastically(const float* values, BFloat16* rounded, const uint32_t* random, int64_t n);
+void narrow_stochastically(const float* values, BFloat16* rounded, const RandomWords& random, int64_t n);
 
 }  // namespace apex_npu

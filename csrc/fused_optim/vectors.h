@@ -68,19 +68,34 @@ constexpr int64_t kBlockNumel = 512;
 // Elements worth a thread of their own.
 constexpr int64_t kGrainNumel = 1 << 15;
 
-// body(i) for each i in [0, n), a cache line of T after the other, fetching `streams` (of T) a block ahead: so the
-// memory is at work during a second loop, too. Iterations must not depend on each other.
+// An element of a loop by lines: its index, and which of its line it is.
+struct Element {
+  int64_t index;
+  uint32_t lane;
+
+  APEX_NPU_INLINE operator int64_t() const { return index; }
+};
+
+// Operands of loops are pointers, or objects that stand for memory of another format (state_codec.h).
+template <typename T>
+APEX_NPU_INLINE void prefetch(const T* stream, int64_t at) {
+  APEX_NPU_PREFETCH(stream + at);
+}
+
+// body(i) for each i in [0, n), a cache line of T after the other, fetching `streams` a block ahead: so the memory is
+// at work during a second loop, too. Iterations must not depend on each other.
 template <typename T, typename Body, typename... Streams>
-APEX_NPU_INLINE void for_each(int64_t n, const Body& body, const Streams*... streams) {
-  constexpr int64_t kLine = 64 / sizeof(T);
+APEX_NPU_INLINE void for_each(int64_t n, const Body& body, const Streams&... streams) {
+  constexpr uint32_t kLine = 64 / sizeof(T);
   int64_t i = 0;
   for (; i + kLine <= n; i += kLine) {
-    (APEX_NPU_PREFETCH(streams + i + kBlockNumel), ...);
+    (prefetch(streams, i + kBlockNumel), ...);
 #pragma omp simd
-    for (int64_t j = i; j < i + kLine; ++j) body(j);
+    for (uint32_t lane = 0; lane < kLine; ++lane) body(Element{i + lane, lane});
   }
+  const auto rest = static_cast<uint32_t>(n - i);
 #pragma omp simd
-  for (int64_t j = i; j < n; ++j) body(j);
+  for (uint32_t lane = 0; lane < rest; ++lane) body(Element{i + lane, lane});
 }
 
 }  // namespace apex_npu

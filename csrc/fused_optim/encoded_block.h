@@ -1,0 +1,135 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// A block of operands whose states, or parameters, are encoded.
+#pragma once
+
+#include <algorithm>
+
+#include "fused_optim/operands.h"
+#include "fused_optim/state_codec.h"
+#include "fused_optim/vectors.h"
+
+namespace apex_npu {
+
+// The elements [first, first + n) of a parameter, `first` being a multiple of kBlockNumel and n no larger.
+class EncodedBlock {
+ public:
+  EncodedBlock(const Operands& operands, const EncodedSegment& segment, int64_t first, int64_t n)
+      : operands_(operands),
+        first_(first),
+        at_(segment.begin + first),
+        scale_(segment.first_scale + first / kScaleNumel),
+        n_(n),
+        position_(static_cast<uint32_t>(segment.position)) {}
+
+  // rule(param, grad, states, n), where parameters and states of bfloat16 are decoded and encoded in the rule's own
+  // loop: a copy would take longer than they save.
+  template <typename Rule>
+  void update(const Rule& rule) {
+    const BFloat16* narrow = operands_.is_param_encoded() ? operands_.narrow_grad(at_, n_) : nullptr;
+    if (narrow == nullptr) {
+      float* param = this->param();
+      update_states(rule, param, grad());
+      store_param(param);
+    } else if (int16_t* remainder = operands_.remainder(at_)) {
+      update_states(rule, RemainderValues{operands_.narrow_param(at_), remainder}, NarrowValues{narrow});
+    } else {
+      const RandomWords words = random(kParamPair);
+      update_states(rule, RoundedValues<0>{operands_.narrow_param(at_), words.words}, NarrowValues{narrow});
+    }
+  }
+
+  // In place where they are float32, else copies.
+  float* param() { return operands_.param(at_, n_, param_); }
+  const float* grad() { return operands_.grad(at_, n_, grad_); }
+  // Copies of the first `count` states, whatever they are, which `store_copies` encodes.
+  States<float> copies(int count) {
+    States<float> states = {};
+    for (int k = 0; k < count; ++k) {
+      states.state[k] = states_[k];
+      if (operands_.is_encoded(k)) {
+        decode_state(operands_.state(k), at_, scale_, states_[k], n_);
+      } else {
+        std::copy_n(in_place<float>(k), n_, states_[k]);
+      }
+    }
+    return states;
+  }
+  void store_copies(int count) {
+    encode_states();
+    for (int k = 0; k < count; ++k) {
+      if (!operands_.is_encoded(k)) std::copy_n(states_[k], n_, in_place<float>(k));
+    }
+  }
+  void store_param(const float* param) const {
+    if (operands_.encoding().stochastic_param()) {
+      operands_.write_back_stochastically(at_, n_, param, random(kParamPair));
+    } else {
+      operands_.write_back(at_, n_, param);
+    }
+  }
+
+ private:
+  // Of the parameters themselves; each two states have a pair from 0 on.
+  static constexpr uint32_t kParamPair = 255;
+
+  // Longer than blocks, so that no two begin at the same place of a page: there a load waits for a store to the other.
+  static constexpr int64_t kRow = kBlockNumel + 208;
+
+  struct PairWords {
+    RandomWords pairs[(kMaxStates + 1) / 2];
+  };
+
+  template <typename Rule, typename Param, typename Grad>
+  void update_states(const Rule& rule, Param param, Grad grad) {
+    if (operands_.are_rounded()) {
+      const PairWords words = random_of_states();
+      RoundedStates states = {{}, {words.pairs[0].words, words.pairs[1].words}};
+      for (int k = 0; k < kMaxStates; ++k) states.state[k] = in_place<BFloat16>(k);
+      vectorized(rule, param, grad, states, n_);
+    } else {
+      States<float> states;
+      for (int k = 0; k < kMaxStates; ++k) {
+        states.state[k] = operands_.is_encoded(k) ? states_[k] : in_place<float>(k);
+        if (operands_.is_encoded(k)) decode_state(operands_.state(k), at_, scale_, states_[k], n_);
+      }
+      vectorized(rule, param, grad, states, n_);
+      encode_states();
+    }
+  }
+
+  void encode_states() {
+    const PairWords words = random_of_states();
+    for (int k = 0; k < kMaxStates; ++k) {
+      if (!operands_.is_encoded(k)) continue;
+      encode_state(operands_.state(k), at_, scale_, states_[k], words.pairs[k / 2], k % 2, n_);
+    }
+  }
+
+  template <typename T>
+  T* in_place(int k) const {
+    auto* data = static_cast<T*>(operands_.state(k).data);
+    return data == nullptr ? nullptr : data + at_;
+  }
+
+  RandomWords random(uint32_t pair) const { return {first_, position_, operands_.encoding().count(), pair}; }
+
+  PairWords random_of_states() const {
+    PairWords words;
+    for (int k = 0; k < kMaxStates; ++k) {
+      const bool is_first = k % 2 == 0 || !operands_.is_encoded(k - 1);
+      if (operands_.is_encoded(k) && is_first) words.pairs[k / 2] = random(static_cast<uint32_t>(k / 2));
+    }
+    return words;
+  }
+
+  const Operands& operands_;
+  const int64_t first_, at_, scale_, n_;
+  const uint32_t position_;
+  alignas(64) float param_[kRow];
+  float grad_[kRow];
+  float states_[kMaxStates][kRow];
+};
+
+}  // namespace apex_npu
