@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from apex_npu.amp.block import Block, BlockPart, DelayingBlock
 from apex_npu.amp.policy import Policy, resolve
+from apex_npu.autocast.forward_cast import is_batch_norm
 from apex_npu.distributed.fully_sharded import HeldGradients, Unit, ensure_averages, unit_around, units_of
 from apex_npu.fusion.shards import groups_over, is_sharded, meshes_of
 from apex_npu.ops import LOW_PRECISION
@@ -173,7 +173,7 @@ def _check_unit(unit: Unit, policy: Policy) -> None:
 
 
 def _is_affine_batch_norm(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and module.affine
+    return is_batch_norm(module) and bool(module.affine)
 
 
 def _check_batch_norms(model: nn.Module, units: list[Unit], policy: Policy) -> None:

@@ -77,7 +77,8 @@ class UncountedWrites:
             kinds.setdefault((copies[k].device, copies[k].dtype), []).append(k)
         self._next = (self._next + looked_at) % max(1, len(copies))
         for indices in kinds.values():
-            self._compare(*(torch.cat([_flat(tensors[k]) for k in indices]) for tensors in (params, copies)))
+            joined = [torch.cat([_flat(tensors[k]) for k in indices]) for tensors in (params, copies)]
+            self._compare(joined[0], joined[1])
 
     def _compare(self, param: Tensor, copy: Tensor, lines: Tensor | None = None, part: slice = slice(None)) -> None:
         differences = param.to(copy.dtype).sub_(copy)  # of numbers that are not the same never 0

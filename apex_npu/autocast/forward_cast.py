@@ -75,6 +75,11 @@ class Ambient:
             list(leaving)
 
 
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether ``module`` is what ``keep_batchnorm_fp32`` keeps in float32."""
+    return isinstance(module, _BatchNorm)
+
+
 def convert_model(
     model: nn.Module, policy: CastPolicy, device_types: Sequence[str], ambient: Ambient | None = None
 ) -> ModelCast:
@@ -355,7 +360,7 @@ class CastForward:
         others = [
             f"{name} ({str(tensor.dtype).removeprefix('torch.')})"
             for prefix, module in self.model.named_modules()
-            if not isinstance(module, _BatchNorm)
+            if not is_batch_norm(module)
             for name, tensor in chain(
                 module.named_parameters(prefix, recurse=False), module.named_buffers(prefix, recurse=False)
             )
@@ -475,7 +480,7 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm: boo
     """
     before: list[tuple[Tensor, Tensor]] = []
     try:
-        modules = [m for m in model.modules() if not (keep_batchnorm and isinstance(m, _BatchNorm))]
+        modules = [m for m in model.modules() if not (keep_batchnorm and is_batch_norm(m))]
         casts = _casts_of_lists([t for m in modules for t in _own_tensors(m)], dtype)
         for module in modules:
             cast_own_parameters(module, dtype, before, casts)

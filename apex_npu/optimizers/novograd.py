@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run
-from apex_npu.ops import segment_add_, segment_dot
+from apex_npu.ops import segment_add_, segment_dot, sgd_
 from apex_npu.optimizers.base import ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, check_no_amsgrad
 from apex_npu.optimizers.state_formats import StateDtype
@@ -151,12 +151,27 @@ class FusedNovoGrad(NormOptimizer):
         if group["reg_inside_moment"]:
             exp_avg.add_(param, alpha=beta3 * weight_decay)
             segment_add_(exp_avg, grad, inverse.mul_(beta3), *segments)
-            param.add_(exp_avg, alpha=-lr / bias_correction1)
+            direction, weight_decay = exp_avg / bias_correction1, 0.0
         else:
             exp_avg.add_(grad, alpha=beta3)
-            param.mul_(1 - lr * weight_decay)
-            segment_add_(param, exp_avg, inverse.mul_(-lr / bias_correction1), *segments)
-        run.write_back(param, exp_avg=exp_avg)
+            direction = torch.zeros_like(exp_avg)
+            segment_add_(direction, exp_avg, inverse.div_(bias_correction1), *segments)
+        copy = run.model_param() if param is run.param else None
+        sgd_(
+            param,
+            direction,
+            None,
+            copy,
+            lr=lr,
+            momentum=0.0,
+            dampening=0.0,
+            weight_decay=weight_decay,
+            decoupled=True,
+            nesterov=False,
+            maximize=False,
+            step=2,
+        )
+        run.write_back(param, with_model=copy is None, exp_avg=exp_avg)
 
 
 def _with_norms_in_state(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ def loss_of(model, step):
     return model(x).square().mean()
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")  # what a rule writes is no write of a script
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_steps_by_its_rule_on_what_amp_leaves(spec, level):
