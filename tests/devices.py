@@ -67,6 +67,13 @@ SATURATES = VENDOR and SIMULATOR is not None and SIMULATOR.saturates()
 # the last bit may differ, and what is not finite be inf or NaN.
 SAME_KERNELS = not VENDOR
 
+
+def synchronize() -> None:
+    """Wait for the device: what has been copied to the host without a wait has come then."""
+    if DEVICE.type != "cpu":
+        torch.accelerator.synchronize()
+
+
 # What torch_npu and CANN do not do, by the names that `needs` takes.
 _VENDOR_LACKS = {
     "affine_grid": "the host CANN has no affine_grid",

@@ -401,11 +401,6 @@ class MasterParams:
             self.master_writes.note(self.masters, others)
         return UNCOUNTED if uncounted and not self._written else None
 
-    def end_failed_step(self, groups: Sequence[FusedGroup]) -> None:
-        """After an error in a step: where it has updated masters, the model gets them."""
-        if self.masters and self.master_writes.counted(self.masters) != self._written:
-            self.copy_to_model(groups)
-
     def has_flat_model(self, groups: Sequence[FusedGroup]) -> bool:
         """True where ``flat_model`` would move nothing."""
         return self._flat_model is not None and self._flat_model.fits(groups, self.masters)

@@ -394,13 +394,13 @@ class AmpOptimizerState:
 
     def end_failed_step(self, optimizer: Optimizer, error: BaseException, *, begun: bool) -> None:
         """After ``error``, in its own step where that has ``begun``: the model follows masters that may be stepped."""
-        if not isinstance(error, Exception):  # an interrupt: no gradient is to be stepped twice
+        interrupted = not isinstance(error, Exception)
+        if begun or interrupted:
             self.masters.copy_to_model(fused_groups(optimizer))
+        if interrupted:  # no gradient is to be stepped twice
             for group in optimizer.param_groups:
                 drop_grads(group["params"])
             self.clear(set_to_none=True)
-        elif begun:
-            self.masters.end_failed_step(fused_groups(optimizer))
 
     def skip_step(self, optimizer: Optimizer) -> None:
         """Record that the step of ``optimizer`` is skipped, and say so."""

@@ -40,7 +40,7 @@ from amp.random_programs import (
     show,
     text_of,
 )
-from devices import DEVICE
+from devices import DEVICE, VENDOR, synchronize
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -94,6 +94,9 @@ IDIOMS = {
     "vector": lambda ps, change: vector_to_parameters(changed(parameters_to_vector(ps), change), ps),
     "numpy": lambda ps, change: [change(unseen(p)) for p in ps],
 }
+
+if VENDOR:
+    del IDIOMS["foreach"]  # torch_npu's operators on lists count no writes
 
 # Those that autograd's version counters do not count, at the same address.
 UNCOUNTED = ("data", "numpy")
@@ -367,6 +370,7 @@ class Amp(Script):
 
     def step_optimizer(self):
         self.optimizer.step()
+        synchronize()
         return amp.last_step(self.optimizer).applied
 
     def zero_grad(self, set_to_none):

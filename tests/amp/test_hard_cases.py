@@ -361,6 +361,8 @@ def test_a_model_that_is_not_in_the_dtype_it_was_cast_to_is_named(conversion, le
         require("float64")
     if level == "O4":
         require("autocast_to_bfloat16")
+    if level in ("O2", "O3", "O5"):
+        require("mixed_operands")
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
@@ -421,6 +423,8 @@ def test_parameters_that_conversions_swap(convert, level, cls):
     """As where ``Module.to`` assigns ``param.data``."""
     if level == "O4":
         require("autocast_to_bfloat16")
+    if level == "O3" and convert is not moved:
+        require("mixed_operands")
     found = trained_after(convert, level, cls, swap=True)
     assert found == trained_after(convert, level, cls, swap=False)
     assert isinstance(found, str) <= (convert is not moved)

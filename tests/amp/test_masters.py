@@ -147,11 +147,13 @@ def test_sharpness_aware_steps_by_hand_are_those_of_torch(level, kind):
         backward(model(vector(*X)), optimizer)
         kept = [master.detach().clone() for master in masters_of(optimizer)]
         with torch.no_grad():
-            torch._foreach_add_(masters_of(optimizer), radius)
+            for master in masters_of(optimizer):
+                master.add_(radius)
         optimizer.zero_grad()
         backward(model(vector(*X)), optimizer)
         with torch.no_grad():
-            torch._foreach_copy_(masters_of(optimizer), kept)
+            for master, value in zip(masters_of(optimizer), kept, strict=True):
+                master.copy_(value)
         optimizer.step()
         optimizer.zero_grad()
         w -= 0.5 * (w + radius)
@@ -191,13 +193,15 @@ def test_masters_written_between_backward_and_step_are_trained(level, kind):
         for _ in range(3):
             backward(model(vector(*X)), optimizer)
             with torch.no_grad():
-                torch._foreach_mul_(masters_of(optimizer), 0.5)
+                for master in masters_of(optimizer):
+                    master.mul_(0.5)
             optimizer.step()
             optimizer.zero_grad()
             w = 0.5 * w - 0.5 * w
             assert_values([*masters_of(optimizer), model.inner.w[0]], w, w)
             with torch.no_grad():
-                torch._foreach_add_(masters_of(optimizer), 1.0)
+                for master in masters_of(optimizer):
+                    master.add_(1.0)
             w += 1.0
 
 
@@ -274,7 +278,8 @@ def test_copies_have_what_was_written_to_masters(level, kind):
     model, optimizer = start(Net(), kind=kind, level=level, lr=0.5)
     train_step(model, optimizer)
     with torch.no_grad():
-        torch._foreach_copy_(masters_of(optimizer), [torch.full_like(m, 0.25) for m in masters_of(optimizer)])
+        for master in masters_of(optimizer):
+            master.fill_(0.25)
     twin, other = copy.deepcopy((model, optimizer))
     assert_values([copy.deepcopy(model).inner.w[0], twin.inner.w[0], *masters_of(other)], 0.25, 0.25, 0.25)
     train_step(twin, other)
