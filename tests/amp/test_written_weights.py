@@ -381,6 +381,7 @@ def lookahead(t):
     for _ in range(STEPS):
         t.backward()
         around.step()
+        synchronize()
         t.optimizer.zero_grad()
 
 
@@ -569,7 +570,10 @@ def test_loops(name, level, kind):
         return
     if seen is None:
         pytest.fail(f"raised {said}")  # which no known fault does
-    assert not [text for text in said if name != "without_a_backward" or "outside amp.scale_loss" not in text]
+    if name == "without_a_backward":
+        said = [text for text in said if "outside amp.scale_loss" not in text]
+    # torch_npu says once that its private formats are off.
+    assert not [text for text in said if "internal format" not in text]
     start = plain(name, kind)[0]
     for n, (found, wanted) in enumerate(zip(seen, plain(name, kind), strict=True)):
         for what, a, b, c in zip(("weights", "outputs"), found, wanted, start, strict=True):
