@@ -526,7 +526,7 @@ class FlatModel:
         columns = [pair.master_param for pair in loose], [pair.model_param for pair in loose]
         unwatched = []
         for group, buffer in buffers:
-            if buffer.flat.device.type != "cpu":
+            if buffer.flat.device.type != "cpu" and buffer.in_lines:
                 left_out = [id(model_param_of.get(id(p))) not in moved for p in group.params]
                 unwatched.append((group, buffer, lines_of(group, left_out, buffer.flat.dtype)))
         return cls(list(groups), [pair.master_param for pair in pairs], buffers, unfused, columns, unwatched)

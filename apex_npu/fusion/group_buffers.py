@@ -13,7 +13,7 @@ from torch import Tensor
 
 from apex_npu.fusion.flat_buffer import FlatBuffer, leave_private_formats, may_move
 from apex_npu.fusion.flat_grads import FlatGrads
-from apex_npu.fusion.layout import Layout, Slot
+from apex_npu.fusion.layout import ALIGN_NUMEL, Layout, Slot
 from apex_npu.fusion.storage import is_slot, release_previous, slot_table, storage_numel, watch_copies
 from apex_npu.ops import wide_dtype
 
@@ -157,7 +157,12 @@ class GroupBuffers:
         slots = tuple(Slot(self.grads.offsets[i], t.numel(), t.numel()) for i, t in movable)
         buffer.adopt(moved, Layout(slots, tuple(range(len(slots))), buffer.flat.numel()))
         found = ModelParamBuffer(buffer.flat, moved)
-        found.watched = watch_copies(buffer.flat, [slot.offset_numel for slot in slots], [slot.numel for slot in slots])
+        # Where all begin with a line, so does what a step updates at once: not in memory that has stayed a script's.
+        found.in_lines = not any(offset % ALIGN_NUMEL for offset in self.grads.offsets)
+        if found.in_lines:
+            found.watched = watch_copies(
+                buffer.flat, [slot.offset_numel for slot in slots], [slot.numel for slot in slots]
+            )
         self.model_params = weakref.ref(found)
         return found
 
@@ -179,6 +184,7 @@ class ModelParamBuffer:
         table: Where they were when they were moved here.
         kept: Those whose former memory may still be referenced from outside torch.
         written: How many of them the last step has updated.
+        in_lines: All parameters of the group begin at multiples of ``ALIGN_NUMEL``.
         watched: Rules look for what scripts have written to ``params``, see ``watch_copies``.
         parts: Slices of ``flat`` that runs have asked for, by where they begin and end.
     """
@@ -187,6 +193,7 @@ class ModelParamBuffer:
         """Wrap ``flat``, which already holds ``params``."""
         self.flat = flat
         self.written = 0
+        self.in_lines = False
         self.watched = False
         self.parts: dict[tuple[int, int], Tensor] = {}
         self.params = list(params)

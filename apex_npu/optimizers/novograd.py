@@ -151,10 +151,10 @@ class FusedNovoGrad(NormOptimizer):
         if group["reg_inside_moment"]:
             exp_avg.add_(param, alpha=beta3 * weight_decay)
             segment_add_(exp_avg, grad, inverse.mul_(beta3), *segments)
-            direction, weight_decay = exp_avg / bias_correction1, 0.0
+            direction, lr, weight_decay = exp_avg, lr / bias_correction1, 0.0
         else:
             exp_avg.add_(grad, alpha=beta3)
-            direction = torch.zeros_like(exp_avg)
+            direction = run.scratch("direction").zero_()
             segment_add_(direction, exp_avg, inverse.div_(bias_correction1), *segments)
         copy = run.model_param() if param is run.param else None
         sgd_(

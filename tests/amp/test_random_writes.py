@@ -42,6 +42,10 @@ def test_more_programs(level, writes):
 ALL = tuple(range(PARAMS))
 BLOCK, STEP = ("block", 32.0, ALL), ("step", True)
 FOUND = {
+    "masters at addresses in one tensor, then some of them in place": [
+        *(("write_masters", "vector", (1, 2, 4, 5), "halve"), STEP, BLOCK, STEP),
+        *(("write_masters", "no_grad", (3, 4), "halve"), BLOCK, STEP),
+    ],
     "the model, uncounted, before the first step": [BLOCK, ("write_model", "data", (1,), "halve"), STEP],
     "masters, uncounted, before the first step": [("write_masters", "data", (1,), "halve"), BLOCK, STEP],
     "the model in place, then at another address": [
