@@ -24,13 +24,10 @@ from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import tree_map
 from apex_npu.debug.model_report.copies import every_tensor
 from apex_npu.debug.overflow.kept_state import KeptState
+from apex_npu.debug.watching.calls import NotReplayedError
 from apex_npu.debug.watching.places import Place, calling_line
 
 logger = logging.getLogger("apex_npu.debug")
-
-
-class NotReplayedError(Exception):
-    """A forward cannot be run once more."""
 
 
 @dataclass(eq=False)

@@ -21,9 +21,10 @@ from apex_npu.debug.model_report.copies import nodes_of
 from apex_npu.debug.observers import stepped
 from apex_npu.debug.overflow.causes import Finding, without_operator
 from apex_npu.debug.overflow.finder import Finder, Gradients, params_of
-from apex_npu.debug.overflow.forwards import Forward, Forwards, NotReplayedError, outputs_of
+from apex_npu.debug.overflow.forwards import Forward, Forwards, outputs_of
 from apex_npu.debug.overflow.report import OverflowReport, Overflows
 from apex_npu.debug.text import first_line
+from apex_npu.debug.watching.calls import NotReplayedError
 from apex_npu.debug.watching.watch import GIVEN, Watch
 from apex_npu.fusion import grads_of
 from apex_npu.fusion.shards import local_part
@@ -247,7 +248,7 @@ class Replayer:
         with run.forward.as_it_was() as (call, inputs), self._forwards.paused():
             finder = Finder(self._forwards.models)
             finder.dynamic, watch = block.dynamic, finder.watch
-            watch.scale, watch.replayed = block.scale, run.forward
+            watch.scale, watch.is_replay, watch.caller = block.scale, True, run.forward.place
             watch.flag.take()
             was_raised, watch.flag.raised = watch.flag.raised, False
             watch.attach()

@@ -23,6 +23,10 @@ KEPT = 100_000
 KEPT_BAD = 1_000
 
 
+class NotReplayedError(Exception):
+    """A forward cannot be run once more."""
+
+
 class Leaf(NamedTuple):
     """A tensor that was not finite before any operator that was watched has read it."""
 

@@ -23,9 +23,8 @@ from apex_npu.backends._torch_private import (
     pop_mode,
     sequence_number,
 )
-from apex_npu.debug.overflow.forwards import Forward, NotReplayedError
 from apex_npu.debug.text import first_line
-from apex_npu.debug.watching.calls import KEPT, KEPT_BAD, Call, Input, Leaf, Phase, Result, Vanished
+from apex_npu.debug.watching.calls import KEPT, KEPT_BAD, Call, Input, Leaf, NotReplayedError, Phase, Result, Vanished
 from apex_npu.debug.watching.lineage import Lineage
 from apex_npu.debug.watching.operators import (
     Arguments,
@@ -71,7 +70,8 @@ class Watch(TorchDispatchMode):
         dropped_bad: Further calls like ``bad``, of which too many were.
         module_ranges: The largest magnitude of what each module has returned last.
         make_way: Ends the watching that no context of the script has begun, for one that the script opens; else None.
-        replayed: The forward that is run once more; None: what runs is the iteration itself.
+        is_replay: What runs is no iteration, but a forward once more.
+        caller: The line that had called that forward.
     """
 
     def __init__(self, names: Names, saturating: Sequence[torch.device] = ()) -> None:
@@ -90,7 +90,8 @@ class Watch(TorchDispatchMode):
         self.ranges = Ranges(self.flag)
         self.constants: list[Call] = []
         self.make_way: Callable[[], object] | None = None
-        self.replayed: Forward | None = None
+        self.is_replay = False
+        self.caller: Place | None = None
         self._bad_given: set[int] = set()
         self._backward_seen = False
         self._optimizer_seen = False
@@ -242,12 +243,12 @@ class Watch(TorchDispatchMode):
             return call_operator(func, args, kwargs)
         operator: Operator = operator_of(func)
         place = calling_line()
-        if self.replayed is not None:
+        if self.is_replay:
             if operator.is_collective:
                 raise NotReplayedError(
                     f"it calls {operator.name}, in which the other processes would have to take part"
                 )
-            place = self.replayed.place if place is Caller.REPLAY else place
+            place = self.caller if place is Caller.REPLAY else place
         if place is Caller.OPTIMIZER or place is Caller.AMP:
             returned = call_operator(func, args, kwargs)
             self._pass_over(operator, place, args, kwargs, returned)
