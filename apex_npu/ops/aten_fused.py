@@ -39,6 +39,8 @@ def sgd_(
     dampened = momentum_buffer is not None and options["dampening"] != 0
     # Beside Nesterov's momentum torch knows no dampening.
     asks = dampened and (isinstance(step, Tensor) or options["nesterov"])
+    # Nor a buffer without momentum.
+    asks = asks or (momentum_buffer is not None and options["momentum"] == 0)
     if decays or asks or not _one_dtype(*operands[:3]) or param.dtype in reference.LOW_PRECISION:
         elementwise.sgd_.reference(*operands, grad_scale=grad_scale, found_inf=found_inf, **options)
         return

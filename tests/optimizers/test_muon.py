@@ -16,7 +16,7 @@ from devices import DEVICE, SIMULATOR, needs_counts
 from torch import nn
 
 from apex_npu import amp
-from apex_npu.ops import newton_schulz
+from apex_npu.ops import aten_fused, newton_schulz
 from apex_npu.optimizers import NpuFusedAdamW, NpuFusedMuon
 
 torch_muon = pytest.importorskip("torch.optim._muon", reason="torch.optim has Muon from 2.9 on")
@@ -339,3 +339,12 @@ def test_launches_do_not_depend_on_the_number_of_equal_matrices(nesterov):
         assert n.syncs == 0
     assert counts[0] == counts[1]
     assert counts[0][1] == 3 * 5 * 3
+
+
+def test_without_momentum_the_buffer_is_the_gradient():
+    """Where there are no kernels of our own: torch's knows no buffer without momentum."""
+    options = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": True, "maximize": False, "step": 2}
+    param, buffer = torch.ones(3), torch.full((3,), 5.0)
+    aten_fused.sgd_(param, torch.tensor([0.5, -1.0, 2.0]), buffer, lr=0.5, **options)
+    assert param.tolist() == [0.75, 1.5, 0.0]
+    assert buffer.tolist() == [0.5, -1.0, 2.0]
