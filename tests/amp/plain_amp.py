@@ -53,7 +53,7 @@ class PlainAmp:
         self._unchecked = {}  # optimizer → scaler
         self._masters, self._has_master, self._fuses = masters, has_master, fuses
         # Parameters with masters: whose gradient the model has, and of those the ones that have been stepped since.
-        self._shown, self._stepped = set(), set()
+        self._shown, self._stepped, self._zeros = set(), set(), set()
 
     def params(self, o):
         return [p for group in self.optimizers[o].param_groups for p in group["params"]]
@@ -107,10 +107,12 @@ class PlainAmp:
     def fail(self, which):
         for o in which:
             self.delayed[o] = self._were_delayed[o]
+            self._zeros.difference_update(self.params(o))
 
     def end(self, which, loss_id, delay):
         scaler = self.scalers[loss_id]
         for o in which:
+            self._zeros.difference_update(self.params(o))  # the next step is that of the block
             # A plain backward is as good as a block at a static scale of 1, but for masters.
             self.delayed[o] = delay == "delay_unscale" and (scaler.dynamic or scaler.scale != 1.0 or self._masters)
         if delay is not None:
@@ -133,7 +135,8 @@ class PlainAmp:
         self.skip[o] = False
         for p in self.params(o):
             if self._has_master(p):
-                p.grad = None
+                if p not in self._zeros or p.grad is None or p.grad.any():
+                    p.grad = None  # zeros stay, as they stay on the model
                 self._stepped |= self._shown & {p}
 
     def zero_grad(self, o, set_to_none):
@@ -151,6 +154,7 @@ class PlainAmp:
         elif p in self._shown:  # as without masters, whose gradients a step drops
             p.grad = torch.zeros_like(p)
         self._stepped.discard(p)
+        (self._zeros.add if p.grad is not None else self._zeros.discard)(p)
 
     def clip(self, o, max_norm, norm_type):
         self.check(o)
