@@ -260,9 +260,10 @@ class MasterParams:
     def _look_there(self) -> str | None:
         """Look on accelerators for writes that are not counted; what is to be said of those found by earlier steps."""
         uncounted, flat = self._uncounted, self._flat_model
-        if uncounted.found():
+        capturing = is_capturing()  # what has come is not asked for then
+        if not capturing and uncounted.found():
             return UNCOUNTED_THERE
-        if uncounted.is_found or uncounted.passes_over or is_capturing():
+        if uncounted.is_found or uncounted.passes_over or capturing:
             uncounted.passes_over = False
             return None
         if flat is not None and not self.master_writes.written(self.masters):
@@ -526,8 +527,10 @@ class FlatModel:
         columns = [pair.master_param for pair in loose], [pair.model_param for pair in loose]
         unwatched = []
         for group, buffer in buffers:
-            if buffer.flat.device.type != "cpu" and buffer.in_lines:
-                left_out = [id(model_param_of.get(id(p))) not in moved for p in group.params]
+            if buffer.flat.device.type == "cpu":
+                continue
+            left_out = [id(model_param_of.get(id(p))) not in moved for p in group.params]
+            if buffer.in_lines or not any(left_out):
                 unwatched.append((group, buffer, lines_of(group, left_out, buffer.flat.dtype)))
         return cls(list(groups), [pair.master_param for pair in pairs], buffers, unfused, columns, unwatched)
 

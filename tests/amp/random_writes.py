@@ -566,7 +566,7 @@ def is_unseen(operations, operation):
         return operation[1] in NOT_IN_PLACE
     since = operations[len(names) - names[::-1].index("step") :] if "step" in names else operations
     return any(
-        name in ("write_model", "write_masters") and idiom in UNCOUNTED
+        name in ("write_model", "write_masters") and idiom in NOT_IN_PLACE
         for name, idiom, *_ in [(*o, None) for o in since]
     )
 

@@ -224,7 +224,8 @@ def test_nothing_waits_but_the_next_block_for_a_number_that_is_on_its_way(level,
         }
         if step:  # in the first the host reads the counts that there are
             assert {part: n.syncs for part, n in parts.items() if n.syncs} == {}
-            assert sum(n.d2h for n in parts.values()) == 1
+            # At O2 what the look for writes that are not counted has found comes, too.
+            assert sum(n.d2h for n in parts.values()) == (2 if level == "O2" else 1)
     assert amp.last_step(optimizer).skipped_steps == 1
 
 

@@ -241,6 +241,8 @@ def test_a_backward_outside_of_blocks_among_scaled_gradients_is_named(when, leve
     backward(model, optimizer, 0)
     if when == "after a step" and cls is torch.optim.SGD:
         return  # its step leaves them unscaled
+    if when == "after a step" and cls is optimizers.NpuFusedSGD and DEVICE.type == "npu":
+        pytest.skip("not named there: the step of lists has not looked at these gradients")
     if when == "after a step":
         optimizer.step()
         model.zero_grad()
