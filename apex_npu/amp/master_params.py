@@ -530,8 +530,7 @@ class FlatModel:
             if buffer.flat.device.type == "cpu":
                 continue
             left_out = [id(model_param_of.get(id(p))) not in moved for p in group.params]
-            if buffer.in_lines or not any(left_out):
-                unwatched.append((group, buffer, lines_of(group, left_out, buffer.flat.dtype)))
+            unwatched.append((group, buffer, lines_of(group, left_out, buffer.flat.dtype)))
         return cls(list(groups), [pair.master_param for pair in pairs], buffers, unfused, columns, unwatched)
 
     def fits(self, groups: Sequence[FusedGroup], masters: Sequence[Tensor]) -> bool:

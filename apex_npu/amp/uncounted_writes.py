@@ -58,7 +58,7 @@ class UncountedWrites:
         """Compare flat buffers; the third of each has 1 for each line that is looked at, and 0; None: all are."""
         for group, buffer, lines in buffers:
             numel = buffer.flat.numel()
-            width = LINE if numel % LINE == 0 else numel
+            width = numel // lines.numel() if lines is not None else LINE if numel % LINE == 0 else numel
             every = 1 if numel <= WHOLE else max(4, numel // MOST)
             part = slice(self._looks % every, None, every)
             self._compare(group.param_flat.view(-1, width)[part], buffer.flat.view(-1, width)[part], lines, part)
@@ -97,8 +97,11 @@ def lines_of(group: FusedGroup, left_out: Sequence[bool], dtype: torch.dtype) ->
     """0 for each line of the buffer of ``group`` that is of a parameter that is ``left_out``, and 1; None: none is."""
     if not any(left_out):
         return None
-    lines = torch.ones(group.param_flat.numel() // LINE, 1, dtype=dtype)
-    for (param, offset), is_out in zip(group.placed(range(len(group.params))), left_out, strict=True):
+    placed = group.placed(range(len(group.params)))
+    # In memory that has stayed a script's, parameters begin anywhere: there each element is a line.
+    width = 1 if any(offset % LINE for _, offset in placed) else LINE
+    lines = torch.ones(group.param_flat.numel() // width, 1, dtype=dtype)
+    for (param, offset), is_out in zip(placed, left_out, strict=True):
         if is_out:
-            lines[offset // LINE : -(-(offset + param.numel()) // LINE)] = 0
+            lines[offset // width : -(-(offset + param.numel()) // width)] = 0
     return number_on(lines, group.param_flat.device)

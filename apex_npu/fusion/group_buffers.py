@@ -157,12 +157,11 @@ class GroupBuffers:
         slots = tuple(Slot(self.grads.offsets[i], t.numel(), t.numel()) for i, t in movable)
         buffer.adopt(moved, Layout(slots, tuple(range(len(slots))), buffer.flat.numel()))
         found = ModelParamBuffer(buffer.flat, moved)
-        # Where all begin with a line, so does what a step updates at once: not in memory that has stayed a script's.
-        found.in_lines = not any(offset % ALIGN_NUMEL for offset in self.grads.offsets)
-        if found.in_lines:
-            found.watched = watch_copies(
-                buffer.flat, [slot.offset_numel for slot in slots], [slot.numel for slot in slots]
-            )
+        # Where all parameters begin with a line, so does what a step updates at once: not in memory that has stayed a
+        # script's.
+        if not any(offset % ALIGN_NUMEL for offset in self.grads.offsets):
+            offsets, numels = [slot.offset_numel for slot in slots], [slot.numel for slot in slots]
+            found.watched = watch_copies(buffer.flat, offsets, numels)
         self.model_params = weakref.ref(found)
         return found
 
@@ -184,7 +183,6 @@ class ModelParamBuffer:
         table: Where they were when they were moved here.
         kept: Those whose former memory may still be referenced from outside torch.
         written: How many of them the last step has updated.
-        in_lines: All parameters of the group begin at multiples of ``ALIGN_NUMEL``.
         watched: Rules look for what scripts have written to ``params``, see ``watch_copies``.
         parts: Slices of ``flat`` that runs have asked for, by where they begin and end.
     """
@@ -193,7 +191,6 @@ class ModelParamBuffer:
         """Wrap ``flat``, which already holds ``params``."""
         self.flat = flat
         self.written = 0
-        self.in_lines = False
         self.watched = False
         self.parts: dict[tuple[int, int], Tensor] = {}
         self.params = list(params)
