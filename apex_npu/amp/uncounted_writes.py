@@ -12,6 +12,7 @@ from torch import Tensor
 
 from apex_npu.backends import HostCopy, for_device, number_on
 from apex_npu.fusion import FusedGroup, ModelParamBuffer
+from apex_npu.fusion.layout import ALIGN_NUMEL
 from apex_npu.fusion.shards import local_part
 
 # What a step says, once for each optimizer.
@@ -22,7 +23,7 @@ UNCOUNTED_THERE = (
     "the values of before. Write under torch.no_grad() instead of through .data"
 )
 
-LINE = 16  # elements; each slot of a flat buffer begins at a multiple
+LINE = ALIGN_NUMEL  # elements; each slot of a flat buffer begins at a multiple
 WHOLE = 2**18  # elements up to which each look is at all of a buffer
 MOST = 2**24  # elements that a look is at
 
