@@ -2,10 +2,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Whole training iterations, forward and backward included: what a bare step hides is in here, and counts.
 
-    python benchmarks/iterations.py [--models PATTERN] [--precisions float32] [--threads 1 0] [--seconds 20] [--write]
+    python benchmarks/iterations.py [--device cpu|cuda] [--models PATTERN] [--precisions float32] [--threads 1 0]
+        [--seconds 20] [--write]
 
 measures the models of ``models.py`` at each level beside torch's own recipe at the same precision. 0 threads are all
-cores, and wall-clock time then.
+cores, and wall-clock time then. On cuda whole iterations are timed, with one wait at the end: a wait after each phase
+would add up what runs at the same time, the host's work and the device's.
 """
 
 from __future__ import annotations
@@ -21,7 +23,19 @@ from statistics import median
 import models
 import torch
 from models import BasicBlock, Task
-from rounds import RESULTS, Spread, clock, commit, in_turns, open_device, processor, synchronize, write_csv
+from rounds import (
+    RESULTS,
+    Spread,
+    Stopwatch,
+    clock,
+    commit,
+    in_turns,
+    open_device,
+    processor,
+    steps_in_turns,
+    synchronize,
+    write_csv,
+)
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from whole_steps import clip, grad_scaler, torch_adam
@@ -206,15 +220,20 @@ def _recipes(name: str, device: torch.device, precision: str, lap: Lap) -> dict[
 def measure(name: str, precision: str, device: torch.device, threads: int, seconds: float) -> list[dict[str, str]]:
     """A row for torch's recipe and for each of ours: times, phases, and torch's time over it."""
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
-    laps = Laps(device, wall=threads != 1)
-    steps = _recipes(name, device, precision, laps)
-    phases: dict[str, list[dict[str, float]]] = {variant: [] for variant in steps}
+    phases: dict[str, list[dict[str, float]]] = {}
+    if device.type == "cpu":
+        laps = Laps(device, wall=threads != 1)
+        steps = _recipes(name, device, precision, laps)
+        phases = {variant: [] for variant in steps}
 
-    def time_one(variant: str) -> float:
-        phases[variant].append(laps.of(steps[variant]))
-        return sum(phases[variant][-1].values())
+        def time_one(variant: str) -> float:
+            phases[variant].append(laps.of(steps[variant]))
+            return sum(phases[variant][-1].values())
 
-    times = in_turns(list(steps), 50, time_one, warm_up=1, budget_s=seconds)
+        times = in_turns(list(steps), 50, time_one, warm_up=1, budget_s=seconds)
+    else:
+        steps = _recipes(name, device, precision, _no_lap)
+        times = steps_in_turns(steps, Stopwatch(device), 50, seconds)
     steps = {}
     amp.shutdown()
     gc.collect()
@@ -224,28 +243,30 @@ def measure(name: str, precision: str, device: torch.device, threads: int, secon
     for variant, values in times.items():
         speed = Spread.of([a / b for a, b in zip(times["torch"], values, strict=True)])
         numbers = {"median_ms": median(values), "speed": speed.middle, "low": speed.low, "high": speed.high}
-        counted = phases[variant][-len(values) :]
-        numbers |= {phase: median(row[phase] for row in counted) for phase in PHASES}
+        if phases:
+            counted = phases[variant][-len(values) :]
+            numbers |= {phase: median(row[phase] for row in counted) for phase in PHASES}
         table.append({**same, "variant": variant, **{key: f"{number:.4f}" for key, number in numbers.items()}})
     return table
 
 
 def show(row: dict[str, str]) -> None:
     """Print what one wants to see of a row."""
-    phases = " ".join(f"{phase} {float(row[phase]):.1f}" for phase in PHASES)
+    phases = " ".join(f"{phase} {float(row[phase]):.1f}" for phase in PHASES if phase in row)
     speed = f"{float(row['speed']):.2f} ({float(row['low']):.2f} .. {float(row['high']):.2f})"
     print(f"{row['model']:20}{row['variant']:16}{float(row['median_ms']):9.1f} ms  {speed:22} {phases}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--models", default="*", help="pattern of their names, as in a shell")
     parser.add_argument("--precisions", choices=PRECISIONS, nargs="+", default=list(PRECISIONS))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 0], help="0: all cores")
     parser.add_argument("--seconds", type=float, default=20.0, help="of the rounds of one model in one precision")
-    parser.add_argument("--write", action="store_true", help="write results/iterations_cpu.csv")
+    parser.add_argument("--write", action="store_true", help="write results/iterations_<device>.csv")
     options = parser.parse_args()
-    device = open_device("cpu")
+    device = open_device(options.device)
     table = []
     for threads in options.threads:
         for precision in options.precisions:
@@ -255,7 +276,7 @@ def main() -> None:
                     show(row)
                 table += rows
     if options.write:
-        write_csv(RESULTS / "iterations_cpu.csv", table)
+        write_csv(RESULTS / f"iterations_{device.type}.csv", table)
 
 
 if __name__ == "__main__":
