@@ -80,6 +80,10 @@ def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | Non
     if plain and inv_scale == 1.0 and found_inf is not None and found_inf.device.type == "cpu":
         if not all(map(_is_finite, grads)):
             found_inf.fill_(1.0)
+    elif found_inf is not None and plain and _checks_by_norms(grads[0]):
+        _look(grads, found_inf)
+        if inv_scale != 1.0:
+            torch._foreach_mul_(grads, inv_scale)
     elif found_inf is not None:
         # One pass that multiplies and checks every element; where it need not multiply, it still is the fewest calls.
         # Without dimensions, as GradScaler's: chips that saturate multiply a gradient of that shape in place by it.
@@ -102,6 +106,20 @@ def is_grad_list(tensor: Tensor) -> bool:
 def multiply_(grads: Tensor, factor: Tensor) -> None:
     """``grads.mul_(factor)``, of a dense tensor or a list of gradients, with one number on their device."""
     grads.mul_(factor.to(grads.dtype))
+
+
+def _checks_by_norms(grad: Tensor) -> bool:
+    """True where torch's kernel cannot: that of cuda has no bfloat16, and takes large float64 numbers for inf."""
+    return grad.is_cuda and grad.dtype not in {torch.float32, torch.float16}
+
+
+def _look(grads: list[Tensor], found_inf: Tensor) -> None:
+    """Set ``found_inf`` where an element is not finite, without a wait: by the largest of each, in its own dtype."""
+    filled = [grad for grad in grads if grad.numel()]
+    if filled:
+        largest = torch.stack(torch._foreach_norm(filled, math.inf))
+        # inf and nan, less themselves, are nan, which is true.
+        found_inf.logical_or_((largest - largest).any())
 
 
 def _is_finite(grad: Tensor) -> bool:

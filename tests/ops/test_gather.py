@@ -9,7 +9,7 @@ import torch
 from devices import DEVICE
 from torch.testing._internal.two_tensor import TwoTensor  # a subclass that has no memory but that of two inside
 
-from apex_npu.ops import gather_, gathers_in_one_pass, unscale_grads
+from apex_npu.ops import gather_, gather_torch, gathers_in_one_pass, unscale_grads
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 SHAPES = [(3, 5), (), (0,), (17,), (2, 3, 4), (40_000,)]
@@ -72,6 +72,38 @@ def test_numbers_whose_norm_is_out_of_range_are_finite(dtype, inv_scale):
     grads[1][2, 1] = -math.inf
     unscale_grads(grads, inv_scale, found_inf)
     assert found_inf.item() == 1
+
+
+@pytest.mark.parametrize("inv_scale", [1.0, 0.5, 2.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes_that_torchs_kernel_lacks(monkeypatch, dtype, inv_scale):
+    """bfloat16 and float64 on cuda: multiplied on lists, and checked by the largest number of each tensor."""
+    monkeypatch.setattr(gather_torch, "_checks_by_norms", lambda grad: True)
+
+    def refuse(*_):
+        raise NotImplementedError("not implemented for this dtype")
+
+    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", refuse)
+    largest = torch.finfo(dtype).max
+    grads = [*make(dtype), torch.full((3, 5), largest, dtype=dtype, device=DEVICE)[:, ::2]]
+    expected = [(grad.double() * inv_scale).to(dtype) for grad in grads]
+    found_inf = torch.zeros(1, device=DEVICE)
+    gather_torch.unscale_grads(grads, inv_scale, found_inf)
+    assert found_inf.item() == 0  # they are looked at before they are multiplied
+    for grad, want in zip(grads, expected, strict=True):
+        assert torch.equal(grad, want)
+    for bad in (math.inf, -math.inf, math.nan):
+        for i, grad in enumerate(make(dtype)):
+            if grad.numel():
+                grads = make(dtype)
+                grads[i].view(-1)[-1] = bad
+                found_inf.zero_()
+                gather_torch.unscale_grads(grads, inv_scale, found_inf)
+                assert found_inf.item() == 1
+    gather_torch.unscale_grads(make(dtype), inv_scale, found_inf)
+    assert found_inf.item() == 1  # what was found earlier stays
+    gather_torch.unscale_grads([torch.ones(0, dtype=dtype, device=DEVICE)], inv_scale, found_inf.zero_())
+    assert found_inf.item() == 0
 
 
 def test_other_strides_match_element_by_element():
