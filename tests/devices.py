@@ -74,6 +74,18 @@ def synchronize() -> None:
         torch.accelerator.synchronize()
 
 
+def communication_backend(rank: int = 0, processes: int = 1) -> str:
+    """What ``processes`` communicate with on the CPU and the device, one of which becomes that of process ``rank``."""
+    if DEVICE.type == "npu":
+        torch.npu.set_device(0)
+        return "cpu:gloo,npu:hccl"
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        if processes <= torch.cuda.device_count():
+            return "cpu:gloo,cuda:nccl"
+    return "gloo"  # also on a GPU that processes share, which NCCL refuses
+
+
 # What torch_npu and CANN do not do, by the names that `needs` takes.
 _VENDOR_LACKS = {
     "affine_grid": "the host CANN has no affine_grid",

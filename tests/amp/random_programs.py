@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from amp.plain_amp import INITIAL_SCALE, MAX_SCALE, WINDOW, PlainAmp, Refused
-from devices import DEVICE, SAME_KERNELS, lacks
+from devices import DEVICE, SAME_KERNELS, communication_backend, lacks
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -788,11 +788,8 @@ def join_others():
     """Join the process group of ``processes.start``; how many processes there are."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
-        if DEVICE.type == "npu":
-            torch.npu.set_device(0)
-        backend = "gloo" if DEVICE.type == "cpu" else "cpu:gloo,npu:hccl"
-        store = dist.FileStore(os.environ["STORE"], world)
-        dist.init_process_group(backend, store=store, rank=int(os.environ["RANK"]), world_size=world)
+        rank, store = int(os.environ["RANK"]), dist.FileStore(os.environ["STORE"], world)
+        dist.init_process_group(communication_backend(rank, world), store=store, rank=rank, world_size=world)
     return world
 
 

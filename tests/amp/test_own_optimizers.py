@@ -5,7 +5,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from devices import DEVICE
+from devices import DEVICE, communication_backend
 from small_programs import (
     CASTING,
     WITH_MASTERS,
@@ -308,8 +308,7 @@ def alone():
     """A process group of this process."""
     if not dist.is_gloo_available():
         pytest.skip("this torch has no gloo")
-    backend = "gloo" if DEVICE.type == "cpu" else "cpu:gloo,npu:hccl"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(communication_backend(), store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from devices import DEVICE
+from devices import DEVICE, communication_backend
 from small_programs import (
     LEVELS,
     WITH_MASTERS,
@@ -116,9 +116,7 @@ def test_states_are_set_by_a_view(level, steps):
     reason="fully_shard of this torch does not run on a CPU",
 )
 def test_o0_beside_fully_shard():
-    dist.init_process_group(
-        "gloo" if DEVICE.type == "cpu" else "cpu:gloo,npu:hccl", store=dist.HashStore(), rank=0, world_size=1
-    )
+    dist.init_process_group(communication_backend(), store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = nn.Linear(3, 1, bias=False).to(DEVICE)
         before = model.weight.detach().clone()

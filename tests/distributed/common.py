@@ -11,7 +11,7 @@ from datetime import timedelta
 import processes
 import torch
 import torch.distributed as dist
-from devices import DEVICE
+from devices import DEVICE, communication_backend
 from torch import nn
 
 from apex_npu import amp
@@ -83,11 +83,9 @@ def main(checks):
     """Meet the other processes, then run those of ``checks`` that the command line names."""
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if DEVICE.type == "npu":
-        torch.npu.set_device(0)
-    backend = "gloo" if DEVICE.type == "cpu" else "cpu:gloo,npu:hccl"
     timeout = timedelta(seconds=processes.HANG_TIMEOUT)
     store = dist.FileStore(os.environ["STORE"], world)
+    backend = communication_backend(rank, world)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     use_small_buckets()
     for name in sys.argv[1:]:

@@ -16,7 +16,7 @@ import processes
 import torch
 import torch.distributed as dist
 from common import data, mlp, use_small_buckets
-from devices import DEVICE
+from devices import DEVICE, communication_backend
 
 from apex_npu import amp, optimizers
 
@@ -77,7 +77,7 @@ def train(folder, fatal_step):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    dist.init_process_group("gloo" if DEVICE.type == "cpu" else "cpu:gloo,npu:hccl")
+    dist.init_process_group(communication_backend(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])))
     use_small_buckets()
     train(Path(sys.argv[1]), int(sys.argv[2]))
     dist.barrier()

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # while there is no group: its functions keep the default one as a default argument
-from devices import DEVICE
+from devices import DEVICE, communication_backend
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -20,10 +20,7 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch
 
 @pytest.fixture
 def process_group(tmp_path):
-    if DEVICE.type == "npu":
-        torch.npu.set_device(0)
-    backend = "gloo" if DEVICE.type == "cpu" else "cpu:gloo,npu:hccl"
-    dist.init_process_group(backend, init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    dist.init_process_group(communication_backend(), init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     yield weakref.ref(dist.group.WORLD)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -64,8 +61,7 @@ def test_a_destroyed_group_is_freed_and_reported(process_group, argument):
 def test_amp_can_be_initialized_with_the_next_group(process_group, tmp_path):
     step(*set_up(combine_grad=True, combine_ddp=True))
     dist.destroy_process_group()
-    backend = "gloo" if DEVICE.type == "cpu" else "cpu:gloo,npu:hccl"
-    dist.init_process_group(backend, init_method=f"file://{tmp_path / 'next'}", rank=0, world_size=1)
+    dist.init_process_group(communication_backend(), init_method=f"file://{tmp_path / 'next'}", rank=0, world_size=1)
     model, optimizer = set_up(combine_grad=True, combine_ddp=True)
     before = [p.detach().clone() for p in model.parameters()]
     step(model, optimizer)

@@ -22,7 +22,7 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
-from devices import DEVICE
+from devices import DEVICE, communication_backend
 from interrupting import Interrupt
 from small_programs import (
     WITH_MASTERS,
@@ -581,9 +581,7 @@ def batch_norms_are_synchronised():
 def main(names):
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if DEVICE.type == "npu":
-        torch.npu.set_device(0)
-    backend = "gloo" if DEVICE.type == "cpu" else "cpu:gloo,npu:hccl"
+    backend = communication_backend(rank, world)
     store = dist.FileStore(os.environ["STORE"], world)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     for name in names or CHECKS:

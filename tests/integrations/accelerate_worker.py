@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState
-from devices import DEVICE
+from devices import DEVICE, communication_backend
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -73,9 +73,9 @@ def main():
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="localhost")
+    backend = communication_backend(rank, world)
     if DEVICE.type == "npu":
         torch.npu.set_device(rank)
-    backend = "gloo" if DEVICE.type == "cpu" else "cpu:gloo,npu:hccl"
     store = dist.FileStore(os.environ["STORE"], world)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     for kind, cls in (("torch", torch.optim.AdamW), ("fused", optimizers.NpuFusedAdamW)):
