@@ -100,7 +100,7 @@ def imported(module: str, name: str) -> Any:
                 spec = importlib.machinery.ModuleSpec(part, None, is_package=True)
                 spec.submodule_search_locations = [path]
                 sys.modules[part] = importlib.util.module_from_spec(spec)
-    with suppress(ImportError, RuntimeError, OSError):
+    with suppress(Exception):  # whatever a package raises that finds no compiler, no CUDA, or another torch
         return getattr(importlib.import_module(module), name)
     return None
 
@@ -139,8 +139,10 @@ def variants(name: str, bench: Bench) -> dict[str, Callable[[], Step]]:
             if len(bench.shapes) <= MOST_COMPILED:
                 found["torch compiled"] = lambda: torch.compile(of(theirs, foreach=True)())
     for package, (module, attribute, options) in rule.others.items():
+        if package == "DeepSpeed" and device != "cpu":
+            continue
         other = imported(module, attribute)
-        if other is not None and not (package == "DeepSpeed" and device != "cpu"):
+        if other is not None:
             found[package] = of(other, **options)
 
     def old() -> Step:

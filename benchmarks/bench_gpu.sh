@@ -2,8 +2,8 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# The cuda part of the benchmarks: goals, baselines, plots. Needs this repository and a Python with torch >= 2.11 for CUDA and
-# triton; matplotlib for the plots. Writes benchmarks/results/{cuda,goals_cuda}.csv and cuda.png.
+# The cuda part of the benchmarks: goals, baselines, plots. Needs this repository, and a Python with torch >= 2.11 for
+# CUDA and triton; matplotlib for the plots. Writes benchmarks/results/{cuda,goals_cuda}.csv and cuda.png.
 set -euo pipefail
 
 usage() {
@@ -40,6 +40,9 @@ try:
     import triton
 except ImportError:
     sys.exit("bench_gpu.sh: triton is missing; it comes with torch for CUDA on Linux, or install it with pip")
+from apex_npu._extension import extension
+built = "with" if extension is not None else "without (scripts/setup.sh builds it)"
+print(f"{built} the C++ extension")
 print(f"torch {torch.__version__}, triton {triton.__version__}, {torch.cuda.get_device_name()}")
 CHECK
 # A goal that is missed is a result like any other.

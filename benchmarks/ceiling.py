@@ -53,7 +53,11 @@ def ceiling(bench: Bench, kernel: str) -> Callable[[], None]:
         # A copy reads and writes: half of the traffic each.
         source = torch.ones(n * TRAFFIC[kernel] // 8, device=bench.device)
         target = torch.empty_like(source)
-        return lambda: target.copy_(source) and None
+
+        def copy() -> None:
+            target.copy_(source)
+
+        return copy
     count = {"one_pass_1": 2, "one_pass_2": 3}.get(kernel, 4)
     tensors = [torch.full((n,), 0.01) for _ in range(count)]
     function = getattr(_library(), kernel)

@@ -4,7 +4,7 @@
 
     python benchmarks/goals.py [--device cpu|cuda] [--seconds 60] [--only PATTERN] [--write]
 
-Exit code 1 where the whole 95 % interval of the rounds' ratios misses a goal.
+Exit code 1 where the whole 95 % interval of the rounds' ratios misses a goal, or a comparison fails.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+import traceback
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -21,7 +23,7 @@ import torch
 from iterations import MODELS, TORCH_BF16, TORCH_FP32
 from measure import NO_COMPILER, measure, variant_names
 from overhead import import_ms
-from rounds import RESULTS, Spread, Times, commit, open_device, write_csv
+from rounds import RESULTS, Spread, Times, commit, open_device, processor, write_csv
 from whole_steps import CAPTURABLE, IN_PLACE, REFERENCE
 
 from apex_npu.doctor import bench
@@ -128,20 +130,23 @@ GOALS = list(_goals())
 
 
 class Row(NamedTuple):
-    """A goal, and what was measured; None where the baseline is not here."""
+    """A goal, and what was measured; None where the baseline is not here, or a variant fails."""
 
     goal: Goal
     spread: Spread | None
+    error: str = ""
 
     @property
     def verdict(self) -> str:
         """In words."""
         if self.spread is None:
-            return "SKIPPED"
+            return "FAILED" if self.error else "SKIPPED"
         return "PASS" if self.goal.is_met(self.spread) else "FALLS SHORT"
 
     def line(self) -> str:
         """To print."""
+        if self.error:
+            return f"{'FAILED':12}{self.goal.name}: {self.error}"
         if self.spread is None:
             return f"{'SKIPPED':12}{self.goal.name}: no {self.goal.baseline} here (make bench-deps, or a C++ compiler)"
         if self.goal.at_most_us is not None:
@@ -166,24 +171,27 @@ class Row(NamedTuple):
         }
 
 
+def _times(comparison: str, workload: str, goals: list[Goal], device: torch.device, budget_s: float) -> Times:
+    if comparison == IMPORT:
+        return {"apex_npu": [import_ms() for _ in range(5)]}
+    there = variant_names(comparison, workload, device)
+    patterns = {pattern for goal in goals for pattern in (goal.ours, goal.baseline) if pattern}
+    wanted = [name for name in there if any(fnmatchcase(name, p) for p in patterns)]
+    return measure(comparison, workload, device, patterns=wanted, budget_s=budget_s)
+
+
 def check(goals: list[Goal], device: torch.device, seconds: float) -> Iterator[Row]:
     """Measure what ``goals`` need, one comparison after the other, in about so many seconds of rounds."""
     needed: dict[tuple[str, str], list[Goal]] = {}
     for goal in goals:
         needed.setdefault((goal.comparison, goal.workload), []).append(goal)
     for (comparison, workload), members in needed.items():
-        if comparison == IMPORT:
-            times = {"apex_npu": [import_ms() for _ in range(5)]}
-        else:
-            there = variant_names(comparison, workload, device)
-            patterns = {pattern for goal in members for pattern in (goal.ours, goal.baseline) if pattern}
-            times = measure(
-                comparison,
-                workload,
-                device,
-                patterns=[name for name in there if any(fnmatchcase(name, p) for p in patterns)],
-                budget_s=seconds / len(needed),
-            )
+        try:
+            times = _times(comparison, workload, members, device, seconds / len(needed))
+        except Exception as error:  # the other comparisons still count
+            traceback.print_exc()
+            yield from (Row(goal, None, f"{type(error).__name__}: {error}".splitlines()[0]) for goal in members)
+            continue
         for goal in members:
             lacks_baseline = goal.baseline and not any(fnmatchcase(n, goal.baseline) for n in times if n != goal.ours)
             yield Row(goal, None if lacks_baseline else Spread.of(goal.values(times)))
@@ -217,19 +225,19 @@ def main() -> None:
     for row in check(goals, device, options.seconds):
         rows.append(row)
         print(row.line(), flush=True)
-    short = [row for row in rows if row.verdict == "FALLS SHORT"]
-    skipped = [row for row in rows if row.spread is None]
+    verdicts = Counter(row.verdict for row in rows)
     print(
-        f"{len(rows) - len(short) - len(skipped)} goals met, {len(short)} not, {len(skipped)} skipped, "
-        f"in {time.perf_counter() - started:.0f} s on {device.type}, torch {torch.__version__}"
+        f"{verdicts['PASS']} goals met, {verdicts['FALLS SHORT']} not, {verdicts['SKIPPED']} skipped, "
+        f"{verdicts['FAILED']} failed, in {time.perf_counter() - started:.0f} s on {processor(device)}, "
+        f"torch {torch.__version__}"
     )
     if options.write:
-        same = {"commit": commit(), "device": device.type, "torch": torch.__version__}
+        same = {"commit": commit(), "device": device.type, "processor": processor(device), "torch": torch.__version__}
         table = [{**same, **row.cells()} for row in rows]
         write_csv(RESULTS / f"goals_{device.type}.csv", table)
         if device.type == "cpu" and options.only == "*":
             write_csv(bench.PUBLISHED, published(table))
-    sys.exit(1 if short else 0)
+    sys.exit(1 if verdicts["FALLS SHORT"] or verdicts["FAILED"] else 0)
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--numel", type=int, default=16, help="elements of each tensor")
     parser.add_argument("--write", action="store_true", help="write results/growth_cpu.csv")
     options = parser.parse_args()
-    open_device("cpu")
+    device = open_device("cpu")
     table = []
     for count in options.tensors:
         for groups in [groups for groups in options.groups if groups <= count]:
@@ -115,7 +115,7 @@ def main() -> None:
                 amp.shutdown()
                 each = {phase: f"{median(run[phase] for run in runs) * 1e6 / count:.2f}" for phase in PHASES}
                 print(f"{count:7} {groups:3} {variant:12}", *(f"{phase} {x}" for phase, x in each.items()), flush=True)
-                same = {"commit": commit(), "device": "cpu", "processor": processor(), "torch": torch.__version__}
+                same = {"commit": commit(), "device": "cpu", "processor": processor(device), "torch": torch.__version__}
                 shape = {"tensors": str(count), "groups": str(groups), "numel": str(options.numel)}
                 table.append({**same, **shape, "variant": variant, **each})
     if options.write:

@@ -237,7 +237,7 @@ def measure(name: str, precision: str, device: torch.device, threads: int, secon
     steps = {}
     amp.shutdown()
     gc.collect()
-    same = {"commit": commit(), "device": device.type, "processor": processor(), "torch": torch.__version__}
+    same = {"commit": commit(), "device": device.type, "processor": processor(device), "torch": torch.__version__}
     same |= {"threads": str(torch.get_num_threads()), "model": name, "precision": precision}
     table = []
     for variant, values in times.items():

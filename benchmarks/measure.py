@@ -86,8 +86,7 @@ def measure(
         return steps_in_turns(steps, bench.watch, rounds, budget_s)
     finally:
         steps = {}
-        amp.shutdown()
-        gc.collect()
+        _leave_nothing()
 
 
 def count(
@@ -100,9 +99,22 @@ def count(
     for name, make in COMPARISONS[comparison](bench).items():
         if any(fnmatchcase(name, p) for p in patterns):
             counts[name] = bench.watch.of(make())
-            amp.shutdown()
-            gc.collect()
+            _leave_nothing()
     return counts
+
+
+def _leave_nothing() -> None:
+    """Nothing of one comparison may show in the next: no casts, no memory, no compiled code.
+
+    Compiled steps of one class count as recompilations of one function, of which torch allows a few, and then compiles
+    no more.
+    """
+    amp.shutdown()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _measure_without_extension(

@@ -28,7 +28,13 @@ def _markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 def _origin(table: Table) -> str:
     first = table[0]
-    return f"Commit {first['commit']}, torch {first['torch']}, {first['device']}.\n\n"
+    where = f"{first['processor']}. " if first.get("processor") else ""
+    return f"{where}Commit {first['commit']}, torch {first['torch']}, {first['device']}.\n\n"
+
+
+def _ms(row: dict[str, str]) -> str:
+    """A GPU's times are fractions of a millisecond."""
+    return f"{float(row['median_ms']):.{3 if row['device'] == 'cuda' else 1}f}"
 
 
 def goals(table: Table) -> str:
@@ -61,7 +67,7 @@ def steps(table: Table) -> str:
         own = variants["apex_npu"]
         share = f"{float(own['share_of_ceiling']):.0%}" if own["share_of_ceiling"] else ""
         ratios = [f"{float(variants[name]['ratio']):.2f}" if name in variants else "" for name in there]
-        lines.append((comparison.removeprefix("step of "), workload, f"{float(own['median_ms']):.1f}", share, *ratios))
+        lines.append((comparison.removeprefix("step of "), workload, _ms(own), share, *ratios))
     return _origin(table) + _markdown(("rule", "workload", "ms", "of the ceiling", *there), lines)
 
 
@@ -72,7 +78,7 @@ def whole(table: Table) -> str:
             row["comparison"],
             row["workload"],
             row["variant"],
-            f"{float(row['median_ms']):.1f}",
+            _ms(row),
             f"{float(row['ratio']):.2f}",
         )
         for row in table
@@ -101,7 +107,7 @@ def iterations(table: Table) -> str:
         name = f"torch, {precision}" if variant == "torch" else variant
         lines.append((model, name, *(["", ""][: len(threads)] if variant == "torch" else speeds), *times))
     head = ("model", "", *(f"speed, {n} thread{'s' * (n != '1')}" for n in threads), "ms", *phases)
-    return f"{table[0]['processor']}. {_origin(table)}{_markdown(head, lines)}"
+    return _origin(table) + _markdown(head, lines)
 
 
 def growth(table: Table) -> str:
@@ -111,7 +117,7 @@ def growth(table: Table) -> str:
         (f"{int(row['tensors']):,}", row["groups"], row["variant"], *(f"{float(row[phase]):.1f}" for phase in phases))
         for row in table
     ]
-    return f"{table[0]['processor']}. {_origin(table)}{_markdown(('tensors', 'groups', '', *phases), lines)}"
+    return _origin(table) + _markdown(("tensors", "groups", "", *phases), lines)
 
 
 def counts(table: Table) -> str:
@@ -154,6 +160,7 @@ TABLES: dict[str, tuple[str, Callable[[Table], str]]] = {
     "counts on the vendor's torch_npu": ("npu_counts.csv", vendor_counts),
     "goals on cuda": ("goals_cuda.csv", goals),
     "steps on cuda": ("cuda.csv", steps),
+    "whole steps on cuda": ("cuda.csv", whole),
 }
 MISSING = "There are no figures yet."
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import csv
 import platform
+import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from apex_npu.doctor.rounds import SHORTEST_MS, Spread, Times, in_turns
+from apex_npu.doctor.rounds import SHORTEST_MS, WARM_UP_ROUNDS, Spread, Times, in_turns
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -23,6 +24,8 @@ RESULTS = Path(__file__).parent / "results"
 def open_device(name: str) -> torch.device:
     """The device, simulated where it is an npu, with one thread on the host."""
     torch.set_num_threads(1)
+    if name == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("there is no CUDA device that this torch can use: torch.cuda.is_available() is False")
     if name == "npu":
         import npu_simulator
 
@@ -145,8 +148,9 @@ def time_calls(call: Callable[[], object], device: torch.device, repeats: int) -
 def steps_in_turns(steps: dict[str, Callable[[], object]], watch: Stopwatch, rounds: int, budget_s: float) -> Times:
     """``in_turns`` of ``steps``, each repeated in a round until it takes long enough for the clock."""
     repeats = {}
-    for name, step in steps.items():  # which warms up, too
-        watch.time(step, 1)
+    for name, step in steps.items():
+        for _ in range(WARM_UP_ROUNDS):  # the second step compiles, too: it finds states that the first one did not
+            watch.time(step, 1)
         repeats[name] = max(1, min(1000, int(SHORTEST_MS / max(watch.time(step, 1), 1e-3))))
 
     def time_one(name: str) -> float:
@@ -156,15 +160,19 @@ def steps_in_turns(steps: dict[str, Callable[[], object]], watch: Stopwatch, rou
 
 
 def commit() -> str:
-    """Of the working tree."""
+    """Of the working tree; "unknown" where it is a copy without its history, or there is no git."""
+    if shutil.which("git") is None:
+        return "unknown"
     done = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
     )
-    return done.stdout.strip()
+    return done.stdout.strip() or "unknown"
 
 
-def processor() -> str:
-    """The name of the CPU."""
+def processor(device: torch.device) -> str:
+    """The name of the GPU, or of the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

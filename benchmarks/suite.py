@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Everything, on one device: writes results/<device>.csv, the plots, and the tables of README.md.
 
-    python benchmarks/suite.py [--device cpu|cuda|npu] [--minutes 20] [--only PATTERN]
+    python benchmarks/suite.py [--device cpu|cuda|npu] [--minutes 20] [--only PATTERN] [--skip PATTERN]
 
 Without --device: on each that is here. On a simulated npu launches, bytes and waits are counted, and nothing is timed.
 """
@@ -14,6 +14,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from statistics import median, quantiles
@@ -25,7 +26,7 @@ import report
 import torch
 import whole_steps
 from measure import NO_COMPILER, count, measure, variant_names
-from rounds import RESULTS, Spread, Times, commit, is_simulated, open_device, write_csv
+from rounds import RESULTS, Spread, Times, commit, is_simulated, open_device, processor, write_csv
 from workloads import COUNTS, SIZES, WORKLOADS, numel
 
 # Of the names of what the sweeps compare; the rest is left to real shapes.
@@ -87,6 +88,7 @@ def items(device: torch.device) -> Iterator[Item]:
 def available_bytes(device: torch.device) -> int:
     """Memory that is free on the device."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what earlier comparisons have left is free as well
         return int(torch.cuda.mem_get_info()[0])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -102,9 +104,9 @@ def chosen_variants(item: Item, device: torch.device) -> list[str]:
     return [name for name in names if any(fnmatchcase(name, p) for p in item.patterns)]
 
 
-def run(item: Item, device: torch.device, budget_s: float) -> list[dict[str, str]]:
+def run(item: Item, device: torch.device, budget_s: float, skip: str = "") -> list[dict[str, str]]:
     """The rows of one item; none where memory does not suffice."""
-    chosen = chosen_variants(item, device)
+    chosen = [name for name in chosen_variants(item, device) if not fnmatchcase(name, skip)]
     needed, available = needed_bytes(item, len(chosen)), SHARE_OF_MEMORY * available_bytes(device)
     if needed > available:
         print(f"{item.comparison}, {item.workload}: skipped, needs {needed / 1e9:.0f} of {available / 1e9:.0f} GB")
@@ -116,6 +118,7 @@ def run(item: Item, device: torch.device, budget_s: float) -> list[dict[str, str
     same = {
         "commit": commit(),
         "device": device.type,
+        "processor": processor(device),
         "torch": torch.__version__,
         "dtype": "float16" if "O2" in item.comparison else "float32",
         "comparison": item.comparison,
@@ -161,9 +164,10 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda", "npu"))
     parser.add_argument("--minutes", type=float, default=15.0, help="of each device, for the rounds; about")
     parser.add_argument("--only", default="*", help="pattern of the comparisons, as in a shell")
+    parser.add_argument(
+        "--skip", default="", help="pattern of variants, as 'torch compiled*', which take minutes to compile"
+    )
     options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no CUDA device that this torch can use: torch.cuda.is_available() is False")
     if options.device is None:
         for name in devices():
             # A process for each: a simulated npu cannot be added once autograd's engine runs.
@@ -171,12 +175,18 @@ def main() -> None:
         return
     device = open_device(options.device)
     chosen = [item for item in items(device) if fnmatchcase(item.comparison, options.only)]
-    table = []
+    table, failed = [], []
     for item in chosen:
-        table += run(item, device, options.minutes * 60 / len(chosen))
-    if options.only == "*":
+        try:
+            table += run(item, device, options.minutes * 60 / len(chosen), options.skip)
+        except Exception:  # the other comparisons still count
+            traceback.print_exc()
+            failed.append(f"{item.comparison}, {item.workload}")
+    if options.only == "*" and table:
         write_csv(RESULTS / f"{options.device}.csv", table)
         report.write()
+    if failed:
+        sys.exit(f"failed: {'; '.join(failed)}")
 
 
 if __name__ == "__main__":

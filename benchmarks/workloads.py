@@ -93,7 +93,10 @@ class Bench:
 
     def _scaled_grads(self, shapes: Shapes, dtype: torch.dtype) -> list[Tensor]:
         if dtype not in self._noise:
-            noise = torch.randn(numel(self.shapes), generator=torch.Generator().manual_seed(0))
+            # A host takes seconds for as many as a GPU holds.
+            where = self.device if self.device.type == "cuda" else torch.device("cpu")
+            chosen = torch.Generator(where).manual_seed(0)
+            noise = torch.randn(numel(self.shapes), generator=chosen, device=where)
             self._noise[dtype] = noise.mul_(1e-3 * LOSS_SCALE).to(self.device, dtype)
         pieces = self._noise[dtype].split([math.prod(shape) for shape in shapes])
         return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]

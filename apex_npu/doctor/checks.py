@@ -30,7 +30,7 @@ import torch.distributed as dist
 import apex_npu
 from apex_npu import _extension
 from apex_npu.compat.apex_name import names_taken
-from apex_npu.doctor.precision import LAYERS, native_dtypes, speed_of_low_precision
+from apex_npu.doctor.precision import LAYERS, native_dtypes, size_of, speed_of_low_precision
 from apex_npu.ops import cpu, cuda, npu
 
 _OLDEST_TORCH = (2, 6)
@@ -242,7 +242,8 @@ def _precision(kind: str) -> Iterator[Finding]:
         times = ", ".join(f"{_name(dtype)} {speed:.2g} times as fast as float32" for dtype, speed in speeds.items())
         levels = {torch.float16: "O1, O2", torch.bfloat16: "O4, O5"}
         advice = "; ".join(f"{_name(dtype)}: levels {levels[dtype]}" for dtype in native_dtypes(speeds))
-        return f"{times} ({advice or 'neither is native: mixed precision is correct here, not fast'})"
+        advice = advice or "neither is native: mixed precision is correct here, not fast"
+        return f"{times} ({advice}); measured: {size_of(layers, kind)}"
 
     for layers in LAYERS:
         yield _guarded(f"{kind}, {layers}", functools.partial(measured, layers))

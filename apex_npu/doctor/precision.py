@@ -7,8 +7,10 @@ They are found by timing: the flags of a CPU do not say what its torch makes of 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import nn
@@ -21,13 +23,18 @@ _NATIVE = 1.15
 _ROUNDS = 5
 # One round tells a dtype that is slower than this apart: emulated arithmetic may be 50 times slower than float32.
 _HOPELESS = 0.5
+# Of a run in float32 on an accelerator. In less, launches show, which take as long in every dtype.
+_LONG_ENOUGH_S = 4e-3
+_LARGEST = 16
 
 
 def speed_of_low_precision(layers: str, device: torch.device | str = "cpu") -> dict[torch.dtype, float]:
     """Time in float32 over time in bfloat16 and float16, of a layer's forward and backward.
 
     All dtypes are timed in turns; the shortest time of each counts. On a CPU it is the CPU time of one thread, so that
-    other programs do not matter much, and takes about a second.
+    other programs do not matter much, and takes about a second. On an accelerator the layer is so large that its
+    arithmetic decides the time, see ``size_of``. float32 is what torch makes of it by default: on a GPU since Ampere
+    that is TF32 in convolutions.
 
     Args:
         layers: One of ``LAYERS``.
@@ -46,9 +53,29 @@ def speed_of_low_precision(layers: str, device: torch.device | str = "cpu") -> d
     if device.type == "cpu":
         torch.set_num_threads(1)
     try:
-        return _measure(layers, device)
+        return _measure(layers, device, _scale(layers, device))
     finally:
         torch.set_num_threads(threads)
+
+
+def size_of(layers: str, device: torch.device | str = "cpu") -> str:
+    """What ``speed_of_low_precision`` measures there, in words.
+
+    Example::
+
+        >>> apex_npu.doctor.precision.size_of("linear layers", "cpu")
+        '256 x 512 by 512 x 512'
+    """
+    device = torch.device(device)
+    scale = _scale(layers, device)
+    if layers == "linear layers":
+        return f"{256 * scale} x {512 * scale} by {512 * scale} x {512 * scale}"
+    single = ", float32 as TF32" if device.type == "cuda" and _convolves_in_tf32() else ""
+    return f"3 x 3, {64 * scale} channels, {8 * scale} images of 16 x 16{single}"
+
+
+def _convolves_in_tf32() -> bool:
+    return torch.backends.cudnn.allow_tf32 and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def native_dtypes(speeds: dict[torch.dtype, float]) -> list[torch.dtype]:
@@ -62,12 +89,28 @@ def native_dtypes(speeds: dict[torch.dtype, float]) -> list[torch.dtype]:
     return sorted((dtype for dtype, speed in speeds.items() if speed >= _NATIVE), key=lambda dtype: -speeds[dtype])
 
 
-def _measure(layers: str, device: torch.device) -> dict[torch.dtype, float]:
-    works = {torch.float32: _work(layers, torch.float32, device)}
+@functools.cache
+def _scale(layers: str, device: torch.device) -> int:
+    """How many times as large as on a CPU a layer has to be on ``device``."""
+    scale = 1
+    if device.type == "cpu":
+        return scale
+    with suppress(torch.OutOfMemoryError):  # the size before it has to do
+        while scale < _LARGEST:
+            work = _work(layers, torch.float32, device, scale)
+            work()  # the first run of a size looks for a kernel, and allocates
+            if min(_seconds(work, device) for _ in range(2)) >= _LONG_ENOUGH_S:
+                break
+            scale *= 2
+    return scale
+
+
+def _measure(layers: str, device: torch.device, scale: int) -> dict[torch.dtype, float]:
+    works = {torch.float32: _work(layers, torch.float32, device, scale)}
     speeds = dict.fromkeys(_DTYPES, 0.0)
     for dtype in _DTYPES:
         try:
-            works[dtype] = _work(layers, dtype, device)
+            works[dtype] = _work(layers, dtype, device, scale)
             works[dtype]()  # the first run compiles and allocates
         except (RuntimeError, TypeError):
             works.pop(dtype, None)
@@ -82,15 +125,15 @@ def _measure(layers: str, device: torch.device) -> dict[torch.dtype, float]:
     return speeds
 
 
-def _work(layers: str, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
-    """Forward and backward of one layer whose weights and input are ``dtype``."""
+def _work(layers: str, dtype: torch.dtype, device: torch.device, scale: int) -> Callable[[], None]:
+    """Forward and backward of one layer whose weights and input are ``dtype``; see ``size_of``."""
     layer: nn.Module
     if layers == "linear layers":
-        layer = nn.Linear(512, 512, device=device, dtype=dtype)
-        values = torch.ones(256, 512, device=device, dtype=dtype)
+        layer = nn.Linear(512 * scale, 512 * scale, device=device, dtype=dtype)
+        values = torch.ones(256 * scale, 512 * scale, device=device, dtype=dtype)
     else:
-        layer = nn.Conv2d(64, 64, 3, padding=1, device=device, dtype=dtype)
-        values = torch.ones(8, 64, 16, 16, device=device, dtype=dtype)
+        layer = nn.Conv2d(64 * scale, 64 * scale, 3, padding=1, device=device, dtype=dtype)
+        values = torch.ones(8 * scale, 64 * scale, 16, 16, device=device, dtype=dtype)
 
     def run() -> None:
         layer(values).sum().backward()

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import bare_steps
+import ceiling
 import goals
 import measure
 import old_patch
@@ -95,6 +96,73 @@ def test_goals_name_comparisons_and_variants_that_exist():
             names = measure.variant_names(goal.comparison, goal.workload, CPU)
             assert goal.ours in names
     assert len({(goal.name, goal.devices) for goal in goals.GOALS}) == len(goals.GOALS)
+
+
+def on_cuda(comparison: str, workload: str) -> tuple[dict, Bench]:
+    """The variants that a GPU has, which are made and run on the CPU."""
+    bench = Bench(CPU, WORKLOADS[workload]())
+    bench.device = torch.device("cuda")
+    made = measure.COMPARISONS[comparison](bench)
+    bench.device = CPU
+    return made, bench
+
+
+CUDA_GOALS = [goal for goal in goals.GOALS if "cuda" in goal.devices]
+
+
+@pytest.mark.parametrize("comparison", dict.fromkeys(goal.comparison for goal in CUDA_GOALS))
+def test_the_variants_of_goals_on_cuda_run(comparison):
+    made, bench = on_cuda(comparison, "tiny")
+    named = [pattern for g in CUDA_GOALS if g.comparison == comparison for pattern in (g.ours, g.baseline) if pattern]
+    assert set(named) <= made.keys()
+    times = steps_in_turns({name: made[name]() for name in named}, bench.watch, 2, 0.0)
+    assert all(ms > 0.0 for values in times.values() for ms in values)
+
+
+@pytest.mark.parametrize("kernel", ceiling.TRAFFIC)
+def test_the_ceiling_of_an_accelerator_is_a_copy(kernel):
+    bench = Bench(torch.device("meta"), WORKLOADS["tiny"]())
+    assert ceiling.ceiling(bench, kernel)() is None
+
+
+def test_the_time_of_a_stream_leaves_out_what_is_paused(monkeypatch):
+    marks = iter([1.0, 3.0, 10.0, 11.0])
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = next(marks)
+
+        def elapsed_time(self, end):
+            return end.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    watch = Stopwatch(torch.device("cuda"))
+
+    def step():
+        watch.stop()  # at 3
+        watch.start()  # at 10
+
+    assert watch.time(step, 1) == 3.0
+    assert watch.take_ms() == 0.0
+
+
+def test_a_comparison_that_fails_costs_no_other_one_its_goals(monkeypatch, capsys):
+    def timed(comparison, *rest, **options):
+        if comparison == "step of SGD":
+            raise RuntimeError("no such kernel\nand more")
+        return {"us": [1.0] * 9, "them": [2.0] * 9}
+
+    monkeypatch.setattr(goals, "measure", timed)
+    both = [goals.Goal(f"step of {rule}", "tiny", "us", "them", 1.5) for rule in ("SGD", "Adam")]
+    failed, met = goals.check(both, CPU, 1.0)
+    assert (failed.verdict, met.verdict) == ("FAILED", "PASS")
+    assert failed.line().endswith("step of SGD, tiny: us / them: RuntimeError: no such kernel")
+    assert failed.cells()["median"] == ""
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_all_that_is_measured_of_bert_on_a_cpu_fits_into_12_gib():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from apex_npu import _extension
 from apex_npu.__main__ import main
@@ -48,8 +49,8 @@ def test_a_machine_on_which_all_is_well(examine, capsys):
     status, found = examine()
     assert found["Versions"]["torch"]["value"].startswith(torch.__version__)
     linear, convolutions = (found["Devices"][f"cpu, {layers}"]["value"] for layers in ("linear layers", "convolutions"))
-    assert linear.endswith("(bfloat16: levels O4, O5; float16: levels O1, O2)")
-    assert convolutions.endswith("float16 0.01 times as fast as float32 (bfloat16: levels O4, O5)")
+    assert "(bfloat16: levels O4, O5; float16: levels O1, O2); measured: 256 x 512 by 512 x 512" in linear
+    assert "float16 0.01 times as fast as float32 (bfloat16: levels O4, O5); measured: 3 x 3, 64 ch" in convolutions
     assert main(["doctor"]) == status
     text = capsys.readouterr().out
     for title in found:
@@ -184,7 +185,7 @@ def test_speeds_are_ratios_of_the_shortest_times(monkeypatch):
     # Seconds of each run, by dtype; float16 is hopeless, and not timed a second time.
     seconds = {torch.float32: iter([4.0, 3.0, 9, 9, 9]), torch.bfloat16: iter([2.0, 1.5, 9, 9, 9])}
     seconds[torch.float16] = iter([90.0])
-    monkeypatch.setattr(precision, "_work", lambda layers, dtype, device: functools.partial(lambda dtype: dtype, dtype))
+    monkeypatch.setattr(precision, "_work", lambda _, dtype, *rest: functools.partial(lambda dtype: dtype, dtype))
     monkeypatch.setattr(precision, "_seconds", lambda work, device: next(seconds[work()]))
     speeds = precision.speed_of_low_precision("convolutions", "cpu")
     assert speeds[torch.bfloat16] == 2.0
@@ -195,10 +196,10 @@ def test_speeds_are_ratios_of_the_shortest_times(monkeypatch):
 def test_a_dtype_that_the_device_refuses(monkeypatch):
     make = precision._work
 
-    def refuse(layers, dtype, device):
+    def refuse(layers, dtype, *rest):
         if dtype == torch.float16:
             raise RuntimeError("\"slow_conv2d_cpu\" not implemented for 'Half'")
-        return make(layers, dtype, device)
+        return make(layers, dtype, *rest)
 
     monkeypatch.setattr(precision, "_work", refuse)
     threads = torch.get_num_threads()
@@ -206,6 +207,34 @@ def test_a_dtype_that_the_device_refuses(monkeypatch):
     assert speeds[torch.float16] == 0.0
     assert speeds[torch.bfloat16] > 0.0
     assert torch.get_num_threads() == threads
+
+
+# Operations in a second of float32 and of half precision, as of an H200, and of a simulated device.
+@pytest.mark.parametrize(("single", "half"), [(5e13, 6e14), (5e9, 5e9)])
+@pytest.mark.parametrize("layers", precision.LAYERS)
+def test_launches_do_not_hide_what_a_fast_device_computes(monkeypatch, layers, single, half):
+    launches, rates, make, dtypes, computed = 1e-4, {torch.float32: single}, precision._work, {}, []
+
+    def work(layers, dtype, *rest):
+        run = make(layers, dtype, *rest)
+        dtypes[run] = dtype
+        return run
+
+    def seconds(run, device):
+        with FlopCounterMode(display=False) as counter:
+            run()
+        computed.append(counter.get_total_flops() / rates.get(dtypes[run], half))
+        return launches + computed[-1]
+
+    monkeypatch.setattr(precision, "_work", work)
+    monkeypatch.setattr(precision, "_seconds", seconds)
+    precision._scale.cache_clear()
+    speeds = precision.speed_of_low_precision(layers, "meta")
+    assert speeds == pytest.approx(dict.fromkeys((torch.bfloat16, torch.float16), half / single), rel=0.25)
+    assert sum(computed) < 2.0
+    expected = {"linear layers": "4096 x 8192 by 8192 x 8192", "convolutions": "3 x 3, 1024 channels, 128 images"}
+    assert precision.size_of(layers, "meta").startswith(expected[layers]) == (single > 1e13)
+    precision._scale.cache_clear()
 
 
 @pytest.mark.slow
