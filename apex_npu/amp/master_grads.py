@@ -59,7 +59,7 @@ class CopiedGrads:
     Attributes:
         grads: Empty, or one or None for each.
         delayed: The indices of those that ``delay_unscale`` has left for a later block to copy.
-        zeros: The indices of those that were filled with zeros, and that masters may have no copy of.
+        zeros: The indices of those that were filled with zeros, of which masters may have no copy: until they are None.
         kept: The indices of those that a block has put aside, and that masters have no copy of.
         alike: The indices of those that were copied outside of blocks to masters that had none: any change is followed.
         replaceable: All that the masters have is copied from these, unscaled: others may take their place.
@@ -85,14 +85,16 @@ class CopiedGrads:
     def note(self) -> None:
         """Record that all gradients that are there now have been copied."""
         now = grads_of(self._model_params)
+        if self.zeros:  # what has been put aside, and no backward has reached, stays
+            self.zeros = {i for i in self.zeros if now[i] is None}
         if self.grads and any(map(is_, now, repeat(None))):
             self.put_back()
             now = grads_of(self._model_params)
         self._set(now)
         if self.delayed:
             self.delayed = set()
-        if self.kept or self.zeros or self.alike:
-            self.kept, self.zeros, self.alike = set(), set(), set()
+        if self.kept or self.alike:
+            self.kept, self.alike = set(), set()
 
     def _set(self, grads: list[Tensor | None]) -> None:
         versions = versions_of(grads)
@@ -186,7 +188,7 @@ class CopiedGrads:
             torch._foreach_zero_(aside)
         self._set([known if grad is None else grad for known, grad in pairs])
         self.delayed, self.stepped = set(), False
-        self.zeros, self.alike = {i for i, grad in enumerate(now) if grad is not None}, set()
+        self.zeros, self.alike = {i for i, grad in enumerate(self.grads) if grad is not None}, set()
 
     def note_changed(self) -> Changes:
         """What has become of the gradients since; ``dropped`` and ``zeroed`` are returned once."""
@@ -198,29 +200,31 @@ class CopiedGrads:
     def _find_changed(self, now: list[Tensor | None]) -> Changes:
         dropped: list[int] = []
         written: list[tuple[int, Tensor]] = []
+        followed = self.alike | self.zeros
         replaced = False
         for i, (grad, before) in enumerate(zip(now, self.grads, strict=True)):
             if before is None or (grad is before and not self._is_written(i)):
                 continue
-            follows = i in self.alike or i in self.zeros or (self.replaceable and grad is not before)
             if self.stepped and grad is not before and i not in self.zeros:
                 self.grads[i] = None  # masters have none by now
-            elif grad is None or (follows and i not in self.delayed):
-                dropped.append(i)
             elif grad is before:
                 written.append((i, grad))
+            elif grad is None or ((self.replaceable or i in followed) and i not in self.delayed):
+                dropped.append(i)
             else:
                 replaced |= i not in self.delayed
         # One answer for all: reading each alone would wait for the device each time.
         nonzero = torch.stack([grad.any() for _, grad in written]).tolist() if written else []
         zeroed = [i for (i, _), kept in zip(written, nonzero, strict=True) if not kept]
+        added_to = [i for (i, _), kept in zip(written, nonzero, strict=True) if kept and i in followed]
         self.note_added(i for i, _ in written)
+        dropped += added_to
         for i in dropped:
             self.grads[i] = None
         self.delayed.difference_update(dropped)
         self.zeros.difference_update(dropped)
         self.alike.difference_update(dropped)
-        return Changes(dropped, zeroed, replaced or len(zeroed) < len(written), bool(self.uncopied()))
+        return Changes(dropped, zeroed, replaced or len(zeroed) + len(added_to) < len(written), bool(self.uncopied()))
 
     def _is_written(self, index: int) -> bool:
         grad = self.grads[index]

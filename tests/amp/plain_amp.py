@@ -78,10 +78,10 @@ class PlainAmp:
         self.check()
         for o in which:
             self._were_delayed[o] = self.delayed[o]
-            self._shown -= self._stepped & set(self.params(o))
             self.skip[o] = self.skip[o] and bool(self.grads(o))
-            for grad in self.grads(o) if self.skip[o] else []:
-                grad.zero_()
+            for p in self.params(o) if self.skip[o] else []:
+                self.clear(p, set_to_none=False)
+            self._shown -= self._stepped & set(self.params(o))
 
     def backward(self, which, loss, *, fails):
         """Backward in the block, after which it fails, maybe.
@@ -92,13 +92,14 @@ class PlainAmp:
         before = [None if p.grad is None else p.grad.clone() for p in params]
         versions = self._versions(which)
         loss.backward()
-        if not fails:
-            reached = {p for p, version in self._versions(which).items() if version != versions[p]}
-            self._shown |= reached
-            self._stepped -= reached
-        else:
+        reached = {p for p, version in self._versions(which).items() if version != versions[p]}
+        if fails:
             for p, grad in zip(params, before, strict=True):
                 p.grad = grad
+            reached.difference_update(params)
+        self._shown |= reached
+        self._stepped -= reached
+        self._zeros -= reached
 
     def _versions(self, which):
         params = [p for o in which for p in self.params(o) if self._has_master(p)]
@@ -107,12 +108,10 @@ class PlainAmp:
     def fail(self, which):
         for o in which:
             self.delayed[o] = self._were_delayed[o]
-            self._zeros.difference_update(self.params(o))
 
     def end(self, which, loss_id, delay):
         scaler = self.scalers[loss_id]
         for o in which:
-            self._zeros.difference_update(self.params(o))  # the next step is that of the block
             # A plain backward is as good as a block at a static scale of 1, but for masters.
             self.delayed[o] = delay == "delay_unscale" and (scaler.dynamic or scaler.scale != 1.0 or self._masters)
         if delay is not None:

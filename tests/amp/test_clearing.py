@@ -204,6 +204,31 @@ def test_zeros_are_stepped_whatever_follows(level, kind, then, by):
     assert_values(model.parameters(), 7.5 if then == "a block" else 8.5, 8.5)
 
 
+@pytest.mark.parametrize("by", ["model", "optimizer"])
+@pytest.mark.parametrize("then", ["a step", "zeros", "a block", "a failure"])
+@kinds(ALL_KINDS)
+@levels(LEVELS)
+def test_zeros_stay_gradients_until_they_are_set_to_none(level, kind, then, by):
+    model, optimizer, x = ready(kind, level, momentum=0.5)
+    backward(model(x), optimizer)
+    optimizer.step()
+    clearing = model if by == "model" else optimizer
+    clearing.zero_grad(set_to_none=False)
+    for after in (8.5, 8.25, 8.125):
+        if then == "zeros":
+            model.w[1].grad.zero_()
+        elif then == "a block":
+            backward(model(x, only=(0,)), optimizer)
+        elif then == "a failure":
+            interrupted(model, optimizer, x, inside=False)
+        optimizer.step()
+        assert_values([model.w[1]], after)
+    clearing.zero_grad()
+    backward(model(x, only=(0,)), optimizer)
+    optimizer.step()
+    assert_values([model.w[1]], 8.125)
+
+
 # Gradients of a backward outside of blocks.
 
 

@@ -52,7 +52,7 @@ def block(which=(0,), factor=32.0, reached=EACH, delay=None, fail=None, loss_id=
 ONE, INF = block(), block(factor=float("inf"))
 DELAYED = block(delay="delay_unscale")
 UNCHECKED_INF = block(factor=float("inf"), delay="delay_overflow_check", reached=((0, 1), ALL))
-STEP = ("step", 0)
+STEP, ZERO = ("step", 0), ("model_zero_grad", 0, False)
 FOUND = {
     "a step before the first block": [("edit_weight", 0, 1, 3.0), STEP],
     "cleared after delay_unscale": [ONE, DELAYED, ("model_zero_grad", 0, True), ONE, STEP],
@@ -87,6 +87,10 @@ FOUND = {
     "the norm of nothing": [ONE, ("model_zero_grad", 0, True), ("clip", 0, "fused", 2.0, True), STEP],
     "an overflow cleared before another's block": [INF, ("model_zero_grad", 0, True), block((1,)), STEP, ("observe",)],
     "zeros are a gradient": [ONE, STEP, ("zero_grad", 0, True), ONE, ("model_zero_grad", 0, False), STEP],
+    "zeroed, and once more after a step": [ONE, ZERO, STEP, ZERO, STEP, STEP],
+    "zeroed before a block that fails": [ONE, ("zero_grad", 0, False), block(fail="after"), STEP, STEP],
+    "zeroed before a block that does not reach it": [ONE, ZERO, block(reached=((0, 1), ALL)), STEP, STEP],
+    "zeroed after an overflow, before a block that fails": [INF, block(fail="after"), ("zero", 0, 3), STEP, STEP],
     "what was dropped is not zeroed": [ONE, ("model_zero_grad", 0, True), ("zero_grad", 0, False), STEP],
 }
 
