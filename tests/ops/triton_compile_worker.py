@@ -99,6 +99,7 @@ def facts(compiled: Any) -> dict[str, Any]:
         "stores": [size for kind, size in moved if kind == "st"],
         "atomics": len(re.findall(r"\b(?:atom|red)\.", ptx)),
         "flushes": len(re.findall(r"\b(?:div|sqrt|mul|fma|add)\S*\.ftz", ptx)),
+        "contracts": len(re.findall(r"\b(?:fma\S*|(?:mul|add|sub))\.f32", ptx)),  # without .rn ptxas may do so
         "approximates": len(re.findall(r"\b(?:div\.full|div\.approx|sqrt\.approx|rsqrt)", ptx)),
         "narrow_offsets": len(re.findall(r"tt\.addptr .*: tensor<.*x!tt\.ptr<\w+>>, tensor<\w+xi32>", ttir)),
         "float_arguments": sorted(set(re.findall(r"%\w+: (f\d+)", ttir.partition("tt.func public")[2].split("\n")[0]))),

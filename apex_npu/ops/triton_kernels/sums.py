@@ -49,7 +49,7 @@ def square_parts(x, parts, numel: tl.int64, programs: tl.int64, BLOCK: tl.conste
     for begin in range(tl.program_id(0).to(tl.int64) * BLOCK, numel, programs * BLOCK):
         offsets = begin + tl.arange(0, BLOCK)
         value = tl.load(x + offsets, mask=offsets < numel, other=0.0).to(tl.float64)
-        total += value * value
+        total = tl.fma(value, value, total)
     tl.store(parts + tl.program_id(0), tl.sum(total, axis=0))
 
 
