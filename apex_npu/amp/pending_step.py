@@ -22,7 +22,7 @@ from apex_npu.amp.grad_groups import GradGroup, any_raised, found_inf_flags
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
 from apex_npu.amp.scaled_grads import NOT_SCALED, ScaledGrads
 from apex_npu.amp.session import current, warn_once
-from apex_npu.backends import HostCopy, number_on
+from apex_npu.backends import HostCopy, number_on, numbers_on
 from apex_npu.backends._torch_private import disable_dynamo
 from apex_npu.distributed import total_grad_norm
 from apex_npu.fusion import FlatGrads, HasFusedGroups, clip_coefficient
@@ -152,6 +152,8 @@ class PendingStep:
         self.check: DeferredInfCheck | None = None
         self.skipped_check: DeferredInfCheck | None = None
         self.clip_coefficient: Tensor | None = None
+        # A scale, and on the device that scale divided by `clip_coefficient`; None: it has not been sent there.
+        self._sent: tuple[float, Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without gradients, which copies of parameters lack."""
@@ -276,10 +278,12 @@ class PendingStep:
         ):
             self.unscale_now_(state, state.grad_groups(optimizer))
             return False
-        there = first.device if coefficient is None else coefficient.device
-        scale = torch.full((1,), state.grad_scale, dtype=torch.float32, device=there)
-        if coefficient is not None:
-            scale /= coefficient
+        if coefficient is None:
+            scale = torch.full((1,), state.grad_scale, dtype=torch.float32, device=first.device)
+        elif self._sent is not None and self._sent[0] == state.grad_scale:
+            scale = self._sent[1]
+        else:
+            scale = _over(state.grad_scale, coefficient)
         optimizer.grad_scale = number_on(scale, first.device)  # type: ignore[attr-defined]
         return True
 
@@ -327,8 +331,15 @@ class PendingStep:
         if before is not None and norm_type != 0:
             norm = norm * number_on(before, norm.device).squeeze()
         coefficient = clip_coefficient(norm, max_norm, norm_type, error_if_nonfinite).float().reshape(1)
-        self.clip_coefficient = coefficient if before is None else coefficient * number_on(before, coefficient.device)
-        return number_on(norm, device)
+        if before is not None:
+            coefficient = coefficient * number_on(before, coefficient.device)
+        if norm.device == device:
+            self.clip_coefficient, self._sent = coefficient, None
+            return norm
+        # One copy for what the caller gets and what the step reads.
+        sent = numbers_on([float(_over(grad_scale, coefficient)), float(norm)], norm.dtype, device)
+        self.clip_coefficient, self._sent = coefficient, (grad_scale, sent[:1].float())
+        return sent[1]
 
     def report_later(self, state: AmpOptimizerState, check: DeferredInfCheck) -> None:
         """Record that the device has taken or skipped the step; which, is recorded when the check is resolved."""
@@ -345,6 +356,11 @@ class PendingStep:
             report, session = state.note_step(), current()
             if report.skipped and session is not None:
                 session.tell_skipped(report)
+
+
+def _over(scale: float, coefficient: Tensor) -> Tensor:
+    """What gradients are divided by, to be divided by ``scale`` and multiplied by ``coefficient``."""
+    return torch.full_like(coefficient, scale).div_(coefficient)
 
 
 def _takes_grad_scale(optimizer: Optimizer, device: torch.device) -> bool:

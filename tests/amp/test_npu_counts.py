@@ -140,6 +140,12 @@ def test_one_wait_for_the_device(level, fuse_unscale, set_to_none):
         assert waits == {first_look if fuse_unscale else "unscale and check": 1}
 
 
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_clipping_sends_what_the_step_divides_by_with_the_norm(level):
+    parts = parts_of_a_step(6, level, True)
+    assert (parts["clip"].h2d, parts["update"].h2d) == (1, 0)
+
+
 @pytest.mark.parametrize("fuse_unscale", [False, True])
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_gathering_takes_one_launch(level, fuse_unscale):

@@ -374,7 +374,12 @@ def counted(monkeypatch):
     """How many launches there were."""
     calls = []
     run = launches.Launch.run
-    monkeypatch.setattr(launches.Launch, "run", lambda self: (calls.append(self.kernel.__name__), run(self)))
+
+    def counting(self, compiled):
+        calls.append(self.kernel.__name__)
+        run(self, compiled)
+
+    monkeypatch.setattr(launches.Launch, "run", counting)
     return calls
 
 
@@ -427,7 +432,7 @@ def test_what_triton_cannot_compile_torch_does_instead_and_nothing_is_half_done(
         compiling(self)
 
     monkeypatch.setattr(launches.Launch, "compile", compile_)
-    monkeypatch.setattr(launches, "_compiled", set())
+    monkeypatch.setattr(launches, "_compiled", {})
     cuda.KERNELS[getattr(ops, op)](*args, **OPTIONS[op])
     for got, want in zip(args[:4], expected[:4], strict=True):
         torch.testing.assert_close(got.cpu()[inside(op)].double(), want[inside(op)], rtol=1e-5, atol=1e-6)

@@ -26,20 +26,21 @@ from triton.backends.compiler import GPUTarget
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from triton_cases import CHANGES, DTYPES, NUMEL, OPTIONS, SEGMENTED_CHANGES, on_device, operands, segments
 
-from apex_npu.ops.triton_kernels import plans
+from apex_npu.ops.triton_kernels import launches, plans
 from apex_npu.ops.triton_kernels.launches import Plan
 
 CPU = torch.device("cpu")
 
 
 class NoGpu:
-    """The driver interface that Triton uses; a launch is only counted."""
+    """The driver interface that Triton uses; launches are only recorded. Each binary is a function of its own."""
 
     def __init__(self, arch: int) -> None:
         self.arch = arch
         self.launched: list[tuple[Any, ...]] = []
+        self.stream = 0
         self.utils = SimpleNamespace(
-            load_binary=lambda *_: (0, 0, 0, 0, 1024),
+            load_binary=lambda name, binary, *_: (0, (name, binary), 0, 0, 1024),
             get_device_properties=lambda _: {"max_shared_mem": 64 * 1024},  # what the smallest of them has
         )
 
@@ -50,10 +51,17 @@ class NoGpu:
         return self.arch  # so that nothing compiled for one is found for another
 
     def get_current_stream(self, _: int) -> int:
-        return 0
+        return self.stream
 
     def launcher_cls(self, *_: Any) -> Any:
         return lambda *args: self.launched.append(args)
+
+
+def same(ours: Any, own: Any) -> bool:
+    """Whether two things that a launcher was given are the same: tensors by identity, records for hooks by contents."""
+    if hasattr(ours, "get"):
+        ours, own = ours.get(), own.get()
+    return ours is own or bool(ours == own)
 
 
 def all_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
@@ -117,13 +125,23 @@ def main() -> None:
     for arch in arguments.arch:
         driver = NoGpu(arch)
         triton.runtime.driver.set_active(driver)
+        launches._compiled.clear()  # for a device, which in a real process is of one kind
         for op, plan in all_plans(arguments.all):
             for launch in plan.launches:
                 compiled = launch.compile()
                 print(json.dumps({"arch": arch, "op": op, "kernel": launch.kernel.__name__, **facts(compiled)}))
-            before = len(driver.launched)
+            driver.launched.clear()
+            driver.stream += 1
             plan.run(CPU)
-            assert len(driver.launched) - before == len(plan.launches)
+            given = driver.launched[:]
+            for launch in plan.launches:
+                assert [*launch.constants] == launch.kernel.arg_names[len(launch.args) :]
+                launch.run()
+            # What Triton itself gives its launcher: grid, stream, binary, metadata, hooks, arguments.
+            by_triton = driver.launched[len(given) :]
+            assert len(given) == len(by_triton) == len(plan.launches)
+            for ours, own in zip(given, by_triton, strict=True):
+                assert all(map(same, ours, own)), (ours[:4], own[:4], op)
     # Other numbers compile nothing: neither hyper-parameters nor lengths, as long as these are multiples of 16.
     kernel = plans.adam_(*operands("adam_", 1504), **OPTIONS["adam_"]).launches[0].kernel
     known = [len(cache[0]) for cache in kernel.device_caches.values()]

@@ -15,10 +15,11 @@ def check_operands(op: str, **operands: Tensor | None) -> None:
     Raises:
         ValueError: Operands differ in length or device, have gaps, or are no floating-point numbers.
     """
-    present = [(name, tensor) for name, tensor in operands.items() if tensor is not None]
-    first, like = present[0]
+    first, like = next((name, tensor) for name, tensor in operands.items() if tensor is not None)
     numel, device = like.numel(), like.device
-    for name, tensor in present:
+    for name, tensor in operands.items():
+        if tensor is None:
+            continue
         if tensor.numel() != numel or tensor.device != device:
             problem = f"has {tensor.numel()} elements on {tensor.device}, but {first} has {numel} on {device}"
         elif not tensor.is_contiguous():

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace as Arguments
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -34,8 +33,7 @@ _NORM_BLOCK, _NORM_PROGRAMS = 2048, 1024
 _SUM_BLOCK, _SUM_WARPS = 256, 2
 
 
-@dataclass(frozen=True)
-class _Numbers:
+class _Numbers(NamedTuple):
     """What depends on a step's learning rate and count: see ``numbers.py``, where these names are.
 
     Attributes:
