@@ -30,10 +30,11 @@ X, Y = (torch.randn(16, n, generator=torch.Generator().manual_seed(n)).to(DEVICE
 # How far a result may be from plain torch's, in proportion to how far training has moved the weights. At O0 the kernels
 # differ in the last bits; elsewhere the forward and the gradients are in half precision, and at O3 the weights, too.
 TOLERANCE = {"O0": 1e-4, "O1": 0.01, "O2": 0.01, "O3": 0.05, "O4": 0.05, "O5": 0.05}
-# In plain torch, and under amp.
+# In plain torch, and under amp. Adam's first steps go by the signs of gradients. With an eps above what bfloat16 leaves
+# of gradients near zero, the rounding of a device's kernels does not decide these.
 OPTIMIZERS = {
     "torch": (torch.optim.SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-    "fused": (torch.optim.Adam, optimizers.NpuFusedAdam, {"lr": 0.02}),
+    "fused": (torch.optim.Adam, optimizers.NpuFusedAdam, {"lr": 0.02, "eps": 0.01}),
 }
 
 
