@@ -79,6 +79,8 @@ NAMES: dict[str, str] = {
     "torch.utils._pytree.tree_leaves": "torch.export puts the tensors of a model's results in this order",
     "torch.utils._pytree.tree_map": "reaches the tensors of all containers that torch.export takes",
     # Fake tensors
+    "torch._C._get_cudnn_enabled": "torch.backends.cudnn.flags sets, and restores, what else may be set there, too",
+    "torch._C._set_cudnn_enabled": "likewise",
     "torch._subclasses.fake_tensor.FakeTensorMode": "sizes and dtypes of results, without computing or allocating them",
     "torch._subclasses.fake_tensor.FakeTensor": "tells what has sizes and dtypes alone",
     "torch._subclasses.fake_tensor.FakeCopyMode": "deepcopy of a model under FakeTensorMode, without its memory",
@@ -326,6 +328,17 @@ def fake_modes() -> tuple[Any, Any]:
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     return mode, FakeCopyMode(mode)
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Recurrent layers run as products and cells: of cuDNN's a fake forward leaves out what backward asks for."""
+    enabled = torch._C._get_cudnn_enabled()
+    torch._C._set_cudnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_cudnn_enabled(enabled)
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -108,6 +108,20 @@ def test_an_lstm_is_counted_as_its_products():
     assert "no FLOPs stay in float32 at O2" in str(found)
 
 
+def test_cudnn_is_off_in_the_report_alone():
+    class Noted(nn.Module):
+        def forward(self, x):
+            seen.append(torch.backends.cudnn.enabled)
+            return x * 2
+
+    seen, x = [], torch.randn(2, device=DEVICE, requires_grad=True)
+    for enabled in (True, False):
+        with torch.backends.cudnn.flags(enabled=enabled):
+            amp.debug.report(Noted(), x, levels="O0")
+            assert torch.backends.cudnn.enabled == enabled
+    assert seen == [False, False]
+
+
 @pytest.mark.parametrize("name", ["_cudnn_rnn", "miopen_rnn"])
 def test_recurrent_layers_of_gpus_are_counted_as_their_products(name):
     proj = 3 if name == "_cudnn_rnn" else 0

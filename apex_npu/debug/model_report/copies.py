@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from apex_npu.amp.float32_copies import float32_copy
-from apex_npu.backends._torch_private import TorchDispatchMode, fake_modes, is_fake, tree_leaves, tree_map
+from apex_npu.backends._torch_private import (
+    TorchDispatchMode,
+    fake_modes,
+    is_fake,
+    tree_leaves,
+    tree_map,
+    without_cudnn,
+)
 from apex_npu.debug.watching.operators import call_operator, operator_of
 
 # What batch norms write, though the schemas of some do not say so.
@@ -64,7 +71,7 @@ class _WriteNothingReal(TorchDispatchMode):
 def fake_copies(model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
     """A copy of ``model`` and of ``batch`` without values; what is computed in the block has none either."""
     fake, copying = fake_modes()
-    with fake:
+    with without_cudnn(), fake:
         with copying, _EqualMasters():
             made = float32_copy(model, allow_rounded=True)
         with _WriteNothingReal(fake):
