@@ -8,11 +8,14 @@ import math
 
 import torch
 from debug.planted import Fault, batch, marked_lines
-from devices import VENDOR
+from devices import DEVICE, VENDOR
 from torch import nn
 from torch.nn import functional as F
 
 MARKED = marked_lines(__file__)
+# cuDNN's takes float32 weights.
+_OF_GPUS = {"O1": "aten::cudnn_batch_norm", "O2": "aten::cudnn_batch_norm", "O3": "aten::native_batch_norm"}
+BATCH_NORM = _OF_GPUS if DEVICE.type == "cuda" else "aten::native_batch_norm"
 
 
 class Body(nn.Module):
@@ -153,7 +156,7 @@ FAULTS = [
         "weights",
         "forward",
         "bn",
-        "aten::native_batch_norm",
+        BATCH_NORM,
         tensor="bn.running_mean",
         plant=spoil("bn.running_mean", 1, math.nan),
     ),

@@ -112,6 +112,82 @@ def test_a_backward_that_a_device_has_as_one_operator(name, shapes, mask):
     assert opinion.largest == pytest.approx(max(float(one.abs().max()) for one in exact), rel=1e-12)
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("vendor", ["cudnn", "miopen"])
+def test_a_batch_norm_of_a_gpu(vendor, training):
+    x, weight, bias = (torch.randn(*shape).half().requires_grad_() for shape in ((4, 3, 5), (3,), (3,)))
+    averages = torch.randn(3), torch.rand(3) + 0.5
+    kept = [t.clone() for t in averages]
+    wide = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    expected = torch.nn.functional.batch_norm(
+        wide[0], *[t.double() for t in averages], *wide[1:], training=training, momentum=0.1, eps=1e-3
+    )
+
+    def executed(name, args, results):
+        func = getattr(torch.ops.aten, name).default
+        return Execution(func, operator_of(func), None, (args, {}), (args, {}), results)
+
+    forward = executed(f"{vendor}_batch_norm", (x, weight, bias, *averages, training, 0.1, 1e-3), ())
+    results = second_opinion.call_wide(forward, forward.before)
+    torch.testing.assert_close(results[0], expected.detach(), rtol=1e-12, atol=1e-12)
+    assert all(torch.equal(t, k) for t, k in zip(averages, kept, strict=True))
+    names = len(forward.func._schema.returns)
+    assert len(results) == names == (4 if vendor == "cudnn" else 3)
+    if not training:  # backward is native_batch_norm's then
+        return
+    mean, variance = wide[0].detach().mean((0, 2)), wide[0].detach().var((0, 2), correction=0)
+    torch.testing.assert_close(results[1], mean, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(results[2], (variance + 1e-3).rsqrt(), rtol=1e-12, atol=1e-12)
+    grad = torch.randn(4, 3, 5)
+    args = (x, grad, weight, *averages, *results[1:3], 1e-3, *results[3:])
+    backward = executed(f"{vendor}_batch_norm_backward", args, ())
+    exact = torch.autograd.grad(expected, wide, grad.double())
+    for got, true in zip(second_opinion.call_wide(backward, backward.before), exact, strict=True):
+        torch.testing.assert_close(got, true, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("dropout", "train", "is_random"), [(0.0, True, False), (0.5, False, False), (0.5, True, True)]
+)
+def test_a_recurrent_layer_of_a_gpu_draws_numbers_for_dropout_alone(dropout, train, is_random):
+    x, state = torch.randn(2, 1, 3), torch.zeros(1, 1, 4)
+    args = (x, [], 4, None, state, state, 2, 4, 0, 1, False, dropout, train, False, [], None)
+    func = torch.ops.aten._cudnn_rnn.default
+    assert Execution(func, operator_of(func), None, (args, {}), (args, {}), ()).is_random == is_random
+    drawn = torch.ops.aten.bernoulli.default
+    assert Execution(drawn, operator_of(drawn), None, ((x,), {}), ((x,), {}), x).is_random
+
+
+class InOneBuffer(torch.nn.Module):
+    """Its weight is read as part of a tensor over all of its memory, as cuDNN reads those of recurrent layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x):
+        buffer = torch.empty(0, device=x.device, dtype=self.weight.dtype)
+        buffer.set_(self.weight.untyped_storage(), self.weight.storage_offset(), (32,), (1,))
+        return x @ (self.weight + buffer.view(4, 8)).t()  # fault: one buffer
+
+
+@needs("inf")
+def test_a_tensor_over_the_memory_of_weights_computes_nothing():
+    model = InOneBuffer().to(DEVICE)
+    x = planted.batch(2, 8)
+    with amp.debug.check_operators(model) as checked:
+        model(x).sum().backward()
+    assert not [why for why in checked.left_out if "set_" in why]
+    with torch.no_grad():
+        model.weight[1, 2] = math.nan
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O0", loss_scale="dynamic", verbosity=0)
+    with amp.debug.find_overflow(model) as found, amp.scale_loss(model(x).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    (cause,) = found.causes
+    assert (cause.kind, cause.line, cause.tensor) == ("weights", MARKED["one buffer"], "weight")
+
+
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="gloo has tensors of the CPU")
 def test_another_process():
     store = torch.distributed.HashStore()

@@ -174,7 +174,8 @@ class Recorder(Watch):
                 self._note_made(tensor, call.phase == "backward")
             return
         is_scaled = call.phase == "backward" and self._reads_scaled(ran)
-        is_draw = operator.is_random and (
+        is_random = ran.is_random
+        is_draw = is_random and (
             operator.plain in _DRAWS or not any(tensor.dtype.is_floating_point for _, tensor in ran.tensors_read())
         )
         for i, tensor in enumerate(self._own_results(ran)):
@@ -185,7 +186,7 @@ class Recorder(Watch):
             if operator.is_collective:  # not there yet; what reads it waits
                 continue
             is_number = is_measurable(held)
-            drawn = operator.is_random and (is_draw or held.dtype in _MASKS)
+            drawn = is_random and (is_draw or held.dtype in _MASKS)
             if is_number or drawn:
                 scale = self.scale if is_scaled and is_number else 1.0
                 kind: Kind = "random" if drawn else "operator"

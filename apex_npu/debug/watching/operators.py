@@ -18,9 +18,11 @@ from apex_npu.debug.watching.places import Caller, Place
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 # These fill memory that holds nothing yet, or only describe it.
-_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
+_ALLOCATIONS = {
+    *("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_", "set_"),
+}
 # These write all of their first operand, and do not read it.
-_OVERWRITING = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "set_"}
+_OVERWRITING = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"}
 # A dispatch mode sees it as one operator; its kernel calls bmm, which autocast casts.
 _CALLING_CAST = {"aten::affine_grid_generator"}
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
@@ -32,7 +34,7 @@ class Operator:
     Attributes:
         name: With its namespace, without the overload: ``aten::addmm``.
         passed_over: It computes nothing: a view, an allocation, a query.
-        is_random: It draws numbers.
+        is_random: It draws numbers, or does where its arguments ask for it.
         is_collective: Its result comes from other processes, too, and is there later.
         makes_tensor: It takes in a tensor that Python's numbers have been written to.
     """
@@ -89,6 +91,14 @@ class Execution(NamedTuple):
     def operands(self) -> Iterator[tuple[str, Any]]:
         """The arguments with their names."""
         return self.operator.operands(*self.given)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it has drawn numbers: a recurrent layer of a GPU does for its dropout alone."""
+        if not self.operator.is_random:
+            return False
+        given = dict(self.operands())
+        return given.get("dropout") != 0.0 and given.get("train") is not False
 
     def tensors_read(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors among the arguments, but those that are overwritten, with the names of the arguments."""

@@ -34,8 +34,45 @@ def _linear_backward(x: Tensor, grad: Tensor, weight: Tensor, output_mask: Seque
     return list(compress((grad @ weight, grads.T @ x.reshape(-1, x.shape[-1]), grads.sum(0)), output_mask))
 
 
-# Backwards that devices have as one operator, and the host as several: a dispatch mode is below autograd.
+def _batch_norm(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    exponential_average_factor: float,
+    epsilon: float,
+) -> list[Tensor]:
+    averages = running_mean, running_var, training, exponential_average_factor, epsilon
+    return list(torch.native_batch_norm(input, weight, bias, *averages))
+
+
+def _batch_norm_backward(
+    input: Tensor,
+    grad_output: Tensor,
+    weight: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    save_mean: Tensor | None,
+    save_var: Tensor | None,  # 1 / sqrt(variance + epsilon)
+    epsilon: float,
+    reserveSpace: Tensor | None = None,
+) -> list[Tensor]:
+    saved = running_mean, running_var, save_mean, save_var, True, epsilon, [True] * 3
+    return list(torch.ops.aten.native_batch_norm_backward(grad_output, input, weight, *saved))
+
+
+def _reserving_batch_norm(*args: Any, **kwargs: Any) -> list[Tensor]:
+    return [*_batch_norm(*args, **kwargs), torch.empty(0, dtype=torch.uint8)]  # cuDNN's memory for backward
+
+
+# What devices have as one operator, and the host as several or under another name: a dispatch mode is below autograd.
 _OF_DEVICES: dict[str, Callable[..., list[Tensor]]] = {
+    "aten::cudnn_batch_norm": _reserving_batch_norm,
+    "aten::cudnn_batch_norm_backward": _batch_norm_backward,
+    "aten::miopen_batch_norm": _batch_norm,
+    "aten::miopen_batch_norm_backward": _batch_norm_backward,
     "aten::matmul_backward": _matmul_backward,
     "aten::linear_backward": _linear_backward,
 }
@@ -105,6 +142,12 @@ def largest_of(ran: Execution) -> float:
     return max(found, default=0.0)
 
 
+def function_of_host(ran: Execution) -> Callable[..., Any]:
+    """What computes on the host what the operator of ``ran`` does."""
+    function: Callable[..., Any] = _OF_DEVICES.get(ran.operator.name, ran.func)
+    return function
+
+
 def call_wide(ran: Execution, given: Arguments) -> list[Tensor]:
     """Call the operator of ``ran`` in float64 on the host, with ``given`` copied there."""
     (args, kwargs), operator = given, ran.operator
@@ -118,7 +161,7 @@ def call_wide(ran: Execution, given: Arguments) -> list[Tensor]:
         stack.enter_context(autocast_disabler()())
         if operator.is_random:
             stack.enter_context(torch.random.fork_rng(devices=[]))
-        returned = _OF_DEVICES.get(operator.name, ran.func)(*placed, **named)
+        returned = function_of_host(ran)(*placed, **named)
     return results_of(operator, returned, (tuple(placed), named))
 
 
