@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -59,6 +59,10 @@ class Goal:
     def name(self) -> str:
         """What is printed; short."""
         return f"{self.comparison}, {self.workload}: {self.ours} / {self.baseline or 'nothing'}"
+
+    def has_baseline(self, variants: Iterable[str]) -> bool:
+        """Whether what it is compared with is among ``variants``, or it is compared with nothing."""
+        return not self.baseline or any(fnmatchcase(v, self.baseline) for v in variants if v != self.ours)
 
     def values(self, times: Times) -> list[float]:
         """What is held against the goal, of each round."""
@@ -193,8 +197,11 @@ def check(goals: list[Goal], device: torch.device, seconds: float) -> Iterator[R
             yield from (Row(goal, None, f"{type(error).__name__}: {error}".splitlines()[0]) for goal in members)
             continue
         for goal in members:
-            lacks_baseline = goal.baseline and not any(fnmatchcase(n, goal.baseline) for n in times if n != goal.ours)
-            yield Row(goal, None if lacks_baseline else Spread.of(goal.values(times)))
+            if goal.has_baseline(times):
+                yield Row(goal, Spread.of(goal.values(times)))
+            else:
+                failed = goal.has_baseline(variant_names(comparison, workload, device))
+                yield Row(goal, None, f"{goal.baseline} fails" if failed else "")
 
 
 def published(table: list[dict[str, str]]) -> list[dict[str, str]]:

@@ -15,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -25,7 +26,7 @@ import muon_steps
 import overhead
 import torch
 import whole_steps
-from rounds import Counter, Spread, Times, open_device, steps_in_turns
+from rounds import Counter, Spread, Stopwatch, Times, open_device, steps_in_turns
 from workloads import WORKLOADS, Bench
 
 from apex_npu import amp
@@ -67,7 +68,7 @@ def measure(
     rounds: int = 30,
     budget_s: float = float("inf"),
 ) -> Times:
-    """Milliseconds of each variant of ``comparison`` in every round.
+    """Milliseconds of each variant of ``comparison`` in every round; those of others that fail are left out.
 
     Args:
         comparison: One of COMPARISONS.
@@ -82,7 +83,8 @@ def measure(
     bench = Bench(device, WORKLOADS[workload]())
     made = COMPARISONS[comparison](bench)
     try:
-        steps = {name: make() for name, make in made.items() if any(fnmatchcase(name, p) for p in patterns)}
+        chosen = {name: make for name, make in made.items() if any(fnmatchcase(name, p) for p in patterns)}
+        steps = _made(chosen, bench.watch)
         return steps_in_turns(steps, bench.watch, rounds, budget_s)
     finally:
         steps = {}
@@ -101,6 +103,24 @@ def count(
             counts[name] = bench.watch.of(make())
             _leave_nothing()
     return counts
+
+
+def _made(chosen: dict[str, Callable[[], Callable[[], object]]], watch: Stopwatch) -> dict[str, Callable[[], object]]:
+    """The step of each, which has run once. The first, to which ratios are taken, and ours have to."""
+    steps = {}
+    for name, make in chosen.items():
+        try:
+            step = make()
+            watch.time(step, 1)
+        except Exception:
+            if not steps or name.startswith("apex_npu"):
+                raise
+            traceback.print_exc()
+            print(f"left out: {name}", file=sys.stderr)
+            watch.reset()
+        else:
+            steps[name] = step
+    return steps
 
 
 def _leave_nothing() -> None:

@@ -90,6 +90,10 @@ class Stopwatch:
         event.record()
         self._events.append(event)
 
+    def reset(self) -> None:
+        """Forget what has been added up, and a start without a stop."""
+        self._total, self._events = 0.0, []
+
     def take_ms(self) -> float:
         """Milliseconds since the last call."""
         total, self._total = self._total * 1e3, 0.0

@@ -165,6 +165,28 @@ def test_a_comparison_that_fails_costs_no_other_one_its_goals(monkeypatch, capsy
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_a_baseline_that_fails_is_left_out_and_its_goal_has_failed(monkeypatch, capsys):
+    def fail():
+        bench.watch.stop()
+        raise RuntimeError("does not compile")
+
+    def variants(given):
+        nonlocal bench
+        bench = given
+        return {"us": lambda: lambda: None, "theirs": lambda: fail, "others": lambda: lambda: None}
+
+    bench = None
+    monkeypatch.setitem(measure.COMPARISONS, "step of SGD", variants)
+    wanted = [goals.Goal("step of SGD", "tiny", "us", base, 0.0) for base in ("theirs", "others", "*", "none")]
+    rows = list(goals.check(wanted, CPU, 0.0))
+    assert [row.verdict for row in rows] == ["FAILED", "PASS", "PASS", "SKIPPED"]
+    assert rows[0].line().endswith("us / theirs: theirs fails")
+    assert "does not compile" in capsys.readouterr().err
+    monkeypatch.setitem(measure.COMPARISONS, "step of SGD", lambda given: {"us": lambda: fail})
+    with pytest.raises(RuntimeError, match="does not compile"):
+        measure.measure("step of SGD", "tiny", CPU)
+
+
 def test_all_that_is_measured_of_bert_on_a_cpu_fits_into_12_gib():
     chosen = {i.comparison: suite.chosen_variants(i, CPU) for i in suite.items(CPU) if i.workload == "bert"}
     assert chosen.keys() == {"step of SGD", "step of Adam", "step of AdamW", "whole fp32 step", "whole O2 step"}
