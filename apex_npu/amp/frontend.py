@@ -29,6 +29,7 @@ from apex_npu.amp.preconditions import (
     check_groups,
     check_incoming,
     check_inside_of_ddp,
+    check_memory,
     check_nothing_averages,
     check_own_groups,
     check_plain,
@@ -164,7 +165,7 @@ def initialize(
     Raises:
         RuntimeError: An unknown level, an override that contradicts it, a model that is already in half precision or
             wrapped for parallel training, an optimizer that has been initialized before, a weight that would become
-            inf in float16. With combine_ddp: there are no
+            inf in float16, or that is cast and shares its memory with another. With combine_ddp: there are no
             process groups yet, or processes have other models or optimizers, or have failed.
         TypeError: An argument has the wrong type.
         ValueError: A number is out of range.
@@ -236,6 +237,7 @@ def initialize(
             if policy.fuse_unscale:
                 check_fusible(optimizers if isinstance(optimizers, list) else [optimizers])
             check_devices(session.device_types, model_list)
+            check_memory(policy, model_list)
             if policy.combine_ddp:
                 check_nothing_averages(model_list, ddps)
                 settings_of_all = [("amp.initialize's options", f"{policy}, {options}, {num_losses} losses")]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from apex_npu.amp.shared_memory import sharing_memory
 from apex_npu.amp.uncounted_writes import UNCOUNTED_THERE, UncountedWrites, lines_of
 from apex_npu.backends import for_device, is_capturing
 from apex_npu.fusion import (
@@ -51,6 +52,13 @@ UNSEEN = (
     "not been called since, or is compiled: its parameters, and so this loss, have the values of before. Compiled and "
     "captured forwards do not look for such writes: write to the model's own parameters instead, or call "
     "model.state_dict() after writing"
+)
+
+
+SHARED = (
+    "parameters of the model have been given the same memory (p.data = q.data) after amp.initialize: their fp32 "
+    "masters are trained apart, and the model has the values of one of them. Use one Parameter for both, before "
+    "amp.initialize, or O1 or O4, which have no masters"
 )
 
 
@@ -283,6 +291,8 @@ class MasterParams:
         """Let masters have what differs, in the model parameters that have been ``written``, from what they hold."""
         conflicts: list[Tensor] = []
         followed = [k for k in written if self._may_agree(k)]
+        moved = len(written) > len(self.model_writes.counted(self.model_params))
+        shared = moved and next(sharing_memory(self.model_params), None) is not None
         also = set(self.master_writes.written(self.masters))
         for k in followed:
             differs = follow_(self.masters[k], self.model_params[k], self._model_when_shown.get(k))
@@ -291,7 +301,7 @@ class MasterParams:
         self.model_writes.note(self.model_params, followed)
         self._note_copies(followed)
         self._moved = True  # maybe
-        return BOTH_WRITTEN if any(map(bool, conflicts)) else None
+        return SHARED if shared else BOTH_WRITTEN if any(map(bool, conflicts)) else None
 
     def _may_agree(self, k: int) -> bool:
         """A script has not given one of a pair another shape, or another device so far."""

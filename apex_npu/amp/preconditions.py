@@ -7,13 +7,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex_npu.amp.float32_copies import is_cast, own_tensors
 from apex_npu.amp.optimizer_state import state_of
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import current, settings
+from apex_npu.amp.shared_memory import sharing_memory
 from apex_npu.backends._torch_private import is_fake
 from apex_npu.distributed.consistency import check_group
 from apex_npu.distributed.torch_ddp import obstacle_to_rebuilding
@@ -58,6 +59,23 @@ def changes_dtypes(policy: Policy, model: nn.Module) -> bool:
     """Whether ``initialize`` gives parameters of ``model`` another dtype."""
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     return any(map(is_cast, model.modules())) or (policy.model_dtype is not None and dtypes != {policy.model_dtype})
+
+
+def check_memory(policy: Policy, models: list[nn.Module]) -> None:
+    """Refuse trained parameters that share memory with other tensors, from which a cast would part them."""
+    named: dict[int, tuple[str, Tensor]] = {}
+    for model in models:
+        if changes_dtypes(policy, model):
+            named.update({id(t): (name, t) for name, t in [*model.named_buffers(), *model.named_parameters()]})
+    names, tensors = map(list, zip(*named.values(), strict=True)) if named else ([], [])
+    for i, j in sharing_memory(tensors):
+        if tensors[i].requires_grad or tensors[j].requires_grad:
+            raise RuntimeError(
+                f"{names[i]} and {names[j]} share memory, but are not the same Parameter: opt_level "
+                f"{policy.opt_level} casts each into memory of its own, and what is written to one, by a step or by a "
+                "script, would not reach the other any more. Use one Parameter for both (decoder.weight = "
+                "encoder.weight), take views of it in the forward, or use O1 or O4, which cast no weights"
+            )
 
 
 def check_inside_of_ddp(policy: Policy, ddps: list[nn.parallel.DistributedDataParallel]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.fusion import grads_of, increment_versions, wraps_tensors
 from apex_npu.fusion.grad_slots import IN_BUFFER
+from apex_npu.fusion.shards import local_part
 
 # What a block or a step says, once for each optimizer.
 NOT_SCALED = (
@@ -40,16 +41,17 @@ class ScaledGrads:
 
     def are_written(self) -> bool:
         """True where others are there, or the same have been written, but those that have been gathered or cleared."""
+        nonzero: dict[torch.device, list[Tensor]] = {}
         for group, own, known, grads in zip(self._groups, self._own, self._entries, self._grads(), strict=True):
             states = b"" if group.flat is None else group.flat.states()
-            written = [
-                grad
-                for k, before, grad in zip(own, known, grads, strict=True)
-                if grad is not None and _entry_of(grad) != before and not _is_gathered(states[k : k + 1], before, grad)
-            ]
-            if any(grad.layout != torch.strided or bool(grad.any()) for grad in written):
-                return True
-        return False
+            for k, before, grad in zip(own, known, grads, strict=True):
+                if grad is None or _entry_of(grad) == before or _is_gathered(states[k : k + 1], before, grad):
+                    continue
+                if grad.layout != torch.strided:
+                    return True
+                nonzero.setdefault(grad.device, []).append(local_part(grad).any())
+        # One answer for all of a device: reading each alone would wait for it each time.
+        return any(bool(torch.stack(answers).any()) for answers in nonzero.values())
 
 
 def _entry_of(grad: Tensor | None) -> tuple[int, int] | None:

@@ -233,3 +233,47 @@ def test_an_optimizer_that_has_lost_its_process_group_is_refused():
     state.policy = dataclasses.replace(state.policy, combine_ddp=True)
     with pytest.raises(RuntimeError, match="has lost its process group"):
         amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer).__enter__()
+
+
+def of_one_memory(how):
+    """A parameter, and what shares its memory."""
+    model = nn.Module()
+    model.a = nn.Parameter(torch.arange(12.0).view(4, 3))
+    if how == "a buffer":
+        model.register_buffer("b", model.a.data[1])
+    elif how == "expanded":
+        model.register_buffer("b", model.a.data[:1].expand(4, 3))
+    else:
+        views = {"tied": model.a, "rows": model.a[2:], "transposed": model.a.t(), "frozen": model.a[0]}
+        model.b = nn.Parameter(views[how].detach(), requires_grad=how != "frozen")
+    return model
+
+
+@pytest.mark.parametrize("how", ["tied", "rows", "transposed", "frozen", "a buffer", "expanded"])
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_weights_that_share_memory_are_refused_where_a_cast_would_part_them(level, how):
+    model = of_one_memory(how)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with pytest.raises(RuntimeError, match=f"(a and b|b and a) share memory.*{level} casts.* Use one"):
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert model.a.dtype == torch.float32
+    with torch.no_grad():
+        model.a.zero_()
+    assert not model.b.any()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_weights_that_share_memory_stay_so_where_they_are_not_cast(level):
+    model = of_one_memory("rows")
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    with torch.no_grad():
+        model.a.zero_()
+    assert not model.b.any()
+
+
+def test_columns_of_one_matrix_share_no_elements():
+    matrix = torch.arange(12.0).view(3, 4)
+    model = nn.ParameterList([nn.Parameter(part) for part in matrix.split(2, dim=1)])
+    model.register_buffer("constant", matrix[:0])
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    assert torch.equal(torch.cat(list(model), dim=1).float(), torch.arange(12.0).view(3, 4))

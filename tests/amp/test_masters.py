@@ -355,3 +355,16 @@ def test_a_copy_to_the_model_that_fails_half_way_is_made_by_another_step(monkeyp
     for master, param, value in zip(amp.master_params(optimizer), model.parameters(), wanted, strict=True):
         assert torch.equal(master, value)
         assert torch.equal(param, value.half())
+
+
+@with_kinds
+@levels(WITH_MASTERS)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_weights_that_are_given_the_same_memory_are_named(steps, level, kind):
+    """Masters do not follow that: in plain torch both gradients would move the one value."""
+    model, optimizer = start(Weights(1.0, 2.0), kind=kind, level=level)
+    for _ in range(steps):
+        train_step(model, optimizer)
+    model.w[1].data = model.w[0].data
+    with pytest.warns(RuntimeWarning, match="have been given the same memory"):
+        train_step(model, optimizer)

@@ -146,6 +146,20 @@ def test_clipping_sends_what_the_step_divides_by_with_the_norm(level):
     assert (parts["clip"].h2d, parts["update"].h2d) == (1, 0)
 
 
+def test_one_wait_for_gradients_that_are_written_between_the_block_and_the_step():
+    """With ``fuse_unscale`` the step looks whether they are other than zeros, and for overflow."""
+    model = nn.ParameterList(params(6))
+    optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=1e-3)
+    amp.initialize(model, optimizer, opt_level="O0", loss_scale="dynamic", fuse_unscale=True, verbosity=0)
+    for written in (1, 6):
+        with amp.scale_loss(sum(p.sum() for p in model), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        for p in model[:written]:
+            p.grad.zero_()
+        assert counted(optimizer.step).syncs == 2
+        optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("fuse_unscale", [False, True])
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_gathering_takes_one_launch(level, fuse_unscale):
