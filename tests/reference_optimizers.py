@@ -384,6 +384,8 @@ class Muon(ReferenceOptimizer):
 def orthogonalized(x, coefficients, steps, eps):
     """The polynomial on the singular values, which Newton-Schulz iterations compute without these."""
     a, b, c = coefficients
+    if not x.isfinite().all():  # products with such a number spread it, and an SVD refuses it
+        return torch.full_like(x, math.nan)
     u, s, vh = torch.linalg.svd(x, full_matrices=False)
     s = s / max(s.norm().item(), eps) if s.numel() and not s.isnan().any() else s
     for _ in range(steps):
