@@ -119,7 +119,15 @@ class CastHandle:
             yield
             return
         inside = self.ambient.inside
-        thread_id = TRACED if torch.compiler.is_compiling() else threading.get_ident()
+        if torch.compiler.is_compiling():
+            with _regions_without_autocast(self.device_types):
+                inside.append(TRACED)
+                try:
+                    yield
+                finally:
+                    inside.remove(TRACED)
+            return
+        thread_id = threading.get_ident()
         leaving = map(inside.remove, [thread_id])
         ending = chain(leaving, self._restoring())
         try:
@@ -231,6 +239,16 @@ class CastHandle:
             init(frame, recompute, *args, **kwargs)
 
         return init_remembering
+
+
+@contextmanager
+def _regions_without_autocast(device_types: tuple[str, ...]) -> Iterator[None]:
+    """What Dynamo traces: before torch 2.12 no function that sets autocast's state, and in no version an ExitStack."""
+    if not device_types:
+        yield
+        return
+    with torch.autocast(device_types[0], enabled=False), _regions_without_autocast(device_types[1:]):
+        yield
 
 
 def _set_autocast(undo: Undo, device_type: str, dtype: torch.dtype) -> None:
