@@ -30,7 +30,7 @@ from torch.autograd.function import BackwardCFunction
 
 from apex_npu.autocast.autocast_ops import install_dispatch_overlay
 from apex_npu.autocast.cast_policy import CastPolicy
-from apex_npu.autocast.forward_cast import Ambient, ModelCast, convert_model
+from apex_npu.autocast.forward_cast import Ambient, ModelCast, convert_model, without_autocast
 from apex_npu.autocast.monkey_patches import install_attribute_overlay
 from apex_npu.autocast.submodule_cast import TRACED
 from apex_npu.backends._torch_private import checkpoint_frame, data_worker
@@ -119,8 +119,8 @@ class CastHandle:
             yield
             return
         inside = self.ambient.inside
-        if torch.compiler.is_compiling():
-            with _regions_without_autocast(self.device_types):
+        if torch.compiler.is_compiling():  # before torch 2.12 Dynamo traces no function that sets autocast's state
+            with without_autocast(self.device_types):
                 inside.append(TRACED)
                 try:
                     yield
@@ -239,16 +239,6 @@ class CastHandle:
             init(frame, recompute, *args, **kwargs)
 
         return init_remembering
-
-
-@contextmanager
-def _regions_without_autocast(device_types: tuple[str, ...]) -> Iterator[None]:
-    """What Dynamo traces: before torch 2.12 no function that sets autocast's state, and in no version an ExitStack."""
-    if not device_types:
-        yield
-        return
-    with torch.autocast(device_types[0], enabled=False), _regions_without_autocast(device_types[1:]):
-        yield
 
 
 def _set_autocast(undo: Undo, device_type: str, dtype: torch.dtype) -> None:
