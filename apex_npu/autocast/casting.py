@@ -30,7 +30,7 @@ from torch.autograd.function import BackwardCFunction
 
 from apex_npu.autocast.autocast_ops import install_dispatch_overlay
 from apex_npu.autocast.cast_policy import CastPolicy
-from apex_npu.autocast.forward_cast import Ambient, ModelCast, convert_model
+from apex_npu.autocast.forward_cast import Ambient, ModelCast, convert_model, without_autocast
 from apex_npu.autocast.monkey_patches import install_attribute_overlay
 from apex_npu.autocast.submodule_cast import TRACED
 from apex_npu.backends._torch_private import checkpoint_frame, data_worker
@@ -119,7 +119,15 @@ class CastHandle:
             yield
             return
         inside = self.ambient.inside
-        thread_id = TRACED if torch.compiler.is_compiling() else threading.get_ident()
+        if torch.compiler.is_compiling():  # before torch 2.12 Dynamo traces no function that sets autocast's state
+            with without_autocast(self.device_types):
+                inside.append(TRACED)
+                try:
+                    yield
+                finally:
+                    inside.remove(TRACED)
+            return
+        thread_id = threading.get_ident()
         leaving = map(inside.remove, [thread_id])
         ending = chain(leaving, self._restoring())
         try:

@@ -11,8 +11,8 @@ import re
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
@@ -73,6 +73,16 @@ class Ambient:
             return function(*args, **kwargs)
         finally:
             list(leaving)
+
+
+@contextmanager
+def without_autocast(device_types: Sequence[str]) -> Iterator[None]:
+    """Regions with autocast off. Dynamo traces them: an ExitStack of regions it does not."""
+    if not device_types:
+        yield
+        return
+    with torch.autocast(device_types[0], enabled=False), without_autocast(device_types[1:]):
+        yield
 
 
 def is_batch_norm(module: nn.Module) -> bool:
@@ -386,9 +396,7 @@ class CastForward:
     def _call_shielded(self, settings: ForwardSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.shield is None or not self.shield[0].is_here():
             return self._call_casting(settings, args, kwargs)
-        with ExitStack() as regions:
-            for device_type in self.shield[1]:
-                regions.enter_context(torch.autocast(device_type, enabled=False))
+        with without_autocast(self.shield[1]):
             return self._call_inner(args, kwargs)
 
     def _call_casting(self, settings: ForwardSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

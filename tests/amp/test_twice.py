@@ -70,6 +70,16 @@ def test_each_model_keeps_the_level_it_was_initialised_at(first, second):
     assert two[0].seen == dtypes[second]
 
 
+@pytest.mark.skipif(torch.__version__ < "2.9", reason="Dynamo breaks the graph at a context manager of a generator")
+def test_a_compiled_model_keeps_out_the_casts_of_a_later_initialize():
+    torch._dynamo.reset()
+    model, _ = make("O0")
+    make("O1")
+    x = torch.ones(2, 4, device=DEVICE)
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), model(x), rtol=0, atol=0)
+    assert model.seen == torch.float32
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

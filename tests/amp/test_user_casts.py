@@ -272,7 +272,6 @@ def test_a_python_function_in_a_float_region_runs_backward_in_float(how: str) ->
     assert torch.equal(x.grad, torch.full((2, 2), 360000.0, device=DEVICE))
 
 
-@pytest.mark.skipif(torch.__version__ < "2.7", reason="torch.compile cannot trace torch.set_autocast_enabled yet")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_decorated_functions_can_be_compiled(o1: None, backend: str) -> None:
     torch._dynamo.reset()
@@ -285,7 +284,7 @@ def test_decorated_functions_can_be_compiled(o1: None, backend: str) -> None:
         return product(x), x @ x
 
     x = torch.rand(3, 3, device=DEVICE).half()
-    whole = torch.__version__ >= "2.9"  # 2.8's Dynamo breaks the graph at a context manager made of a generator
+    whole = torch.__version__ >= "2.9"  # before it Dynamo breaks the graph at a context manager of a generator
     compiled = torch.compile(function, backend=backend, fullgraph=whole)(x)
     assert [result.dtype for result in compiled] == [FLOAT, HALF]
     torch.testing.assert_close(compiled, function(x))
