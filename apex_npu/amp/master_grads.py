@@ -21,7 +21,7 @@ from apex_npu.amp.clip_guard import WRITTEN
 from apex_npu.amp.grad_groups import GradGroup, any_grads, dense_grad, writable_grads
 from apex_npu.distributed import GradReducer
 from apex_npu.fusion import FlatGrads, are_same, drop_grads, grads_of, versions_of, zero_grads
-from apex_npu.fusion.grad_slots import IN_BUFFER, NONE, InPlace
+from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, NONE, InPlace
 from apex_npu.ops import cats_lists, gathers_in_one_pass, takes_grads, unscale_grads
 
 _NONE = bytes([NONE])
@@ -370,20 +370,21 @@ class MasterGradGroup(GradGroup):
         self._made = dict(enumerate(grads_of(self.params)))
 
     def _copy_each(self, inv_scale: float, found_inf: Tensor | None) -> None:
-        fresh = [i for i in self._masters if self.sources[i].grad is not None]
-        later = [i for i in fresh if self.params[i].grad is not None]
-        first = [i for i in fresh if self.params[i].grad is None]
+        given, held = grads_of(self.sources), grads_of(self.params)
+        fresh = [i for i in self._masters if given[i] is not None]
+        later = [i for i in fresh if held[i] is not None]
+        first = [i for i in fresh if held[i] is None]
         self._alone = not later and not self.copied.kept
         if first:
             grads = self._new_grads(first)
-            torch._foreach_copy_(grads, [dense_grad(self.sources[i].grad, self.sources[i]) for i in first])
+            torch._foreach_copy_(grads, [dense_grad(given[i], self.sources[i]) for i in first])
             for i, grad in zip(first, grads, strict=True):
                 self.params[i].grad = grad
-        ready = first + [i for i in self._direct if self.params[i].grad is not None]
+        ready = first + [i for i in self._direct if held[i] is not None]
         self._scale_some_(ready, inv_scale, found_inf)
         if later:
             # Widened before unscaling: dividing in float16 would lose the small values that the loss scale has saved.
-            new = [dense_grad(self.sources[i].grad, self.sources[i]).to(self.params[i].dtype) for i in later]
+            new = [dense_grad(given[i], self.sources[i]).to(self.params[i].dtype) for i in later]
             unscale_grads(new, inv_scale, found_inf)
             torch._foreach_add_(writable_grads(self.params[i] for i in later), new)
 
@@ -452,7 +453,8 @@ class FlatMasterGradGroup(MasterGradGroup):
     @torch.no_grad()
     def _take_in_passes(self, states: bytes, inv_scale: float, found_inf: Tensor | None, first: bool) -> None:
         if not first or not self._take_all(states, inv_scale, found_inf):
-            self.flat.gather()
+            if ELSEWHERE in states:
+                self.flat.gather()
             self._copy_each(inv_scale, found_inf)
 
     def _take_all(self, states: bytes, inv_scale: float, found_inf: Tensor | None) -> bool:

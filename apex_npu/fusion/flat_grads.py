@@ -12,7 +12,6 @@ import re
 from collections.abc import Sequence
 from operator import attrgetter
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -404,9 +403,9 @@ class FlatGrads:
         if not alike or not same_kind:
             for i, grad in zip(indices, grads, strict=True):
                 check_grad(i, self.params[i], grad, own=sources[i] is self.params[i])
-        begin = np.uint64(self.flat.data_ptr())
-        behind = np.fromiter(map(Tensor.data_ptr, grads), np.uint64, len(grads)) - begin  # huge where it is before
-        for k in np.flatnonzero(behind < self.flat.nbytes).tolist():
+        begin = self.flat.data_ptr()
+        end = begin + self.flat.nbytes
+        for k in [k for k, address in enumerate(map(Tensor.data_ptr, grads)) if begin <= address < end]:
             grads[k] = grads[k].clone()
         return grads
 
