@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from apex_npu.fusion import FlatGrads
-from apex_npu.fusion.grad_clip import clip_coefficient, grad_operands, multiply_grads_, norm_of
+from apex_npu.fusion.grad_clip import clip_coefficient, grad_operands, multiply_grads_, norm_and_coefficient, norm_of
 from apex_npu.fusion.grad_slots import InPlace
 from apex_npu.fusion.shards import Along, cut_of, is_partial, is_sharded, local_grad, local_part, mesh_groups
 
@@ -76,8 +76,9 @@ def total_grad_norm(
     """
     if found_inf is not None:
         return norm_of(grad_operands(flats, unfused, float(norm_type), InPlace.READ), float(norm_type), found_inf)
-    total, _ = _total_and_operands(flats, unfused, float(norm_type), InPlace.READ)
-    return total
+    norm_type = float(norm_type)
+    plain, cut = _operands(flats, unfused, norm_type, InPlace.READ)
+    return _norm_of_whole(plain, cut, norm_type) if cut else norm_of(plain, norm_type)
 
 
 @torch.no_grad()
@@ -107,14 +108,20 @@ def clip_grad_norm_(
             been scaled.
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
-    total, grads = _total_and_operands(flats, unfused, norm_type, InPlace.WRITE)
-    multiply_grads_(flats, grads, total, clip_coefficient(total, max_norm, norm_type, error_if_nonfinite))
+    plain, cut = _operands(flats, unfused, norm_type, InPlace.WRITE)
+    if cut:
+        total = _norm_of_whole(plain, cut, norm_type)
+        coefficient = clip_coefficient(total, max_norm, norm_type, error_if_nonfinite)
+    else:
+        total, coefficient = norm_and_coefficient(plain, max_norm, norm_type, error_if_nonfinite)
+    multiply_grads_(flats, plain + [part for _, parts in cut for part in parts], total, coefficient)
     return total
 
 
-def _total_and_operands(
+def _operands(
     flats: Sequence[FlatGrads], unfused: Sequence[Tensor], norm_type: float, in_place: InPlace
-) -> tuple[Tensor, list[Tensor]]:
+) -> tuple[list[Tensor], list[tuple[Tensor, list[Tensor]]]]:
+    """Gradients in few pieces: those that are whole, and for each sharded parameter, or buffer of such, its parts."""
     shards, others = ([flat for flat in flats if flat.is_sharded is held] for held in (True, False))
     if norm_type != 2.0:
         unfused = [*unfused, *chain.from_iterable(flat.full_params for flat in shards)]
@@ -123,9 +130,7 @@ def _total_and_operands(
     cut = [(flat.full_params[0], flat.operands(in_place)) for flat in shards]
     grads = [_own_grad(p) for p in unfused if is_sharded(p) and p.grad is not None]
     cut += [(grad, [local_part(grad)]) for grad in grads]
-    if not cut:
-        return norm_of(plain, norm_type), plain
-    return _norm_of_whole(plain, cut, norm_type), plain + [part for _, parts in cut for part in parts]
+    return plain, cut
 
 
 def _own_grad(param: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.grad_slots import IN_BUFFER, InPlace
-from apex_npu.ops import is_grad_list, multiply_, norm, wide_dtype
+from apex_npu.ops import clip_coefficient as coefficient_of
+from apex_npu.ops import is_grad_list, multiply_, norm, norm_to_clip, wide_dtype
 
 
 def multiply_grads_(flats: Sequence[FlatGrads], grads: Sequence[Tensor], total: Tensor, coefficient: Tensor) -> None:
@@ -37,7 +38,7 @@ def clip_coefficient(norm: Tensor, max_norm: float, norm_type: float, error_if_n
             f"The total norm of order {float(norm_type)} for gradients is non-finite ({norm.item()}), so it cannot be "
             "clipped. To scale with it anyway, set error_if_nonfinite=False"
         )
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return coefficient_of(norm, max_norm)
 
 
 def grad_operands(
@@ -68,9 +69,26 @@ def norm_of(grads: Sequence[Tensor], norm_type: float, found_inf: Tensor | None 
     return total
 
 
+def norm_and_coefficient(
+    grads: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> tuple[Tensor, Tensor]:
+    """``norm_of`` and ``clip_coefficient``."""
+    if len(grads) == 1 and not error_if_nonfinite and _is_flat(grads[0], norm_type):
+        return norm_to_clip(grads[0], max_norm)
+    total = norm_of(grads, norm_type)
+    return total, clip_coefficient(total, max_norm, norm_type, error_if_nonfinite)
+
+
+def _is_flat(grad: Tensor, norm_type: float) -> bool:
+    return norm_type == 2.0 and grad.dim() == 1 and (is_grad_list(grad) or grad.is_contiguous())
+
+
 def _norm(grad: Tensor, norm_type: float, found_inf: Tensor | None) -> Tensor:
     if found_inf is not None:
         return norm(grad.reshape(-1), found_inf)
-    flat = norm_type == 2.0 and grad.dim() == 1 and (is_grad_list(grad) or grad.is_contiguous())
-    total: Tensor = norm(grad) if flat else torch.linalg.vector_norm(grad, norm_type, dtype=wide_dtype(grad.dtype))
+    total: Tensor = (
+        norm(grad)
+        if _is_flat(grad, norm_type)
+        else torch.linalg.vector_norm(grad, norm_type, dtype=wide_dtype(grad.dtype))
+    )
     return total

@@ -23,7 +23,7 @@ from apex_npu.ops.gather import (
 from apex_npu.ops.lists import sgd_list_, takes_sgd_lists
 from apex_npu.ops.newton_schulz import Matrices, orthogonalize_
 from apex_npu.ops.reference import FLOATS, LOW_PRECISION, chunks, wide_dtype
-from apex_npu.ops.segmented import adamp_, lamb_, norm, segment_add_, segment_dot
+from apex_npu.ops.segmented import adamp_, clip_coefficient, lamb_, norm, norm_to_clip, segment_add_, segment_dot
 from apex_npu.ops.segments import Segments
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "cat_into",
     "cats_lists",
     "chunks",
+    "clip_coefficient",
     "divides_in_update",
     "gather_",
     "gathers_in_one_pass",
@@ -51,6 +52,7 @@ __all__ = [
     "masks_writes",
     "multiply_",
     "norm",
+    "norm_to_clip",
     "orthogonalize_",
     "rmsprop_",
     "segment_add_",

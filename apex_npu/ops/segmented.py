@@ -288,6 +288,29 @@ def checked_norm(x: Tensor, found_inf: Mutated) -> Tensor:
     return plain_norm(x)
 
 
+@op("norm.clip", fake=lambda x, coefficient, max_norm: plain_norm(x))
+def clipping_norm(x: Tensor, coefficient: Mutated, max_norm: float) -> Tensor:
+    """See ``norm_to_clip``."""
+    total: Tensor = plain_norm.overload(x)
+    coefficient.copy_(clip_coefficient(total, max_norm))
+    return total
+
+
+def norm_to_clip(x: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
+    """The norm as of ``norm``, and its ``clip_coefficient``, 0-dim; on a GPU without launches of its own."""
+    if not x.is_cuda:
+        total = norm(x)
+        return total, clip_coefficient(total, max_norm)
+    coefficient = x.new_empty((), dtype=wide_dtype(x.dtype))
+    total = clipping_norm.overload(x, coefficient, max_norm)
+    return total, coefficient
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """What to multiply gradients of this norm by, so that it is at most ``max_norm``: as torch computes it."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
 def norm(x: Tensor, found_inf: Tensor | None = None) -> Tensor:
     """The 2-norm: 0-dim, float32 or wider, accumulated in float64 where the device has it.
 
@@ -303,4 +326,4 @@ def norm(x: Tensor, found_inf: Tensor | None = None) -> Tensor:
 
 
 RULES = (lamb_, adamp_)
-SUMS = (segment_dot, segment_add_, plain_norm, checked_norm)
+SUMS = (segment_dot, segment_add_, plain_norm, checked_norm, clipping_norm)

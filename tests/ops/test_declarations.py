@@ -34,6 +34,7 @@ SAVED = (
     "max_weight_norm, bool maximize, Tensor? grad_scale=None) -> ()",
     "norm(Tensor x) -> Tensor",
     "norm.check(Tensor x, Tensor(a!) found_inf) -> Tensor",
+    "norm.clip(Tensor x, Tensor(a!) coefficient, float max_norm) -> Tensor",
     "rmsprop_(Tensor(a!) param, Tensor grad, Tensor(b!) square_avg, Tensor(c!)? grad_avg, Tensor(d!)? "
     "momentum_buffer, Tensor(e!)? model_param, *, float lr, float alpha, float eps, float weight_decay, float "
     "momentum, bool eps_inside_sqrt, bool decoupled, bool lr_in_momentum, bool maximize, Tensor? grad_scale=None) "

@@ -298,3 +298,18 @@ def test_norm_looks_for_elements_that_are_not_finite(dtype):
 def test_opcheck_norm():
     torch.library.opcheck(torch.ops.apex_npu.norm.default, (torch.randn(40),))
     torch.library.opcheck(torch.ops.apex_npu.norm.check, (torch.randn(40), torch.zeros(1)))
+    torch.library.opcheck(torch.ops.apex_npu.norm.clip, (torch.randn(40), torch.zeros(()), 0.5))
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e4, torch.inf])
+def test_norm_and_what_clips_to_it(max_norm):
+    for x in (torch.randn(5_001, device=DEVICE), torch.full((3,), torch.inf, device=DEVICE)):
+        coefficient = torch.zeros((), device=DEVICE)
+        norm = torch.ops.apex_npu.norm.clip(x, coefficient, max_norm)
+        found = ops.norm_to_clip(x, max_norm)
+        clipped = torch.nn.Parameter(torch.zeros_like(x))
+        clipped.grad = torch.ones_like(x)  # multiplied by the coefficient alone
+        torch.nn.utils.clip_grads_with_norm_([clipped], max_norm, norm)
+        for got, wanted in ((norm, ops.norm(x)), (found[0], norm), (found[1], coefficient)):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(coefficient, clipped.grad[0], rtol=0, atol=0, equal_nan=True)

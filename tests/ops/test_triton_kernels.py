@@ -217,6 +217,19 @@ def test_norm_looks_for_elements_that_are_not_finite(dtype):
     assert plans.checked_norm(torch.ones(3).double(), torch.zeros(1)) is None  # squares may overflow in float64
 
 
+@pytest.mark.parametrize("max_norm", [0.0, 0.5, 3.0, 1e3, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_a_norm_comes_with_what_clips_to_it(dtype, max_norm):
+    """As torch.nn.utils.clip_grad_norm_ computes it from the same norm, to the last bit."""
+    for x in (torch.randn(10_003), torch.zeros(0), torch.tensor([math.inf]), torch.tensor([math.nan, 1.0])):
+        x = x.to(dtype)
+        coefficient = torch.empty((), dtype=wide_dtype(dtype))
+        (_, got), norm = launch("clipping_norm", [x, coefficient], {"max_norm": max_norm})
+        torch.testing.assert_close(norm, launch("plain_norm", [x])[1], rtol=0, atol=0, equal_nan=True)
+        wanted = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+
+
 def test_a_norm_of_more_blocks_than_programs(monkeypatch):
     monkeypatch.setattr(plans, "_NORM_PROGRAMS", 2)
     x = torch.randn(5 * 2048 + 3)

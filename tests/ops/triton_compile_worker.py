@@ -26,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from triton_cases import CHANGES, DTYPES, NUMEL, OPTIONS, SEGMENTED_CHANGES, on_device, operands, segments
 
+from apex_npu.ops import wide_dtype
 from apex_npu.ops.triton_kernels import launches, plans
 from apex_npu.ops.triton_kernels.launches import Plan
 
@@ -74,6 +75,7 @@ def all_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
             yield op, getattr(plans, op)(*operands(op, 1504, *dtypes, without), None, **{**OPTIONS[op], **change})
         a, b = operands("sgd_", NUMEL, *dtypes)[:2]
         yield "norm", plans.plain_norm(a)
+        yield "clipping_norm", plans.clipping_norm(a, torch.zeros((), dtype=wide_dtype(a.dtype)), 1.0)
         if a.dtype != torch.float64:
             yield "checked_norm", plans.checked_norm(a, torch.zeros(1))
         for aligned in (True, False):

@@ -151,13 +151,20 @@ def checked_norm(x: Tensor, found_inf: Tensor) -> Plan | None:
     return None if x.dtype == torch.float64 else _norm(x, found_inf)  # whose squares may overflow
 
 
-def _norm(x: Tensor, found_inf: Tensor | None) -> Plan:
+def clipping_norm(x: Tensor, coefficient: Tensor, max_norm: float) -> Plan:
+    """See ``apex_npu.ops.segmented.norm_to_clip``."""
+    return _norm(x, None, coefficient, max_norm)
+
+
+def _norm(x: Tensor, found_inf: Tensor | None, coefficient: Tensor | None = None, max_norm: float = 0.0) -> Plan:
     check_operands("norm", x=x)
     programs = min(_NORM_PROGRAMS, max(1, -(-x.numel() // _NORM_BLOCK)))
     parts = x.new_empty(programs, dtype=torch.float64)
     result = x.new_empty((), dtype=wide_dtype(x.dtype))
     first = Launch(sums.square_parts, programs, (x, parts, x.numel(), programs), {"BLOCK": _NORM_BLOCK}, 8)
-    last = Launch(sums.root_of_parts, 1, (parts, result, found_inf, programs), {"BLOCK": _NORM_PROGRAMS}, 4)
+    args = (parts, result, found_inf, coefficient, programs, float(max_norm))
+    constants = {"DTYPE": _dtype(x), "BLOCK": _NORM_PROGRAMS}
+    last = Launch(sums.root_of_parts, 1, args, constants, 4)
     return Plan((first, last), result)
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from apex_npu.ops.triton_kernels.arithmetic import divide, number
+
 
 @triton.jit
 def chunk_offsets(begins, ends, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
@@ -54,10 +56,24 @@ def square_parts(x, parts, numel: tl.int64, programs: tl.int64, BLOCK: tl.conste
 
 
 @triton.jit
-def root_of_parts(parts, result, found_inf, count: tl.int64, BLOCK: tl.constexpr):
+def root_of_parts(
+    parts,
+    result,
+    found_inf,
+    coefficient,
+    count: tl.int64,
+    max_norm: tl.float64,
+    DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The norm, of its squares' parts, which are finite where what was squared is: in float64, up to float32."""
     total = sum_of_parts(parts, 0, count, BLOCK)
-    tl.store(result, tl.sqrt(total).to(result.dtype.element_ty))
+    norm = tl.sqrt(total).to(DTYPE)
+    tl.store(result, norm)
+    if coefficient is not None:
+        one = number(1.0, DTYPE)
+        share = divide(one, norm + number(1e-6, DTYPE)) * number(max_norm, DTYPE)
+        tl.store(coefficient, tl.where(share > one, one, share))  # nan is not greater
     if found_inf is not None:
         tl.store(found_inf, tl.where(total < float("inf"), tl.load(found_inf), 1.0))  # nan is not less
 
