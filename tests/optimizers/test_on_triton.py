@@ -37,7 +37,9 @@ def launched(monkeypatch):
         monkeypatch.setattr(grad_slots, least, sys.maxsize)
     names = []
     run = launches.Launch.run
-    monkeypatch.setattr(launches.Launch, "run", lambda self: (names.append(self.kernel.__name__), run(self)))
+    monkeypatch.setattr(
+        launches.Launch, "run", lambda self, *given: (names.append(self.kernel.__name__), run(self, *given))
+    )
     with torch.library._scoped_library("apex_npu", "IMPL") as library:
         for op in OPS:
             kernel = cuda.KERNELS[op]
