@@ -392,6 +392,7 @@ def _fill_masters(
     copies = copies_of(module)
     if copies is None:
         return
+    write_models(_low_precision_in(module))  # of masters that are not loaded: what has been written to them stays
     for name, tensor in own_tensors(module):
         entry, master = state_dict.get(prefix + name), copies.link.master_of(tensor)
         if master is not None and local_metadata.get("assign_to_params_buffers"):

@@ -97,3 +97,15 @@ def test_the_state_of_a_model_that_is_moved_to_the_host_is_saved(level, tmp_path
     saved = torch.load(tmp_path / "model.pt")
     assert {t.device.type for t in saved.values()} == {"cpu"}
     assert_values(saved.values(), exact - 2.0**-20)
+
+
+@levels(LEVELS)
+def test_what_has_been_written_to_masters_that_are_not_loaded_stays(level):
+    model, optimizer = start(Weights(1.0, 2.0), level=level)
+    train_step(model, optimizer, (1.0, 1.0, 1.0))
+    with torch.no_grad():
+        list(amp.master_params(optimizer))[1].fill_(7.0)
+    model.load_state_dict({"w.0": torch.full((3,), 5.0)}, strict=False)
+    train_step(model, optimizer, (1.0, 1.0, 1.0))
+    assert_values(model.parameters(), 4.0, 6.0)
+    assert_values(amp.master_params(optimizer), 4.0, 6.0)
