@@ -117,6 +117,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            [](const RoundedCopies& copies, const py::sequence& params, const py::sequence& tensors) {
              return copies.written_params(borrow(params), borrow(tensors));
            })
+      .def("since",
+           [](const RoundedCopies& copies, const py::sequence& params, const py::sequence& tensors,
+              const py::sequence& places) { return copies.since(borrow(params), borrow(tensors), borrow(places)); })
       .def("glance", [](const RoundedCopies& copies, const py::sequence& params, const py::sequence& tensors) {
         return copies.glance(borrow(params), borrow(tensors));
       });

@@ -394,6 +394,8 @@ def _start_alike(
     exact = [masters.get(id(t), before.get(id(t), t)) for t in tensors]
     broadcast_values(exact, parallel.group)
     copy_masters_to_model(pairs)
+    for optimizer in optimizers:
+        optimizer._amp_state.masters.end_broadcast()  # type: ignore[attr-defined]
     for t, value in zip(tensors, exact, strict=True):
         if id(t) not in masters and t.dtype != value.dtype:
             t.data.copy_(value)

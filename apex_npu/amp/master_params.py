@@ -203,14 +203,21 @@ class MasterParams:
         Elements of the model that are their master's, rounded, leave the master as it is. Until the first block of a
         master, the model has been written where it can only be seen that the two differ.
         """
-        written = self.model_writes.written(self.model_params)
+        shared = self._share_memory()
+        written = self._written_model()
         doubt = self._follow_written(written) if written else None
         new = range(self.first_new, len(self.masters))
         _, _, others = self.copies.take(self.masters[new.start :], self.model_params[new.start :])
         by_value = {new[i] for i in others}
         for k in by_value.difference(self._written_masters()) if by_value else ():
             follow_(self.masters[k], self.model_params[k], self._model_when_shown.get(k))
-        return doubt
+        return SHARED if shared else doubt
+
+    def _share_memory(self) -> bool:
+        """Whether a script has given model parameters the memory of others, since the last step."""
+        written = self.model_writes.written(self.model_params)
+        moved = len(written) > len(self.model_writes.counted(self.model_params)) if written else False
+        return moved and next(sharing_memory(self.model_params), None) is not None
 
     @torch.no_grad()
     def take_values(self, fp32_values: Mapping[int, Tensor]) -> None:
@@ -231,6 +238,7 @@ class MasterParams:
         for k in range(self.first_new, len(self.masters)):
             follow_(self.masters[k], self.model_params[k], self._model_when_shown.get(k))
             self._model_when_shown[k] = self.model_params[k].detach().clone()
+        self._note_copies(range(self.first_new, len(self.masters)))
 
     def show(self) -> str | None:
         """Masters are about to be read: they get what has been written to the model, where that is counted."""
@@ -240,6 +248,7 @@ class MasterParams:
     def end_broadcast(self) -> None:
         """The model and the masters have the values of another process: what has been written since is to be found."""
         self._model_when_shown = {k: self.model_params[k].detach().clone() for k in self._model_when_shown}
+        self._note_copies(range(len(self.masters)))
 
     def take_writes(self, optimizer: Optimizer) -> str | None:
         """Before a step: give masters what has been written to the model since the last; what is to be warned of."""
@@ -259,6 +268,27 @@ class MasterParams:
         if others or (self._flat_model is not None and self._flat_model.unwatched):
             doubt = self._look_there() or doubt
         return UNCOUNTED if of_masters and not self._written and not masters_moved else doubt
+
+    def _written_model(self) -> list[int]:
+        """The indices of model parameters that a script has written; not, where that is known, of those only moved."""
+        written = self.model_writes.written(self.model_params)
+        moved = self._since_rounded(written)[0] if written else ()
+        if moved:
+            self._note_model(moved)
+        return [k for k in written if k not in moved]
+
+    def _since_rounded(self, indices: Sequence[int]) -> tuple[set[int], set[int]]:
+        """Of ``indices`` those whose model parameter is as it was rounded, and those whose master is not, on a CPU."""
+        left = {} if self._flat_model is None else self._flat_model.places()
+        masters, model_params = [self.masters[k] for k in indices], [self.model_params[k] for k in indices]
+        places = [left.get(id(master), param) for master, param in zip(masters, model_params, strict=True)]
+        same, others = self.copies.since(masters, model_params, places)
+        return {indices[i] for i in same}, {indices[i] for i in others}
+
+    def _note_model(self, indices: Collection[int]) -> None:
+        self.model_writes.note(self.model_params, sorted(indices))
+        self._note_copies(sorted(indices))
+        self._moved = True  # maybe
 
     def _written_masters(self) -> set[int]:
         """The indices of masters that a script has written, or given another address, as fusing does not."""
@@ -291,17 +321,13 @@ class MasterParams:
         """Let masters have what differs, in the model parameters that have been ``written``, from what they hold."""
         conflicts: list[Tensor] = []
         followed = [k for k in written if self._may_agree(k)]
-        moved = len(written) > len(self.model_writes.counted(self.model_params))
-        shared = moved and next(sharing_memory(self.model_params), None) is not None
-        also = set(self.master_writes.written(self.masters))
+        also = self._since_rounded(followed)[1].union(self.master_writes.written(self.masters))
         for k in followed:
             differs = follow_(self.masters[k], self.model_params[k], self._model_when_shown.get(k))
             if k in also:
                 conflicts.append(differs.any())
-        self.model_writes.note(self.model_params, followed)
-        self._note_copies(followed)
-        self._moved = True  # maybe
-        return SHARED if shared else BOTH_WRITTEN if any(map(bool, conflicts)) else None
+        self._note_model(followed)
+        return BOTH_WRITTEN if any(map(bool, conflicts)) else None
 
     def _may_agree(self, k: int) -> bool:
         """A script has not given one of a pair another shape, or another device so far."""
@@ -332,7 +358,7 @@ class MasterParams:
     @torch.no_grad()
     def _unlike_model(self, written: Sequence[int]) -> tuple[list[int], list[int]]:
         """Those of the masters that have been ``written`` whose model parameter has not, and those that differ."""
-        of_model = {*self.model_writes.written(self.model_params), *self.copies.written_copies(self.model_params)}
+        of_model = {*self._written_model(), *self.copies.written_copies(self.model_params)}
         asked, differ = [], []
         for k in written:
             master, param = self.masters[k], self.model_params[k]
@@ -556,6 +582,15 @@ class FlatModel:
         for buffer in held.values():
             give_own_storages(buffer.params)
         return kept
+
+    def places(self) -> dict[int, Tensor]:
+        """``id(master)`` → where the model parameter was in a buffer, for the buffers that some have left."""
+        return {
+            id(master): buffer.flat[offset : offset + master.numel()]
+            for group, buffer in self.buffers
+            if buffer.table.broken(buffer.params)
+            for master, offset in group.placed(range(len(group.params)))
+        }
 
     def missing(self) -> list[Tensor]:
         """The model parameters that are in no buffer, of masters that are stepped."""

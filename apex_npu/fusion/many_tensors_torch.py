@@ -122,7 +122,7 @@ class RoundedCopies:
     """
 
     def __init__(self) -> None:
-        self._checksums: dict[int, Tensor] = {}  # by the address of the copy
+        self._checksums: dict[int, tuple[int, Tensor]] = {}  # by the identity of the copy; with its address
 
     @torch.no_grad()
     def take(self, params: list[Tensor], copies: list[Tensor]) -> tuple[list[int], list[int], list[int]]:
@@ -134,7 +134,7 @@ class RoundedCopies:
         """
         written: tuple[list[int], list[int], list[int]] = ([], [], [])
         for i, (param, copy) in enumerate(zip(params, copies, strict=True)):
-            known = self._checksums.get(copy.data_ptr()) if _is_pair(param, copy) else None
+            known = self._known(copy) if _is_pair(param, copy) else None
             if known is None:
                 written[2].append(i)
                 continue
@@ -152,18 +152,19 @@ class RoundedCopies:
         pairs = [i for i, pair in enumerate(zip(params, copies, strict=True)) if _is_pair(*pair)]
         if pairs:
             torch._foreach_copy_([copies[i].data for i in pairs], [params[i] for i in pairs])
-        self._checksums = {copies[i].data_ptr(): _checksum(copies[i]) for i in pairs}
+        self._checksums = {}
+        self.note([params[i] for i in pairs], [copies[i] for i in pairs])
         known = set(pairs)
         return [i for i in range(len(params)) if i not in known]
 
     def note(self, params: list[Tensor], copies: list[Tensor]) -> None:
         """What ``copies`` hold, those in watched buffers included, is what their parameters have been rounded to."""
         pairs = [copy for param, copy in zip(params, copies, strict=True) if _is_pair(param, copy)]
-        self._checksums.update({copy.data_ptr(): _checksum(copy) for copy in pairs})
+        self._checksums.update({id(copy): (copy.data_ptr(), _checksum(copy)) for copy in pairs})
 
     def written_copies(self, copies: list[Tensor]) -> list[int]:
         """The indices of those copies that have been written; nothing is changed."""
-        known = [None if wraps_tensors(copy) else self._checksums.get(copy.data_ptr()) for copy in copies]
+        known = [None if wraps_tensors(copy) else self._known(copy) for copy in copies]
         return [
             i
             for i, (checksum, copy) in enumerate(zip(known, copies, strict=True))
@@ -175,10 +176,35 @@ class RoundedCopies:
         """The indices of the pairs whose parameter has been written, and whose copy has not; nothing is changed."""
         written = []
         for i, (param, copy) in enumerate(zip(params, copies, strict=True)):
-            known = self._checksums.get(copy.data_ptr()) if _is_pair(param, copy) else None
+            known = self._known(copy) if _is_pair(param, copy) else None
             if known is not None and _differs(param, copy).any() and torch.equal(known, _checksum(copy)):
                 written.append(i)
         return written
+
+    @torch.no_grad()
+    def since(self, params: list[Tensor], copies: list[Tensor], places: list[Tensor]) -> tuple[list[int], list[int]]:
+        """What of pairs is as it was when their copies were rounded, whatever address these have now.
+
+        Args:
+            params: Parameters.
+            copies: Their copies.
+            places: Where these were, in a watched buffer for instance; a copy itself where that is not known.
+
+        Returns:
+            The indices of the pairs whose copy holds what was rounded, and of those whose parameter would be rounded to
+            something else.
+        """
+        same_copies, other_params = [], []
+        for i, (param, copy) in enumerate(zip(params, copies, strict=True)):
+            if id(copy) in self._checksums and _is_pair(param, copy):
+                _, known = self._checksums[id(copy)]
+                same_copies += [i] if torch.equal(known, _checksum(copy)) else []
+                other_params += [i] if not torch.equal(known, _checksum(param.to(copy.dtype))) else []
+        return same_copies, other_params
+
+    def _known(self, copy: Tensor) -> Tensor | None:
+        address, checksum = self._checksums.get(id(copy), (None, None))
+        return checksum if address == copy.data_ptr() else None
 
     def glance(self, params: list[Tensor], copies: list[Tensor]) -> bool:
         """Whether there is one: a look at a few of the pairs."""

@@ -138,6 +138,17 @@ bool RoundedCopy::param_is_written(const float* param, const uint16_t* copy, int
   return false;
 }
 
+bool RoundedCopy::is_known(int64_t begin, int64_t n) const {
+  for (int64_t line = begin / kLineNumel; line * kLineNumel < begin + n; ++line) {
+    if (checksums_[line] == 0 || (!lines_.empty() && !lines_[line])) return false;
+  }
+  return true;
+}
+
+int64_t RoundedCopy::whole_lines(int64_t begin, int64_t n) const {
+  return std::min(numel_ - begin, (n + kLineNumel - 1) / kLineNumel * kLineNumel);
+}
+
 void RoundedCopy::note(const uint16_t* copy, int64_t begin, int64_t n) {
   for (int64_t i = 0; i < n; i += kLineNumel) {
     const int64_t line = (begin + i) / kLineNumel;
@@ -145,8 +156,10 @@ void RoundedCopy::note(const uint16_t* copy, int64_t begin, int64_t n) {
   }
 }
 
-bool RoundedCopy::is_of(const at::Tensor& copy) const {
-  return copy.const_data_ptr() == base_ && copy.numel() == numel_ && copy.scalar_type() == dtype_;
+bool RoundedCopy::is_of(const at::Tensor& copy) const { return copy.const_data_ptr() == base_ && is_like(copy); }
+
+bool RoundedCopy::is_like(const at::Tensor& copy) const {
+  return copy.numel() == numel_ && copy.scalar_type() == dtype_;
 }
 
 int64_t RoundedCopy::offset_of(const void* address, int64_t n) const {
@@ -187,7 +200,7 @@ std::pair<int64_t, int64_t> written_copies(const at::Tensor& flat) {
 
 RoundedCopy* RoundedCopies::find(const at::Tensor& param, const at::Tensor& copy) {
   if (!is_pair(param, copy)) return nullptr;
-  std::unique_ptr<RoundedCopy>& found = each_[copy.const_data_ptr()];
+  std::unique_ptr<RoundedCopy>& found = each_[copy.unsafeGetTensorImpl()];
   if (found == nullptr || !found->is_of(copy)) {
     found = std::make_unique<RoundedCopy>(copy.numel(), copy.scalar_type(), copy.const_data_ptr());
   }
@@ -230,7 +243,7 @@ std::vector<int64_t> RoundedCopies::write(const Borrowed& params, const Borrowed
 RoundedCopy* RoundedCopies::known(const at::Tensor& copy) const {
   RoundedCopy* watched = rounded_copy_of(copy);
   if (watched != nullptr) return watched;
-  const auto found = each_.find(copy.const_data_ptr());
+  const auto found = each_.find(copy.unsafeGetTensorImpl());
   return found != each_.end() && found->second->is_of(copy) ? found->second.get() : nullptr;
 }
 
@@ -271,6 +284,38 @@ std::vector<int64_t> RoundedCopies::written_copies(const Borrowed& copies) const
     }
   }
   return written;
+}
+
+std::pair<std::vector<int64_t>, std::vector<int64_t>> RoundedCopies::since(const Borrowed& params,
+                                                                           const Borrowed& copies,
+                                                                           const Borrowed& places) const {
+  std::vector<int64_t> same_copies, other_params;
+  for (size_t i = 0; i < copies.size(); ++i) {
+    const at::Tensor &param = *params.at(i), &tensor = *copies[i];
+    if (!is_pair(param, tensor)) continue;
+    const at::Tensor* place = places.at(i);
+    const RoundedCopy* copy = known(*place);
+    const int64_t n = tensor.numel();
+    int64_t begin = 0;
+    if (copy != nullptr) {
+      begin = copy->offset_of(place->const_data_ptr(), n);
+    } else {
+      const auto found = each_.find(tensor.unsafeGetTensorImpl());
+      if (found == each_.end() || !found->second->is_like(tensor)) continue;
+      copy = found->second.get();
+      place = &tensor;
+    }
+    if (!copy->is_known(begin, n)) continue;
+    const auto* last = static_cast<const uint16_t*>(place->const_data_ptr());
+    const auto index = static_cast<int64_t>(i);
+    // A slot's padding is at its place alone.
+    std::vector<uint16_t> words(last, last + copy->whole_lines(begin, n));
+    std::memcpy(words.data(), tensor.const_data_ptr(), n * sizeof(uint16_t));
+    if (!copy->copy_is_written(words.data(), begin, n)) same_copies.push_back(index);
+    narrow(param.const_data_ptr<float>(), words.data(), tensor.scalar_type(), n);
+    if (copy->copy_is_written(words.data(), begin, n)) other_params.push_back(index);
+  }
+  return {std::move(same_copies), std::move(other_params)};
 }
 
 bool RoundedCopies::glance(const Borrowed& params, const Borrowed& copies) const {

@@ -48,14 +48,21 @@ class RoundedCopy {
   // Whether of elements [begin, begin + n) of the copy any has been written.
   bool copy_is_written(const uint16_t* copy, int64_t begin, int64_t n) const;
 
+  // Whether all of elements [begin, begin + n) of the copy have been rounded here.
+  bool is_known(int64_t begin, int64_t n) const;
+
+  // So many elements are in the lines of [begin, begin + n): those and the padding of a slot.
+  int64_t whole_lines(int64_t begin, int64_t n) const;
+
   // Elements [begin, begin + n) of the copy are as write() would have left them.
   void note(const uint16_t* copy, int64_t begin, int64_t n);
 
   // How many elements take() has found written since the last call: copies, and parameters.
   std::pair<int64_t, int64_t> counts();
 
-  // Whether it is that of just this tensor.
+  // Whether it is that of just this tensor; or, was, before the tensor was given another address, maybe.
   bool is_of(const at::Tensor& copy) const;
+  bool is_like(const at::Tensor& copy) const;
 
   // The place of an address in the buffer; negative where the n elements from there on are not in it.
   int64_t offset_of(const void* address, int64_t n) const;
@@ -112,6 +119,11 @@ class RoundedCopies {
   // The indices of the pairs of which the copy has been written; nothing is changed.
   std::vector<int64_t> written_copies(const Borrowed& copies) const;
 
+  // The indices of the pairs whose copy holds what was rounded, be it at another address, and of those whose parameter
+  // would be rounded to something else. `places`: where the copies were; a copy itself where it is not known.
+  std::pair<std::vector<int64_t>, std::vector<int64_t>> since(const Borrowed& params, const Borrowed& copies,
+                                                              const Borrowed& places) const;
+
   // Whether a parameter has been written: a look at a few elements of a few of the pairs.
   bool glance(const Borrowed& params, const Borrowed& copies) const;
 
@@ -120,7 +132,7 @@ class RoundedCopies {
   RoundedCopy* known(const at::Tensor& copy) const;
   bool param_is_written(const at::Tensor& param, const at::Tensor& tensor, int64_t begin) const;
 
-  std::unordered_map<const void*, std::unique_ptr<RoundedCopy>> each_;  // by the address of the copy
+  std::unordered_map<const void*, std::unique_ptr<RoundedCopy>> each_;  // by the copy's TensorImpl
 };
 
 }  // namespace apex_npu

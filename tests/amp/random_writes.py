@@ -412,7 +412,7 @@ def run(config, operations):
                 try:
                     said = run_both(ours, truth, name, arguments)
                 except Difference as error:
-                    said = is_named_later(ours, operations[n + 1 :], name == "step")
+                    said = is_named_later(ours, name == "step")
                     if said is None:
                         raise Difference(f"operation {n}, {(name, *arguments)}: {error}") from error.__cause__
                 if said is not None:
@@ -422,26 +422,21 @@ def run(config, operations):
     return None
 
 
-def is_named_later(ours, operations, is_step):
+def is_named_later(ours, is_step):
     """What the next step that is not skipped says of a difference that has been found before it or in it, if anything.
 
     On an accelerator it is the step after it, since the host does not wait for what has been found.
     """
     steps = (0 if is_step else 1) + (0 if DEVICE.type == "cpu" else 1)
-    for name, *arguments in [*operations, *2 * [("block", 1.0, tuple(range(PARAMS))), ("step", True)]]:
+    for name, *arguments in 6 * [("block", 1.0, tuple(range(PARAMS))), ("step", True)]:
         if steps:
-            error, caught = run_operation(ours, name, truth_free(ours, name, arguments))
+            error, caught = run_operation(ours, name, arguments)
             texts = [*caught, str(error)]
             said = [text for text in texts if NAMES_IT.search(text)]
             if said:
                 return said[0]
             steps -= name == "step" and amp.last_step(ours.optimizer).applied
     return None
-
-
-def truth_free(ours, name, arguments):
-    """Those of an operation without what is to be known of plain torch."""
-    return (*arguments[:2], 1.0) if name == "clip" else arguments
 
 
 def run_both(ours, truth, name, arguments):
@@ -571,12 +566,29 @@ def is_unseen(operations, operation):
     )
 
 
+def is_written_alike(operations, operation):
+    """Whether it does to the model what has been done to masters, before the model has got that.
+
+    Both then agree, and have what was written once; the one tensor of plain torch has it twice.
+    """
+    if operation[0] != "write_model":
+        return False
+    names = [name for name, *_ in operations]
+    since = max((i for i, name in enumerate(names) if name in ("forward", "block", "backward", "save")), default=-1) + 1
+    return any(
+        name == "write_masters" and change == operation[3] and set(which) & set(operation[2])
+        for name, _, which, change in [(*o, None, None, None)[:4] for o in operations[since:]]
+    )
+
+
 def draw_operations(draw, config, writes):
     operations = []
 
     def maybe_write(probability, has_grads=False):
         operation = draw_write(draw, config, writes, has_grads) if draw.random() < probability else None
-        if operation is not None and (DEVICE.type == "cpu" or not is_unseen(operations, operation)):
+        if operation is None or (DEVICE.type != "cpu" and is_unseen(operations, operation)):
+            return
+        if config.level not in WITH_MASTERS or not is_written_alike(operations, operation):
             operations.append(operation)
 
     for _ in range(draw.randint(2, 5)):

@@ -68,6 +68,16 @@ FOUND = {
         *(BLOCK, STEP, ("write_masters", "vector", (1, 2, 4, 5), "halve"), BLOCK, STEP),
         *(("write_masters", "no_grad", (3, 5), "negate"), BLOCK, STEP),
     ],
+    "masters, uncounted, then the model at another address": [
+        *(BLOCK, STEP, ("write_masters", "numpy", (1,), "fill"), ("write_model", "vector", (1, 2), "halve"), BLOCK),
+        *(STEP, BLOCK, STEP),
+    ],
+    "masters, uncounted, then the model at another address before the first block": [
+        *(("write_masters", "numpy", (1,), "fill"), ("write_model", "vector", (0, 1, 2, 4, 5), "halve"), BLOCK, STEP),
+    ],
+    "masters, uncounted, then some elements of the model": [
+        *(("write_masters", "numpy", (4, 3), "negate"), ("write_model", "view", (4, 3), "fill"), ("save",)),
+    ],
     "masters, and a step without gradients": [
         *(BLOCK, STEP, ("write_masters", "no_grad", (3,), "fill"), STEP, BLOCK, STEP),
     ],
@@ -75,15 +85,18 @@ FOUND = {
 
 
 # Of which docs/amp.md says that an accelerator does not see them.
-BEFORE_THE_FIRST_BLOCK = (
+UNSEEN_THERE = (
     "masters, uncounted, before the first step",
     "masters at addresses in one tensor, then some of them in place",
+    "masters, uncounted, then the model at another address",
+    "masters, uncounted, then the model at another address before the first block",
+    "masters, uncounted, then some elements of the model",
 )
 
 
 @pytest.mark.parametrize("how", ["torch", "combine_grad", "fused", "fuse_unscale"])
 @pytest.mark.parametrize("level", WITH_MASTERS)
-@pytest.mark.parametrize("name", [name for name in FOUND if DEVICE.type == "cpu" or name not in BEFORE_THE_FIRST_BLOCK])
+@pytest.mark.parametrize("name", [name for name in FOUND if DEVICE.type == "cpu" or name not in UNSEEN_THERE])
 def test_found(name, level, how):
     fuses = how == "fuse_unscale"
     run(Config(level, "sgd", "fused" if fuses else how, fuses, 16.0, 0.5, 2.0**-4, False, False), FOUND[name])
