@@ -236,6 +236,8 @@ class Script:
         self.stale[o] |= is_master
 
     def move(self, o):
+        if self.stale[o] and DEVICE.type != "cpu":
+            return  # there what is moved counts as written, and a warning says that the masters' values are lost
         for i in range(PARAMS):
             for p in {id(p): p for p in (self.params(o)[i], self.stepped(o, i))}.values():
                 p.data = p.data.clone()
