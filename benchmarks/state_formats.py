@@ -1,21 +1,22 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The formats of ``docs/memory.md`` on the CPU: bytes of state, time of a step, and the loss after training.
+"""The formats of ``docs/memory.md``: bytes of state, time of a step, and the loss after training.
 
-    python benchmarks/state_formats.py [--numel 16000000] [--rounds 9] [--seeds 10]
+    python benchmarks/state_formats.py [--device cuda] [--numel 16000000] [--rounds 9] [--seeds 10]
 
-Times are the CPU time of one thread, of formats in turns: the median of the ratios within a round. Losses are those of
-a perceptron on scikit-learn's handwritten digits (AdamW, 600 steps), the last 100 averaged; the difference to float32
-state is paired by seed.
+Times are the CPU time of one thread, or on another device the time from one synchronization to the next, of formats in
+turns: the median of the ratios within a round. Losses are those of a perceptron on scikit-learn's handwritten digits
+(AdamW, 600 steps), the last 100 averaged; the difference to float32 state is paired by seed.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
+from collections.abc import Callable
 
 import torch
+from rounds import clock, synchronize
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -41,30 +42,41 @@ def state_bytes(optimizer: FusedAdam, param: nn.Parameter) -> float:
     return sum(value.nbytes for value in kept) / param.numel()
 
 
-def time_steps(numel: int, rounds: int) -> None:
+def seconds(step: Callable[[], object], device: torch.device) -> float:
+    """What ``step`` takes."""
+    synchronize(device)
+    begin = clock(device)
+    step()
+    synchronize(device)
+    return clock(device) - begin
+
+
+def time_steps(numel: int, rounds: int, device: torch.device) -> None:
     """Print a row for each of ``STEPS``."""
     torch.set_num_threads(1)
     held = []
     for name, dtype, options in STEPS:
-        param = nn.Parameter(torch.randn(numel).mul_(0.02).to(dtype))
-        param.grad = torch.randn(numel).mul_(1e-3).to(dtype)
+        param = nn.Parameter(torch.randn(numel, device=device).mul_(0.02).to(dtype))
+        param.grad = torch.randn(numel, device=device).mul_(1e-3).to(dtype)
         held.append((name, FusedAdam([param], lr=1e-3, weight_decay=0.01, **options), param))
     times: dict[str, list[float]] = {name: [] for name, _, _ in STEPS}
     for _ in range(rounds + 2):
         for name, optimizer, _ in held:
-            begin = time.process_time()
-            optimizer.step()
-            times[name].append(time.process_time() - begin)
+            times[name].append(seconds(optimizer.step, device))
     base = times[STEPS[0][0]]
-    print(
-        f"{numel / 1e6:.0f} million elements, one thread\n| | bytes of state | ms | times as fast |\n|---|---|---|---|"
-    )
+    print(f"{numel / 1e6:.0f} million elements, {device_name(device)}")
+    print("| | bytes of state | ms | times as fast |\n|---|---|---|---|")
     for name, optimizer, param in held:
         ratio = statistics.median(b / t for b, t in zip(base[2:], times[name][2:], strict=True))
-        print(f"| {name} | {state_bytes(optimizer, param):.2f} | {min(times[name][2:]) * 1e3:.1f} | {ratio:.2f} |")
+        print(f"| {name} | {state_bytes(optimizer, param):.2f} | {min(times[name][2:]) * 1e3:.2f} | {ratio:.2f} |")
 
 
-def time_rules(numel: int, rounds: int) -> None:
+def device_name(device: torch.device) -> str:
+    """What times are of."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device}, one thread"
+
+
+def time_rules(numel: int, rounds: int, device: torch.device) -> None:
     """Print how many times as fast rules that read parameters as a whole are with each format, as with float32."""
     torch.set_num_threads(1)
     print("| rule | bfloat16 | int8 |\n|---|---|---|")
@@ -73,29 +85,27 @@ def time_rules(numel: int, rounds: int) -> None:
         held = []
         few = numel if rule in (NpuFusedLamb, NpuFusedAdamP) else 1 << 18
         for state_dtype in (None, BF16, "int8"):
-            param = nn.Parameter(torch.randn(rows, few // rows).mul_(0.02))
+            param = nn.Parameter(torch.randn(rows, few // rows, device=device).mul_(0.02))
             param.grad = torch.randn_like(param).mul_(1e-3)
             held.append((rule([param], lr=1e-3, state_dtype=state_dtype), []))
         for _ in range(rounds + 2):
             for optimizer, taken in held:
-                begin = time.process_time()
-                optimizer.step()
-                taken.append(time.process_time() - begin)
+                taken.append(seconds(optimizer.step, device))
         base = held[0][1][2:]
         ratios = [statistics.median(b / t for b, t in zip(base, taken[2:], strict=True)) for _, taken in held[1:]]
         print(f"| {rule.__name__} | {ratios[0]:.2f} | {ratios[1]:.2f} |")
 
 
-def train(seed: int, state_dtype: object) -> float:
+def train(seed: int, state_dtype: object, device: torch.device) -> float:
     """The mean loss of the last 100 steps."""
     torch.manual_seed(seed)
     images, labels = (torch.as_tensor(t) for t in load_digits(return_X_y=True))
-    images = images.float() / 16
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+    images, labels = images.float().to(device) / 16, labels.to(device)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
     optimizer = NpuFusedAdamW(model.parameters(), lr=1e-3, weight_decay=0.1, state_dtype=state_dtype)
     losses = []
     for _ in range(600):
-        batch = torch.randint(len(images), (64,))
+        batch = torch.randint(len(images), (64,)).to(device)
         loss = nn.functional.cross_entropy(model(images[batch]), labels[batch], label_smoothing=0.1)
         optimizer.zero_grad()
         loss.backward()
@@ -104,22 +114,24 @@ def train(seed: int, state_dtype: object) -> float:
     return statistics.mean(losses[-100:])
 
 
-def compare_losses(seeds: int) -> None:
+def compare_losses(seeds: int, device: torch.device) -> None:
     """Print a row for each format."""
-    exact = [train(seed, None) for seed in range(seeds)]
+    exact = [train(seed, None, device) for seed in range(seeds)]
     print(f"float32 state: loss {statistics.mean(exact):.4f}, between seeds ± {statistics.stdev(exact):.4f}")
     print("| state | mean difference | largest |\n|---|---|---|")
     for name, state_dtype in (("bfloat16", BF16), ("int8", "int8")):
-        apart = [train(seed, state_dtype) - loss for seed, loss in enumerate(exact)]
+        apart = [train(seed, state_dtype, device) - loss for seed, loss in enumerate(exact)]
         print(f"| {name} | {statistics.mean(apart):+.4f} | {max(map(abs, apart)):.4f} |")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--numel", type=int, default=16_000_000)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seeds", type=int, default=10)
     arguments = parser.parse_args()
-    time_steps(arguments.numel, arguments.rounds)
-    time_rules(arguments.numel // 8, arguments.rounds)
-    compare_losses(arguments.seeds)
+    time_steps(arguments.numel, arguments.rounds, arguments.device)
+    time_rules(arguments.numel // 8, arguments.rounds, arguments.device)
+    if arguments.seeds > 1:
+        compare_losses(arguments.seeds, arguments.device)

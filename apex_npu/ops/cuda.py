@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex_npu.ops import aten_fused, elementwise, reference_segments, segmented
-from apex_npu.ops.dispatch import Op
+from apex_npu.ops.dispatch import Op, Rule
 from apex_npu.ops.triton_kernels.launches import CompilationError
 
 logger = logging.getLogger("apex_npu")
@@ -30,7 +30,7 @@ logger = logging.getLogger("apex_npu")
 # It came with torch 2.10. Up to 3.3 kernels cannot ask for float64 numbers; up to 3.5 roots take denormal ones for 0.
 _OLDEST_TRITON = (3, 6)
 # Ops whose kernels Triton could not compile here: not tried again.
-_given_up: set[Op[..., Any]] = set()
+_given_up: set[object] = set()
 _ids: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -66,17 +66,35 @@ def _or_torch(op: Op[..., Any], fallback: Callable[..., Any]) -> Callable[..., A
     """A kernel of ``op`` in Triton where that can be, else ``fallback``."""
 
     def kernel(*args: Any, **options: Any) -> Any:
-        plans = None if op in _given_up else _plans()
-        plan = None if plans is None else getattr(plans, op.__name__)(*args, **options)
-        if plan is not None:
-            try:
-                return plan.run(args[0].device)
-            except CompilationError as error:
-                _given_up.add(op)
-                logger.warning("apex_npu: Triton cannot compile %s, using torch's own kernels: %s", op.name, error)
-        return fallback(*_with_ids(op, args), **options)
+        is_done, result = _by_triton(op, op, args, options)
+        return result if is_done else fallback(*_with_ids(op, args), **options)
 
     return kernel
+
+
+def step_encoded(rule: Rule[...], operands: tuple[Any, ...], options: dict[str, Any], encoded: Any) -> bool:
+    """Step operands that are kept in fewer bytes by the kernels of the rule itself; False where these cannot.
+
+    Args:
+        rule: The rule.
+        operands: Its own, as they are stored.
+        options: Its own.
+        encoded: An ``encoded_calls.Encoded``.
+    """
+    return _by_triton(rule, (rule, "encoded"), operands, {**options, "encoded": encoded})[0]
+
+
+def _by_triton(op: Op[..., Any], key: object, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[bool, Any]:
+    """Whether Triton's kernels have done it, and what they return; ``key``: of what is given up where it cannot."""
+    plans = None if key in _given_up else _plans()
+    plan = None if plans is None else getattr(plans, op.__name__)(*args, **options)
+    if plan is not None:
+        try:
+            return True, plan.run(args[0].device)
+        except CompilationError as error:
+            _given_up.add(key)
+            logger.warning("apex_npu: Triton cannot compile %s, using torch's own kernels: %s", op.name, error)
+    return False, None
 
 
 def _with_ids(op: Op[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:

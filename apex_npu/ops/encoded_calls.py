@@ -9,13 +9,14 @@ protocol for arguments that are no tensors, so that calls without such operands 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from apex_npu.ops import cpu
+from apex_npu.ops import cpu, cuda
 from apex_npu.ops.dispatch import Rule, rules
 from apex_npu.ops.state_codec import (
     PARAM_PAIR,
@@ -116,6 +117,24 @@ class EncodedState(_Operand):
         encode(values, self.values[piece.span], self.scales, piece, half)
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """What the kernels of a rule have beside the declared arguments: see ``encoded`` in ``dispatch.py``.
+
+    ``scales`` has one for each state of the rule, which is None unless that is of 8 bits; ``count`` may be a tensor.
+    """
+
+    remainder: Tensor | None
+    scales: list[Tensor | None]
+    table: Tensor
+    count: int | Tensor
+    stochastic_param: bool
+
+
+# The kernels, by the type of their device, that take operands as they are stored; they return False where they cannot.
+_KERNELS = {"cuda": cuda.step_encoded}
+
+
 def _call(rule: Rule[...], operands: tuple[Any, ...], options: dict[str, Any]) -> None:
     found = next(operand for operand in operands if isinstance(operand, _Operand))
     encoding = found.encoding if isinstance(found, EncodedState) else found
@@ -126,6 +145,11 @@ def _call(rule: Rule[...], operands: tuple[Any, ...], options: dict[str, Any]) -
         tensor = options.pop(f"{name}_tensor", None)
         if tensor is not None:
             options[name] = tensor.reshape(())
+    kernel = _KERNELS.get(operands[0].device.type)
+    if kernel is not None:
+        stored = tuple(operand.values if isinstance(operand, EncodedState) else operand for operand in operands)
+        if kernel(rule, stored, options, _encoded(rule, encoding, of_params, operands)):
+            return
     if operands[0].device.type != "cpu":
         _run_on_pieces(rule, encoding, of_params, operands, options)
         return
@@ -142,6 +166,19 @@ def _call(rule: Rule[...], operands: tuple[Any, ...], options: dict[str, Any]) -
         _run_on_pieces(rule, encoding, of_params, operands, options)
 
 
+def _encoded(
+    rule: Rule[...], encoding: RunEncoding, of_params: RunEncoding | None, operands: tuple[Any, ...]
+) -> Encoded:
+    states = operands[2 : rule.operands.index("model_param")]
+    return Encoded(
+        remainder=None if of_params is None else of_params.remainder,
+        scales=[state.scales if isinstance(state, EncodedState) else None for state in states],
+        table=encoding.table,
+        count=encoding.count,
+        stochastic_param=of_params is not None and of_params.stochastic_param,
+    )
+
+
 def _run_extension(
     rule: Rule[...],
     encoding: RunEncoding,
@@ -150,15 +187,16 @@ def _run_extension(
     options: dict[str, Any],
 ) -> None:
     kernel = getattr(torch.ops.apex_npu, rule.name).encoded
-    states = [operand for operand in operands if isinstance(operand, EncodedState)]
+    stored = (operand.values if isinstance(operand, EncodedState) else operand for operand in operands)
+    encoded = _encoded(rule, encoding, of_params, operands)
     kernel(
-        *(operand.values if isinstance(operand, EncodedState) else operand for operand in operands),
+        *stored,
         **options,
-        remainder=None if of_params is None else of_params.remainder,
-        scales=[state.scales for state in states if state.scales is not None],
-        table=encoding.table,
-        count=int(encoding.count),
-        stochastic_param=of_params is not None and of_params.stochastic_param,
+        remainder=encoded.remainder,
+        scales=[scales for scales in encoded.scales if scales is not None],
+        table=encoded.table,
+        count=int(encoded.count),
+        stochastic_param=encoded.stochastic_param,
     )
 
 

@@ -38,12 +38,12 @@ SCALE_NUMEL = 128
 # Of the random bits that parameters themselves are rounded by.
 PARAM_PAIR = 255
 
-_KEY = (0x243F6A88, 0x85A308D3)
-_WEYL = 0x9E3779B9
+KEY = (0x243F6A88, 0x85A308D3)
+WEYL = 0x9E3779B9
 _WORD = 0xFFFFFFFF
-_LEAST_SCALE = 2.0**-90
+LEAST_SCALE = 2.0**-90
 # Larger ones have a denormal reciprocal.
-_LARGE_SCALE = 2.0**125
+LARGE_SCALE = 2.0**125
 _CHUNK_NUMEL = 1 << 16
 # Each element takes some 60 bytes of memory for intermediate values.
 _CHUNK_NUMEL_ACCELERATOR = 1 << 22
@@ -133,11 +133,11 @@ class Piece:
         before = counters.cumsum(0) - counters
         number = torch.arange(total, device=self._device) - before[part] + firsts[part] // 64
         steps = (torch.zeros_like(number) + count).to(torch.int64)
-        words = philox([number, (number >> 32 << 8) | pair, steps, positions[part]], _KEY)
+        words = philox([number, (number >> 32 << 8) | pair, steps, positions[part]], KEY)
         part, element, _ = self._elements
         counter = (before[part] + element // 64 - firsts[part] // 64).clamp_(0, max(total - 1, 0))
         word = words.reshape(-1)[counter * 4 + element // 16 % 4]
-        return (word + element % 16 * _WEYL) & _WORD
+        return (word + element % 16 * WEYL) & _WORD
 
 
 def pieces(segments: Sequence[Segment], numel: int, device: torch.device) -> Iterator[Piece]:
@@ -216,10 +216,10 @@ def encode(values: Tensor, stored: Tensor, scales: Tensor | None, piece: Piece, 
     largest = torch.zeros(span.stop - span.start, dtype=torch.int32, device=values.device)
     largest.scatter_reduce_(0, index - span.start, magnitude, "amax")
     scale = largest.view(torch.float32)
-    scale = torch.where(scale < _LEAST_SCALE, 0.0, scale)
+    scale = torch.where(scale < LEAST_SCALE, 0.0, scale)
     scale = torch.where(largest >= 0x7F800000, float("nan"), scale)
     scales[span] = scale
-    down = torch.where(scale > _LARGE_SCALE, 2.0**-4, 1.0)
+    down = torch.where(scale > LARGE_SCALE, 2.0**-4, 1.0)
     inverse = torch.where(scale > 0, 1.0 / (scale * down), 0.0)
     index = index - span.start
     values = values * down[index]

@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 KERNELS = {
     "sgd", "adam", "rmsprop", "adadelta", "adagrad", "lamb_directions", "lamb_ratios", "lamb_step", "adamp_directions",
-    "adamp_rows", "adamp_decisions", "adamp_step", "square_parts", "root_of_parts", "dot_parts", "segment_sums",
-    "segment_add", "step_numbers",
+    "adamp_parts", "adamp_rows", "adamp_decisions", "adamp_step", "square_parts", "root_of_parts", "dot_parts",
+    "segment_sums", "segment_add", "step_numbers",
 }  # fmt: skip
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -69,6 +69,18 @@ def test_numbers_on_the_device_do_not_keep_operands_from_being_moved_in_pieces_o
     assert sum(large) == 8 * 36
     assert max(facts["stores"]) == min(facts["stores"]) == 16
     assert set(facts["loads"]) <= {16, 8}, "numbers are of 8 bytes"
+
+
+@pytest.mark.parametrize(("kept", "per_element"), [("bfloat16", 18), ("int8", 12), ("remainder", 34)])
+def test_operands_in_fewer_bytes_are_read_and_written_once(compiled, kept, per_element):
+    """Adam with AMSGrad, and parameters of bfloat16; beside these operands places are read, and scales of 4 bytes."""
+    facts = next(facts for facts in compiled if facts["op"] == f"adam_ {kept}")
+    loads, stores = ([size for size in facts[kind] if size != 4] for kind in ("loads", "stores"))
+    assert set(loads) | set(stores) <= {8, 16}
+    assert sum(stores) == 8 * (per_element - 2) // 2
+    assert sum(loads) - 8 * (per_element + 2) // 2 <= 6 * 8
+    # Philox takes 20 products, for both states of a pair and for all eight elements of a thread
+    assert facts["products"] <= {"bfloat16": 40, "int8": 40, "remainder": 0}[kept]
 
 
 def test_no_hyper_parameter_step_or_length_is_compiled_in(compiled):

@@ -11,6 +11,7 @@ driver does, so a stand-in tells for which one to compile, and takes what is lau
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import sys
@@ -24,9 +25,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from triton_cases import CHANGES, DTYPES, NUMEL, OPTIONS, SEGMENTED_CHANGES, on_device, operands, segments
+from triton_cases import (
+    ALIGNED_SEGMENTS,
+    CHANGES,
+    DTYPES,
+    NUMEL,
+    OPTIONS,
+    SEGMENTED_CHANGES,
+    on_device,
+    operands,
+    segments,
+)
 
 from apex_npu.ops import wide_dtype
+from apex_npu.ops.encoded_calls import Encoded
 from apex_npu.ops.triton_kernels import launches, plans
 from apex_npu.ops.triton_kernels.launches import Plan
 
@@ -99,6 +111,26 @@ def all_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
         yield f"{op} on device", getattr(plans, op)(*args, None, *more, **on_device(OPTIONS[op], torch.zeros(1)))
 
 
+def encoded_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
+    """Rules with operands in fewer bytes: states of bfloat16, of 8 bits, and remainders beside float32 states."""
+    for op in OPTIONS if everything else ("adam_", "rmsprop_", "lamb_", "adamp_"):
+        more = segments(op, aligned=True) if op in ("lamb_", "adamp_") else ()
+        for name, dtypes in (("bfloat16", [torch.bfloat16]), ("int8", [torch.int8, torch.uint8]), ("remainder", [])):
+            param, grad, *states = operands(op, NUMEL, torch.bfloat16)
+            if dtypes:
+                states = [state.to(dtypes[i % len(dtypes)]) for i, state in enumerate(states)]
+            table = torch.tensor([[begin, n, i, 100 * i] for i, (begin, n) in enumerate(ALIGNED_SEGMENTS)])
+            encoded = Encoded(
+                remainder=None if dtypes else torch.zeros(NUMEL, dtype=torch.int16),
+                scales=[torch.zeros(400) if state.dtype.itemsize == 1 else None for state in states],
+                table=table,
+                count=torch.ones(1) if everything else 3,
+                stochastic_param=everything and bool(dtypes),
+            )
+            plan = getattr(plans, op)(param, grad, *states, None, *more, **OPTIONS[op], encoded=encoded)
+            yield f"{op} {name}", plan
+
+
 def facts(compiled: Any) -> dict[str, Any]:
     """What can be seen in a compiled kernel."""
     ptx, ttir = compiled.asm["ptx"], compiled.asm["ttir"]
@@ -108,6 +140,7 @@ def facts(compiled: Any) -> dict[str, Any]:
         "loads": [size for kind, size in moved if kind == "ld"],
         "stores": [size for kind, size in moved if kind == "st"],
         "atomics": len(re.findall(r"\b(?:atom|red)\.", ptx)),
+        "products": len(re.findall(r"\bmul\.hi\.u32", ptx)),
         "flushes": len(re.findall(r"\b(?:div|sqrt|mul|fma|add)\S*\.ftz", ptx)),
         "contracts": len(re.findall(r"\b(?:fma\S*|(?:mul|add|sub))\.f32", ptx)),  # without .rn ptxas may do so
         "approximates": len(re.findall(r"\b(?:div\.full|div\.approx|sqrt\.approx|rsqrt)", ptx)),
@@ -128,7 +161,7 @@ def main() -> None:
         driver = NoGpu(arch)
         triton.runtime.driver.set_active(driver)
         launches._compiled.clear()  # for a device, which in a real process is of one kind
-        for op, plan in all_plans(arguments.all):
+        for op, plan in itertools.chain(all_plans(arguments.all), encoded_plans(arguments.all)):
             for launch in plan.launches:
                 compiled = launch.compile()
                 print(json.dumps({"arch": arch, "op": op, "kernel": launch.kernel.__name__, **facts(compiled)}))

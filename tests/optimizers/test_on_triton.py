@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Whole optimizers on Triton's kernels: those of cuda take the place of the CPU's, through torch's dispatcher."""
 
+import copy
 import inspect
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ from triton_interpreter import INTERPRETED, mend
 
 from apex_npu.fusion import fused_group, grad_slots
 from apex_npu.fusion.graph_runs import _DeviceStepCounts
-from apex_npu.ops import cpu, cuda, elementwise, segmented
+from apex_npu.ops import cpu, cuda, elementwise, encoded_calls, segmented
 from apex_npu.ops.dispatch import Rule
 from apex_npu.ops.triton_kernels import launches
+from apex_npu.optimizers import FusedAdam
 
 OPS = (*elementwise.RULES, *segmented.RULES, segmented.segment_dot, segmented.segment_add_, segmented.plain_norm)
 
@@ -40,6 +43,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(
         launches.Launch, "run", lambda self, *given: (names.append(self.kernel.__name__), run(self, *given))
     )
+    monkeypatch.setitem(encoded_calls._KERNELS, "cpu", cuda.step_encoded)
     with torch.library._scoped_library("apex_npu", "IMPL") as library:
         for op in OPS:
             kernel = cuda.KERNELS[op]
@@ -112,3 +116,70 @@ def test_a_clipped_norm_is_of_triton(launched):
     norm = optimizer.clip_optimizer_grad_norm_fused(1.0)
     torch.testing.assert_close(norm, torch.tensor(float(sum(p.numel() for p in ours)) ** 0.5))
     assert launched == ["square_parts", "root_of_parts"]
+
+
+ENCODED = [spec for spec in SPECS if getattr(spec.cls, "encodable_states", ())]
+FORMATS = [
+    pytest.param(torch.float32, {"state_dtype": torch.bfloat16}, id="bfloat16", marks=pytest.mark.sweep),
+    pytest.param(torch.float32, {"state_dtype": "int8"}, id="int8"),
+    pytest.param(
+        torch.bfloat16,
+        {"state_dtype": "int8", "stochastic_rounding": True},
+        id="stochastic",
+        marks=pytest.mark.sweep,
+    ),
+]
+
+
+def stepped(spec, dtype, options, steps=2):
+    """Parameters and states after some steps; one parameter joins later, and so has a run of its own."""
+    held = [torch.nn.Parameter(p.detach().to(dtype)) for p in params()]
+    optimizer = spec.cls(held, **options)
+    for step in range(steps):
+        for index, p in enumerate(held):
+            generator = torch.Generator().manual_seed(9 * step + index)
+            p.grad = None if index == 1 and step == 0 else torch.randn(p.shape, generator=generator).to(dtype)
+        optimizer.step()
+    kept = optimizer.state_dict()["state"]
+    return held, [value for state in kept.values() for value in state.values() if isinstance(value, torch.Tensor)]
+
+
+@pytest.mark.parametrize(("dtype", "formats"), FORMATS)
+@pytest.mark.parametrize("spec", ENCODED, ids=str)
+def test_states_in_fewer_bytes(spec, dtype, formats, request, monkeypatch):
+    """Those that plain torch decodes and encodes around the same kernels, bit for bit; parameters are the CPU's."""
+    options = {**spec.variants[-1], **formats}
+    of_cpu, _ = stepped(spec, dtype, options, steps=1)
+    launched = request.getfixturevalue("launched")
+    once, _ = stepped(spec, dtype, options, steps=1)
+    eps = torch.finfo(dtype).eps
+    for p, q in zip(once, of_cpu, strict=True):
+        torch.testing.assert_close(p, q, rtol=16 * eps, atol=16 * eps)
+    found = stepped(spec, dtype, options)
+    assert launched
+    monkeypatch.delitem(encoded_calls._KERNELS, "cpu")
+    monkeypatch.setattr(encoded_calls, "cpu", SimpleNamespace(available=False))
+    wanted = stepped(spec, dtype, options)
+    for got, want in zip(found, wanted, strict=True):
+        assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_counts_of_states_in_fewer_bytes_are_on_the_device(dtype, launched, monkeypatch):
+    """With a flag that is set in one step, and no count of that: what is kept is what was kept before."""
+    monkeypatch.setattr(fused_group, "StepCounts", lambda count: _DeviceStepCounts(count, torch.device("cpu")))
+    held = [torch.nn.Parameter(p.detach().to(dtype)) for p in params()]
+    options = {"lr": torch.tensor(0.1), "state_dtype": "int8", "store_param_remainders": dtype == torch.bfloat16}
+    optimizer = FusedAdam(held, capturable=True, **options)
+    monkeypatch.setattr(optimizer, "skips_on", lambda: torch.device("cpu"))
+    optimizer._step_supports_amp_scaling = True
+    for step in range(3):
+        before = [p.detach().clone() for p in held], copy.deepcopy(optimizer.state_dict()["state"])
+        optimizer.found_inf = torch.tensor([float(step == 2)])
+        for p in held:
+            p.grad = torch.full_like(p, torch.inf) if step == 2 else torch.ones_like(p)
+        optimizer.step()
+    assert all(map(torch.equal, held, before[0]))
+    for index, entry in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, before[1][index][name]) for name, value in entry.items())
+    assert launched.count("adam") == 3

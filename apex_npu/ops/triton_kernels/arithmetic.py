@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the kernels share: scalars, gradients and rounding.
+"""What the kernels share: scalars and rounding.
 
 Hyper-parameters are annotated as float64, since Triton would take Python's floats as float32; ``number`` rounds them
 once to what a kernel computes in. They are arguments, not constants, so that another learning rate compiles nothing.
@@ -47,45 +47,3 @@ def blend(a, b, weight):
 def block_offsets(BLOCK: tl.constexpr):
     """Which elements this program has."""
     return tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-
-
-@triton.jit
-def load_grad(grad, grad_scale, offsets, mask, MAXIMIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """±grad / grad_scale; widened first, since float16 would lose what is small."""
-    g = tl.load(grad + offsets, mask=mask, other=0.0).to(DTYPE)
-    if grad_scale is not None:
-        g = g * divide(number(1.0, DTYPE), tl.load(grad_scale).to(DTYPE))
-    if MAXIMIZE:
-        g = -g
-    return g
-
-
-@triton.jit
-def load_decayed(
-    param,
-    grad,
-    grad_scale,
-    offsets,
-    mask,
-    weight_decay,
-    L2: tl.constexpr,
-    DECOUPLED: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """Return p and g. ``weight_decay``: p's share in g where L2; what p is multiplied with where DECOUPLED."""
-    p = tl.load(param + offsets, mask=mask, other=0.0).to(DTYPE)
-    g = load_grad(grad, grad_scale, offsets, mask, MAXIMIZE, DTYPE)
-    if DECOUPLED:
-        p = p * weight_decay
-    if L2:
-        g = g + weight_decay * p
-    return p, g
-
-
-@triton.jit
-def store_param(param, model_param, offsets, value, mask):
-    """Round ``value`` into the parameters, and into their low-precision copy where there is one."""
-    tl.store(param + offsets, value.to(param.dtype.element_ty), mask=mask)
-    if model_param is not None:
-        tl.store(model_param + offsets, value.to(model_param.dtype.element_ty), mask=mask)

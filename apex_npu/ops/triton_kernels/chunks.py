@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from apex_npu.ops.state_codec import SCALE_NUMEL
+
 _LARGEST, _SMALLEST = 2048, 128
 
 _T = TypeVar("_T")
@@ -32,6 +34,7 @@ class Chunks:
         firsts: For each segment the index of its first chunk; and at the end the number of chunks.
         size: How many elements a chunk has at most: a power of two.
         aligned: Every segment begins at a multiple of 16, and padding goes on to the next one.
+        places: See ``formats.Encoding``, where operands are encoded.
     """
 
     begins: Tensor
@@ -40,11 +43,26 @@ class Chunks:
     firsts: Tensor
     size: int
     aligned: bool
+    places: Tensor | None = None
 
     @staticmethod
-    def of(starts: Tensor, lengths: Tensor, like: Tensor) -> Chunks:
-        """The chunks of segments of ``like`` that are given on the host; made once for each ``starts``."""
-        return _made_once(_chunks, starts, lambda: _cut(starts, lengths, like))
+    def of(starts: Tensor, lengths: Tensor, like: Tensor, table: Tensor | None = None) -> Chunks:
+        """The chunks of segments of ``like`` that are given on the host; made once for each ``starts``.
+
+        Args:
+            starts: Of the segments.
+            lengths: Likewise.
+            like: A buffer that they are in.
+            table: The parameters that they are in, where operands are encoded; see ``dispatch.py``.
+        """
+        if table is None:
+            return _made_once(_chunks, starts, lambda: _cut(starts, lengths, like))
+        return _made_once(_encoded_chunks, starts, lambda: _cut(starts, lengths, like, table))
+
+    @staticmethod
+    def of_params(table: Tensor, like: Tensor) -> Chunks:
+        """Those of the parameters of ``table``, likewise."""
+        return _made_once(_encoded_chunks, table, lambda: _cut(table[:, 0], table[:, 1], like, table))
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +83,7 @@ class Rows:
 
 # What was made for which tensor; gone as soon as the tensor is.
 _chunks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_encoded_chunks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _rows: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -75,7 +94,7 @@ def _made_once(known: WeakTensorKeyDictionary, key: Tensor, make: Callable[[], _
     return found
 
 
-def _cut(starts: Tensor, lengths: Tensor, like: Tensor) -> Chunks:
+def _cut(starts: Tensor, lengths: Tensor, like: Tensor, table: Tensor | None = None) -> Chunks:
     longest = int(lengths.max()) if lengths.numel() else 0
     size = min(_LARGEST, max(_SMALLEST, 1 << (longest - 1).bit_length() if longest else 0))
     counts = (lengths + (size - 1)) // size
@@ -84,10 +103,20 @@ def _cut(starts: Tensor, lengths: Tensor, like: Tensor) -> Chunks:
     begins = starts[owners] + (torch.arange(owners.numel()) - firsts[owners]) * size
     ends = torch.minimum(begins + size, (starts + lengths)[owners])
     aligned = not bool((starts % 16).any()) and like.numel() % 16 == 0
-    table = torch.cat([begins, ends, owners, firsts]).to(like.device)
+    joined = torch.cat([begins, ends, owners, firsts]).to(like.device)
     count = owners.numel()
-    columns = table[:count], table[count : 2 * count], table[2 * count : 3 * count], table[3 * count :]
-    return Chunks(*columns, size=size, aligned=aligned)
+    columns = joined[:count], joined[count : 2 * count], joined[2 * count : 3 * count], joined[3 * count :]
+    places = None if table is None else _places(begins, ends, table).to(like.device)
+    return Chunks(*columns, size=size, aligned=aligned, places=places)
+
+
+def _places(begins: Tensor, ends: Tensor, table: Tensor) -> Tensor:
+    """Rows of ``formats.Encoding.places``."""
+    param_begins, _, positions, first_scales = table.unbind(1)
+    param = torch.searchsorted(param_begins.contiguous(), begins, right=True) - 1
+    numbers = begins - param_begins[param]
+    scales = first_scales[param] + numbers // SCALE_NUMEL
+    return torch.stack([begins, ends, numbers, positions[param], scales], dim=1)
 
 
 def _find_rows(owner: Tensor, params: int) -> Rows | None:

@@ -7,7 +7,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from apex_npu.ops.triton_kernels.arithmetic import blend, divide, load_decayed, number, root, store_param
+from apex_npu.ops.triton_kernels.arithmetic import blend, divide, number, root
+from apex_npu.ops.triton_kernels.formats import (
+    find_place,
+    load_decayed,
+    load_param,
+    load_state,
+    store_param,
+    store_state,
+)
 from apex_npu.ops.triton_kernels.numbers import CORRECTION1, LR, ROOT_CORRECTION2, chosen, unless_overflowed
 from apex_npu.ops.triton_kernels.sums import chunk_offsets, dot, sum_of_parts
 
@@ -21,11 +29,13 @@ def lamb_directions(
     model_param,
     grad_scale,
     numbers,
+    encoding,
     direction,
     parts,
     begins,
     ends,
     chunks: tl.int64,
+    count: tl.float64,
     lr: tl.float64,
     beta1: tl.float64,
     beta3: tl.float64,
@@ -42,19 +52,21 @@ def lamb_directions(
     DECAY: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     DTYPE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Without ADAPT this is the whole step. ``AVERAGE``: beta3 is 1 − beta1. ``share2``: 1 − beta2."""
     offsets, mask, inside = chunk_offsets(begins, ends, ALIGNED, BLOCK)
     mask = unless_overflowed(numbers, mask)
-    p, g = load_decayed(param, grad, grad_scale, offsets, mask, number(l2, DTYPE), L2, False, MAXIMIZE, DTYPE)
-    m = tl.load(exp_avg + offsets, mask=mask, other=0.0)
+    place = find_place(encoding, numbers, count)
+    p, g = load_decayed(param, grad, grad_scale, encoding, offsets, mask, number(l2, DTYPE), L2, False, MAXIMIZE, DTYPE)
+    m = load_state(exp_avg, encoding, place, 0, offsets, mask, BLOCK)
     m = blend(m, g, number(beta3, DTYPE)) if AVERAGE else number(beta1, DTYPE) * m + number(beta3, DTYPE) * g
-    v = tl.load(exp_avg_sq + offsets, mask=mask, other=0.0)
+    v = load_state(exp_avg_sq, encoding, place, 1, offsets, mask, BLOCK)
     v = number(beta2, DTYPE) * v + number(share2, DTYPE) * g * g
-    tl.store(exp_avg + offsets, m, mask=mask)
-    tl.store(exp_avg_sq + offsets, v, mask=mask)
+    store_state(exp_avg, encoding, place, 0, offsets, m, mask, BLOCK)
+    store_state(exp_avg_sq, encoding, place, 1, offsets, v, mask, BLOCK)
     u = divide(m, divide(root(v), chosen(numbers, ROOT_CORRECTION2, root_correction2, DTYPE)) + number(eps, DTYPE))
     u = divide(u, chosen(numbers, CORRECTION1, correction1, DTYPE))
     if DECAY:
@@ -64,7 +76,8 @@ def lamb_directions(
         tl.store(parts + tl.program_id(0), dot(p, p, inside))
         tl.store(parts + chunks + tl.program_id(0), dot(u, u, inside))
     else:
-        store_param(param, model_param, offsets, p - chosen(numbers, LR, lr, DTYPE) * u, mask)
+        p = p - chosen(numbers, LR, lr, DTYPE) * u
+        store_param(param, model_param, encoding, place, offsets, p, mask, STOCHASTIC, BLOCK)
 
 
 @triton.jit
@@ -89,18 +102,22 @@ def lamb_step(
     direction,
     ratios,
     numbers,
+    encoding,
     begins,
     ends,
     owners,
+    count: tl.float64,
     lr: tl.float64,
     DTYPE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """New p: p − lr · r · u."""
     offsets, mask, _ = chunk_offsets(begins, ends, ALIGNED, BLOCK)
     mask = unless_overflowed(numbers, mask)
-    p = tl.load(param + offsets, mask=mask, other=0.0).to(DTYPE)
+    place = find_place(encoding, numbers, count)
+    p = load_param(param, encoding, offsets, mask, DTYPE)
     rate = chosen(numbers, LR, lr, DTYPE) * tl.load(ratios + tl.load(owners + tl.program_id(0)))
     u = tl.load(direction + offsets, mask=mask, other=0.0)
-    store_param(param, model_param, offsets, p - rate * u, mask)
+    store_param(param, model_param, encoding, place, offsets, p - rate * u, mask, STOCHASTIC, BLOCK)

@@ -111,10 +111,12 @@ def _compiled_once(launch: Launch) -> Any:
     return compiled
 
 
-def _kind(argument: Tensor | int | None) -> Hashable:
+def _kind(argument: Tensor | tuple[Any, ...] | int | None) -> Hashable:
     """What Triton compiles another kernel for."""
     if argument is None:
         return None
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, tuple):
+        return tuple(map(_kind, argument))
     return argument % 16 == 0, argument == 1

@@ -4,16 +4,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
+import torch
 from torch import Tensor
 
 from apex_npu.ops.reference import FLOATS
 
+# Of operands, where some are encoded.
+STORED = FLOATS | {torch.int8, torch.uint8, torch.int16}
 
-def check_operands(op: str, **operands: Tensor | None) -> None:
+
+def check_operands(op: str, dtypes: Set[torch.dtype] = FLOATS, **operands: Tensor | None) -> None:
     """Refuse what a kernel would read or write past its end, or misread.
 
     Raises:
-        ValueError: Operands differ in length or device, have gaps, or are no floating-point numbers.
+        ValueError: Operands differ in length or device, have gaps, or are of none of ``dtypes``.
     """
     first, like = next((name, tensor) for name, tensor in operands.items() if tensor is not None)
     numel, device = like.numel(), like.device
@@ -24,8 +30,8 @@ def check_operands(op: str, **operands: Tensor | None) -> None:
             problem = f"has {tensor.numel()} elements on {tensor.device}, but {first} has {numel} on {device}"
         elif not tensor.is_contiguous():
             problem = f"has stride {tensor.stride()}: call contiguous() on it"
-        elif tensor.dtype not in FLOATS:
-            problem = f"is of {tensor.dtype}, which is not one of {', '.join(sorted(map(str, FLOATS)))}"
+        elif tensor.dtype not in dtypes:
+            problem = f"is of {tensor.dtype}, which is not one of {', '.join(sorted(map(str, dtypes)))}"
         else:
             continue
         raise ValueError(

@@ -22,8 +22,9 @@ from apex_npu.ops.dispatch import Op
 from apex_npu.ops.reference import wide_dtype
 from apex_npu.ops.triton_kernels import adamp, lamb, numbers, rules, sums
 from apex_npu.ops.triton_kernels.chunks import Chunks, Rows
+from apex_npu.ops.triton_kernels.formats import Encoding
 from apex_npu.ops.triton_kernels.launches import Launch, Plan
-from apex_npu.ops.triton_kernels.operands import check_operands
+from apex_npu.ops.triton_kernels.operands import STORED, check_operands
 
 # Elements of a program: eight for each thread, which is two loads of 16 bytes for float32.
 _BLOCK, _WARPS = 1024, 4
@@ -31,6 +32,8 @@ _BLOCK, _WARPS = 1024, 4
 _NORM_BLOCK, _NORM_PROGRAMS = 2048, 1024
 # Chunks of a segment that are added at once.
 _SUM_BLOCK, _SUM_WARPS = 256, 2
+# Of calls whose operands are stored as declared.
+_PLAIN = Encoding()
 
 
 class _Numbers(NamedTuple):
@@ -83,12 +86,12 @@ class _Numbers(NamedTuple):
 
 
 def _planning(op: Op[..., Any]) -> Callable[[Callable[[Arguments], Plan | None]], Callable[..., Plan | None]]:
-    """Give a plan the declared arguments of ``op`` by name."""
+    """Give a plan the declared arguments of ``op`` by name; and ``encoded``, an ``encoded_calls.Encoded``, or None."""
 
     def decorate(plan: Callable[[Arguments], Plan | None]) -> Callable[..., Plan | None]:
         def bound(*operands: Tensor | None, **options: Any) -> Plan | None:
             given = dict(zip(op.operands, operands, strict=False))
-            return plan(Arguments(**{**op.defaults, **given, **options}))
+            return plan(Arguments(**{**op.defaults, "encoded": None, **given, **options}))
 
         return bound
 
@@ -198,8 +201,9 @@ def lamb_(given: Arguments) -> Plan | None:
     if given.ids is not None:
         return None
     operands, param = _buffers(segmented.lamb_, given), given.param
-    chunks = Chunks.of(given.starts, given.lengths, param)
+    chunks = Chunks.of(given.starts, given.lengths, param, given.encoded and given.encoded.table)
     count, dtype = chunks.begins.numel(), {"DTYPE": _dtype(param)}
+    encoding, step, rounding = _encoding(given, chunks)
     parts = param.new_empty(2 * count, dtype=torch.float64)
     beta1, beta2, beta3 = given.beta1, given.beta2, given.beta3
     flags = {"ADAPT": given.adapt, "AVERAGE": beta3 == 1 - beta1, "L2": given.l2 != 0, "DECAY": given.decay != 0}
@@ -207,20 +211,20 @@ def lamb_(given: Arguments) -> Plan | None:
     known = _Numbers.of(given, betas=(beta1, beta2) if given.bias_correction else None)
     *moments, direction = operands
     scale = _beside(given.grad_scale, param)
-    operands = (*moments, scale, known.on_device, direction, parts, chunks.begins, chunks.ends, count)
+    operands = (*moments, scale, known.on_device, encoding, direction, parts, chunks.begins, chunks.ends, count, step)
     arguments = (known.lr, beta1, beta3, beta2, 1 - beta2, given.eps, known.correction1, known.root_correction2)
     decays = (given.l2, given.decay)
     launches = [
         *known.launches,
-        _over_chunks(lamb.lamb_directions, chunks, (*operands, *arguments, *decays), flags | dtype),
+        _over_chunks(lamb.lamb_directions, chunks, (*operands, *arguments, *decays), flags | dtype | rounding),
     ]
     if given.adapt:
         ratios = direction.new_empty(given.starts.numel())
         finish = (parts, ratios, chunks.firsts, count, given.max_weight_norm)
         where = (chunks.begins, chunks.ends, chunks.owners)
-        move = (param, given.model_param, direction, ratios, known.on_device, *where, known.lr)
+        move = (param, given.model_param, direction, ratios, known.on_device, encoding, *where, step, known.lr)
         launches.append(_over_segments(lamb.lamb_ratios, ratios.numel(), finish, dtype))
-        launches.append(_over_chunks(lamb.lamb_step, chunks, move, dtype))
+        launches.append(_over_chunks(lamb.lamb_step, chunks, move, dtype | rounding))
     return Plan(tuple(launches))
 
 
@@ -235,7 +239,11 @@ def adamp_(given: Arguments) -> Plan | None:
     rows = Rows.of(given.owner, params)
     if rows is None:
         return None
-    chunks = Chunks.of(given.starts, given.lengths, param)
+    chunks = Chunks.of(given.starts, given.lengths, param, given.encoded and given.encoded.table)
+    # A row begins anywhere in a block of 8-bit codes, so moments are stepped by other chunks.
+    of_params = chunks if given.encoded is None else Chunks.of_params(given.encoded.table, param)
+    encoding, step, rounding = _encoding(given, of_params)
+    row_encoding = encoding._replace(places=chunks.places)
     count, dtype = chunks.begins.numel(), {"DTYPE": _dtype(param)}
     parts = param.new_empty(4 * count, dtype=torch.float64)
     row_sums = parts.new_empty(4 * row_count)
@@ -244,19 +252,24 @@ def adamp_(given: Arguments) -> Plan | None:
     beta1, beta2, decay = given.beta1, given.beta2, given.weight_decay
     known = _Numbers.of(given, betas=(beta1, beta2), decay=decay, decay_if_projected=decay * given.wd_ratio)
     scale = _beside(given.grad_scale, param)
-    operands = (*moments, scale, known.on_device, direction, parts, *where, count)
+    moved = (of_params.begins, of_params.ends, count, step)
+    operands = (*moments, scale, known.on_device, encoding, direction, parts, *moved)
     arguments = (beta1, 1 - beta1, beta2, 1 - beta2, eps, known.root_correction2)
     decide = (row_sums, rows.firsts, given.row_limit, given.whole_limit, decisions, row_count, params, eps)
-    finish = (param, model_param, direction, known.on_device, row_sums, decisions, given.owner, *where, chunks.owners)
-    rates = (row_count, params, known.step_size, known.kept, known.kept_if_projected, eps)
-    flags = {"NESTEROV": given.nesterov, "MAXIMIZE": given.maximize}
+    summed = (param, given.grad, scale, known.on_device, row_encoding, direction, parts, *where, count)
+    finish = (param, model_param, direction, known.on_device, row_encoding, row_sums, decisions, given.owner)
+    rates = (*where, chunks.owners, row_count, params, step, known.step_size, known.kept, known.kept_if_projected, eps)
+    maximize = {"MAXIMIZE": given.maximize}
+    flags = {"NESTEROV": given.nesterov, **maximize}
+    sums_apart = () if given.encoded is None else (_over_chunks(adamp.adamp_parts, chunks, summed, maximize | dtype),)
     return Plan(
         (
             *known.launches,
-            _over_chunks(adamp.adamp_directions, chunks, (*operands, *arguments), flags | dtype),
+            _over_chunks(adamp.adamp_directions, of_params, (*operands, *arguments), flags | dtype),
+            *sums_apart,
             _over_segments(adamp.adamp_rows, row_count, (parts, row_sums, chunks.firsts, count, row_count), {}),
             _over_segments(adamp.adamp_decisions, params, decide, {}),
-            _over_chunks(adamp.adamp_step, chunks, (*finish, *rates), dtype),
+            _over_chunks(adamp.adamp_step, chunks, (*finish, *rates), dtype | rounding),
         )
     )
 
@@ -279,16 +292,35 @@ def _elementwise(
     flags: dict[str, Any],
 ) -> Plan:
     operands, param = _buffers(op, given), given.param
-    constants = {**flags, "MAXIMIZE": given.maximize, "DTYPE": _dtype(param), "BLOCK": _BLOCK}
-    args = (*operands, _beside(given.grad_scale, param), known.on_device, param.numel(), *arguments)
+    chunks = None if given.encoded is None else Chunks.of_params(given.encoded.table, param)
+    encoding, step, rounding = _encoding(given, chunks)
+    constants = {**flags, "MAXIMIZE": given.maximize, "DTYPE": _dtype(param), **rounding}
+    args = (*operands, _beside(given.grad_scale, param), known.on_device, encoding, param.numel(), step, *arguments)
+    if chunks is not None:
+        return Plan((*known.launches, _over_chunks(kernel, chunks, args, constants)))
+    constants |= {"ALIGNED": False, "BLOCK": _BLOCK}
     return Plan((*known.launches, Launch(kernel, -(-param.numel() // _BLOCK), args, constants, _WARPS)))
+
+
+def _encoding(given: Arguments, chunks: Chunks | None) -> tuple[Encoding, float, dict[str, Any]]:
+    """What kernels of ``chunks`` have beside their operands, the number of the step, and how parameters are rounded."""
+    encoded = given.encoded
+    if encoded is None or chunks is None:
+        return _PLAIN, 0.0, {"STOCHASTIC": False}
+    on_device = isinstance(encoded.count, Tensor)
+    count = _beside(encoded.count, given.param) if on_device else None
+    encoding = Encoding(chunks.places, count, encoded.remainder, tuple(encoded.scales))
+    return encoding, 0.0 if on_device else float(encoded.count), {"STOCHASTIC": encoded.stochastic_param}
 
 
 def _buffers(op: Op[..., Any], given: Arguments) -> tuple[Any, ...]:
     """The operands of one length, checked."""
     names = op.operands[: op.operands.index("starts")] if "starts" in op.operands else op.operands
     buffers = {name: getattr(given, name) for name in names}
-    check_operands(op.name, **buffers)
+    if given.encoded is None:
+        check_operands(op.name, **buffers)
+    else:
+        check_operands(op.name, STORED, **buffers, remainder=given.encoded.remainder)
     return tuple(buffers.values())
 
 

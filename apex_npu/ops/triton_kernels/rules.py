@@ -3,8 +3,8 @@
 """Elementwise update rules: one launch, every operand read and written once.
 
 All alike: gradients and parameters are widened to the states' dtype, the rule of ``apex_npu.ops.elementwise``
-follows, and what has changed is rounded and stored. Options are constants, for each of which Triton compiles a kernel
-of its own; so are operands that are not there (None).
+follows, and what has changed is rounded and stored; ``formats.py`` loads and stores. Options are constants, for each of
+which Triton compiles a kernel of its own; so are operands that are not there (None).
 """
 
 from __future__ import annotations
@@ -12,8 +12,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from apex_npu.ops.triton_kernels.arithmetic import blend, block_offsets, divide, load_decayed, number, root, store_param
-from apex_npu.ops.triton_kernels.numbers import KEPT, LATER, LR, ROOT_CORRECTION2, STEP_SIZE, chosen, unless_overflowed
+from apex_npu.ops.triton_kernels.arithmetic import blend, divide, number, root
+from apex_npu.ops.triton_kernels.formats import (
+    element_offsets,
+    find_place,
+    load_decayed,
+    load_state,
+    store_param,
+    store_state,
+)
+from apex_npu.ops.triton_kernels.numbers import KEPT, LATER, LR, ROOT_CORRECTION2, STEP_SIZE, chosen
 
 
 @triton.jit
@@ -24,7 +32,9 @@ def sgd(
     model_param,
     grad_scale,
     numbers,
+    encoding,
     numel: tl.int64,
+    count: tl.float64,
     lr: tl.float64,
     momentum: tl.float64,
     share: tl.float64,
@@ -35,24 +45,27 @@ def sgd(
     FIRST: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     DTYPE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """``share``: 1 − dampening. FIRST is not known where there are ``numbers``."""
-    offsets = block_offsets(BLOCK)
-    mask = unless_overflowed(numbers, offsets < numel)
+    offsets, mask = element_offsets(encoding, numbers, numel, ALIGNED, BLOCK)
+    place = find_place(encoding, numbers, count)
     decay = chosen(numbers, KEPT, weight_decay, DTYPE) if DECOUPLED else number(weight_decay, DTYPE)
-    p, update = load_decayed(param, grad, grad_scale, offsets, mask, decay, L2, DECOUPLED, MAXIMIZE, DTYPE)
+    p, update = load_decayed(param, grad, grad_scale, encoding, offsets, mask, decay, L2, DECOUPLED, MAXIMIZE, DTYPE)
     if momentum_buffer is not None:
         if FIRST:
             b = update
         else:
-            b = tl.load(momentum_buffer + offsets, mask=mask, other=0.0)
+            b = load_state(momentum_buffer, encoding, place, 0, offsets, mask, BLOCK)
             b = number(momentum, DTYPE) * b + number(share, DTYPE) * update
             if numbers is not None:
                 b = tl.where(tl.load(numbers + LATER) != 0, b, update)
-        tl.store(momentum_buffer + offsets, b, mask=mask)
+        store_state(momentum_buffer, encoding, place, 0, offsets, b, mask, BLOCK)
         update = number(share, DTYPE) * update + number(momentum, DTYPE) * b if NESTEROV else b
-    store_param(param, model_param, offsets, p - chosen(numbers, LR, lr, DTYPE) * update, mask)
+    p = p - chosen(numbers, LR, lr, DTYPE) * update
+    store_param(param, model_param, encoding, place, offsets, p, mask, STOCHASTIC, BLOCK)
 
 
 @triton.jit
@@ -65,7 +78,9 @@ def adam(
     model_param,
     grad_scale,
     numbers,
+    encoding,
     numel: tl.int64,
+    count: tl.float64,
     step_size: tl.float64,
     share1: tl.float64,
     beta2: tl.float64,
@@ -77,24 +92,27 @@ def adam(
     DECOUPLED: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     DTYPE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """``share``: 1 − beta. ``step_size``: lr / (1 − beta1^step)."""
-    offsets = block_offsets(BLOCK)
-    mask = unless_overflowed(numbers, offsets < numel)
+    offsets, mask = element_offsets(encoding, numbers, numel, ALIGNED, BLOCK)
+    place = find_place(encoding, numbers, count)
     decay = chosen(numbers, KEPT, weight_decay, DTYPE) if DECOUPLED else number(weight_decay, DTYPE)
-    p, g = load_decayed(param, grad, grad_scale, offsets, mask, decay, L2, DECOUPLED, MAXIMIZE, DTYPE)
-    m = blend(tl.load(exp_avg + offsets, mask=mask, other=0.0), g, number(share1, DTYPE))
-    v = tl.load(exp_avg_sq + offsets, mask=mask, other=0.0)
+    p, g = load_decayed(param, grad, grad_scale, encoding, offsets, mask, decay, L2, DECOUPLED, MAXIMIZE, DTYPE)
+    m = blend(load_state(exp_avg, encoding, place, 0, offsets, mask, BLOCK), g, number(share1, DTYPE))
+    v = load_state(exp_avg_sq, encoding, place, 1, offsets, mask, BLOCK)
     v = number(beta2, DTYPE) * v + number(share2, DTYPE) * g * g
-    tl.store(exp_avg + offsets, m, mask=mask)
-    tl.store(exp_avg_sq + offsets, v, mask=mask)
+    store_state(exp_avg, encoding, place, 0, offsets, m, mask, BLOCK)
+    store_state(exp_avg_sq, encoding, place, 1, offsets, v, mask, BLOCK)
     if max_exp_avg_sq is not None:
-        largest = tl.load(max_exp_avg_sq + offsets, mask=mask, other=0.0)
+        largest = load_state(max_exp_avg_sq, encoding, place, 2, offsets, mask, BLOCK)
         v = tl.where((v > largest) | (v != v), v, largest)  # nan stays nan, whichever it was
-        tl.store(max_exp_avg_sq + offsets, v, mask=mask)
+        store_state(max_exp_avg_sq, encoding, place, 2, offsets, v, mask, BLOCK)
     denom = divide(root(v), chosen(numbers, ROOT_CORRECTION2, root_correction2, DTYPE)) + number(eps, DTYPE)
-    store_param(param, model_param, offsets, p - chosen(numbers, STEP_SIZE, step_size, DTYPE) * divide(m, denom), mask)
+    p = p - chosen(numbers, STEP_SIZE, step_size, DTYPE) * divide(m, denom)
+    store_param(param, model_param, encoding, place, offsets, p, mask, STOCHASTIC, BLOCK)
 
 
 @triton.jit
@@ -107,7 +125,9 @@ def rmsprop(
     model_param,
     grad_scale,
     numbers,
+    encoding,
     numel: tl.int64,
+    count: tl.float64,
     lr: tl.float64,
     alpha: tl.float64,
     share: tl.float64,
@@ -120,32 +140,35 @@ def rmsprop(
     LR_IN_MOMENTUM: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     DTYPE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """``share``: 1 − alpha."""
-    offsets = block_offsets(BLOCK)
-    mask = unless_overflowed(numbers, offsets < numel)
+    offsets, mask = element_offsets(encoding, numbers, numel, ALIGNED, BLOCK)
+    place = find_place(encoding, numbers, count)
     p, g = load_decayed(
-        param, grad, grad_scale, offsets, mask, number(weight_decay, DTYPE), L2, DECOUPLED, MAXIMIZE, DTYPE
+        param, grad, grad_scale, encoding, offsets, mask, number(weight_decay, DTYPE), L2, DECOUPLED, MAXIMIZE, DTYPE
     )
-    s = tl.load(square_avg + offsets, mask=mask, other=0.0)
+    s = load_state(square_avg, encoding, place, 0, offsets, mask, BLOCK)
     s = number(alpha, DTYPE) * s + number(share, DTYPE) * g * g
-    tl.store(square_avg + offsets, s, mask=mask)
+    store_state(square_avg, encoding, place, 0, offsets, s, mask, BLOCK)
     if grad_avg is not None:
-        mean = blend(tl.load(grad_avg + offsets, mask=mask, other=0.0), g, number(share, DTYPE))
-        tl.store(grad_avg + offsets, mean, mask=mask)
+        mean = blend(load_state(grad_avg, encoding, place, 1, offsets, mask, BLOCK), g, number(share, DTYPE))
+        store_state(grad_avg, encoding, place, 1, offsets, mean, mask, BLOCK)
         s = s - mean * mean
     denom = root(s + number(eps, DTYPE)) if EPS_INSIDE_SQRT else root(s) + number(eps, DTYPE)
     update = divide(g, denom)
     if LR_IN_MOMENTUM:
         update = chosen(numbers, LR, lr, DTYPE) * update
     if momentum_buffer is not None:
-        b = tl.load(momentum_buffer + offsets, mask=mask, other=0.0)
+        b = load_state(momentum_buffer, encoding, place, 2, offsets, mask, BLOCK)
         update = number(momentum, DTYPE) * b + update
-        tl.store(momentum_buffer + offsets, update, mask=mask)
+        store_state(momentum_buffer, encoding, place, 2, offsets, update, mask, BLOCK)
     if not LR_IN_MOMENTUM:
         update = chosen(numbers, LR, lr, DTYPE) * update
-    store_param(param, model_param, offsets, p - update, mask)
+    p = p - update
+    store_param(param, model_param, encoding, place, offsets, p, mask, STOCHASTIC, BLOCK)
 
 
 @triton.jit
@@ -157,7 +180,9 @@ def adadelta(
     model_param,
     grad_scale,
     numbers,
+    encoding,
     numel: tl.int64,
+    count: tl.float64,
     lr: tl.float64,
     rho: tl.float64,
     share: tl.float64,
@@ -166,20 +191,25 @@ def adadelta(
     L2: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     DTYPE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """``share``: 1 − rho."""
-    offsets = block_offsets(BLOCK)
-    mask = unless_overflowed(numbers, offsets < numel)
-    p, g = load_decayed(param, grad, grad_scale, offsets, mask, number(weight_decay, DTYPE), L2, False, MAXIMIZE, DTYPE)
-    s = tl.load(square_avg + offsets, mask=mask, other=0.0)
+    offsets, mask = element_offsets(encoding, numbers, numel, ALIGNED, BLOCK)
+    place = find_place(encoding, numbers, count)
+    p, g = load_decayed(
+        param, grad, grad_scale, encoding, offsets, mask, number(weight_decay, DTYPE), L2, False, MAXIMIZE, DTYPE
+    )
+    s = load_state(square_avg, encoding, place, 0, offsets, mask, BLOCK)
     s = number(rho, DTYPE) * s + number(share, DTYPE) * g * g
-    tl.store(square_avg + offsets, s, mask=mask)
-    a = tl.load(acc_delta + offsets, mask=mask, other=0.0)
+    store_state(square_avg, encoding, place, 0, offsets, s, mask, BLOCK)
+    a = load_state(acc_delta, encoding, place, 1, offsets, mask, BLOCK)
     delta = divide(root(a + number(eps, DTYPE)), root(s + number(eps, DTYPE))) * g
     a = number(rho, DTYPE) * a + number(share, DTYPE) * delta * delta
-    tl.store(acc_delta + offsets, a, mask=mask)
-    store_param(param, model_param, offsets, p - chosen(numbers, LR, lr, DTYPE) * delta, mask)
+    store_state(acc_delta, encoding, place, 1, offsets, a, mask, BLOCK)
+    p = p - chosen(numbers, LR, lr, DTYPE) * delta
+    store_param(param, model_param, encoding, place, offsets, p, mask, STOCHASTIC, BLOCK)
 
 
 @triton.jit
@@ -190,7 +220,9 @@ def adagrad(
     model_param,
     grad_scale,
     numbers,
+    encoding,
     numel: tl.int64,
+    count: tl.float64,
     lr: tl.float64,
     eps: tl.float64,
     weight_decay: tl.float64,
@@ -198,14 +230,17 @@ def adagrad(
     DECOUPLED: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     DTYPE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """``weight_decay``: see ``load_decayed``."""
-    offsets = block_offsets(BLOCK)
-    mask = unless_overflowed(numbers, offsets < numel)
+    offsets, mask = element_offsets(encoding, numbers, numel, ALIGNED, BLOCK)
+    place = find_place(encoding, numbers, count)
     decay = chosen(numbers, KEPT, weight_decay, DTYPE) if DECOUPLED else number(weight_decay, DTYPE)
-    p, g = load_decayed(param, grad, grad_scale, offsets, mask, decay, L2, DECOUPLED, MAXIMIZE, DTYPE)
-    s = tl.load(square_sum + offsets, mask=mask, other=0.0) + g * g
-    tl.store(square_sum + offsets, s, mask=mask)
+    p, g = load_decayed(param, grad, grad_scale, encoding, offsets, mask, decay, L2, DECOUPLED, MAXIMIZE, DTYPE)
+    s = load_state(square_sum, encoding, place, 0, offsets, mask, BLOCK) + g * g
+    store_state(square_sum, encoding, place, 0, offsets, s, mask, BLOCK)
     update = divide(g, root(s) + number(eps, DTYPE))
-    store_param(param, model_param, offsets, p - chosen(numbers, LR, lr, DTYPE) * update, mask)
+    p = p - chosen(numbers, LR, lr, DTYPE) * update
+    store_param(param, model_param, encoding, place, offsets, p, mask, STOCHASTIC, BLOCK)

@@ -17,8 +17,13 @@ def chunk_offsets(begins, ends, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     With ALIGNED the former go on to the next multiple of 16, into padding: so Triton sees that 16 bytes can be moved at
     once, which it cannot where a chunk may end anywhere.
     """
-    chunk = tl.program_id(0)
-    begin, end = tl.load(begins + chunk), tl.load(ends + chunk)
+    return range_offsets(begins + tl.program_id(0), ends + tl.program_id(0), ALIGNED, BLOCK)
+
+
+@triton.jit
+def range_offsets(begin_at, end_at, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """The same of the chunk [begin, end), of which this is where each number is."""
+    begin, end = tl.load(begin_at), tl.load(end_at)
     if ALIGNED:
         begin = tl.multiple_of(begin, 16)
         offsets = begin + tl.arange(0, BLOCK)

@@ -1,0 +1,272 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""How kernels load and store their operands, among them those that are kept in fewer bytes than float32.
+
+``ops/state_codec.py`` defines these formats; what is here gives the same bits. Without an ``Encoding`` all of it is
+plain loads and stores. With one each program has a chunk of one parameter, as its *place* tells: chunks begin where
+blocks of 128 elements do, so that a block, its scale and its random bits are of one program.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from apex_npu.ops import state_codec
+from apex_npu.ops.triton_kernels.arithmetic import block_offsets, divide, number, root
+from apex_npu.ops.triton_kernels.numbers import GO, unless_overflowed
+from apex_npu.ops.triton_kernels.sums import range_offsets
+
+_COLUMNS = tl.constexpr(5)  # of Encoding.places
+_KEY = tl.constexpr(state_codec.KEY[1] << 32 | state_codec.KEY[0])
+_WEYL = tl.constexpr(state_codec.WEYL)
+_PARAM_PAIR = tl.constexpr(state_codec.PARAM_PAIR)
+_SCALE_NUMEL = tl.constexpr(state_codec.SCALE_NUMEL)
+_LEAST_SCALE = tl.constexpr(state_codec.LEAST_SCALE)
+_LARGE_SCALE = tl.constexpr(state_codec.LARGE_SCALE)
+_INF = tl.constexpr(0x7F800000)
+_QUIET = tl.constexpr(0x00400000)
+
+
+class Encoding(NamedTuple):
+    """What a kernel has beside its operands where some of these are encoded; of an ordinary call all is None.
+
+    Attributes:
+        places: int64, a row for each chunk: its first element in the buffers, and one past the last; the number of the
+            first in its parameter; the position of that among all parameters of the optimizer; the index of its first
+            scale.
+        step: Its number, where only the device has it; else None, and the kernel is given it.
+        remainder: Of bfloat16 parameters that have any.
+        scales: For each state of the rule the scales of an 8-bit one.
+    """
+
+    places: Any = None
+    step: Any = None
+    remainder: Any = None
+    scales: Any = None
+
+
+class _Place(NamedTuple):
+    """The chunk of a program; ``left``: its elements, or 0 where nothing is to be written."""
+
+    left: Any
+    first: Any
+    position: Any
+    scale: Any
+    step: Any
+
+
+@triton.jit
+def find_place(encoding, numbers, count):
+    """This program's chunk; zeros where nothing is encoded."""
+    if encoding.places is None:
+        return _Place(0, 0, 0, 0, 0)
+    else:
+        row = encoding.places + tl.program_id(0).to(tl.int64) * _COLUMNS
+        left = tl.load(row + 1) - tl.load(row)
+        if numbers is not None:
+            left = tl.where(tl.load(numbers + GO) != 0, left, 0)
+        step = number(count, tl.float64) if encoding.step is None else tl.load(encoding.step).to(tl.float64)
+        return _Place(left, tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), step.to(tl.int64))
+
+
+@triton.jit
+def element_offsets(encoding, numbers, numel, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """The elements of a program that treats each on its own, and which of them it may read and write."""
+    if encoding.places is None:
+        offsets = block_offsets(BLOCK)
+        return offsets, unless_overflowed(numbers, offsets < numel)
+    else:
+        row = encoding.places + tl.program_id(0).to(tl.int64) * _COLUMNS
+        offsets, mask, _ = range_offsets(row, row + 1, ALIGNED, BLOCK)
+        return offsets, unless_overflowed(numbers, mask)
+
+
+# Gradients and parameters
+
+
+@triton.jit
+def load_grad(grad, grad_scale, offsets, mask, MAXIMIZE: tl.constexpr, DTYPE: tl.constexpr):
+    """±grad / grad_scale; widened first, since float16 would lose what is small."""
+    g = tl.load(grad + offsets, mask=mask, other=0.0).to(DTYPE)
+    if grad_scale is not None:
+        g = g * divide(number(1.0, DTYPE), tl.load(grad_scale).to(DTYPE))
+    if MAXIMIZE:
+        g = -g
+    return g
+
+
+@triton.jit
+def load_decayed(
+    param,
+    grad,
+    grad_scale,
+    encoding,
+    offsets,
+    mask,
+    weight_decay,
+    L2: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Return p and g. ``weight_decay``: p's share in g where L2; what p is multiplied with where DECOUPLED."""
+    p = load_param(param, encoding, offsets, mask, DTYPE)
+    g = load_grad(grad, grad_scale, offsets, mask, MAXIMIZE, DTYPE)
+    if DECOUPLED:
+        p = p * weight_decay
+    if L2:
+        g = g + weight_decay * p
+    return p, g
+
+
+@triton.jit
+def load_param(param, encoding, offsets, mask, DTYPE: tl.constexpr):
+    """The parameters, or the masters that these are the upper halves of."""
+    p = tl.load(param + offsets, mask=mask, other=0.0)
+    if encoding.remainder is None:
+        return p.to(DTYPE)
+    else:
+        upper = p.to(tl.int16, bitcast=True).to(tl.int32)
+        lower = tl.load(encoding.remainder + offsets, mask=mask, other=0).to(tl.int32)
+        magnitude = upper & 0x7FFF
+        stale = (magnitude > 0x7F80) | ((magnitude == 0) & (lower < 0)) | ((magnitude == 0x7F80) & (lower > 0))
+        return ((upper << 16) + tl.where(stale, 0, lower)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store_param(
+    param,
+    model_param,
+    encoding,
+    place,
+    offsets,
+    value,
+    mask,
+    STOCHASTIC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ANYWHERE: tl.constexpr = False,
+):
+    """Round ``value`` into the parameters, and into their low-precision copy where there is one.
+
+    STOCHASTIC: the former, which are bfloat16, are rounded stochastically. ANYWHERE: see ``random_bits``.
+    """
+    if STOCHASTIC:
+        bits = random_bits(place, _PARAM_PAIR, BLOCK, ANYWHERE) & 0xFFFF
+        tl.store(param + offsets, round_stochastically(value, bits), mask=mask)
+    elif encoding.remainder is None:
+        tl.store(param + offsets, value.to(param.dtype.element_ty), mask=mask)
+    else:
+        bits = value.to(tl.uint32, bitcast=True)
+        bits = tl.where(value != value, (bits | _QUIET) & 0xFFFF0000, bits)
+        rounded = ((bits + 0x8000) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        tl.store(param + offsets, rounded, mask=mask)
+        tl.store(encoding.remainder + offsets, bits.to(tl.uint16).to(tl.int16, bitcast=True), mask=mask)
+    if model_param is not None:
+        tl.store(model_param + offsets, value.to(model_param.dtype.element_ty), mask=mask)
+
+
+# States
+
+
+@triton.jit
+def load_state(state, encoding, place, INDEX: tl.constexpr, offsets, mask, BLOCK: tl.constexpr):
+    """The values of ``state``, the INDEX-th of its rule."""
+    if state.dtype.element_ty == tl.int8 or state.dtype.element_ty == tl.uint8:
+        code = tl.load(state + offsets, mask=mask, other=0).to(tl.float32)
+        if state.dtype.element_ty == tl.int8:
+            code = code * number(1 / 127, tl.float32)
+        else:
+            code = code * code * number(1 / 65025, tl.float32)
+        blocks = tl.arange(0, BLOCK // _SCALE_NUMEL).to(tl.int64)
+        held = blocks * _SCALE_NUMEL < place.left
+        scale = tl.load(encoding.scales[INDEX] + (place.scale + blocks), mask=held, other=0.0)
+        return code * each_of_block(scale, BLOCK)
+    else:
+        values = tl.load(state + offsets, mask=mask, other=0.0)
+        return values if encoding.places is None else values.to(tl.float32)
+
+
+@triton.jit
+def store_state(state, encoding, place, INDEX: tl.constexpr, offsets, value, mask, BLOCK: tl.constexpr):
+    """Round ``value`` into ``state``, the INDEX-th of its rule."""
+    if encoding.places is None or state.dtype.element_ty == tl.float32:
+        tl.store(state + offsets, value, mask=mask)
+    else:
+        bits = random_bits(place, INDEX // 2, BLOCK)
+        half = bits >> 16 if INDEX % 2 else bits & 0xFFFF
+        if state.dtype.element_ty == tl.bfloat16:
+            tl.store(state + offsets, round_stochastically(value, half), mask=mask)
+        else:
+            code, scale = encode(value, half, place.left, state.dtype.element_ty, BLOCK)
+            tl.store(state + offsets, code, mask=mask)
+            blocks = tl.arange(0, BLOCK // _SCALE_NUMEL).to(tl.int64)
+            tl.store(encoding.scales[INDEX] + (place.scale + blocks), scale, mask=blocks * _SCALE_NUMEL < place.left)
+
+
+@triton.jit
+def encode(value, half, left, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """Codes of 8 bits, and the scale of each block, of the first ``left`` elements; others are 0."""
+    value = tl.where(tl.arange(0, BLOCK) < left, value, 0.0)
+    magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    largest = tl.max(tl.reshape(magnitude, [BLOCK // _SCALE_NUMEL, _SCALE_NUMEL]), axis=1)
+    scale = largest.to(tl.float32, bitcast=True)
+    scale = tl.where(scale < _LEAST_SCALE, 0.0, scale)
+    scale = tl.where(largest >= _INF, float("nan"), scale)
+    down = tl.where(scale > _LARGE_SCALE, 2.0**-4, 1.0)  # larger ones have a denormal reciprocal
+    inverse = tl.where(scale > 0, divide(number(1.0, tl.float32), scale * down), 0.0)
+    ratio = value * each_of_block(down, BLOCK) * each_of_block(inverse, BLOCK)
+    kept = each_of_block(scale, BLOCK) > 0  # neither 0 nor nan
+    ratio = tl.where(kept, ratio, 0.0)
+    one_and_more = 1.0 + ((half >> 4).to(tl.float32) + 0.5) * 2.0**-12  # exact
+    if tl.int8 == DTYPE:
+        code = (ratio * 127.0 + 127.0 + one_and_more).to(tl.int32) - 128
+    else:
+        code = (root(tl.maximum(ratio, 0.0)) * 255.0 + one_and_more).to(tl.int32) - 1
+        code = tl.maximum(code, (value * each_of_block(down, BLOCK) > 0).to(tl.int32))
+    return tl.where(kept, code, 0).to(DTYPE), scale
+
+
+@triton.jit
+def each_of_block(x, BLOCK: tl.constexpr):
+    """For each element what its block has in ``x``."""
+    wide = tl.broadcast_to(tl.reshape(x, [BLOCK // _SCALE_NUMEL, 1]), [BLOCK // _SCALE_NUMEL, _SCALE_NUMEL])
+    return tl.reshape(wide, [BLOCK])
+
+
+@triton.jit
+def round_stochastically(value, half):
+    """float32 as bfloat16, by 16 random bits for each; nan stays nan."""
+    bits = value.to(tl.uint32, bitcast=True)
+    bits = tl.where(value != value, bits | _QUIET, bits + half)
+    return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def random_bits(place, PAIR: tl.constexpr, BLOCK: tl.constexpr, ANYWHERE: tl.constexpr = False):
+    """32 for each element. One word serves 16 of them, and Philox, which makes four words, runs once for 64.
+
+    ANYWHERE: chunks begin anywhere in their parameter, and it runs for each element.
+    """
+    if ANYWHERE:
+        element = place.first + tl.arange(0, BLOCK)
+        w0, w1, w2, w3 = random_words(place, element // 64, PAIR)
+        which = element // 16 % 4
+        word = tl.where(which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3))
+        return word + (element % 16).to(tl.uint32) * _WEYL
+    else:
+        w0, w1, w2, w3 = random_words(place, place.first // 64 + tl.arange(0, BLOCK // 64), PAIR)
+        words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK // 16, 1])
+        multiples = tl.reshape(tl.arange(0, 16).to(tl.uint32) * _WEYL, [1, 16])
+        return tl.reshape(words + multiples, [BLOCK])
+
+
+@triton.jit
+def random_words(place, counter, PAIR: tl.constexpr):
+    """Philox4x32-10."""
+    c0 = counter.to(tl.uint32)
+    c1 = ((counter >> 32 << 8) | PAIR).to(tl.uint32)
+    step, position = place.step.to(tl.uint32), place.position.to(tl.uint32)
+    return tl.philox(_KEY, c0, c1, tl.zeros_like(c0) + step, tl.zeros_like(c0) + position)

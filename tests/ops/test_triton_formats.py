@@ -1,0 +1,263 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Triton's kernels load and store operands in fewer bytes than float32: bit for bit as ``ops/state_codec.py`` defines.
+
+What they are compared with decodes in plain torch, steps float32 by the same kernels, and encodes in plain torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from triton_cases import CHANGES, OPTIONS, SEGMENTED_CHANGES, on_device, operands, segments
+from triton_interpreter import DEVICE, mend
+
+from apex_npu import ops
+from apex_npu.ops import EncodedState, RunEncoding, cuda, encoded_calls
+from apex_npu.ops.state_codec import Segment, encode_remainder, scale_count
+from apex_npu.ops.triton_kernels import launches, plans
+
+NUMEL = 2_864
+# Longer than a chunk, of one element, empty, and not of whole blocks; at places that are aligned, and that are not.
+ALIGNED = [(0, 2300), (2352, 1), (2400, 0), (2432, 390)]
+ANYWHERE = [(3, 2300), (2353, 1), (2361, 0), (2377, 390)]
+POSITIONS = [7, 0, 1, 300]
+# For each state of a rule that is never negative.
+UNSIGNED = {"sgd_": [], "adam_": [1, 2], "rmsprop_": [0], "adadelta_": [0, 1], "adagrad_": [0], "lamb_": [1],
+            "adamp_": [1]}  # fmt: skip
+CASES = [*CHANGES, *((op, change, ()) for op, change in SEGMENTED_CHANGES)]
+
+pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def _mended_interpreter(monkeypatch):
+    mend(monkeypatch)
+    if DEVICE.type == "cpu":
+        monkeypatch.setitem(encoded_calls._KERNELS, "cpu", cuda.step_encoded)
+
+
+class Float32Rule:
+    """A rule whose operands are not encoded, by Triton."""
+
+    def __init__(self, op):
+        self.op = op
+        self.is_elementwise = getattr(ops, op).is_elementwise
+
+    def __call__(self, *operands, **options):
+        getattr(plans, self.op)(*operands, **options).run(DEVICE)
+
+
+class Call:
+    """Operands of one call, all of which are encoded; ``apart``: by the definition of the formats."""
+
+    def __init__(self, op, dtypes, param_format=None, places=ALIGNED, without=(), count=3, seed=0):
+        self.op, self.places, self.param_format = op, places, param_format
+        first_scales = [0]
+        for _, length in places:
+            first_scales.append(first_scales[-1] + scale_count(length))
+        pairs = zip(places, POSITIONS, first_scales, strict=False)
+        self.segments = [Segment(begin, length, position, scale) for (begin, length), position, scale in pairs]
+        self.encoding = RunEncoding(self.segments)
+        self.encoding.count = count
+        dtype = torch.float32 if param_format is None else torch.bfloat16
+        param, grad, *states = operands(op, NUMEL, dtype, without=without)
+        generator = torch.Generator().manual_seed(seed)
+        grad = grad.float().mul(torch.exp(3 * torch.randn(NUMEL, generator=generator))).to(dtype)
+        if param_format == "remainder":
+            param, remainder = encode_remainder(torch.randn(NUMEL, generator=generator))
+            self.encoding.remainder = remainder.to(DEVICE)
+        self.encoding.stochastic_param = param_format == "stochastic"
+        self.param, self.grad = param.to(DEVICE), grad.to(DEVICE)
+        self.states = []
+        for index, state in enumerate(states):
+            kept = None if state is None else dtypes[index % len(dtypes)]
+            if kept == torch.int8 and index in UNSIGNED[op]:
+                kept = torch.uint8
+            self.states.append(None if state is None else self._encoded(state, kept, generator))
+        self.of_params = self.encoding if param_format else None
+        self.more = []
+        if op in ("lamb_", "adamp_"):
+            self.more = segments(op)
+            starts, lengths = (torch.tensor(column) for column in zip(*self._rows(), strict=True))
+            self.more[0] = torch.zeros(NUMEL, device=DEVICE)
+            self.more[1:3] = starts, lengths
+            if op == "adamp_":
+                owner = [i + 1 for i, _ in self._rows(owned=True)] + [0]
+                self.more[4] = torch.tensor(owner, device=DEVICE)
+                self.more[5:] = (torch.tensor(x, device=DEVICE) for x in ([0.0, 0, 2, 0, 0.0], [0.0, 2, 0, 0, 2.0]))
+
+    def _rows(self, owned=False):
+        """For AdamP rows of the first parameter begin in the middle of its blocks."""
+        found = []
+        for index, (begin, length) in enumerate(self.places):
+            count = 5 if self.op == "adamp_" and index == 0 else 1
+            for row in range(count):
+                found.append((index, 0) if owned else (begin + row * (length // count), length // count))
+        return found
+
+    def _encoded(self, state, kept, generator):
+        if kept == torch.float32:
+            return state.to(DEVICE)
+        if kept == torch.bfloat16:
+            return EncodedState(state.bfloat16().to(DEVICE), None, self.encoding)
+        low, high = (-127, 128) if kept == torch.int8 else (0, 256)
+        values = torch.randint(low, high, (NUMEL,), generator=generator).to(kept)
+        scales = torch.rand(sum(scale_count(n) for _, n in self.places), generator=generator)
+        scales[::5] = 0.0
+        return EncodedState(values.to(DEVICE), scales.to(DEVICE), self.encoding)
+
+    def step(self, options, *, apart):
+        last = self.encoding if self.of_params else None
+        args = (self.param, self.grad, *self.states, last, *self.more)
+        if apart:
+            args = (*args[:2], *self.states, None, *self.more)
+            encoded_calls._run_on_pieces(Float32Rule(self.op), self.encoding, self.of_params, args, options)
+        else:
+            getattr(ops, self.op)(*args, **options)
+        return self.bits()
+
+    def bits(self):
+        kept = [self.param, *(s.values if isinstance(s, EncodedState) else s for s in self.states if s is not None)]
+        if self.encoding.remainder is not None:
+            kept.append(self.encoding.remainder)
+        codes = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+        found = [[t.view(codes[t.element_size()]).cpu()[b : b + n] for b, n in self.places] for t in kept]
+        encoded = [s for s in self.states if isinstance(s, EncodedState)]
+        scales = [s.scales.view(torch.int32).cpu() for s in encoded if s.scales is not None]
+        return [t.clone() for column in (*found, scales) for t in column]
+
+
+def check(options, *arguments, **more):
+    """The same bits; and they are others than before."""
+    before = Call(*arguments, **more).bits()
+    got = Call(*arguments, **more).step(options, apart=False)
+    wanted = Call(*arguments, **more).step(options, apart=True)
+    for index, (g, w) in enumerate(zip(got, wanted, strict=True)):
+        assert torch.equal(g, w), f"{index}: {(g != w).sum()} of {g.numel()}"
+    assert not all(map(torch.equal, got, before))
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """The names of the kernels that are launched."""
+    calls = []
+    run = launches.Launch.run
+    monkeypatch.setattr(
+        launches.Launch, "run", lambda self, *args: (calls.append(self.kernel.__name__), run(self, *args))
+    )
+    return calls
+
+
+FORMATS = [[torch.bfloat16], [torch.int8], [torch.bfloat16, torch.float32, torch.int8]]
+PARAM_FORMATS = [None, "remainder", "stochastic"]
+PLACES = [ALIGNED, ANYWHERE]
+COMBINED = list(itertools.product(CASES, FORMATS, PARAM_FORMATS, PLACES))
+
+
+@pytest.mark.parametrize(
+    ("case", "dtypes", "param_format", "places"),
+    [pytest.param(*c, marks=[] if i % 7 == 0 else [pytest.mark.sweep]) for i, c in enumerate(COMBINED)],
+)
+def test_every_rule_in_every_format(case, dtypes, param_format, places):
+    op, change, without = case
+    check({**OPTIONS[op], **change}, op, dtypes, param_format, places, without)
+
+
+def test_the_count_may_be_large_or_on_the_device():
+    """Of the latter the learning rate and the flag are, too; a flag that is set leaves all as it is."""
+    options = {**OPTIONS["adam_"], "weight_decay": 0.0}
+    check(options, "adam_", [torch.int8], "stochastic", count=2**31 + 5)
+    for op in ("adam_", "rmsprop_", "lamb_", "adamp_"):
+        for count in (torch.tensor(3.0), torch.tensor([3])):
+            device_options = on_device(OPTIONS[op], torch.zeros(1))
+            device_options = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in device_options.items()}
+            check(device_options, op, [torch.int8, torch.bfloat16], "remainder", count=count.to(DEVICE))
+        skipped = Call(op, [torch.int8, torch.bfloat16], "remainder")
+        device_options["found_inf"] = torch.full((1,), 2.0, device=DEVICE)
+        assert all(map(torch.equal, skipped.bits(), skipped.step(device_options, apart=False)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.uint8])
+def test_blocks_of_any_magnitude(dtype):
+    """The first momentum is the gradient: of each exponent that scales treat in their own way, inf, nan and zeros."""
+    exponents = [-149, -130, -91, -90, -89, 0, 100, 124, 125, 126, 127]
+    generator = torch.Generator().manual_seed(0)
+    magnitudes = 2.0 ** torch.tensor(exponents).double().unsqueeze(1)
+    blocks = magnitudes * torch.rand(len(exponents), 128, generator=generator).add(1)
+    blocks[:, :100] *= torch.linspace(0 if dtype == torch.uint8 else -1, 1, 100)
+    bad = torch.ones(4, 128)
+    bad[0, 5], bad[1, 6], bad[2, 7], bad[3] = torch.inf, -torch.inf, torch.nan, 0.0
+    grad = torch.cat([blocks.float(), bad]).flatten()
+    found = []
+    for apart in (False, True):
+        encoding = RunEncoding([Segment(0, grad.numel(), 3, 0)])
+        encoding.count = 9
+        scales = None if dtype == torch.bfloat16 else torch.zeros(15, device=DEVICE)
+        state = EncodedState(torch.zeros(grad.numel(), dtype=dtype, device=DEVICE), scales, encoding)
+        args = torch.zeros_like(grad, device=DEVICE), grad.to(DEVICE), state, None
+        options = {**OPTIONS["sgd_"], "weight_decay": 0.0, "step": 1, "lr": 0.0}
+        if apart:
+            encoded_calls._run_on_pieces(Float32Rule("sgd_"), encoding, None, args, options)
+        else:
+            ops.sgd_(*args, **options)
+        found.append([t.cpu() for t in (state.values, scales) if t is not None])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_codes_and_remainders_are_kept_where_nothing_moves():
+    """A step that changes nothing encodes what it has decoded."""
+    still = {**OPTIONS["adam_"], "lr": 0.0, "beta1": 1.0, "beta2": 1.0, "bias_correction": False, "weight_decay": 0.0}
+    for param_format in ("remainder", "stochastic"):
+        call = Call("adam_", [torch.bfloat16], param_format, without=(4,))
+        assert all(map(torch.equal, call.bits(), call.step(still, apart=False)))
+
+
+@pytest.mark.parametrize(("op", "count"), [("sgd_", 1), ("adam_", 1), ("lamb_", 3), ("adamp_", 5)])
+def test_how_many_launches_a_step_takes(op, count, counted):
+    Call(op, [torch.int8], "remainder").step(OPTIONS[op], apart=False)
+    assert len(counted) == count
+
+
+def test_parameters_without_elements(counted):
+    encoding = RunEncoding([Segment(0, 0, 0, 0)])
+    state = EncodedState(torch.zeros(16, dtype=torch.int8, device=DEVICE), torch.zeros(0, device=DEVICE), encoding)
+    ops.sgd_(*torch.zeros(2, 16, device=DEVICE), state, encoding, **OPTIONS["sgd_"])
+    assert not counted or counted == ["sgd"]  # of no program
+
+
+def test_what_triton_cannot_compile_torch_decodes(monkeypatch, caplog, counted):
+    compiling = launches.Launch.compile
+
+    def compile_(self):
+        if self.kernel.__name__ == "adam" and self.constants["ALIGNED"]:
+            raise RuntimeError("no such instruction")
+        return compiling(self)
+
+    wanted = Call("adam_", [torch.int8]).step(OPTIONS["adam_"], apart=True)
+    monkeypatch.setattr(launches, "_compiled", type(launches._compiled)())
+    monkeypatch.setattr(launches.Launch, "compile", compile_)
+    monkeypatch.setattr(cuda, "_given_up", set())
+    counted.clear()
+    for _ in range(2):
+        got = Call("adam_", [torch.int8]).step(OPTIONS["adam_"], apart=False)
+    for g, w in zip(got[4:], wanted[4:], strict=True):  # of the states, which are rounded after other arithmetic
+        torch.testing.assert_close(g.float(), w.float(), rtol=1e-5, atol=1)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "no such instruction" in caplog.text
+
+
+@pytest.mark.parametrize("spoiled", ["state", "remainder"])
+def test_operands_that_do_not_fit_are_refused(spoiled):
+    call = Call("adam_", [torch.int8], "remainder")
+    if spoiled == "state":
+        call.states[0].values = call.states[0].values[:-16]
+    else:
+        call.encoding.remainder = call.encoding.remainder[:-16]
+    with pytest.raises(
+        ValueError, match=rf"adam_: \w+ has {NUMEL - 16} elements on .* has {NUMEL} on .*Nothing has been"
+    ):
+        call.step(OPTIONS["adam_"], apart=False)
