@@ -31,6 +31,7 @@ from apex_npu.fusion import (
     Run,
     are_same,
     drop_grads,
+    has_values,
     hold_values,
     increment_versions,
 )
@@ -585,7 +586,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         shown = self._shown
         return (
             list(map(self.state_names, groups)) == record.state_names
-            and are_same(list(self.state.values()), shown.entries)
+            and has_values(self.state, shown.entries)
             and hold_values(*shown.views)
         )
 
