@@ -46,7 +46,7 @@ using apex_npu::borrow;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 17;
+  m.attr("API") = 18;
 
   m.def("move_storages", &apex_npu::move_storages, py::arg("lists"), py::arg("src"), py::arg("offsets"),
         py::arg("copy_values"));
@@ -201,6 +201,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "low_precision_of", [](const py::sequence& tensors) { return apex_npu::low_precision_of(borrow(tensors)); },
       py::arg("tensors"));
   m.def("are_same", &apex_npu::are_same, py::arg("a"), py::arg("b"));
+  m.def("has_values", &apex_npu::has_values, py::arg("dict"), py::arg("values"));
   m.def("hold_values", &apex_npu::hold_values, py::arg("dicts"), py::arg("keys"), py::arg("values"));
 
   py::class_<apex_npu::Overlay>(m, "Overlay")

@@ -14,9 +14,11 @@
 
 namespace apex_npu {
 
-// The beginning of what is read next, where that is no continuation of what is being read.
+// The beginning of what is read next, where that is no continuation of what is being read. The last byte may be in one
+// line of the cache more than the steps reach.
 inline void prefetch_bytes(const void* begin, size_t count) {
-  for (size_t i = 0; i < count; i += 64) APEX_NPU_PREFETCH(static_cast<const char*>(begin) + i);
+  for (size_t i = 0; i + 1 < count; i += 64) APEX_NPU_PREFETCH(static_cast<const char*>(begin) + i);
+  APEX_NPU_PREFETCH(static_cast<const char*>(begin) + count - 1);
 }
 
 }  // namespace apex_npu

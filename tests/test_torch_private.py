@@ -9,6 +9,7 @@ from pkgutil import resolve_name
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -56,6 +57,42 @@ def test_this_torch_has(name):
     owner, _, attribute = name.rpartition(".")
     made = INSTANCES[owner.removesuffix("()")]() if owner.endswith("()") else resolve_name(owner)
     assert hasattr(made, attribute), f"torch {torch.__version__} has no {name}: {_torch_private.NAMES[name]}"
+
+
+def test_gradients_are_on_again_after_an_error():
+    @_torch_private.no_grad
+    def fail(x):
+        assert not (x * 2).requires_grad
+        raise KeyError
+
+    x = torch.ones(1, requires_grad=True)
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            with pytest.raises(KeyError):
+                fail(x)
+            assert torch.is_grad_enabled() is enabled
+
+
+@pytest.mark.filterwarnings("error:Dynamo does not know")
+def test_what_a_disabled_function_calls_is_not_compiled():
+    compiled = []
+
+    def inner(x):
+        compiled.append(torch.compiler.is_compiling())
+        return x.sin()
+
+    disabled = _torch_private.disable_dynamo(lambda x: inner(x) + 1)
+    counter = CompileCounter()
+    torch._dynamo.reset()
+
+    @torch.compile(backend=counter)
+    def step(x):
+        return disabled(x * 2) * 3
+
+    x = torch.ones(2)
+    assert torch.equal(step(x), disabled(x * 2) * 3)
+    assert (counter.frame_count, counter.op_count) == (2, 2)  # x * 2 and, after it, * 3
+    assert compiled == [False, False]
 
 
 def is_private(part):

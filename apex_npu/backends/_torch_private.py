@@ -14,6 +14,7 @@ a name that is missing fails what needs it, not the import. Attributes of object
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
@@ -60,7 +61,9 @@ NAMES: dict[str, str] = {
     "torch._C._DisableAutocast": "TensorGuards compare autocast's state, too",
     "torch._C._dynamo.guards.TensorGuards": "compares the sizes, strides and dtypes of many tensors in one call",
     "torch._compile._disable_dynamo": "torch.compiler.disable imports all of dynamo, which takes seconds",
+    "torch._C._dynamo.eval_frame.get_eval_frame_callback": "whether there is something to disable",
     # Autograd
+    "torch._C._set_grad_enabled": "torch.set_grad_enabled is a class in Python, and is entered twice by torch.no_grad",
     "torch._C._current_graph_task_id": "whether this is within a backward",
     "torch._C._current_autograd_node": "which node of the graph an operator of backward belongs to",
     "torch.autograd._get_sequence_nr": "by which a node of backward and its operator of forward find each other",
@@ -232,7 +235,34 @@ def disable_dynamo(function: _F) -> _F:
     from torch._compile import _disable_dynamo
 
     disabled: Any = _disable_dynamo(function)
-    return cast(_F, disabled)
+    # torch's wrapper takes longer than a small step's arithmetic once a backward has evicted it from the caches.
+    callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+    if callback is None:
+        return cast(_F, disabled)
+
+    is_traced = torch.compiler.is_dynamo_compiling  # a constant for the tracer, which does not know the callback
+
+    @functools.wraps(function)
+    def unless_compiling(*args: Any, **kwargs: Any) -> Any:
+        compiling = is_traced() or callback() is not None
+        return disabled(*args, **kwargs) if compiling else function(*args, **kwargs)
+
+    return cast(_F, unless_compiling)
+
+
+def no_grad(function: _F) -> _F:
+    """``torch.no_grad()`` for the functions of a step: torch's makes two objects in Python for each call."""
+
+    @functools.wraps(function)
+    def without_grad(*args: Any, **kwargs: Any) -> Any:
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    return cast(_F, without_grad)
 
 
 def wraps_tensors(tensor: Any) -> bool:

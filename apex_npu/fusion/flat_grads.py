@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from apex_npu._extension import extension
+from apex_npu.backends._torch_private import no_grad
 from apex_npu.fusion import grad_slots
 from apex_npu.fusion.combined import check_combinable
 from apex_npu.fusion.flat_buffer import FlatBuffer, plan
@@ -342,7 +343,7 @@ class FlatGrads:
         if slots is None or not slots.unscale(self.params, self._views, inv_scale, found_inf, grad_slots.WRITTEN_NUMEL):
             self._unscale_any(inv_scale, found_inf)
 
-    @torch.no_grad()
+    @no_grad
     def _unscale_any(self, inv_scale: float, found_inf: Tensor | None) -> None:
         """``unscale_`` in several steps, on any device and of any gradients."""
         if inv_scale == 1.0 and found_inf is None:

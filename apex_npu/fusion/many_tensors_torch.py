@@ -75,6 +75,11 @@ def are_same(a: Sequence[object], b: Sequence[object]) -> bool:
     return len(a) == len(b) and all(map(is_, a, b))
 
 
+def has_values(entries: dict[Any, Any], values: list[Any]) -> bool:
+    """True where the values of ``entries`` are the very same objects, in order."""
+    return are_same(list(entries.values()), values)
+
+
 def hold_values(dicts: list[dict[str, Any]], keys: list[str], values: list[Any]) -> bool:
     """True where ``dicts[i].get(keys[i])`` is ``values[i]``, the very object, for each i."""
     return all(map(is_, map(dict.get, dicts, keys), values))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,9 @@ from transformers.training_args import OptimizerNames  # noqa: E402
 
 from apex_npu.integrations.accelerate import ApexAccelerator  # noqa: E402
 
+# FSDP2 has other arguments there, and has not been tried.
+BEFORE_5 = int(version("transformers").split(".")[0]) < 5
+
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 
@@ -28,7 +32,8 @@ def use_amp(trainer: AnyTrainer, opt_level: str = "O1", **amp_options: Any) -> A
 
     Its accelerator becomes an ``ApexAccelerator``: gradients are clipped unscaled, on fp32 masters where there are any,
     skipped steps hold the schedule back, and checkpoints have float32 weights and the loss scale. At O2, O3 and O5 the
-    ``config.json`` beside them has the dtype that the model computes in: load them with ``dtype=torch.float32``.
+    ``config.json`` beside them has the dtype that the model computes in: load them with ``dtype=torch.float32``. With
+    FSDP2 in its arguments the model is sharded by ``amp.fsdp_policy(opt_level)``.
 
     Args:
         trainer: A ``Trainer``, or one of trl's or others; ``train`` has not been called.
@@ -39,8 +44,8 @@ def use_amp(trainer: AnyTrainer, opt_level: str = "O1", **amp_options: Any) -> A
         ``trainer``.
 
     Raises:
-        ValueError: ``trainer.args`` has bf16, fp16, FSDP or DeepSpeed; ``fuse_unscale`` is given, since a Trainer clips
-            with torch's functions; or the model is in half precision.
+        ValueError: ``trainer.args`` has bf16, fp16, FSDP1 or DeepSpeed; ``fuse_unscale`` is given, since a Trainer
+            clips with torch's functions; or the model is in half precision.
 
     Example::
 
@@ -53,10 +58,11 @@ def use_amp(trainer: AnyTrainer, opt_level: str = "O1", **amp_options: Any) -> A
                 f"TrainingArguments({name}=True) and opt_level={opt_level!r} are two kinds of mixed precision at once: "
                 f"leave {name} out, or do not call use_amp"
             )
-    if getattr(trainer, "is_fsdp_enabled", False):
+    if getattr(trainer, "is_fsdp_enabled", False) and (BEFORE_5 or not trainer.accelerator.is_fsdp2):
         raise ValueError(
-            f"TrainingArguments(fsdp=...) and opt_level={opt_level!r} have not been made to work together: leave fsdp "
-            "out, or write the loop with ApexAccelerator and FullyShardedDataParallelPlugin(fsdp_version=2)"
+            f"opt_level={opt_level!r} works with FSDP2 of transformers 5 alone: pass TrainingArguments(fsdp=True, "
+            "fsdp_config={'version': 2, ...}) there, or write the loop with ApexAccelerator and "
+            "FullyShardedDataParallelPlugin(fsdp_version=2)"
         )
     if amp_options.get("fuse_unscale"):
         raise ValueError(

@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from apex_npu._cli import hooks
 from apex_npu.backends import is_capturing
-from apex_npu.backends._torch_private import disable_dynamo, torch_profiler
+from apex_npu.backends._torch_private import disable_dynamo, no_grad, torch_profiler
 from apex_npu.fusion import (
     MASTER_PARAM,
     EncodedView,
@@ -31,6 +31,7 @@ from apex_npu.fusion import (
     Run,
     are_same,
     drop_grads,
+    has_values,
     hold_values,
     increment_versions,
 )
@@ -237,7 +238,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         return step
 
     @disable_dynamo
-    @torch.no_grad()
+    @no_grad
     def step(self, closure: Callable[[], Any] | None = None, **older: Any) -> Any:
         """Update all parameters that have a gradient.
 
@@ -444,7 +445,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         return self._flat_grads
 
     @disable_dynamo
-    @torch.no_grad()
+    @no_grad
     def _fuse_outside_of_step(self) -> None:
         self._fuse_again(for_step=False)
 
@@ -585,7 +586,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         shown = self._shown
         return (
             list(map(self.state_names, groups)) == record.state_names
-            and are_same(list(self.state.values()), shown.entries)
+            and has_values(self.state, shown.entries)
             and hold_values(*shown.views)
         )
 

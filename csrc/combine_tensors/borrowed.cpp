@@ -2,17 +2,25 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "combine_tensors/borrowed.h"
 
+#include <cstring>
 #include <utility>
 
 namespace apex_npu {
 
 void increment_versions(const Borrowed& tensors) {
-  const auto nothing = [](const c10::TensorImpl&) {};
-  look_at_each(tensors, nothing, [&](size_t i) {
+  // The counter is all that a VariableVersion points to.
+  static_assert(sizeof(c10::VariableVersion) == sizeof(void*), "its counter is prefetched");
+  const auto prefetch_counter = [](const c10::TensorImpl& impl) {
+    const void* counter = nullptr;
+    std::memcpy(&counter, &impl.version_counter(), sizeof(counter));
+    APEX_NPU_PREFETCH(counter);
+  };
+  const auto bump = [&](size_t i) {
     c10::TensorImpl* impl = tensors[i]->unsafeGetTensorImpl();
-    // Those have no counter; torch's own function passes over them, too.
-    if (!impl->is_inference()) impl->bump_version();
-  });
+    // Those of inference have no counter; torch's own function passes over them, too.
+    if (impl->version_counter().enabled()) impl->bump_version();
+  };
+  look_at_each(tensors, prefetch_counter, bump, kPointersBytes);
 }
 
 std::vector<int64_t> low_precision_of(const Borrowed& tensors) {
@@ -29,9 +37,10 @@ void drop_grads(const Borrowed& tensors) {
   // Together at the end: what Python runs when a gradient is freed may release the tensors that follow.
   std::vector<at::Tensor> dropped;
   dropped.reserve(tensors.size());
-  look_at_grads(tensors, [&](const at::Tensor& grad, size_t i) {
+  const auto drop = [&](const at::Tensor& grad, size_t i) {
     if (grad.defined()) dropped.push_back(std::move(tensors[i]->mutable_grad()));
-  });
+  };
+  look_at_grads(tensors, drop, kPointersBytes);
 }
 
 }  // namespace apex_npu

@@ -17,17 +17,21 @@ using Borrowed = std::vector<const at::Tensor*>;
 
 // look(i) for each tensor. A tensor's objects are scattered over memory, and an update has evicted them from the
 // caches: each call would wait for memory a few times, in sequence. So `next`, which gets the tensor's implementation,
-// prefetches what it points to a few tensors ahead, and the implementation itself is prefetched before that.
+// prefetches what it points to a few tensors ahead, and of the implementation itself `bytes` are prefetched before
+// that. Each line of the cache costs, the unneeded ones, too.
 constexpr size_t kAhead = 8;
 
-inline void prefetch_impl(const at::Tensor& tensor) {
-  prefetch_bytes(tensor.unsafeGetTensorImpl(), sizeof(c10::TensorImpl));
+// References, storage, autograd's data, version counter and object in Python come first, sizes and dtype last.
+constexpr size_t kPointersBytes = 64;
+
+inline void prefetch_impl(const at::Tensor& tensor, size_t bytes = sizeof(c10::TensorImpl)) {
+  prefetch_bytes(tensor.unsafeGetTensorImpl(), bytes);
 }
 
 template <typename Next, typename Look>
-void look_at_each(const Borrowed& tensors, const Next& next, const Look& look) {
+void look_at_each(const Borrowed& tensors, const Next& next, const Look& look, size_t bytes = sizeof(c10::TensorImpl)) {
   for (size_t i = 0; i < tensors.size(); ++i) {
-    if (i + 2 * kAhead < tensors.size()) prefetch_impl(*tensors[i + 2 * kAhead]);
+    if (i + 2 * kAhead < tensors.size()) prefetch_impl(*tensors[i + 2 * kAhead], bytes);
     if (i + kAhead < tensors.size()) next(*tensors[i + kAhead]->unsafeGetTensorImpl());
     look(i);
   }
@@ -37,15 +41,17 @@ inline void prefetch_storage(const c10::TensorImpl& impl) {
   if (impl.has_storage()) APEX_NPU_PREFETCH(impl.unsafe_storage().unsafeGetStorageImpl());
 }
 
-inline void prefetch_autograd(const c10::TensorImpl& impl) { APEX_NPU_PREFETCH(impl.autograd_meta()); }
+// Its gradient follows a name.
+inline void prefetch_autograd(const c10::TensorImpl& impl) { prefetch_bytes(impl.autograd_meta(), kPointersBytes); }
 
-// look(grad, i) for the gradient of each tensor, undefined where it has none, likewise.
+// look(grad, i) for the gradient of each tensor, undefined where it has none, likewise; `bytes` of the gradients.
 template <typename Look>
-void look_at_grads(const Borrowed& tensors, const Look& look) {
-  look_at_each(tensors, prefetch_autograd, [&](size_t i) {
-    if (i + kAhead / 2 < tensors.size()) prefetch_impl(tensors[i + kAhead / 2]->grad());
+void look_at_grads(const Borrowed& tensors, const Look& look, size_t bytes = sizeof(c10::TensorImpl)) {
+  const auto look_and_prefetch = [&](size_t i) {
+    if (i + kAhead / 2 < tensors.size()) prefetch_impl(tensors[i + kAhead / 2]->grad(), bytes);
     look(tensors[i]->grad(), i);
-  });
+  };
+  look_at_each(tensors, prefetch_autograd, look_and_prefetch, kPointersBytes);
 }
 
 // What in-place operations on these tensors would have done to their version counters.

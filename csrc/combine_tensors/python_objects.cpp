@@ -16,6 +16,11 @@ namespace apex_npu {
 
 namespace py = pybind11;
 
+// torch asks Tensor's metaclass about instances of subclasses, which takes longer than all the rest.
+static bool is_tensor(PyObject* object) {
+  return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass)) || THPVariable_Check(object);
+}
+
 Borrowed borrow(const py::sequence& tensors) {
   // Other sequences create their items on access, and nothing would keep these alive.
   TORCH_CHECK_TYPE(PyList_Check(tensors.ptr()) || PyTuple_Check(tensors.ptr()), "expected a list or tuple, got ",
@@ -28,7 +33,7 @@ Borrowed borrow(const py::sequence& tensors) {
   for (Py_ssize_t i = 0; i < count; ++i) {
     if (i + kAhead < count) APEX_NPU_PREFETCH(items[i + kAhead]);
     PyObject* item = items[i];
-    TORCH_CHECK_TYPE(THPVariable_Check(item), "expected a tensor at index ", i, ", got ", Py_TYPE(item)->tp_name);
+    TORCH_CHECK_TYPE(is_tensor(item), "expected a tensor at index ", i, ", got ", Py_TYPE(item)->tp_name);
     borrowed.push_back(&THPVariable_Unpack(item));
   }
   return borrowed;
@@ -50,7 +55,7 @@ py::list versions_of(const py::list& tensors) {
       APEX_NPU_PREFETCH(PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i + kAhead)));
     }
     PyObject* item = PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i));
-    TORCH_CHECK_TYPE(item == Py_None || THPVariable_Check(item), "expected a tensor or None at index ", i);
+    TORCH_CHECK_TYPE(item == Py_None || is_tensor(item), "expected a tensor or None at index ", i);
     const int64_t version = item == Py_None ? 0 : THPVariable_Unpack(item)._version();
     PyList_SET_ITEM(versions.ptr(), static_cast<Py_ssize_t>(i), PyLong_FromLongLong(version));
   }
@@ -127,6 +132,15 @@ bool are_same(const py::sequence& a, const py::sequence& b) {
          std::equal(items, items + count, PySequence_Fast_ITEMS(right.ptr()));
 }
 
+bool has_values(const py::dict& dict, const py::list& values) {
+  Py_ssize_t position = 0;
+  size_t i = 0;
+  for (PyObject* value = nullptr; PyDict_Next(dict.ptr(), &position, nullptr, &value); ++i) {
+    if (i == values.size() || PyList_GET_ITEM(values.ptr(), static_cast<Py_ssize_t>(i)) != value) return false;
+  }
+  return i == values.size();
+}
+
 bool hold_values(const py::list& dicts, const py::list& keys, const py::list& values) {
   const size_t count = dicts.size();
   if (keys.size() != count || values.size() != count) {
@@ -136,11 +150,12 @@ bool hold_values(const py::list& dicts, const py::list& keys, const py::list& va
     return PyList_GET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i));
   };
   // As in look_at_each: the dict, then what it keeps its entries in, are fetched before they are needed.
-  constexpr size_t kAhead = 8;
+  constexpr size_t kAhead = 24;  // of which a few share each dict
+  constexpr size_t kEntriesBytes = 128;
   for (size_t i = 0; i < count; ++i) {
-    if (i + 2 * kAhead < count) APEX_NPU_PREFETCH(item(dicts, i + 2 * kAhead));
+    if (i + 2 * kAhead < count) prefetch_bytes(item(dicts, i + 2 * kAhead), sizeof(PyDictObject));
     if (i + kAhead < count && PyDict_Check(item(dicts, i + kAhead))) {
-      APEX_NPU_PREFETCH(reinterpret_cast<PyDictObject*>(item(dicts, i + kAhead))->ma_keys);
+      prefetch_bytes(reinterpret_cast<PyDictObject*>(item(dicts, i + kAhead))->ma_keys, kEntriesBytes);
     }
     if (!PyDict_Check(item(dicts, i))) throw py::type_error("hold_values: expected dicts");
     PyObject* found = PyDict_GetItemWithError(item(dicts, i), item(keys, i));

@@ -32,6 +32,9 @@ std::vector<int64_t> kept_grads(const Borrowed& views, const Borrowed& params);
 // Whether two sequences have the very same items, in order.
 bool are_same(const pybind11::sequence& a, const pybind11::sequence& b);
 
+// Whether `dict` has the very same values, in order.
+bool has_values(const pybind11::dict& dict, const pybind11::list& values);
+
 // Whether dicts[i].get(keys[i]) is values[i], the very object, for each i; no value is None.
 bool hold_values(const pybind11::list& dicts, const pybind11::list& keys, const pybind11::list& values);
 

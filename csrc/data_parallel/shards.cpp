@@ -16,7 +16,7 @@ namespace py = pybind11;
 
 namespace {
 
-constexpr size_t kObjectBytes = 128;
+constexpr size_t kObjectBytes = 64;
 
 // Of torch's releases one of two names; null where there is neither, which costs a prefetch.
 template <typename Slot>
@@ -43,10 +43,10 @@ PyObject* item(const py::list& list, size_t i) { return PyList_GET_ITEM(list.ptr
 // The object of each tensor's gradient in Python, which is there already; null where it has none.
 std::vector<py::object> objects_of_grads(const Borrowed& tensors) {
   std::vector<const at::Tensor*> grads(tensors.size());
-  look_at_each(tensors, prefetch_autograd, [&](size_t i) { grads[i] = &tensors[i]->grad(); });
+  look_at_each(tensors, prefetch_autograd, [&](size_t i) { grads[i] = &tensors[i]->grad(); }, kPointersBytes);
   std::vector<py::object> objects(tensors.size());
   for (size_t i = 0; i < grads.size(); ++i) {
-    if (i + 2 * kAhead < grads.size()) prefetch_impl(*grads[i + 2 * kAhead]);
+    if (i + 2 * kAhead < grads.size()) prefetch_impl(*grads[i + 2 * kAhead], kPointersBytes);
     if (i + kAhead < grads.size() && grads[i + kAhead]->defined()) {
       APEX_NPU_PREFETCH(object_in(*grads[i + kAhead]->unsafeGetTensorImpl()->pyobj_slot(), 0));
     }
@@ -118,10 +118,13 @@ void Shards::look_inside(const Look& look, const LookAtOther& look_at_other) con
     APEX_NPU_PREFETCH(local);
     if (are_cut_alike(spec_(grad), spec_(item(full_params_, i)))) inside[i] = local;
   }
+  const auto impl_inside = [&](size_t i) -> const c10::TensorImpl* {
+    const bool is_plain = i < grads.size() && inside[i] != nullptr && THPVariable_CheckExact(inside[i]);
+    return is_plain ? THPVariable_Unpack(inside[i]).unsafeGetTensorImpl() : nullptr;
+  };
   for (size_t i = 0; i < grads.size(); ++i) {
-    if (i + kAhead < grads.size() && inside[i + kAhead] != nullptr && THPVariable_CheckExact(inside[i + kAhead])) {
-      prefetch_impl(THPVariable_Unpack(inside[i + kAhead]));
-    }
+    if (const auto* impl = impl_inside(i + kAhead)) prefetch_bytes(impl, sizeof(*impl));
+    if (const auto* impl = impl_inside(i + kAhead / 2)) prefetch_storage(*impl);
     if (!grads[i]) {
       look(i, nullptr);
     } else if (inside[i] != nullptr && THPVariable_CheckExact(inside[i])) {
@@ -149,6 +152,7 @@ std::optional<std::string> Shards::hold_grads(const GradSlots& slots, InPlace in
       [&](size_t) { all_stay = false; });
   if (!all_stay || (in_place == InPlace::WRITE && overlap(grads))) return std::nullopt;
   held_ = std::move(held);
+  writable_ = in_place == InPlace::WRITE;
   return states;
 }
 
@@ -161,7 +165,7 @@ at::Tensor Shards::grad_list(const GradSlots& slots, size_t first, size_t count,
     const py::object& grad = held_[first + i];
     grads[i] = grad ? &THPVariable_Unpack(grad.ptr()) : &none;
   }
-  return slots.list_of(grads, first, numel);
+  return slots.list_of(grads, first, numel, writable_);
 }
 
 std::vector<int64_t> Shards::bring_grads() {
@@ -194,7 +198,7 @@ void Shards::return_grads() const {
 }
 
 void Shards::drop_grads(bool stepped) {
-  const std::vector<py::object> held = std::exchange(held_, {});
+  std::vector<py::object> held = std::exchange(held_, {});
   Borrowed written;
   std::vector<at::Tensor> brought;
   if (!held.empty()) {
@@ -211,6 +215,10 @@ void Shards::drop_grads(bool stepped) {
     });
   }
   increment_versions(written);
+  for (size_t i = 0; i < held.size(); ++i) {
+    if (i + 2 * kAhead < held.size()) APEX_NPU_PREFETCH(held[i + 2 * kAhead].ptr());
+    held[i] = py::object();
+  }
 }
 
 }  // namespace apex_npu

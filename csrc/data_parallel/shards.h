@@ -69,6 +69,7 @@ class Shards {
   pybind11::list full_params_, parts_;
   ObjectSlot local_tensor_, spec_;
   std::vector<pybind11::object> held_;  // none, or one tensor or null for each
+  bool writable_ = false;               // what is held
 };
 
 }  // namespace apex_npu

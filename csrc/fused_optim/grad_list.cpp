@@ -32,9 +32,8 @@ const float* read_grad(const ListedGrad& place, int64_t i, int64_t n, float* cop
 
 }  // namespace
 
-GradList::GradList(int64_t numel, size_t count) : numel_(numel) {
+GradList::GradList(int64_t numel, size_t count, bool writable) : numel_(numel), writable_(writable) {
   places_.reserve(count);
-  tensors_.reserve(count);
   first_in_block_.reserve((numel + kBlockNumel - 1) / kBlockNumel);
 }
 
@@ -46,8 +45,42 @@ void GradList::add(const at::Tensor& grad, int64_t begin) {
                     ")");
   const auto index = static_cast<uint32_t>(places_.size());
   while (static_cast<int64_t>(first_in_block_.size()) * kBlockNumel < end) first_in_block_.push_back(index);
-  places_.push_back({begin, end, static_cast<const char*>(grad.const_data_ptr()), grad.scalar_type()});
-  tensors_.push_back(grad);
+  const c10::Storage& storage = grad.storage();
+  if (owners_.empty() || owners_.back().unsafeGetStorageImpl() != storage.unsafeGetStorageImpl()) {
+    owners_.push_back(storage);
+  }
+  places_.push_back({begin, end, static_cast<const char*>(grad.const_data_ptr()), grad.scalar_type(),
+                     static_cast<uint32_t>(owners_.size() - 1)});
+  if (writable_) versions_.push_back(grad.unsafeGetTensorImpl()->version_counter());
+}
+
+bool GradList::scale(double factor) const {
+  TORCH_CHECK(factor == 1 || writable_, "scale_grad_list: these gradients are listed to be read");
+  // By one thread: memory that is copied when it is first written has another address then.
+  std::vector<const char*> data(places_.size());
+  Pieces pieces;
+  for (size_t i = 0; i < places_.size(); ++i) {
+    const ListedGrad& place = places_[i];
+    const c10::Storage& owner = owners_[place.owner];
+    data[i] = place.data;
+    if (factor != 1) {
+      const auto offset = place.data - static_cast<const char*>(owner.data());
+      data[i] = static_cast<const char*>(owner.mutable_data()) + offset;
+    }
+    pieces.add_segment(static_cast<int64_t>(i), 0, place.end - place.begin);
+  }
+  std::atomic<bool> bad{false};
+  pieces.parallel_for_each([&](size_t i) {
+    const Piece& piece = pieces[i];
+    prefetch_behind(piece.segment);
+    const Place place = Place(places_[piece.segment].dtype, data[piece.segment]).from(piece.begin);
+    const bool found = factor == 1 ? has_nonfinite(place, piece.numel) : unscale(place, place, factor, piece.numel);
+    if (found) bad.store(true, std::memory_order_relaxed);
+  });
+  for (const c10::VariableVersion& version : versions_) {
+    if (factor != 1 && version.enabled()) c10::VariableVersion(version).bump();
+  }
+  return bad;
 }
 
 size_t GradList::first_behind(int64_t begin) const {
@@ -114,28 +147,7 @@ const GradList* grad_list_of(const at::Tensor& tensor) {
 void scale_grad_list(const at::Tensor& grads, double factor, const std::optional<at::Tensor>& found_inf) {
   const GradList* list = grad_list_of(grads);
   TORCH_CHECK_TYPE(list != nullptr, "scale_grad_list: expected a list of gradients, got ", grads.toString());
-  const std::vector<at::Tensor>& tensors = list->tensors();
-  Pieces pieces;
-  std::vector<const void*> data;  // obtained by one thread: memory may have to be copied before it is written
-  data.reserve(tensors.size());
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    pieces.add_segment(static_cast<int64_t>(i), 0, tensors[i].numel());
-    data.push_back(factor == 1 ? tensors[i].const_data_ptr() : tensors[i].mutable_data_ptr());
-  }
-  std::atomic<bool> bad{false};
-  pieces.parallel_for_each([&](size_t i) {
-    const Piece& piece = pieces[i];
-    list->prefetch_behind(piece.segment);
-    const Place place = Place(tensors[piece.segment], data[piece.segment]).from(piece.begin);
-    const bool found = factor == 1 ? has_nonfinite(place, piece.numel) : unscale(place, place, factor, piece.numel);
-    if (found) bad.store(true, std::memory_order_relaxed);
-  });
-  if (factor != 1) {
-    for (const at::Tensor& grad : tensors) {
-      if (!grad.is_inference()) grad.unsafeGetTensorImpl()->bump_version();
-    }
-  }
-  if (bad && found_inf.has_value()) *found_inf->mutable_data_ptr<float>() = 1.0f;
+  if (list->scale(factor) && found_inf.has_value()) *found_inf->mutable_data_ptr<float>() = 1.0f;
 }
 
 }  // namespace apex_npu

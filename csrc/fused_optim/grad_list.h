@@ -23,18 +23,22 @@ struct ListedGrad {
   int64_t begin, end;
   const char* data;
   at::ScalarType dtype;
+  uint32_t owner;  // of the list's storages
 };
 
 class GradList {
  public:
-  // Of an operand of `numel` elements, which are 0 where none of `count` gradients is added.
-  GradList(int64_t numel, size_t count);
+  // Of an operand of `numel` elements, which are 0 where none of `count` gradients is added. Only those that are
+  // `writable` can be scaled.
+  GradList(int64_t numel, size_t count, bool writable);
 
   // From element `begin` on, after all that have been added before; `grad` fills its memory.
   void add(const at::Tensor& grad, int64_t begin);
 
   const std::vector<ListedGrad>& places() const { return places_; }
-  const std::vector<at::Tensor>& tensors() const { return tensors_; }
+
+  // See scale_grad_list.
+  bool scale(double factor) const;
 
   // Fetches the beginning of the gradient after the one of this index: the hardware prefetcher cannot predict it, since
   // it does not continue the same memory.
@@ -52,8 +56,12 @@ class GradList {
   size_t first_behind(int64_t begin) const;
 
   int64_t numel_;
+  bool writable_;
   std::vector<ListedGrad> places_;
-  std::vector<at::Tensor> tensors_;       // one for each, which keeps its memory
+  // What keeps their memory: neighbours may share it. Not tensors, for each of which that has an object in Python torch
+  // takes Python's lock twice.
+  std::vector<c10::Storage> owners_;
+  std::vector<c10::VariableVersion> versions_;  // of those that are writable
   std::vector<uint32_t> first_in_block_;  // the first place that ends after the beginning of each kBlockNumel elements
 };
 
@@ -63,8 +71,8 @@ at::Tensor as_operand(GradList grads, int64_t numel, at::ScalarType dtype);
 // The gradients of an operand; null for any other tensor.
 const GradList* grad_list_of(const at::Tensor& tensor);
 
-// Multiplies the gradients in place. found_inf (float32, one element), if given, becomes 1 where an element is
-// inf or nan. With a factor of 1 nothing is written.
+// Multiplies the gradients, which are writable, in place. found_inf (float32, one element), if given, becomes 1 where
+// an element is inf or nan. With a factor of 1 nothing is written.
 void scale_grad_list(const at::Tensor& grads, double factor, const std::optional<at::Tensor>& found_inf);
 
 }  // namespace apex_npu

@@ -141,7 +141,7 @@ at::Tensor GradSlots::grad_list(const Borrowed& params, size_t first, int64_t nu
     const Remembered none(c10::intrusive_ptr<c10::StorageImpl>{});
     stepped_.resize(slots_.size(), none);
   }
-  GradList grads(numel, params.size());
+  GradList grads(numel, params.size(), !stepped);
   look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
     if (!grad.defined()) return;
     add_to(grads, grad, first + i, first);
@@ -150,10 +150,10 @@ at::Tensor GradSlots::grad_list(const Borrowed& params, size_t first, int64_t nu
   return as_operand(std::move(grads), numel, slots_[first].dtype);
 }
 
-at::Tensor GradSlots::list_of(const Borrowed& grads, size_t first, int64_t numel) const {
+at::Tensor GradSlots::list_of(const Borrowed& grads, size_t first, int64_t numel, bool writable) const {
   TORCH_CHECK_VALUE(!grads.empty() && first + grads.size() <= slots_.size(), "list_of: expected gradients of the ",
                     slots_.size(), " slots, got ", grads.size(), " from slot ", first, " on");
-  GradList list(numel, grads.size());
+  GradList list(numel, grads.size(), writable);
   look_at_each(grads, prefetch_storage, [&](size_t i) {
     if (grads[i]->defined()) add_to(list, *grads[i], first + i, first);
   });

@@ -50,7 +50,7 @@ class GradSlots {
                     IsAlone is_alone) const;
 
   // The gradients of these parameters, all that there are, as one operand of the kernels, whose first element is that
-  // of the slot `first`; with `stepped` remembered as such.
+  // of the slot `first`; with `stepped` remembered as such, and only to be read.
   at::Tensor grad_list(const Borrowed& params, size_t first, int64_t numel, bool stepped);
 
   // Multiplies the gradients of `params`, of which there is one for each slot, by `factor`: in place those IN_BUFFER
@@ -64,8 +64,8 @@ class GradSlots {
   // whether or not it has been stepped before.
   bool can_stay(const at::Tensor& grad, size_t i, InPlace in_place) const;
 
-  // The same as grad_list of gradients themselves, which can be read or are undefined.
-  at::Tensor list_of(const Borrowed& grads, size_t first, int64_t numel) const;
+  // The same as grad_list of gradients themselves, which can be read, or written where `writable`, or are undefined.
+  at::Tensor list_of(const Borrowed& grads, size_t first, int64_t numel, bool writable) const;
 
   // Whatever is a gradient later is another one.
   void forget_stepped() { stepped_.clear(); }

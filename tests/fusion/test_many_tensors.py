@@ -3,6 +3,7 @@
 """What is done to thousands of tensors in one call is what would be done to each."""
 
 import weakref
+from collections import defaultdict
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from apex_npu.fusion.many_tensors import (
     are_same,
     drop_grads,
     grads_of,
+    has_values,
     hold_values,
     increment_versions,
     low_precision_of,
@@ -143,6 +145,17 @@ def test_the_very_objects_are_looked_for():
     del dicts[39]["a"]
     assert not hold_values(dicts, keys, values)
     assert hold_values(dicts[:39], keys[:39], values[:39])
+
+
+def test_a_dict_has_the_very_same_values_in_order():
+    first, second = torch.ones(2), torch.ones(2)
+    entries = defaultdict(dict, {"a": first, 1: second})
+    assert has_values(entries, [first, second])
+    assert has_values({}, [])
+    for others in ([second, first], [first], [first, second, first], [first, first], []):
+        assert not has_values(entries, others)
+    del entries["a"]
+    assert has_values(entries, [second])
 
 
 def test_lists_are_the_same_with_the_very_same_items_in_order():

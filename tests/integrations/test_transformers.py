@@ -3,12 +3,14 @@
 """transformers' Trainer with amp and with fused optimizers: losses, checkpoints and schedules as with its own."""
 
 import importlib
+import json
 import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 from devices import DEVICE, needs
@@ -267,10 +269,52 @@ def test_what_use_amp_refuses(tmp_path):
     with pytest.raises(ValueError, match=r"fuse_unscale=True keeps.*leave fuse_unscale out"):
         use_amp(trainer_of(tmp_path), "O2", fuse_unscale=True)
     trainer = trainer_of(tmp_path)
+    trainer.is_fsdp_enabled = True  # of an accelerator without FSDP2
+    with pytest.raises(ValueError, match=r"opt_level='O2' works with FSDP2 of transformers 5 alone.*'version': 2"):
+        use_amp(trainer, "O2")
+    trainer = trainer_of(tmp_path)
     trainer.model.bfloat16()
     with pytest.raises(ValueError, match=r"parameters in torch.bfloat16.*opt_level='O5'.*dtype=torch.float32"):
         use_amp(trainer, "O5")
     assert not isinstance(trainer.accelerator, ApexAccelerator)
+
+
+# ---------------------------------------------------------------------------------------------------------- sharded
+
+
+@pytest.fixture(scope="module")
+def sharded(made_once):
+    """Of each way: what both processes have printed."""
+
+    def run_worker():
+        found = {}
+        for output in processes.run(Path(__file__).with_name("transformers_worker.py")):
+            for line in output.splitlines():
+                if line.startswith("verdict "):
+                    way, *rest = json.loads(line.removeprefix("verdict "))
+                    found.setdefault(way, []).append(rest)
+        return found
+
+    return made_once("transformers", run_worker)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BEFORE_5, reason="refused")
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="accelerate shards on accelerators alone")
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_two_processes_train_a_sharded_model(sharded, level):
+    """Accumulated and clipped: like DistributedDataParallel in float32 with torch's optimizer."""
+    (first, near), (second, _) = sharded[level]
+    assert first == second
+    assert 0 < near <= (3e-2 if level == "O5" else 5e-3)  # bfloat16 has an eighth of float16's precision
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BEFORE_5, reason="refused")
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="accelerate shards on accelerators alone")
+def test_a_sharded_run_is_resumed_bit_for_bit(sharded):
+    assert [of_rank[0] for of_rank in sharded["O2"]] == [of_rank[0] for of_rank in sharded["saved"]]
+    assert sharded["resumed"] == sharded["saved"]
 
 
 # ------------------------------------------------------------------------------------- the name apex, before release 5

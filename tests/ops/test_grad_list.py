@@ -340,3 +340,18 @@ def test_shared_gradients_are_those_that_can_be_read_in_memory_of_their_own():
     assert params[0].grad.dtype == F16
     assert params[0].grad.equal(sources[0].grad)
     assert [p.grad for p in params[1:]] == [None] * 4
+
+
+def test_what_is_listed_to_be_stepped_is_not_scaled():
+    param, first = torch.zeros(3), torch.ones(3)
+    param.grad = first
+    slots = grad_slots([param], [0])
+    with pytest.raises(RuntimeError, match="listed to be read"):
+        extension.scale_grad_list(slots.grad_list([param], 0, 3, True), 0.5, None)
+    assert torch.equal(first, torch.ones(3))
+    assert first._version == 0
+    listed = slots.grad_list([param], 0, 3, False)
+    param.grad = None  # the list has its memory and its version counter, if not the tensor itself
+    extension.scale_grad_list(listed, 0.5, None)
+    assert torch.equal(first, torch.full((3,), 0.5))
+    assert first._version == 1
