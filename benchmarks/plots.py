@@ -4,7 +4,8 @@
 
     python benchmarks/plots.py
 
-``results/speed.png``, the picture of the first page, is drawn from cpu.csv alone.
+``results/speed.png``, the picture of the first page, is drawn from cpu.csv alone, and docs/sharded_steps.png from
+sharded_whole_steps_cpu.csv.
 """
 
 from __future__ import annotations
@@ -67,6 +68,12 @@ _WHOLE_STEP = {
     "with fuse_unscale": "apex_npu, folded",
 }
 _WORKLOADS = {"resnet50": "ResNet-50", "bert": "BERT", "small2000": "2,000 small tensors"}
+_SHARDED = {
+    "torch": "GradScaler, clip, fused",
+    "apex_npu": "apex_npu",
+    "with fuse_unscale": "apex_npu, folded",
+}
+_DOCS = RESULTS.parents[1] / "docs"
 # A median, and the ends of the interval around it.
 Speed = tuple[float, float, float]
 
@@ -74,14 +81,27 @@ Speed = tuple[float, float, float]
 def whole_steps(table: Table) -> dict[str, dict[str, Speed]]:
     """Workload → what is drawn → speed over torch's, of a whole O2 step."""
     rows = {(row["workload"], row["variant"]): row for row in table if row["comparison"] == "whole O2 step"}
-
-    def speed(row: dict[str, str]) -> Speed:
-        return 1 / float(row["ratio"]), 1 / float(row["high"]), 1 / float(row["low"])
-
     return {
-        shown: {label: speed(rows[workload, variant]) for label, variant in _WHOLE_STEP.items()}
+        shown: {label: _speed(rows[workload, variant]) for label, variant in _WHOLE_STEP.items()}
         for workload, shown in _WORKLOADS.items()
     }
+
+
+def sharded_steps(table: Table) -> dict[str, dict[str, Speed]]:
+    """How many DTensors → what is drawn → speed over torch's, of all that follows a backward."""
+    rows = {(row["workload"], row["variant"]): row for row in table}
+    prefix = f"ratio_to_{_SHARDED['torch']}"
+    return {
+        workload.partition(",")[0]: {
+            label: _speed(rows[workload, variant], prefix, "ratio_low", "ratio_high")
+            for label, variant in _SHARDED.items()
+        }
+        for workload in dict.fromkeys(row["workload"] for row in table)
+    }
+
+
+def _speed(row: dict[str, str], ratio: str = "ratio", low: str = "low", high: str = "high") -> Speed:
+    return 1 / float(row[ratio]), 1 / float(row[high]), 1 / float(row[low])
 
 
 def small_steps(table: Table) -> dict[str, dict[str, Speed]]:
@@ -135,6 +155,21 @@ def write_front(results: Path = RESULTS) -> None:
     print(f"written: {results / 'speed.png'}")
 
 
+def write_sharded(results: Path = RESULTS, docs: Path = _DOCS) -> None:
+    """The picture of docs/distributed.md."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    _bars(axes, sharded_steps(read_csv(results / "sharded_whole_steps_cpu.csv")))
+    axes.set_title("A whole O2 step of AdamW over sharded parameters: unscale, clip, step, clear", fontsize=10)
+    figure.savefig(docs / "sharded_steps.png", dpi=125, metadata={"Software": None})
+    plt.close(figure)
+    print(f"written: {docs / 'sharded_steps.png'}")
+
+
 def write(results: Path = RESULTS) -> None:
     """One PNG for each device that has been timed; none without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
@@ -163,6 +198,8 @@ def write(results: Path = RESULTS) -> None:
         print(f"written: {results / f'{device}.png'}")
     if (results / "cpu.csv").exists():
         write_front(results)
+    if results == RESULTS and (results / "sharded_whole_steps_cpu.csv").exists():
+        write_sharded()
 
 
 if __name__ == "__main__":

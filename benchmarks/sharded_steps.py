@@ -174,11 +174,12 @@ WHOLE: dict[str, Make] = {
     "apex_npu, torch's clip_grad_norm_": _whole(by_torch=True),
     "apex_npu, folded": _whole(fuse_unscale=True),
 }
+FLAT = "torch fused op, one flat tensor"
 BARE: dict[str, Make] = {
     "torch fused": _bare(torch.optim.AdamW, fused=True),
     "torch foreach": _bare(torch.optim.AdamW, foreach=True),
     "torch fused, two groups": _bare(torch.optim.AdamW, two=True, fused=True),
-    "torch fused op, one flat tensor": _one_flat_tensor,
+    FLAT: _one_flat_tensor,
     "apex_npu": _bare(optimizers.NpuFusedAdamW),
     "apex_npu, two groups": _bare(optimizers.NpuFusedAdamW, two=True),
 }
@@ -200,6 +201,10 @@ def main() -> None:
         times = steps_in_turns(steps, watch, options.rounds, float("inf"))
         workload = f"{4 * count} DTensors, 2 processes"
         new = rows(CPU, torch.float32, workload, times, next(iter(variants)))
+        if FLAT in times:
+            for row, beside in zip(new, rows(CPU, torch.float32, workload, times, FLAT), strict=True):
+                row["ratio_to_one_flat_tensor"] = beside[f"ratio_to_{FLAT}"]
+                row.update(flat_low=beside["ratio_low"], flat_high=beside["ratio_high"])
         table += new
         if dist.get_rank() == 0:
             show(new)
