@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.amp.grad_groups import GradGroup
-from apex_npu.fusion import grads_of, increment_versions, wraps_tensors
+from apex_npu.fusion import grads_of, increment_versions, versions_of, wraps_tensors
 from apex_npu.fusion.grad_slots import IN_BUFFER
 from apex_npu.fusion.shards import local_part
 
@@ -34,7 +34,7 @@ class ScaledGrads:
             for group in groups
         ]
         increment_versions([grad for grads in self._grads() for grad in grads if grad is not None])
-        self._entries = [list(map(_entry_of, grads)) for grads in self._grads()]
+        self._entries = list(map(_entries_of, self._grads()))
 
     def _grads(self) -> list[list[Tensor | None]]:
         return [grads_of([group.params[k] for k in own]) for group, own in zip(self._groups, self._own, strict=True)]
@@ -43,9 +43,14 @@ class ScaledGrads:
         """True where others are there, or the same have been written, but those that have been gathered or cleared."""
         nonzero: dict[torch.device, list[Tensor]] = {}
         for group, own, known, grads in zip(self._groups, self._own, self._entries, self._grads(), strict=True):
+            entries = _entries_of(grads)
+            if entries == known:
+                continue
             states = b"" if group.flat is None else group.flat.states()
-            for k, before, grad in zip(own, known, grads, strict=True):
-                if grad is None or _entry_of(grad) == before or _is_gathered(states[k : k + 1], before, grad):
+            for k, before, now, grad in zip(
+                own, zip(*known, strict=True), zip(*entries, strict=True), grads, strict=True
+            ):
+                if grad is None or now == before or _is_gathered(states[k : k + 1], before[1], grad):
                     continue
                 if grad.layout != torch.strided:
                     return True
@@ -54,11 +59,18 @@ class ScaledGrads:
         return any(bool(torch.stack(answers).any()) for answers in nonzero.values())
 
 
-def _entry_of(grad: Tensor | None) -> tuple[int, int] | None:
-    if grad is None:
-        return None
-    return grad._version, grad.data_ptr() if grad.layout == torch.strided and not wraps_tensors(grad) else 0
+def _entries_of(grads: Sequence[Tensor | None]) -> tuple[list[int], list[int]]:
+    """Versions and addresses: 0 for one without memory of its own, and -1 where there is none.
+
+    Two lists of numbers, since Python's garbage collector looks at a tuple for each.
+    """
+    wraps = {cls: wraps_tensors(grad) for cls, grad in {type(grad): grad for grad in grads}.items()}
+    addresses = [
+        -1 if grad is None else 0 if wraps[type(grad)] or grad.layout != torch.strided else grad.data_ptr()
+        for grad in grads
+    ]
+    return versions_of(list(grads)), addresses
 
 
-def _is_gathered(state: bytes, before: tuple[int, int] | None, grad: Tensor) -> bool:
-    return state == bytes([IN_BUFFER]) and before is not None and before[1] != grad.data_ptr()
+def _is_gathered(state: bytes, before: int, grad: Tensor) -> bool:
+    return state == bytes([IN_BUFFER]) and before not in (-1, grad.data_ptr())
