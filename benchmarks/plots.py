@@ -185,13 +185,15 @@ def write(results: Path = RESULTS) -> None:
         if not path.exists():
             continue
         table = read_csv(path)
-        figure, ((a, b, c), (d, e, f)) = plt.subplots(2, 3, figsize=(18, 10))
-        _share(a, table)
-        _baselines(b, table, "resnet50")
-        _baselines(c, table, "small2000")
-        _growth(d, table, COUNTS, "tensors, of 4 million elements together")
-        _growth(e, table, SIZES, "elements, in 100 tensors")
-        f.axis("off")
+        rows = 2 if any(row["workload"] in COUNTS for row in table) else 1
+        figure, axes = plt.subplots(rows, 3, figsize=(18, 5 * rows), squeeze=False)
+        _share(axes[0, 0], table)
+        _baselines(axes[0, 1], table, "resnet50")
+        _baselines(axes[0, 2], table, "small2000")
+        if rows == 2:
+            _growth(axes[1, 0], table, COUNTS, "tensors, of 4 million elements together")
+            _growth(axes[1, 1], table, SIZES, "elements, in 100 tensors")
+            axes[1, 2].axis("off")
         figure.tight_layout()
         figure.savefig(results / f"{device}.png", dpi=80, metadata={"Software": None})
         plt.close(figure)

@@ -90,7 +90,7 @@ def whole(table: Table) -> str:
 def iterations(table: Table) -> str:
     """Models that people know: how many times as long torch's recipe takes, by threads, and where ours spends it."""
     threads = list(dict.fromkeys(row["threads"] for row in table))
-    phases = ("forward", "block", "backward", "clip", "step")
+    phases = [name for name in ("forward", "block", "backward", "clip", "step") if name in table[0]]
     found: dict[tuple[str, str, str], dict[str, dict[str, str]]] = {}
     for row in table:
         found.setdefault((row["model"], row["precision"], row["variant"]), {})[row["threads"]] = row
@@ -161,6 +161,7 @@ TABLES: dict[str, tuple[str, Callable[[Table], str]]] = {
     "goals on cuda": ("goals_cuda.csv", goals),
     "steps on cuda": ("cuda.csv", steps),
     "whole steps on cuda": ("cuda.csv", whole),
+    "iterations on cuda": ("iterations_cuda.csv", iterations),
 }
 MISSING = "There are no figures yet."
 
