@@ -170,11 +170,10 @@ def test_the_count_may_be_large_or_on_the_device():
     """Of the latter the learning rate and the flag are, too; a flag that is set leaves all as it is."""
     options = {**OPTIONS["adam_"], "weight_decay": 0.0}
     check(options, "adam_", [torch.int8], "stochastic", count=2**31 + 5)
-    for op in ("adam_", "rmsprop_", "lamb_", "adamp_"):
-        for count in (torch.tensor(3.0), torch.tensor([3])):
-            device_options = on_device(OPTIONS[op], torch.zeros(1))
-            device_options = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in device_options.items()}
-            check(device_options, op, [torch.int8, torch.bfloat16], "remainder", count=count.to(DEVICE))
+    for op, count in (("adam_", torch.tensor(3.0)), ("lamb_", torch.tensor([3])), ("adamp_", torch.tensor(3.0))):
+        device_options = on_device(OPTIONS[op], torch.zeros(1))
+        device_options = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in device_options.items()}
+        check(device_options, op, [torch.int8, torch.bfloat16], "remainder", count=count.to(DEVICE))
         skipped = Call(op, [torch.int8, torch.bfloat16], "remainder")
         device_options["found_inf"] = torch.full((1,), 2.0, device=DEVICE)
         assert all(map(torch.equal, skipped.bits(), skipped.step(device_options, apart=False)))

@@ -145,7 +145,15 @@ def stepped(spec, dtype, options, steps=2):
 
 
 @pytest.mark.parametrize(("dtype", "formats"), FORMATS)
-@pytest.mark.parametrize("spec", ENCODED, ids=str)
+@pytest.mark.parametrize(
+    "spec",
+    # An elementwise rule, and one with norms; tests/ops/test_triton_formats.py has each in quick tests.
+    [
+        pytest.param(spec, marks=[] if spec.cls.__name__ in {"NpuFusedAdamW", "FusedLAMB"} else [pytest.mark.sweep])
+        for spec in ENCODED
+    ],
+    ids=str,
+)
 def test_states_in_fewer_bytes(spec, dtype, formats, request, monkeypatch):
     """Those that plain torch decodes and encodes around the same kernels, bit for bit; parameters are the CPU's."""
     options = {**spec.variants[-1], **formats}
