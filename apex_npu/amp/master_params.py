@@ -54,7 +54,6 @@ UNSEEN = (
     "model.state_dict() after writing"
 )
 
-
 SHARED = (
     "parameters of the model have been given the same memory (p.data = q.data) after amp.initialize: their fp32 "
     "masters are trained apart, and the model has the values of one of them. Use one Parameter for both, before "
@@ -203,8 +202,9 @@ class MasterParams:
         Elements of the model that are their master's, rounded, leave the master as it is. Until the first block of a
         master, the model has been written where it can only be seen that the two differ.
         """
-        shared = self._share_memory()
-        written = self._written_model()
+        found = self.model_writes.written(self.model_params)
+        shared = self._share_memory(found)
+        written = self._without_moved(found)
         doubt = self._follow_written(written) if written else None
         new = range(self.first_new, len(self.masters))
         _, _, others = self.copies.take(self.masters[new.start :], self.model_params[new.start :])
@@ -213,9 +213,8 @@ class MasterParams:
             follow_(self.masters[k], self.model_params[k], self._model_when_shown.get(k))
         return SHARED if shared else doubt
 
-    def _share_memory(self) -> bool:
+    def _share_memory(self, written: Sequence[int]) -> bool:
         """Whether a script has given model parameters the memory of others, since the last step."""
-        written = self.model_writes.written(self.model_params)
         moved = len(written) > len(self.model_writes.counted(self.model_params)) if written else False
         return moved and next(sharing_memory(self.model_params), None) is not None
 
@@ -269,9 +268,8 @@ class MasterParams:
             doubt = self._look_there() or doubt
         return UNCOUNTED if of_masters and not self._written and not masters_moved else doubt
 
-    def _written_model(self) -> list[int]:
-        """The indices of model parameters that a script has written; not, where that is known, of those only moved."""
-        written = self.model_writes.written(self.model_params)
+    def _without_moved(self, written: Sequence[int]) -> list[int]:
+        """Of the model parameters that a script has ``written`` not, where that is known, those that it only moved."""
         moved = self._since_rounded(written)[0] if written else ()
         if moved:
             self._note_model(moved)
@@ -358,7 +356,8 @@ class MasterParams:
     @torch.no_grad()
     def _unlike_model(self, written: Sequence[int]) -> tuple[list[int], list[int]]:
         """Those of the masters that have been ``written`` whose model parameter has not, and those that differ."""
-        of_model = {*self._written_model(), *self.copies.written_copies(self.model_params)}
+        found = self.model_writes.written(self.model_params)
+        of_model = {*self._without_moved(found), *self.copies.written_copies(self.model_params)}
         asked, differ = [], []
         for k in written:
             master, param = self.masters[k], self.model_params[k]
