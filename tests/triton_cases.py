@@ -92,14 +92,14 @@ def on_device(options: dict[str, Any], found_inf: Tensor | None) -> dict[str, An
     return {**options, **tensors, "found_inf": found_inf}
 
 
-# Two parameters: of rows longer than a chunk, and of short ones that start at odd places; and one of one row.
+# Parameters of rows longer than a tile, of short ones that start at odd places, and of one row.
 ROWS = [(0, 2500), (2500, 2500), *((5053 + 460 * i, 460) for i in range(5)), (7400, 300)]
 OWNER = [1, 1, *[2] * 5, 3, 0]
 SEGMENTS = [(0, 5000), (5053, 2300), (7400, 300), (7800, 0)]
 NUMEL = 7_808
 # The same where kernels may read and write on, into padding, up to a multiple of 16.
-ALIGNED_ROWS = [(0, 2496), (2496, 2500), *((5056 + 464 * i, 460) for i in range(5)), (7408, 300)]
-ALIGNED_SEGMENTS = [(0, 5000), (5056, 2300), (7408, 300), (7808, 0)]
+ALIGNED_ROWS = [(0, 2496), (2496, 2496), *((5056 + 460 * i, 460) for i in range(5)), (7408, 300)]
+ALIGNED_SEGMENTS = [(0, 4992), (5056, 2300), (7408, 300), (7808, 0)]
 
 
 def places(op: str, aligned: bool) -> list[tuple[int, int]]:

@@ -63,6 +63,14 @@ def test_every_operand_is_read_and_written_once_and_in_pieces_of_16_bytes(compil
     assert sum(facts["loads"]) + sum(facts["stores"]) == 8 * per_element
 
 
+@pytest.mark.parametrize(("op", "loads", "stores"), [("lamb_", 4 * 8, 3 * 8), ("adamp_", 4 * 4, 3 * 4)])
+def test_moments_of_segments_are_moved_in_pieces_of_16_bytes(compiled, op, loads, stores):
+    """p, g, m, v, and m, v, u: where ranges begin at multiples of 16. A thread has 8 elements, of AdamP's tiles 4."""
+    facts = next(f for f in compiled if f.get("kernel") == f"{op}directions" and f["op"] == op)
+    assert sum(size for size in facts["loads"] if size == 16) == 4 * loads
+    assert sum(size for size in facts["stores"] if size == 16) == 4 * stores
+
+
 def test_numbers_on_the_device_do_not_keep_operands_from_being_moved_in_pieces_of_16_bytes(compiled):
     facts = next(facts for facts in compiled if facts["op"] == "adam_ on device" and facts["kernel"] == "adam")
     large = [size for size in facts["loads"] + facts["stores"] if size == 16]

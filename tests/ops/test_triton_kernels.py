@@ -31,7 +31,7 @@ from triton_interpreter import DEVICE, INTERPRETED, interpreter, mend
 
 from apex_npu import ops
 from apex_npu.ops import cuda, wide_dtype
-from apex_npu.ops.triton_kernels import launches, plans
+from apex_npu.ops.triton_kernels import launches, plans, rows
 
 OPS = sorted(OPTIONS)
 
@@ -312,9 +312,76 @@ def test_adamp_projects_a_nan_nowhere_and_small_cosines_everywhere():
     check("adamp_", args, OPTIONS["adamp_"], inside("adamp_"), 4e-6)
 
 
-def test_rows_of_a_parameter_that_are_no_neighbours_are_left_to_torch():
+# Rows of whole units and of others, shorter than a unit and longer than a tile, one row, a vector, nothing.
+SHAPES = [(3, 64), (7, 9), (20, 128), (5, 147), (3, 1104), (2, 3000), (1, 2064), (130,), (2, 1025), (0, 5), (40, 1)]
+# In the middle of their cosines, above all of them, below.
+LIMITS = [(0.1, 0.0), (2.0, 0.0), (0.0, 2.0), (0.2, 0.02), (0.0, 0.0), (2.0, 0.0), (0.0, 2.0), (0.0, 0.0), (1e-9, 2.0),
+          (2.0, 2.0), (2.0, 0.0)]  # fmt: skip
+
+
+def matrices(at, limits=LIMITS):
+    """Arguments of AdamP for parameters of SHAPES that begin at multiples of 16, or ``at`` elements after them."""
+    starts, lengths, owner, begin = [], [], [], at
+    for index, shape in enumerate(SHAPES, 1):
+        rows = shape[0] if len(shape) > 1 and math.prod(shape) else 1
+        length = math.prod(shape) // rows
+        starts += [begin + row * length for row in range(rows)]
+        lengths += [length] * rows
+        owner += [index] * rows
+        begin += -(-rows * length // 16) * 16 + 16
+    numel = -(-begin // 16) * 16
+    row_limit, whole_limit = torch.tensor([(0.0, 0.0), *limits]).T.contiguous()
+    segments = [torch.tensor(starts), torch.tensor(lengths), None, torch.tensor([*owner, 0])]
+    return [*operands("adamp_", numel), None, torch.zeros(numel), *segments, row_limit, whole_limit]
+
+
+@pytest.mark.parametrize("long", [1 << 14, 1 << 11])
+@pytest.mark.parametrize("at", [0, 3])
+def test_rows_of_any_length_are_projected(at, long, monkeypatch):
+    monkeypatch.setattr(rows, "_LONG", long)
+    args = matrices(at)
+    which = torch.cat([torch.arange(s, s + n) for s, n in zip(args[6].tolist(), args[7].tolist(), strict=True)])
+    check("adamp_", args, OPTIONS["adamp_"], which, 1e-5)
+    found = rows.Rows.of(*args[6:8], *args[9:], args[0])
+    whole_parts = found.tiles[:, 5] >= 2
+    assert bool(whole_parts.any()) == (long == 1 << 11)
+    assert bool((found.tiles[:, 5] % 2 == 1).any()) == (at == 0)
+
+
+def test_nothing_is_summed_of_what_is_never_projected():
+    """Of vectors, and of all where delta is 0."""
+    args = matrices(0, [(0.0, 0.0)] * len(SHAPES))
+    assert rows.Rows.of(*args[6:8], *args[9:], args[0]).part_count == 0
+    other = matrices(0)
+    assert rows.Rows.of(*args[6:8], args[9], *other[10:], args[0]).part_count > 0, "other limits, other sums"
+    which = torch.cat([torch.arange(s, s + n) for s, n in zip(args[6].tolist(), args[7].tolist(), strict=True)])
+    check("adamp_", args, OPTIONS["adamp_"], which)
+
+
+def test_which_row_an_element_is_of():
+    """Of every element, by the arithmetic of the kernel that updates them."""
+    args = matrices(3)
+    found = rows.Rows.of(*args[6:8], *args[9:], args[0])
+    firsts = found.chunk_rows.tolist()
+    of_element = {}
+    for begin, end, (row, into, length, param) in zip(found.chunks.begins, found.chunks.ends, firsts, strict=True):
+        for i in range(int(end - begin)):
+            where = np.float32(i + into + 0.5) * (np.float32(1) / np.float32(length))
+            of_element[int(begin) + i] = row + int(where), param
+    for row, (start, length) in enumerate(zip(args[6].tolist(), args[7].tolist(), strict=True)):
+        assert all(of_element.pop(start + i) == (row, args[9][row]) for i in range(length))
+    assert not of_element
+
+
+@pytest.mark.parametrize("spoil", ["order", "length", "place"])
+def test_rows_that_make_up_no_matrix_are_left_to_torch(spoil):
     args = [*operands("adamp_", NUMEL), None, *segments("adamp_")]
-    args[9] = args[9][[7, 0, 1, 2, 3, 4, 5, 6, 8]]
+    if spoil == "order":
+        args[9] = args[9][[7, 0, 1, 2, 3, 4, 5, 6, 8]]
+    elif spoil == "length":
+        args[7] = args[7] - torch.tensor([0, 0, 0, 1, 0, 0, 0, 0])
+    else:
+        args[6] = args[6] + torch.tensor([0, 0, 0, 0, 0, 0, 5, 0])
     assert plans.adamp_(*args, **OPTIONS["adamp_"]) is None
 
 

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex_npu.ops.state_codec import SCALE_NUMEL
 
-_LARGEST, _SMALLEST = 2048, 128
+LARGEST, _SMALLEST = 2048, 128
 
 _T = TypeVar("_T")
 
@@ -65,26 +65,9 @@ class Chunks:
         return _made_once(_encoded_chunks, table, lambda: _cut(table[:, 0], table[:, 1], like, table))
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Which rows belong together.
-
-    Attributes:
-        firsts: int64, on the device: for each parameter its first row; and at the end the number of rows.
-    """
-
-    firsts: Tensor
-
-    @staticmethod
-    def of(owner: Tensor, params: int) -> Rows | None:
-        """See ``segmented.adamp_`` for ``owner``; None where the rows of a parameter are not neighbours."""
-        return _made_once(_rows, owner, lambda: _find_rows(owner, params))
-
-
 # What was made for which tensor; gone as soon as the tensor is.
 _chunks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _encoded_chunks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_rows: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _made_once(known: WeakTensorKeyDictionary, key: Tensor, make: Callable[[], _T]) -> _T:
@@ -96,7 +79,7 @@ def _made_once(known: WeakTensorKeyDictionary, key: Tensor, make: Callable[[], _
 
 def _cut(starts: Tensor, lengths: Tensor, like: Tensor, table: Tensor | None = None) -> Chunks:
     longest = int(lengths.max()) if lengths.numel() else 0
-    size = min(_LARGEST, max(_SMALLEST, 1 << (longest - 1).bit_length() if longest else 0))
+    size = min(LARGEST, max(_SMALLEST, 1 << (longest - 1).bit_length() if longest else 0))
     counts = (lengths + (size - 1)) // size
     firsts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     owners = torch.repeat_interleave(torch.arange(counts.numel()), counts)
@@ -117,11 +100,3 @@ def _places(begins: Tensor, ends: Tensor, table: Tensor) -> Tensor:
     numbers = begins - param_begins[param]
     scales = first_scales[param] + numbers // SCALE_NUMEL
     return torch.stack([begins, ends, numbers, positions[param], scales], dim=1)
-
-
-def _find_rows(owner: Tensor, params: int) -> Rows | None:
-    owners = owner[:-1].cpu()  # waits for the device, once for each layout
-    counts = torch.bincount(owners, minlength=params + 1)
-    if not bool((owners[1:] >= owners[:-1]).all()) or int(counts[0]):
-        return None
-    return Rows(torch.cat([counts[:1], counts[1:].cumsum(0)]).to(owner.device))

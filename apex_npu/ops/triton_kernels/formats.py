@@ -147,14 +147,13 @@ def store_param(
     mask,
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
-    ANYWHERE: tl.constexpr = False,
 ):
     """Round ``value`` into the parameters, and into their low-precision copy where there is one.
 
-    STOCHASTIC: the former, which are bfloat16, are rounded stochastically. ANYWHERE: see ``random_bits``.
+    STOCHASTIC: the former, which are bfloat16, are rounded stochastically.
     """
     if STOCHASTIC:
-        bits = random_bits(place, _PARAM_PAIR, BLOCK, ANYWHERE) & 0xFFFF
+        bits = random_bits(place, _PARAM_PAIR, BLOCK) & 0xFFFF
         tl.store(param + offsets, round_stochastically(value, bits), mask=mask)
     elif encoding.remainder is None:
         tl.store(param + offsets, value.to(param.dtype.element_ty), mask=mask)
@@ -245,22 +244,12 @@ def round_stochastically(value, half):
 
 
 @triton.jit
-def random_bits(place, PAIR: tl.constexpr, BLOCK: tl.constexpr, ANYWHERE: tl.constexpr = False):
-    """32 for each element. One word serves 16 of them, and Philox, which makes four words, runs once for 64.
-
-    ANYWHERE: chunks begin anywhere in their parameter, and it runs for each element.
-    """
-    if ANYWHERE:
-        element = place.first + tl.arange(0, BLOCK)
-        w0, w1, w2, w3 = random_words(place, element // 64, PAIR)
-        which = element // 16 % 4
-        word = tl.where(which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3))
-        return word + (element % 16).to(tl.uint32) * _WEYL
-    else:
-        w0, w1, w2, w3 = random_words(place, place.first // 64 + tl.arange(0, BLOCK // 64), PAIR)
-        words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK // 16, 1])
-        multiples = tl.reshape(tl.arange(0, 16).to(tl.uint32) * _WEYL, [1, 16])
-        return tl.reshape(words + multiples, [BLOCK])
+def random_bits(place, PAIR: tl.constexpr, BLOCK: tl.constexpr):
+    """32 for each element. One word serves 16 of them, and Philox, which makes four words, runs once for 64."""
+    w0, w1, w2, w3 = random_words(place, place.first // 64 + tl.arange(0, BLOCK // 64), PAIR)
+    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK // 16, 1])
+    multiples = tl.reshape(tl.arange(0, 16).to(tl.uint32) * _WEYL, [1, 16])
+    return tl.reshape(words + multiples, [BLOCK])
 
 
 @triton.jit

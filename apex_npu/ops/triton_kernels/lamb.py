@@ -17,7 +17,7 @@ from apex_npu.ops.triton_kernels.formats import (
     store_state,
 )
 from apex_npu.ops.triton_kernels.numbers import CORRECTION1, LR, ROOT_CORRECTION2, chosen, unless_overflowed
-from apex_npu.ops.triton_kernels.sums import chunk_offsets, dot, sum_of_parts
+from apex_npu.ops.triton_kernels.sums import chunk_offsets, dot
 
 
 @triton.jit
@@ -87,8 +87,14 @@ def lamb_ratios(
     """The ratio r of each segment."""
     segment = tl.program_id(0)
     first, last = tl.load(firsts + segment), tl.load(firsts + segment + 1)
-    weight_norm = tl.sqrt(sum_of_parts(parts, first, last, BLOCK)).to(DTYPE)
-    norm = tl.sqrt(sum_of_parts(parts + chunks, first, last, BLOCK)).to(DTYPE)
+    weights = tl.zeros((BLOCK,), tl.float64)
+    directions = tl.zeros((BLOCK,), tl.float64)
+    for begin in range(first, last, BLOCK):  # one loop, so that one sum does not wait for the other's memory
+        offsets = begin + tl.arange(0, BLOCK)
+        weights += tl.load(parts + offsets, mask=offsets < last, other=0.0)
+        directions += tl.load(parts + chunks + offsets, mask=offsets < last, other=0.0)
+    weight_norm = tl.sqrt(tl.sum(weights, axis=0)).to(DTYPE)
+    norm = tl.sqrt(tl.sum(directions, axis=0)).to(DTYPE)
     unusable = (weight_norm == 0) | (norm == 0)  # nan is not: what has overflowed must show
     limit = number(max_weight_norm, DTYPE)
     ratio = divide(tl.where(weight_norm > limit, limit, weight_norm), tl.where(unusable, number(1.0, DTYPE), norm))

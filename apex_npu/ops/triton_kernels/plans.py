@@ -21,17 +21,24 @@ from apex_npu.ops import elementwise, segmented
 from apex_npu.ops.dispatch import Op
 from apex_npu.ops.reference import wide_dtype
 from apex_npu.ops.triton_kernels import adamp, lamb, numbers, rules, sums
-from apex_npu.ops.triton_kernels.chunks import Chunks, Rows
+from apex_npu.ops.triton_kernels.chunks import Chunks
 from apex_npu.ops.triton_kernels.formats import Encoding
 from apex_npu.ops.triton_kernels.launches import Launch, Plan
 from apex_npu.ops.triton_kernels.operands import STORED, check_operands
+from apex_npu.ops.triton_kernels.rows import UNIT, UNITS, Rows
 
 # Elements of a program: eight for each thread, which is two loads of 16 bytes for float32.
 _BLOCK, _WARPS = 1024, 4
 # Programs of a norm, at most; each of them leaves one number.
 _NORM_BLOCK, _NORM_PROGRAMS = 2048, 1024
 # Chunks of a segment that are added at once.
-_SUM_BLOCK, _SUM_WARPS = 256, 2
+_SUM_BLOCK, _SUM_WARPS = 1024, 4
+# Of a program that has a tile: four elements for each thread; with eight there would be registers for few programs.
+_TILE_WARPS = UNIT * UNITS // 128
+# Rows of a program that adds their parts, and how many parts of each it adds at once.
+_ROWS, _ROW_BLOCK = 8, 128
+# Constants of a kernel over tiles that it reads for chunks alone.
+_WITHOUT_CHUNKS = {"ALIGNED": False, "BLOCK": UNIT * UNITS}
 # Of calls whose operands are stored as declared.
 _PLAIN = Encoding()
 
@@ -234,42 +241,41 @@ def adamp_(given: Arguments) -> Plan | None:
     if given.ids is not None:
         return None
     *moments, model_param, direction = _buffers(segmented.adamp_, given)
-    param, eps = given.param, given.eps
-    params, row_count = given.whole_limit.numel() - 1, given.starts.numel()
-    rows = Rows.of(given.owner, params)
+    param, eps, encoded = given.param, given.eps, given.encoded
+    limits = (given.row_limit, given.whole_limit)
+    rows = Rows.of(given.starts, given.lengths, given.owner, *limits, param, encoded and encoded.table)
     if rows is None:
         return None
-    chunks = Chunks.of(given.starts, given.lengths, param, given.encoded and given.encoded.table)
-    # A row begins anywhere in a block of 8-bit codes, so moments are stepped by other chunks.
-    of_params = chunks if given.encoded is None else Chunks.of_params(given.encoded.table, param)
-    encoding, step, rounding = _encoding(given, of_params)
-    row_encoding = encoding._replace(places=chunks.places)
-    count, dtype = chunks.begins.numel(), {"DTYPE": _dtype(param)}
-    parts = param.new_empty(4 * count, dtype=torch.float64)
-    row_sums = parts.new_empty(4 * row_count)
-    decisions = parts.new_empty(2 * (params + 1))
-    where = (chunks.begins, chunks.ends)
+    chunks, row_count, params = rows.chunks, given.starts.numel(), given.whole_limit.numel() - 1
+    encoding, step, rounding = _encoding(given, chunks)
+    dtype, parts = {"DTYPE": _dtype(param)}, param.new_empty(4 * rows.part_count, dtype=torch.float64)
+    row_sums, multiples = parts.new_empty(4 * row_count), direction.new_empty(row_count)
+    projected = direction.new_empty(params + 1)
     beta1, beta2, decay = given.beta1, given.beta2, given.weight_decay
     known = _Numbers.of(given, betas=(beta1, beta2), decay=decay, decay_if_projected=decay * given.wd_ratio)
     scale = _beside(given.grad_scale, param)
-    moved = (of_params.begins, of_params.ends, count, step)
-    operands = (*moments, scale, known.on_device, encoding, direction, parts, *moved)
-    arguments = (beta1, 1 - beta1, beta2, 1 - beta2, eps, known.root_correction2)
-    decide = (row_sums, rows.firsts, given.row_limit, given.whole_limit, decisions, row_count, params, eps)
-    summed = (param, given.grad, scale, known.on_device, row_encoding, direction, parts, *where, count)
-    finish = (param, model_param, direction, known.on_device, row_encoding, row_sums, decisions, given.owner)
-    rates = (*where, chunks.owners, row_count, params, step, known.step_size, known.kept, known.kept_if_projected, eps)
-    maximize = {"MAXIMIZE": given.maximize}
-    flags = {"NESTEROV": given.nesterov, **maximize}
-    sums_apart = () if given.encoded is None else (_over_chunks(adamp.adamp_parts, chunks, summed, maximize | dtype),)
+    maximize, where = {"MAXIMIZE": given.maximize}, (chunks.begins, chunks.ends)
+    flags = {"NESTEROV": given.nesterov, **maximize, **dtype}
+    rates = (step, beta1, 1 - beta1, beta2, 1 - beta2, eps, known.root_correction2)
+    operands = (*moments, scale, known.on_device, encoding, direction)
+    if encoded is None:
+        tiles = (None, None, rows.tiles, parts, rows.part_count)
+        moved = [_over_tiles(adamp.adamp_directions, rows, (*operands, *tiles, *rates), flags | _WITHOUT_CHUNKS)]
+    else:  # a row begins anywhere in a block of 8-bit codes, so sums are taken apart
+        moved = [_over_chunks(adamp.adamp_directions, chunks, (*operands, *where, None, None, 0, *rates), flags)]
+        summed = (param, given.grad, scale, known.on_device, encoding, direction, rows.tiles, parts, rows.part_count)
+        moved.append(_over_tiles(adamp.adamp_parts, rows, summed, maximize | dtype))
+    added = (parts, row_sums, rows.first_parts, rows.part_count, row_count)
+    decide = (row_sums, rows.first_rows, *limits, multiples, projected, row_count, eps)
+    finish = (param, model_param, direction, known.on_device, encoding, multiples, projected, *where, rows.chunk_rows)
+    shares = (step, known.step_size, known.kept, known.kept_if_projected)
     return Plan(
         (
             *known.launches,
-            _over_chunks(adamp.adamp_directions, of_params, (*operands, *arguments), flags | dtype),
-            *sums_apart,
-            _over_segments(adamp.adamp_rows, row_count, (parts, row_sums, chunks.firsts, count, row_count), {}),
+            *moved,
+            Launch(adamp.adamp_rows, -(-row_count // _ROWS), added, {"ROWS": _ROWS, "BLOCK": _ROW_BLOCK}, 8),
             _over_segments(adamp.adamp_decisions, params, decide, {}),
-            _over_chunks(adamp.adamp_step, chunks, (*finish, *rates), dtype | rounding),
+            _over_chunks(adamp.adamp_step, chunks, (*finish, *shares), dtype | rounding),
         )
     )
 
@@ -334,6 +340,10 @@ def _over_chunks(kernel: Any, chunks: Chunks, args: tuple[Any, ...], constants: 
     return Launch(
         kernel, chunks.begins.numel(), args, {**constants, "ALIGNED": chunks.aligned, "BLOCK": chunks.size}, warps
     )
+
+
+def _over_tiles(kernel: Any, rows: Rows, args: tuple[Any, ...], constants: dict[str, Any]) -> Launch:
+    return Launch(kernel, rows.tiles.size(0), args, constants, _TILE_WARPS)
 
 
 def _over_segments(kernel: Any, count: int, args: tuple[Any, ...], constants: dict[str, Any]) -> Launch:
