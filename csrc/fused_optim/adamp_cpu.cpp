@@ -204,7 +204,7 @@ class AdamP {
   }
 
   void step() {
-    pieces_.parallel_for_each([&](size_t i) {
+    const auto read = [&](size_t i) {
       const Piece& piece = pieces_[i];
       Products* products = products_.data() + first_products_[i];
       update_moments(piece, products);
@@ -213,15 +213,15 @@ class AdamP {
       } else if (piece.whole) {
         move(piece, {choose_projection(of(piece), products, options_.eps), products});
       }
-    });
-    for (size_t first = 0, end; first < pieces_.size(); first = end) {
-      const Piece& piece = pieces_[first];
-      for (end = first; end < pieces_.size() && pieces_[end].segment == piece.segment;) ++end;
-      if (piece.whole || !of(piece).may_be_projected()) continue;
-      const Products* products = join_products(first, end);
+    };
+    const auto decide = [&](size_t begin, size_t end) {
+      const Piece& piece = pieces_[begin];
+      if (piece.whole || !of(piece).may_be_projected()) return false;
+      const Products* products = join_products(begin, end);
       of_params_[piece.segment] = {choose_projection(of(piece), products, options_.eps), products};
-    }
-    cut_.parallel_for_each([&](size_t i) { move(cut_[i], of_params_[cut_[i].segment]); });
+      return true;
+    };
+    pieces_.parallel_twice(cut_, read, decide, [&](const Piece& piece) { move(piece, of_params_[piece.segment]); });
   }
 
  private:

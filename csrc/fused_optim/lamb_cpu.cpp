@@ -106,7 +106,7 @@ class Lamb {
     // All memory is taken before anything moves.
     const Pieces cut = pieces_.of_cut_segments();
     std::vector<SquaredNorms> of_pieces(pieces_.size()), of_segments(segment_count);
-    pieces_.parallel_for_each([&](size_t i) {
+    const auto read = [&](size_t i) {
       if (is_encoded()) {
         of_pieces[i] = norms_of_encoded(pieces_[i]);
         if (pieces_[i].whole) step_encoded(pieces_[i], lr * of_pieces[i].trust_ratio(max_weight_norm));
@@ -115,14 +115,17 @@ class Lamb {
       alignas(64) T direction[kPieceNumel];
       of_pieces[i] = update_moments(pieces_[i], direction);
       if (pieces_[i].whole) move_along(direction, pieces_[i], lr * of_pieces[i].trust_ratio(max_weight_norm));
-    });
-    for (size_t i = 0; i < pieces_.size(); ++i) of_segments[pieces_[i].segment] += of_pieces[i];
-    cut.parallel_for_each([&](size_t i) {
-      const double step_size = lr * of_segments[cut[i].segment].trust_ratio(max_weight_norm);
+    };
+    const auto add = [&](size_t begin, size_t end) {
+      for (size_t i = begin; i < end; ++i) of_segments[pieces_[i].segment] += of_pieces[i];
+      return !pieces_[begin].whole;
+    };
+    pieces_.parallel_twice(cut, read, add, [&](const Piece& piece) {
+      const double step_size = lr * of_segments[piece.segment].trust_ratio(max_weight_norm);
       if (is_encoded()) {
-        step_encoded(cut[i], step_size);
+        step_encoded(piece, step_size);
       } else {
-        move(cut[i], step_size);
+        move(piece, step_size);
       }
     });
   }

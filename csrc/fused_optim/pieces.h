@@ -53,6 +53,24 @@ class Pieces {
     });
   }
 
+  // For work that reads segments a second time, when it knows something of all that it has read of one: first(i) for
+  // each piece, between(begin, end) for each segment's range of pieces, which returns whether it is read again, and
+  // second(piece) for all pieces of those that are, which `again` holds. One thread takes a segment after the other,
+  // and its pieces from the end, which is in the cache then; several would wait for each other after each.
+  template <typename First, typename Between, typename Second>
+  void parallel_twice(const Pieces& again, const First& first, const Between& between, const Second& second) const {
+    const bool alone = at::get_num_threads() == 1;
+    if (!alone) parallel_for_each(first);
+    for (size_t begin = 0, end; begin < size(); begin = end) {
+      for (end = begin; end < size() && pieces_[end].segment == pieces_[begin].segment; ++end) {
+        if (alone) first(end);
+      }
+      const bool is_read_again = between(begin, end);
+      for (size_t i = end; alone && is_read_again && i-- > begin;) second(pieces_[i]);
+    }
+    if (!alone) again.parallel_for_each([&](size_t i) { second(again[i]); });
+  }
+
  private:
   void add(const Piece& piece);
 

@@ -246,7 +246,8 @@ def results():
     numel = 2**18 + 3
     for name, options, states in RULES:
         for mix in ((F32, F32, None), (F32, F16, F16)):
-            shapes = [(200, 1_000), (10_000,), (3, 16_193)]
+            # Of more than one piece, and of one.
+            shapes = [(200, 1_000), (10_000,), (1, 16_400), (2, 16_000)]
             operands = operands_for(name, states, numel, mix, seed=1)
             extra = segments_of(name, shapes, numel, F32) if name in ("lamb_", "adamp_") else []
             model_param = None if mix[2] is None else torch.zeros(numel, dtype=mix[2])
