@@ -9,9 +9,8 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import old_patch
@@ -89,8 +88,9 @@ RULES: dict[str, Rule] = {
 }
 
 
+@cache
 def imported(module: str, name: str) -> Any:
-    """An optimizer of another package, or None where it is not installed, or cannot be built here."""
+    """An optimizer of another package, or None where it is not installed, or cannot be built here, said once."""
     package = module.partition(".")[0]
     if package == "timm" and package not in sys.modules:
         # Without its package's __init__, which needs torchvision.
@@ -100,9 +100,11 @@ def imported(module: str, name: str) -> Any:
                 spec = importlib.machinery.ModuleSpec(part, None, is_package=True)
                 spec.submodule_search_locations = [path]
                 sys.modules[part] = importlib.util.module_from_spec(spec)
-    with suppress(Exception):  # whatever a package raises that finds no compiler, no CUDA, or another torch
+    try:
         return getattr(importlib.import_module(module), name)
-    return None
+    except Exception as error:  # whatever a package raises that finds no compiler, no CUDA, or another torch
+        print(f"left out: {module}.{name}: {type(error).__name__}: {str(error).partition(chr(10))[0]}", flush=True)
+        return None
 
 
 def stepping(

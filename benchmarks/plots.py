@@ -4,8 +4,8 @@
 
     python benchmarks/plots.py
 
-``results/speed.png``, the picture of the first page, is drawn from cpu.csv alone, and docs/sharded_steps.png from
-sharded_whole_steps_cpu.csv.
+``results/speed.png``, the picture of the first page, is drawn from cpu.csv alone, ``results/iterations.png`` from
+iterations_cpu.csv, and docs/sharded_steps.png from sharded_whole_steps_cpu.csv.
 """
 
 from __future__ import annotations
@@ -73,6 +73,9 @@ _SHARDED = {
     "apex_npu": "apex_npu",
     "with fuse_unscale": "apex_npu, folded",
 }
+_LEVELS = {"O0": "#999999", "O1": "#E69F00", "O2": "#D55E00", "O4": "#56B4E9", "O5": "#0072B2"}
+_MARKERS = {"O0": "o", "O1": "s", "O2": "D", "O4": "^", "O5": "v"}
+_PRECISIONS = {"O0": "float32", "O1": "float16", "O2": "float16", "O4": "bfloat16", "O5": "bfloat16"}
 _DOCS = RESULTS.parents[1] / "docs"
 # A median, and the ends of the interval around it.
 Speed = tuple[float, float, float]
@@ -117,6 +120,35 @@ def small_steps(table: Table) -> dict[str, dict[str, Speed]]:
     return speeds
 
 
+def iterations(table: Table, how: str) -> dict[str, dict[str, Speed]]:
+    """Level → model → speed over torch's own recipe at the same precision, of a whole iteration on all cores."""
+    cores = max(table, key=lambda row: int(row["threads"]))["threads"]
+    speeds: dict[str, dict[str, Speed]] = {}
+    for row in table:
+        level, _, variant = row["variant"].partition(", ")
+        if row["threads"] == cores and variant == how:
+            found = speeds.setdefault(level, {})
+            found[row["model"]] = float(row["speed"]), float(row["low"]), float(row["high"])
+    return dict(sorted(speeds.items()))
+
+
+def _points(axes: Any, speeds: dict[str, dict[str, Speed]]) -> None:
+    models = list(dict.fromkeys(model for found in speeds.values() for model in found))
+    for place, (level, found) in enumerate(speeds.items()):
+        for model, (value, low, high) in found.items():
+            height = models.index(model) + 0.15 * (place - (len(speeds) - 1) / 2)
+            axes.plot([low, high], [height, height], color=_LEVELS[level], linewidth=1)
+            label = f"{level}, {_PRECISIONS[level]}" if model == next(iter(found)) else None
+            axes.plot(value, height, _MARKERS[level], color=_LEVELS[level], markersize=6, label=label)
+    for between in range(1, len(models)):
+        axes.axhline(between - 0.5, color="#dddddd", linewidth=0.8)
+    axes.axvline(1, color="#999999", linewidth=1.5)
+    axes.set_yticks(range(len(models)), models)
+    axes.set_ylim(len(models) - 0.5, -0.5)
+    axes.set_xlabel("speed, torch's own recipe at the same precision = 1", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def _bars(axes: Any, speeds: dict[str, dict[str, Speed]]) -> None:
     labels = list(next(iter(speeds.values())))
     for place, label in enumerate(labels):
@@ -153,6 +185,25 @@ def write_front(results: Path = RESULTS) -> None:
     figure.savefig(results / "speed.png", dpi=125, metadata={"Software": None})
     plt.close(figure)
     print(f"written: {results / 'speed.png'}")
+
+
+def write_iterations(results: Path = RESULTS) -> None:
+    """Whole iterations of models that people know."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    table = read_csv(results / "iterations_cpu.csv")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 5.2), layout="constrained", sharex=True, sharey=True)
+    _points(left, iterations(table, "as written"))
+    left.set_title("Scripts as they are written", fontsize=10)
+    _points(right, iterations(table, "folded"))
+    right.set_title("With fuse_unscale=True and fused clipping", fontsize=10)
+    figure.legend(*left.get_legend_handles_labels(), fontsize=9, ncols=5, loc="outside lower center", frameon=False)
+    figure.savefig(results / "iterations.png", dpi=125, metadata={"Software": None})
+    plt.close(figure)
+    print(f"written: {results / 'iterations.png'}")
 
 
 def write_sharded(results: Path = RESULTS, docs: Path = _DOCS) -> None:
@@ -200,6 +251,8 @@ def write(results: Path = RESULTS) -> None:
         print(f"written: {results / f'{device}.png'}")
     if (results / "cpu.csv").exists():
         write_front(results)
+    if (results / "iterations_cpu.csv").exists():
+        write_iterations(results)
     if results == RESULTS and (results / "sharded_whole_steps_cpu.csv").exists():
         write_sharded()
 

@@ -3,6 +3,7 @@
 """What the benchmarks conclude from numbers; that their variants compute what they are to; nothing is timed."""
 
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -277,6 +278,25 @@ def test_the_first_page_says_what_its_picture_shows(page):
     assert re.findall(r"\d+\.\d+(?=\s+times as fast|\s+times with| 倍)", point) == [
         f"{speed:.1f}" for speed in (written, folded, lamb)
     ]
+
+
+def test_the_picture_of_iterations_shows_what_the_text_says():
+    """Of all cores; medians over the models, from the rows themselves."""
+    table = read_csv(RESULTS / "iterations_cpu.csv")
+    said = []
+    for level in ("O0", "O5"):
+        for how in ("as written", "folded"):
+            rows = [r for r in table if r["threads"] == "2" and r["variant"] == f"{level}, {how}"]
+            drawn = plots.iterations(table, how)
+            assert {model: speed for model, (speed, _, _) in drawn[level].items()} == {
+                row["model"]: float(row["speed"]) for row in rows
+            }
+            assert len(rows) == 6
+            said.append(f"{statistics.median(float(row['speed']) for row in rows):.2f}")
+    assert sorted(drawn) == ["O0", "O1", "O2", "O4", "O5"]
+    text = " ".join((ROOT / "benchmarks/README.md").read_text(encoding="utf-8").split())
+    o0, o0_folded, o5, o5_folded = said
+    assert f"of O0 is {o0} as written and {o0_folded} folded with two threads, that of O5 {o5} and {o5_folded}." in text
 
 
 def test_report_replaces_what_is_between_markers_alone(tmp_path):
