@@ -42,7 +42,7 @@ Borrowed borrow(const py::sequence& tensors) {
 py::list grads_of(const Borrowed& tensors) {
   py::list grads(tensors.size());
   look_at_each(tensors, prefetch_autograd, [&](size_t i) {
-    PyList_SET_ITEM(grads.ptr(), static_cast<Py_ssize_t>(i), THPVariable_Wrap(tensors[i]->grad()));
+    PyList_SET_ITEM(grads.ptr(), static_cast<Py_ssize_t>(i), THPVariable_Wrap(grad_of(*tensors[i])));
   });
   return grads;
 }
