@@ -69,4 +69,7 @@ std::vector<int64_t> low_precision_of(const Borrowed& tensors);
 // tensor.grad = None, for each.
 void drop_grads(const Borrowed& tensors);
 
+// tensors[i].grad = grads[i], for each.
+void set_grads(const Borrowed& tensors, const Borrowed& grads);
+
 }  // namespace apex_npu
