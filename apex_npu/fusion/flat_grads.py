@@ -356,11 +356,13 @@ class FlatGrads:
         apart = IN_BUFFER in states and (inv_scale != 1.0 or found_inf is not None)
         if ELSEWHERE in states:
             scaling = (1.0, None) if apart else (inv_scale, found_inf)
-            grads = self._readable(others, [grad for i in others if (grad := sources[i].grad) is not None], sources)
+            grads = [grad for i in others if (grad := sources[i].grad) is not None]
+            grads = self._readable(others, grads, sources) if others else []
             if dtype is not None and not self._address_table.take(addresses, dtype, *scaling, span):
                 self._by_address = False
                 return None
-            gather_([self._views[i] for i in others], grads, *scaling)
+            if grads:
+                gather_([self._views[i] for i in others], grads, *scaling)
             self._show_views(states, span)
             states = states.replace(_ELSEWHERE, _IN_BUFFER)
         if apart:
@@ -536,7 +538,7 @@ class FlatGrads:
 
 
 def _places_of(state: int, states: bytes) -> list[int]:
-    return [i for i, found in enumerate(states) if found == state]
+    return [i for i, found in enumerate(states) if found == state] if state in states else []
 
 
 def _stay_elsewhere(states: bytes, to_gather: list[int]) -> bool:
@@ -545,7 +547,9 @@ def _stay_elsewhere(states: bytes, to_gather: list[int]) -> bool:
 
 
 def _with_state(state: int, states: bytes, slots: list[int], first: int = 0) -> bytes:
-    """``states``, which are those of the slots from ``first`` on, with ``state`` for ``slots``."""
+    """``states``, of the slots from ``first`` on, with ``state`` for ``slots``, which are some that are ELSEWHERE."""
+    if not _stay_elsewhere(states, slots):
+        return states.replace(_ELSEWHERE, bytes([state]))
     changed = bytearray(states)
     for i in slots:
         changed[i - first] = state
