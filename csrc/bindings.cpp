@@ -46,7 +46,7 @@ using apex_npu::borrow;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 18;
+  m.attr("API") = 19;
 
   m.def("move_storages", &apex_npu::move_storages, py::arg("lists"), py::arg("src"), py::arg("offsets"),
         py::arg("copy_values"));
@@ -153,6 +153,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                  &apex_npu::is_unused);
           },
           py::arg("params"), py::arg("views"), py::arg("factor"), py::arg("found_inf"), py::arg("least_numel"))
+      .def(
+          "addresses",
+          [](const apex_npu::GradSlots& slots, const py::sequence& sources, const py::list& params,
+             const py::list& views, size_t first, size_t last, const std::optional<std::vector<int64_t>>& chosen,
+             const at::Tensor& flat, const at::Tensor& addresses) {
+            const auto to = borrow(params, first, last);
+            const auto found =
+                slots.addresses(sources.is(params) ? to : borrow(sources, first, last), to, borrow(views, first, last),
+                                first, chosen, flat, addresses, &apex_npu::is_unused);
+            return std::make_tuple(py::bytes(found.states), found.others, found.dtype, found.views_are_free);
+          },
+          py::arg("sources"), py::arg("params"), py::arg("views"), py::arg("first"), py::arg("last"), py::arg("chosen"),
+          py::arg("flat"), py::arg("addresses"))
       .def("forget_stepped", &apex_npu::GradSlots::forget_stepped)
       .def(
           "share",
@@ -189,6 +202,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("tensors"));
   m.def("drop_grads", [](const py::sequence& tensors) { apex_npu::drop_grads(borrow(tensors)); }, py::arg("tensors"));
 
+  m.def(
+      "set_grads",
+      [](const py::sequence& tensors, const py::sequence& grads) {
+        apex_npu::set_grads(borrow(tensors), borrow(grads));
+      },
+      py::arg("tensors"), py::arg("grads"));
   m.def(
       "grads_of", [](const py::sequence& tensors) { return apex_npu::grads_of(borrow(tensors)); }, py::arg("tensors"));
   m.def("count_exponents_cpu", &apex_npu::count_exponents_cpu, py::arg("x"), py::arg("factor"));

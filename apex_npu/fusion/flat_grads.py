@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from operator import attrgetter
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from apex_npu._extension import extension
+from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import no_grad
 from apex_npu.fusion import grad_slots
 from apex_npu.fusion.combined import check_combinable
@@ -25,22 +28,26 @@ from apex_npu.fusion.grad_slots import (
     ELSEWHERE,
     IN_BUFFER,
     NONE,
+    AddressedSlots,
     GradSlots,
     InPlace,
     check_grad,
 )
-from apex_npu.fusion.many_tensors import are_same, increment_versions, kept_grads
+from apex_npu.fusion.many_tensors import are_same, increment_versions, kept_grads, set_grads
 from apex_npu.fusion.storage import SlotTable, move_out, slot_table
 from apex_npu.ops import (
+    AddressTable,
     cats_lists,
     gather_,
     gathers_in_one_pass,
     take_grads_,
+    takes_addresses,
     takes_grads,
     unscale_grads,
 )
 
 _GRAD, _DTYPE, _LAYOUT, _DEVICE = map(attrgetter, ("grad", "dtype", "layout", "device"))
+_IN_BUFFER, _ELSEWHERE = bytes([IN_BUFFER]), bytes([ELSEWHERE])
 
 
 class FlatGrads:
@@ -77,6 +84,8 @@ class FlatGrads:
         self._view_table: SlotTable | None = None
         self._padding: Tensor | None = None
         self._copier: GradCopier | None = None
+        self._by_address = bool(self.params) and takes_addresses(self.params[0])
+        self._address_table: AddressTable | None = None
         self._table = slot_table(self.params)
 
     @classmethod
@@ -241,6 +250,9 @@ class FlatGrads:
             RuntimeError: A gradient is sparse, not of its parameter's dtype, or a subclass such as DTensor; nothing has
                 been copied then.
         """
+        at_once = self._by_address and self._views and not self.is_sharded
+        if at_once and (taken := self._take_by_address(self.params, slots)) is not None:
+            return taken
         states, to_gather = self._find(slots, in_place)
         return self._gather(slots, states, to_gather) if to_gather else states
 
@@ -255,6 +267,8 @@ class FlatGrads:
         return states if fit else self._gather(None, states, to_gather)
 
     def _gather(self, slots: range | None, states: bytes, to_gather: list[int]) -> bytes:
+        if self._by_address and (taken := self._take_by_address(self.params, slots)) is not None:
+            return taken
         views = self.views
         if IN_BUFFER not in states and self._in_one_pass:
             all_of_them = slots is None and not _stay_elsewhere(states, to_gather)
@@ -263,13 +277,13 @@ class FlatGrads:
             params, slots_of_them = ([tensors[i] for i in to_gather] for tensors in (self.params, views))
             grads = self._readable(to_gather, list(map(_GRAD, params)), self.params)
             self._make_copier().copy_in(to_gather, slots_of_them, grads)
-            _set_grads(params, slots_of_them)
+            set_grads(params, slots_of_them)
         return _with_state(IN_BUFFER, states, to_gather, 0 if slots is None else slots.start)
 
     def gather_times(self, factor: float, slots: range) -> bytes:
         """``gather(slots)``, then multiply these gradients by ``factor``; in one pass where the device allows."""
         states, to_gather = self._find(slots, InPlace.NO)
-        if to_gather and IN_BUFFER not in states and self._in_one_pass:
+        if to_gather and IN_BUFFER not in states and (self._in_one_pass or self._by_address):
             self.take(self.params, factor, slots=slots)
             return _with_state(IN_BUFFER, states, to_gather, slots.start)
         states = self.gather(slots)
@@ -296,6 +310,8 @@ class FlatGrads:
             RuntimeError: A gradient is sparse, not of its parameter's dtype, or a subclass such as DTensor; nothing has
                 been copied then.
         """
+        if self._by_address and self._take_by_address(sources, slots, inv_scale, found_inf) is not None:
+            return
         views = self.views
         taken = range(len(self.params)) if slots is None else slots
         if not self._in_one_pass:
@@ -310,6 +326,56 @@ class FlatGrads:
             grad = sources[index].grad
             check_grad(index, self.params[index], grad, own=sources[index] is self.params[index])
             raise RuntimeError(f"parameter {index} has a gradient that cannot be fused: {grad!r}")
+
+    def _take_by_address(
+        self,
+        sources: Sequence[Tensor],
+        slots: Sequence[int] | None,
+        inv_scale: float = 1.0,
+        found_inf: Tensor | None = None,
+    ) -> bytes | None:
+        """``take`` by a kernel that follows addresses; where ``slots`` is None it multiplies what is in slots, too.
+
+        Returns:
+            The states of the slots afterwards. None, with nothing done, where the kernel does not compile; or in the
+            capture of a CUDA graph, whose replay would follow the addresses of the capture.
+        """
+        if is_capturing():
+            return None
+        flat, known = self.flat, cast("AddressedSlots", self._plan_slots())
+        if self._address_table is None:
+            self._address_table = AddressTable(flat, self.offsets, [p.numel() for p in self.params])
+        span = slots if isinstance(slots, range) else range(len(self.params))
+        chosen = None if slots is None or slots is span else slots
+        addresses = self._address_table.addresses()
+        look = partial(known.addresses, sources, self.params, self._views, span.start, span.stop, chosen)
+        states, others, dtype, views_are_free = look(flat, addresses)
+        if ELSEWHERE in states and (self.is_shown or not views_are_free):
+            _ = self.views  # which frees them
+            states, others, dtype, _ = look(flat, addresses)
+        apart = IN_BUFFER in states and (inv_scale != 1.0 or found_inf is not None)
+        if ELSEWHERE in states:
+            scaling = (1.0, None) if apart else (inv_scale, found_inf)
+            grads = [grad for i in others if (grad := sources[i].grad) is not None]
+            grads = self._readable(others, grads, sources) if others else []
+            if dtype is not None and not self._address_table.take(addresses, dtype, *scaling, span):
+                self._by_address = False
+                return None
+            if grads:
+                gather_([self._views[i] for i in others], grads, *scaling)
+            self._show_views(states, span)
+            states = states.replace(_ELSEWHERE, _IN_BUFFER)
+        if apart:
+            self._unscale_operands(states, inv_scale, found_inf)
+        return states
+
+    def _show_views(self, states: bytes, slots: range) -> None:
+        """Make the views of ``slots`` gradients where ``states`` are ELSEWHERE."""
+        params, views = self.params, self._views
+        if states.count(ELSEWHERE) < len(views):
+            taken = [slots.start + i for i in _places_of(ELSEWHERE, states)]
+            params, views = [params[i] for i in taken], [views[i] for i in taken]
+        set_grads(params, views)
 
     def share(self, sources: Sequence[Tensor]) -> None:
         """Bring the gradients of ``sources`` to ``params``, without a copy where they can be read where they are.
@@ -338,6 +404,9 @@ class FlatGrads:
         Raises:
             RuntimeError: As of ``gather``.
         """
+        by_address = self._by_address and self._views and (inv_scale != 1.0 or found_inf is not None)
+        if by_address and self._take_by_address(self.params, None, inv_scale, found_inf) is not None:
+            return
         at_once = self._in_one_pass and inv_scale != 1.0 and self._views and not self.is_shown
         slots = self._slots if at_once else None
         if slots is None or not slots.unscale(self.params, self._views, inv_scale, found_inf, grad_slots.WRITTEN_NUMEL):
@@ -359,6 +428,9 @@ class FlatGrads:
             states = _with_state(NONE, states, to_gather)  # nothing is left to do there
         elif to_gather:
             states = self._gather(None, states, to_gather)
+        self._unscale_operands(states, inv_scale, found_inf)
+
+    def _unscale_operands(self, states: bytes, inv_scale: float, found_inf: Tensor | None) -> None:
         operands = self._operands(states)
         unscale_grads(operands, inv_scale, found_inf)
         if inv_scale != 1.0:
@@ -384,14 +456,14 @@ class FlatGrads:
         slots_of_them = [views[i] for i in there]
         grads = self._readable(there, [given[i] for i in there], sources)
         copier = self._make_copier()
-        if cats_lists(self.device):
+        if self.device.type != "cpu":
             copier.copy_in(there, slots_of_them, grads)
             unscale_grads(list(map(self.span, copier.batches(there))), inv_scale, found_inf)
         else:
             for batch, begin, end in numbered(copier.batches(there)):
                 gather_(slots_of_them[begin:end], grads[begin:end])
                 unscale_grads([self.span(batch)], inv_scale, found_inf)
-        _set_grads([self.params[i] for i in there], slots_of_them)
+        set_grads([self.params[i] for i in there], slots_of_them)
 
     def _readable(self, indices: Sequence[int], grads: list[Tensor], sources: Sequence[Tensor]) -> list[Tensor]:
         """``grads``, of ``sources[i]`` for each of ``indices``; those in slots, which will be written, are cloned.
@@ -465,13 +537,8 @@ class FlatGrads:
         return mask
 
 
-def _set_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    for param, grad in zip(params, grads, strict=True):
-        param.grad = grad
-
-
 def _places_of(state: int, states: bytes) -> list[int]:
-    return [i for i, found in enumerate(states) if found == state]
+    return [i for i, found in enumerate(states) if found == state] if state in states else []
 
 
 def _stay_elsewhere(states: bytes, to_gather: list[int]) -> bool:
@@ -480,7 +547,9 @@ def _stay_elsewhere(states: bytes, to_gather: list[int]) -> bool:
 
 
 def _with_state(state: int, states: bytes, slots: list[int], first: int = 0) -> bytes:
-    """``states``, which are those of the slots from ``first`` on, with ``state`` for ``slots``."""
+    """``states``, of the slots from ``first`` on, with ``state`` for ``slots``, which are some that are ELSEWHERE."""
+    if not _stay_elsewhere(states, slots):
+        return states.replace(_ELSEWHERE, bytes([state]))
     changed = bytearray(states)
     for i in slots:
         changed[i - first] = state

@@ -13,7 +13,7 @@ from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.layout import gaps_between
 from apex_npu.ops import cat_into, cats_lists, gather_
 
-# Gathered at once in pure torch: what has been copied is still in the cache when it is read.
+# Gathered at once in pure torch on a CPU: what has been copied is still in the cache when it is read.
 _BATCH_NUMEL = 1 << 16
 # So many tensors an NPU copies in one launch: joining is faster where there are as many neighbours on average.
 _JOINED_COUNT = 48
@@ -65,7 +65,7 @@ class GradCopier:
     def batches(self, indices: list[int]) -> list[range]:
         """Neighbours among ``indices``, so many as are worth a call."""
         if self._batched[0] != indices:
-            most = self._flat.numel() if self._joins else _BATCH_NUMEL
+            most = _BATCH_NUMEL if self._flat.device.type == "cpu" else self._flat.numel()
             found = []
             begin = 0
             for k in range(1, len(indices) + 1):

@@ -105,6 +105,40 @@ class GradSlots(Protocol):
         ...
 
 
+class AddressedSlots(GradSlots, Protocol):
+    """Those of the extension, which also find gradients for a kernel that follows addresses."""
+
+    def addresses(
+        self,
+        sources: Sequence[Tensor],
+        params: list[Tensor],
+        views: list[Tensor],
+        first: int,
+        last: int,
+        chosen: Sequence[int] | None,
+        flat: Tensor,
+        addresses: Tensor,
+    ) -> tuple[bytes, list[int], torch.dtype | None, bool]:
+        """Write where the gradients of ``sources`` are into ``addresses``, for the slots from ``first`` to ``last``.
+
+        Args:
+            sources: One for each slot of the buffer: its parameter, or what has the gradient of it as a master.
+            params: Likewise.
+            views: Likewise.
+            first: The first slot to look at.
+            last: One past the last.
+            chosen: Take only these of them; None: all.
+            flat: The buffer.
+            addresses: int64, on the host. Of a gradient with its slot's order of elements, not in ``flat``, it gets the
+                address that ``flat`` would have if the gradient were in its slot; 0 of all others.
+
+        Returns:
+            One state for each slot that was looked at; the slots that are ELSEWHERE and have no address; the dtype of
+            all gradients that have one; and whether each view in a slot that is ELSEWHERE is in its place, and unused.
+        """
+        ...
+
+
 def grad_slots(shapes: Sequence[Tensor], offsets: Sequence[int]) -> GradSlots:
     """For slots with the sizes, strides and dtype of ``shapes``."""
     if extension is None:

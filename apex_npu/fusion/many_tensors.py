@@ -19,6 +19,7 @@ if extension is None:
         increment_versions,
         kept_grads,
         low_precision_of,
+        set_grads,
         versions_of,
         zero_grads,
     )
@@ -34,6 +35,7 @@ else:
         increment_versions,
         kept_grads,
         low_precision_of,
+        set_grads,
         versions_of,
         zero_grads,
     )
@@ -49,6 +51,7 @@ __all__ = [
     "increment_versions",
     "kept_grads",
     "low_precision_of",
+    "set_grads",
     "versions_of",
     "zero_grads",
 ]

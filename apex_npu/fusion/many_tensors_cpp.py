@@ -18,6 +18,7 @@ from apex_npu._C import (
     increment_versions,
     kept_grads,
     low_precision_of,
+    set_grads,
     versions_of,
     zero_grads_cpu,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "increment_versions",
     "kept_grads",
     "low_precision_of",
+    "set_grads",
     "versions_of",
     "zero_grads",
 ]

@@ -32,6 +32,12 @@ def drop_grads(tensors: list[Tensor]) -> None:
         tensor.grad = None
 
 
+def set_grads(tensors: list[Tensor], grads: list[Tensor]) -> None:
+    """``tensor.grad = grad``, for each pair."""
+    for tensor, grad in zip(tensors, grads, strict=True):
+        tensor.grad = grad
+
+
 @torch.no_grad()
 def zero_grads(tensors: list[Tensor]) -> None:
     """``tensor.grad.zero_()``, for each that has a gradient."""

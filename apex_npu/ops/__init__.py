@@ -8,6 +8,7 @@ from apex_npu.ops.dispatch import Call, call_of_all
 from apex_npu.ops.elementwise import adadelta_, adagrad_, adam_, rmsprop_, sgd_
 from apex_npu.ops.encoded_calls import EncodedState, RunEncoding
 from apex_npu.ops.gather import (
+    AddressTable,
     as_real,
     cat_into,
     cats_lists,
@@ -17,6 +18,7 @@ from apex_npu.ops.gather import (
     is_grad_list,
     multiply_,
     take_grads_,
+    takes_addresses,
     takes_grads,
     unscale_grads,
 )
@@ -29,6 +31,7 @@ from apex_npu.ops.segments import Segments
 __all__ = [
     "FLOATS",
     "LOW_PRECISION",
+    "AddressTable",
     "Call",
     "EncodedState",
     "Matrices",
@@ -60,6 +63,7 @@ __all__ = [
     "sgd_",
     "sgd_list_",
     "take_grads_",
+    "takes_addresses",
     "takes_grads",
     "takes_sgd_lists",
     "unscale_grads",

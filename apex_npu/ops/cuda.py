@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What runs on cuda: Triton's kernels, and plain torch wherever they cannot.
 
-Triton is imported when the first tensor on a GPU is stepped. Where it is missing, too old, switched off with
-``APEX_NPU_NO_TRITON=1``, or fails to compile a kernel, torch's own kernels do the work, with more launches and the same
-results. That is said once, in the log; an error is only raised for operands that no kernel could take.
+Triton is imported when the first parameters on a GPU are fused or stepped. Where it is missing, too old, switched off
+with ``APEX_NPU_NO_TRITON=1``, or fails to compile a kernel, torch's own kernels do the work, with more launches and the
+same results. That is said once, in the log; an error is only raised for operands that no kernel could take.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex_npu.ops import aten_fused, elementwise, reference_segments, segmented
 from apex_npu.ops.dispatch import Op, Rule
+from apex_npu.ops.reference import FLOATS
 from apex_npu.ops.triton_kernels.launches import CompilationError
 
 logger = logging.getLogger("apex_npu")
@@ -31,6 +32,7 @@ logger = logging.getLogger("apex_npu")
 _OLDEST_TRITON = (3, 6)
 # Ops whose kernels Triton could not compile here: not tried again.
 _given_up: set[object] = set()
+_TAKE = "take_addressed"
 _ids: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -42,6 +44,38 @@ def takes_ranges() -> bool:
 def masks_writes(device: torch.device) -> bool:
     """True where rules on ``device`` write nothing if a flag there is set, and that costs no pass of its own."""
     return device.type == "cuda" and _plans() is not None
+
+
+def takes_addresses(slot: Tensor) -> bool:
+    """True where ``take_addressed`` may write into tensors like ``slot``."""
+    return masks_writes(slot.device) and slot.dtype in FLOATS and _TAKE not in _given_up
+
+
+def take_addressed(
+    flat: Tensor,
+    chunks: Tensor,
+    addresses: Tensor,
+    dtype: torch.dtype,
+    inv_scale: float,
+    found_inf: Tensor | None,
+    size: int,
+    *,
+    aligned: bool,
+) -> bool:
+    """Take gradients into slots; False, with nothing written, where Triton cannot compile that. See ``gather_cuda``.
+
+    Args:
+        flat: The buffer with the slots.
+        chunks: int64, a row for each program: its first element in ``flat``, one past its last, and the slot.
+        addresses: int64, one for each slot: where ``flat`` would begin around the slot's gradient; 0: there is none.
+        dtype: Of the gradients.
+        inv_scale: What to multiply them with.
+        found_inf: float32, one element; set to 1 where a gradient is not finite. None: do not look.
+        size: How many elements a chunk has at most.
+        aligned: See ``Chunks``.
+    """
+    args = (flat, chunks, addresses, dtype, inv_scale, found_inf, size, aligned)
+    return _run_plan(_TAKE, _TAKE, _TAKE, args, {})[0]
 
 
 @functools.cache
@@ -86,14 +120,20 @@ def step_encoded(rule: Rule[...], operands: tuple[Any, ...], options: dict[str, 
 
 def _by_triton(op: Op[..., Any], key: object, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[bool, Any]:
     """Whether Triton's kernels have done it, and what they return; ``key``: of what is given up where it cannot."""
+    return _run_plan(op.__name__, op.name, key, args, options)
+
+
+def _run_plan(
+    plan_name: str, name: str, key: object, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[bool, Any]:
     plans = None if key in _given_up else _plans()
-    plan = None if plans is None else getattr(plans, op.__name__)(*args, **options)
+    plan = None if plans is None else getattr(plans, plan_name)(*args, **options)
     if plan is not None:
         try:
             return True, plan.run(args[0].device)
         except CompilationError as error:
             _given_up.add(key)
-            logger.warning("apex_npu: Triton cannot compile %s, using torch's own kernels: %s", op.name, error)
+            logger.warning("apex_npu: Triton cannot compile %s, using torch's own kernels: %s", name, error)
     return False, None
 
 

@@ -34,9 +34,11 @@ else:
         unscale_grads,
     )
 
+from apex_npu.ops.gather_cuda import AddressTable, takes_addresses
 from apex_npu.ops.gather_torch import as_real
 
 __all__ = [
+    "AddressTable",
     "as_real",
     "cat_into",
     "cats_lists",
@@ -46,6 +48,7 @@ __all__ = [
     "is_grad_list",
     "multiply_",
     "take_grads_",
+    "takes_addresses",
     "takes_grads",
     "unscale_grads",
 ]
@@ -76,7 +79,7 @@ def cat_into(out: Tensor, tensors: Sequence[Tensor], gaps: Sequence[int], zeros:
 
 def takes_grads(slot: Tensor) -> bool:
     """True where gathering, multiplying and checking gradients in one pass is faster, by any kernel."""
-    return slot.device.type == "cpu" and slot.dtype in FLOATS
+    return (slot.device.type == "cpu" and slot.dtype in FLOATS) or takes_addresses(slot)
 
 
 def divides_in_update(device: torch.device) -> bool:

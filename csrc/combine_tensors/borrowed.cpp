@@ -43,4 +43,15 @@ void drop_grads(const Borrowed& tensors) {
   look_at_grads(tensors, drop, kPointersBytes);
 }
 
+void set_grads(const Borrowed& tensors, const Borrowed& grads) {
+  TORCH_CHECK_VALUE(tensors.size() == grads.size(), "set_grads: expected one gradient per tensor, got ", grads.size(),
+                    " and ", tensors.size());
+  std::vector<at::Tensor> replaced;  // as in drop_grads
+  replaced.reserve(tensors.size());
+  const auto set = [&](const at::Tensor&, size_t i) {
+    replaced.push_back(std::exchange(tensors[i]->mutable_grad(), *grads[i]));
+  };
+  look_at_grads(tensors, set, kPointersBytes);
+}
+
 }  // namespace apex_npu

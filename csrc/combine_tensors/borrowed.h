@@ -44,12 +44,18 @@ inline void prefetch_storage(const c10::TensorImpl& impl) {
 // Its gradient follows a name.
 inline void prefetch_autograd(const c10::TensorImpl& impl) { prefetch_bytes(impl.autograd_meta(), kPointersBytes); }
 
+// Tensor::grad() also asks whether it is a leaf, which takes longer than all else.
+inline const at::Tensor& grad_of(const at::Tensor& tensor) {
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  return impl->grad();
+}
+
 // look(grad, i) for the gradient of each tensor, undefined where it has none, likewise; `bytes` of the gradients.
 template <typename Look>
 void look_at_grads(const Borrowed& tensors, const Look& look, size_t bytes = sizeof(c10::TensorImpl)) {
   const auto look_and_prefetch = [&](size_t i) {
-    if (i + kAhead / 2 < tensors.size()) prefetch_impl(tensors[i + kAhead / 2]->grad(), bytes);
-    look(tensors[i]->grad(), i);
+    if (i + kAhead / 2 < tensors.size()) prefetch_impl(grad_of(*tensors[i + kAhead / 2]), bytes);
+    look(grad_of(*tensors[i]), i);
   };
   look_at_each(tensors, prefetch_autograd, look_and_prefetch, kPointersBytes);
 }
@@ -62,5 +68,8 @@ std::vector<int64_t> low_precision_of(const Borrowed& tensors);
 
 // tensor.grad = None, for each.
 void drop_grads(const Borrowed& tensors);
+
+// tensors[i].grad = grads[i], for each.
+void set_grads(const Borrowed& tensors, const Borrowed& grads);
 
 }  // namespace apex_npu

@@ -21,17 +21,20 @@ static bool is_tensor(PyObject* object) {
   return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass)) || THPVariable_Check(object);
 }
 
-Borrowed borrow(const py::sequence& tensors) {
+Borrowed borrow(const py::sequence& tensors) { return borrow(tensors, 0, py::len(tensors)); }
+
+Borrowed borrow(const py::sequence& tensors, size_t first, size_t last) {
   // Other sequences create their items on access, and nothing would keep these alive.
   TORCH_CHECK_TYPE(PyList_Check(tensors.ptr()) || PyTuple_Check(tensors.ptr()), "expected a list or tuple, got ",
                    Py_TYPE(tensors.ptr())->tp_name);
+  const auto count = static_cast<size_t>(PySequence_Fast_GET_SIZE(tensors.ptr()));
+  TORCH_CHECK_VALUE(first <= last && last <= count, "expected items [", first, ", ", last, "), got ", count);
   Borrowed borrowed;
-  constexpr Py_ssize_t kAhead = 16;
-  const Py_ssize_t count = PySequence_Fast_GET_SIZE(tensors.ptr());
+  constexpr size_t kAhead = 16;
   PyObject* const* items = PySequence_Fast_ITEMS(tensors.ptr());
-  borrowed.reserve(count);
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    if (i + kAhead < count) APEX_NPU_PREFETCH(items[i + kAhead]);
+  borrowed.reserve(last - first);
+  for (size_t i = first; i < last; ++i) {
+    if (i + kAhead < last) APEX_NPU_PREFETCH(items[i + kAhead]);
     PyObject* item = items[i];
     TORCH_CHECK_TYPE(is_tensor(item), "expected a tensor at index ", i, ", got ", Py_TYPE(item)->tp_name);
     borrowed.push_back(&THPVariable_Unpack(item));
@@ -42,7 +45,7 @@ Borrowed borrow(const py::sequence& tensors) {
 py::list grads_of(const Borrowed& tensors) {
   py::list grads(tensors.size());
   look_at_each(tensors, prefetch_autograd, [&](size_t i) {
-    PyList_SET_ITEM(grads.ptr(), static_cast<Py_ssize_t>(i), THPVariable_Wrap(tensors[i]->grad()));
+    PyList_SET_ITEM(grads.ptr(), static_cast<Py_ssize_t>(i), THPVariable_Wrap(grad_of(*tensors[i])));
   });
   return grads;
 }

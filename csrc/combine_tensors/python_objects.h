@@ -12,8 +12,9 @@
 
 namespace apex_npu {
 
-// The tensors of a list or tuple, which keeps them alive.
+// The tensors of a list or tuple, which keeps them alive; or its items [first, last).
 Borrowed borrow(const pybind11::sequence& tensors);
+Borrowed borrow(const pybind11::sequence& tensors, size_t first, size_t last);
 
 // Whether a parameter's gradient is no other's, too, and its memory is no other tensor's; names in Python do not count.
 bool is_alone(const at::Tensor& grad);

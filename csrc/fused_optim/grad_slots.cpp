@@ -4,6 +4,8 @@
 
 #include <c10/core/impl/COW.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <utility>
 
 #include "combine_tensors/change_data_ptr.h"
@@ -14,6 +16,8 @@ namespace apex_npu {
 namespace {
 
 bool is_narrow(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
+
+bool is_float(at::ScalarType dtype) { return is_narrow(dtype) || dtype == at::kFloat || dtype == at::kDouble; }
 
 // The same values, in memory that is copied as soon as one of the two is written: by a backward of another loss through
 // the same model, for one, or by model.zero_grad(). Undefined where the memory is not torch's own.
@@ -39,17 +43,21 @@ GradSlots::GradSlots(const std::vector<at::Tensor>& shapes, std::vector<int64_t>
   }
 }
 
-bool GradSlots::is_readable(const at::Tensor& grad, const Slot& slot) {
-  const at::ScalarType dtype = grad.scalar_type();
-  if (dtype != slot.dtype && !(slot.dtype == at::kFloat && is_narrow(dtype))) return false;
+bool GradSlots::has_order(const at::Tensor& grad, const Slot& slot) {
   // Subclasses may have no memory but that of tensors inside (DTensor), lazy ones other values in it.
-  if (grad.layout() != c10::kStrided || !grad.device().is_cpu() || !grad.has_storage()) return false;
+  if (grad.layout() != c10::kStrided || !grad.has_storage()) return false;
   if (grad.unsafeGetTensorImpl()->is_python_dispatch() || grad.is_neg() || grad._is_zerotensor()) return false;
   if (grad.sizes() != at::IntArrayRef(slot.sizes)) return false;
   for (size_t d = 0; d < slot.sizes.size(); ++d) {
     if (slot.sizes[d] != 1 && grad.stride(static_cast<int64_t>(d)) != slot.strides[d]) return false;
   }
   return true;
+}
+
+bool GradSlots::is_readable(const at::Tensor& grad, const Slot& slot) {
+  const at::ScalarType dtype = grad.scalar_type();
+  if (dtype != slot.dtype && !(slot.dtype == at::kFloat && is_narrow(dtype))) return false;
+  return grad.device().is_cpu() && has_order(grad, slot);
 }
 
 bool GradSlots::was_stepped(const at::Tensor& grad, size_t slot) const {
@@ -125,6 +133,55 @@ bool GradSlots::unscale(const Borrowed& params, const Borrowed& views, double fa
     if (!grad.is_inference()) grad.unsafeGetTensorImpl()->bump_version();
   }
   return true;
+}
+
+GradAddresses GradSlots::addresses(const Borrowed& sources, const Borrowed& params, const Borrowed& views, size_t first,
+                                   const std::optional<std::vector<int64_t>>& chosen, const at::Tensor& flat,
+                                   const at::Tensor& addresses, IsAlone is_unused) const {
+  const size_t count = sources.size();
+  TORCH_CHECK_VALUE(params.size() == count && views.size() == count && first + count <= slots_.size(),
+                    "addresses: expected one parameter and view per source, and a slot for each, got ", params.size(),
+                    " and ", views.size(), " of ", count, " from slot ", first, " on, of ", slots_.size());
+  TORCH_CHECK_VALUE(addresses.is_cpu() && addresses.is_contiguous() &&
+                        addresses.numel() == static_cast<int64_t>(slots_.size()) && places_.has_value(),
+                    "addresses: expected room for ", slots_.size(), " numbers, and views, got ", addresses.numel());
+  GradAddresses found{std::string(count, static_cast<char>(GradState::NONE)), {}, std::nullopt, true};
+  int64_t* const out = addresses.mutable_data_ptr<int64_t>();
+  std::fill_n(out, slots_.size(), 0);
+  std::vector<char> is_chosen;
+  if (chosen.has_value()) is_chosen.resize(slots_.size());
+  for (int64_t slot : chosen.value_or(std::vector<int64_t>())) is_chosen.at(static_cast<size_t>(slot)) = true;
+  const auto begin = reinterpret_cast<intptr_t>(flat.const_data_ptr());
+  const auto end = begin + static_cast<intptr_t>(flat.nbytes());
+  look_at_grads(sources, [&](const at::Tensor& grad, size_t i) {
+    const size_t slot = first + i;
+    if (i + 2 * kAhead < count) prefetch_impl(*views[i + 2 * kAhead]);
+    if (i + kAhead < count) prefetch_storage(*views[i + kAhead]->unsafeGetTensorImpl());
+    if (i + kAhead / 4 < count) prefetch_storage(*grad_of(*sources[i + kAhead / 4]).unsafeGetTensorImpl());
+    if (!grad.defined() || (chosen.has_value() && !is_chosen[slot])) return;
+    const at::Tensor& view = *views[i];
+    const bool intact = places_->is_intact(slot, view);
+    if (grad.is_same(view) && intact) {
+      found.states[i] = static_cast<char>(GradState::IN_BUFFER);
+      return;
+    }
+    found.states[i] = static_cast<char>(GradState::ELSEWHERE);
+    if (!intact || !is_unused(view)) found.views_are_free = false;
+    const at::ScalarType dtype = grad.scalar_type();
+    const bool fits = sources[i]->is_same(*params[i]) ? dtype == slots_[slot].dtype : is_float(dtype);
+    if (fits && dtype == found.dtype.value_or(dtype) && grad.device() == view.device() &&
+        has_order(grad, slots_[slot])) {
+      const auto size = static_cast<int64_t>(grad.itemsize());
+      // Not data_ptr(), which would copy memory that is copied when it is written.
+      const auto address = reinterpret_cast<intptr_t>(grad.storage().data()) + grad.storage_offset() * size;
+      if (address < begin || address >= end) {  // another gradient's slot may be written before it is read
+        out[slot] = address - slots_[slot].offset * size;
+        found.dtype = dtype;
+      }
+    }
+    if (out[slot] == 0) found.others.push_back(static_cast<int64_t>(slot));
+  });
+  return found;
 }
 
 bool GradSlots::can_stay(const at::Tensor& grad, size_t i, InPlace in_place) const {

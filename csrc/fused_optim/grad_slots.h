@@ -34,6 +34,14 @@ using IsAlone = bool (*)(const at::Tensor& grad);
 
 class GradList;
 
+// Where a kernel on another device than the CPU finds gradients.
+struct GradAddresses {
+  std::string states;                   // one GradState for each parameter: of its source's gradient
+  std::vector<int64_t> others;          // the slots of those that are ELSEWHERE and have no address
+  std::optional<at::ScalarType> dtype;  // of all that have one
+  bool views_are_free;                  // the views of all that are ELSEWHERE may become gradients
+};
+
 class GradSlots {
  public:
   // `shapes` have the slots' sizes, strides and dtype, on any device; `offsets` their first elements.
@@ -59,6 +67,14 @@ class GradSlots {
   // False, with nothing written, where a gradient is in none of these ways, or a view is not `is_unused`.
   bool unscale(const Borrowed& params, const Borrowed& views, double factor, const std::optional<at::Tensor>& found_inf,
                int64_t least_numel, IsAlone is_alone, IsAlone is_unused) const;
+
+  // Where the gradients of `sources` are, which have the slots from `first` on of the buffer `flat`; what they are made
+  // for are `params`: themselves, or their masters. Of each that has its slot's order of elements, and is not in the
+  // buffer, addresses[slot] (int64, one for each slot, on the host) becomes the address that the buffer would begin at
+  // if the gradient were in its slot; of all others 0. With `chosen` the slots that are not among these are NONE.
+  GradAddresses addresses(const Borrowed& sources, const Borrowed& params, const Borrowed& views, size_t first,
+                          const std::optional<std::vector<int64_t>>& chosen, const at::Tensor& flat,
+                          const at::Tensor& addresses, IsAlone is_unused) const;
 
   // Whether a gradient that is not in slot `i` can stay ELSEWHERE to be read, or written, whatever else has it, and
   // whether or not it has been stepped before.
@@ -86,6 +102,7 @@ class GradSlots {
   // its tensor, which torch.utils.swap_tensors refuses to swap while there is a weak reference to it.
   using Remembered = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
+  static bool has_order(const at::Tensor& grad, const Slot& slot);
   static bool is_readable(const at::Tensor& grad, const Slot& slot);
   bool was_stepped(const at::Tensor& grad, size_t slot) const;
   void add_to(GradList& grads, const at::Tensor& grad, size_t slot, size_t first) const;

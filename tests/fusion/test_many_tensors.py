@@ -19,6 +19,7 @@ from apex_npu.fusion.many_tensors import (
     hold_values,
     increment_versions,
     low_precision_of,
+    set_grads,
     versions_of,
     zero_grads,
 )
@@ -66,6 +67,27 @@ def test_a_gradient_may_take_the_list_with_it_when_it_dies():
     weakref.finalize(params[5].grad, params.clear)
     del p
     drop_grads(params if extension is not None else list(params))
+    assert gone() is None
+
+
+def test_gradients_are_set_and_former_ones_freed():
+    params = make()
+    for p in params[::2]:
+        p.grad = torch.ones_like(p)
+    gone, grads = weakref.ref(params[0].grad), [torch.full_like(p, 2.0) for p in params]
+    set_grads(params, grads)
+    assert are_same([p.grad for p in params], grads)
+    assert gone() is None
+
+
+def test_a_gradient_may_take_the_list_with_it_when_it_is_replaced():
+    params = make()
+    for p in params:
+        p.grad = torch.ones_like(p)
+    grads, gone = [torch.zeros_like(p) for p in params], weakref.ref(params[-1])
+    weakref.finalize(params[5].grad, params.clear)
+    del p
+    set_grads(params if extension is not None else list(params), grads)
     assert gone() is None
 
 
@@ -176,6 +198,7 @@ def test_lists_are_the_same_with_the_very_same_items_in_order():
     [
         (lambda: extension.increment_versions([1]), TypeError, "expected a tensor at index 0, got int"),
         (lambda: extension.drop_grads(iter([])), TypeError, ""),
+        (lambda: extension.set_grads([torch.ones(1)], []), ValueError, "expected one gradient per tensor, got 0 and 1"),
         (lambda: extension.versions_of([torch.ones(1), 2]), TypeError, "expected a tensor or None at index 1"),
         (lambda: extension.hold_values([{}], [], []), ValueError, "must have one length"),
         (lambda: extension.hold_values([1], ["a"], [2]), TypeError, "expected dicts"),

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 KERNELS = {
     "sgd", "adam", "rmsprop", "adadelta", "adagrad", "lamb_directions", "lamb_ratios", "lamb_step", "adamp_directions",
     "adamp_parts", "adamp_rows", "adamp_decisions", "adamp_step", "square_parts", "root_of_parts", "dot_parts",
-    "segment_sums", "segment_add", "step_numbers",
+    "segment_sums", "segment_add", "step_numbers", "take_addressed",
 }  # fmt: skip
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -89,6 +89,14 @@ def test_operands_in_fewer_bytes_are_read_and_written_once(compiled, kept, per_e
     assert sum(loads) - 8 * (per_element + 2) // 2 <= 6 * 8
     # Philox takes 20 products, for both states of a pair and for all eight elements of a thread
     assert facts["products"] <= {"bfloat16": 40, "int8": 40, "remainder": 0}[kept]
+
+
+def test_gradients_at_addresses_are_read_in_pieces_of_16_bytes_where_these_are_aligned(compiled):
+    """Those of float32 and float16 into slots of float32, by threads of 8 elements; others an element at a time."""
+    for dtype, size in (("float32", 4), ("float16", 2)):
+        facts = next(facts for facts in compiled if facts["op"] == f"torch.{dtype} copied")
+        assert facts["stores"] == [16, 16]
+        assert sorted(facts["loads"]) == sorted([16] * (8 * size // 16) + [size] * 8 + [8] * 4)
 
 
 def test_no_hyper_parameter_step_or_length_is_compiled_in(compiled):

@@ -131,6 +131,18 @@ def encoded_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
             yield f"{op} {name}", plan
 
 
+def gather_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
+    """Gradients on their way into slots: scaled and checked, and as they are, which keeps their bits."""
+    chunks, addresses = torch.zeros(3, 4, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    for dtype, source in DTYPES if everything else [(torch.float32, torch.float32), (torch.float32, torch.float16)]:
+        flat = torch.zeros(NUMEL, dtype=dtype)
+        for name, inv_scale, found_inf in (("scaled", 0.5, torch.zeros(1)), ("checked", 1.0, torch.zeros(1)),
+                                           ("multiplied", 0.5, None), ("copied", 1.0, None)):  # fmt: skip
+            for aligned in (True, False) if everything else (True,):
+                plan = plans.take_addressed(flat, chunks, addresses, source, inv_scale, found_inf, 2048, aligned)
+                yield f"{source} {name}", plan
+
+
 def facts(compiled: Any) -> dict[str, Any]:
     """What can be seen in a compiled kernel."""
     ptx, ttir = compiled.asm["ptx"], compiled.asm["ttir"]
@@ -161,7 +173,8 @@ def main() -> None:
         driver = NoGpu(arch)
         triton.runtime.driver.set_active(driver)
         launches._compiled.clear()  # for a device, which in a real process is of one kind
-        for op, plan in itertools.chain(all_plans(arguments.all), encoded_plans(arguments.all)):
+        every = (all_plans, encoded_plans, gather_plans)
+        for op, plan in itertools.chain.from_iterable(plans_of(arguments.all) for plans_of in every):
             for launch in plan.launches:
                 compiled = launch.compile()
                 print(json.dumps({"arch": arch, "op": op, "kernel": launch.kernel.__name__, **facts(compiled)}))

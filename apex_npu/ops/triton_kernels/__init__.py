@@ -2,5 +2,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The ops in Triton, for cuda: kernels, and in ``plans.py`` which of them an op launches over what.
 
-Nothing here is imported before a tensor on a GPU is stepped: see ``apex_npu.ops.cuda``.
+Triton is not imported before parameters on a GPU are fused or stepped: see ``apex_npu.ops.cuda``.
 """

@@ -20,7 +20,7 @@ from torch import Tensor
 from apex_npu.ops import elementwise, segmented
 from apex_npu.ops.dispatch import Op
 from apex_npu.ops.reference import wide_dtype
-from apex_npu.ops.triton_kernels import adamp, lamb, numbers, rules, sums
+from apex_npu.ops.triton_kernels import adamp, gather, lamb, numbers, rules, sums
 from apex_npu.ops.triton_kernels.chunks import Chunks
 from apex_npu.ops.triton_kernels.formats import Encoding
 from apex_npu.ops.triton_kernels.launches import Launch, Plan
@@ -39,6 +39,7 @@ _TILE_WARPS = UNIT * UNITS // 128
 _ROWS, _ROW_BLOCK = 8, 128
 # Constants of a kernel over tiles that it reads for chunks alone.
 _WITHOUT_CHUNKS = {"ALIGNED": False, "BLOCK": UNIT * UNITS}
+_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
 # Of calls whose operands are stored as declared.
 _PLAIN = Encoding()
 
@@ -278,6 +279,28 @@ def adamp_(given: Arguments) -> Plan | None:
             _over_chunks(adamp.adamp_step, chunks, (*finish, *shares), dtype | rounding),
         )
     )
+
+
+def take_addressed(
+    flat: Tensor,
+    chunks: Tensor,
+    addresses: Tensor,
+    dtype: torch.dtype,
+    inv_scale: float,
+    found_inf: Tensor | None,
+    size: int,
+    aligned: bool,
+) -> Plan:
+    """See ``apex_npu.ops.cuda.take_addressed``."""
+    constants = {
+        "SOURCE": _TYPES[dtype],
+        "SCALED": inv_scale != 1.0,
+        "DTYPE": _dtype(flat),
+        "ALIGNED": aligned,
+        "BLOCK": size,
+    }
+    args = (flat, chunks, addresses, found_inf, float(inv_scale))
+    return Plan((Launch(gather.take_addressed, chunks.shape[0], args, constants, max(1, size // 256)),))
 
 
 def _decay(given: Arguments, kept: float) -> tuple[float, dict[str, Any]]:

@@ -1,0 +1,63 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Gradients that a kernel finds by a table of their addresses: one launch, however many there are and wherever."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from apex_npu._extension import extension
+from apex_npu.ops import cuda
+from apex_npu.ops.triton_kernels.chunks import Chunks
+
+
+def takes_addresses(slot: Tensor) -> bool:
+    """True where an ``AddressTable`` may take gradients into slots like this one."""
+    return extension is not None and cuda.takes_addresses(slot)
+
+
+class AddressTable:
+    """The slots of a flat buffer, cut into chunks, one for each program of a kernel that follows addresses."""
+
+    def __init__(self, flat: Tensor, offsets: Sequence[int], numels: Sequence[int]) -> None:
+        """``flat`` has slots of ``numels`` elements that begin at ``offsets``."""
+        starts, lengths = torch.tensor(offsets, dtype=torch.int64), torch.tensor(numels, dtype=torch.int64)
+        chunks = Chunks.of(starts, lengths, flat)
+        self._flat = flat
+        # For each: its first element, one past its last, and the slot.
+        self._chunks = torch.stack([chunks.begins, chunks.ends, chunks.owners, chunks.owners], dim=1)
+        self._size, self._aligned = chunks.size, chunks.aligned
+        self._unused: Tensor | None = None
+        self._firsts = [0, *((lengths + (chunks.size - 1)) // chunks.size).cumsum(0).tolist()]
+
+    def addresses(self) -> Tensor:
+        """int64 on the host, with any values, one for each slot: see ``GradSlots.addresses``."""
+        if self._unused is None:
+            # From memory that a device reads by itself, and that torch gives out again when it has been read.
+            self._unused = torch.empty(len(self._firsts) - 1, dtype=torch.int64, pin_memory=self._flat.is_cuda)
+        return self._unused
+
+    def take(
+        self, addresses: Tensor, dtype: torch.dtype, inv_scale: float, found_inf: Tensor | None, slots: range
+    ) -> bool:
+        """Write gradient · inv_scale into each of ``slots`` that has an address, in one launch and without a wait.
+
+        Args:
+            addresses: Of gradients; see ``addresses()``.
+            dtype: Of all of them.
+            inv_scale: 1 / loss scale.
+            found_inf: float32, one element; set to 1 where an element of a gradient is inf or nan. None: do not look.
+            slots: Consecutive ones.
+
+        Returns:
+            False, with nothing written, where Triton cannot compile the kernel.
+        """
+        chunks = self._chunks[self._firsts[slots.start] : self._firsts[slots.stop]]
+        self._unused = None
+        on_device = addresses.to(self._flat.device, non_blocking=True)
+        return cuda.take_addressed(
+            self._flat, chunks, on_device, dtype, inv_scale, found_inf, self._size, aligned=self._aligned
+        )
