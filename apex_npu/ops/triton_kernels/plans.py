@@ -73,7 +73,7 @@ class _Numbers(NamedTuple):
             args = (*tensors, rate, count, *logs, decay, decay_if_projected)
             launch = Launch(numbers.step_numbers, 1, args, {"CORRECTED": betas is not None}, 1)
             return cls(on_device=on_device, launches=(launch,))
-        correction1, correction2 = (1 - beta**step for beta in betas) if betas else (1.0, 1.0)
+        correction1, correction2 = (1 - betas[0] ** step, 1 - betas[1] ** step) if betas else (1.0, 1.0)
         return cls(
             lr=lr,
             step_size=lr / correction1,
@@ -93,9 +93,13 @@ def _planning(op: Op[..., Any]) -> Callable[[Callable[[Arguments], Plan | None]]
     """
 
     def decorate(plan: Callable[[Arguments], Plan | None]) -> Callable[..., Plan | None]:
+        defaults = {**op.defaults, "encoded": None, "kept": None}
+
         def bound(*operands: Tensor | None, **options: Any) -> Plan | None:
-            given = dict(zip(op.operands, operands, strict=False))
-            return plan(Arguments(**{**op.defaults, "encoded": None, "kept": None, **given, **options}))
+            given = dict(defaults)
+            given.update(zip(op.operands, operands, strict=False))
+            given.update(options)
+            return plan(Arguments(**given))
 
         return bound
 
