@@ -176,10 +176,14 @@ class Block:
         if not check and self.scale != 1.0 and not self._scaler.said:
             # Under a static scale: to warn, where the pass that divides looks for overflow, too.
             check = set(map(_DEVICE_TYPE, self.groups)) <= {"cpu"}
-        flags = unscale(self.groups, self.scale, check=check)
+        spare = self._session.spare_flags
+        flags = unscale(self.groups, self.scale, check=check, spare=spare)
         if self._unchecked and self.dynamic:
             flags += look_for_overflow(self.groups)
         found_inf = any_raised(flags)
+        if not found_inf:
+            for flag in flags:
+                spare[flag.device] = flag
         self._end_with(Stage.UNSCALED)
         return found_inf
 

@@ -226,7 +226,14 @@ def separate(groups: Sequence[GradGroup]) -> None:
         writable_grads(s for group in groups for p, s in zip(group.params, group.sources, strict=True) if p is s)
 
 
-def unscale(groups: Sequence[GradGroup], scale: float, *, check: bool, share: bool = False) -> list[Tensor]:
+def unscale(
+    groups: Sequence[GradGroup],
+    scale: float,
+    *,
+    check: bool,
+    share: bool = False,
+    spare: dict[torch.device, Tensor] | None = None,
+) -> list[Tensor]:
     """Bring all gradients to the optimizer's parameters, divided by ``scale``.
 
     Args:
@@ -234,6 +241,7 @@ def unscale(groups: Sequence[GradGroup], scale: float, *, check: bool, share: bo
         scale: The loss scale.
         check: Look for overflow.
         share: See ``GradGroup.unscale_``.
+        spare: Flags that the host has found to be 0, by device. They are taken out: a new one takes a launch.
 
     Returns:
         What ``any_raised`` takes, where they were checked; else nothing.
@@ -244,7 +252,8 @@ def unscale(groups: Sequence[GradGroup], scale: float, *, check: bool, share: bo
     for group in groups:
         device = group.device
         if check and device not in flags:
-            flags[device] = torch.zeros(1, dtype=torch.float32, device=device)
+            flag = spare.pop(device, None) if spare else None
+            flags[device] = _new_flag(device) if flag is None else flag
         group.unscale_(1.0 / scale, flags.get(device), share=share)
     return list(flags.values())
 
@@ -268,5 +277,9 @@ def any_raised(flags: Iterable[Tensor]) -> bool:
 
 def found_inf_flags(groups: Sequence[GradGroup]) -> dict[torch.device, Tensor]:
     """For each device of ``groups`` a flag that no gradient has overflowed."""
-    devices = {group.device for group in groups}
-    return {device: torch.zeros(1, dtype=torch.float32, device=device) for device in devices}
+    return {device: _new_flag(device) for device in {group.device for group in groups}}
+
+
+def _new_flag(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # one that is kept can be written outside of that mode, too
+        return torch.zeros(1, dtype=torch.float32, device=device)

@@ -163,6 +163,7 @@ class Session:
         after_broadcast: Called with this session after DistributedDataParallel has broadcast what a module has.
         observer: Is told of blocks and skipped steps; None: nothing is looked at.
         reached: Optimizers to whose parameters the blocks of others give gradients, and what those are called.
+        spare_flags: For each device a flag that a block has found to be 0, for the next one.
     """
 
     policy: Policy
@@ -186,6 +187,7 @@ class Session:
     observer: Observer | None = field(default_factory=lambda: settings.observer)
     open_checks: dict[LossScaler, Any] = field(default_factory=dict)
     reached: weakref.WeakKeyDictionary[Any, str] = field(default_factory=weakref.WeakKeyDictionary)
+    spare_flags: dict[torch.device, Tensor] = field(default_factory=dict)
     _undo: Undo = field(default_factory=Undo)
     _warned: weakref.WeakKeyDictionary[Any, set[str]] = field(default_factory=weakref.WeakKeyDictionary)
 

@@ -14,15 +14,17 @@ import importlib
 import logging
 import os
 from collections.abc import Callable
-from types import ModuleType
+from operator import is_
+from types import ModuleType, NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from apex_npu.backends._torch_private import is_dispatch_heard
 from apex_npu.ops import aten_fused, elementwise, reference_segments, segmented
-from apex_npu.ops.dispatch import Op, Rule
+from apex_npu.ops.dispatch import Call, Op, Rule
 from apex_npu.ops.reference import FLOATS
 from apex_npu.ops.triton_kernels.launches import CompilationError
 
@@ -135,6 +137,45 @@ def _run_plan(
             _given_up.add(key)
             logger.warning("apex_npu: Triton cannot compile %s, using torch's own kernels: %s", name, error)
     return False, None
+
+
+class Repeated:
+    """Calls of a rule on cuda that have the operands of the one before, most often: those of a run of slots.
+
+    The launch of an elementwise rule is planned once for its operands, and torch's dispatcher, whose way to a kernel in
+    Python takes longer than a launch, is left out unless something listens there.
+    """
+
+    def __init__(self, rule: Rule[...]) -> None:
+        self._rule = rule
+        self._numbers = list(rule.scalars.items())
+        self._operands: tuple[Any, ...] = ()
+        self._kept: dict[Any, Any] = {}
+        self._are_plain = False
+
+    def __call__(self, *operands: Any, **options: Any) -> None:
+        """The rule."""
+        if len(operands) != len(self._operands) or not all(map(is_, operands, self._operands)):
+            self._operands, self._kept = operands, {}
+            self._are_plain = all(type(operand) in (Tensor, NoneType) for operand in operands)
+        rule = self._rule
+        if self._are_plain and not is_dispatch_heard():
+            given = {**options, "kept": self._kept}
+            for name, number in self._numbers:  # as the dispatcher does
+                if name in given:
+                    value = given[name]
+                    given[name] = value.reshape(()) if isinstance(value, Tensor) else number(value)
+            if _by_triton(rule, rule, operands, given)[0]:
+                return
+        rule(*operands, **options)
+
+
+def repeated(call: Call, remember: Callable[..., Any]) -> Call:
+    """``call`` of a run that ``remember`` belongs to, which calls the rule again with the same operands."""
+    rule, operands, options = call
+    if not isinstance(rule, Rule):
+        return call
+    return remember("repeated call", rule, functools.partial(Repeated, rule)), operands, options
 
 
 def _with_ids(op: Op[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:

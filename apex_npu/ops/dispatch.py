@@ -83,7 +83,8 @@ class Rule(Op[_P, None]):
     """A declared op that updates parameters.
 
     Attributes:
-        numbers: The parameters that may be tensors, with the type that they have otherwise.
+        scalars: The parameters that are numbers, with their types.
+        numbers: Those of them that may be tensors.
         on_device: The overload for such tensors and for ``found_inf``.
         runs: The overload for lists: of operands, empty where there is none, and of numbers.
         is_elementwise: No element depends on others.
@@ -104,7 +105,7 @@ class Rule(Op[_P, None]):
         tensors = [f"Tensor? {name}=None" for name in (*(f"{number}_tensor" for number in self.numbers), "found_inf")]
         schema = f"{self.name}.on_device{_schema(body)}".replace(") -> ()", f", {', '.join(tensors)}) -> ()")
         self.on_device = _register(schema, self.device_scalars(self.reference), _return_none)
-        self._listed = {name: kinds[0] for name, kinds in hints.items() if kinds[0] in (float, int)}
+        self.scalars = {name: kinds[0] for name, kinds in hints.items() if kinds[0] in (float, int)}
         self.runs = _register(f"{self.name}.runs{_schema(body, lists=True)}", self.each, _return_none)
         _library.define(f"{self.name}.encoded{_schema(body)}".replace(") -> ()", f", {_ENCODING}) -> ()"))
         rules[f"apex_npu::{self.name}"] = self
@@ -133,7 +134,7 @@ class Rule(Op[_P, None]):
             return None
         joined: dict[str, Any] = {}
         for name, first in options[0].items():
-            values, number = list(map(itemgetter(name), options)), self._listed.get(name)
+            values, number = list(map(itemgetter(name), options)), self.scalars.get(name)
             if number is not None:
                 if Tensor in set(map(type, values)):
                     return None
@@ -144,14 +145,14 @@ class Rule(Op[_P, None]):
                 return None
         if joined.pop("found_inf", None) is not None:
             return None
-        for name in self._listed.keys() - joined.keys():  # no list has a default
+        for name in self.scalars.keys() - joined.keys():  # no list has a default
             joined[name] = [self.defaults[name]] * len(options)
         return self.runs, tuple([] if column[0] is None else column for column in columns), joined
 
     def each(self, *operands: Any, **options: Any) -> None:
         """The kernel of ``runs`` on all devices."""
         for i in range(len(operands[0])):
-            numbers = {name: value[i] if name in self._listed else value for name, value in options.items()}
+            numbers = {name: value[i] if name in self.scalars else value for name, value in options.items()}
             self.overload(*(column[i] if column else None for column in operands), **numbers)
 
     def device_scalars(self, kernel: Callable[..., None]) -> Callable[..., None]:

@@ -86,11 +86,19 @@ def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | Non
             torch._foreach_mul_(grads, inv_scale)
     elif found_inf is not None:
         # One pass that multiplies and checks every element; where it need not multiply, it still is the fewest calls.
-        # Without dimensions, as GradScaler's: chips that saturate multiply a gradient of that shape in place by it.
-        factor = torch.full((), inv_scale, dtype=torch.float32, device=found_inf.device)
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, _factor_beside(found_inf, inv_scale))
     else:
         torch._foreach_mul_(grads, inv_scale)
+
+
+def _factor_beside(found_inf: Tensor, inv_scale: float) -> Tensor:
+    """``inv_scale`` on the device of ``found_inf``, made once for it: what waits for the flag waits for this, too."""
+    known: tuple[float, Tensor] | None = vars(found_inf).get("factor")
+    if known is None or known[0] != inv_scale:
+        # Without dimensions, as GradScaler's: chips that saturate multiply a gradient of that shape in place by it.
+        factor = torch.full((), inv_scale, dtype=torch.float32, device=found_inf.device)
+        known = vars(found_inf)["factor"] = inv_scale, factor
+    return known[1]
 
 
 def as_real(tensor: Tensor) -> Tensor:

@@ -89,6 +89,27 @@ def test_what_last_step_tells(level, cls):
     assert (report.scale_before, report.scale_after) == (2.0**7, 2.0**7)
 
 
+@pytest.mark.filterwarnings("ignore:amp.scale_loss was given a loss that does not require grad:RuntimeWarning")
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_what_a_block_has_checked_with_serves_the_next_one_alone_where_nothing_overflowed(level):
+    """The flag of a block is kept for the next one, and the divisor with it: neither may outlast what it stands for."""
+    model, optimizer = make(level, scale_window=2)
+    pattern = [None, math.inf, None, None, None, math.nan, math.inf, None]
+    for bad in pattern:
+        backward(model, optimizer, bad)
+        gradient = next(iter(amp.master_params(optimizer))).grad
+        expected = torch.autograd.grad(
+            model(torch.ones(2, 3, device=DEVICE)).float().square().sum(), next(model.parameters())
+        )[0]
+        if bad is None:
+            torch.testing.assert_close(gradient.float(), expected.float(), rtol=1e-2, atol=1e-3)
+        optimizer.step()
+        assert amp.last_step(optimizer).skipped == (bad is not None)
+        optimizer.zero_grad()
+        with torch.inference_mode(), amp.scale_loss(torch.ones((), device=DEVICE), optimizer):
+            pass  # what is made in this mode cannot be written outside of it
+
+
 def test_a_growing_scale_is_told():
     model, optimizer = make(scale_window=2)
     step(model, optimizer)

@@ -6,6 +6,7 @@ The interpreter runs the kernels' arithmetic, offsets and masks on the CPU, one 
 compile is shown by test_triton_compile.py; how fast they are, by neither.
 """
 
+import contextlib
 import importlib
 import itertools
 import math
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton_cases import (
     CHANGES,
     DTYPES,
@@ -425,6 +427,117 @@ def test_segments_after_two_to_the_31():
     starts, lengths = torch.tensor([numel - 3500, numel - 500]), torch.tensor([3000, 500])
     plan = plans.segment_dot(x, x, starts, lengths, None)
     assert plan.run(DEVICE).tolist() == [2500 + 4 * 500, 4 * 500]
+
+
+def test_launches_are_on_the_device_of_the_tensors(monkeypatch):
+    entered = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device.index) or contextlib.nullcontext())
+    for index in (0, 1, 2):
+        launches.Plan(()).run(torch.device("cuda", index))
+    assert entered == [0, 2]  # 1 is the current one
+
+
+# Calls that have the operands of the one before
+
+
+class Heard(TorchDispatchMode):
+    """Which ops were dispatched."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("op", "change", "without"), CHANGES)
+def test_repeated_calls_follow_every_number_and_tensor(op, change, without, monkeypatch):
+    """The launch that was planned for the operands is launched again, with the numbers of each call."""
+    options = {**OPTIONS[op], **change}
+    args = [a if a is None else a.to(DEVICE) for a in [*operands(op, 100, without=without), None]]
+    wanted = [a if a is None else a.double().cpu() for a in args]
+    repeated = cuda.Repeated(getattr(ops, op))
+    planned = []
+    monkeypatch.setattr(plans, "check_operands", lambda *_, **given: planned.append(given))
+    ran, run = [], launches.Plan.run
+    monkeypatch.setattr(launches.Plan, "run", lambda plan, device: (ran.extend(plan.launches), run(plan, device)))
+    two = torch.full((1,), 2.0, device=DEVICE)
+    number = {"lr": 0.02, **{name: options[name] + 1 for name in ("step",) if name in options}}
+    flag = {"weight_decay": 0.0 if options["weight_decay"] else 0.3}
+    # Each with what it takes to plan once more: another kernel, for other flags.
+    calls = [({}, 1), (number, 0), (flag, 1), ({}, 0), (flag | number, 0)]
+    calls += [({"grad_scale": two}, 1), ({"grad_scale": two.clone()}, 0), ({"maximize": not options["maximize"]}, 1)]
+    # Integers are floats, as torch's dispatcher makes of them, and no reason for another kernel.
+    calls += [({"lr": 1, "weight_decay": 0} | ({"eps": 1} if "eps" in options else {}), 0)]
+    if op == "sgd_" and options["step"] == 1:
+        calls = calls[:1]  # each first step is another kernel's
+    for more, planning in calls:
+        before = len(planned)
+        repeated(*args, **{**options, **more})
+        assert len(planned) - before == planning
+        scale = more.get("grad_scale")
+        reference = {**options, **more, "grad_scale": None if scale is None else scale.double().cpu()}
+        apply_reference(op, wanted, reference)
+    assert len({each.variant() for each in ran}) == len(planned)
+    for got, want in zip(args, wanted, strict=True):
+        if got is not None:
+            torch.testing.assert_close(got.cpu().double(), want, rtol=1e-5, atol=1e-6)
+
+
+def test_repeated_calls_follow_other_operands():
+    repeated = cuda.Repeated(ops.adam_)
+    for _ in range(2):
+        for numel in (100, 2000):
+            args = [a.to(DEVICE) for a in operands("adam_", numel)]
+            repeated(*args, **OPTIONS["adam_"])
+            wanted = in_float64("adam_", operands("adam_", numel), OPTIONS["adam_"])
+            torch.testing.assert_close(args[0].cpu().double(), wanted[0], rtol=4e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="exp_avg has 5 elements"):
+        repeated(args[0], args[1], args[2][:5], *args[3:], **OPTIONS["adam_"])
+
+
+def test_repeated_calls_are_dispatched_where_something_listens():
+    repeated, args = cuda.Repeated(ops.adam_), adam_args()
+    for _ in range(2):
+        with Heard() as heard:
+            repeated(*args, **OPTIONS["adam_"])
+        assert heard.names == ["apex_npu::adam_"]
+        with torch.profiler.profile() as profile:
+            repeated(*args, **OPTIONS["adam_"])
+        assert "apex_npu::adam_" in {event.key for event in profile.key_averages()}
+
+
+@pytest.mark.parametrize("op", ["sgd_", "adam_", "lamb_"])
+def test_repeated_calls_take_numbers_on_the_device(op):
+    """Each has memory of its own for what the device makes of them, and a flag that skips it or not."""
+    more = [None, *segments(op)] if op == "lamb_" else []
+    numel = NUMEL if more else 100
+    given = [*operands(op, numel), *more]
+    args, others = copies_on_device(op, given), copies_on_device(op, given)
+    repeated = cuda.Repeated(getattr(ops, op))
+    for step in (3, 4, 5):
+        options = on_device({**OPTIONS[op], "step": step}, torch.tensor([float(step == 4)]))
+        options = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        repeated(*args, **options)
+        if step != 4:
+            getattr(plans, op)(*others, **{**OPTIONS[op], "step": step}).run(DEVICE)
+        place = inside(op) if more else slice(None)
+        torch.testing.assert_close(args[0][place].cpu(), others[0][place].cpu(), rtol=1e-6, atol=1e-7)
+
+
+def test_a_repeated_call_that_cannot_be_compiled_is_torchs(decide_again, monkeypatch):
+    repeated, args = cuda.Repeated(ops.adam_), adam_args()
+
+    def fail(*_):
+        raise launches.CompilationError("no such chip")
+
+    monkeypatch.setattr(launches, "_compiled_once", fail)
+    wanted = in_float64("adam_", operands("adam_", 100), OPTIONS["adam_"])
+    repeated(*args, **OPTIONS["adam_"])
+    torch.testing.assert_close(args[0].cpu().double(), wanted[0], rtol=4e-6, atol=1e-6)
 
 
 # What decides between Triton and torch

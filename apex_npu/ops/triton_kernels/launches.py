@@ -21,6 +21,7 @@ class Launch(NamedTuple):
         args: In the kernel's order: tensors, None for those that are not there, numbers.
         constants: By name, in the kernel's order; for each of their values Triton compiles another kernel.
         warps: Groups of 32 threads in each program.
+        compiled: What ``compile`` has returned for this variant, where that is known; see ``Plan.compile``.
     """
 
     kernel: Any
@@ -28,11 +29,17 @@ class Launch(NamedTuple):
     args: tuple[Any, ...]
     constants: dict[str, Any]
     warps: int
+    compiled: Any = None
+
+    def again(self, args: tuple[Any, ...]) -> Launch:
+        """The same with ``args``, whose variant has been compiled."""
+        launch = Launch(self.kernel, self.programs, args, self.constants, self.warps, self.compiled)
+        return launch if self.compiled is not None else launch._replace(compiled=_compiled_once(launch))
 
     def variant(self) -> Hashable:
         """Equal for launches that run the same compiled kernel."""
         # Floats are never constants, and an argument of one kernel that is a float is always one.
-        kinds = [_kind(a) for a in self.args if type(a) is not float]
+        kinds = [kind(a) for a in self.args if type(a) is not float]
         return self.kernel.__name__, self.args[0].device, self.warps, *kinds, *self.constants.values()
 
     def compile(self) -> Any:
@@ -82,7 +89,7 @@ class Plan(NamedTuple):
         Raises:
             CompilationError: The cause is what Triton has raised.
         """
-        return [_compiled_once(launch) for launch in self.launches]
+        return [launch.compiled or _compiled_once(launch) for launch in self.launches]
 
     def run(self, device: torch.device) -> Tensor | None:
         """Launch in order on ``device``: Triton itself launches on the current one, wherever the tensors are.
@@ -90,7 +97,8 @@ class Plan(NamedTuple):
         Raises:
             CompilationError: Nothing has been launched.
         """
-        guard: AbstractContextManager[Any] = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+        guard: AbstractContextManager[Any] = torch.cuda.device(device) if elsewhere else nullcontext()
         with guard:
             for launch, compiled in zip(self.launches, self.compile(), strict=True):
                 launch.run(compiled)
@@ -111,12 +119,12 @@ def _compiled_once(launch: Launch) -> Any:
     return compiled
 
 
-def _kind(argument: Tensor | tuple[Any, ...] | int | None) -> Hashable:
+def kind(argument: Tensor | tuple[Any, ...] | int | None) -> Hashable:
     """What Triton compiles another kernel for."""
     if argument is None:
         return None
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, tuple):
-        return tuple(map(_kind, argument))
+        return tuple(map(kind, argument))
     return argument % 16 == 0, argument == 1
