@@ -154,6 +154,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           },
           py::arg("params"), py::arg("views"), py::arg("factor"), py::arg("found_inf"), py::arg("least_numel"))
       .def("forget_stepped", &apex_npu::GradSlots::forget_stepped)
+      .def("views_in", &apex_npu::GradSlots::views_in, py::arg("flat"))
+      .def(
+          "packed_states",
+          [](const apex_npu::GradSlots& slots, const py::sequence& params,
+             int64_t total_numel) -> std::optional<py::bytes> {
+            const auto states = slots.packed_states(borrow(params), total_numel);
+            return states.has_value() ? std::optional(py::bytes(*states)) : std::nullopt;
+          },
+          py::arg("params"), py::arg("total_numel"))
       .def(
           "share",
           [](const apex_npu::GradSlots& slots, const py::sequence& sources, const py::sequence& params,
@@ -188,6 +197,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "zero_grads_cpu", [](const py::sequence& tensors) { return apex_npu::zero_grads_cpu(borrow(tensors)); },
       py::arg("tensors"));
   m.def("drop_grads", [](const py::sequence& tensors) { apex_npu::drop_grads(borrow(tensors)); }, py::arg("tensors"));
+  m.def(
+      "set_aliases",
+      [](const py::sequence& tensors, const std::vector<at::Tensor>& grads) {
+        apex_npu::set_aliases(borrow(tensors), grads);
+      },
+      py::arg("tensors"), py::arg("grads"));
 
   m.def(
       "grads_of", [](const py::sequence& tensors) { return apex_npu::grads_of(borrow(tensors)); }, py::arg("tensors"));

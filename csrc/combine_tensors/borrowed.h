@@ -63,4 +63,8 @@ std::vector<int64_t> low_precision_of(const Borrowed& tensors);
 // tensor.grad = None, for each.
 void drop_grads(const Borrowed& tensors);
 
+// tensor.grad = an alias of its one of `grads`, for each: of any dtype, which Python refuses, and with a version counter
+// of its own.
+void set_aliases(const Borrowed& tensors, const std::vector<at::Tensor>& grads);
+
 }  // namespace apex_npu
