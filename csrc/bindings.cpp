@@ -46,7 +46,7 @@ using apex_npu::borrow;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 19;
+  m.attr("API") = 20;
 
   m.def("move_storages", &apex_npu::move_storages, py::arg("lists"), py::arg("src"), py::arg("offsets"),
         py::arg("copy_values"));
@@ -167,6 +167,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("sources"), py::arg("params"), py::arg("views"), py::arg("first"), py::arg("last"), py::arg("chosen"),
           py::arg("flat"), py::arg("addresses"))
       .def("forget_stepped", &apex_npu::GradSlots::forget_stepped)
+      .def("views_in", &apex_npu::GradSlots::views_in, py::arg("flat"))
+      .def(
+          "packed_states",
+          [](const apex_npu::GradSlots& slots, const py::sequence& params,
+             int64_t total_numel) -> std::optional<py::bytes> {
+            const auto states = slots.packed_states(borrow(params), total_numel);
+            return states.has_value() ? std::optional(py::bytes(*states)) : std::nullopt;
+          },
+          py::arg("params"), py::arg("total_numel"))
       .def(
           "share",
           [](const apex_npu::GradSlots& slots, const py::sequence& sources, const py::sequence& params,
@@ -201,6 +210,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "zero_grads_cpu", [](const py::sequence& tensors) { return apex_npu::zero_grads_cpu(borrow(tensors)); },
       py::arg("tensors"));
   m.def("drop_grads", [](const py::sequence& tensors) { apex_npu::drop_grads(borrow(tensors)); }, py::arg("tensors"));
+  m.def(
+      "set_aliases",
+      [](const py::sequence& tensors, const std::vector<at::Tensor>& grads) {
+        apex_npu::set_aliases(borrow(tensors), grads);
+      },
+      py::arg("tensors"), py::arg("grads"));
 
   m.def(
       "set_grads",

@@ -33,7 +33,17 @@ class DeferringBlock(DelayingBlock):
         for optimizer, state in zip(self.optimizers, self.states, strict=True):
             if state.pending is not None:
                 state.pending.look_for_unscaled(optimizer, state)
+        if self._fuses:
+            self._unpack_others()
         super().begin()
+
+    def _unpack_others(self) -> None:
+        """The backward to come may add to the model gradients that the masters of other optimizers share."""
+        for optimizer in self._session.adopted:
+            if optimizer not in self.optimizers:
+                for group in optimizer._amp_state.grads.groups:
+                    if group.flat is not None and group.flat.is_packed:
+                        group.materialize_grads()
 
     def _begin_group(self, group: GradGroup, factor: float) -> bool:
         """See ``Block``. With ``fuse_unscale`` gradients of masters are scaled by the loss scale, too."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from apex_npu.amp.clip_guard import WRITTEN
+from apex_npu.amp.clip_guard import SHARED_WRITTEN, WRITTEN
 from apex_npu.amp.grad_groups import GradGroup, any_grads, dense_grad, writable_grads
 from apex_npu.distributed import GradReducer
 from apex_npu.fusion import FlatGrads, are_same, drop_grads, grads_of, versions_of, zero_grads
@@ -295,7 +295,7 @@ class MasterGradGroup(GradGroup):
     def _follow(self, changes: Changes, given: str = "") -> None:
         """Have masters follow ``changes``; with ``given`` drop what was assigned to them, too, and have that said."""
         if changes.written:
-            self.edited = WRITTEN
+            self.edited = SHARED_WRITTEN if self.flat is not None and self.flat.is_packed else WRITTEN
         for k in changes.dropped:
             if self._has_made(self._masters[k]):
                 self.params[self._masters[k]].grad = None
@@ -441,6 +441,8 @@ class FlatMasterGradGroup(MasterGradGroup):
         first = not states.strip(_NONE) or all(states[i] == NONE for i in self._masters)
         if first and self._in_one_pass:
             self._take_in_one_pass(inv_scale, found_inf, share)
+        elif first and share and self._packs(inv_scale, found_inf):
+            self._shares = True
         else:
             self._take_in_passes(states, inv_scale, found_inf, first)
         alone = first and not self.copied.kept
@@ -449,6 +451,10 @@ class FlatMasterGradGroup(MasterGradGroup):
             self._add_kept(self.kept_scale)
         self.copied.note()
         self.copied.replaceable = alone and inv_scale == 1.0 == self.kept_scale
+
+    def _packs(self, inv_scale: float, found_inf: Tensor | None) -> bool:
+        """Gradients of parameters without a master have another dtype, and would be rounded."""
+        return inv_scale == 1.0 and found_inf is None and not self._direct and self.flat.pack(self.sources)
 
     @torch.no_grad()
     def _take_in_passes(self, states: bytes, inv_scale: float, found_inf: Tensor | None, first: bool) -> None:

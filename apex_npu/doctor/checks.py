@@ -32,6 +32,8 @@ from apex_npu import _extension
 from apex_npu.compat.apex_name import names_taken
 from apex_npu.doctor.precision import LAYERS, native_dtypes, size_of, speed_of_low_precision
 from apex_npu.ops import cpu, cuda, npu
+from apex_npu.optimizers import NpuFusedAdam
+from apex_npu.optimizers.memory_choices import memory_choices
 
 _OLDEST_TORCH = (2, 6)
 # What the tests have run with; README.md says the same.
@@ -75,12 +77,14 @@ class Section:
 def examine() -> list[Section]:
     """Examine versions, the extension, devices and their kernels, torch.distributed and the name ``apex``.
 
+    What a parameter takes in memory with each choice of level and format, for Adam, is said, too.
+
     Nothing is changed. Devices are used for small trial computations, which takes a few seconds.
 
     Example::
 
-        >>> [section.title for section in apex_npu.doctor.checks.examine()]
-        ['Versions', 'C++ extension', 'Devices', 'Kernels', 'Several processes', 'The name apex']
+        >>> [section.title for section in apex_npu.doctor.checks.examine()][:4]
+        ['Versions', 'C++ extension', 'Devices', 'Kernels']
     """
     torch_npu = _import_torch_npu()
     return [
@@ -88,6 +92,7 @@ def examine() -> list[Section]:
         Section("C++ extension", [_extension_state()]),
         Section("Devices", list(_devices())),
         Section("Kernels", list(_kernels())),
+        Section("Memory of a parameter", list(_memory())),
         Section("Several processes", list(_collectives())),
         Section("The name apex", list(_apex())),
     ]
@@ -328,6 +333,15 @@ def _logged() -> Iterator[list[str]]:
         logger.removeHandler(listener)
         logger.setLevel(level)
         logger.propagate = propagates
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def _memory() -> Iterator[Finding]:
+    for choice in memory_choices(NpuFusedAdam([torch.nn.Parameter(torch.zeros(1))])):
+        parts = ", ".join(f"{name} {nbytes:.3g}" for name, nbytes in choice.parts().items() if nbytes)
+        yield Finding(f"Adam, {choice.total:.3g} bytes", f"{choice.name}: {parts}")
 
 
 # --- processes and names ---------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from apex_npu._extension import extension
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import no_grad
-from apex_npu.fusion import grad_slots
+from apex_npu.fusion import grad_slots, packed_grads
 from apex_npu.fusion.combined import check_combinable
 from apex_npu.fusion.flat_buffer import FlatBuffer, plan
 from apex_npu.fusion.grad_copier import GradCopier, numbered
@@ -63,9 +63,13 @@ class FlatGrads:
         reads_lists: Whether gradients that are ELSEWHERE can be a list that a rule takes, see ``gather_unless_listed``.
         reads_in_place: Kernels read gradients that are ELSEWHERE in place, all in one call.
         is_shown: A script has the buffer: gradients are always copied there, and padding may have been written.
+        may_pack: See ``pack``.
+        is_packed: Gradients were packed when they were last looked for, and some may still be.
     """
 
     is_sharded = False
+    may_pack = False
+    is_packed = False
 
     def __init__(self, params: Sequence[Tensor], offsets: Sequence[int], total_numel: int) -> None:
         """Plan only; ``params`` share dtype and device."""
@@ -190,6 +194,10 @@ class FlatGrads:
         """The states of ``slots``, and those of them whose gradients have to be gathered; see ``GradSlots.states``."""
         if self.is_shown:
             in_place = InPlace.NO
+        if self.is_packed and in_place == InPlace.READ:
+            packed = self._find_packed()
+            if packed is not None:
+                return packed if slots is None else packed[slots.start : slots.stop], []
         if least_numel is None:
             least_numel = grad_slots.WRITTEN_NUMEL if in_place == InPlace.WRITE else grad_slots.STAYS_NUMEL
         params, views, first = self.params, self._views or self.params, 0
@@ -218,8 +226,12 @@ class FlatGrads:
 
     def span(self, slots: range) -> Tensor:
         """The memory of consecutive ``slots``, padding included."""
+        begin = self.offsets[slots.start]
+        return self.flat[begin : begin + self._span_numel(slots)]
+
+    def _span_numel(self, slots: range) -> int:
         end = self.offsets[slots.stop] if slots.stop < len(self.offsets) else self.total_numel
-        return self.flat[self.offsets[slots.start] : end]
+        return end - self.offsets[slots.start]
 
     def slots_of(self, tensors: Sequence[Tensor], offsets: Sequence[int]) -> range | None:
         """The consecutive slots of the gradients of ``tensors``, spaced as ``offsets`` are; None: there are none."""
@@ -261,6 +273,8 @@ class FlatGrads:
 
         Only where it ``reads_lists``. All must have their slot's dtype and layout for that.
         """
+        if self.is_packed:
+            return self.gather(in_place=InPlace.READ)
         states, to_gather = self._find(None, InPlace.NO)
         grads = map(_GRAD, map(self.params.__getitem__, to_gather))
         fit = all(map(grad_slots.fits, grads, map(self._shapes.__getitem__, to_gather)))
@@ -392,6 +406,37 @@ class FlatGrads:
         if others:
             self.take(sources, slots=None if len(others) == len(self.params) else others)
 
+    @no_grad
+    def pack(self, sources: Sequence[Tensor]) -> bool:
+        """Bring the gradients of ``sources`` to ``params`` as views of one tensor of their own dtype, on any device.
+
+        The sources have these views as gradients, too, so that the memory of their former ones is free. Only ``ops``
+        can read the tensor in the place of the buffer; ``gather`` makes gradients of the parameters' dtype.
+
+        Returns:
+            False, with nothing changed, where that is not possible, or would save too little memory.
+        """
+        if not self.may_pack or self.is_shown or self.total_numel < packed_grads.PACKED_NUMEL:
+            return False
+        slots = self._plan_slots()
+        self.is_packed = packed_grads.pack_grads(
+            sources, self.params, slots, self._shapes, self.offsets, self.total_numel
+        )
+        return self.is_packed
+
+    def _find_packed(self) -> bytes | None:
+        """The states, where all gradients that are there are packed; else None, until ``pack`` is called again."""
+        slots: Any = self._plan_slots()
+        found: bytes | None = slots.packed_states(self.params, self.total_numel)
+        self.is_packed = found is not None
+        return found
+
+    def _packed_operand(self, slots: range, numel: int) -> Tensor:
+        grad = self.params[slots.start].grad
+        assert grad is not None
+        flat = self.flat if grad.dtype == self.dtype else packed_grads.packed_in(grad)
+        return flat[self.offsets[slots.start] : self.offsets[slots.start] + numel]
+
     def unscale_(self, inv_scale: float, found_inf: Tensor | None) -> None:
         """Multiply all gradients, where they are or on their way into their slots.
 
@@ -488,6 +533,8 @@ class FlatGrads:
         1-D, of ``numel`` elements from the first slot's on. It may have no memory: nothing but ops can read it then. In
         pure torch it is one slot. Those that are ``stepped`` have to be gathered for a second step.
         """
+        if self.is_packed:
+            return self._packed_operand(slots, numel)
         known = self._slots or self._plan_slots()
         return known.grad_list(self.params[slots.start : slots.stop], slots.start, numel, stepped)
 
@@ -512,6 +559,8 @@ class FlatGrads:
             self.clear_padding()
         if ELSEWHERE in states and self.reads_in_place:
             return [self.operand(range(len(self.params)), self.total_numel)]
+        if ELSEWHERE in states and self.is_packed:
+            return [self.operand(slots, self._span_numel(slots)) for slots in _stretches(states, ELSEWHERE)]
         spans = [self.span(slots) for slots in _stretches(states)]
         return [self._operand_of(i) for i in _places_of(ELSEWHERE, states)] + spans
 
@@ -556,6 +605,6 @@ def _with_state(state: int, states: bytes, slots: list[int], first: int = 0) -> 
     return bytes(changed)
 
 
-def _stretches(states: bytes) -> list[range]:
-    """Maximal ranges of slots that are IN_BUFFER."""
-    return [range(*found.span()) for found in re.finditer(re.escape(bytes([IN_BUFFER])) + b"+", states)]
+def _stretches(states: bytes, state: int = IN_BUFFER) -> list[range]:
+    """Maximal ranges of slots that are in ``state``."""
+    return [range(*found.span()) for found in re.finditer(re.escape(bytes([state])) + b"+", states)]

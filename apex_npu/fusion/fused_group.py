@@ -61,6 +61,8 @@ class FusedGroup(GroupBuffers):
         """See ``GroupBuffers``; and ``fuse`` for how ``params`` get there. ``runs``: of as many slots."""
         super().__init__(params, param_flat, offsets)
         self.runs = runs
+        # A graph replays what its capture has found, which has to stay where it is; a CPU reads gradients in place.
+        self.grads.may_pack = param_flat.device.type != "cpu" and not isinstance(runs, GraphRuns)
 
     def let_go(self) -> None:
         """Drop the views of the parameters' memory, which in pure torch would keep them from moving."""

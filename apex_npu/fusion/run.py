@@ -86,7 +86,8 @@ class Run:
     @property
     def is_listed(self) -> bool:
         """Whether a gradient is outside of its slot, for a rule that takes ``grads`` and ``states(name)``."""
-        return self.elsewhere and self._group.grads.reads_lists
+        grads = self._group.grads
+        return self.elsewhere and grads.reads_lists and not grads.is_packed
 
     def keep(self) -> None:
         """A captured graph reads what is remembered: from now on it outlives what takes its place."""
@@ -139,7 +140,7 @@ class Run:
     def _grad_elsewhere(self) -> Tensor:
         """Built in each step: a reference would keep the gradients' memory."""
         grads = self._group.grads
-        if not grads.reads_lists:
+        if grads.is_packed or not grads.reads_lists:
             return grads.operand(self.slots, self.param.numel(), stepped=True)
         grads.gather(self.slots)
         return grads.flat[self._span]
@@ -147,7 +148,7 @@ class Run:
     @property
     def flat_grad(self) -> Tensor:
         """``scaled_grad``, copied into memory that anything can read; read-only."""
-        if self.elsewhere and is_grad_list(grad := self.scaled_grad):
+        if self.elsewhere and (is_grad_list(grad := self.scaled_grad) or grad.dtype != self.param.dtype):
             del grad
             self._group.grads.gather(self.slots)
             return self._group.grads.flat[self._span]
@@ -335,8 +336,10 @@ class Runs:
         ]
         if group.encoding is not None:
             group.encoding.divide(keys)
+        grads = group.grads
+        in_one_piece = grads.reads_in_place or grads.reads_lists or grads.is_packed
         for i, state in enumerate(states):
-            if state == ELSEWHERE and not group.grads.reads_in_place and not group.grads.reads_lists:
+            if state == ELSEWHERE and not in_one_piece:
                 keys[i] = i  # alone
         make = group.make_run or Run
         return [

@@ -41,7 +41,7 @@ def sgd_(
     asks = dampened and (isinstance(step, Tensor) or options["nesterov"])
     # Nor a buffer without momentum.
     asks = asks or (momentum_buffer is not None and options["momentum"] == 0)
-    if decays or asks or not _one_dtype(*operands[:3]) or param.dtype in reference.LOW_PRECISION:
+    if decays or asks or not _one_dtype(grad, param, momentum_buffer) or param.dtype in reference.LOW_PRECISION:
         elementwise.sgd_.reference(*operands, grad_scale=grad_scale, found_inf=found_inf, **options)
         return
     del options["step"]
@@ -74,7 +74,7 @@ def adam_(
     # Without bias correction: torch has no such option, but steps so many that there is nothing left to correct.
     corrects = options.get("bias_correction", True)
     steps = options["step"] if corrects else late_step(options["beta1"], options["beta2"])
-    if steps is None or not _one_dtype(*operands[:5]):
+    if steps is None or not _one_dtype(grad, param, *operands[2:5]):
         elementwise.adam_.reference(*operands, grad_scale=grad_scale, found_inf=found_inf, **options)
         return
     kernel = torch._fused_adamw_ if options.pop("decoupled") else torch._fused_adam_
@@ -97,8 +97,10 @@ def _as_torch_reads(number: Any, *, flag: bool = False) -> Any:
     return (number != 0 if flag else number).to(torch.float32)
 
 
-def _one_dtype(*tensors: Tensor | None) -> bool:
-    return len({t.dtype for t in tensors if t is not None}) == 1
+def _one_dtype(grad: Tensor, param: Tensor, *states: Tensor | None) -> bool:
+    """True where the states have the dtype of the parameters, and a gradient can be given it."""
+    alike = all(state.dtype == param.dtype for state in states if state is not None)
+    return alike and reference.is_wide_or_narrow(grad, param)
 
 
 def late_step(*betas: float) -> float | None:
@@ -109,18 +111,21 @@ def late_step(*betas: float) -> float | None:
 def _pieces(tensors: tuple[Tensor | None, ...], grad_scale: Tensor | None) -> Iterator[tuple[Any, ...]]:
     """The operands, whole; or piece by piece where the last, ``model_param``, is to be written, too.
 
-    Likewise where the second, the gradient, has to be divided by ``grad_scale``: it comes divided.
+    Likewise where the second, the gradient, has to be divided by ``grad_scale``, or widened: so it comes.
     """
-    if grad_scale is None and tensors[-1] is None:
+    param, grad = tensors[:2]
+    assert param is not None
+    assert grad is not None
+    is_ready = grad_scale is None and grad.dtype == param.dtype
+    if is_ready and tensors[-1] is None:
         yield tensors
         return
-    grad = tensors[1]
-    assert grad is not None
     step = max(_CHUNK_NUMEL, reference.chunk_numel(grad.device))
-    if grad_scale is None:
+    if is_ready:
         yield from reference.chunks(tensors, step)
         return
-    inverse = grad_scale.to(grad.dtype).reciprocal()
-    quotient = reference.scratch(min(step, grad.numel()), grad)
-    for param, scaled, *others in reference.chunks(tensors, step):
-        yield param, torch.mul(scaled, inverse, out=quotient[: scaled.numel()]), *others
+    inverse = None if grad_scale is None else grad_scale.to(param.dtype).reciprocal()
+    ready = reference.scratch(min(step, grad.numel()), param)
+    for piece, given, *others in reference.chunks(tensors, step):
+        wide = ready[: given.numel()]
+        yield piece, wide.copy_(given) if inverse is None else torch.mul(given, inverse, out=wide), *others

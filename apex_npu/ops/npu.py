@@ -41,6 +41,8 @@ logger = logging.getLogger("apex_npu")
 # torch_npu's number of the 910B1: chips of the generations before have none of the optimizers that aten:: names.
 _OLDEST_CHIP = 220
 _TRIAL_NUMEL = 64
+# Of gradients in 16 bits, which these kernels do not take, so many are widened at once.
+_WIDENED_NUMEL = 1 << 24
 # Slots of flat buffers begin at multiples of it, and so do their ends with the padding.
 _ROW_NUMEL = 16
 
@@ -91,7 +93,8 @@ def works(kernel: str, device: torch.device) -> bool:
 def sgd_(param: Tensor, grad: Tensor, momentum_buffer: Tensor | None, *args: Any, **options: Any) -> None:
     """See ``apex_npu.ops.elementwise.sgd_``."""
     # CANN's refuses to work without momentum.
-    fused = momentum_buffer is not None and options["momentum"] > 0 and _is_float32(param, grad, momentum_buffer)
+    fused = momentum_buffer is not None and options["momentum"] > 0 and _is_float32(param, momentum_buffer)
+    fused = fused and reference.is_wide_or_narrow(grad, param)
     kernel = aten_fused.sgd_ if fused and works("_fused_sgd_", param.device) else elementwise.sgd_.reference
     kernel(param, grad, momentum_buffer, *args, **options)
 
@@ -107,7 +110,7 @@ def adam_(
 ) -> None:
     """See ``apex_npu.ops.elementwise.adam_``."""
     operands = (param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq)
-    pieces = list(reference.chunks(operands, _piece_numel(param, options)))
+    pieces = list(reference.chunks(operands, _piece_numel(param, grad, options)))
     kernel = _adam_kernel(*pieces[0], betas=(options["beta1"], options["beta2"])) if pieces else None
     if kernel is None:
         elementwise.adam_.reference(*operands, model_param, **options)
@@ -118,8 +121,10 @@ def adam_(
         model_param.copy_(param)
 
 
-def _piece_numel(param: Tensor, options: dict[str, Any]) -> int | None:
+def _piece_numel(param: Tensor, grad: Tensor, options: dict[str, Any]) -> int | None:
     """How much is stepped at once: all, unless there has to be another gradient. That may not grow with the model."""
+    if grad.dtype != param.dtype:
+        return _WIDENED_NUMEL
     decays = options.get("weight_decay", 0) != 0 and not options["decoupled"]
     return None if decays or options.get("grad_scale") is not None else param.numel()
 
@@ -174,7 +179,8 @@ def lamb_(
     betas = options["beta1"], options["beta2"]
     is_adams = options["adapt"] and not options["l2"] and options["beta3"] == 1 - betas[0]
     rows = _rows_of(starts, lengths, param) if is_adams and _is_float32(param) else None
-    pieces = list(reference.chunks((direction, grad, exp_avg, exp_avg_sq, None), _piece_numel(param, options)))
+    operands_of_adam = (direction, grad, exp_avg, exp_avg_sq, None)
+    pieces = list(reference.chunks(operands_of_adam, _piece_numel(param, grad, options)))
     kernel = _adam_kernel(*pieces[0], betas=betas) if rows is not None and pieces else None
     if rows is None or kernel is None:
         operands = (param, grad, exp_avg, exp_avg_sq, model_param, direction, starts, lengths, ids)
@@ -222,9 +228,10 @@ def _adam_kernel(
     betas: tuple[float, float],
 ) -> Callable[..., None] | None:
     """The kernel for such operands; None where there is none but the reference."""
-    if not _is_float32(param, grad, exp_avg):
+    if not _is_float32(param, exp_avg) or not reference.is_wide_or_narrow(grad, param):
         return None
-    whole = max_exp_avg_sq is None and all(map(_is_whole, (param, grad, exp_avg, exp_avg_sq)))
+    stepped_by = (grad,) if grad.dtype == param.dtype else ()  # else a copy, which is whole
+    whole = max_exp_avg_sq is None and all(map(_is_whole, (param, *stepped_by, exp_avg, exp_avg_sq)))
     if whole and works("npu_apply_adam_w", param.device):
         return _apply_adam_w
     has_late_step = aten_fused.late_step(*map(_as_float32, betas)) is not None
@@ -269,7 +276,7 @@ def _adam(
     grad_scale: Tensor | None = None,
 ) -> None:
     l2 = 0.0 if decoupled else weight_decay
-    grad = reference.in_dtype(grad, grad.dtype, maximize and bool(l2), grad_scale)
+    grad = reference.in_dtype(grad, param.dtype, maximize and bool(l2), grad_scale)
     if l2:
         grad = grad.add(param, alpha=l2)
     flips = maximize and not l2

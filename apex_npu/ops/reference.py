@@ -67,10 +67,16 @@ def scratch(numel: int, like: Tensor) -> Tensor:
 
 def in_dtype(grad: Tensor, dtype: torch.dtype, maximize: bool, grad_scale: Tensor | None) -> Tensor:
     """What a rule steps by, in ``dtype``: ±grad / grad_scale."""
-    grad = grad.to(dtype)  # widened first: divided in float16, a small gradient would be lost
+    wide = grad.to(dtype)  # widened first: divided in float16, a small gradient would be lost
     if grad_scale is not None:
-        grad = grad / grad_scale.to(dtype)
-    return grad.neg() if maximize else grad
+        scale = grad_scale.to(dtype)
+        wide = wide / scale if wide is grad else wide.div_(scale)
+    return wide.neg() if maximize else wide
+
+
+def is_wide_or_narrow(grad: Tensor, param: Tensor) -> bool:
+    """True for a gradient in the dtype of ``param``, and for one in 16 bits of a float32 one."""
+    return grad.dtype == param.dtype or (param.dtype == torch.float32 and grad.dtype in LOW_PRECISION)
 
 
 def write_back(param: Tensor, value: Tensor, model_param: Tensor | None) -> None:

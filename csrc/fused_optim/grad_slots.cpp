@@ -244,4 +244,39 @@ std::vector<int64_t> GradSlots::share(const Borrowed& sources, const Borrowed& p
   return others;
 }
 
+std::vector<at::Tensor> GradSlots::views_in(const at::Tensor& flat) const {
+  std::vector<at::Tensor> views;
+  views.reserve(slots_.size());
+  for (const Slot& slot : slots_) {
+    views.push_back(flat.variable_data());
+    views.back().unsafeGetTensorImpl()->set_sizes_and_strides(slot.sizes, slot.strides, slot.offset);
+  }
+  return views;
+}
+
+std::optional<std::string> GradSlots::packed_states(const Borrowed& params, int64_t total_numel) const {
+  TORCH_CHECK_VALUE(params.size() == slots_.size(), "packed_states: expected one parameter for each of ", slots_.size(),
+                    " slots, got ", params.size());
+  std::string states(params.size(), static_cast<char>(GradState::NONE));
+  const c10::StorageImpl* storage = nullptr;
+  at::ScalarType dtype = at::kFloat;
+  bool packed = true;
+  look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
+    if (!packed || !grad.defined()) return;
+    packed = grad.layout() == c10::kStrided && grad.has_storage() && !grad.is_neg() &&
+             !grad.unsafeGetTensorImpl()->is_python_dispatch();
+    if (!packed) return;
+    if (storage == nullptr) {
+      storage = grad.storage().unsafeGetStorageImpl();
+      dtype = grad.scalar_type();
+      packed = is_narrow(dtype) && storage->nbytes() == static_cast<size_t>(total_numel) * grad.element_size();
+    }
+    packed = packed && grad.storage().unsafeGetStorageImpl() == storage && grad.scalar_type() == dtype &&
+             grad.storage_offset() == slots_[i].offset && grad.sizes() == at::IntArrayRef(slots_[i].sizes) &&
+             grad.strides() == at::IntArrayRef(slots_[i].strides);
+    states[i] = static_cast<char>(GradState::ELSEWHERE);
+  });
+  return packed ? std::optional(std::move(states)) : std::nullopt;
+}
+
 }  // namespace apex_npu

@@ -91,6 +91,13 @@ class GradSlots {
   std::vector<int64_t> share(const Borrowed& sources, const Borrowed& params, int64_t least_numel,
                              IsAlone is_alone) const;
 
+  // Views of `flat`, which is of any dtype, where the slots are in it; each has a version counter of its own.
+  std::vector<at::Tensor> views_in(const at::Tensor& flat) const;
+
+  // The states of `params`, one for each slot, where all gradients that are there are views of one tensor with
+  // `total_numel` elements of 16 bits, as `views_in` makes them: all ELSEWHERE.
+  std::optional<std::string> packed_states(const Borrowed& params, int64_t total_numel) const;
+
  private:
   struct Slot {
     int64_t offset, numel;

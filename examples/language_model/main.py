@@ -5,6 +5,7 @@
     python main.py book.txt --opt-level O5 --combine-grad --checkpoint book.pt
     python main.py book.txt --opt-level O5 --combine-grad --checkpoint book.pt --resume
     python main.py book.txt --checkpoint book.pt --resume --sample-only --prompt "Once upon" --sample 500
+    python main.py book.txt --opt-level O5 --store-param-remainders --state-dtype bfloat16
     torchrun --nproc-per-node 8 main.py book.txt --opt-level O5 --fsdp
 
 This file has the options; train.py has the training, model.py the transformer, sharded.py what --fsdp needs.
@@ -58,12 +59,15 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--clip", type=float, default=1.0, metavar="NORM", help="of all gradients (default %(default)s)")
 
-    mixed = parser.add_argument_group("mixed precision (docs/amp.md)")
+    mixed = parser.add_argument_group("mixed precision (docs/amp.md, docs/memory.md)")
     add = mixed.add_argument
     levels = ["O0", "O1", "O2", "O3", "O4", "O5"]
     add("--opt-level", choices=levels, default="O4", help="default %(default)s; O4, O5: bfloat16")
     add("--loss-scale", type=loss_scale, metavar="SCALE", help="'dynamic' or a number; default: the level's")
     add("--combine-grad", action="store_true", help="gradients in one flat buffer")
+    add("--store-param-remainders", action="store_true", help="O5 without float32 masters: 16 bits beside the model")
+    states = ["float32", "bfloat16", "int8"]
+    add("--state-dtype", choices=states, default="float32", help="of AdamW's moments (default %(default)s)")
     add("--fsdp", action="store_true", help="shard the model over the processes that torchrun has started")
 
     sample = parser.add_argument_group("what it writes at the end")
@@ -96,6 +100,8 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--fsdp: start it with torchrun, as in torchrun --nproc-per-node 8 main.py book.txt --fsdp")
     if args.fsdp and (args.combine_grad or args.compile or args.opt_level == "O3"):
         parser.error("--fsdp: without --combine-grad, --compile and --opt-level O3")
+    if args.store_param_remainders and (args.opt_level != "O5" or args.fsdp):
+        parser.error("--store-param-remainders: with --opt-level O5 and without --fsdp")
     if not args.prompt:
         parser.error("--prompt: a character at least is expected")
     if not args.temperature > 0:

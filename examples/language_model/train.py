@@ -45,6 +45,7 @@ def run(args: Namespace) -> None:
         opt_level=args.opt_level,
         loss_scale=args.loss_scale,
         combine_grad=args.combine_grad or None,
+        store_param_remainders=args.store_param_remainders or None,
     )
     first = 0
     if args.resume or args.sample_only:
@@ -120,7 +121,7 @@ def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": args.weight_decay},
         {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return optimizers.NpuFusedAdamW(groups, lr=args.lr, betas=(0.9, 0.99))
+    return optimizers.NpuFusedAdamW(groups, lr=args.lr, betas=(0.9, 0.99), state_dtype=args.state_dtype)
 
 
 def learning_rate(step: int, args: Namespace) -> float:

@@ -13,17 +13,19 @@ from torch import nn
 
 from apex_npu import amp, optimizers
 from apex_npu._extension import extension
-from apex_npu.fusion import grad_slots
+from apex_npu.fusion import grad_slots, packed_grads
 from apex_npu.parallel import LARC
 
 
-@pytest.fixture(autouse=True, params=["gathered", "left"])
+@pytest.fixture(autouse=True, params=["gathered", "left" if DEVICE.type == "cpu" else "packed"])
 def small_gradients(request, monkeypatch):
-    """What these models have are all small: also as large ones are treated, which are worked on where they are."""
-    if request.param == "left" and extension is not None:
+    """What these models have are all small: also as large ones are treated, which are worked on in their own dtype."""
+    if request.param != "gathered" and extension is None:
+        pytest.skip("there is nothing that gives masters gradients in 16 bits")
+    if request.param == "left":
         monkeypatch.setattr(grad_slots, "WRITTEN_NUMEL", 0)
-    elif request.param == "left":
-        pytest.skip("there are no kernels that read gradients anywhere")
+    elif request.param == "packed":
+        monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0)
     return request.param
 
 
@@ -32,7 +34,10 @@ LEVELS = ["O0", "O1", "O2", "O3", "O5"]
 
 def make(level, cls=optimizers.NpuFusedAdam, fuse_unscale=True, loss_scale="dynamic", **options):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(DEVICE)
+    # A layer that stays float32 at O2, beside which gradients are not packed.
+    packs = level in ("O2", "O5") and packed_grads.PACKED_NUMEL == 0
+    norm = nn.LayerNorm(6) if packs else nn.BatchNorm1d(6)
+    model = nn.Sequential(norm, nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(DEVICE)
     optimizer = cls(model.parameters(), lr=1e-2)
     return amp.initialize(
         model,
@@ -505,8 +510,10 @@ def write_directly(model, loss):
 
 @pytest.mark.parametrize("loss_scale", [1.0, 64.0])
 @pytest.mark.parametrize("spoil", [another_loss, zero_model, write_directly])
-def test_masters_keep_what_a_block_has_brought_them(spoil, loss_scale):
+def test_masters_keep_what_a_block_has_brought_them(spoil, loss_scale, small_gradients):
     """Model gradients may be written after the block, by the backward of another network's loss through this one."""
+    if small_gradients == "packed" and spoil is not zero_model:
+        pytest.skip("masters share them: see the tests below")
     results = []
     for fuse_unscale in (False, True):
         model, optimizer = make("O2", optimizers.NpuFusedSGD, fuse_unscale, loss_scale, keep_batchnorm_fp32=False)
@@ -517,6 +524,72 @@ def test_masters_keep_what_a_block_has_brought_them(spoil, loss_scale):
         amp.shutdown()
     for p, q in zip(*results, strict=True):
         torch.testing.assert_close(p, q)
+
+
+packed = pytest.mark.skipif(extension is None or DEVICE.type == "cpu", reason="a CPU reads gradients in place")
+
+
+def of_two_networks(packs, monkeypatch):
+    """A network that judges another: blocks of both, then the steps of both."""
+    monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0 if packs else 1 << 23)
+    torch.manual_seed(0)
+    networks = [nn.Linear(6, 6).to(DEVICE), nn.Linear(6, 2).to(DEVICE)]
+    made = [optimizers.NpuFusedAdam(network.parameters(), lr=1e-2) for network in networks]
+    networks, made = amp.initialize(networks, made, opt_level="O2", loss_scale=64.0, fuse_unscale=True, verbosity=0)
+    (makes, judges), (maker, judge) = networks, made
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    for _ in range(3):
+        with amp.scale_loss(judges(x).float().square().mean(), judge) as scaled_loss:
+            scaled_loss.backward()
+        held = [p.grad.dtype for p in judge.param_groups[0]["params"]]
+        with amp.scale_loss(judges(makes(x)).float().sum(), maker) as scaled_loss:
+            scaled_loss.backward()
+        for optimizer in made:
+            optimizer.step()
+            optimizer.zero_grad()
+    result = [p.detach().clone() for optimizer in made for p in amp.master_params(optimizer)]
+    amp.shutdown()
+    return held, result
+
+
+@packed
+@pytest.mark.filterwarnings("ignore:gradients of other")
+def test_packed_gradients_leave_the_model_before_the_block_of_another_optimizer(monkeypatch):
+    (held, ours), (_, theirs) = (of_two_networks(packs, monkeypatch) for packs in (True, False))
+    assert held == [torch.float16] * 2
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-7)
+
+
+@packed
+def test_what_is_written_to_packed_gradients_counts_and_is_warned_of(monkeypatch):
+    monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0)
+    model, optimizer = make("O2", optimizers.NpuFusedSGD, loss_scale=64.0)
+    weight = model[1].weight
+    (master,) = amp.masters_of([weight])
+    before = master.detach().clone()
+    backward(model, optimizer, 0)
+    expected = before - 1e-2 * 3.0 * weight.grad.float() / 64.0
+    write_directly(model, None)
+    with pytest.warns(RuntimeWarning, match="fp32 masters share them with fuse_unscale=True on this device"):
+        optimizer.step()
+    torch.testing.assert_close(master.detach(), expected)
+
+
+@packed
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("cls", [optimizers.NpuFusedAdam, optimizers.NpuFusedSGD, optimizers.NpuFusedLamb])
+def test_masters_have_no_float32_gradients_where_nothing_reads_them(level, cls, monkeypatch):
+    monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0)
+    model, optimizer = make(level, cls, loss_scale=64.0)
+    for number in range(3):
+        backward(model, optimizer, number)
+        optimizer.clip_optimizer_grad_norm_fused(0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not any(flat.has_buffer for flat in optimizer.flat_grads())
+    backward(model, optimizer, 3)
+    assert [p.grad.dtype for p in amp.master_params(optimizer)] == [torch.float32] * 6
 
 
 def add_group(optimizer):

@@ -233,6 +233,42 @@ def test_the_state_is_that_of_the_optimizer(make, options, level):
     assert again.levels[level].memory.states == {make.__name__: real}
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"), [({}, 8), ({"state_dtype": torch.bfloat16}, 4), ({"state_dtype": "int8"}, 2 + 2 * 4 / 128)]
+)
+def test_states_in_fewer_bytes_are_counted(options, expected):
+    model = nn.Linear(128, 8, bias=False).to(DEVICE)
+    optimizer = optimizers.NpuFusedAdamW(model.parameters(), lr=1e-3, **options)
+    batch = torch.ones(2, 128, device=DEVICE)
+    model(batch).sum().backward()
+    optimizer.step()
+    found = amp.debug.report(model, batch, levels="O0", optimizer=optimizer)
+    assert found.levels["O0"].memory.states["NpuFusedAdamW"] == pytest.approx(expected * 1024, abs=8)
+
+
+def test_the_bytes_of_each_choice_are_those_of_the_rule():
+    model, batch, loss = made(Net)
+
+    def rows(optimizer):
+        found = amp.debug.report(model, batch, levels="O0", optimizer=optimizer)
+        lines = str(found).splitlines()
+        begins = [i for i, line in enumerate(lines) if line.startswith("bytes of a parameter with ")]
+        return [line.split()[-1] for line in lines[begins[0] + 2 : lines.index("", begins[0])]] if begins else []
+
+    adam = ["16", "20", "16", "14", "10", "8.06", "8"]
+    assert rows(None) == adam
+    for cls, options, expected in (
+        (optimizers.NpuFusedLamb, {}, adam),
+        (optimizers.NpuFusedAdam, {"amsgrad": True}, ["20", "24", "20", "18", "12", "9.09", "10"]),
+        (optimizers.NpuFusedSGD, {"momentum": 0.9}, ["12", "16", "12", "10", "8", "7.03", "6"]),
+        (torch.optim.Adam, {}, []),
+    ):
+        optimizer = cls(model.parameters(), lr=1e-3, **options)
+        loss(model(batch)).backward()
+        optimizer.step()
+        assert rows(optimizer) == expected
+
+
 def test_flops_by_hand():
     b, i, o = 4, 8, 3
     model = nn.Sequential(nn.Linear(i, o, device=DEVICE), nn.ReLU(), nn.Linear(o, o, device=DEVICE))

@@ -57,6 +57,14 @@ def test_a_machine_on_which_all_is_well(examine, capsys):
         assert f"{title}\n" in text
 
 
+def test_the_memory_of_a_parameter_with_each_choice(capsys):
+    main(["doctor", "--json"])
+    rows = json.loads(capsys.readouterr().out)["sections"]["Memory of a parameter"]
+    assert [row["name"] for row in rows] == [f"Adam, {n} bytes" for n in ("16", "20", "16", "14", "10", "8.06", "8")]
+    assert rows[1]["value"] == "O2, O5: model 2, gradient 2, master 4, its gradient 4, state 8"
+    assert rows[5]["value"].endswith('state_dtype="int8": model 2, gradient 2, master 2, state 2.06')
+
+
 def test_an_extension_of_another_torch_is_broken(examine, monkeypatch, tmp_path):
     note = tmp_path / "_C.torch_version"
     note.write_text("2.0.1")

@@ -49,6 +49,8 @@ LEVELS = [
     level("O2", "--combine-grad", "--accumulate", "2"),
     level("O4", "--combine-grad"),
     level("O5", "--combine-grad", "--accumulate", "2", quick=True),
+    level("O4", "--state-dtype", "int8"),
+    level("O5", "--store-param-remainders", "--state-dtype", "bfloat16"),
 ]
 
 
@@ -185,6 +187,8 @@ def test_a_trained_model_writes_without_training(run, main, losses, capsys):
         (["--prompt", "Zürich", "--steps", "1"], "--prompt: the text has no 'Z', 'h', 'ü'"),
         (["--prompt", ""], "--prompt: a character at least is expected"),
         (["--width", "15"], "--width 15: no multiple of --heads 2"),
+        (["--store-param-remainders"], "--store-param-remainders: with --opt-level O5 and without --fsdp"),
+        (["--state-dtype", "int4"], "--state-dtype: invalid choice: 'int4'"),
         (["--fsdp"], "--fsdp: start it with torchrun, as in torchrun --nproc-per-node 8"),
         (["--accumulate", "3"], "--accumulate 3: --batch-size 8 is no multiple of it"),
         (["--temperature", "0"], "--temperature 0.0: a number above 0 is expected"),

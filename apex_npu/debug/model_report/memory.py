@@ -17,7 +17,10 @@ from apex_npu.amp.optimizer_state import adopted_inside
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import master_of
 from apex_npu.backends._torch_private import is_fake, tree_leaves
+from apex_npu.fusion import EncodedView
 from apex_npu.ops import LOW_PRECISION
+from apex_npu.optimizers import FusedOptimizer, NpuFusedAdam
+from apex_npu.optimizers.memory_choices import MemoryChoice, memory_choices
 
 
 @dataclass
@@ -136,15 +139,24 @@ def sizes_of(optimizer: Optimizer, model: nn.Module) -> Sizes:
     return {title: {name: _size(p, state[p]) for name, p in stepped.items() if p in state}}
 
 
-def _tensors(state: dict[str, Any]) -> list[Tensor]:
-    return list({id(value): value for value in tree_leaves(state) if isinstance(value, Tensor)}.values())
+def choices_of(optimizer: Optimizer | None) -> list[MemoryChoice]:
+    """Those of its rule, of Adam where there is none, and nothing for an optimizer of others."""
+    own = NpuFusedAdam([nn.Parameter(torch.zeros(1))]) if optimizer is None else adopted_inside(optimizer)
+    return memory_choices(own) if isinstance(own, FusedOptimizer) else []
+
+
+def _tensors(state: dict[str, Any]) -> list[Tensor | EncodedView]:
+    found = (value for value in tree_leaves(state) if isinstance(value, (Tensor, EncodedView)))
+    return list({id(value): value for value in found}.values())
 
 
 def _size(param: Tensor, state: dict[str, Any]) -> StateSize:
     elements = bytes_each = 0.0
     more = 0
     for value in _tensors(state):
-        if not param.numel() or (value.shape != param.shape and value.numel() == 1):
+        if isinstance(value, EncodedView):
+            bytes_each += value.nbytes / max(1, param.numel())
+        elif not param.numel() or (value.shape != param.shape and value.numel() == 1):
             more += value.nbytes
         elif value.dtype == param.dtype:
             elements += value.numel() / param.numel()

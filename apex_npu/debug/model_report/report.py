@@ -25,7 +25,7 @@ from apex_npu.debug.model_report.copies import (
     leaves_of_graph,
     same_random_numbers,
 )
-from apex_npu.debug.model_report.memory import Sizes, measure, sizes_of, usual_sizes
+from apex_npu.debug.model_report.memory import Sizes, choices_of, measure, sizes_of, usual_sizes
 from apex_npu.debug.model_report.table import LevelReport, ModelReport
 from apex_npu.debug.model_report.tally import Tally
 from apex_npu.debug.watching.opening import inside_of
@@ -114,6 +114,7 @@ def report(
         sum(p.numel() for p in model.parameters()),
         [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors],
         {one.level: one for one, _, _ in results},
+        choices_of(optimizer),
     )
     if loss is None:
         found.notes.append("no loss function was given, and none is counted")

@@ -16,6 +16,7 @@ from apex_npu._cli.tables import as_rich
 from apex_npu.debug.model_report.memory import Memory
 from apex_npu.debug.model_report.tally import Tally
 from apex_npu.debug.text import aligned, name_of
+from apex_npu.optimizers.memory_choices import MemoryChoice
 
 _LOW = (torch.float16, torch.bfloat16)
 _ROWS = 40
@@ -54,6 +55,7 @@ class ModelReport:
         parameters: How many numbers its parameters are.
         batch: Dtype and shape of each tensor that it was called with.
         levels: For each level what it makes of the model.
+        choices: What a parameter takes with each choice of level and format; none for optimizers of others.
         notes: What else is to be known of the figures.
     """
 
@@ -61,6 +63,7 @@ class ModelReport:
     parameters: int
     batch: list[str]
     levels: dict[str, LevelReport]
+    choices: list[MemoryChoice] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -119,6 +122,8 @@ def parts_of(found: ModelReport) -> Iterator[Table | str]:
     yield "casts: conversions between floating dtypes; those of O0 are the model's own, the other levels add amp's"
     yield "moved: bytes that operators read and write; saved: what forward keeps in memory for backward"
     yield ""
+    if found.choices:
+        yield _choices(found)
     yield from _kept_in_float32(found)
     yield from _functions(found)
 
@@ -156,6 +161,19 @@ def _totals(levels: list[LevelReport]) -> Table:
     for title in levels[0].memory.states:
         rows.append(row(f"in all, with {title}", lambda one, title=title: _bytes(_sum(one, title))))  # type: ignore[misc]
     return Table("one iteration at each level", ["", *(one.level for one in levels)], rows)
+
+
+def _choices(found: ModelReport) -> Table:
+    state = next(iter(reversed(next(iter(found.levels.values())).memory.states)))
+    rows = [
+        [choice.name, *(f"{nbytes:.3g}" for nbytes in choice.parts().values()), f"{choice.total:.3g}"]
+        for choice in found.choices
+    ]
+    return Table(
+        f"bytes of a parameter with {state}, by options of amp.initialize and of the optimizer (docs/memory.md)",
+        ["", *found.choices[0].parts(), "sum"],
+        rows,
+    )
 
 
 def _sum(one: LevelReport, optimizer: str) -> int:

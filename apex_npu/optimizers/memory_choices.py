@@ -1,0 +1,78 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a parameter takes in memory with each choice of level and format; docs/memory.md explains them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from apex_npu.optimizers.base import FusedOptimizer
+
+_BF16 = "state_dtype=torch.bfloat16"
+_INT8 = 'state_dtype="int8"'
+_REMAINDERS = "store_param_remainders=True"
+
+
+@dataclass(frozen=True)
+class MemoryChoice:
+    """Bytes for each element of a parameter, beside activations, between a block and the step that follows.
+
+    Attributes:
+        name: The options that make it.
+        model: The parameter of the model.
+        gradient: Its gradient.
+        master: Of a float32 master, or of its remainder.
+        master_gradient: Of the master.
+        state: Of the optimizer.
+    """
+
+    name: str
+    model: float
+    gradient: float
+    master: float
+    master_gradient: float
+    state: float
+
+    def parts(self) -> dict[str, float]:
+        """The bytes by name, as tables show them."""
+        names = ("model", "gradient", "master", "its gradient", "state")
+        values = (self.model, self.gradient, self.master, self.master_gradient, self.state)
+        return dict(zip(names, values, strict=True))
+
+    @property
+    def total(self) -> float:
+        """Of all."""
+        return sum(self.parts().values())
+
+
+def memory_choices(optimizer: FusedOptimizer) -> list[MemoryChoice]:
+    """The choices for the rule of ``optimizer``, with the states that its first param group has.
+
+    One number for each parameter, such as a count of steps, is left out.
+
+    Example::
+
+        >>> adam = optimizers.NpuFusedAdam([torch.nn.Parameter(torch.zeros(1))])
+        >>> [choice.total for choice in memory_choices(adam)]
+        [16, 20, 16, 14, 10, 8.0625, 8]
+    """
+    names = [name for name in optimizer.state_names(optimizer.param_groups[0]) if name not in optimizer.scalar_states]
+    encoded = sum(name in optimizer.encodable_states for name in names)
+
+    def state(nbytes: float) -> float:
+        return 4 * (len(names) - encoded) + nbytes * encoded
+
+    found = [
+        MemoryChoice("O0", 4, 4, 0, 0, state(4)),
+        MemoryChoice("O2, O5", 2, 2, 4, 4, state(4)),
+        MemoryChoice("O2, O5, fuse_unscale=True", 2, 2, 4, 0, state(4)),
+    ]
+    if not optimizer.encodable_states or optimizer.reads_param_grads:
+        return found
+    found.append(MemoryChoice(f"O5, {_REMAINDERS}", 2, 2, 2, 0, state(4)))
+    if encoded:
+        found.append(MemoryChoice(f"O5, {_REMAINDERS}, {_BF16}", 2, 2, 2, 0, state(2)))
+        found.append(MemoryChoice(f"O5, {_REMAINDERS}, {_INT8}", 2, 2, 2, 0, state(1 + 4 / 128)))
+    options = ["O5, master_weights=False, stochastic_rounding=True", *([_BF16] if encoded else [])]
+    found.append(MemoryChoice(", ".join(options), 2, 2, 0, 0, state(2)))
+    return found
