@@ -67,10 +67,8 @@ def scratch(numel: int, like: Tensor) -> Tensor:
 
 def in_dtype(grad: Tensor, dtype: torch.dtype, maximize: bool, grad_scale: Tensor | None) -> Tensor:
     """What a rule steps by, in ``dtype``: ±grad / grad_scale."""
-    wide = grad.to(dtype)  # widened first: divided in float16, a small gradient would be lost
-    if grad_scale is not None:
-        scale = grad_scale.to(dtype)
-        wide = wide / scale if wide is grad else wide.div_(scale)
+    # A scale with a dimension widens, too: divided in float16, a small gradient would be lost.
+    wide = grad.to(dtype) if grad_scale is None else grad / grad_scale.to(dtype).reshape(1)
     return wide.neg() if maximize else wide
 
 
