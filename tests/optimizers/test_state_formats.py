@@ -10,6 +10,7 @@ import io
 
 import pytest
 import torch
+from captures import Capture
 from devices import DEVICE, SIMULATOR, VENDOR
 from torch import nn
 
@@ -350,15 +351,18 @@ def test_a_spike_in_a_block_moves_no_other_parameter_far(state_dtype):
     assert largest <= 8e-3
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("state_dtype", FORMATS)
-def test_a_nan_is_in_its_own_block_alone(state_dtype):
+def test_a_nan_or_inf_is_in_its_own_block_alone(state_dtype, value):
     param = nn.Parameter(torch.zeros(512, device=DEVICE))
     optimizer = optimizers.NpuFusedAdam([param], state_dtype=state_dtype)
     param.grad = torch.ones_like(param)
-    param.grad[130] = float("nan")
+    param.grad[130] = value
     optimizer.step()
-    nans = optimizer.state[param]["exp_avg"].dequantize().isnan().nonzero().flatten().tolist()
-    assert nans == ([130] if state_dtype == torch.bfloat16 else list(range(128, 256)))
+    found = optimizer.state[param]["exp_avg"].dequantize()
+    spoilt = (~found.isfinite()).nonzero().flatten().tolist()
+    assert spoilt == ([130] if state_dtype == torch.bfloat16 else list(range(128, 256)))
+    assert state_dtype == torch.bfloat16 or found[128:256].isnan().all()
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="threads are those of the CPU")
@@ -513,6 +517,8 @@ def test_a_skipped_step_changes_no_state(state_dtype):
         ({"opt_level": "O2"}, RuntimeError, "opt_level O2 casts to float16. Use opt_level='O5'"),
         ({"opt_level": "O1"}, RuntimeError, "opt_level O1 has no masters"),
         ({"opt_level": "O0"}, RuntimeError, "opt_level O0 has no masters"),
+        ({"opt_level": "O4"}, RuntimeError, "opt_level O4 has no masters"),
+        ({"opt_level": "O3"}, RuntimeError, "opt_level O3 casts to float16"),
         ({"opt_level": "O5", "master_weights": True}, RuntimeError, "leave master_weights unspecified, got True"),
         ({"opt_level": "O5", "combine_grad": True, "combine_ddp": True}, RuntimeError, "combine_ddp=True starts all"),
     ],
@@ -577,6 +583,45 @@ def test_parameters_without_such_states_are_refused():
         optimizers.FusedAdam(make_params(), exp_avg_dtype=torch.bfloat16, state_dtype="int8")
     with pytest.raises(ValueError, match=r"master_weight_dtype must be torch\.float32, got torch\.float16"):
         optimizers.FusedAdam(make_params(), master_weight_dtype=torch.float16)
+
+
+def test_what_is_added_later_is_refused_too():
+    optimizer = optimizers.NpuFusedAdam(make_params(), state_dtype="int8")
+    with pytest.raises(TypeError, match=r"is torch.float64, whose states are kept in torch.float64"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, dtype=torch.float64))]})
+    assert len(optimizer.param_groups) == 1
+    with pytest.raises(TypeError, match=r"is torch.complex64; fused optimizers take float32"):
+        optimizers.NpuFusedAdam([nn.Parameter(torch.zeros(2, dtype=torch.complex64))], state_dtype="int8")
+
+
+def test_a_checkpoint_of_another_rule_is_refused():
+    sgd, _ = train(optimizers.NpuFusedSGD, {"momentum": 0.9}, state_dtype="int8")
+    adam, _ = train(optimizers.NpuFusedAdam, {}, state_dtype="int8")
+    before = adam.state_dict()["state"][0]["exp_avg"]
+    with pytest.raises(ValueError, match=r"not one of NpuFusedAdam .*: parameter 0 lacks 'step'; parameter 0 lacks"):
+        adam.load_state_dict(sgd.state_dict())
+    with pytest.raises(ValueError, match="parameter 0 has 'exp_avg', which is not known here"):
+        sgd.load_state_dict(adam.state_dict())
+    assert torch.equal(adam.state_dict()["state"][0]["exp_avg"], before)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu" or VENDOR, reason="a CPU captures nothing")
+def test_the_capture_of_a_graph_is_refused():
+    params = make_params()
+    optimizer = optimizers.NpuFusedAdam(params, state_dtype="int8", capturable=True)
+    set_grads(params, 0)
+    optimizer.step()
+    with Capture(), pytest.raises(RuntimeError, match=r"its states or parameters are encoded \(state_dtype"):
+        optimizer.step()
+
+
+def test_a_rule_of_ascend_that_reads_combined_states_is_refused():
+    class Ascend(optimizers.NpuFusedAdam):
+        def _group_step(self, group_index):
+            raise AssertionError
+
+    with pytest.raises(ValueError, match=r"Ascend: this rule keeps its states, .* leave state_dtype"):
+        Ascend(make_params(), state_dtype="int8")
 
 
 def test_code_that_is_no_rule_cannot_read_encoded_states():
