@@ -5,7 +5,8 @@
     python benchmarks/plots.py
 
 ``results/speed.png``, the picture of the first page, is drawn from cpu.csv alone, ``results/iterations.png`` from
-iterations_cpu.csv, and docs/sharded_steps.png from sharded_whole_steps_cpu.csv.
+iterations_cpu.csv, docs/sharded_steps.png from sharded_whole_steps_cpu.csv, and docs/memory.png from what ``apex_npu``
+says of itself.
 """
 
 from __future__ import annotations
@@ -221,6 +222,50 @@ def write_sharded(results: Path = RESULTS, docs: Path = _DOCS) -> None:
     print(f"written: {docs / 'sharded_steps.png'}")
 
 
+# What a bar consists of, in order, in Okabe and Ito's colours.
+_PARTS = {
+    "model": "#0072B2",
+    "gradient": "#56B4E9",
+    "master": "#E69F00",
+    "its gradient": "#F0E442",
+    "state": "#999999",
+}
+
+
+def write_memory(docs: Path = _DOCS) -> None:
+    """The picture of docs/memory.md."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+    import torch
+
+    from apex_npu.optimizers import NpuFusedAdam
+    from apex_npu.optimizers.memory_choices import memory_choices
+
+    choices = memory_choices(NpuFusedAdam([torch.nn.Parameter(torch.zeros(1))]))
+    names = [choice.name.replace(", state_dtype=torch.", ",\nstate_dtype=torch.") for choice in choices]
+    names = [name.replace(', state_dtype="', ',\nstate_dtype="') for name in names]
+    figure, axes = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    ends = [0.0] * len(choices)
+    for part, colour in _PARTS.items():
+        widths = [choice.parts()[part] for choice in choices]
+        label = {"its gradient": "the master's gradient", "state": "Adam's moments"}.get(part, part)
+        axes.barh(names, widths, 0.6, ends, label=label, color=colour)
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    for row, choice in enumerate(choices):
+        axes.text(choice.total, row, f" {choice.total:.3g}", va="center", fontsize=9)
+    axes.set_title("Bytes of a parameter with Adam, beside activations", fontsize=10)
+    axes.tick_params(axis="y", labelsize=8)
+    axes.invert_yaxis()
+    axes.set_xticks(range(0, 21, 4))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=9, ncols=len(_PARTS), loc="upper center", bbox_to_anchor=(0.3, -0.08), frameon=False)
+    figure.savefig(docs / "memory.png", dpi=125, metadata={"Software": None})
+    plt.close(figure)
+    print(f"written: {docs / 'memory.png'}")
+
+
 def write(results: Path = RESULTS) -> None:
     """One PNG for each device that has been timed; none without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
@@ -255,6 +300,8 @@ def write(results: Path = RESULTS) -> None:
         write_iterations(results)
     if results == RESULTS and (results / "sharded_whole_steps_cpu.csv").exists():
         write_sharded()
+    if results == RESULTS:
+        write_memory()
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The formats of ``docs/memory.md``: bytes of state, time of a step, and the loss after training.
+"""The formats of ``docs/memory.md``: bytes of state, and time of a step; ``state_training.py`` has losses.
 
-    python benchmarks/state_formats.py [--device cuda] [--numel 16000000] [--rounds 9] [--seeds 10]
+    python benchmarks/state_formats.py [--device cuda] [--numel 16000000] [--rounds 9]
 
 Times are the CPU time of one thread, or on another device the time from one synchronization to the next, of formats in
-turns: the median of the ratios within a round. Losses are those of a perceptron on scikit-learn's handwritten digits
-(AdamW, 600 steps), the last 100 averaged; the difference to float32 state is paired by seed.
+turns: the median of the ratios within a round.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ from collections.abc import Callable
 
 import torch
 from rounds import clock, synchronize
-from sklearn.datasets import load_digits
 from torch import nn
 
 from apex_npu.fusion import EncodedView
-from apex_npu.optimizers import FusedAdam, FusedNovoGrad, NpuFusedAdamP, NpuFusedAdamW, NpuFusedLamb, NpuFusedMuon
+from apex_npu.optimizers import FusedAdam, FusedNovoGrad, NpuFusedAdamP, NpuFusedLamb, NpuFusedMuon
 
 BF16 = torch.bfloat16
 # Name, dtype of the parameters, options.
@@ -96,42 +94,11 @@ def time_rules(numel: int, rounds: int, device: torch.device) -> None:
         print(f"| {rule.__name__} | {ratios[0]:.2f} | {ratios[1]:.2f} |")
 
 
-def train(seed: int, state_dtype: object, device: torch.device) -> float:
-    """The mean loss of the last 100 steps."""
-    torch.manual_seed(seed)
-    images, labels = (torch.as_tensor(t) for t in load_digits(return_X_y=True))
-    images, labels = images.float().to(device) / 16, labels.to(device)
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
-    optimizer = NpuFusedAdamW(model.parameters(), lr=1e-3, weight_decay=0.1, state_dtype=state_dtype)
-    losses = []
-    for _ in range(600):
-        batch = torch.randint(len(images), (64,)).to(device)
-        loss = nn.functional.cross_entropy(model(images[batch]), labels[batch], label_smoothing=0.1)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return statistics.mean(losses[-100:])
-
-
-def compare_losses(seeds: int, device: torch.device) -> None:
-    """Print a row for each format."""
-    exact = [train(seed, None, device) for seed in range(seeds)]
-    print(f"float32 state: loss {statistics.mean(exact):.4f}, between seeds ± {statistics.stdev(exact):.4f}")
-    print("| state | mean difference | largest |\n|---|---|---|")
-    for name, state_dtype in (("bfloat16", BF16), ("int8", "int8")):
-        apart = [train(seed, state_dtype, device) - loss for seed, loss in enumerate(exact)]
-        print(f"| {name} | {statistics.mean(apart):+.4f} | {max(map(abs, apart)):.4f} |")
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--numel", type=int, default=16_000_000)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--seeds", type=int, default=10)
     arguments = parser.parse_args()
     time_steps(arguments.numel, arguments.rounds, arguments.device)
     time_rules(arguments.numel // 8, arguments.rounds, arguments.device)
-    if arguments.seeds > 1:
-        compare_losses(arguments.seeds, arguments.device)
