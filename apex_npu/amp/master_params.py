@@ -8,7 +8,8 @@ had before it was cast, so nothing is lost by casting, saving or loading.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -29,7 +30,6 @@ from apex_npu.fusion import (
     give_own_storages,
     increment_versions,
     is_dense,
-    is_slot,
     low_precision_of,
     not_combinable,
     round_to_copies,
@@ -101,7 +101,7 @@ class MasterParams:
         self.model_writes, self.master_writes = WriteTable(), WriteTable()
         self.copies, self._uncounted = RoundedCopies(), UncountedWrites()
         self._written: list[int] = []
-        self._moved = False
+        self._moved = self._fused_again = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Without buffers and what belongs to memory: a copy makes its own."""
@@ -203,13 +203,14 @@ class MasterParams:
         master, the model has been written where it can only be seen that the two differ.
         """
         found = self.model_writes.written(self.model_params)
+        of_masters = self.master_writes.written(self.masters)
         shared = self._share_memory(found)
         written = self._without_moved(found)
         doubt = self._follow_written(written) if written else None
         new = range(self.first_new, len(self.masters))
         _, _, others = self.copies.take(self.masters[new.start :], self.model_params[new.start :])
-        by_value = {new[i] for i in others}
-        for k in by_value.difference(self._written_masters()) if by_value else ():
+        by_value = {new[i] for i in others}.difference(of_masters)
+        for k in by_value:
             follow_(self.masters[k], self.model_params[k], self._model_when_shown.get(k))
         return SHARED if shared else doubt
 
@@ -249,6 +250,15 @@ class MasterParams:
         self._model_when_shown = {k: self.model_params[k].detach().clone() for k in self._model_when_shown}
         self._note_copies(range(len(self.masters)))
 
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Around what gives masters, fused, other addresses: that is no write."""
+        written = set(self.master_writes.written(self.masters))
+        yield
+        moved = [k for k in self.master_writes.written(self.masters) if k not in written]
+        self.master_writes.note(self.masters, moved)
+        self._fused_again = self._fused_again or bool(moved)
+
     def take_writes(self, optimizer: Optimizer) -> str | None:
         """Before a step: give masters what has been written to the model since the last; what is to be warned of."""
         self._written = self.master_writes.counted(self.masters)
@@ -256,7 +266,7 @@ class MasterParams:
         if self.first_new < len(self.masters) or self.model_writes.written(self.model_params):
             doubt = self.follow(optimizer)
         masters_moved = len(self.master_writes.written(self.masters)) > len(self._written)
-        if self._flat_model is None or self._moved or masters_moved:
+        if self._flat_model is None or self._moved or self._fused_again or masters_moved:
             # Before buffers that the step would look at are replaced, or where parameters have left them.
             _, of_masters, others = self.copies.take(self.masters, self.model_params)
             if self._flat_model is not None and self._moved:
@@ -288,11 +298,6 @@ class MasterParams:
         self._note_copies(sorted(indices))
         self._moved = True  # maybe
 
-    def _written_masters(self) -> set[int]:
-        """The indices of masters that a script has written, or given another address, as fusing does not."""
-        moved = (k for k in self.master_writes.written(self.masters) if not is_slot(self.masters[k]))
-        return {*self.master_writes.counted(self.masters), *moved}
-
     def _look_there(self) -> str | None:
         """Look on accelerators for writes that are not counted; what is to be said of those found by earlier steps."""
         uncounted, flat = self._uncounted, self._flat_model
@@ -302,12 +307,12 @@ class MasterParams:
         if uncounted.is_found or uncounted.passes_over or capturing:
             uncounted.passes_over = False
             return None
-        if flat is not None and not self.master_writes.written(self.masters):
+        if flat is not None and not self._fused_again and not self.master_writes.written(self.masters):
             uncounted.look_at_buffers(flat.unwatched)
             ids = set(map(id, flat.loose[0]))
             asked = [k for k, master in enumerate(self.masters) if id(master) in ids] if ids else []
         else:
-            written = self._written_masters()
+            written = set(self.master_writes.written(self.masters))
             asked = [k for k in range(len(self.masters)) if k not in written]
         asked = [k for k in asked if self._may_agree(k) and self.masters[k].device.type != "cpu"]
         if asked:
@@ -420,6 +425,7 @@ class MasterParams:
                     or not are_same(self.masters, flat_model.masters)
                 ):
                     flat_model, self._moved = self.flat_model(groups), False
+                self._fused_again = False
                 uncounted = flat_model.copy_masters(self.copies, skipped)
             else:
                 copy_rounded(self.copies, self.masters, self.model_params, skipped)
