@@ -381,11 +381,16 @@ class MasterParams:
     def _note_copies(self, indices: Sequence[int]) -> None:
         self.copies.note([self.masters[k] for k in indices], [self.model_params[k] for k in indices])
 
-    def end_loading(self, loaded: Sequence[Tensor]) -> None:
-        """Model parameters and their masters have been ``loaded``: that counts as written by none."""
+    def end_loading(self, loaded: Collection[Tensor]) -> None:
+        """Model parameters and masters have been ``loaded``, if they are written: masters have what the model has."""
         ids = set(map(id, loaded))
-        written = {*self.model_writes.written(self.model_params), *self.master_writes.written(self.masters)}
-        self._note([k for k in written if id(self.model_params[k]) in ids])
+        of_model = self.model_writes.written(self.model_params)
+        written = {*of_model, *self.master_writes.written(self.masters)}
+        written = {k for k in written if id(self.model_params[k]) in ids}
+        for k in written.intersection(of_model):
+            if self._may_agree(k):
+                follow_(self.masters[k], self.model_params[k])
+        self._note(sorted(written))
         self._moved = True  # maybe
 
     def begin_block(self, optimizer: Optimizer) -> str | None:
