@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex_npu.amp.shared_memory import sharing_memory
-from apex_npu.amp.uncounted_writes import UNCOUNTED_THERE, UncountedWrites, lines_of
+from apex_npu.amp.uncounted_writes import UNCOUNTED_THERE, NewMasters, UncountedWrites, lines_of
 from apex_npu.backends import for_device, is_capturing
 from apex_npu.fusion import (
     FusedGroup,
@@ -99,7 +99,7 @@ class MasterParams:
         self._by_id: dict[int, Tensor] = {}
         self._flat_model: FlatModel | None = None
         self.model_writes, self.master_writes = WriteTable(), WriteTable()
-        self.copies, self._uncounted = RoundedCopies(), UncountedWrites()
+        self.copies, self._uncounted, self._new = RoundedCopies(), UncountedWrites(), NewMasters()
         self._written: list[int] = []
         self._moved = self._fused_again = False
 
@@ -152,7 +152,7 @@ class MasterParams:
         self.model_params, self.masters = [*self.model_params, *model_params], [*self.masters, *masters]
         self.model_writes.add(self.model_params)
         self.master_writes.add(self.masters)
-        self.copies.note(masters, model_params)
+        self._note_copies(range(len(self.masters) - len(masters), len(self.masters)))
         for i in indices:
             param = params[i]
             master = self.of(param)
@@ -200,7 +200,7 @@ class MasterParams:
         """Copy to the masters what has been written to the model; what is to be warned of.
 
         Elements of the model that are their master's, rounded, leave the master as it is. Until the first block of a
-        master, the model has been written where it can only be seen that the two differ.
+        master, the model has been written where the two differ and it is not known that the master has.
         """
         found = self.model_writes.written(self.model_params)
         of_masters = self.master_writes.written(self.masters)
@@ -210,7 +210,7 @@ class MasterParams:
         new = range(self.first_new, len(self.masters))
         _, _, others = self.copies.take(self.masters[new.start :], self.model_params[new.start :])
         by_value = {new[i] for i in others}.difference(of_masters)
-        for k in by_value:
+        for k in by_value.difference(self._new.written(self.masters, by_value)):
             follow_(self.masters[k], self.model_params[k], self._model_when_shown.get(k))
         return SHARED if shared else doubt
 
@@ -230,7 +230,7 @@ class MasterParams:
 
     def end_following(self) -> None:
         """Their first block begins: of later writes to the model, those are followed that are counted."""
-        self.first_new, self._model_when_shown = len(self.masters), {}
+        self.first_new, self._model_when_shown, self._new = len(self.masters), {}, NewMasters()
 
     @torch.no_grad()
     def show_new(self) -> None:
@@ -275,7 +275,7 @@ class MasterParams:
         else:
             _, of_masters, others = self.copies.take(*self._flat_model.loose)
         if others or (self._flat_model is not None and self._flat_model.unwatched):
-            doubt = self._look_there() or doubt
+            doubt = self.look_there() or doubt
         return UNCOUNTED if of_masters and not self._written and not masters_moved else doubt
 
     def _without_moved(self, written: Sequence[int]) -> list[int]:
@@ -298,8 +298,8 @@ class MasterParams:
         self._note_copies(sorted(indices))
         self._moved = True  # maybe
 
-    def _look_there(self) -> str | None:
-        """Look on accelerators for writes that are not counted; what is to be said of those found by earlier steps."""
+    def look_there(self) -> str | None:
+        """Look on accelerators for writes that are not counted; what is to be said of those found by earlier looks."""
         uncounted, flat = self._uncounted, self._flat_model
         capturing = is_capturing()  # what has come is not asked for then
         if not capturing and uncounted.found():
@@ -325,6 +325,7 @@ class MasterParams:
         conflicts: list[Tensor] = []
         followed = [k for k in written if self._may_agree(k)]
         also = self._since_rounded(followed)[1].union(self.master_writes.written(self.masters))
+        also |= self._new.written(self.masters, followed)
         for k in followed:
             differs = follow_(self.masters[k], self.model_params[k], self._model_when_shown.get(k))
             if k in also:
@@ -380,6 +381,7 @@ class MasterParams:
 
     def _note_copies(self, indices: Sequence[int]) -> None:
         self.copies.note([self.masters[k] for k in indices], [self.model_params[k] for k in indices])
+        self._new.note(self.masters, [k for k in indices if k >= self.first_new])
 
     def end_loading(self, loaded: Collection[Tensor]) -> None:
         """Model parameters and masters have been ``loaded``, if they are written: masters have what the model has."""
@@ -446,6 +448,8 @@ class MasterParams:
             others = sorted(set(range(len(self.masters))).difference(self._written))
             self.model_writes.note(self.model_params)
             self.master_writes.note(self.masters, others)
+        if self.first_new < len(self.masters):  # a step before their first block
+            self._new.note(self.masters, range(self.first_new, len(self.masters)))
         return UNCOUNTED if uncounted and not self._written else None
 
     def has_flat_model(self, groups: Sequence[FusedGroup]) -> bool:
