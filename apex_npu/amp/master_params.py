@@ -44,8 +44,9 @@ BOTH_WRITTEN = (
 )
 UNCOUNTED = (
     "fp32 masters, as optimizer.param_groups has them, have been written in a way that autograd's version counter does "
-    "not count (.data, numpy, a combined buffer, a collective): this step trains their values, but the forward before "
-    "it has computed with those of before. Write under torch.no_grad() instead of through .data"
+    "not count (.data, numpy, a combined buffer, a collective): their values are trained, except where the model has "
+    "been written, too, but the forward before has computed with those of before. Write under torch.no_grad() instead "
+    "of through .data"
 )
 UNSEEN = (
     "fp32 masters, as optimizer.param_groups has them, have been written since the last step, and the model has "
@@ -204,11 +205,14 @@ class MasterParams:
         """
         found = self.model_writes.written(self.model_params)
         of_masters = self.master_writes.written(self.masters)
+        uncounted = self.copies.written_copies([self.model_params[k] for k in of_masters])
         shared = self._share_memory(found)
-        written = self._without_moved(found)
+        written = sorted({*self._without_moved(found), *(of_masters[i] for i in uncounted)})
         doubt = self._follow_written(written) if written else None
         new = range(self.first_new, len(self.masters))
-        _, _, others = self.copies.take(self.masters[new.start :], self.model_params[new.start :])
+        _, params, others = self.copies.take(self.masters[new.start :], self.model_params[new.start :])
+        if not {new[i] for i in params}.issubset(of_masters):
+            doubt = doubt or UNCOUNTED
         by_value = {new[i] for i in others}.difference(of_masters)
         for k in by_value.difference(self._new.written(self.masters, by_value)):
             follow_(self.masters[k], self.model_params[k], self._model_when_shown.get(k))
@@ -263,7 +267,7 @@ class MasterParams:
         """Before a step: give masters what has been written to the model since the last; what is to be warned of."""
         self._written = self.master_writes.counted(self.masters)
         doubt = None
-        if self.first_new < len(self.masters) or self.model_writes.written(self.model_params):
+        if self._written or self.first_new < len(self.masters) or self.model_writes.written(self.model_params):
             doubt = self.follow(optimizer)
         masters_moved = len(self.master_writes.written(self.masters)) > len(self._written)
         if self._flat_model is None or self._moved or self._fused_again or masters_moved:
