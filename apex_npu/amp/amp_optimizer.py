@@ -12,6 +12,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -224,6 +225,10 @@ class AmpOptimizerMixin(OptimizerAccessors):
                 "accessor after the block, or once before it. Nothing has moved"
             )
         check_combinable()
+
+    def moving_params(self) -> AbstractContextManager[None]:
+        """See ``HasFusedGroups``."""
+        return self._amp_state.masters.moving()
 
     def get_model_combined_grads(self) -> list[Tensor]:
         """The flat buffers of the model's gradients, without masters."""

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apex_npu.amp.master_params import MasterParams, follow_
-from apex_npu.amp.session import current, end_loading, write_models
+from apex_npu.amp.master_params import MasterParams
+from apex_npu.amp.session import current, write_models
 from apex_npu.autocast.containers import cast_floating
 from apex_npu.autocast.forward_cast import is_wrapped, remove_wrapper, unwrapped_forward
 from apex_npu.autocast.submodule_cast import unwatch
@@ -411,12 +411,8 @@ def _fill_masters(
 def _follow_loaded(module: nn.Module, _: Any) -> None:
     """load_state_dict post-hook: what a module has loaded otherwise than from its entries, its masters have, too."""
     copies = copies_of(module)
-    loaded = [] if copies is None else own_tensors(module)
-    for _, tensor in loaded:
-        master = copies.link.master_of(tensor) if copies is not None else None
-        if master is not None and master.shape == tensor.shape:
-            follow_(master, tensor)
-    end_loading([tensor for _, tensor in loaded])
+    for masters in [] if copies is None else copies.link.masters:
+        masters.end_loading(_low_precision_in(module))
 
 
 def give_fp32_state_dict(module: nn.Module) -> None:

@@ -32,6 +32,10 @@ class FirstLook(BlockPart):
     def before_begin(self, block: Block) -> None:
         """See ``BlockPart``."""
         check_optimizers(self._session, self._loss, block.optimizers, block.scale)
+        for optimizer in block.optimizers:
+            doubt = optimizer._amp_state.masters.look_there()  # type: ignore[attr-defined]
+            if doubt is not None:
+                self._session.warn_once(optimizer, doubt)
 
     @disable_dynamo
     def multiplied(self, block: Block, scaled_loss: Tensor) -> None:

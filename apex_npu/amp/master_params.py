@@ -8,7 +8,8 @@ had before it was cast, so nothing is lost by casting, saving or loading.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex_npu.amp.shared_memory import sharing_memory
-from apex_npu.amp.uncounted_writes import UNCOUNTED_THERE, UncountedWrites, lines_of
+from apex_npu.amp.uncounted_writes import UNCOUNTED_THERE, NewMasters, UncountedWrites, lines_of
 from apex_npu.backends import for_device, is_capturing
 from apex_npu.fusion import (
     FusedGroup,
@@ -29,7 +30,6 @@ from apex_npu.fusion import (
     give_own_storages,
     increment_versions,
     is_dense,
-    is_slot,
     low_precision_of,
     not_combinable,
     round_to_copies,
@@ -44,8 +44,9 @@ BOTH_WRITTEN = (
 )
 UNCOUNTED = (
     "fp32 masters, as optimizer.param_groups has them, have been written in a way that autograd's version counter does "
-    "not count (.data, numpy, a combined buffer, a collective): this step trains their values, but the forward before "
-    "it has computed with those of before. Write under torch.no_grad() instead of through .data"
+    "not count (.data, numpy, a combined buffer, a collective): their values are trained, except where the model has "
+    "been written, too, but the forward before has computed with those of before. Write under torch.no_grad() instead "
+    "of through .data"
 )
 UNSEEN = (
     "fp32 masters, as optimizer.param_groups has them, have been written since the last step, and the model has "
@@ -99,9 +100,9 @@ class MasterParams:
         self._by_id: dict[int, Tensor] = {}
         self._flat_model: FlatModel | None = None
         self.model_writes, self.master_writes = WriteTable(), WriteTable()
-        self.copies, self._uncounted = RoundedCopies(), UncountedWrites()
+        self.copies, self._uncounted, self._new = RoundedCopies(), UncountedWrites(), NewMasters()
         self._written: list[int] = []
-        self._moved = False
+        self._moved = self._fused_again = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Without buffers and what belongs to memory: a copy makes its own."""
@@ -152,7 +153,7 @@ class MasterParams:
         self.model_params, self.masters = [*self.model_params, *model_params], [*self.masters, *masters]
         self.model_writes.add(self.model_params)
         self.master_writes.add(self.masters)
-        self.copies.note(masters, model_params)
+        self._note_copies(range(len(self.masters) - len(masters), len(self.masters)))
         for i in indices:
             param = params[i]
             master = self.of(param)
@@ -200,16 +201,20 @@ class MasterParams:
         """Copy to the masters what has been written to the model; what is to be warned of.
 
         Elements of the model that are their master's, rounded, leave the master as it is. Until the first block of a
-        master, the model has been written where it can only be seen that the two differ.
+        master, the model has been written where the two differ and it is not known that the master has.
         """
         found = self.model_writes.written(self.model_params)
+        of_masters = self.master_writes.written(self.masters)
+        uncounted = self.copies.written_copies([self.model_params[k] for k in of_masters])
         shared = self._share_memory(found)
-        written = self._without_moved(found)
+        written = sorted({*self._without_moved(found), *(of_masters[i] for i in uncounted)})
         doubt = self._follow_written(written) if written else None
         new = range(self.first_new, len(self.masters))
-        _, _, others = self.copies.take(self.masters[new.start :], self.model_params[new.start :])
-        by_value = {new[i] for i in others}
-        for k in by_value.difference(self._written_masters()) if by_value else ():
+        _, params, others = self.copies.take(self.masters[new.start :], self.model_params[new.start :])
+        if not {new[i] for i in params}.issubset(of_masters):
+            doubt = doubt or UNCOUNTED
+        by_value = {new[i] for i in others}.difference(of_masters)
+        for k in by_value.difference(self._new.written(self.masters, by_value)):
             follow_(self.masters[k], self.model_params[k], self._model_when_shown.get(k))
         return SHARED if shared else doubt
 
@@ -229,7 +234,7 @@ class MasterParams:
 
     def end_following(self) -> None:
         """Their first block begins: of later writes to the model, those are followed that are counted."""
-        self.first_new, self._model_when_shown = len(self.masters), {}
+        self.first_new, self._model_when_shown, self._new = len(self.masters), {}, NewMasters()
 
     @torch.no_grad()
     def show_new(self) -> None:
@@ -249,14 +254,23 @@ class MasterParams:
         self._model_when_shown = {k: self.model_params[k].detach().clone() for k in self._model_when_shown}
         self._note_copies(range(len(self.masters)))
 
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Around what gives masters, fused, other addresses: that is no write."""
+        written = set(self.master_writes.written(self.masters))
+        yield
+        moved = [k for k in self.master_writes.written(self.masters) if k not in written]
+        self.master_writes.note(self.masters, moved)
+        self._fused_again = self._fused_again or bool(moved)
+
     def take_writes(self, optimizer: Optimizer) -> str | None:
         """Before a step: give masters what has been written to the model since the last; what is to be warned of."""
         self._written = self.master_writes.counted(self.masters)
         doubt = None
-        if self.first_new < len(self.masters) or self.model_writes.written(self.model_params):
+        if self._written or self.first_new < len(self.masters) or self.model_writes.written(self.model_params):
             doubt = self.follow(optimizer)
         masters_moved = len(self.master_writes.written(self.masters)) > len(self._written)
-        if self._flat_model is None or self._moved or masters_moved:
+        if self._flat_model is None or self._moved or self._fused_again or masters_moved:
             # Before buffers that the step would look at are replaced, or where parameters have left them.
             _, of_masters, others = self.copies.take(self.masters, self.model_params)
             if self._flat_model is not None and self._moved:
@@ -265,7 +279,7 @@ class MasterParams:
         else:
             _, of_masters, others = self.copies.take(*self._flat_model.loose)
         if others or (self._flat_model is not None and self._flat_model.unwatched):
-            doubt = self._look_there() or doubt
+            doubt = self.look_there() or doubt
         return UNCOUNTED if of_masters and not self._written and not masters_moved else doubt
 
     def _without_moved(self, written: Sequence[int]) -> list[int]:
@@ -288,13 +302,8 @@ class MasterParams:
         self._note_copies(sorted(indices))
         self._moved = True  # maybe
 
-    def _written_masters(self) -> set[int]:
-        """The indices of masters that a script has written, or given another address, as fusing does not."""
-        moved = (k for k in self.master_writes.written(self.masters) if not is_slot(self.masters[k]))
-        return {*self.master_writes.counted(self.masters), *moved}
-
-    def _look_there(self) -> str | None:
-        """Look on accelerators for writes that are not counted; what is to be said of those found by earlier steps."""
+    def look_there(self) -> str | None:
+        """Look on accelerators for writes that are not counted; what is to be said of those found by earlier looks."""
         uncounted, flat = self._uncounted, self._flat_model
         capturing = is_capturing()  # what has come is not asked for then
         if not capturing and uncounted.found():
@@ -302,12 +311,12 @@ class MasterParams:
         if uncounted.is_found or uncounted.passes_over or capturing:
             uncounted.passes_over = False
             return None
-        if flat is not None and not self.master_writes.written(self.masters):
+        if flat is not None and not self._fused_again and not self.master_writes.written(self.masters):
             uncounted.look_at_buffers(flat.unwatched)
             ids = set(map(id, flat.loose[0]))
             asked = [k for k, master in enumerate(self.masters) if id(master) in ids] if ids else []
         else:
-            written = self._written_masters()
+            written = set(self.master_writes.written(self.masters))
             asked = [k for k in range(len(self.masters)) if k not in written]
         asked = [k for k in asked if self._may_agree(k) and self.masters[k].device.type != "cpu"]
         if asked:
@@ -320,6 +329,7 @@ class MasterParams:
         conflicts: list[Tensor] = []
         followed = [k for k in written if self._may_agree(k)]
         also = self._since_rounded(followed)[1].union(self.master_writes.written(self.masters))
+        also |= self._new.written(self.masters, followed)
         for k in followed:
             differs = follow_(self.masters[k], self.model_params[k], self._model_when_shown.get(k))
             if k in also:
@@ -375,12 +385,18 @@ class MasterParams:
 
     def _note_copies(self, indices: Sequence[int]) -> None:
         self.copies.note([self.masters[k] for k in indices], [self.model_params[k] for k in indices])
+        self._new.note(self.masters, [k for k in indices if k >= self.first_new])
 
-    def end_loading(self, loaded: Sequence[Tensor]) -> None:
-        """Model parameters and their masters have been ``loaded``: that counts as written by none."""
+    def end_loading(self, loaded: Collection[Tensor]) -> None:
+        """Model parameters and masters have been ``loaded``, if they are written: masters have what the model has."""
         ids = set(map(id, loaded))
-        written = {*self.model_writes.written(self.model_params), *self.master_writes.written(self.masters)}
-        self._note([k for k in written if id(self.model_params[k]) in ids])
+        of_model = self.model_writes.written(self.model_params)
+        written = {*of_model, *self.master_writes.written(self.masters)}
+        written = {k for k in written if id(self.model_params[k]) in ids}
+        for k in written.intersection(of_model):
+            if self._may_agree(k):
+                follow_(self.masters[k], self.model_params[k])
+        self._note(sorted(written))
         self._moved = True  # maybe
 
     def begin_block(self, optimizer: Optimizer) -> str | None:
@@ -420,6 +436,7 @@ class MasterParams:
                     or not are_same(self.masters, flat_model.masters)
                 ):
                     flat_model, self._moved = self.flat_model(groups), False
+                self._fused_again = False
                 uncounted = flat_model.copy_masters(self.copies, skipped)
             else:
                 copy_rounded(self.copies, self.masters, self.model_params, skipped)
@@ -435,6 +452,8 @@ class MasterParams:
             others = sorted(set(range(len(self.masters))).difference(self._written))
             self.model_writes.note(self.model_params)
             self.master_writes.note(self.masters, others)
+        if self.first_new < len(self.masters):  # a step before their first block
+            self._new.note(self.masters, range(self.first_new, len(self.masters)))
         return UNCOUNTED if uncounted and not self._written else None
 
     def has_flat_model(self, groups: Sequence[FusedGroup]) -> bool:

@@ -560,12 +560,6 @@ def write_models(shown: Sequence[Tensor] = ()) -> None:
         optimizer._amp_state.masters.write_model(shown)
 
 
-def end_loading(loaded: Sequence[Tensor]) -> None:
-    """Parameters of a model, and their masters, have been ``loaded``: see ``MasterParams``."""
-    for optimizer in [] if _current is None else list(_current.adopted):
-        optimizer._amp_state.masters.end_loading(loaded)
-
-
 def own_rank() -> int:
     """That of this process; 0 without torch.distributed."""
     distributed = torch.distributed

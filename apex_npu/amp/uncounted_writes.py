@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,15 +17,38 @@ from apex_npu.fusion.shards import local_part
 
 # What a step says, once for each optimizer.
 UNCOUNTED_THERE = (
-    "parameters of the model, or their fp32 masters, have been written before an earlier step in a way that autograd's "
-    "version counter does not count (.data, a combined buffer, a collective). On this device such a write to the model "
-    "is lost, as the step overwrites it; one to masters is trained, but the forward before that step has computed with "
-    "the values of before. Write under torch.no_grad() instead of through .data"
+    "parameters of the model, or their fp32 masters, have been written before an earlier step or block in a way that "
+    "autograd's version counter does not count (.data, a combined buffer, a collective). On this device such a write "
+    "to the model is lost, as the step overwrites it; one to masters is trained, but the forward before that step has "
+    "computed with the values of before. Write under torch.no_grad() instead of through .data"
 )
 
 LINE = ALIGN_NUMEL  # elements; each slot of a flat buffer begins at a multiple
 WHOLE = 2**18  # elements up to which each look is at all of a buffer
 MOST = 2**24  # elements that a look is at
+
+
+class NewMasters:
+    """Values of masters on accelerators before their first block, by which uncounted writes to them are known.
+
+    Of one of more than ``WHOLE`` elements some are kept.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[int, Tensor] = {}
+
+    def note(self, masters: Sequence[Tensor], indices: Iterable[int]) -> None:
+        """Those at ``indices`` have been given their values by amp."""
+        for k in indices:
+            if masters[k].device.type != "cpu":
+                self._values[k] = _some(masters[k]).clone()
+
+    def written(self, masters: Sequence[Tensor], indices: Iterable[int]) -> set[int]:
+        """Which of those at ``indices`` have others, as far as that is known; waits for the device."""
+        known = [(k, _some(masters[k]), self._values[k]) for k in indices if k in self._values]
+        known = [(k, now, value) for k, now, value in known if now.device == value.device]
+        answers = [now.shape != value.shape or (now != value).any() for _, now, value in known]
+        return {k for (k, _, _), answer in zip(known, answers, strict=True) if answer}
 
 
 class UncountedWrites:
@@ -87,6 +110,10 @@ class UncountedWrites:
             differences.mul_(lines[part])
         # What is not a number is no write: it is not greater than 0 either.
         self._arriving.append(HostCopy(torch.linalg.vector_norm(differences, math.inf)))
+
+
+def _some(param: Tensor) -> Tensor:
+    return _flat(param)[:: max(1, param.numel() // WHOLE)]
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -42,6 +43,10 @@ class HasFusedGroups:
             RuntimeError: They may not; nothing has moved.
         """
         check_combinable()
+
+    def moving_params(self) -> AbstractContextManager[None]:
+        """Around what gives parameters other addresses outside of a step."""
+        return nullcontext()
 
 
 class FusedGroup(GroupBuffers):

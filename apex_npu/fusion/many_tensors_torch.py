@@ -140,8 +140,8 @@ class RoundedCopies:
         """Have parameters take what has been written to their copies since these were rounded.
 
         Returns:
-            The indices of the pairs whose copy has been written, those whose parameter has, and those that are left
-            out: of these it is not known what the copy was rounded to, as on other devices.
+            The indices of the pairs whose copy has been written, those whose parameter has, maybe both, and those that
+            are left out: of these it is not known what the copy was rounded to, as on other devices.
         """
         written: tuple[list[int], list[int], list[int]] = ([], [], [])
         for i, (param, copy) in enumerate(zip(params, copies, strict=True)):
@@ -152,8 +152,10 @@ class RoundedCopies:
             differs = _differs(param, copy)
             if differs.any():
                 of_copy = not torch.equal(known, _checksum(copy))
-                written[0 if of_copy else 1].append(i)
+                if not of_copy or not torch.equal(known, _checksum(param.to(copy.dtype))):
+                    written[1].append(i)
                 if of_copy:
+                    written[0].append(i)
                     param.data.copy_(torch.where(differs, copy.to(param.dtype), param))
         return written
 

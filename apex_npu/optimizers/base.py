@@ -451,7 +451,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     @disable_dynamo
     @no_grad
     def _fuse_outside_of_step(self) -> None:
-        self._fuse_again(for_step=False)
+        with self.moving_params():
+            self._fuse_again(for_step=False)
 
     def fused_groups(self) -> list[FusedGroup]:
         """What the last step has stepped: none before the first."""

@@ -92,7 +92,7 @@ class CombinedAccessors(HasFusedGroups):
                 "call it then. Nothing has moved"
             )
         kinds = by_kind(self._fused.combinable_params(), leading)
-        with self._fused.without_those_in_place():
+        with self.moving_params(), self._fused.without_those_in_place():
             self._fused.adopt(fuse_combined(kinds, self._release_groups, capturable=self.capturable))
         self._end_fusing()
 

@@ -73,9 +73,19 @@ void RoundedCopy::take_different(float* param, const uint16_t* copy, const uint1
     if (known == 0 || (!lines_.empty() && !lines_[line])) continue;
     const float value = widened(copy[i], dtype_);
     if (value != value && param[i] != param[i]) continue;  // of what is not a number there are many words
-    const bool copy_is_written = known != checksum_of(copy + (line * kLineNumel - begin), line);
-    ++(copy_is_written ? of_copies : of_params);
-    if (copy_is_written) param[i] = value;
+    const int64_t first = line * kLineNumel - begin, numel = std::min(kLineNumel, numel_ - line * kLineNumel);
+    const bool copy_is_written = known != Checksums::of_line(copy + first, numel);
+    if (copy_is_written) {
+      ++of_copies;
+      param[i] = value;
+      // The padding of a slot is in the copy alone.
+      uint16_t words[kLineNumel];
+      std::copy_n(copy + first, numel, words);
+      std::copy_n(rounded + first, std::min(numel, n - first), words);
+      of_params += known != Checksums::of_line(words, numel);
+    } else {
+      ++of_params;
+    }
   }
   if (of_copies != 0) copies_written_ += of_copies;
   if (of_params != 0) params_written_ += of_params;

@@ -101,7 +101,6 @@ DRAWN = [name for name in IDIOMS if not VENDOR or name not in ("foreach", "data"
 
 # Those that autograd's version counters do not count, at the same address.
 UNCOUNTED = ("data", "numpy")
-NOT_IN_PLACE = (*UNCOUNTED, "other address", "vector")
 
 
 def unseen(p):
@@ -552,18 +551,30 @@ def draw_reached(draw):
     return tuple(sorted({FROZEN, *draw.sample(TRAINED, draw.randint(1, len(TRAINED)))}))
 
 
+def since_step(operations):
+    """Those after the last step that is not skipped."""
+    since, overflowed = [], False
+    for operation in operations:
+        overflowed |= operation[0] == "block" and not math.isfinite(operation[1])
+        since.append(operation)
+        if operation[0] == "step":
+            since, overflowed = (since if overflowed else []), False
+    return since
+
+
 def is_unseen(operations, operation):
-    """Whether it is one of the writes of which docs/amp.md says that an accelerator does not see them."""
-    if operation[0] != "write_masters":
-        return False
-    names = [name for name, *_ in operations]
-    if "block" not in names:
-        return operation[1] in NOT_IN_PLACE
-    since = operations[len(names) - names[::-1].index("step") :] if "step" in names else operations
-    return any(
-        name in ("write_model", "write_masters") and idiom in NOT_IN_PLACE
-        for name, idiom, *_ in [(*o, None) for o in since]
-    )
+    """Whether it is one of the writes of which docs/amp.md says that an accelerator does not see them.
+
+    One of a pair is written in a way that is not counted, and the other in one that is.
+    """
+    sides = {"write_model", "write_masters"}
+    begun = any(name == "block" for name, *_ in operations)
+    for other in since_step(operations):
+        if {other[0], operation[0]} == sides and set(other[2]) & set(operation[2]):
+            uncounted = {side for side, idiom, *_ in (other, operation) if idiom in UNCOUNTED}
+            if uncounted == {"write_model"} or (begun and uncounted == {"write_masters"}):
+                return True
+    return False
 
 
 def is_written_alike(operations, operation):

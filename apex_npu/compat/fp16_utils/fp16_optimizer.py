@@ -95,6 +95,7 @@ class FP16_Optimizer:
     def _make_masters(self) -> None:
         self._state = AmpOptimizerState(OPT_LEVELS["O2"])
         self._state.masters.make(self.optimizer)
+        self._state.masters.end_following()  # what a script writes to the model is lost here, as in Apex
         # Brings state that was there already to the masters' dtype.
         self.optimizer.load_state_dict(self.optimizer.state_dict())
         model_of = {id(pair.master_param): pair.model_param for pair in self._state.pairs}
