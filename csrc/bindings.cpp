@@ -14,6 +14,7 @@
 #include "data_parallel/grad_arrivals.h"
 #include "data_parallel/shards.h"
 #include "debug/exponents.h"
+#include "fused_optim/codec_cpu.h"
 #include "fused_optim/gather_cpu.h"
 #include "fused_optim/grad_list.h"
 #include "fused_optim/grad_slots.h"
@@ -46,7 +47,7 @@ using apex_npu::borrow;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 20;
+  m.attr("API") = 21;
 
   m.def("move_storages", &apex_npu::move_storages, py::arg("lists"), py::arg("src"), py::arg("offsets"),
         py::arg("copy_values"));
@@ -83,6 +84,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("sources"), py::arg("params"), py::arg("slots"), py::arg("inv_scale") = 1.0,
       py::arg("found_inf") = py::none());
   py::class_<apex_npu::KernelsCpu>(m, "KernelsCpu").def(py::init<>());
+  m.def("decode_state_cpu", &apex_npu::decode_state_cpu, py::arg("stored"), py::arg("scales"), py::arg("table"),
+        py::arg("values"));
+  m.def("encode_state_cpu", &apex_npu::encode_state_cpu, py::arg("values"), py::arg("stored"), py::arg("scales"),
+        py::arg("table"), py::arg("count"), py::arg("index"));
 
   py::class_<apex_npu::SlotTable>(m, "SlotTable")
       .def(py::init<const std::vector<at::Tensor>&>(), py::arg("tensors"))

@@ -259,16 +259,13 @@ class EncodedRun(Run):
         found = self._state(name)
         if not isinstance(found, EncodedState):
             return super().wide_state(name)
-        return torch.cat([found.decode(piece) for piece in self._encoding.pieces(self.param)])
+        return found.decode_run()
 
     def write_back(self, param: Tensor, *, with_model: bool = False, **states: Tensor) -> None:
         """See ``Run``."""
-        encoded = [(index, self._state(name), states[name]) for index, name in enumerate(states)]
-        for piece in self._encoding.pieces(self.param):
-            for index, state, values in encoded:
-                if isinstance(state, EncodedState):
-                    state.encode(values[piece.span], index, piece)
-            self._encoding.encode_param(param[piece.span], self.param, piece)
+        kept = [(index, self._state(name), states[name]) for index, name in enumerate(states)]
+        encoded = [(index, state, values) for index, state, values in kept if isinstance(state, EncodedState)]
+        self._encoding.encode_run(param, self.param, encoded)
         if self._encoding.remainder is None and not self._encoding.stochastic_param and param is not self.param:
             self.param.copy_(param)
         model_param = super().model_param() if with_model else None

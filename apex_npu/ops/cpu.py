@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from apex_npu._extension import extension
 
 available = extension is not None
@@ -21,3 +24,17 @@ def register() -> object:
     from apex_npu._C import KernelsCpu
 
     return KernelsCpu()
+
+
+def decode_state(stored: Tensor, scales: Tensor | None, table: Tensor) -> Tensor:
+    """A state, with the ``table`` of its run (see ``dispatch.py``), in float32; only where ``available``."""
+    assert extension is not None
+    values = torch.empty(stored.shape, dtype=torch.float32)
+    extension.decode_state_cpu(stored, scales, table, values)
+    return values
+
+
+def encode_state(values: Tensor, stored: Tensor, scales: Tensor | None, table: Tensor, count: int, index: int) -> None:
+    """Write ``values``, which may be overwritten, to the ``index``-th state of a rule in step ``count``; likewise."""
+    assert extension is not None
+    extension.encode_state_cpu(values, stored, scales, table, count, index)

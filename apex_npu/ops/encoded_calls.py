@@ -85,6 +85,28 @@ class RunEncoding(_Operand):
             return decode_remainder(param[span], self.remainder[span])
         return param[span].to(torch.float32) if self.stochastic_param else param[span]
 
+    def encode_run(self, values: Tensor, param: Tensor, states: Sequence[tuple[int, EncodedState, Tensor]]) -> None:
+        """Write all of a run: ``values`` to ``param``, where it is encoded, and others to its ``states``.
+
+        Args:
+            values: What ``decode_param`` has given, of the whole run.
+            param: The parameters.
+            states: Each with its index in the rule, and its values, which may be overwritten.
+        """
+        if not _by_extension(param):
+            for piece in self.pieces(param):
+                for index, state, wide in states:
+                    state.encode(wide[piece.span], index, piece)
+                self.encode_param(values[piece.span], param, piece)
+            return
+        stored = [(index, state.values, state.scales, wide) for index, state, wide in states]
+        if self.remainder is not None:
+            param[:], self.remainder[:] = encode_remainder(values)
+        elif self.stochastic_param:
+            stored.append((2 * PARAM_PAIR, param, None, values))
+        for index, kept, scales, wide in stored:
+            cpu.encode_state(wide, kept, scales, self.table, int(self.count), index)
+
     def encode_param(self, values: Tensor, param: Tensor, piece: Piece) -> None:
         """Write what ``decode_param`` has given, and a rule has changed, to a piece of ``param``."""
         if self.remainder is not None:
@@ -111,6 +133,12 @@ class EncodedState(_Operand):
         """The values of a piece in float32."""
         return decode(self.values[piece.span], self.scales, piece)
 
+    def decode_run(self) -> Tensor:
+        """The values of all of the run in float32."""
+        if _by_extension(self.values):
+            return cpu.decode_state(self.values, self.scales, self.encoding.table)
+        return torch.cat([self.decode(piece) for piece in self.encoding.pieces(self.values)])
+
     def encode(self, values: Tensor, index: int, piece: Piece) -> None:
         """Write ``values`` to a piece of this state, which is the ``index``-th of its rule."""
         half = half_of(piece.random(index // 2, self.encoding.count), index)
@@ -129,6 +157,10 @@ class Encoded:
     table: Tensor
     count: int | Tensor
     stochastic_param: bool
+
+
+def _by_extension(operand: Tensor) -> bool:
+    return cpu.available and operand.device.type == "cpu"
 
 
 # The kernels, by the type of their device, that take operands as they are stored; they return False where they cannot.

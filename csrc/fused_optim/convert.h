@@ -34,8 +34,8 @@ APEX_NPU_INLINE T select(bool condition, T a, T b) {
   return bit_cast<T>((bit_cast<Bits>(a) & mask) | (bit_cast<Bits>(b) & ~mask));
 }
 
-// All bits if a > b, else none, of numbers whose difference is one; no comparison, for the same reason.
-APEX_NPU_INLINE int32_t mask_of_greater(int32_t a, int32_t b) { return (b - a) >> 31; }
+// All bits if `condition`, else none.
+APEX_NPU_INLINE uint32_t mask_of(bool condition) { return 0u - static_cast<uint32_t>(condition); }
 
 // c10's has constructors and operators, which are not inlined wherever a loop is.
 struct BFloat16 {

@@ -33,10 +33,10 @@ class EncodedBlock {
       update_states(rule, param, grad());
       store_param(param);
     } else if (int16_t* remainder = operands_.remainder(at_)) {
-      update_states(rule, RemainderValues{operands_.narrow_param(at_), remainder}, NarrowValues{narrow});
+      update_states(rule, RemainderValues<>{operands_.narrow_param(at_), remainder}, NarrowValues<>{narrow});
     } else {
       const RandomWords words = random(kParamPair);
-      update_states(rule, RoundedValues<0>{operands_.narrow_param(at_), words.words}, NarrowValues{narrow});
+      update_states(rule, RoundedValues<0>{operands_.narrow_param(at_), words.words}, NarrowValues<>{narrow});
     }
   }
 
@@ -85,16 +85,16 @@ class EncodedBlock {
   void update_states(const Rule& rule, Param param, Grad grad) {
     if (operands_.are_rounded()) {
       const PairWords words = random_of_states();
-      RoundedStates states = {{}, {words.pairs[0].words, words.pairs[1].words}};
+      RoundedStates<> states = {{}, {words.pairs[0].words, words.pairs[1].words}};
       for (int k = 0; k < kMaxStates; ++k) states.state[k] = in_place<BFloat16>(k);
-      vectorized(rule, param, grad, states, n_);
+      vectorized_wide(rule, param, grad, states, n_);
     } else {
       States<float> states;
       for (int k = 0; k < kMaxStates; ++k) {
         states.state[k] = operands_.is_encoded(k) ? states_[k] : in_place<float>(k);
         if (operands_.is_encoded(k)) decode_state(operands_.state(k), at_, scale_, states_[k], n_);
       }
-      vectorized(rule, param, grad, states, n_);
+      vectorized_wide(rule, param, grad, states, n_);
       encode_states();
     }
   }

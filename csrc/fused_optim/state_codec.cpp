@@ -77,11 +77,13 @@ APEX_NPU_AVX2 void philox_avx2(uint32_t* words, Counters counters) {
     }
   }
   for (int half = 0; half < 2; ++half) {
-    alignas(32) uint64_t wide[4][4];
-    for (int k = 0; k < 4; ++k) _mm256_store_si256(reinterpret_cast<__m256i*>(wide[k]), c[half][k]);
-    for (int j = 0; j < 4; ++j) {
-      for (int k = 0; k < 4; ++k) words[16 * half + 4 * j + k] = static_cast<uint32_t>(wide[k][j]);
-    }
+    const __m256i* w = c[half];
+    const __m256i lower = _mm256_blend_epi32(w[0], _mm256_slli_epi64(w[1], 32), 0xaa);
+    const __m256i upper = _mm256_blend_epi32(w[2], _mm256_slli_epi64(w[3], 32), 0xaa);
+    const __m256i even = _mm256_unpacklo_epi64(lower, upper), odd = _mm256_unpackhi_epi64(lower, upper);
+    auto* to = reinterpret_cast<__m256i*>(words + 16 * half);
+    _mm256_storeu_si256(to, _mm256_permute2x128_si256(even, odd, 0x20));
+    _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(even, odd, 0x31));
   }
 }
 #endif
@@ -121,27 +123,35 @@ struct DecodeBlocks {
 template <typename Code, bool kUpper>
 struct EncodeBlocks {
   APEX_NPU_INLINE void operator()(float* values, Code* codes, float* scales, const uint32_t* words, int64_t n) const {
-    int64_t begin = 0;
-    // Loops of a constant length have no remainder.
-    for (; begin + kScaleNumel <= n; begin += kScaleNumel) {
-      *scales++ = encode(values + begin, codes + begin, words + begin / kGroup, kScaleNumel);
+    // Loops of a constant length have no remainder. All scales come first, so that no block waits for its own.
+    const int64_t whole = n - n % kScaleNumel;
+    float* scale = scales;
+    for (int64_t i = 0; i < whole; i += kScaleNumel) *scale++ = scale_of(values + i, kScaleNumel);
+    if (whole < n) *scale = scale_of(values + whole, n - whole);
+    scale = scales;
+    for (int64_t i = 0; i < whole; i += kScaleNumel) {
+      encode(values + i, codes + i, *scale++, words + i / kGroup, kScaleNumel);
     }
-    if (begin < n) *scales = encode(values + begin, codes + begin, words + begin / kGroup, n - begin);
+    if (whole < n) encode(values + whole, codes + whole, *scale, words + whole / kGroup, n - whole);
   }
 
-  // Returns the scale.
-  static APEX_NPU_INLINE float encode(float* values, Code* codes, const uint32_t* words, int64_t n) {
+  // 0 where all values are taken for 0, and nan where one of them is no finite number.
+  static APEX_NPU_INLINE float scale_of(const float* values, int64_t n) {
     int32_t largest = 0;  // of the bits of magnitudes: so inf and nan are larger than numbers
 #pragma omp simd reduction(max : largest)
     for (int64_t i = 0; i < n; ++i) {
       const auto magnitude = static_cast<int32_t>(bit_cast<uint32_t>(values[i]) & 0x7fffffffu);
       largest = largest > magnitude ? largest : magnitude;
     }
+    if (largest >= static_cast<int32_t>(kFloatInf)) return std::numeric_limits<float>::quiet_NaN();
     const float scale = bit_cast<float>(largest);
-    const bool finite = largest < static_cast<int32_t>(kFloatInf);
-    if (!finite || scale < 0x1p-90f) {
+    return scale < 0x1p-90f ? 0.0f : scale;
+  }
+
+  static APEX_NPU_INLINE void encode(float* values, Code* codes, float scale, const uint32_t* words, int64_t n) {
+    if (!(scale > 0.0f)) {
       std::fill(codes, codes + n, Code(0));
-      return finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
+      return;
     }
     float divisor = scale;
     if (scale > 0x1p125f) {  // its reciprocal would be denormal
@@ -149,36 +159,39 @@ struct EncodeBlocks {
       for (int64_t i = 0; i < n; ++i) values[i] *= 0x1p-4f;
     }
     const float inverse = 1.0f / divisor;
-    // Two groups at a time: as many codes as fill a vector.
-    constexpr int64_t kStep = 2 * kGroup;
-    for (int64_t begin = 0; begin < n; begin += kStep) {
-      const uint32_t first = words[begin / kGroup], second = words[begin / kGroup + 1];
-      if (begin + kStep <= n) {
-        encode_step(values + begin, codes + begin, inverse, first, second, kStep);
+    // Codes of 32 bits in the place of the values, first: a loop that also narrows them has narrower vectors.
+    for (int64_t begin = 0; begin < n; begin += kGroup) {
+      const uint32_t word = words[begin / kGroup];
+      if (begin + kGroup <= n) {
+        encode_group(values + begin, inverse, word, kGroup);
       } else {
-        encode_step(values + begin, codes + begin, inverse, first, second, n - begin);
+        encode_group(values + begin, inverse, word, n - begin);
       }
     }
-    return scale;
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) codes[i] = static_cast<Code>(bit_cast<uint32_t>(values[i]) - kCodeOffset);
   }
 
-  static APEX_NPU_INLINE void encode_step(const float* values, Code* codes, float inverse, uint32_t first,
-                                          uint32_t second, int64_t n) {
-    const uint32_t apart = first ^ second;
+  // Numbers are rounded down where they are positive.
+  static constexpr uint32_t kCodeOffset = std::is_signed_v<Code> ? 128 : 1;
+
+  static APEX_NPU_INLINE void encode_group(float* values, float inverse, uint32_t word, int64_t n) {
     const auto count = static_cast<uint32_t>(n);
 #pragma omp simd
     for (uint32_t i = 0; i < count; ++i) {
-      const uint32_t word = first ^ (apart & (0u - i / kGroup));
-      const float ratio = values[i] * inverse, u = one_and_more<kUpper>(word + kWeyl * (i % kGroup));
+      const float ratio = values[i] * inverse, u = one_and_more<kUpper>(word + kWeyl * i);
       // Above 127 and 255 by the rounding of float32 alone, which u leaves room for.
+      float code;
       if constexpr (std::is_signed_v<Code>) {
-        codes[i] = static_cast<Code>(static_cast<int32_t>(ratio * 127.0f + 127.0f + u) - 128);
+        code = ratio * 127.0f + 127.0f + u;
       } else {
-        const float t = std::sqrt(ratio > 0.0f ? ratio : 0.0f) * 255.0f;
-        const int32_t least = values[i] > 0.0f ? 1 : 0;  // only a 0 becomes 0: it is divided by
-        const int32_t code = static_cast<int32_t>(t + u) - 1;
-        codes[i] = static_cast<Code>(code < least ? least : code);
+        const uint32_t positive = mask_of(values[i] > 0.0f);
+        const float rounded = std::sqrt(bit_cast<float>(bit_cast<uint32_t>(ratio) & positive)) * 255.0f + u;
+        // Only a 0 becomes 0: it is divided by.
+        const float least = bit_cast<float>(bit_cast<uint32_t>(2.0f) & positive);
+        code = rounded > least ? rounded : least;
       }
+      values[i] = bit_cast<float>(static_cast<int32_t>(code));
     }
   }
 };
@@ -241,13 +254,13 @@ RandomWords::RandomWords(int64_t first, uint32_t position, uint32_t count, uint3
 
 void decode_state(const StateBuffer& state, int64_t at, int64_t scale, float* values, int64_t n) {
   if (state.dtype == at::kBFloat16) {
-    vectorized(Copy(), NarrowValues{static_cast<const BFloat16*>(state.data) + at}, values, n);
+    vectorized_wide(Copy(), NarrowValues<>{static_cast<const BFloat16*>(state.data) + at}, values, n);
   } else if (state.dtype == at::kChar) {
-    vectorized(DecodeBlocks<int8_t>(), static_cast<const int8_t*>(state.data) + at,
-               static_cast<const float*>(state.scales) + scale, values, n);
+    vectorized_wide(DecodeBlocks<int8_t>(), static_cast<const int8_t*>(state.data) + at,
+                    static_cast<const float*>(state.scales) + scale, values, n);
   } else {
-    vectorized(DecodeBlocks<uint8_t>(), static_cast<const uint8_t*>(state.data) + at,
-               static_cast<const float*>(state.scales) + scale, values, n);
+    vectorized_wide(DecodeBlocks<uint8_t>(), static_cast<const uint8_t*>(state.data) + at,
+                    static_cast<const float*>(state.scales) + scale, values, n);
   }
 }
 
@@ -257,13 +270,13 @@ template <int kHalf>
 void encode_half(const StateBuffer& state, int64_t at, int64_t scale, float* values, const uint32_t* words, int64_t n) {
   if (state.dtype == at::kBFloat16) {
     const RoundedValues<kHalf> stored = {static_cast<BFloat16*>(state.data) + at, words};
-    vectorized(Copy(), static_cast<const float*>(values), stored, n);
+    vectorized_wide(Copy(), static_cast<const float*>(values), stored, n);
   } else if (state.dtype == at::kChar) {
-    vectorized(EncodeBlocks<int8_t, kHalf == 1>(), values, static_cast<int8_t*>(state.data) + at, state.scales + scale,
-               words, n);
+    vectorized_wide(EncodeBlocks<int8_t, kHalf == 1>(), values, static_cast<int8_t*>(state.data) + at,
+                    state.scales + scale, words, n);
   } else {
-    vectorized(EncodeBlocks<uint8_t, kHalf == 1>(), values, static_cast<uint8_t*>(state.data) + at,
-               state.scales + scale, words, n);
+    vectorized_wide(EncodeBlocks<uint8_t, kHalf == 1>(), values, static_cast<uint8_t*>(state.data) + at,
+                    state.scales + scale, words, n);
   }
 }
 
@@ -278,12 +291,16 @@ void encode_state(const StateBuffer& state, int64_t at, int64_t scale, float* va
   }
 }
 
-void decode_remainder(RemainderValues stored, float* values, int64_t n) { vectorized(Copy(), stored, values, n); }
+void decode_remainder(RemainderValues<> stored, float* values, int64_t n) {
+  vectorized_wide(Copy(), stored, values, n);
+}
 
-void encode_remainder(const float* values, RemainderValues stored, int64_t n) { vectorized(Copy(), values, stored, n); }
+void encode_remainder(const float* values, RemainderValues<> stored, int64_t n) {
+  vectorized_wide(Copy(), values, stored, n);
+}
 
 void narrow_stochastically(const float* values, BFloat16* rounded, const RandomWords& random, int64_t n) {
-  vectorized(Copy(), values, RoundedValues<0>{rounded, random.words}, n);
+  vectorized_wide(Copy(), values, RoundedValues<0>{rounded, random.words}, n);
 }
 
 }  // namespace apex_npu

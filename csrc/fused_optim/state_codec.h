@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <iterator>
 #include <optional>
 #include <vector>
 
@@ -100,25 +101,34 @@ struct RandomWords {
 // What loops have in the place of pointers to float32: they load it, and store what is assigned, in another format.
 
 // bfloat16, read.
+template <uint32_t kLength = kGroup>
 struct NarrowValues {
+  static constexpr uint32_t kLine = kLength;
+
   const BFloat16* data;
 
   APEX_NPU_INLINE float operator[](Element i) const { return to_float(data[i.index]); }
 };
 
-APEX_NPU_INLINE void prefetch(const NarrowValues& values, int64_t at) { APEX_NPU_PREFETCH(values.data + at); }
+template <uint32_t count, uint32_t kLength>
+APEX_NPU_INLINE void prefetch(const NarrowValues<kLength>& values, int64_t at) {
+  prefetch<count>(values.data, at);
+}
+
+APEX_NPU_INLINE NarrowValues<2 * kGroup> widened(const NarrowValues<>& values) { return {values.data}; }
 
 // To a neighbour in bfloat16: away from zero if `random`, 16 bits, and the bits that are cut off have a carry.
 APEX_NPU_INLINE BFloat16 round_stochastically(float value, uint32_t random) {
-  const auto bits = bit_cast<int32_t>(value);
-  const auto nan = static_cast<uint32_t>(mask_of_greater(bits & 0x7fffffff, kFloatInf));
-  const uint32_t kept = static_cast<uint32_t>(bits) | (nan & 0x00400000u);
-  return {static_cast<uint16_t>((kept + (random & ~nan)) >> 16)};
+  const uint32_t number = mask_of(value == value);  // else nan
+  const uint32_t kept = bit_cast<uint32_t>(value) | (0x00400000u & ~number);
+  return {static_cast<uint16_t>((kept + (random & number)) >> 16)};
 }
 
 // bfloat16, rounded stochastically by the lower or the upper half of the random bits; from the beginning of `words` on.
-template <int kHalf>
+template <int kHalf, uint32_t kLength = kGroup>
 struct RoundedValues {
+  static constexpr uint32_t kLine = kLength;
+
   BFloat16* data;
   const uint32_t* words;
 
@@ -133,17 +143,28 @@ struct RoundedValues {
   };
 
   APEX_NPU_INLINE Reference operator[](Element i) const {
-    return {data + i.index, words[(i.index - i.lane) / kGroup] + kWeyl * i.lane};
+    const uint32_t* group = words + (i.index - i.lane) / kGroup;  // the first one of the line
+    uint32_t word = group[0];
+    if constexpr (kLength > kGroup) word ^= (word ^ group[1]) & (0u - i.lane / kGroup);
+    return {data + i.index, word + kWeyl * (i.lane % kGroup)};
   }
 };
 
+template <uint32_t count, int kHalf, uint32_t kLength>
+APEX_NPU_INLINE void prefetch(const RoundedValues<kHalf, kLength>& values, int64_t at) {
+  prefetch<count>(values.data, at);
+}
+
 template <int kHalf>
-APEX_NPU_INLINE void prefetch(const RoundedValues<kHalf>& values, int64_t at) {
-  APEX_NPU_PREFETCH(values.data + at);
+APEX_NPU_INLINE RoundedValues<kHalf, 2 * kGroup> widened(const RoundedValues<kHalf>& values) {
+  return {values.data, values.words};
 }
 
 // A float32 as a bfloat16, rounded to nearest with halves away from zero, and the 16 bits that it lacks.
+template <uint32_t kLength = kGroup>
 struct RemainderValues {
+  static constexpr uint32_t kLine = kLength;
+
   BFloat16* rounded;
   int16_t* remainder;
 
@@ -152,19 +173,17 @@ struct RemainderValues {
     int16_t* remainder;
 
     APEX_NPU_INLINE operator float() const {
-      const int32_t upper = rounded->bits, magnitude = (upper & 0x7fff) << 16, lower = *remainder;
+      const uint32_t upper = static_cast<uint32_t>(rounded->bits) << 16, magnitude = upper & 0x7fffffffu;
+      const auto lower = static_cast<uint32_t>(static_cast<int32_t>(*remainder));
       // What a script has written to the parameter is the truth: a remainder that would make 0, inf or nan something
       // else belongs to another value, and is none.
-      const int32_t whole = magnitude + lower;
-      const int32_t stale = mask_of_greater(0, whole) | mask_of_greater(whole, kFloatInf);
-      return bit_cast<float>(static_cast<uint32_t>(magnitude + (lower & ~stale)) |
-                             (static_cast<uint32_t>(upper) & 0x8000u) << 16);
+      const uint32_t stale = mask_of(magnitude + lower > kFloatInf);  // or below 0, which is far above
+      return bit_cast<float>(upper + (lower & ~stale));
     }
 
     APEX_NPU_INLINE void operator=(float value) const {
-      const auto bits = bit_cast<int32_t>(value);
-      const auto nan = static_cast<uint32_t>(mask_of_greater(bits & 0x7fffffff, kFloatInf));
-      const uint32_t kept = (static_cast<uint32_t>(bits) | (nan & 0x00400000u)) & ~(nan & 0xffffu);
+      const uint32_t nan = mask_of(value != value);
+      const uint32_t kept = (bit_cast<uint32_t>(value) | (nan & 0x00400000u)) & ~(nan & 0xffffu);
       rounded->bits = static_cast<uint16_t>((kept + 0x8000u) >> 16);
       *remainder = static_cast<int16_t>(kept);
     }
@@ -173,9 +192,14 @@ struct RemainderValues {
   APEX_NPU_INLINE Reference operator[](int64_t i) const { return {rounded + i, remainder + i}; }
 };
 
-APEX_NPU_INLINE void prefetch(const RemainderValues& values, int64_t at) {
-  APEX_NPU_PREFETCH(values.rounded + at);
-  APEX_NPU_PREFETCH(values.remainder + at);
+template <uint32_t count, uint32_t kLength>
+APEX_NPU_INLINE void prefetch(const RemainderValues<kLength>& values, int64_t at) {
+  prefetch<count>(values.rounded, at);
+  prefetch<count>(values.remainder, at);
+}
+
+APEX_NPU_INLINE RemainderValues<2 * kGroup> widened(const RemainderValues<>& values) {
+  return {values.rounded, values.remainder};
 }
 
 // The states of a rule, in the order of its operands; null where there is none.
@@ -190,15 +214,23 @@ struct States {
 };
 
 // Likewise, all of them bfloat16.
+template <uint32_t kLength = kGroup>
 struct RoundedStates {
   BFloat16* state[kMaxStates];
   const uint32_t* words[(kMaxStates + 1) / 2];  // of each pair
 
   template <int k>
-  APEX_NPU_INLINE RoundedValues<k % 2> get() const {
+  APEX_NPU_INLINE RoundedValues<k % 2, kLength> get() const {
     return {state[k], words[k / 2]};
   }
 };
+
+APEX_NPU_INLINE RoundedStates<2 * kGroup> widened(const RoundedStates<>& states) {
+  RoundedStates<2 * kGroup> wide;
+  std::copy(std::begin(states.state), std::end(states.state), wide.state);
+  std::copy(std::begin(states.words), std::end(states.words), wide.words);
+  return wide;
+}
 
 template <int k, typename Buffers>
 APEX_NPU_INLINE auto get(const Buffers& states) {
@@ -216,8 +248,8 @@ void decode_state(const StateBuffer& state, int64_t at, int64_t scale, float* va
 void encode_state(const StateBuffer& state, int64_t at, int64_t scale, float* values, const RandomWords& random,
                   int half, int64_t n);
 
-void decode_remainder(RemainderValues stored, float* values, int64_t n);
-void encode_remainder(const float* values, RemainderValues stored, int64_t n);
+void decode_remainder(RemainderValues<> stored, float* values, int64_t n);
+void encode_remainder(const float* values, RemainderValues<> stored, int64_t n);
 
 void narrow_stochastically(const float* values, BFloat16* rounded, const RandomWords& random, int64_t n);
 

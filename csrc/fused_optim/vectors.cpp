@@ -13,4 +13,9 @@ bool has_avx2() {
   return has;
 }
 
+bool has_avx512() {
+  static const bool has = at::get_cpu_capability() == "AVX512";
+  return has;
+}
+
 }  // namespace apex_npu

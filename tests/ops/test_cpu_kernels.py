@@ -257,6 +257,30 @@ def results():
     segments = ops.Segments.of([0, 10, 150_000], [7, 100_000, 50_003], numel, CPU)
     yield ops.segment_dot(x, y, *segments)
     yield from conversions()
+    for kept in ((BF16, BF16), (torch.int8, torch.uint8), (torch.int8, BF16)):
+        yield from encoded_results(numel, F32, kept)
+        yield from encoded_results(numel, BF16, kept, has_remainder=True)
+        yield from encoded_results(numel, BF16, kept, stochastic_param=True)
+
+
+def encoded_results(numel, dtype, kept, has_remainder=False, stochastic_param=False):
+    """Of Adam's rule with states in fewer bytes, whose second step decodes what the first one has encoded."""
+    param, grad = (t.to(dtype) for t in operands_for("adam_", 2, numel, seed=1)[:2])
+    states = [torch.zeros(numel, dtype=of_state) for of_state in kept]
+    scales = [torch.zeros(3_000) for of_state in kept if of_state != BF16]
+    remainder = torch.zeros(numel, dtype=torch.int16) if has_remainder else None
+    table = torch.tensor([[0, 100_000, 0, 0], [100_016, numel - 100_016, 3, 782]])
+    for count in (1, 2):
+        torch.ops.apex_npu.adam_.encoded(
+            *(param, grad, *states, None, None),
+            **ADAM,
+            remainder=remainder,
+            scales=scales,
+            table=table,
+            count=count,
+            stochastic_param=stochastic_param,
+        )
+    yield from (t for t in (param, *states, *scales, remainder) if t is not None)
 
 
 def conversions():
@@ -320,13 +344,14 @@ print(kernels - before, threads() - kernels)
 """
 
 
-def test_any_number_of_threads_and_any_vectors_give_the_same_bits():
-    """Here on one thread with what the machine has; in another process on three, torch's own, without AVX2."""
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_any_number_of_threads_and_any_vectors_give_the_same_bits(capability):
+    """Here on one thread with what the machine has; in another process on three, torch's own, with narrower vectors."""
     here = Path(__file__)
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, (Path(apex_npu.__file__).parents[1], here.parents[1], here.parent))),
-        "ATEN_CPU_CAPABILITY": "default",  # torch reads it once
+        "ATEN_CPU_CAPABILITY": capability,  # torch reads it once
         "OMP_WAIT_POLICY": "passive",  # threads that spin while they wait take others' time on a busy machine
     }
     done = subprocess.run(

@@ -17,7 +17,7 @@ from torch import nn
 from apex_npu import amp, optimizers
 from apex_npu._extension import extension
 from apex_npu.fusion import EncodedView, encoded_state
-from apex_npu.ops import EncodedState, RunEncoding, sgd_
+from apex_npu.ops import EncodedState, RunEncoding, encoded_calls, sgd_
 from apex_npu.ops.encoded_calls import _run_on_pieces
 from apex_npu.ops.state_codec import (
     Segment,
@@ -227,6 +227,43 @@ def test_the_extension_gives_the_bits_of_the_reference(dtype):
         found.append([bits[s.begin : s.begin + s.numel] for s in segments] + ([] if scales is None else [scales]))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.skipif(extension is None or DEVICE.type != "cpu", reason="compares the extension with the reference")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state_dtype", FORMATS)
+def test_a_whole_run_is_decoded_and_encoded_with_the_bits_of_the_reference(state_dtype, dtype, monkeypatch):
+    formats = {"state_dtype": state_dtype, "stochastic_rounding": dtype == torch.bfloat16}
+    optimizer, params = train(optimizers.FusedNovoGrad, {"weight_decay": 0.1}, dtype=dtype, **formats)
+    monkeypatch.setattr(encoded_calls, "_by_extension", lambda operand: False)
+    reference, expected = train(optimizers.FusedNovoGrad, {"weight_decay": 0.1}, dtype=dtype, **formats)
+    for p, q in zip(params, expected, strict=True):
+        assert torch.equal(p, q)
+        m, n = optimizer.state[p]["exp_avg"].dequantize(), reference.state[q]["exp_avg"].dequantize()
+        assert m.any()
+        assert torch.equal(m, n)
+
+
+@pytest.mark.skipif(extension is None, reason="of the extension")
+@pytest.mark.parametrize(
+    ("stored", "scales", "numel", "error", "message"),
+    [
+        (torch.zeros(9), None, 9, TypeError, "stored must be bfloat16, int8 or uint8, got Float"),
+        (torch.zeros(9, dtype=torch.bfloat16), None, 8, ValueError, "of all 9 elements of table, got 9 and 8"),
+        (torch.zeros(9, dtype=torch.int8), None, 9, ValueError, "stored is Char and has no 1 float32 scales"),
+        (
+            torch.zeros(9, dtype=torch.uint8),
+            torch.zeros(0),
+            9,
+            ValueError,
+            "stored is Byte and has no 1 float32 scales",
+        ),
+    ],
+)
+def test_what_is_no_state_is_not_decoded(stored, scales, numel, error, message):
+    table = torch.tensor([[0, 9, 0, 0]])
+    with pytest.raises(error, match=message):
+        extension.decode_state_cpu(stored, scales, table, torch.zeros(numel))
 
 
 # Rules
