@@ -40,7 +40,7 @@ CHECKED := apex_npu benchmarks examples scripts tests setup.py
 
 help: ## this list
 	@echo 'make demo       train a small network three ways and compare them (writes digits.png)'
-	@echo 'make demo-ddp   the same network on two processes, averaged by amp and by torch (SIMULATED_NPU=1: on hccl)'
+	@echo 'make demo-ddp   the same network on two processes: averaged by amp, by torch, cut by fully_shard (SIMULATED_NPU=1: on hccl)'
 	@echo 'make test       lint, types, import contracts and the quick tests (about 6 minutes on 2 cores)'
 	@echo 'make test-devices  tests of several processes, scripts and builds, on the simulated NPU, in three frameworks, and test-torch-npu-quick'
 	@echo 'make test-all   both, the site, test-clang, and sweeps over rules, dtypes, options and seeds'

@@ -64,6 +64,8 @@ class Units:
         for p, grad in zip(self.params, self._grads, strict=True):
             p.grad = grad
         EVICTING.add_(1)
+        # glibc puts off part of what this has freed until the next large allocation, which would be in a step.
+        bytearray(2**16)
 
     def groups(self, *, two: bool) -> list[dict[str, object]]:
         """All parameters in one param group, or matrices in one and vectors in another."""

@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Trains the network of digits.py on several processes, each with its part of every batch.
 
-Gradients are averaged by amp itself (``combine_ddp``), by torch's DistributedDataParallel (``ddp``), or, without
-``--engine``, by one after the other, which shows that losses agree and how long a step takes with each:
+Gradients are averaged by amp itself (``combine_ddp``), by torch's DistributedDataParallel (``ddp``), or by its
+``fully_shard``, where each process has a part of every parameter, gradient and moment. Without ``--engine`` one comes
+after the other, which shows that losses agree, how long a step takes, and what a process has in memory with each:
 
     torchrun --nproc-per-node 2 examples/ddp_digits.py
     torchrun --nproc-per-node 2 examples/ddp_digits.py --engine combine_ddp --opt-level O2
 
-With ``--checkpoint`` an engine saves after every epoch, and goes on from there when it is started again:
+With ``--checkpoint`` one of the first two saves after every epoch, and goes on from there when it is started again:
 
     torchrun --nproc-per-node 2 --max-restarts 3 examples/ddp_digits.py --engine combine_ddp --checkpoint digits.pt
 """
@@ -25,15 +26,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # before there is a group, which its functions would keep as a default argument
 from digits import DigitNet, Digits, Parser, UserError, epoch_batches, find_device, load_data, number
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from apex_npu import amp, optimizers
 from apex_npu.backends import for_device
 from apex_npu.parallel import DistributedDataParallel
 
-ENGINES = ("combine_ddp", "ddp")
-# Losses of the two engines, relative to each other. With two processes they are the same bit for bit; with more they
-# may divide by another number before they add, and float16 shows it soon.
+ENGINES = ("combine_ddp", "ddp", "fully_shard")
+# Losses of the engines, relative to each other. With two processes they are the same bit for bit; with more they may
+# divide by another number before they add, and float16 shows it soon.
 TOLERANCE = {"O0": 1e-5, "O1": 2e-2, "O2": 2e-2}
 
 
@@ -43,15 +47,17 @@ class Training:
     def __init__(self, engine: str, args: argparse.Namespace, device: torch.device) -> None:
         self.losses: list[float] = []
         self.seconds: list[float] = []
-        self.epoch = 0
+        self.epoch = self.nbytes = 0
         torch.manual_seed(args.seed)
         model = DigitNet().to(device)
+        if engine == "fully_shard":
+            shard(model, args.opt_level)
         optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=3e-3)
         self.inner, self.optimizer = amp.initialize(
             model,
             optimizer,
             opt_level=args.opt_level,
-            combine_grad=True,
+            combine_grad=engine != "fully_shard",
             combine_ddp=engine == "combine_ddp",
             verbosity=0,
         )
@@ -104,14 +110,32 @@ class Training:
         with amp.scale_loss(loss, self.optimizer) as scaled_loss:
             scaled_loss.backward()
         self.optimizer.step()
+        self.nbytes = self.nbytes or self.held_nbytes()
         self.optimizer.zero_grad()
         return loss
+
+    def held_nbytes(self) -> int:
+        """Bytes of parameters, gradients and moments that this process has; padding and buckets of DDP not counted."""
+        tensors = [*self.inner.parameters(), *amp.master_params(self.optimizer)]
+        tensors += [p.grad for p in tensors if p.grad is not None]
+        tensors += [value for state in self.optimizer.state.values() for value in state.values()]
+        parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        return sum({part.data_ptr(): part.nbytes for part in parts}.values())
 
     @torch.no_grad()
     def accuracy(self, data: Digits) -> float:
         """On the half of the data that is not trained on."""
         self.inner.eval()
         return (self.inner(data.test_images).argmax(1) == data.test_labels).float().mean().item()
+
+
+def shard(model: nn.Module, opt_level: str) -> None:
+    """Cut ``model``. Batch norms compute in float32 at all levels: they are units of their own."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            fully_shard(module, mp_policy=amp.fsdp_policy("O0"))
+    for unit in (model.block1, model.block2, model):
+        fully_shard(unit, mp_policy=amp.fsdp_policy(opt_level))
 
 
 def run(args: argparse.Namespace, device: torch.device) -> bool:
@@ -131,11 +155,11 @@ def run(args: argparse.Namespace, device: torch.device) -> bool:
             step = statistics.median(training.seconds[3:] or training.seconds or [0.0])
             print(
                 f"{engine:12} last loss {training.losses[-1]:.4f}  test accuracy {accuracy:.2%}  "
-                f"{1000 * step:.1f} ms a step"
+                f"{1000 * step:.1f} ms a step  {training.nbytes / 1024:.0f} KiB a process"
             )
     if len(losses) == 1:
         return True
-    apart = max(abs(a - b) / max(abs(b), 0.1) for a, b in zip(*losses.values(), strict=True))
+    apart = max((max(found) - min(found)) / max(min(found), 0.1) for found in zip(*losses.values(), strict=True))
     agree = apart <= TOLERANCE[args.opt_level]
     if dist.get_rank() == 0:
         print(f"losses {'agree' if agree else 'DIFFER'}: by at most {apart:.1e} of their size, over all steps")
@@ -144,7 +168,7 @@ def run(args: argparse.Namespace, device: torch.device) -> bool:
 
 def make_parser() -> Parser:
     parser = Parser(description="Trains a small residual network on several processes.", allow_abbrev=False)
-    parser.add_argument("--engine", choices=ENGINES, help="the default is both, one after the other")
+    parser.add_argument("--engine", choices=ENGINES, help="the default is all, one after the other")
     parser.add_argument("--opt-level", choices=sorted(TOLERANCE), default="O0")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda", "npu"], default="cpu")
     parser.add_argument("--simulated-npu", action="store_true", help="device npu in host memory, with hccl")
@@ -178,6 +202,10 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError("start it with torchrun: torchrun --nproc-per-node 2 examples/ddp_digits.py")
         if args.checkpoint and not args.engine:
             raise UserError("--checkpoint holds one engine's training: name it, as in --engine combine_ddp")
+        if args.checkpoint and args.engine == "fully_shard":
+            raise UserError(
+                "--checkpoint is for engines that keep whole parameters; examples/language_model saves parts"
+            )
         device = set_up_device(args)
         dist.init_process_group(for_device(device).comm_backend)
         agree = run(args, device)

@@ -20,7 +20,7 @@ from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.backends import numbers_on
 from apex_npu.backends._torch_private import disable_dynamo
 from apex_npu.distributed import GradReducer, RankProgress, ReduceOptions
-from apex_npu.distributed.consistency import RanksDifferError, failing_together
+from apex_npu.distributed.consistency import RanksDifferError, all_reduce, failing_together
 from apex_npu.distributed.grad_reducer import FindFlat, Report
 from apex_npu.fusion import FlatGrads, are_same
 
@@ -309,7 +309,7 @@ def agree_on_overflow(found_inf: bool, scale: float, group: Any, device: torch.d
     """
     failed_rank = dist.get_rank(group) + 1.0 if failed else 0.0
     said = numbers_on([float(found_inf), scale, -scale, failed_rank], torch.float32, device)
-    dist.all_reduce(said, op=dist.ReduceOp.MAX, group=group)
+    all_reduce(said, dist.ReduceOp.MAX, group, of="overflow and loss scale")
     found, largest, smallest, failed_rank = said.tolist()
     if failed:
         return True

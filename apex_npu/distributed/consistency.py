@@ -78,6 +78,20 @@ def failing_together(group: Any) -> Iterator[list[Description]]:
         raise RanksDifferError(_first_difference(_exchange(group, description)))
 
 
+def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: Any, *, of: str) -> None:
+    """``torch.distributed.all_reduce``, whose error does not say by itself what could not be reduced.
+
+    Raises:
+        RuntimeError: A process of ``group`` has ended, or has not come within the group's timeout.
+    """
+    try:
+        dist.all_reduce(tensor, op=op, group=group)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {dist.get_rank(group)} of {dist.get_world_size(group)} could not reduce {of}: {error}"
+        ) from error
+
+
 def _exchange(group: Any, said: Any) -> list[Any]:
     heard: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(heard, said, group=group)

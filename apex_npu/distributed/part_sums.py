@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from apex_npu.distributed.consistency import all_reduce
 from apex_npu.fusion import FlatGrads
 from apex_npu.fusion.grad_clip import clip_coefficient, grad_operands, multiply_grads_, norm_and_coefficient, norm_of
 from apex_npu.fusion.grad_slots import InPlace
@@ -56,7 +57,7 @@ class PartSums:
             sent = part.to(device_type).contiguous()
             if sent.data_ptr() == values.data_ptr():
                 sent = sent.clone()
-            dist.all_reduce(sent, op=op, group=group)
+            all_reduce(sent, op, group, of="norms of sharded parameters")
             found = sent.to(values.device)
             values = found if columns is None else values.index_copy(-1, columns, found)
         return values

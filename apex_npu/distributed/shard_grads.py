@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -60,6 +60,16 @@ def memory_of_parts(params: Sequence[Tensor]) -> dict[int, list[Tensor]]:
     sharded = list(filter(is_sharded, params))
     found = (memory_of_shards() if sharded and _finds_parts() else None) or {}
     return {id(local_part(p)): found[id(p)] for p in sharded if id(p) in found}
+
+
+def wait_for_moved_parts(parts: Iterable[Tensor]) -> None:
+    """Wait until ``parts``, which have got other memory, have their values there.
+
+    fully_shard gathers them in a stream of its own. That waits for what an optimizer has written where a forward
+    begins, but not in a backward, before which the first block fuses.
+    """
+    for device in {part.device for part in parts if part.device.type != "cpu"}:
+        getattr(torch, device.type).current_stream(device).synchronize()
 
 
 @functools.lru_cache(maxsize=1)

@@ -100,14 +100,14 @@ class _DeviceStepCounts(StepCounts):
         ]
         return list(self._labels)
 
-    def add(self, parts: Sequence[slice], addend: float | Tensor, firsts: Sequence[int]) -> Iterable[int | Tensor]:
-        for part in parts:
+    def add(self, parts: Sequence[range], stretches: Sequence[slice], addend: float | Tensor) -> Iterable[int | Tensor]:
+        for stretch in stretches:
             if isinstance(addend, Tensor) or addend:
-                self._buffer.flat[part].add_(addend)
-            self._new[part] = [False] * (part.stop - part.start)
+                self._buffer.flat[stretch].add_(addend)
+            self._new[stretch] = [False] * (stretch.stop - stretch.start)
         self.added = addend
         self._versions = self._version()  # in pure torch views count what is written to the buffer, too
-        return map(self._buffer.flat.__getitem__, firsts)
+        return (self._buffer.flat[part.start] for part in parts)
 
     def undo(self, slots: range) -> None:
         if self.added is not None:

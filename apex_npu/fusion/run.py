@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import struct
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -18,6 +19,8 @@ from apex_npu.ops import Segments, is_grad_list
 from apex_npu.ops.reference_segments import segment_ids
 
 _T = TypeVar("_T")
+
+_FLOAT32 = struct.Struct("=f")
 
 
 class _Slices(dict[str, Tensor]):
@@ -240,8 +243,9 @@ class StepCounts:
 
     def __init__(self, count: int) -> None:
         self._buffer = FlatBuffer(count, torch.float32, torch.device("cpu"))
-        self._counts = self._buffer.flat.numpy()  # the same memory; numpy is quicker with a handful of numbers
-        self._after = self._counts.tobytes()
+        # The same memory, as bytes: torch and numpy take as long for a handful of numbers as the rest of a small step.
+        self._bytes = memoryview(self._buffer.flat.numpy()).cast("B")
+        self._after = self._bytes.tobytes()
         self._numbers: list[Tensor] = []
         self.added: Any = None
 
@@ -252,33 +256,44 @@ class StepCounts:
 
     def set(self, index: int, count: float) -> None:
         """Set it."""
-        self._counts[index] = count
+        _FLOAT32.pack_into(self._bytes, index * _FLOAT32.size, count)
 
     def is_new(self, index: int) -> bool:
         """True for a slot that has never been stepped."""
-        return int(self._counts[index]) == 0
+        return int(self._get(index)) == 0
+
+    def _get(self, index: int) -> float:
+        count: float = _FLOAT32.unpack_from(self._bytes, index * _FLOAT32.size)[0]
+        return count
 
     def labels(self, stepping: Sequence[bool]) -> list[Hashable]:
         """One for each slot, equal where counts are; only ``stepping`` slots are stepped from now on."""
-        counts: list[Hashable] = self._counts.tolist()
+        counts: list[Hashable] = self._bytes.cast("f").tolist()
         return counts
 
     def is_written(self) -> bool:
         """True where counts are not what the last ``add`` has left: runs may not have one count any more."""
-        return self._counts.tobytes() != self._after
+        return self._bytes.tobytes() != self._after
 
-    def add(self, parts: Sequence[slice], addend: float | Tensor, firsts: Sequence[int]) -> Iterable[int | Tensor]:
-        """Add to the counts of all slots in ``parts``, and return those of ``firsts``: on a device 0-dim tensors."""
-        self.added = self._counts.copy()
+    def add(self, parts: Sequence[range], stretches: Sequence[slice], addend: float | Tensor) -> Iterable[int | Tensor]:
+        """Add to the counts of all slots in ``parts``, each of which has one count, and return what these are now.
+
+        On a device these are 0-dim tensors, and the same slots are counted by their ``stretches``: in fewer launches.
+        """
+        self.added = self._bytes.tobytes()
+        found = []
         for part in parts:
-            self._counts[part] += float(addend)
-        self._after = self._counts.tobytes()
-        return map(int, map(self._counts.item, firsts))
+            packed = _FLOAT32.pack(self._get(part.start) + float(addend))
+            self._bytes[part.start * _FLOAT32.size : part.stop * _FLOAT32.size] = packed * len(part)
+            found.append(int(_FLOAT32.unpack(packed)[0]))
+        self._after = self._bytes.tobytes()
+        return found
 
     def undo(self, slots: range) -> None:
         """Undo ``add`` for ``slots``, if it has been called."""
         if self.added is not None:
-            self._counts[slots.start : slots.stop] = self.added[slots.start : slots.stop]
+            span = slice(slots.start * _FLOAT32.size, slots.stop * _FLOAT32.size)
+            self._bytes[span] = self.added[span]
 
 
 class Runs:
@@ -296,8 +311,8 @@ class Runs:
         self.counts = counts
         self.current: list[Run] = []
         self._states: bytes | None = None
+        self._slots: list[range] = []
         self._stretches: list[slice] = []
-        self._firsts: list[int] = []
 
     def cut(self, group: GroupBuffers, states: bytes, on_cut: Callable[[range], None]) -> list[Run]:
         """Cut the slots of ``group`` that have a gradient into runs, unless they are; ``count`` counts a step for them.
@@ -314,14 +329,14 @@ class Runs:
                 on_cut(run.slots)
             stepping = [None if state == NONE else True for state in states]
             self._stretches = [slice(slots.start, slots.stop) for slots in _equal_neighbours(stepping)]
-            self._firsts = [run.slots.start for run in self.current]
+            self._slots = [run.slots for run in self.current]
             self._states = states
         self.counts.added = None
         return self.current
 
     def count(self, addend: float | Tensor = 1.0) -> None:
         """Count one step for each run; 0 where the rule keeps no state, or the step is one to be skipped."""
-        for run, step in zip(self.current, self.counts.add(self._stretches, addend, self._firsts), strict=True):
+        for run, step in zip(self.current, self.counts.add(self._slots, self._stretches, addend), strict=True):
             run.step = step
 
     def forget(self) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.backends import is_capturing
-from apex_npu.distributed.shard_grads import ShardGrads, memory_of_parts
+from apex_npu.distributed.shard_grads import ShardGrads, memory_of_parts, wait_for_moved_parts
 from apex_npu.fusion import (
     FusedGroup,
     are_same,
@@ -151,6 +151,8 @@ class FusedParams:
         same = same and state_names == self.state_names
         listed = list(map(list, lists))
         shards = _shard_grads(groups, full_params)
+        if not same:
+            wait_for_moved_parts(chain.from_iterable(grads.params for grads in shards))
         for group in groups:
             _number(group, place_of)
         # All at once: an interrupt between two of them would leave parameters that no later call steps, or twice.

@@ -212,7 +212,7 @@ at::Tensor GradSlots::list_of(const Borrowed& grads, size_t first, int64_t numel
                     slots_.size(), " slots, got ", grads.size(), " from slot ", first, " on");
   GradList list(numel, grads.size(), writable);
   look_at_each(grads, prefetch_storage, [&](size_t i) {
-    if (grads[i]->defined()) add_to(list, *grads[i], first + i, first);
+    if (grads[i]->defined()) list.add(*grads[i], slots_[first + i].offset - slots_[first].offset);
   });
   return as_operand(std::move(list), numel, slots_[first].dtype);
 }

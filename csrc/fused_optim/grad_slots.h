@@ -80,7 +80,8 @@ class GradSlots {
   // whether or not it has been stepped before.
   bool can_stay(const at::Tensor& grad, size_t i, InPlace in_place) const;
 
-  // The same as grad_list of gradients themselves, which can be read, or written where `writable`, or are undefined.
+  // The same as grad_list of gradients themselves: those that can_stay there, to be written where `writable`, or
+  // undefined ones.
   at::Tensor list_of(const Borrowed& grads, size_t first, int64_t numel, bool writable) const;
 
   // Whatever is a gradient later is another one.

@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import tempfile
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -813,17 +814,20 @@ def offloaded():
         assert trained[0][1] == pytest.approx(trained[1][1], rel=1e-3)
 
 
-def killed_while_sharded():
+def lost_while_sharded():
     """Rank 1, in the place that is named; rank 0 has an error, its parameters, and the checkpoint before."""
     rank, place = dist.get_rank(), os.environ["PLACE"]
+    # Of its own: processes that are slow to start need more time to meet.
+    group = dist.new_group(timeout=timedelta(seconds=float(os.environ["PATIENCE"])))
+    mesh = DeviceMesh.from_group(group, DEVICE.type, mesh=list(range(dist.get_world_size())))
 
-    def die(*_):
+    def be_lost(*_):
         if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.Signals[os.environ["SIGNAL"]])
 
     model = mlp()
     for layer in (model[0], model[2], model):
-        fully_shard(layer, mesh=mesh_of_all(), mp_policy=amp.fsdp_policy("O2"))
+        fully_shard(layer, mesh=mesh, mp_policy=amp.fsdp_policy("O2"))
     # Its step begins with an all-reduce, of the norm of all gradients.
     optimizer = optimizers.FusedLAMB(model.parameters(), lr=0.01)
     model, optimizer = start(model, optimizer, "O2", dynamic_init_scale=2.0**8)
@@ -834,15 +838,15 @@ def killed_while_sharded():
         before = [p.to_local().clone() for p in amp.master_params(optimizer)]
         try:
             if faulty == "reduction" and rank == 1:
-                setattr(dist, REDUCE_SCATTER, die)
+                setattr(dist, REDUCE_SCATTER, be_lost)
             backward(loss_on(data(step, 0, rank))(model), optimizer)
             if faulty == "step":
-                die()
+                be_lost()
             optimizer.step()
             optimizer.zero_grad()
             if faulty == "checkpoint" and rank == 1:
-                dcp.FileSystemWriter.write_data = die
-            dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
+                dcp.FileSystemWriter.write_data = be_lost
+            dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder, process_group=group)
         except (RuntimeError, dcp.api.CheckpointException) as error:
             assert step == 2
             if place != "checkpoint":

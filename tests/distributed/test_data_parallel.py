@@ -159,9 +159,14 @@ def test_a_process_that_is_lost_is_an_error_that_says_how_far_each_got(fault, pa
 @pytest.mark.slow
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="gloo notices a killed process by its connections")
 @pytest.mark.parametrize("place", ["reduction", "step", "checkpoint"])
-def test_a_process_that_is_killed_while_a_sharded_model_is_trained_ends_the_others(place, tmp_path):
-    output = of_the_one_that_is_left("fsdp", "killed_while_sharded", tmp_path, PLACE=place)
+@pytest.mark.parametrize(("signal", "patience"), [("SIGKILL", processes.HANG_TIMEOUT), ("SIGSTOP", 20)])
+def test_a_process_that_is_lost_while_a_sharded_model_is_trained_ends_the_others(place, signal, patience, tmp_path):
+    output = of_the_one_that_is_left(
+        "fsdp", "lost_while_sharded", tmp_path, PLACE=place, SIGNAL=signal, PATIENCE=str(patience)
+    )
     assert "noticed: " in output
+    if place == "step":
+        assert re.search(r"rank 0 of 2 could not reduce norms of sharded parameters: .*(Timed out|closed)", output)
     assert "loaded" in output
 
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,15 +39,18 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
 @pytest.mark.slow
-def test_both_engines_give_the_same_losses():
+def test_all_engines_give_the_same_losses_and_parts_take_half_of_the_memory():
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     result = run(*torchrun, SCRIPT, "--epochs", "1")
     assert result.returncode == 0, result.stdout + result.stderr
     lines = [line for line in result.stdout.splitlines() if line]
-    assert [line.split()[0] for line in lines] == ["combine_ddp", "ddp", "losses"]
-    assert lines[2].startswith("losses agree")
-    losses = [line.split("last loss ")[1].split()[0] for line in lines[:2]]
-    assert losses[0] == losses[1]
+    assert [line.split()[0] for line in lines] == ["combine_ddp", "ddp", "fully_shard", "losses"]
+    assert lines[3].startswith("losses agree")
+    losses = [line.split("last loss ")[1].split()[0] for line in lines[:3]]
+    assert losses[0] == losses[1] == losses[2]
+    whole, of_ddp, part = (int(re.search(r"(\d+) KiB a process", line).group(1)) for line in lines[:3])
+    assert whole == of_ddp
+    assert 0.5 <= part / whole < 0.52
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")

@@ -21,9 +21,12 @@ import processes  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
 
 from apex_npu import amp  # noqa: E402
-from apex_npu.optimizers import NpuFusedSGD  # noqa: E402
+from apex_npu.optimizers import NpuFusedAdam, NpuFusedSGD  # noqa: E402
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 BATCH, STEPS, OVERFLOWING_STEP = 16, 8, 3
@@ -32,10 +35,16 @@ BATCH, STEPS, OVERFLOWING_STEP = 16, 8, 3
 def start(level, engine):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2)).npu()
-    optimizer = NpuFusedSGD(model.parameters(), lr=0.2, momentum=0.9)
-    together = {"combine_ddp": True} if engine == "combine_ddp" else {}
+    if engine == "fully_shard":
+        for unit in (model[0], model[2], model):
+            fully_shard(unit, mesh=init_device_mesh("npu", (WORLD,)), mp_policy=amp.fsdp_policy(level))
+    adam = engine in ("fully_shard", "alone_by_adam")
+    optimizer = (
+        NpuFusedAdam(model.parameters(), lr=0.01) if adam else NpuFusedSGD(model.parameters(), lr=0.2, momentum=0.9)
+    )
+    together = {"combine_ddp": engine == "combine_ddp", "combine_grad": engine != "fully_shard"}
     model, optimizer = amp.initialize(
-        model, optimizer, opt_level=level, combine_grad=True, dynamic_init_scale=2.0**10, verbosity=0, **together
+        model, optimizer, opt_level=level, dynamic_init_scale=2.0**10, verbosity=0, **together
     )
     if engine == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
@@ -62,7 +71,8 @@ def train(level, engine):
         optimizer.step()
         optimizer.zero_grad()
         applied.append(amp.last_step(optimizer).applied)
-    values = b"".join(p.detach().cpu().numpy().tobytes() for p in amp.master_params(optimizer))
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in amp.master_params(optimizer)]
+    values = b"".join(p.detach().cpu().numpy().tobytes() for p in whole)
     print(json.dumps({"losses": losses, "applied": applied, "hash": hashlib.sha256(values).hexdigest()}), flush=True)
 
 

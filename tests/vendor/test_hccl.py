@@ -29,16 +29,23 @@ def train(level, engine, count):
 
 
 @functools.cache
-def train_alone(level):
-    return train(level, "alone", 1)[0]
+def train_alone(level, engine):
+    return train(level, engine, 1)[0]
 
 
 @pytest.mark.parametrize(
     ("level", "engine", "count"),
-    [("O1", "combine_ddp", 2), ("O2", "combine_ddp", 2), ("O1", "ddp", 2), ("O2", "ddp", 2), ("O2", "combine_ddp", 4)],
+    [
+        ("O1", "combine_ddp", 2),
+        ("O2", "combine_ddp", 2),
+        ("O1", "ddp", 2),
+        ("O2", "ddp", 2),
+        ("O2", "combine_ddp", 4),
+        ("O2", "fully_shard", 2),
+    ],
 )
 def test_processes_train_as_one_that_sees_the_whole_batch(level, engine, count):
-    alone = train_alone(level)
+    alone = train_alone(level, "alone_by_adam" if engine == "fully_shard" else "alone")
     ranks = train(level, engine, count)
     assert [rank["applied"] for rank in ranks] == [alone["applied"]] * count
     assert alone["applied"].count(False) == 1
