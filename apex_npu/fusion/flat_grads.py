@@ -471,7 +471,7 @@ def _set_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
 
 
 def _places_of(state: int, states: bytes) -> list[int]:
-    return [i for i, found in enumerate(states) if found == state]
+    return [i for i, found in enumerate(states) if found == state] if state in states else []
 
 
 def _stay_elsewhere(states: bytes, to_gather: list[int]) -> bool:
