@@ -44,11 +44,13 @@ inline void prefetch_storage(const c10::TensorImpl& impl) {
 // Its gradient follows a name.
 inline void prefetch_autograd(const c10::TensorImpl& impl) { prefetch_bytes(impl.autograd_meta(), kPointersBytes); }
 
-// look(grad, i) for the gradient of each tensor, undefined where it has none, likewise; `bytes` of the gradients.
+// look(grad, i) for the gradient of each tensor, undefined where it has none, likewise; `bytes` of the gradients, and
+// then their storages.
 template <typename Look>
 void look_at_grads(const Borrowed& tensors, const Look& look, size_t bytes = sizeof(c10::TensorImpl)) {
   const auto look_and_prefetch = [&](size_t i) {
     if (i + kAhead / 2 < tensors.size()) prefetch_impl(tensors[i + kAhead / 2]->grad(), bytes);
+    if (i + kAhead / 4 < tensors.size()) prefetch_storage(*tensors[i + kAhead / 4]->grad().unsafeGetTensorImpl());
     look(tensors[i]->grad(), i);
   };
   look_at_each(tensors, prefetch_autograd, look_and_prefetch, kPointersBytes);
