@@ -47,7 +47,7 @@ using apex_npu::borrow;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 21;
+  m.attr("API") = 22;
 
   m.def("move_storages", &apex_npu::move_storages, py::arg("lists"), py::arg("src"), py::arg("offsets"),
         py::arg("copy_values"));
@@ -103,7 +103,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("note", [](WriteTable& table, const py::sequence& tensors,
                       const std::vector<int64_t>& indices) { table.note(borrow(tensors), indices); })
       .def("written", [](WriteTable& table, const py::sequence& tensors) { return table.written(borrow(tensors)); })
-      .def("counted", [](WriteTable& table, const py::sequence& tensors) { return table.counted(borrow(tensors)); });
+      .def("counted", [](WriteTable& table, const py::sequence& tensors) { return table.counted(borrow(tensors)); })
+      .def("note_grads", [](WriteTable& table, const py::sequence& params) { table.note_grads(borrow(params)); })
+      .def("changed_grads",
+           [](const WriteTable& table, const py::sequence& params) { return table.changed_grads(borrow(params)); });
   using apex_npu::RoundedCopies;
   py::class_<RoundedCopies>(m, "RoundedCopies")
       .def(py::init<>())

@@ -29,6 +29,7 @@ class GradGroup:
     Attributes:
         params: What the optimizer steps.
         sources: Where autograd leaves their gradients: for a master its model parameter, else the parameter itself.
+        direct: The indices of those that are no masters.
         flat: The buffer that the gradients of ``params`` are in; None: each has memory of its own.
         edited: What ``step`` is to warn of; empty: nothing.
         kept_scale: What gradients of masters are multiplied with while a block is open.
@@ -42,11 +43,18 @@ class GradGroup:
         """``sources`` run in parallel to ``params``; None: they are the same."""
         self.params = list(params)
         self.sources = list(params if sources is None else sources)
+        self.direct: Sequence[int] = range(len(self.params))
 
     @property
     def device(self) -> torch.device:
         """Where all of them are."""
         return self.params[0].device
+
+    @property
+    def direct_params(self) -> list[Tensor]:
+        """Those of ``params`` that are no masters."""
+        params = self.params
+        return params if len(self.direct) == len(params) else [params[i] for i in self.direct]
 
     def begin_block(self, factor: float) -> bool:
         """Bring gradients to the scale of the backward that follows, which adds to them: multiply by ``factor``.

@@ -9,9 +9,9 @@ A gradient that a model parameter has got outside of blocks, and that its master
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import repeat
-from operator import is_
+from collections.abc import Collection, Iterable, Sequence
+from itertools import compress, count, repeat
+from operator import is_, is_not, ne
 from typing import NamedTuple
 
 import torch
@@ -85,9 +85,9 @@ class CopiedGrads:
     def note(self) -> None:
         """Record that all gradients that are there now have been copied."""
         now = grads_of(self._model_params)
-        if self.zeros:  # what has been put aside, and no backward has reached, stays
-            self.zeros = {i for i in self.zeros if now[i] is None}
-        if self.grads and any(map(is_, now, repeat(None))):
+        absent = _absent(now) if self.grads else set()
+        self.zeros = self.zeros & absent
+        if absent:  # what has been put aside, and no backward has reached, stays
             self.put_back()
             now = grads_of(self._model_params)
         self._set(now)
@@ -108,15 +108,25 @@ class CopiedGrads:
         new = {i for i, (now, before) in enumerate(zip(self.grads, known, strict=True)) if now is not before}
         self.delayed = {i for i in new | delayed if self.grads[i] is not None}
 
-    def note_added(self, indices: Iterable[int]) -> None:
+    def note_added(self, indices: Collection[int]) -> None:
         """Record that the gradients of ``indices`` that are there now have been copied, too."""
         if not self.grads:
             self._set(list(self._none))
+        now = grads_of(self._model_params)
+        if self.zeros:
+            self.zeros.difference_update(self._changed(now).intersection(indices))
+        if len(indices) == len(now):
+            self._set(now)
+            return
         for i in indices:
-            grad = self._model_params[i].grad
-            if grad is not self.grads[i] or self._is_written(i):
-                self.zeros.discard(i)
+            grad = now[i]
             self.grads[i], self._versions[i] = grad, 0 if grad is None else grad._version
+
+    def _changed(self, now: list[Tensor | None]) -> set[int]:
+        """The indices where ``now`` has another gradient than has been copied, or that one has been written since."""
+        versions = versions_of(self.grads)
+        written = [] if versions == self._versions else _where(map(ne, versions, self._versions))
+        return {i for i in written if self.grads[i] is not None}.union(_where(map(is_not, now, self.grads)))
 
     def adopt_from(self, former: Sequence[CopiedGrads]) -> None:
         """Continue with what ``former`` have recorded of these model parameters."""
@@ -133,12 +143,9 @@ class CopiedGrads:
 
     def uncopied(self) -> list[int]:
         """The indices of the gradients that are there, and that neither have been copied nor are delayed."""
-        found: list[int] = []
-        for i, (grad, before) in enumerate(zip(grads_of(self._model_params), self.grads or self._none, strict=True)):
-            new = grad is not before and (before is None or self.stepped)
-            if grad is not None and (new or i in self.zeros) and i not in self.delayed:
-                found.append(i)
-        return found
+        now, known = grads_of(self._model_params), self.grads or self._none
+        new = [i for i in _where(map(is_not, now, known)) if known[i] is None or self.stepped]
+        return sorted(self.zeros.union(new) - self.delayed - _absent(now))
 
     def put_aside(self) -> None:
         """Drop what is there, so that the next backward does not add to it, but for what is delayed; see ``put_back``.
@@ -153,7 +160,9 @@ class CopiedGrads:
             self.forget()
 
     def _keep(self, indices: list[int]) -> None:
-        zeros = {i for i in indices if i in self.zeros and not self._is_written(i)}
+        zeros = self.zeros.intersection(indices)
+        if zeros:
+            zeros -= self._changed(self.grads)
         if self.stepped:
             self.forget()
         if indices:
@@ -169,9 +178,9 @@ class CopiedGrads:
 
     def put_back(self) -> None:
         """Give parameters that have no gradient the one that was put aside."""
-        for param, grad in zip(self._model_params, self.grads, strict=False):
-            if param.grad is None:
-                param.grad = grad
+        if self.grads:
+            for i in _absent(grads_of(self._model_params)):
+                self._model_params[i].grad = self.grads[i]
 
     def forget_kept(self) -> None:
         """Record that what was ``kept`` has been put back without having been copied."""
@@ -182,13 +191,14 @@ class CopiedGrads:
     def note_zeros(self) -> None:
         """Record that all gradients have been filled with zeros, masters' too, and do so with those put aside."""
         now = grads_of(self._model_params)
-        pairs = list(zip(self.grads or self._none, now, strict=True))
-        aside = [known for known, grad in pairs if known is not None and grad is None]
+        aside = {i: known for i in _absent(now) if (known := (self.grads or self._none)[i]) is not None}
         if aside:
-            torch._foreach_zero_(aside)
-        self._set([known if grad is None else grad for known, grad in pairs])
+            torch._foreach_zero_(list(aside.values()))
+        for i, grad in aside.items():
+            now[i] = grad
+        self._set(now)
         self.delayed, self.stepped = set(), False
-        self.zeros, self.alike = {i for i, grad in enumerate(self.grads) if grad is not None}, set()
+        self.zeros, self.alike = set(range(len(self.grads))) - _absent(self.grads), set()
 
     def note_changed(self) -> Changes:
         """What has become of the gradients since; ``dropped`` and ``zeroed`` are returned once."""
@@ -202,13 +212,14 @@ class CopiedGrads:
         written: list[tuple[int, Tensor]] = []
         followed = self.alike | self.zeros
         replaced = False
-        for i, (grad, before) in enumerate(zip(now, self.grads, strict=True)):
-            if before is None or (grad is before and not self._is_written(i)):
+        for i in sorted(self._changed(now)):
+            grad, before = now[i], self.grads[i]
+            if before is None:
                 continue
             if self.stepped and grad is not before and i not in self.zeros:
                 self.grads[i] = None  # masters have none by now
             elif grad is before:
-                written.append((i, grad))
+                written.append((i, before))
             elif grad is None or ((self.replaceable or i in followed) and i not in self.delayed):
                 dropped.append(i)
             else:
@@ -217,7 +228,7 @@ class CopiedGrads:
         nonzero = torch.stack([grad.any() for _, grad in written]).tolist() if written else []
         zeroed = [i for (i, _), kept in zip(written, nonzero, strict=True) if not kept]
         added_to = [i for (i, _), kept in zip(written, nonzero, strict=True) if kept and i in followed]
-        self.note_added(i for i, _ in written)
+        self.note_added([i for i, _ in written])
         dropped += added_to
         for i in dropped:
             self.grads[i] = None
@@ -226,9 +237,15 @@ class CopiedGrads:
         self.alike.difference_update(dropped)
         return Changes(dropped, zeroed, replaced or len(zeroed) + len(added_to) < len(written), bool(self.uncopied()))
 
-    def _is_written(self, index: int) -> bool:
-        grad = self.grads[index]
-        return grad is not None and grad._version != self._versions[index]
+
+def _where(flags: Iterable[bool]) -> list[int]:
+    """The indices of those that are true."""
+    return list(compress(count(), flags))
+
+
+def _absent(grads: Sequence[Tensor | None]) -> set[int]:
+    """The indices of those that are None."""
+    return set(_where(map(is_, grads, repeat(None))))
 
 
 class MasterGradGroup(GradGroup):
@@ -242,7 +259,7 @@ class MasterGradGroup(GradGroup):
     def _find_masters(self) -> None:
         pairs = enumerate(zip(self.params, self.sources, strict=True))
         self._masters = [i for i, (param, source) in pairs if param is not source]
-        self._direct = sorted(set(range(len(self.params))) - set(self._masters))
+        self.direct = sorted(set(range(len(self.params))) - set(self._masters))
         self._model_params = [self.sources[i] for i in self._masters]
         self.copied = CopiedGrads(self._model_params)
         self._made: dict[int, Tensor | None] = {}
@@ -257,7 +274,7 @@ class MasterGradGroup(GradGroup):
         if self.copied.grads:
             self._follow(self.copied.note_changed(), GIVEN_BEFORE_BLOCK)
         self.copied.put_aside()
-        if self._direct or self.copied.delayed:
+        if self.direct or self.copied.delayed:
             self.scale_sources_(factor)
         return len(self.copied.kept) > len(self.copied.zeros)
 
@@ -335,7 +352,7 @@ class MasterGradGroup(GradGroup):
     @torch.no_grad()
     def _add_kept(self, scale: float) -> None:
         # A zero is a gradient where there is no other.
-        unread = {k for k in self.copied.zeros if self._model_params[k].grad is not None}
+        unread = self.copied.zeros - _absent(grads_of(self._model_params))
         self._add(sorted(self.copied.kept - unread), scale)
 
     def _add(self, indices: Iterable[int], scale: float) -> None:
@@ -380,7 +397,7 @@ class MasterGradGroup(GradGroup):
             torch._foreach_copy_(grads, [dense_grad(given[i], self.sources[i]) for i in first])
             for i, grad in zip(first, grads, strict=True):
                 self.params[i].grad = grad
-        ready = first + [i for i in self._direct if held[i] is not None]
+        ready = first + [i for i in self.direct if held[i] is not None]
         self._scale_some_(ready, inv_scale, found_inf)
         if later:
             # Widened before unscaling: dividing in float16 would lose the small values that the loss scale has saved.
@@ -475,18 +492,18 @@ class FlatMasterGradGroup(MasterGradGroup):
 
     def _take_in_one_pass(self, inv_scale: float, found_inf: Tensor | None, share: bool) -> None:
         """Gather, widen, unscale and check in one pass, or share."""
-        if self._direct:
+        if self.direct:
             self.flat.unscale_(inv_scale, found_inf)  # masters have none yet
         if share and inv_scale == 1.0 and found_inf is None:
             self.flat.share(self.sources)
             self._shares = True
         else:
-            self.flat.take(self.sources, inv_scale, found_inf, self._masters if self._direct else None)
+            self.flat.take(self.sources, inv_scale, found_inf, self._masters if self.direct else None)
 
     def _take_reduced(self, source: FlatGrads, slots: range) -> bool:
         """Copy gradients that are contiguous already, by one copy."""
         part = source.span(slots)
-        if self._direct or not source.all_present(slots) or part.numel() != self.flat.flat.numel():
+        if self.direct or not source.all_present(slots) or part.numel() != self.flat.flat.numel():
             return False
         views = self.flat.views
         self.flat.flat.copy_(part)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.amp.grad_groups import GradGroup
-from apex_npu.fusion import grads_of, increment_versions, versions_of, wraps_tensors
+from apex_npu.fusion import WriteTable
 from apex_npu.fusion.grad_slots import IN_BUFFER
 from apex_npu.fusion.shards import local_part
 
@@ -27,50 +27,24 @@ class ScaledGrads:
     """The gradients of parameters without a master, as they were when a block ended."""
 
     def __init__(self, groups: Sequence[GradGroup]) -> None:
-        """Of ``groups``, now. Their versions become others than those of new tensors, which may get the same memory."""
-        self._groups = groups
-        self._own = [
-            [k for k, (p, source) in enumerate(zip(group.params, group.sources, strict=True)) if p is source]
-            for group in groups
-        ]
-        increment_versions([grad for grads in self._grads() for grad in grads if grad is not None])
-        self._entries = list(map(_entries_of, self._grads()))
-
-    def _grads(self) -> list[list[Tensor | None]]:
-        return [grads_of([group.params[k] for k in own]) for group, own in zip(self._groups, self._own, strict=True)]
+        """Of ``groups``, now."""
+        self._parts = [(group, group.direct_params, WriteTable()) for group in groups]
+        for _, params, table in self._parts:
+            table.note_grads(params)
 
     def are_written(self) -> bool:
         """True where others are there, or the same have been written, but those that have been gathered or cleared."""
         nonzero: dict[torch.device, list[Tensor]] = {}
-        for group, own, known, grads in zip(self._groups, self._own, self._entries, self._grads(), strict=True):
-            entries = _entries_of(grads)
-            if entries == known:
-                continue
-            states = b"" if group.flat is None else group.flat.states()
-            for k, before, now, grad in zip(
-                own, zip(*known, strict=True), zip(*entries, strict=True), grads, strict=True
-            ):
-                if grad is None or now == before or _is_gathered(states[k : k + 1], before[1], grad):
-                    continue
+        for group, params, table in self._parts:
+            written, moved = table.changed_grads(params)
+            if moved and group.flat is not None:
+                states = group.flat.states()
+                moved = [k for k in moved if states[group.direct[k]] != IN_BUFFER]
+            for k in written + moved:
+                grad = params[k].grad
+                assert grad is not None
                 if grad.layout != torch.strided:
                     return True
                 nonzero.setdefault(grad.device, []).append(local_part(grad).any())
         # One answer for all of a device: reading each alone would wait for it each time.
         return any(bool(torch.stack(answers).any()) for answers in nonzero.values())
-
-
-def _entries_of(grads: Sequence[Tensor | None]) -> tuple[list[int], list[int]]:
-    """Versions and addresses: 0 for one without memory of its own, and -1 where there is none.
-
-    Two lists of numbers, since Python's garbage collector looks at a tuple for each.
-    """
-    wraps = {cls: wraps_tensors(grad) for cls, grad in {type(grad): grad for grad in grads}.items()}
-    addresses = [
-        -1 if grad is None else 0 if wraps[type(grad)] or grad.layout != torch.strided else grad.data_ptr()
-        for grad in grads
-    ]
-    return versions_of(list(grads)), addresses
-
-
-def _is_gathered(state: bytes, before: int, grad: Tensor) -> bool:
-    return state == bytes([IN_BUFFER]) and before not in (-1, grad.data_ptr())

@@ -120,10 +120,36 @@ class WriteTable:
         self.add(tensors)
         return [i for i, tensor in enumerate(tensors) if _entry_of(tensor)[0] != self._entries[i][0]]
 
+    def note_grads(self, params: list[Tensor]) -> None:
+        """Record ``param.grad`` of each instead, none included.
+
+        Their versions grow by one: they become others than those of new tensors, which may get the same memory.
+        """
+        grads = grads_of(params)
+        increment_versions([grad for grad in grads if grad is not None])
+        self._entries = [_NO_GRAD if grad is None else _entry_of(grad) for grad in grads]
+
+    def changed_grads(self, params: list[Tensor]) -> tuple[list[int], list[int]]:
+        """The indices of the gradients that have been written or added, and of those that are elsewhere now.
+
+        Those that are None now are in neither.
+        """
+        written: list[int] = []
+        moved: list[int] = []
+        for i, (grad, before) in enumerate(zip(grads_of(params), self._entries, strict=True)):
+            now = _NO_GRAD if grad is None else _entry_of(grad)
+            if now not in (_NO_GRAD, before):
+                (written if before in (_NO_GRAD, (before[0], now[1])) else moved).append(i)
+        return written, moved
+
+
+_NO_GRAD = (-1, None)
+
 
 def _entry_of(tensor: Tensor) -> tuple[int, int | None]:
     version = 0 if tensor.is_inference() else tensor._version
-    return version, None if wraps_tensors(tensor) else tensor.data_ptr()
+    has_memory = tensor.layout == torch.strided and not wraps_tensors(tensor)
+    return version, tensor.data_ptr() if has_memory else None
 
 
 class RoundedCopies:

@@ -45,7 +45,7 @@ from apex_npu.optimizers.failed_steps import end_failed_step
 from apex_npu.optimizers.fused_params import FusedParams, check_elements
 from apex_npu.optimizers.scaler_argument import grad_scaler_of, handing_over
 from apex_npu.optimizers.shown_state import ShownState, StateSlot, decoded
-from apex_npu.optimizers.state_dicts import check_state_dict, copy_loaded
+from apex_npu.optimizers.state_dicts import check_state_dict, copy_loaded, with_ranges
 from apex_npu.optimizers.state_formats import StateDtype, StateFormats, with_remainders, without_remainders
 
 logger = logging.getLogger("apex_npu")
@@ -504,9 +504,10 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         """
         loaded: dict[str, Any] = {}
 
-        def check_and_capture(_: Optimizer, final: dict[str, Any]) -> None:
+        def check_and_capture(_: Optimizer, final: dict[str, Any]) -> dict[str, Any]:
             check_state_dict(self, final)
             loaded.update(final)
+            return with_ranges(final)
 
         # The last of the pre-hooks, so that it gets the state dict as a user's own hooks have changed it.
         handle = self.register_load_state_dict_pre_hook(check_and_capture)

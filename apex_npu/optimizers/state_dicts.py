@@ -71,6 +71,18 @@ def _no_state_of_an_optimizer(owner: str, given: dict[str, Any]) -> str:
     )
 
 
+def with_ranges(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The same, with consecutive numbers of parameters as ranges: torch searches them for each tensor of state."""
+
+    def ranged(numbers: list[Any]) -> Any:
+        first = numbers[0] if numbers and isinstance(numbers[0], int) else 0
+        span = range(first, first + len(numbers))
+        return span if list(span) == numbers else numbers
+
+    groups = [{**group, "params": ranged(group["params"])} for group in state_dict["param_groups"]]
+    return {**state_dict, "param_groups": groups}
+
+
 def copy_loaded(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """Give ``optimizer``, which has loaded ``state_dict``, copies of its state, in the precision of what was saved.
 

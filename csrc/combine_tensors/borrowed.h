@@ -50,11 +50,13 @@ inline const at::Tensor& grad_of(const at::Tensor& tensor) {
   return impl->grad();
 }
 
-// look(grad, i) for the gradient of each tensor, undefined where it has none, likewise; `bytes` of the gradients.
+// look(grad, i) for the gradient of each tensor, undefined where it has none, likewise; `bytes` of the gradients, and
+// then their storages.
 template <typename Look>
 void look_at_grads(const Borrowed& tensors, const Look& look, size_t bytes = sizeof(c10::TensorImpl)) {
   const auto look_and_prefetch = [&](size_t i) {
     if (i + kAhead / 2 < tensors.size()) prefetch_impl(grad_of(*tensors[i + kAhead / 2]), bytes);
+    if (i + kAhead / 4 < tensors.size()) prefetch_storage(*grad_of(*tensors[i + kAhead / 4]).unsafeGetTensorImpl());
     look(grad_of(*tensors[i]), i);
   };
   look_at_each(tensors, prefetch_autograd, look_and_prefetch, kPointersBytes);

@@ -16,9 +16,11 @@ namespace apex_npu {
 
 namespace py = pybind11;
 
-// torch asks Tensor's metaclass about instances of subclasses, which takes longer than all the rest.
+// torch asks Tensor's metaclass about instances of subclasses, which takes longer than all the rest; and whether
+// Parameter is a subclass takes a search.
 static bool is_tensor(PyObject* object) {
-  return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass)) || THPVariable_Check(object);
+  return THPVariable_CheckTypeExact(Py_TYPE(object)) ||
+         PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass)) || THPVariable_Check(object);
 }
 
 Borrowed borrow(const py::sequence& tensors) { return borrow(tensors, 0, py::len(tensors)); }

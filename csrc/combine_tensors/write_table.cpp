@@ -52,4 +52,31 @@ std::vector<int64_t> WriteTable::counted(const Borrowed& tensors) {
   return indices;
 }
 
+void WriteTable::note_grads(const Borrowed& params) {
+  entries_.assign(params.size(), kNoGrad);
+  look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
+    if (!grad.defined()) return;
+    c10::TensorImpl& impl = *grad.unsafeGetTensorImpl();
+    if (impl.version_counter().enabled()) impl.bump_version();
+    entries_[i] = entry_of(grad);
+  });
+}
+
+std::pair<std::vector<int64_t>, std::vector<int64_t>> WriteTable::changed_grads(const Borrowed& params) const {
+  TORCH_CHECK_VALUE(params.size() == entries_.size(), "WriteTable: expected ", entries_.size(), " parameters, got ",
+                    params.size());
+  std::pair<std::vector<int64_t>, std::vector<int64_t>> changed;
+  auto& [written, moved] = changed;
+  look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
+    if (!grad.defined()) return;
+    const Entry now = entry_of(grad), before = entries_[i];
+    if (before.version != kNoGrad.version && now.address != before.address) {
+      moved.push_back(static_cast<int64_t>(i));
+    } else if (now.version != before.version) {
+      written.push_back(static_cast<int64_t>(i));
+    }
+  });
+  return changed;
+}
+
 }  // namespace apex_npu

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "combine_tensors/borrowed.h"
@@ -27,11 +28,19 @@ class WriteTable {
   // Those that have another version.
   std::vector<int64_t> counted(const Borrowed& tensors);
 
+  // Records the gradients of `params` instead, and increments their versions.
+  void note_grads(const Borrowed& params);
+
+  // Indices of the gradients that have been written or added since, and of those that have another address, but none
+  // that are undefined now.
+  std::pair<std::vector<int64_t>, std::vector<int64_t>> changed_grads(const Borrowed& params) const;
+
  private:
   struct Entry {
     int64_t version;
     const void* address;
   };
+  static constexpr Entry kNoGrad = {-1, nullptr};
   static Entry entry_of(const at::Tensor& t);
 
   std::vector<Entry> entries_;

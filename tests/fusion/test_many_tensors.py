@@ -12,6 +12,7 @@ from torch import nn
 
 from apex_npu._extension import extension
 from apex_npu.fusion.many_tensors import (
+    WriteTable,
     are_same,
     drop_grads,
     grads_of,
@@ -192,6 +193,33 @@ def test_lists_are_the_same_with_the_very_same_items_in_order():
     assert not are_same([*params[:-1], params[-1].detach()], params)
 
 
+def test_gradients_that_change_are_told_from_those_that_move():
+    params, table = make(9), WriteTable()
+    for p in params[1:]:
+        p.grad = torch.ones_like(p)
+    params[7].grad = torch.eye(3, device=DEVICE)[0].to_sparse()
+    with torch.inference_mode():
+        params[8].grad = torch.ones_like(params[8])
+    versions = versions_of(grads_of(params[:8]))
+    table.note_grads(params)
+    assert versions_of(grads_of(params[:8])) == [
+        v if p.grad is None else v + 1 for v, p in zip(versions, params[:8], strict=True)
+    ]
+    assert table.changed_grads(params) == ([], [])
+    params[0].grad = torch.ones_like(params[0])
+    params[2].grad = params[2].grad.clone()
+    params[3].grad.zero_()
+    params[4].grad = None
+    params[5].grad = params[5].grad.view(3)
+    params[6].grad.data = params[6].grad.data.clone()
+    params[7].grad.mul_(2)
+    assert table.changed_grads(params) == ([0, 3, 7], [2, 6])
+    table.note_grads(params)
+    assert table.changed_grads(params) == ([], [])
+    drop_grads(params)
+    assert table.changed_grads(params) == ([], [])
+
+
 @needs_extension
 @pytest.mark.parametrize(
     ("call", "error", "message"),
@@ -200,6 +228,7 @@ def test_lists_are_the_same_with_the_very_same_items_in_order():
         (lambda: extension.drop_grads(iter([])), TypeError, ""),
         (lambda: extension.set_grads([torch.ones(1)], []), ValueError, "expected one gradient per tensor, got 0 and 1"),
         (lambda: extension.versions_of([torch.ones(1), 2]), TypeError, "expected a tensor or None at index 1"),
+        (lambda: extension.WriteTable().changed_grads(make(1)), ValueError, "expected 0 parameters, got 1"),
         (lambda: extension.hold_values([{}], [], []), ValueError, "must have one length"),
         (lambda: extension.hold_values([1], ["a"], [2]), TypeError, "expected dicts"),
         (lambda: extension.hold_values([{}], [[]], [2]), TypeError, "unhashable"),

@@ -103,3 +103,36 @@ def test_a_groups_step_that_is_no_count_is_refused() -> None:
     state["param_groups"][0]["step"] = 1.5
     with pytest.raises(ValueError, match=r"'step' of a group is 1\.5, not a count"):
         optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("numbers", [range(200), range(1000, 1200), range(199, -1, -1)], ids=str)
+def test_loading_many_parameters_compares_few_of_their_numbers(numbers: range) -> None:
+    """torch's own loading searches the list of a group for each tensor of state."""
+    compared = 0
+
+    class Number(int):
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return int(self) == other
+
+        __hash__ = int.__hash__
+
+    def make() -> tuple[list[nn.Parameter], optimizers.NpuFusedAdam]:
+        params = [nn.Parameter(torch.full((2,), float(i), device=DEVICE)) for i in range(200)]
+        return params, optimizers.NpuFusedAdam(params)
+
+    params, source = make()
+    for i, param in enumerate(params):
+        param.grad = torch.full_like(param, i + 1.0)
+    source.step()
+    saved = source.state_dict()
+    state = {numbers[i]: entry for i, entry in saved["state"].items()}
+    groups = [{**saved["param_groups"][0], "params": list(map(Number, numbers))}]
+    others, target = make()
+    target.load_state_dict({"state": state, "param_groups": groups})
+    assert type(groups[0]["params"]) is list
+    for param, other in zip(params, others, strict=True):
+        assert target.state[other]["exp_avg"].tolist() == source.state[param]["exp_avg"].tolist()
+    if numbers.step == 1:
+        assert compared < 10 * len(numbers)
