@@ -471,7 +471,7 @@ class FlatMasterGradGroup(MasterGradGroup):
 
     def _packs(self, inv_scale: float, found_inf: Tensor | None) -> bool:
         """Gradients of parameters without a master have another dtype, and would be rounded."""
-        return inv_scale == 1.0 and found_inf is None and not self._direct and self.flat.pack(self.sources)
+        return inv_scale == 1.0 and found_inf is None and not self.direct and self.flat.pack(self.sources)
 
     @torch.no_grad()
     def _take_in_passes(self, states: bytes, inv_scale: float, found_inf: Tensor | None, first: bool) -> None:

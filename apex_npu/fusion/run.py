@@ -268,8 +268,7 @@ class StepCounts:
 
     def labels(self, stepping: Sequence[bool]) -> list[Hashable]:
         """One for each slot, equal where counts are; only ``stepping`` slots are stepped from now on."""
-        counts: list[Hashable] = self._bytes.cast("f").tolist()
-        return counts
+        return list(self._bytes.cast("f").tolist())
 
     def is_written(self) -> bool:
         """True where counts are not what the last ``add`` has left: runs may not have one count any more."""
