@@ -21,6 +21,7 @@ from apex_npu.ops.reference_segments import segment_ids
 _T = TypeVar("_T")
 
 _FLOAT32 = struct.Struct("=f")
+_SIZE = _FLOAT32.size
 
 
 class _Slices(dict[str, Tensor]):
@@ -244,7 +245,8 @@ class StepCounts:
     def __init__(self, count: int) -> None:
         self._buffer = FlatBuffer(count, torch.float32, torch.device("cpu"))
         # The same memory, as bytes: torch and numpy take as long for a handful of numbers as the rest of a small step.
-        self._bytes = memoryview(self._buffer.flat.numpy()).cast("B")
+        numbers: Any = self._buffer.flat.numpy()
+        self._bytes = memoryview(numbers).cast("B")
         self._after = self._bytes.tobytes()
         self._numbers: list[Tensor] = []
         self.added: Any = None
@@ -256,19 +258,15 @@ class StepCounts:
 
     def set(self, index: int, count: float) -> None:
         """Set it."""
-        _FLOAT32.pack_into(self._bytes, index * _FLOAT32.size, count)
+        _FLOAT32.pack_into(self._bytes, index * _SIZE, count)
 
     def is_new(self, index: int) -> bool:
         """True for a slot that has never been stepped."""
-        return int(self._get(index)) == 0
-
-    def _get(self, index: int) -> float:
-        count: float = _FLOAT32.unpack_from(self._bytes, index * _FLOAT32.size)[0]
-        return count
+        return int(_FLOAT32.unpack_from(self._bytes, index * _SIZE)[0]) == 0
 
     def labels(self, stepping: Sequence[bool]) -> list[Hashable]:
         """One for each slot, equal where counts are; only ``stepping`` slots are stepped from now on."""
-        return list(self._bytes.cast("f").tolist())
+        return list(self._bytes.cast("f"))
 
     def is_written(self) -> bool:
         """True where counts are not what the last ``add`` has left: runs may not have one count any more."""
@@ -282,16 +280,15 @@ class StepCounts:
         self.added = self._bytes.tobytes()
         found = []
         for part in parts:
-            packed = _FLOAT32.pack(self._get(part.start) + float(addend))
-            self._bytes[part.start * _FLOAT32.size : part.stop * _FLOAT32.size] = packed * len(part)
-            found.append(int(_FLOAT32.unpack(packed)[0]))
+            found.append(_FLOAT32.unpack_from(self.added, part.start * _SIZE)[0] + float(addend))
+            self._bytes[part.start * _SIZE : part.stop * _SIZE] = _FLOAT32.pack(found[-1]) * len(part)
         self._after = self._bytes.tobytes()
-        return found
+        return map(int, found)
 
     def undo(self, slots: range) -> None:
         """Undo ``add`` for ``slots``, if it has been called."""
         if self.added is not None:
-            span = slice(slots.start * _FLOAT32.size, slots.stop * _FLOAT32.size)
+            span = slice(slots.start * _SIZE, slots.stop * _SIZE)
             self._bytes[span] = self.added[span]
 
 

@@ -692,24 +692,42 @@ def checkpoints():
 
 
 def checkpoints_of_fewer():
-    """Of 4: what all have saved, two of them load, and each by itself."""
-    folder = folder_of_all()
-    model = all_used("O5")
-    model, optimizer = start(model, optimizers.FusedLAMB(model.parameters(), lr=0.01), "O5")
+    """Of 4: what all have saved, all of them load, two of them, and each by itself; and all what one has saved."""
+
+    def begin(model, lr=0.5):
+        return start(model, optimizers.FusedLAMB(model.parameters(), lr=lr), "O5")
+
+    folder, back = folder_of_all(), folder_of_all()
+    model, optimizer = begin(all_used("O5"), lr=0.01)
     losses_of(model, optimizer, range(3), 0)
     dcp.save(state_of(model, optimizer), checkpoint_id=folder)
-    goes_on = losses_of(model, optimizer, range(3, 8), 0)
+    goes_on = losses_of(model, optimizer, range(3, 13), 0)
     amp.shutdown()
     pairs = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("outer", "inner"))
-    for mesh in (pairs["inner"], pairs):  # two by two, and two replicas of two parts
-        again = all_used("O5", mesh)
-        again, other = start(again, optimizers.FusedLAMB(again.parameters(), lr=0.5), "O5")
+    for mesh in (None, pairs["inner"], pairs):  # all four, two by two, and two replicas of two parts
+        again, other = begin(all_used("O5", mesh))
         load(folder, again, other)
-        assert losses_of(again, other, range(3, 8), 0) == pytest.approx(goes_on, rel=1e-3, abs=1e-3)
+        losses = losses_of(again, other, range(3, 13), 0)
+        assert losses == (goes_on if mesh is None else pytest.approx(goes_on, rel=1e-3, abs=1e-3))
         amp.shutdown()
+    torch.manual_seed(1)
+    alone = Uneven().to(DEVICE)
+    alone.unused.requires_grad_(False)
+    alone, other = begin(alone)
+    load(folder, alone, other)
+    assert losses_of(alone, other, range(3, 13), 0) == pytest.approx(goes_on, rel=1e-3, abs=1e-3)
+    if dist.get_rank() == 0:
+        dcp.save(state_of(alone, other), checkpoint_id=back, no_dist=True)
+    dist.barrier()
+    goes_on = losses_of(alone, other, range(13, 15), 0)
+    amp.shutdown()
+    again, other = begin(all_used("O5"))
+    load(back, again, other)
+    assert losses_of(again, other, range(13, 15), 0) == pytest.approx(goes_on, rel=1e-3, abs=1e-3)
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
+        shutil.rmtree(back)
 
 
 def nvidias_distributed_optimizers():
