@@ -456,10 +456,10 @@ class FlatMasterGradGroup(MasterGradGroup):
         states = self.flat.states()
         # No master has a gradient: none at all is there, or those of parameters without a master alone.
         first = not states.strip(_NONE) or all(states[i] == NONE for i in self._masters)
-        if first and self._in_one_pass:
-            self._take_in_one_pass(inv_scale, found_inf, share)
-        elif first and share and self._packs(inv_scale, found_inf):
+        if first and share and self._packs(inv_scale, found_inf):
             self._shares = True
+        elif first and self._in_one_pass:
+            self._take_in_one_pass(inv_scale, found_inf, share)
         else:
             self._take_in_passes(states, inv_scale, found_inf, first)
         alone = first and not self.copied.kept
