@@ -353,6 +353,7 @@ def sam_by_hand(t, write):
         for p, grad in zip(t.params(), grads, strict=True):
             write(p, grad * -scale)
         t.step()
+        synchronize()
 
 
 @loop
