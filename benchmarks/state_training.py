@@ -166,4 +166,5 @@ if __name__ == "__main__":
     if arguments.rounds:
         compare_steps(optimizers, arguments.numel, arguments.rounds)
     for chosen in arguments.tasks:
-        compare_losses(chosen, optimizers, arguments.seeds)
+        if arguments.seeds > 1:
+            compare_losses(chosen, optimizers, arguments.seeds)

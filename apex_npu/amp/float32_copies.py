@@ -411,8 +411,9 @@ def _fill_masters(
 def _follow_loaded(module: nn.Module, _: Any) -> None:
     """load_state_dict post-hook: what a module has loaded otherwise than from its entries, its masters have, too."""
     copies = copies_of(module)
+    by_itself = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict  # in any way
     for masters in [] if copies is None else copies.link.masters:
-        masters.end_loading(_low_precision_in(module))
+        masters.end_loading(_low_precision_in(module), by_value=by_itself)
 
 
 def give_fp32_state_dict(module: nn.Module) -> None:

@@ -387,10 +387,16 @@ class MasterParams:
         self.copies.note([self.masters[k] for k in indices], [self.model_params[k] for k in indices])
         self._new.note(self.masters, [k for k in indices if k >= self.first_new])
 
-    def end_loading(self, loaded: Collection[Tensor]) -> None:
-        """Model parameters and masters have been ``loaded``, if they are written: masters have what the model has."""
+    def end_loading(self, loaded: Collection[Tensor], *, by_value: bool = False) -> None:
+        """Model parameters and masters have been ``loaded``, if they are written: masters have what the model has.
+
+        With ``by_value`` the model's may have been written in a way that is not counted, too.
+        """
         ids = set(map(id, loaded))
         of_model = self.model_writes.written(self.model_params)
+        if by_value:
+            others = [k for k, param in enumerate(self.model_params) if id(param) in ids and k not in of_model]
+            of_model = [*of_model, *self._unlike_model(others)[1]]
         written = {*of_model, *self.master_writes.written(self.masters)}
         written = {k for k in written if id(self.model_params[k]) in ids}
         for k in written.intersection(of_model):

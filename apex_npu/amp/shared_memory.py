@@ -36,7 +36,7 @@ def _share_elements(a: Tensor, b: Tensor) -> bool:
         return True
     spans = _span(a), _span(b)
     begin = min(spans)[0]
-    mask = torch.zeros((max(end for _, end in spans) - begin) // size, dtype=torch.bool)
+    mask = torch.zeros((max(end for _, end in spans) - begin) // size, dtype=torch.bool, device="cpu")
     shape = [1 if stride == 0 else n for n, stride in zip(a.size(), a.stride(), strict=True)]
     mask.as_strided(shape, a.stride(), (a.data_ptr() - begin) // size).fill_(True)
     return bool(mask.as_strided(b.size(), b.stride(), (b.data_ptr() - begin) // size).any())

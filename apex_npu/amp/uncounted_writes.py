@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -47,8 +48,12 @@ class NewMasters:
         """Which of those at ``indices`` have others, as far as that is known; waits for the device."""
         known = [(k, _some(masters[k]), self._values[k]) for k in indices if k in self._values]
         known = [(k, now, value) for k, now, value in known if now.device == value.device]
-        answers = [now.shape != value.shape or (now != value).any() for _, now, value in known]
-        return {k for (k, _, _), answer in zip(known, answers, strict=True) if answer}
+        changed = {k for k, now, value in known if now.shape != value.shape}
+        alike = [(k, (now != value).any()) for k, now, value in known if k not in changed]
+        for device in {answer.device for _, answer in alike}:  # one wait for each
+            indices, answers = zip(*[(k, answer) for k, answer in alike if answer.device == device], strict=True)
+            changed.update(compress(indices, torch.stack(answers).tolist()))
+        return changed
 
 
 class UncountedWrites:
@@ -128,7 +133,7 @@ def lines_of(group: FusedGroup, left_out: Sequence[bool], dtype: torch.dtype) ->
     placed = group.placed(range(len(group.params)))
     # In memory that has stayed a script's, parameters begin anywhere: there each element is a line.
     width = 1 if any(offset % LINE for _, offset in placed) else LINE
-    lines = torch.ones(group.param_flat.numel() // width, 1, dtype=dtype)
+    lines = torch.ones(group.param_flat.numel() // width, 1, dtype=dtype, device="cpu")
     for (param, offset), is_out in zip(placed, left_out, strict=True):
         if is_out:
             lines[offset // width : -(-(offset + param.numel()) // width)] = 0

@@ -79,7 +79,7 @@ def failing_together(group: Any) -> Iterator[list[Description]]:
 
 
 def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: Any, *, of: str) -> None:
-    """``torch.distributed.all_reduce``, whose error does not say by itself what could not be reduced.
+    """``torch.distributed.all_reduce``, with an error that says what could not be reduced.
 
     Raises:
         RuntimeError: A process of ``group`` has ended, or has not come within the group's timeout.
@@ -87,7 +87,7 @@ def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: Any, *, of: s
     try:
         dist.all_reduce(tensor, op=op, group=group)
     except RuntimeError as error:
-        raise RuntimeError(
+        raise type(error)(
             f"rank {dist.get_rank(group)} of {dist.get_world_size(group)} could not reduce {of}: {error}"
         ) from error
 

@@ -85,11 +85,11 @@ def ensure_averages(units: Sequence[Unit], meshes: Iterable[Any]) -> None:
 
 def _averages(group: Any) -> bool:
     """Whether the reductions of ``group`` that ``fully_shard`` uses can average, and do."""
-    part, whole = torch.zeros(1), torch.ones(1)
+    part, whole = torch.zeros(1, device="cpu"), torch.ones(1, device="cpu")
     # The name of torch 2.13, and that of those before.
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     try:
-        reduce_scatter(part, torch.ones(dist.get_world_size(group)), op=dist.ReduceOp.AVG, group=group)
+        reduce_scatter(part, torch.ones(dist.get_world_size(group), device="cpu"), op=dist.ReduceOp.AVG, group=group)
         dist.all_reduce(whole, op=dist.ReduceOp.AVG, group=group)
     except (RuntimeError, ValueError):  # said before anything is sent, by all alike
         return False

@@ -43,7 +43,8 @@ class PartSums:
                 groups.setdefault(id(group), (group, device_type))
                 columns.setdefault(id(group), []).append(column)
         self._steps = [
-            (*groups[key], None if len(found) == len(params) else torch.tensor(found)) for key, found in columns.items()
+            (*groups[key], None if len(found) == len(params) else torch.tensor(found, device="cpu"))
+            for key, found in columns.items()
         ]
 
     @torch.no_grad()

@@ -180,7 +180,7 @@ class FlatGrads:
 
     def _find_padding(self) -> Tensor:
         if self._padding is None:
-            used = torch.zeros(self.total_numel, dtype=torch.bool)
+            used = torch.zeros(self.total_numel, dtype=torch.bool, device="cpu")
             for param, offset in zip(self.params, self.offsets, strict=True):
                 used[offset : offset + param.numel()] = True
             self._padding = (~used).nonzero().flatten().to(self.device)
@@ -262,7 +262,8 @@ class FlatGrads:
             RuntimeError: A gradient is sparse, not of its parameter's dtype, or a subclass such as DTensor; nothing has
                 been copied then.
         """
-        at_once = self._by_address and self._views and not self.is_sharded
+        packed = self.is_packed and in_place == InPlace.READ  # a kernel reads those where they are
+        at_once = self._by_address and self._views and not self.is_sharded and not packed
         if at_once and (taken := self._take_by_address(self.params, slots)) is not None:
             return taken
         states, to_gather = self._find(slots, in_place)
@@ -367,7 +368,7 @@ class FlatGrads:
         if ELSEWHERE in states and (self.is_shown or not views_are_free):
             _ = self.views  # which frees them
             states, others, dtype, _ = look(flat, addresses)
-        apart = IN_BUFFER in states and (inv_scale != 1.0 or found_inf is not None)
+        apart = slots is None and IN_BUFFER in states and (inv_scale != 1.0 or found_inf is not None)
         if ELSEWHERE in states:
             scaling = (1.0, None) if apart else (inv_scale, found_inf)
             grads = [grad for i in others if (grad := sources[i].grad) is not None]

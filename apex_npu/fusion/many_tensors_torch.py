@@ -262,5 +262,5 @@ def _is_pair(param: Tensor, copy: Tensor) -> bool:
 
 def _checksum(copy: Tensor) -> Tensor:
     words = copy.detach().contiguous().view(torch.int16).flatten().to(torch.int64)
-    products = (words + 0x8001) * (torch.arange(1, words.numel() + 1) * 0x9E3779B1)
+    products = (words + 0x8001) * (torch.arange(1, words.numel() + 1, device=words.device) * 0x9E3779B1)
     return (products ^ (products >> 15)).sum()

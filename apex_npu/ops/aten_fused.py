@@ -124,7 +124,7 @@ def _pieces(tensors: tuple[Tensor | None, ...], grad_scale: Tensor | None) -> It
     if is_ready:
         yield from reference.chunks(tensors, step)
         return
-    inverse = None if grad_scale is None else grad_scale.to(param.dtype).reciprocal()
+    inverse = None if grad_scale is None else grad_scale.to(param.dtype).reshape(1).reciprocal()
     ready = reference.scratch(min(step, grad.numel()), param)
     for piece, given, *others in reference.chunks(tensors, step):
         wide = ready[: given.numel()]

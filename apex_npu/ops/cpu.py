@@ -29,7 +29,7 @@ def register() -> object:
 def decode_state(stored: Tensor, scales: Tensor | None, table: Tensor) -> Tensor:
     """A state, with the ``table`` of its run (see ``dispatch.py``), in float32; only where ``available``."""
     assert extension is not None
-    values = torch.empty(stored.shape, dtype=torch.float32)
+    values = torch.empty(stored.shape, dtype=torch.float32, device=stored.device)
     extension.decode_state_cpu(stored, scales, table, values)
     return values
 

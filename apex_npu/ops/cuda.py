@@ -164,7 +164,8 @@ class Repeated:
             for name, number in self._numbers:  # as the dispatcher does
                 if name in given:
                     value = given[name]
-                    given[name] = value.reshape(()) if isinstance(value, Tensor) else number(value)
+                    is_kept = name in rule.numbers and isinstance(value, Tensor)
+                    given[name] = value.reshape(()) if is_kept else number(value)
             if _by_triton(rule, rule, operands, given)[0]:
                 return
         rule(*operands, **options)

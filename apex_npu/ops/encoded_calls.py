@@ -73,7 +73,7 @@ class RunEncoding(_Operand):
     @cached_property
     def table(self) -> Tensor:
         """See ``dispatch.py``."""
-        return torch.tensor(self._segments, dtype=torch.int64).reshape(-1, 4)
+        return torch.tensor(self._segments, dtype=torch.int64, device="cpu").reshape(-1, 4)
 
     def pieces(self, param: Tensor) -> Iterator[Piece]:
         """Of ``param``, for kernels in plain torch; made for each call, as they take more memory than they describe."""

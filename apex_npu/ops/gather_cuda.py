@@ -24,21 +24,22 @@ class AddressTable:
 
     def __init__(self, flat: Tensor, offsets: Sequence[int], numels: Sequence[int]) -> None:
         """``flat`` has slots of ``numels`` elements that begin at ``offsets``."""
-        starts, lengths = torch.tensor(offsets, dtype=torch.int64), torch.tensor(numels, dtype=torch.int64)
+        starts, lengths = (torch.tensor(given, dtype=torch.int64, device="cpu") for given in (offsets, numels))
         chunks = Chunks.of(starts, lengths, flat)
         self._flat = flat
         # For each: its first element, one past its last, and the slot.
         self._chunks = torch.stack([chunks.begins, chunks.ends, chunks.owners, chunks.owners], dim=1)
         self._size, self._aligned = chunks.size, chunks.aligned
-        self._unused: Tensor | None = None
+        self._pinned: Tensor | None = None
         self._firsts = [0, *((lengths + (chunks.size - 1)) // chunks.size).cumsum(0).tolist()]
 
     def addresses(self) -> Tensor:
         """int64 on the host, with any values, one for each slot: see ``GradSlots.addresses``."""
-        if self._unused is None:
-            # From memory that a device reads by itself, and that torch gives out again when it has been read.
-            self._unused = torch.empty(len(self._firsts) - 1, dtype=torch.int64, pin_memory=self._flat.is_cuda)
-        return self._unused
+        if self._pinned is None:
+            # Pinned, so that the copy does not wait; torch's allocator reuses the memory after the copy.
+            count, pinned = len(self._firsts) - 1, self._flat.is_cuda
+            self._pinned = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        return self._pinned
 
     def take(
         self, addresses: Tensor, dtype: torch.dtype, inv_scale: float, found_inf: Tensor | None, slots: range
@@ -56,7 +57,7 @@ class AddressTable:
             False, with nothing written, where Triton cannot compile the kernel.
         """
         chunks = self._chunks[self._firsts[slots.start] : self._firsts[slots.stop]]
-        self._unused = None
+        self._pinned = None
         on_device = addresses.to(self._flat.device, non_blocking=True)
         return cuda.take_addressed(
             self._flat, chunks, on_device, dtype, inv_scale, found_inf, self._size, aligned=self._aligned

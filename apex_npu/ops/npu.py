@@ -157,7 +157,7 @@ def _rows_of(starts: Tensor, lengths: Tensor, buffer: Tensor) -> _Rows | None:
         ids = reference_segments.segment_ids(starts // _ROW_NUMEL, counts, numel, buffer.device)
         ends, free = starts + lengths, counts * _ROW_NUMEL - lengths
         before = torch.repeat_interleave(free.cumsum(0) - free, free)
-        padding = torch.repeat_interleave(ends, free) + torch.arange(before.numel()) - before
+        padding = torch.repeat_interleave(ends, free) + torch.arange(before.numel(), device=before.device) - before
         found = _rows[starts] = _Rows(ids, padding.to(buffer.device))
     return found
 

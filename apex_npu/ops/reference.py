@@ -61,7 +61,7 @@ def scratch(numel: int, like: Tensor) -> Tensor:
     found = kept.get(like.dtype)
     if found is None or found.numel() < numel:
         with torch.inference_mode(False):  # where it was made it may be written everywhere
-            found = kept[like.dtype] = torch.empty(numel, dtype=like.dtype)
+            found = kept[like.dtype] = torch.empty(numel, dtype=like.dtype, device=like.device)
     return found[:numel]
 
 

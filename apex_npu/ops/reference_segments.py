@@ -26,12 +26,12 @@ def segment_ids(starts: Tensor, lengths: Tensor, numel: int, device: torch.devic
     """
     count = starts.numel()
     lanes = lanes_of(numel, count, device)
-    ids = torch.full((-(-numel // lanes) * lanes,), count, dtype=torch.int64)
+    ids = torch.full((-(-numel // lanes) * lanes,), count, dtype=torch.int64, device="cpu")
     ids[numel:] = count + 1
     # Every covered element in order of segments: its position, and whose it is.
-    owner = torch.repeat_interleave(torch.arange(count), lengths)
+    owner = torch.repeat_interleave(torch.arange(count, device="cpu"), lengths)
     before = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
-    positions = torch.arange(owner.numel()) - before + torch.repeat_interleave(starts, lengths)
+    positions = torch.arange(owner.numel(), device="cpu") - before + torch.repeat_interleave(starts, lengths)
     ids[positions] = owner
     return ids.to(device)
 

@@ -31,6 +31,6 @@ class Segments(NamedTuple):
     @staticmethod
     def of(starts: Sequence[int], lengths: Sequence[int], numel: int, device: torch.device) -> Segments:
         """Segments of a buffer of ``numel`` elements on ``device``."""
-        start, length = torch.tensor(starts, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64)
+        start, length = (torch.tensor(given, dtype=torch.int64, device="cpu") for given in (starts, lengths))
         without_ids = (device.type == "cpu" and cpu.available) or (device.type == "cuda" and cuda.takes_ranges())
         return Segments(start, length, None if without_ids else segment_ids(start, length, numel, device))

@@ -96,7 +96,7 @@ class Piece:
             [segment.first_scale for segment, _, _ in parts],
             self._counters,
         ]
-        self._table = torch.tensor(columns, dtype=torch.int64).to(device)
+        self._table = torch.tensor(columns, dtype=torch.int64, device=device)
 
     @cached_property
     def _elements(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -191,7 +191,7 @@ class NpuFusedAdamP(NormOptimizer):
     def _owner_and_limits(self, run: Run, delta: float) -> tuple[Tensor, Tensor, Tensor]:
         """The tables of ``adamp_``: each row's parameter, and the cosines below which rows and wholes are projected."""
         counts = [row_count(p) for p in run.params]
-        owner = torch.repeat_interleave(torch.arange(1, len(counts) + 1), torch.tensor(counts))
+        owner = torch.arange(1, len(counts) + 1, device="cpu").repeat_interleave(torch.tensor(counts, device="cpu"))
         wholes = list(map(self._fused.full_param_of, run.params))  # of a part the limits are those of the whole
         lengths = [(max(1, p.numel() // row_count(p)), max(1, p.numel())) for p in wholes]
         limits = [(0.0, 0.0)] + [
@@ -199,7 +199,7 @@ class NpuFusedAdamP(NormOptimizer):
             for p, (row, whole) in zip(wholes, lengths, strict=True)
         ]
         dtype, device = wide_dtype(run.param.dtype), run.param.device
-        row_limit, whole_limit = torch.tensor(limits, dtype=dtype).unbind(1)
+        row_limit, whole_limit = torch.tensor(limits, dtype=dtype, device="cpu").unbind(1)
         owner = torch.cat([owner, owner.new_zeros(1)])
         return owner.to(device), row_limit.contiguous().to(device), whole_limit.contiguous().to(device)
 

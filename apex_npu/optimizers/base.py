@@ -324,7 +324,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             return [(1, (self.update, pair, {})) for pair in runs]
         calls = list(starmap(self.call, runs))
         if self._repeats:
-            calls = [repeated(call, run.remember) for call, (run, _) in zip(calls, runs, strict=True)]
+            pairs = zip(calls, runs, strict=True)  # a call that is kept would keep gradients that are elsewhere
+            calls = [call if run.elsewhere else repeated(call, run.remember) for call, (run, _) in pairs]
         joined = call_of_all(calls) if len(calls) > 1 else None
         return list(zip(repeat(1), calls, strict=False)) if joined is None else [(len(calls), joined)]
 

@@ -271,7 +271,7 @@ class Lamb(Optimizer):
         assert p.grad is not None
         grad = p.grad.to(wide)
         if not state:
-            state["step"] = torch.zeros(())
+            state["step"] = torch.zeros((), device="cpu")
             state["exp_avg"] = torch.zeros_like(param)
             state["exp_avg_sq"] = torch.zeros_like(param)
         state["step"] += 1

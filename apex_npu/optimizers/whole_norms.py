@@ -138,7 +138,7 @@ class _Plan:
             for _ in range(count)
         ]
         order = sorted(range(len(owners)), key=lambda i: places[id(owners[i])])  # rows of one stay in order
-        self._order = torch.tensor(order, dtype=torch.int64)
+        self._order = torch.tensor(order, dtype=torch.int64, device="cpu")
         self._sums = PartSums([owners[i] for i in order], along)
 
     def add_up(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> list[Tensor]:

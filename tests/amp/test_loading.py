@@ -43,6 +43,13 @@ class LoadsByItself(Single):
             self.weight.copy_(state_dict[prefix + "log2"].exp2())
 
 
+class LoadsUncounted(Single):
+    """Writes to its parameter in a way that autograd does not count."""
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        self.weight.data.copy_(state_dict[prefix + "kept"])
+
+
 def load_and_train(model, state, level, prepare=lambda model: None):
     """One step of 1 from what was loaded."""
     model, optimizer = start(model, level=level)
@@ -109,3 +116,12 @@ def test_what_has_been_written_to_masters_that_are_not_loaded_stays(level):
     train_step(model, optimizer, (1.0, 1.0, 1.0))
     assert_values(model.parameters(), 4.0, 6.0)
     assert_values(amp.master_params(optimizer), 4.0, 6.0)
+
+
+@levels(LEVELS)
+def test_what_a_module_loads_uncounted_after_steps_counts(level):
+    model, optimizer = start(LoadsUncounted(), level=level)
+    train_step(model, optimizer, (1.0, 1.0, 1.0))
+    model.load_state_dict({"kept": torch.full((3,), 5.0)}, strict=False)
+    train_step(model, optimizer, (1.0, 1.0, 1.0))
+    assert_values([*model.parameters(), *amp.master_params(optimizer)], 4.0, 4.0)

@@ -16,8 +16,8 @@ from triton_interpreter import DEVICE, INTERPRETED, mend
 
 from apex_npu import amp, optimizers
 from apex_npu._extension import extension
-from apex_npu.fusion import flat_grads, fuse, grad_slots
-from apex_npu.fusion.grad_slots import IN_BUFFER, NONE
+from apex_npu.fusion import flat_grads, fuse, grad_slots, packed_grads
+from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, NONE, InPlace
 from apex_npu.ops import cuda, gather, wide_dtype
 
 if extension is None:
@@ -393,3 +393,18 @@ def test_amp_trains_as_without_addresses(level, options, monkeypatch, launched):
     assert launched
     for a, b in zip(one, other, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_packed_gradients_stay_where_they_are_until_they_are_gathered(monkeypatch):
+    monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0)
+    masters, sources = make_params(), make_params(torch.bfloat16)
+    slots = slots_of(masters)
+    slots.may_pack = True
+    wanted = [grad.float() for grad in give(sources)]
+    _ = slots.views  # the float32 buffer is there, as after gradients have been shown
+    assert slots.pack(sources)
+    assert set(slots.gather(in_place=InPlace.READ)) == {ELSEWHERE}
+    assert {p.grad.dtype for p in masters} == {torch.bfloat16}
+    assert set(slots.gather()) == {IN_BUFFER}
+    for p, grad in zip(masters, wanted, strict=True):
+        assert torch.equal(p.grad, grad)

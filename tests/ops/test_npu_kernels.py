@@ -133,6 +133,14 @@ def test_torchs_fused_optimizers_where_the_device_has_them(kernel, monkeypatch):
     assert taken == [adam, adam, ("aten_fused", "sgd_") if kernel == "_fused_sgd_" else ("sgd_", "reference")]
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_half_gradients_are_divided_in_float32(shape):
+    param, grad = torch.zeros(4), torch.full((4,), 2.0**-10, dtype=torch.float16)
+    options = {**SGD, "lr": 1.0, "momentum": 0.0, "step": 1}
+    aten_fused.sgd_(param, grad, None, grad_scale=torch.full(shape, 2.0**16), **options)
+    assert param.tolist() == [-(2.0**-26)] * 4
+
+
 def test_sgd_without_momentum_is_the_references(monkeypatch):
     only("_fused_sgd_", monkeypatch)
     monkeypatch.setattr(aten_fused, "sgd_", None)

@@ -499,6 +499,17 @@ def test_repeated_calls_follow_other_operands():
         repeated(args[0], args[1], args[2][:5], *args[3:], **OPTIONS["adam_"])
 
 
+def test_repeated_calls_take_tensors_for_numbers():
+    repeated = cuda.Repeated(ops.adam_)
+    args = [a.to(DEVICE) for a in operands("adam_", 100)]
+    repeated(*args, **OPTIONS["adam_"])
+    wanted = [a.double().cpu() for a in args]
+    options = {**OPTIONS["adam_"], "weight_decay": 0.3, "step": OPTIONS["adam_"]["step"] + 1}
+    repeated(*args, **{**options, "weight_decay": torch.tensor(0.3, device=DEVICE)})
+    apply_reference("adam_", wanted, options)
+    torch.testing.assert_close(args[0].cpu().double(), wanted[0], rtol=4e-6, atol=1e-6)
+
+
 def test_repeated_calls_are_dispatched_where_something_listens():
     repeated, args = cuda.Repeated(ops.adam_), adam_args()
     for _ in range(2):

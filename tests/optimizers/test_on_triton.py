@@ -109,6 +109,22 @@ def test_capturable_optimizers_on_triton_step_like_their_references(spec, launch
     assert "step_numbers" in launched
 
 
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_another_default_device(spec, launched):
+    """What kernels of cuda are given is made where their operands are, or on the host."""
+    ends = []
+    for default in ("meta", "cpu"):
+        ours = params()
+        with torch.device(default):
+            optimizer = spec.cls(ours, **spec.variants[0])
+            for p in ours:
+                p.grad = p.detach().clone()
+            optimizer.step()
+        ends.append(ours)
+    for p, q in zip(*ends, strict=True):
+        assert torch.equal(p, q)
+
+
 def test_a_clipped_norm_is_of_triton(launched):
     ours = params()
     optimizer = SPECS[0].cls(ours, lr=0.1)

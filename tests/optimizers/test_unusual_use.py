@@ -288,3 +288,22 @@ def test_a_gradient_of_another_dtype_is_refused_before_anything_moves():
         optimizer.step()
     assert other.tolist() == [1, 1]
     assert not optimizer.state
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_another_default_device(spec):
+    """What an optimizer makes for itself is where its parameters are, or on the host."""
+    ends = []
+    for default in (torch.device("meta"), DEVICE):
+        generator = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE)) for shape in SHAPES]
+        grads = [torch.randn(shape, generator=generator).to(DEVICE) for shape in SHAPES]
+        with default:
+            optimizer = spec.cls(params, **spec.variants[0])
+            for _ in range(3):
+                for p, g in zip(params, grads, strict=True):
+                    p.grad = g.clone()
+                optimizer.step()
+        ends.append(params)
+    for p, q in zip(*ends, strict=True):
+        assert torch.equal(p, q)

@@ -82,8 +82,8 @@ def _cut(starts: Tensor, lengths: Tensor, like: Tensor, table: Tensor | None = N
     size = min(LARGEST, max(_SMALLEST, 1 << (longest - 1).bit_length() if longest else 0))
     counts = (lengths + (size - 1)) // size
     firsts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    owners = torch.repeat_interleave(torch.arange(counts.numel()), counts)
-    begins = starts[owners] + (torch.arange(owners.numel()) - firsts[owners]) * size
+    owners = torch.repeat_interleave(torch.arange(counts.numel(), device="cpu"), counts)
+    begins = starts[owners] + (torch.arange(owners.numel(), device="cpu") - firsts[owners]) * size
     ends = torch.minimum(begins + size, (starts + lengths)[owners])
     aligned = not bool((starts % 16).any()) and like.numel() % 16 == 0
     joined = torch.cat([begins, ends, owners, firsts]).to(like.device)

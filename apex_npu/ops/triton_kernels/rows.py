@@ -95,9 +95,9 @@ def _find(
         return None
     first_rows = counts.cumsum(0)
     # From here on of parameters that have elements, in the order of their rows.
-    owners, numbers = owners - 1, torch.arange(owners.numel()) - first_rows[owners - 1]
+    owners, numbers = owners - 1, torch.arange(owners.numel(), device="cpu") - first_rows[owners - 1]
     present = counts[1:] > 0
-    begin, length = (torch.zeros(params, dtype=torch.int64) for _ in range(2))
+    begin, length = (torch.zeros(params, dtype=torch.int64, device="cpu") for _ in range(2))
     begin[present], length[present] = starts[first_rows[:-1][present]], lengths[first_rows[:-1][present]]
     numel = length * counts[1:]
     if not torch.equal(lengths, length[owners]) or not torch.equal(starts, begin[owners] + numbers * length[owners]):
@@ -146,8 +146,8 @@ def _cut(
     first_part = part_count.cumsum(0) - part_count
     # Of tiles.
     tile_count = -(-unit_count // UNITS)
-    cut = torch.repeat_interleave(torch.arange(owner.numel()), tile_count)
-    tile = torch.arange(cut.numel()) - (tile_count.cumsum(0) - tile_count)[cut]
+    cut = torch.repeat_interleave(torch.arange(owner.numel(), device="cpu"), tile_count)
+    tile = torch.arange(cut.numel(), device="cpu") - (tile_count.cumsum(0) - tile_count)[cut]
     first = torch.where(is_range[cut], at[cut] + tile * (UNIT * UNITS), at[cut])
     part = torch.where(summed[owner][cut], first_part[cut] + torch.where(whole[cut], tile, tile * UNITS), -1)
     kind = is_range[cut] + 2 * whole[cut]
