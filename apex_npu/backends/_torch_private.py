@@ -290,8 +290,8 @@ def sequence_number() -> int:
     return number
 
 
-def is_dispatch_heard() -> bool:
-    """True where something hears of each operator that is dispatched in this thread: a mode, or a profiler."""
+def is_dispatch_observed() -> bool:
+    """True where a mode or a profiler observes the operators that are dispatched in this thread."""
     return bool(
         torch_profiler._is_profiler_enabled
         or torch._C._len_torch_dispatch_stack()

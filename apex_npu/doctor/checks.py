@@ -77,7 +77,7 @@ class Section:
 def examine() -> list[Section]:
     """Examine versions, the extension, devices and their kernels, torch.distributed and the name ``apex``.
 
-    What a parameter takes in memory with each choice of level and format, for Adam, is said, too.
+    It also lists the bytes that a parameter takes with each choice of level and format, for Adam.
 
     Nothing is changed. Devices are used for small trial computations, which takes a few seconds.
 

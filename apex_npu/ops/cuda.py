@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from apex_npu.backends._torch_private import is_dispatch_heard
+from apex_npu.backends._torch_private import is_dispatch_observed
 from apex_npu.ops import aten_fused, elementwise, reference_segments, segmented
 from apex_npu.ops.dispatch import Call, Op, Rule
 from apex_npu.ops.reference import FLOATS
@@ -159,7 +159,7 @@ class Repeated:
             self._operands, self._kept = operands, {}
             self._are_plain = all(type(operand) in (Tensor, NoneType) for operand in operands)
         rule = self._rule
-        if self._are_plain and not is_dispatch_heard():
+        if self._are_plain and not is_dispatch_observed():
             given = {**options, "kept": self._kept}
             for name, number in self._numbers:  # as the dispatcher does
                 if name in given:
