@@ -95,6 +95,7 @@ NAMES: dict[str, str] = {
     "torch.nn.Module()._forward_pre_hooks": "removes own hooks from copies of a model",
     "torch.nn.Module()._forward_pre_hooks_with_kwargs": "removes own hooks from copies of a model",
     "torch.nn.Module()._load_state_dict_pre_hooks": "removes own hooks from copies of a model",
+    "torch.nn.Module._load_from_state_dict": "a class that overrides it may write to parameters uncounted",
     "torch.nn.Module()._load_state_dict_post_hooks": "removes own hooks from copies of a model",
     "torch.nn.Module()._state_dict_hooks": "removes own hooks from copies of a model",
     "torch.nn.Module._replicate_for_data_parallel": "the forward of a replica has to run the replica's weights",
