@@ -189,7 +189,7 @@ def write_front(results: Path = RESULTS) -> None:
 
 
 def write_iterations(results: Path = RESULTS) -> None:
-    """Whole iterations of models that people know."""
+    """Whole iterations of well-known models."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -39,10 +39,10 @@ def pack_grads(
     Args:
         sources: Model parameters.
         params: Their masters.
-        slots: Of these.
-        shapes: Of the slots, with their strides.
-        offsets: Likewise.
-        total_numel: Of the tensor.
+        slots: The gradient slots of the masters.
+        shapes: Tensors with the sizes and strides of the slots.
+        offsets: The elements before the first of each slot.
+        total_numel: Elements of the tensor, padding included.
 
     Returns:
         False, with nothing changed, where gradients are not dense tensors of one dtype of 16 bits.

@@ -38,8 +38,8 @@ class Rows:
         first_rows: For each parameter the index of its first row; and at the end their number.
         chunks: Of the parameters.
         chunk_rows: For each chunk the row of its first element; how many elements of that row are before it; the
-            length of a row; the number of the parameter, from 1. Where no row ends in a chunk or one does, the second
-            and third are made small: what matters is where.
+            length of a row; the number of the parameter, from 1. A row of twice the largest chunk or more ends at most
+            once in a chunk: for it the second and third are reduced, with the distance to the row's end unchanged.
     """
 
     tiles: Tensor
