@@ -438,6 +438,10 @@ class FlatMasterGradGroup(MasterGradGroup):
         super().adopt_from(former)
         self._shares = any(getattr(group, "_shares", False) for group in former)
 
+    def zero_(self) -> None:
+        self.materialize_grads()  # first: of gradients that share memory copies would take the place
+        super().zero_()
+
     def scale_(self, factor: float, found_inf: Tensor | None = None) -> None:
         if factor != 1.0 or found_inf is not None:
             self.flat.unscale_(factor, found_inf)

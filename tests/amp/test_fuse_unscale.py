@@ -576,6 +576,44 @@ def test_what_is_written_to_packed_gradients_counts_and_is_warned_of(monkeypatch
     torch.testing.assert_close(master.detach(), expected)
 
 
+def alike(run, monkeypatch):
+    """``run()`` gives the same with packed gradients and without, and so warns of nothing."""
+    results = []
+    for numel in (1 << 23, 0):
+        monkeypatch.setattr(packed_grads, "PACKED_NUMEL", numel)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            results.append(run())
+        amp.shutdown()
+    for p, q in zip(*results, strict=True):
+        torch.testing.assert_close(p, q)
+
+
+@packed
+@pytest.mark.parametrize("reached", [[1, 3], [3]])
+def test_after_an_overflow_a_second_block_finds_zeros_where_gradients_were_packed(reached, monkeypatch):
+    def run():
+        packed_numel = packed_grads.PACKED_NUMEL
+        monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0)  # for a model without a float32 layer
+        model, optimizer = make("O2")
+        monkeypatch.setattr(packed_grads, "PACKED_NUMEL", packed_numel)
+        backward(model, optimizer, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        backward(model, optimizer, 1, bad=True)
+        x = torch.ones(8, 6, device=DEVICE)
+        for number in range(2):
+            output = model(x) if reached == [1, 3] else model[3](torch.ones(8, 8, device=DEVICE))
+            with amp.scale_loss(output.float().square().mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            present = [p.grad is not None for p in model.parameters()]
+            optimizer.step()
+            assert amp.last_step(optimizer).skipped == (number == 0)
+        return [torch.tensor(present), *(p.detach().clone() for p in amp.master_params(optimizer))]
+
+    alike(run, monkeypatch)
+
+
 @packed
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("cls", [optimizers.NpuFusedAdam, optimizers.NpuFusedSGD, optimizers.NpuFusedLamb])
