@@ -522,7 +522,7 @@ def _move(master: Tensor, device: torch.device) -> None:
     grad, master.grad = master.grad, None
     master.data = master.data.to(device)
     if grad is not None:
-        master.grad = grad.to(device)
+        master.grad = grad.to(device, master.dtype)  # it may be one of the model's, which masters share
 
 
 def _move_state(entry: dict[str, Any], device: torch.device, *, keeps_steps: bool) -> None:

@@ -615,6 +615,27 @@ def test_after_an_overflow_a_second_block_finds_zeros_where_gradients_were_packe
 
 
 @packed
+def test_a_model_that_is_moved_between_its_block_and_its_step_takes_packed_gradients_along(monkeypatch):
+    def run():
+        model = nn.Linear(6, 6).to(DEVICE)
+        with torch.no_grad():
+            model.weight.copy_(torch.eye(6))
+        optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=1.0)
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level="O2", loss_scale=64.0, fuse_unscale=True, verbosity=0
+        )
+        with amp.scale_loss(model(torch.ones(2, 6, device=DEVICE)).float().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        model.to("cpu")
+        optimizer.step()
+        (master,) = amp.masters_of([model.weight])
+        assert torch.equal(master.detach(), torch.eye(6) - 2.0)
+        return [master.detach().clone()]
+
+    alike(run, monkeypatch)
+
+
+@packed
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("cls", [optimizers.NpuFusedAdam, optimizers.NpuFusedSGD, optimizers.NpuFusedLamb])
 def test_masters_have_no_float32_gradients_where_nothing_reads_them(level, cls, monkeypatch):
