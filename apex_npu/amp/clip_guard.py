@@ -23,10 +23,10 @@ WRITTEN = (
     "amp.master_params(optimizer), or call optimizer.clip_optimizer_grad_norm_fused(max_norm)"
 )
 SHARED_WRITTEN = (
-    "gradients of the model have been written or replaced after amp.scale_loss: fp32 masters share them with "
-    "fuse_unscale=True on this device, so that what has been written counts in the step, divided by the loss scale as "
-    "all gradients are, and what has been replaced does not. Call optimizer.zero_grad() before another backward, clip "
-    "by optimizer.clip_optimizer_grad_norm_fused(max_norm), or leave fuse_unscale out"
+    "gradients of the model have been written or replaced after amp.scale_loss. With fuse_unscale=True fp32 masters "
+    "share them on this device: what has been written counts in the step, divided by the loss scale as all gradients "
+    "are. What has been replaced does not count. Call optimizer.zero_grad() before another backward, clip by "
+    "optimizer.clip_optimizer_grad_norm_fused(max_norm), or leave fuse_unscale out"
 )
 SCALED_CLIPPED = (
     "torch.nn.utils.clip_grad_norm_ or clip_grad_value_ was given gradients that fuse_unscale=True keeps multiplied "

@@ -40,13 +40,13 @@ class Changes(NamedTuple):
     Attributes:
         dropped: The indices of those whose copy does not count any more.
         zeroed: The indices of those that have been filled with zeros.
-        written: Others have been written in place, or replaced, which their copies do not follow.
+        written: The indices of others that have been written in place, or replaced, which their copies do not follow.
         added: There are some that have not been copied.
     """
 
     dropped: Sequence[int] = ()
     zeroed: Sequence[int] = ()
-    written: bool = False
+    written: Sequence[int] = ()
     added: bool = False
 
 
@@ -211,7 +211,7 @@ class CopiedGrads:
         dropped: list[int] = []
         written: list[tuple[int, Tensor]] = []
         followed = self.alike | self.zeros
-        replaced = False
+        others: list[int] = []
         for i in sorted(self._changed(now)):
             grad, before = now[i], self.grads[i]
             if before is None:
@@ -222,12 +222,14 @@ class CopiedGrads:
                 written.append((i, before))
             elif grad is None or ((self.replaceable or i in followed) and i not in self.delayed):
                 dropped.append(i)
-            else:
-                replaced |= i not in self.delayed
+            elif i not in self.delayed:
+                others.append(i)
         # One answer for all: reading each alone would wait for the device each time.
         nonzero = torch.stack([grad.any() for _, grad in written]).tolist() if written else []
         zeroed = [i for (i, _), kept in zip(written, nonzero, strict=True) if not kept]
-        added_to = [i for (i, _), kept in zip(written, nonzero, strict=True) if kept and i in followed]
+        nonzeros = [i for (i, _), kept in zip(written, nonzero, strict=True) if kept]
+        added_to = [i for i in nonzeros if i in followed]
+        others += [i for i in nonzeros if i not in followed]
         self.note_added([i for i, _ in written])
         dropped += added_to
         for i in dropped:
@@ -235,7 +237,7 @@ class CopiedGrads:
         self.delayed.difference_update(dropped)
         self.zeros.difference_update(dropped)
         self.alike.difference_update(dropped)
-        return Changes(dropped, zeroed, replaced or len(zeroed) + len(added_to) < len(written), bool(self.uncopied()))
+        return Changes(dropped, zeroed, others, bool(self.uncopied()))
 
 
 def _where(flags: Iterable[bool]) -> list[int]:
@@ -312,7 +314,7 @@ class MasterGradGroup(GradGroup):
     def _follow(self, changes: Changes, given: str = "") -> None:
         """Have masters follow ``changes``; with ``given`` drop what was assigned to them, too, and have that said."""
         if changes.written:
-            self.edited = SHARED_WRITTEN if self.flat is not None and self.flat.is_packed else WRITTEN
+            self.edited = SHARED_WRITTEN if any(map(self._is_shared, changes.written)) else WRITTEN
         for k in changes.dropped:
             if self._has_made(self._masters[k]):
                 self.params[self._masters[k]].grad = None
@@ -322,6 +324,10 @@ class MasterGradGroup(GradGroup):
             zero_grads([self.params[self._masters[k]]])
             if k not in self.copied.delayed:
                 self.copied.zeros.add(k)
+
+    def _is_shared(self, k: int) -> bool:
+        """True where what is written to the gradient of model parameter ``k`` is written to that of its master, too."""
+        return False
 
     def _has_made(self, index: int) -> bool:
         """False where something else has been assigned to the ``grad`` of a master."""
@@ -446,6 +452,12 @@ class FlatMasterGradGroup(MasterGradGroup):
         if factor != 1.0 or found_inf is not None:
             self.flat.unscale_(factor, found_inf)
 
+    def _is_shared(self, k: int) -> bool:
+        source, grad = self.copied.grads[k], self.params[self._masters[k]].grad
+        if not self.flat.is_packed or source is None or grad is None or source is not self._model_params[k].grad:
+            return False
+        return grad.dtype == source.dtype and grad.data_ptr() == source.data_ptr()
+
     def _has_made(self, index: int) -> bool:
         grad, master = self.params[index].grad, self.params[index]
         shared = grad is not None and grad.dtype != master.dtype
@@ -460,6 +472,8 @@ class FlatMasterGradGroup(MasterGradGroup):
         states = self.flat.states()
         # No master has a gradient: none at all is there, or those of parameters without a master alone.
         first = not states.strip(_NONE) or all(states[i] == NONE for i in self._masters)
+        if first:
+            self.flat.is_packed = False
         if first and share and self._packs(inv_scale, found_inf):
             self._shares = True
         elif first and self._in_one_pass:

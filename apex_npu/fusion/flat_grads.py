@@ -64,7 +64,7 @@ class FlatGrads:
         reads_in_place: Kernels read gradients that are ELSEWHERE in place, all in one call.
         is_shown: A script has the buffer: gradients are always copied there, and padding may have been written.
         may_pack: See ``pack``.
-        is_packed: Gradients were packed when they were last looked for, and some may still be.
+        is_packed: Gradients have been packed, and some may still be.
     """
 
     is_sharded = False
@@ -293,6 +293,8 @@ class FlatGrads:
             grads = self._readable(to_gather, list(map(_GRAD, params)), self.params)
             self._make_copier().copy_in(to_gather, slots_of_them, grads)
             set_grads(params, slots_of_them)
+        if slots is None:
+            self.is_packed = False
         return _with_state(IN_BUFFER, states, to_gather, 0 if slots is None else slots.start)
 
     def gather_times(self, factor: float, slots: range) -> bytes:
@@ -382,6 +384,8 @@ class FlatGrads:
             states = states.replace(_ELSEWHERE, _IN_BUFFER)
         if apart:
             self._unscale_operands(states, inv_scale, found_inf)
+        if slots is None:
+            self.is_packed = False
         return states
 
     def _show_views(self, states: bytes, slots: range) -> None:
@@ -457,6 +461,7 @@ class FlatGrads:
         slots = self._slots if at_once else None
         if slots is None or not slots.unscale(self.params, self._views, inv_scale, found_inf, grad_slots.WRITTEN_NUMEL):
             self._unscale_any(inv_scale, found_inf)
+        self.is_packed = False
 
     @no_grad
     def _unscale_any(self, inv_scale: float, found_inf: Tensor | None) -> None:

@@ -571,7 +571,46 @@ def test_what_is_written_to_packed_gradients_counts_and_is_warned_of(monkeypatch
     backward(model, optimizer, 0)
     expected = before - 1e-2 * 3.0 * weight.grad.float() / 64.0
     write_directly(model, None)
-    with pytest.warns(RuntimeWarning, match="fp32 masters share them with fuse_unscale=True on this device"):
+    with pytest.warns(RuntimeWarning, match="With fuse_unscale=True fp32 masters share them on this device"):
+        optimizer.step()
+    torch.testing.assert_close(master.detach(), expected)
+
+
+def look_at_masters(model, optimizer):
+    list(amp.master_params(optimizer))
+
+
+def keep_own_memory(model):
+    """As a bucket of DistributedDataParallel is."""
+    weight = model[1].weight
+    bucket = torch.zeros(weight.numel() + 8, dtype=weight.dtype, device=DEVICE)
+    weight.grad = bucket[: weight.numel()].view_as(weight).copy_(weight.grad)
+
+
+def show_combined(model, optimizer):
+    optimizer.get_optimizer_combined_grads()
+    optimizer.zero_grad()
+    backward(model, optimizer, 1)
+
+
+@packed
+@pytest.mark.parametrize("way", [look_at_masters, show_combined, None])
+def test_what_is_written_where_masters_do_not_share_it_does_not_count(way, monkeypatch):
+    monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0)
+    model, optimizer = make("O2", optimizers.NpuFusedSGD, loss_scale=64.0)
+    weight = model[1].weight
+    (master,) = amp.masters_of([weight])
+    before = master.detach().clone()
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        if way is None:
+            keep_own_memory(model)
+    if way is not None:
+        way(model, optimizer)
+    expected = before - 1e-2 * weight.grad.float() / 64.0
+    weight.grad.mul_(3.0)
+    with pytest.warns(RuntimeWarning, match="the gradients that count are the masters', which stay as they were"):
         optimizer.step()
     torch.testing.assert_close(master.detach(), expected)
 
@@ -601,7 +640,7 @@ def test_after_an_overflow_a_second_block_finds_zeros_where_gradients_were_packe
         optimizer.step()
         optimizer.zero_grad()
         backward(model, optimizer, 1, bad=True)
-        x = torch.ones(8, 6, device=DEVICE)
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(2)).to(DEVICE)
         for number in range(2):
             output = model(x) if reached == [1, 3] else model[3](torch.ones(8, 8, device=DEVICE))
             with amp.scale_loss(output.float().square().mean(), optimizer) as scaled_loss:
