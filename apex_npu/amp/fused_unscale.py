@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -14,9 +15,9 @@ from torch.optim import Optimizer
 from apex_npu.amp.block import STAGE_AFTER, BlockArgs, BlockPart, Delay, DelayingBlock, decide
 from apex_npu.amp.grad_groups import GradGroup, any_raised, look_for_overflow, unscale
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, inner_optimizer, state_of
-from apex_npu.amp.pending_step import DeferredInfCheck, supports_found_inf
+from apex_npu.amp.pending_step import DeferredInfCheck, any_packed, supports_found_inf
 from apex_npu.amp.scaled_grads import ScaledGrads
-from apex_npu.amp.session import current
+from apex_npu.amp.session import Session, current
 
 
 class DeferringBlock(DelayingBlock):
@@ -33,17 +34,7 @@ class DeferringBlock(DelayingBlock):
         for optimizer, state in zip(self.optimizers, self.states, strict=True):
             if state.pending is not None:
                 state.pending.look_for_unscaled(optimizer, state)
-        if self._fuses:
-            self._unpack_others()
         super().begin()
-
-    def _unpack_others(self) -> None:
-        """The backward to come may add to the model gradients that the masters of other optimizers share."""
-        for optimizer in self._session.adopted:
-            if optimizer not in self.optimizers:
-                for group in optimizer._amp_state.grads.groups:
-                    if group.flat is not None and group.flat.is_packed:
-                        group.materialize_grads()
 
     def _begin_group(self, group: GradGroup, factor: float) -> bool:
         """See ``Block``. With ``fuse_unscale`` gradients of masters are scaled by the loss scale, too."""
@@ -91,6 +82,9 @@ class DeferringBlock(DelayingBlock):
         check = self.dynamic and self.decides and not (leaves_open and self._fuses)
         scale = 1.0 if self._fuses else self.scale
         flags = unscale(self.groups, scale, check=check, share=self._fuses and self._alone)
+        for optimizer, (_, groups) in zip(self.optimizers, self.work, strict=True):
+            if any_packed(groups):
+                self._session.sharing[optimizer] = threading.current_thread()
         if leaves_open:
             for group in self.groups if check and self._unchecked else ():
                 group.check(flags[0])
@@ -131,6 +125,18 @@ class DeferringBlock(DelayingBlock):
         for group in groups:
             group.abandon_block(1.0)
         self._end_abandoned(state)
+
+
+def unpack_others(session: Session, optimizers: Sequence[Optimizer]) -> None:
+    """Before a block of ``optimizers``, whose backward may add to model gradients that the masters of others share.
+
+    Those of other threads are left as they are, while these run: they may be about to step.
+    """
+    thread = threading.current_thread()
+    for optimizer, owner in list(session.sharing.items()):
+        if optimizer not in optimizers and (owner is thread or not owner.is_alive()):
+            optimizer._amp_state.grads.materialize()
+            session.sharing.pop(optimizer, None)
 
 
 def check_fusible(given: Sequence[Any]) -> None:

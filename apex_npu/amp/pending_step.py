@@ -225,7 +225,7 @@ class PendingStep:
         if self.check is None or self.clip_coefficient is not None or not state.holds_scaled:
             return
         groups = state.grad_groups(optimizer)
-        if any(divides_in_update(group.device) for group in groups) or _any_packed(groups):
+        if any(divides_in_update(group.device) for group in groups) or any_packed(groups):
             return
 
         def look() -> list[Tensor]:
@@ -274,7 +274,7 @@ class PendingStep:
             first is None
             or are_read
             or not _takes_grad_scale(optimizer, first.device)
-            or (plain and not divides_in_update(first.device) and not _any_packed(state.grad_groups(optimizer)))
+            or (plain and not divides_in_update(first.device) and not any_packed(state.grad_groups(optimizer)))
         ):
             self.unscale_now_(state, state.grad_groups(optimizer))
             return False
@@ -384,7 +384,7 @@ def _checked_norm(check: DeferredInfCheck, flats: list[FlatGrads], unfused: list
     return norm
 
 
-def _any_packed(groups: Sequence[GradGroup]) -> bool:
+def any_packed(groups: Sequence[GradGroup]) -> bool:
     """True where some cannot be divided in place: in 16 bits small ones would be lost."""
     return any(group.flat is not None and group.flat.is_packed for group in groups)
 

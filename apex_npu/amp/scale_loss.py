@@ -27,7 +27,7 @@ from apex_npu.amp.block import (
     Work,
 )
 from apex_npu.amp.capture import check_block
-from apex_npu.amp.fused_unscale import DeferringBlock, check_fusible
+from apex_npu.amp.fused_unscale import DeferringBlock, check_fusible, unpack_others
 from apex_npu.amp.grad_sync import Agreement, UnknownAverages
 from apex_npu.amp.loss_graph import FirstLook
 from apex_npu.amp.master_params import MasterParams
@@ -137,6 +137,8 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
     """The block for ``optimizers``: the ordinary one, unless something about them or the session is special."""
     scaler = session.scaler(loss_id)
     listed = [optimizers] if isinstance(optimizers, OptimizerAccessors) else _listed(optimizers)
+    if session.sharing:
+        unpack_others(session, listed)
     capturing = (torch.cuda.is_initialized() or "torch_npu" in sys.modules) and is_capturing()
     if capturing:
         check_block(listed, scaler, delays=delay is not None)

@@ -163,6 +163,7 @@ class Session:
         after_broadcast: Called with this session after DistributedDataParallel has broadcast what a module has.
         observer: Is told of blocks and skipped steps; None: nothing is looked at.
         reached: Optimizers to whose parameters the blocks of others give gradients, and what those are called.
+        sharing: Optimizers whose masters may share packed gradients with the model, and the thread of their last block.
         spare_flags: For each device a flag that a block has found to be 0, for the next one.
     """
 
@@ -187,6 +188,7 @@ class Session:
     observer: Observer | None = field(default_factory=lambda: settings.observer)
     open_checks: dict[LossScaler, Any] = field(default_factory=dict)
     reached: weakref.WeakKeyDictionary[Any, str] = field(default_factory=weakref.WeakKeyDictionary)
+    sharing: weakref.WeakKeyDictionary[Any, threading.Thread] = field(default_factory=weakref.WeakKeyDictionary)
     spare_flags: dict[torch.device, Tensor] = field(default_factory=dict)
     _undo: Undo = field(default_factory=Undo)
     _warned: weakref.WeakKeyDictionary[Any, set[str]] = field(default_factory=weakref.WeakKeyDictionary)
@@ -291,6 +293,7 @@ class Session:
     def continue_from(self, former: Session) -> None:
         """Account for what ``former`` and those before it have changed, and which is still there."""
         self.adopted.update(former.adopted)
+        self.sharing.update(former.sharing)
         self.models[:0] = [model for model in former.models if model.alive]
         self.data_parallels[:0] = former.data_parallels
         if former.held is not None:

@@ -3,6 +3,7 @@
 """``fuse_unscale=True``: the same training, with gradients that stay scaled until step."""
 
 import math
+import threading
 import warnings
 
 import pytest
@@ -529,13 +530,16 @@ def test_masters_keep_what_a_block_has_brought_them(spoil, loss_scale, small_gra
 packed = pytest.mark.skipif(extension is None or DEVICE.type == "cpu", reason="a CPU reads gradients in place")
 
 
-def of_two_networks(packs, monkeypatch):
+def of_two_networks(packs, monkeypatch, maker_fuses, cls=optimizers.NpuFusedAdam):
     """A network that judges another: blocks of both, then the steps of both."""
     monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0 if packs else 1 << 23)
     torch.manual_seed(0)
     networks = [nn.Linear(6, 6).to(DEVICE), nn.Linear(6, 2).to(DEVICE)]
-    made = [optimizers.NpuFusedAdam(network.parameters(), lr=1e-2) for network in networks]
-    networks, made = amp.initialize(networks, made, opt_level="O2", loss_scale=64.0, fuse_unscale=True, verbosity=0)
+    made = [cls(networks[0].parameters(), lr=1e-2), optimizers.NpuFusedAdam(networks[1].parameters(), lr=1e-2)]
+    for k in (1, 0):  # options are those of the initialize that an optimizer was passed to
+        networks[k], made[k] = amp.initialize(
+            networks[k], made[k], opt_level="O2", loss_scale=64.0, fuse_unscale=k == 1 or maker_fuses, verbosity=0
+        )
     (makes, judges), (maker, judge) = networks, made
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     for _ in range(3):
@@ -553,12 +557,46 @@ def of_two_networks(packs, monkeypatch):
 
 
 @packed
-@pytest.mark.filterwarnings("ignore:gradients of other")
-def test_packed_gradients_leave_the_model_before_the_block_of_another_optimizer(monkeypatch):
-    (held, ours), (_, theirs) = (of_two_networks(packs, monkeypatch) for packs in (True, False))
+@pytest.mark.filterwarnings("ignore:gradients of the model have been written")
+@pytest.mark.parametrize("cls", [optimizers.NpuFusedAdam, torch.optim.SGD])
+@pytest.mark.parametrize("fuses", [True, False])
+def test_packed_gradients_leave_the_model_before_the_block_of_another_optimizer(fuses, cls, monkeypatch):
+    (held, ours), (_, theirs) = (of_two_networks(packs, monkeypatch, fuses, cls) for packs in (True, False))
     assert held == [torch.float16] * 2
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-7)
+
+
+@packed
+def test_packed_gradients_of_another_thread_stay_until_it_has_ended(monkeypatch):
+    """It may be stepping."""
+    monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0)
+    networks = [nn.Linear(6, 6).to(DEVICE) for _ in range(2)]
+    made = [optimizers.NpuFusedSGD(network.parameters(), lr=1e-2) for network in networks]
+    networks, made = amp.initialize(
+        networks, made, opt_level="O2", loss_scale=64.0, fuse_unscale=True, num_losses=2, verbosity=0
+    )
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def block(k):
+        with amp.scale_loss(networks[k](torch.ones(2, 6, device=DEVICE)).float().sum(), made[k], k) as scaled_loss:
+            scaled_loss.backward()
+
+    def other():
+        block(1)
+        begun.set()
+        goes_on.wait(60)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert begun.wait(60)
+    block(0)
+    masters = made[1].param_groups[0]["params"]
+    assert [p.grad.dtype for p in masters] == [torch.float16] * 2
+    goes_on.set()
+    thread.join()
+    block(0)
+    assert [p.grad.dtype for p in masters] == [torch.float32] * 2
 
 
 @packed
