@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run, row_count
 from apex_npu.fusion.shards import Along
-from apex_npu.ops import Call, adamp_, segment_add_, segment_dot, wide_dtype
+from apex_npu.ops import Call, Segments, adamp_, segment_add_, segment_dot, wide_dtype
 from apex_npu.ops.reference import bias_correction_of
 from apex_npu.ops.reference_segments import update_moments_
 from apex_npu.optimizers.base import ParamGroup
@@ -115,6 +115,11 @@ class NpuFusedAdamP(NormOptimizer):
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
         """First and second moment."""
         return ("exp_avg", "exp_avg_sq")
+
+    def widens_grads(self, group: ParamGroup) -> bool:
+        """See ``FusedOptimizer``."""
+        ids = [Segments.of((), (), 0, param.device).ids for param in group["params"][:1]]
+        return self.reads_param_grads or ids != [None]
 
     def call(self, run: Run, group: ParamGroup) -> Call:
         """The rule."""

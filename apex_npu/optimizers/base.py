@@ -181,6 +181,10 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         """True where the states of ``group`` have a ``step``."""
         return self.has_step_state
 
+    def widens_grads(self, group: ParamGroup) -> bool:
+        """True where ``update`` of ``group`` has 16-bit gradients of masters widened: it reads ``run.grad``."""
+        return self.reads_param_grads or not self.encodable_states
+
     def group_defaults(self, group: ParamGroup) -> dict[str, Any]:
         """What ``group`` has where it does not say otherwise."""
         return self.defaults

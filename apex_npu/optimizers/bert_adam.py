@@ -135,6 +135,10 @@ class NpuFusedBertAdam(NormOptimizer):
             for p in group["params"]
         ]
 
+    def widens_grads(self, group: ParamGroup) -> bool:
+        """See ``FusedOptimizer``."""
+        return self.reads_param_grads or group["max_grad_norm"] > 0
+
     def call(self, run: Run, group: ParamGroup) -> Call:
         """The rule."""
         if group["max_grad_norm"] <= 0:

@@ -62,10 +62,11 @@ def memory_choices(optimizer: FusedOptimizer) -> list[MemoryChoice]:
     def state(nbytes: float) -> float:
         return 4 * (len(names) - encoded) + nbytes * encoded
 
+    widened = 4 if optimizer.widens_grads(optimizer.param_groups[0]) else 0
     found = [
         MemoryChoice("O0", 4, 4, 0, 0, state(4)),
         MemoryChoice("O2, O5", 2, 2, 4, 4, state(4)),
-        MemoryChoice("O2, O5, fuse_unscale=True", 2, 2, 4, 0, state(4)),
+        MemoryChoice("O2, O5, fuse_unscale=True", 2, 2, 4, widened, state(4)),
     ]
     if not optimizer.encodable_states or optimizer.reads_param_grads:
         return found

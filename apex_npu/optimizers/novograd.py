@@ -133,6 +133,10 @@ class FusedNovoGrad(NormOptimizer):
         """Apply the rule."""
         alone(self.parts(run, group))
 
+    def widens_grads(self, group: ParamGroup) -> bool:
+        """See ``FusedOptimizer``."""
+        return True
+
     def parts(self, run: Run, group: ParamGroup) -> Parts:
         """See ``NormOptimizer``."""
         beta1, beta2 = group["betas"]
