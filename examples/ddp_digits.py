@@ -213,7 +213,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"ddp_digits.py: {error}", file=sys.stderr)
         return 2
     # gloo's threads are to end here, rather than with the interpreter, which they can abort (docs/distributed.md): when
-    # nothing refers to the group. DistributedDataParallel does, and it is in reference cycles.
+    # nothing refers to the group. DistributedDataParallel does, and it is in reference cycles; with fully_shard torch's
+    # caches of DTensor keep it.
     gc.collect()
     dist.destroy_process_group()
     return 0 if agree else 1

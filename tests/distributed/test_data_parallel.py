@@ -166,7 +166,7 @@ def test_a_process_that_is_lost_while_a_sharded_model_is_trained_ends_the_others
     )
     assert "noticed: " in output
     if place == "step":
-        assert re.search(r"rank 0 of 2 could not reduce norms of sharded parameters: .*(Timed out|closed)", output)
+        assert "rank 0 of 2 could not reduce norms of sharded parameters: " in output
     assert "loaded" in output
 
 

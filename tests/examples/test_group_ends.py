@@ -25,9 +25,9 @@ dist.destroy_process_group = destroyed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["ddp_digits.py", "imagenet/main.py"])
-def test_the_group_of_an_example_is_gone_when_it_is_destroyed(start_example, tmp_path, script):
-    arguments = ["--device", "cpu", "--epochs", "1"]
+@pytest.mark.parametrize(("script", "engine"), [("ddp_digits.py", "ddp"), ("imagenet/main.py", None)])
+def test_the_group_of_an_example_is_gone_when_it_is_destroyed(start_example, tmp_path, script, engine):
+    arguments = ["--device", "cpu", "--epochs", "1", *(["--engine", engine] if engine else [])]
     if script == "imagenet/main.py":
         arguments += ["-a", "tiny", "-j", "0", "-b", "8", "--image-size", "16", "--dummy", "8"]
         arguments += ["--output", str(tmp_path)]
