@@ -40,9 +40,11 @@ class NewMasters:
 
     def note(self, masters: Sequence[Tensor], indices: Iterable[int]) -> None:
         """Those at ``indices`` have been given their values by amp."""
-        for k in indices:
-            if masters[k].device.type != "cpu":
-                self._values[k] = _some(masters[k]).clone()
+        parts = {k: _some(masters[k]) for k in indices if masters[k].device.type != "cpu"}
+        if parts:
+            copies = [torch.empty_like(part) for part in parts.values()]
+            torch._foreach_copy_(copies, list(parts.values()))
+            self._values.update(zip(parts, copies, strict=True))
 
     def written(self, masters: Sequence[Tensor], indices: Iterable[int]) -> set[int]:
         """Which of those at ``indices`` have others, as far as that is known; waits for the device."""

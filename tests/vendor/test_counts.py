@@ -19,11 +19,11 @@ from apex_npu import amp
 # Launches, and waits, of a bare step and of whole iterations at O1 and O2, whatever the number of tensors. At O2 one
 # writes the model's parameters, and three look for what a script has written to these.
 OURS = {
-    "SGD": ((1, 0), (8, 1), (12, 1)),
-    "Adam": ((3, 0), (9, 1), (13, 1)),
-    "AdamW": ((3, 0), (9, 1), (13, 1)),
-    "LAMB": ((20, 0), (26, 1), (30, 1)),
-    "RMSprop": ((6, 0), (12, 1), (16, 1)),
+    "SGD": ((1, 0), (6, 1), (10, 1)),
+    "Adam": ((3, 0), (7, 1), (11, 1)),
+    "AdamW": ((3, 0), (7, 1), (11, 1)),
+    "LAMB": ((20, 0), (24, 1), (28, 1)),
+    "RMSprop": ((6, 0), (10, 1), (14, 1)),
 }
 PAIRS = [(rule, comparison) for rule in OURS for comparison in npu_counts.COMPARISONS]
 
@@ -89,11 +89,12 @@ def test_sgd_reads_gradients_where_they_are():
 
 @pytest.mark.parametrize("rule", OURS)
 @pytest.mark.parametrize("comparison", npu_counts.COMPARISONS[1:])
-def test_fuse_unscale_costs_nothing_where_nothing_is_clipped(rule, comparison):
+def test_fuse_unscale_costs_a_flag_where_nothing_is_clipped(rule, comparison):
     shapes = npu_counts.LISTS["small50"]()
     fused = npu_counts.count(npu_counts.make(rule, shapes, comparison, "apex_npu", fuse_unscale=True))
     plain = counted(rule, "small50", comparison, "apex_npu")
-    assert (fused.launches, fused.syncs, fused.bytes) == (plain.launches, plain.syncs, plain.bytes)
+    # A check that is left to the step has a flag and a divisor of its own, which other blocks keep.
+    assert (fused.launches, fused.syncs, fused.bytes) == (plain.launches + 2, plain.syncs, plain.bytes + 8)
 
 
 @pytest.mark.parametrize("fuse_unscale", [False, True])
@@ -124,8 +125,8 @@ def test_initialize_casts_lists():
     optimizer = npu_counts.optimizers.NpuFusedSGD(trained.params, lr=0.1)
     with host_cann.count() as counted:
         amp.initialize(trained.model, optimizer, opt_level="O2", verbosity=0)
-    # 161 tensors, 48 in a launch; three launches and a wait for whether one has become inf.
-    assert (counted.launches, counted.syncs) == (7, 1)
+    # 161 tensors, 48 in a launch, cast and kept; three launches and a wait for whether one has become inf.
+    assert (counted.launches, counted.syncs) == (11, 1)
     for p, value in zip(trained.params, values, strict=True):
         torch.testing.assert_close(p.detach(), value.half(), rtol=0, atol=0)
 
