@@ -393,10 +393,10 @@ class MasterParams:
         With ``by_value`` the model's may have been written in a way that is not counted, too.
         """
         ids = set(map(id, loaded))
-        of_model = self.model_writes.written(self.model_params)
+        of_model = set(self.model_writes.written(self.model_params))
         if by_value:
             others = [k for k, param in enumerate(self.model_params) if id(param) in ids and k not in of_model]
-            of_model = [*of_model, *self._unlike_model(others)[1]]
+            of_model.update(self._unlike_model(others)[1])
         written = {*of_model, *self.master_writes.written(self.masters)}
         written = {k for k in written if id(self.model_params[k]) in ids}
         for k in written.intersection(of_model):

@@ -77,7 +77,7 @@ def take_addressed(
         aligned: See ``Chunks``.
     """
     args = (flat, chunks, addresses, dtype, inv_scale, found_inf, size, aligned)
-    return _run_plan(_TAKE, _TAKE, _TAKE, args, {})[0]
+    return _run_plan(_TAKE, args, {})[0]
 
 
 @functools.cache
@@ -122,12 +122,13 @@ def step_encoded(rule: Rule[...], operands: tuple[Any, ...], options: dict[str, 
 
 def _by_triton(op: Op[..., Any], key: object, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[bool, Any]:
     """Whether Triton's kernels have done it, and what they return; ``key``: of what is given up where it cannot."""
-    return _run_plan(op.__name__, op.name, key, args, options)
+    return _run_plan(op.__name__, args, options, name=op.name, key=key)
 
 
 def _run_plan(
-    plan_name: str, name: str, key: object, args: tuple[Any, ...], options: dict[str, Any]
+    plan_name: str, args: tuple[Any, ...], options: dict[str, Any], *, name: str = "", key: object = None
 ) -> tuple[bool, Any]:
+    name, key = name or plan_name, key or plan_name
     plans = None if key in _given_up else _plans()
     plan = None if plans is None else getattr(plans, plan_name)(*args, **options)
     if plan is not None:

@@ -157,7 +157,6 @@ GradAddresses GradSlots::addresses(const Borrowed& sources, const Borrowed& para
     const size_t slot = first + i;
     if (i + 2 * kAhead < count) prefetch_impl(*views[i + 2 * kAhead]);
     if (i + kAhead < count) prefetch_storage(*views[i + kAhead]->unsafeGetTensorImpl());
-    if (i + kAhead / 4 < count) prefetch_storage(*grad_of(*sources[i + kAhead / 4]).unsafeGetTensorImpl());
     if (!grad.defined() || (chosen.has_value() && !is_chosen[slot])) return;
     const at::Tensor& view = *views[i];
     const bool intact = places_->is_intact(slot, view);

@@ -138,9 +138,10 @@ def adamp_parts(
 ):
     """What ``adamp_directions`` leaves out where states are encoded."""
     tile = tiles + tl.program_id(0).to(tl.int64) * _TILE_COLUMNS
-    offsets, inside, used = units_of_tile(tile)
     if tl.load(tile + 5) % 2 == 1:
         offsets, _, inside, used = range_of_tile(tile)
+    else:
+        offsets, inside, used = units_of_tile(tile)
     mask = unless_overflowed(numbers, inside)
     p = load_param(param, encoding, offsets, mask, DTYPE)
     g = load_grad(grad, grad_scale, offsets, mask, MAXIMIZE, DTYPE)
