@@ -65,8 +65,7 @@ void WriteTable::note_grads(const Borrowed& params) {
 std::pair<std::vector<int64_t>, std::vector<int64_t>> WriteTable::changed_grads(const Borrowed& params) const {
   TORCH_CHECK_VALUE(params.size() == entries_.size(), "WriteTable: expected ", entries_.size(), " parameters, got ",
                     params.size());
-  std::pair<std::vector<int64_t>, std::vector<int64_t>> changed;
-  auto& [written, moved] = changed;
+  std::vector<int64_t> written, moved;
   look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
     if (!grad.defined()) return;
     const Entry now = entry_of(grad), before = entries_[i];
@@ -76,7 +75,7 @@ std::pair<std::vector<int64_t>, std::vector<int64_t>> WriteTable::changed_grads(
       written.push_back(static_cast<int64_t>(i));
     }
   });
-  return changed;
+  return {std::move(written), std::move(moved)};
 }
 
 }  // namespace apex_npu
