@@ -50,6 +50,16 @@ def units_of(model: nn.Module) -> list[Unit]:
     return units
 
 
+def reshard(model: nn.Module) -> None:
+    """Have ``model`` show its sharded parameters.
+
+    A forward without a backward, as one that evaluates, leaves the gathered ones of some units in their place.
+    """
+    for unit in units_of(model):
+        module: Any = unit.module
+        module.reshard()
+
+
 def unit_around(units: Iterable[Unit], name: str) -> Unit | None:
     """The innermost of ``units`` that contains the module of that name, or is it."""
     found = None

@@ -39,6 +39,7 @@ from torch.utils.checkpoint import checkpoint
 
 from apex_npu import amp, optimizers
 from apex_npu.contrib.optimizers import DistributedFusedAdam, DistributedFusedLAMB
+from apex_npu.distributed.fully_sharded import reshard
 from apex_npu.fusion.shards import local_part
 
 NORM_RULES = [
@@ -381,6 +382,41 @@ def grad_scalers():
             assert moved == (step != 3)
             assert pairs[0][2].get_scale() == pairs[1][2].get_scale() == (2.0**8 if step < 3 else 2.0**7)
         assert_same(model, plain)
+
+
+def moving_averages():
+    """Of the parts, in which the model is evaluated, though units leave gathered parameters in place of them."""
+    for level in ("O0", "O2"):
+        model = sharded(level)
+        model, optimizer = start(model, optimizers.NpuFusedAdamW(model.parameters(), lr=0.1), level)
+        ema = optimizers.FusedEMA(model, decay=0.5)
+        expected = [p.full_tensor() for p in model.parameters()]
+        for step in range(3):
+            backward(loss_on(data(step, 0, dist.get_rank()))(model), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            own = [p.full_tensor() for p in model.parameters()]
+            expected = [(a + b) / 2 for a, b in zip(expected, own, strict=True)]
+            with torch.no_grad():
+                output = model(data(9, 0, 0))
+            ema.update()
+            with ema.swapped(), torch.no_grad():
+                for p, average in zip(model.parameters(), expected, strict=True):
+                    torch.testing.assert_close(p.full_tensor(), average)
+                averaged = model(data(9, 0, 0))
+            assert not torch.allclose(averaged, output)
+            with torch.no_grad():
+                assert torch.equal(model(data(9, 0, 0)), output)
+            reshard(model)
+        state = copy.deepcopy(ema.state_dict())
+        plain = {name: whole(t) for name, t in state["averages"].items()}
+        with pytest.raises(RuntimeError, match="do not fit the averages"):
+            ema.load_state_dict({"decay": 0.5, "averages": plain})
+        twin = optimizers.FusedEMA(model, decay=0.9)
+        twin.load_state_dict(state)
+        with twin.swapped():
+            assert all(torch.equal(p.full_tensor(), plain[name]) for name, p in model.named_parameters())
+        amp.shutdown()
 
 
 class Tied(nn.Module):

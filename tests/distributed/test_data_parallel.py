@@ -91,6 +91,7 @@ FSDP: dict[int, tuple[str, ...]] = {
         "copied_gradients_are_unscaled",
         "torchs_clipping",
         "grad_scalers",
+        "moving_averages",
         "accumulation",
         "overflow_that_is_held_back",
         "an_exception_on_one_process",
