@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex_npu.amp.block import Block, BlockPart, DelayingBlock
+from apex_npu.amp.optimizer_state import Stage
 from apex_npu.amp.policy import Policy, resolve
 from apex_npu.autocast.forward_cast import is_batch_norm
 from apex_npu.distributed.fully_sharded import HeldGradients, Unit, ensure_averages, unit_around, units_of
@@ -210,11 +211,23 @@ def _check_stepped(named: Sequence[tuple[str, Tensor]], optimizers: Sequence[Opt
 class HeldBack(BlockPart):
     """Units of ``fully_shard`` may hold the gradients of a block back, as for accumulation.
 
-    They have the loss scale of this block: nothing is unscaled or decided before a block whose backward reduces them.
+    They keep the loss scale of the last block: nothing is unscaled or decided before one whose backward reduces them.
     """
 
     def __init__(self, held: HeldGradients) -> None:
         self._held = held
+
+    def before_begin(self, block: Block) -> None:
+        """See ``BlockPart``; blocks of others, or of another loss, may have moved the scale since."""
+        factors = {
+            id(p): block.scale / state.grad_scale
+            for state, groups in block.work
+            if state.stage is Stage.DELAYED and state.grad_scale != block.scale
+            for group in groups
+            for p in group.params
+        }
+        if factors:
+            self._held.multiply(factors)
 
     def before_unscale(self, block: Block) -> None:
         """See ``BlockPart``."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from apex_npu.backends._torch_private import param_groups
+from apex_npu.fusion.shards import local_part
 
 
 class Unit(NamedTuple):
@@ -48,6 +49,16 @@ def units_of(model: nn.Module) -> list[Unit]:
             inside = any(not unit.name or name.startswith(f"{unit.name}.") for unit in units)
             units.append(Unit(name, module, not inside))
     return units
+
+
+def reshard(model: nn.Module) -> None:
+    """Have ``model`` show its sharded parameters.
+
+    A forward without a backward, as one that evaluates, leaves the gathered ones of some units in their place.
+    """
+    for unit in units_of(model):
+        module: Any = unit.module
+        module.reshard()
 
 
 def unit_around(units: Iterable[Unit], name: str) -> Unit | None:
@@ -127,6 +138,24 @@ class HeldGradients:
             if group is not None and not (group.reduce_grads and group._partial_reduce_output is None):
                 found += map(_sharded_param, group.fsdp_params)
         return found
+
+    @torch.no_grad()
+    def multiply(self, factors: Mapping[int, float]) -> None:
+        """Multiply those that are held back for a parameter by its factor, by ``id(parameter)``.
+
+        Those of units that are to reduce them in the next backward are held back still.
+        """
+        for group in (reference() for reference in self._groups):
+            fsdp_params: list[Any] = [] if group is None else group.fsdp_params
+            found = [(p, factors[id(p.sharded_param)]) for p in fsdp_params if id(p.sharded_param) in factors]
+            for fsdp_param, factor in found:
+                unsharded = getattr(fsdp_param, "_unsharded_param", None)
+                for grad in (fsdp_param.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad):
+                    if grad is not None:
+                        local_part(grad).mul_(factor)  # also of addends
+            reduced: Any = getattr(group, "_partial_reduce_output", None)
+            if found and reduced is not None:  # flat, of the whole unit: one backward has made it
+                reduced.mul_(found[0][1])
 
 
 def _sharded_param(fsdp_param: Any) -> Tensor:

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from apex_npu.autocast.float32_view import float32_tensors
+from apex_npu.distributed.fully_sharded import reshard
 from apex_npu.fusion import FlatBuffer, plan
+from apex_npu.fusion.shards import is_sharded, local_part, sharded_like
 from apex_npu.ops import wide_dtype
 from apex_npu.optimizers.checks import check_dtype, check_unit_interval
 
@@ -27,6 +29,7 @@ class FusedEMA:
     Averages are float32 for float16 and bfloat16 tensors, else of the tensor's dtype; those of one device and dtype are
     in one flat buffer, and are updated together. Where amp keeps fp32 masters of the model, these are averaged, as
     ``model.state_dict()`` shows them. The model is not moved. Tensors without floating dtype (batch counts) are copied.
+    Of sharded parameters (DTensor) each process averages its part, and averages are DTensors as well.
     Polyak & Juditsky 1992, https://doi.org/10.1137/0330046.
 
     Args:
@@ -59,15 +62,16 @@ class FusedEMA:
             if t.dtype == torch.float64:
                 check_dtype(f"FusedEMA: {name}", t)
         for name, t in tensors.items():
-            by_kind.setdefault((t.device, wide_dtype(t.dtype)), []).append(name)
+            by_kind.setdefault((local_part(t).device, wide_dtype(t.dtype)), []).append(name)
         for (device, dtype), names in by_kind.items():
-            shapes = [torch.empty_like(tensors[name], device="meta", dtype=dtype) for name in names]
+            shapes = [torch.empty_like(local_part(tensors[name]), device="meta", dtype=dtype) for name in names]
             planned = plan(shapes)
             views = FlatBuffer(planned.layout.total_numel, dtype, device).views_like(shapes, planned.offsets)
-            self._averages.update(zip(names, views, strict=True))
+            self._averages.update((n, sharded_like(v, tensors[n])) for n, v in zip(names, views, strict=True))
         self._copy(float32_tensors(model), self._averages)
 
     def _tensors(self) -> dict[str, Tensor]:
+        reshard(self.model)
         named = [*self.model.named_parameters(), *self.model.named_buffers()]
         return {name: t.detach() for name, t in named}
 
@@ -82,21 +86,22 @@ class FusedEMA:
         """Take the model's present weights into the averages.
 
         Raises:
-            RuntimeError: The model has lost or gained tensors, or one has changed its shape.
+            RuntimeError: The model has lost or gained tensors, or one has changed its shape, or has been sharded.
         """
+        reshard(self.model)
         tensors = float32_tensors(self.model)
-        self._check({name: t.shape for name, t in tensors.items()})
+        self._check(tensors)
         floating = [name for name, t in tensors.items() if t.is_floating_point()]
-        averages = [self._averages[name] for name in floating]
-        values = [tensors[name].to(a.dtype) for name, a in zip(floating, averages, strict=True)]
+        averages = [local_part(self._averages[name]) for name in floating]
+        values = [local_part(tensors[name]).to(a.dtype) for name, a in zip(floating, averages, strict=True)]
         if averages:
             torch._foreach_lerp_(averages, values, 1.0 - self.decay)
         self._copy(tensors, {name: t for name, t in self._averages.items() if not t.is_floating_point()})
 
-    def _check(self, shapes: dict[str, Any]) -> None:
-        mine = {name: t.shape for name, t in self._averages.items()}
-        if shapes != mine:
-            odd = sorted(name for name in shapes.keys() | mine.keys() if shapes.get(name) != mine.get(name))
+    def _check(self, tensors: dict[str, Tensor]) -> None:
+        kinds, mine = ({name: (t.shape, is_sharded(t)) for name, t in of.items()} for of in (tensors, self._averages))
+        if kinds != mine:
+            odd = sorted(name for name in kinds.keys() | mine.keys() if kinds.get(name) != mine.get(name))
             raise RuntimeError(f"these tensors do not fit the averages: {', '.join(odd)}; make a new FusedEMA")
 
     @contextmanager
@@ -112,6 +117,7 @@ class FusedEMA:
                 self._copy(self._averages, part)
             yield self.model
         finally:
+            reshard(self.model)  # what it has gathered inside are averages
             for values, part in zip(own, written, strict=True):
                 self._copy(values, part)
 
@@ -123,10 +129,11 @@ class FusedEMA:
         """Continue from such a dict.
 
         Raises:
-            RuntimeError: Names or shapes do not fit; nothing has been loaded.
+            RuntimeError: Names or shapes do not fit, or one is sharded (DTensor) and the other is not; nothing has
+                been loaded.
             ValueError: ``decay`` is out of range; nothing has been loaded.
         """
         check_unit_interval("decay value", "decay", state_dict["decay"])
-        self._check({name: t.shape for name, t in state_dict["averages"].items()})
+        self._check(state_dict["averages"])
         self.decay = state_dict["decay"]
         self._copy(state_dict["averages"], self._averages)

@@ -8,6 +8,7 @@ Run in several processes; the arguments are names of functions here.
 import copy
 import functools
 import gc
+import itertools
 import math
 import os
 import shutil
@@ -39,6 +40,7 @@ from torch.utils.checkpoint import checkpoint
 
 from apex_npu import amp, optimizers
 from apex_npu.contrib.optimizers import DistributedFusedAdam, DistributedFusedLAMB
+from apex_npu.distributed.fully_sharded import reshard
 from apex_npu.fusion.shards import local_part
 
 NORM_RULES = [
@@ -383,6 +385,41 @@ def grad_scalers():
         assert_same(model, plain)
 
 
+def moving_averages():
+    """Of the parts, in which the model is evaluated, though units leave gathered parameters in place of them."""
+    for level in ("O0", "O2"):
+        model = sharded(level)
+        model, optimizer = start(model, optimizers.NpuFusedAdamW(model.parameters(), lr=0.1), level)
+        ema = optimizers.FusedEMA(model, decay=0.5)
+        expected = [p.full_tensor() for p in model.parameters()]
+        for step in range(3):
+            backward(loss_on(data(step, 0, dist.get_rank()))(model), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            own = [p.full_tensor() for p in model.parameters()]
+            expected = [(a + b) / 2 for a, b in zip(expected, own, strict=True)]
+            with torch.no_grad():
+                output = model(data(9, 0, 0))
+            ema.update()
+            with ema.swapped(), torch.no_grad():
+                for p, average in zip(model.parameters(), expected, strict=True):
+                    torch.testing.assert_close(p.full_tensor(), average)
+                averaged = model(data(9, 0, 0))
+            assert not torch.allclose(averaged, output)
+            with torch.no_grad():
+                assert torch.equal(model(data(9, 0, 0)), output)
+            reshard(model)
+        state = copy.deepcopy(ema.state_dict())
+        plain = {name: whole(t) for name, t in state["averages"].items()}
+        with pytest.raises(RuntimeError, match="do not fit the averages"):
+            ema.load_state_dict({"decay": 0.5, "averages": plain})
+        twin = optimizers.FusedEMA(model, decay=0.9)
+        twin.load_state_dict(state)
+        with twin.swapped():
+            assert all(torch.equal(p.full_tensor(), plain[name]) for name, p in model.named_parameters())
+        amp.shutdown()
+
+
 class Tied(nn.Module):
     """A weight that two layers share, one that is frozen, a block that is recomputed, and one that is compiled."""
 
@@ -484,6 +521,40 @@ def overflow_that_is_held_back():
     optimizer.step()
     assert all(torch.equal(p.full_tensor(), q) for p, q in zip(model.parameters(), before, strict=True))
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**7
+
+
+def scale_that_moves_while_gradients_are_held_back():
+    """By the blocks of another optimizer, between two micro batches, or since the second has a loss of its own."""
+    meshes = [mesh_of_all()]
+    if dist.get_world_size() == 4:
+        meshes.append(init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("replicate", "shard")))
+    for mesh, reduce_dtype in itertools.product(meshes, (None, torch.float32)):
+        model, plain, other = (mlp() for _ in range(3))
+        for one in (model, plain, other):
+            for layer in (one[0], one):
+                fully_shard(layer, mesh=mesh, mp_policy=amp.fsdp_policy("O2", reduce_dtype))
+        models = [model, other]
+        given = [optimizers.NpuFusedSGD(one.parameters(), lr=0.1) for one in models]
+        start(models, given, "O2", dynamic_init_scale=2.0**8, scale_window=2, num_losses=2)
+        hold = "set_requires_all_reduce" if mesh.ndim == 2 else "set_requires_gradient_sync"
+        for second_loss in range(2):
+            scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
+            for micro in range(2):
+                x = data(0, micro, dist.get_rank())
+                for one in (model, plain):
+                    getattr(one, hold)(micro == 1)
+                backward(loss_on(x)(model), given[0], loss_id=micro * second_loss)
+                (loss_on(x)(plain) * scale).backward()
+                for _ in range(2 if micro == second_loss == 0 else 0):
+                    backward(loss_on(x)(other), given[1])
+                    given[1].step()
+                    given[1].zero_grad()
+            assert amp.state_dict()[f"loss_scaler{second_loss}"]["loss_scale"] != scale
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(p.grad.full_tensor(), q.grad.full_tensor() / scale, rtol=1e-3, atol=1e-4)
+            given[0].zero_grad()
+            plain.zero_grad()
+        amp.shutdown()
 
 
 def an_exception_on_one_process():
