@@ -313,6 +313,18 @@ def test_rules_with_norms_step_by_moments_that_have_not_been_rounded(rule, optio
 
 
 @pytest.mark.parametrize("state_dtype", FORMATS)
+@pytest.mark.parametrize(("rule", "options"), RULES)
+def test_parameters_without_elements_are_stepped(rule, options, state_dtype, monkeypatch):
+    monkeypatch.setattr(encoded_calls, "_run_extension", _run_on_pieces)
+    monkeypatch.setattr(encoded_calls, "_by_extension", lambda operand: False)
+    params = [nn.Parameter(torch.zeros(shape, device=DEVICE)) for shape in [(0,), (0, 3)]]
+    optimizer = rule(params, lr=1e-2, **options, state_dtype=state_dtype)
+    set_grads(params, 0)
+    optimizer.step()
+    assert all(value.numel() == 0 for kept in values_of(optimizer) for value in kept.values())
+
+
+@pytest.mark.parametrize("state_dtype", FORMATS)
 def test_what_is_decoded_at_once_has_a_bound(state_dtype, monkeypatch):
     found = []
     for limit in (1 << 24, 100):
@@ -458,6 +470,48 @@ def test_what_a_script_writes_to_parameters_with_remainders_is_the_truth():
     optimizer.step()
     assert torch.equal(params[0], torch.full_like(params[0], 3.0))
     assert torch.equal(params[1], torch.ones_like(params[1]))
+
+
+@pytest.mark.parametrize("kind", ["loaded", "deepcopied", "pickled"])
+def test_what_is_written_after_masters_have_been_loaded_or_copied_counts(kind):
+    optimizer, params = train(optimizers.FusedAdam, {}, dtype=torch.bfloat16, store_param_remainders=True)
+    expected = values_of(optimizer)
+    if kind == "loaded":
+        params = [nn.Parameter(torch.zeros_like(p)) for p in params]
+        params[1] = nn.Parameter(torch.zeros(2 * len(params[1]), dtype=torch.bfloat16, device=DEVICE)[::2])  # with gaps
+        loaded = optimizers.FusedAdam(params, lr=1e-2, store_param_remainders=True)
+        loaded.load_state_dict(optimizer.state_dict())
+        optimizer = loaded
+    elif kind == "deepcopied":
+        optimizer = copy.deepcopy(optimizer)
+    else:
+        file = io.BytesIO()
+        torch.save(optimizer, file)
+        file.seek(0)
+        optimizer = torch.load(file, weights_only=False)
+    params = params_of(optimizer)
+    for p, kept in zip(params, expected, strict=True):
+        assert torch.equal(p.detach().cpu(), encode_remainder(kept["master_param"].cpu())[0])
+    with torch.no_grad():
+        params[0].fill_(3.0)
+    set_grads(params, 4, scale=0.0)
+    optimizer.param_groups[0].update(lr=0.0)
+    optimizer.step()
+    assert torch.equal(params[0], torch.full_like(params[0], 3.0))
+    for i in (1, 2):
+        assert torch.equal(optimizer.state[params[i]]["master_param"].dequantize(), expected[i]["master_param"])
+
+
+def test_remainders_follow_their_elements_into_another_order_of_memory():
+    optimizer, params = train(optimizers.FusedAdam, {}, dtype=torch.bfloat16, store_param_remainders=True)
+    expected = values_of(optimizer)
+    assert not params[2].is_contiguous()
+    params[2].data = params[2].data.contiguous()
+    set_grads(params, 4)
+    optimizer.param_groups[0].update(lr=0.0)
+    optimizer.step()
+    for p, kept in zip(params, expected, strict=True):
+        assert torch.equal(optimizer.state[p]["master_param"].dequantize(), kept["master_param"])
 
 
 def test_stochastic_rounding_moves_parameters_by_less_than_their_last_bit():
