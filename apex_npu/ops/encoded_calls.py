@@ -140,7 +140,7 @@ class EncodedState(_Operand):
         return self.decode_all(self.encoding.pieces(self.values))
 
     def decode_all(self, its_pieces: Iterable[Piece]) -> Tensor:
-        """The values of all of the run, or of the one piece that its kernel takes; parameters of no elements make none."""
+        """The values of ``its_pieces``, joined; parameters without elements make none."""
         parts = [self.decode(piece) for piece in its_pieces]
         return torch.cat(parts) if parts else torch.zeros_like(self.values, dtype=torch.float32)
 

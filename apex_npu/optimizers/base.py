@@ -494,7 +494,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             return super().state_dict()
         shown = self.state
         try:
-            self.state = defaultdict(dict, decoded(shown))  # hooks of users see tensors, too
+            self.state = defaultdict(dict, decoded(self))  # hooks of users see tensors, too
             return super().state_dict()
         finally:
             self.state = shown
@@ -566,7 +566,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
                 self.state[p][MASTER_PARAM] = EncodedView.remainder_of(p, values[id(p)])
 
     def _take_masters(self) -> None:
-        """Give parameters the masters of a state that is loaded, or a copy, so that what a script writes later counts."""
+        """Give parameters the masters of a state that is loaded, or copied: what a script writes later counts."""
         if self._formats is None or not self._formats.has_remainders:
             return
         for p, entry in self.state.items():

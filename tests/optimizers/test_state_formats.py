@@ -576,6 +576,63 @@ def test_o5_with_remainders_resumes_bit_for_bit(first):
     assert all(map(torch.equal, model.parameters(), expected))
 
 
+@pytest.mark.parametrize(("rule", "options"), [*RULES, pytest.param(optimizers.NpuFusedSGD, {}, id="no-momentum")])
+@pytest.mark.parametrize("copied", [False, True])
+def test_what_has_not_been_stepped_goes_on_from_its_master(rule, options, copied):
+    def start():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(9, 5), nn.Linear(5, 3)).to(DEVICE)
+        optimizer = rule(model.parameters(), lr=1e-2, **options)
+        return amp.initialize(model, optimizer, opt_level="O5", verbosity=0, store_param_remainders=True)
+
+    model, optimizer = start()
+    set_grads(model[0].parameters(), 0)
+    optimizer.step()
+    if copied:
+        resumed, its_optimizer = copy.deepcopy((model, optimizer))
+    else:
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        resumed, its_optimizer = start()
+        resumed.load_state_dict(saved[0])
+        its_optimizer.load_state_dict(saved[1])
+    masters = []
+    for trained, stepped in ((model, optimizer), (resumed, its_optimizer)):
+        for seed in (1, 2):
+            set_grads(trained.parameters(), seed)
+            stepped.step()
+        masters.append([stepped.state[p]["master_param"].dequantize() for p in trained.parameters()])
+    for a, b in zip(*masters, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_torch_steps_from_the_state_of_what_has_not_been_stepped():
+    torch.manual_seed(0)
+    model = nn.Linear(9, 5).to(DEVICE)
+    optimizer = optimizers.NpuFusedAdamW(model.parameters(), lr=1e-2)
+    expected = [p.detach().clone() for p in model.parameters()]
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0, store_param_remainders=True)
+    saved = optimizer.state_dict()
+    params = [nn.Parameter(saved["state"][i]["master_param"]) for i in (0, 1)]
+    fresh = [nn.Parameter(p) for p in expected]
+    loaded, plain = torch.optim.AdamW(params, lr=1e-2), torch.optim.AdamW(fresh, lr=1e-2)
+    loaded.load_state_dict(saved)
+    for held, stepped in ((params, loaded), (fresh, plain)):
+        set_grads(held, 1)
+        stepped.step()
+    assert all(map(torch.equal, params, fresh))
+
+
+def test_masters_that_are_not_stepped_are_not_saved_again():
+    optimizer, params = train(optimizers.FusedAdam, {}, dtype=torch.bfloat16, store_param_remainders=True)
+    plain = optimizers.NpuFusedAdamW(params, lr=1e-2)
+    plain.load_state_dict(optimizer.state_dict())
+    assert all("master_param" not in kept for kept in plain.state_dict()["state"].values())
+    with_masters = optimizers.FusedAdam(params, lr=1e-2, master_weights=True)
+    with_masters.load_state_dict(optimizer.state_dict())
+    for expected, kept in zip(values_of(optimizer), values_of(with_masters), strict=True):
+        assert torch.equal(kept["master_param"], expected["master_param"])
+
+
 def test_an_average_is_swapped_in_and_out_of_parameters_with_remainders():
     model, optimizer = train_under_amp(store_param_remainders=True)
     average = optimizers.FusedEMA(model, decay=0.5)
