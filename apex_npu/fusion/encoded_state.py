@@ -12,6 +12,7 @@ from torch import Tensor
 
 from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.group_buffers import GroupBuffers
+from apex_npu.fusion.layout import is_dense
 from apex_npu.fusion.run import Run, StepCounts
 from apex_npu.ops import EncodedState, RunEncoding
 from apex_npu.ops.state_codec import (
@@ -127,10 +128,14 @@ class EncodedView:
     @torch.no_grad()
     def remainder_of(cls, param: Tensor, master: Tensor) -> EncodedView:
         """A remainder, in memory of its own, of the float32 ``master`` of ``param``, which takes its rounded value."""
-        flat = param.detach().as_strided((param.numel(),), (1,), param.storage_offset())
+        has_gaps = not is_dense(param.size(), param.stride())
+        dense = param.detach().clone() if has_gaps else param.detach()
+        flat = dense.as_strided((param.numel(),), (1,), dense.storage_offset())
         values = torch.zeros(param.numel(), dtype=torch.int16, device=param.device)
-        made = cls(values, None, flat, Segment(0, param.numel(), 0, 0), param)
+        made = cls(values, None, flat, Segment(0, param.numel(), 0, 0), dense)
         made.copy_(master)
+        if has_gaps:
+            param.copy_(dense)
         return made
 
     @property
@@ -175,7 +180,8 @@ class EncodedView:
         """
         if isinstance(source, EncodedView):
             if self._param is not None:
-                self._values.copy_(source._values)
+                shaped = source._values.as_strided(source._size, source._stride)
+                self._values.as_strided(self._size, self._stride).copy_(shaped)
                 return
             source = source.dequantize()
         shaped = torch.empty(self._segment.numel, dtype=torch.float32, device=self._values.device)

@@ -137,7 +137,12 @@ class EncodedState(_Operand):
         """The values of all of the run in float32."""
         if _by_extension(self.values):
             return cpu.decode_state(self.values, self.scales, self.encoding.table)
-        return torch.cat([self.decode(piece) for piece in self.encoding.pieces(self.values)])
+        return self.decode_all(self.encoding.pieces(self.values))
+
+    def decode_all(self, its_pieces: Iterable[Piece]) -> Tensor:
+        """The values of ``its_pieces``, joined; parameters without elements make none."""
+        parts = [self.decode(piece) for piece in its_pieces]
+        return torch.cat(parts) if parts else torch.zeros_like(self.values, dtype=torch.float32)
 
     def encode(self, values: Tensor, index: int, piece: Piece) -> None:
         """Write ``values`` to a piece of this state, which is the ``index``-th of its rule."""
@@ -264,7 +269,7 @@ def _step(
     if rule.is_elementwise:
         values = [None if v is None or isinstance(v, EncodedState) else v[span] for v in values]
     for index, state in states:
-        values[2 + index] = torch.cat([state.decode(piece) for piece in its_pieces()])
+        values[2 + index] = state.decode_all(its_pieces())
     if of_params is not None:
         values[0] = of_params.decode_param(operands[0], span)
     values[1] = values[1].to(torch.float32)  # as the gradients of masters are

@@ -494,7 +494,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             return super().state_dict()
         shown = self.state
         try:
-            self.state = defaultdict(dict, decoded(shown))  # hooks of users see tensors, too
+            self.state = defaultdict(dict, decoded(self))  # hooks of users see tensors, too
             return super().state_dict()
         finally:
             self.state = shown
@@ -520,6 +520,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         try:
             super().load_state_dict(state_dict)
             copy_loaded(self, loaded)
+            self._take_masters()
         except BaseException:
             self.__dict__.update(before)  # what torch has rounded, or shares, is not to stay
             raise
@@ -537,8 +538,9 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         super().__setstate__(state)
         if "_fused" not in self.__dict__:
             self._forget_fusion()
+            self._take_masters()
 
-    # Remainders of parameters, for amp
+    # Remainders of parameters
 
     def check_remainders(self) -> None:
         """Require that ``keep_remainders`` can be called.
@@ -562,6 +564,15 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         for p in (p for group in self.param_groups for p in group["params"]):
             if p.dtype == torch.bfloat16 and id(p) in values:
                 self.state[p][MASTER_PARAM] = EncodedView.remainder_of(p, values[id(p)])
+
+    def _take_masters(self) -> None:
+        """Give parameters the masters of a state that is loaded, or copied: what a script writes later counts."""
+        if self._formats is None or not self._formats.has_remainders:
+            return
+        for p, entry in self.state.items():
+            master = entry.get(MASTER_PARAM)
+            if isinstance(master, Tensor) and p.dtype == torch.bfloat16:
+                entry[MASTER_PARAM] = EncodedView.remainder_of(p, master)
 
     def forget_remainders(self) -> None:
         """Take ``keep_remainders`` back."""

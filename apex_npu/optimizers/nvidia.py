@@ -113,7 +113,8 @@ class FusedAdam(FusedOptimizer):
             "eps": eps,
             "weight_decay": weight_decay,
             "adam_w_mode": adam_w_mode,
-            "master_weights": master_weights,
+            # What loads this state finds masters in it, and steps them.
+            "master_weights": True if store_param_remainders else master_weights,
         }
         super().__init__(
             params,

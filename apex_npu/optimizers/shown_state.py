@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from apex_npu.fusion import MASTER_PARAM, EncodedView, FusedGroup
@@ -21,6 +22,7 @@ class Rule(Protocol):
     """What is required of an optimizer here; see ``FusedOptimizer``."""
 
     state: Any
+    param_groups: list[dict[str, Any]]
     scalar_states: ClassVar[tuple[str, ...]]
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -82,7 +84,10 @@ class ShownState:
                 # What a parameter lacks of its master is there before its first step.
                 for name in slot.fused.own_states:
                     if entry.get(name) is not None:
-                        entry[name] = _copied(_view(rule, slot, name), entry[name], slot.param)
+                        kept = _copied(_view(rule, slot, name), entry[name], slot.param)
+                        for other in ("step", _COUNT, *slot.names):  # see ``decoded``
+                            entry.pop(other, None)
+                        entry[name] = kept
                 continue
             for name in slot.names:
                 value = entry.get(name)
@@ -131,16 +136,32 @@ class ShownState:
         self.entries, self.views, self.shows_new = entries, views, False
 
 
-def decoded(state: dict[Any, Any]) -> dict[Any, Any]:
-    """``state`` of an optimizer with tensors in the places of encoded states."""
-    return {
-        param: {
+def decoded(rule: Rule) -> dict[Any, Any]:
+    """The state of ``rule`` with tensors in the places of encoded states.
+
+    A parameter that has a master, and has not been stepped, shows the state of step 0 beside it: other optimizers take
+    what has an entry for complete.
+    """
+    groups = {param: group for group in rule.param_groups for param in group["params"]}
+    shown = {}
+    for param, entry in rule.state.items():
+        is_new = entry.keys() == {MASTER_PARAM}
+        before = _state_before_first_step(rule, groups[param], param) if is_new else {}
+        tensors = {
             name: sharded_like(value.dequantize(), param) if isinstance(value, EncodedView) else value
             for name, value in entry.items()
         }
-        for param, entry in state.items()
-        if entry.keys() != {MASTER_PARAM}  # before its first step
-    }
+        shown[param] = {**before, **tensors}
+    return shown
+
+
+def _state_before_first_step(rule: Rule, group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
+    like = torch.empty_like(param, dtype=torch.float32, requires_grad=False)
+    state = {"step" if rule.shows_step(group) else _COUNT: torch.zeros(())}
+    for name in rule.state_names(group):
+        shaped = like.new_empty(()) if name in rule.scalar_states else like.clone()
+        state[name] = shaped.fill_(rule.initial_state(name, group))
+    return state
 
 
 def _copied(view: Tensor, value: Any, param: Tensor) -> Tensor:
@@ -162,11 +183,11 @@ def _reset(rule: Rule, slot: StateSlot, name: str) -> None:
 
 def _count_of(rule: Rule, group: dict[str, Any], entry: dict[str, Any]) -> float:
     """Steps that the state ``entry`` stands for; a rule without a count only tells the first from later ones."""
+    has_state = any(entry.get(name) is not None for name in rule.state_names(group))
     if rule.shows_step(group):
         # NVIDIA's optimizers keep one count for the whole group.
-        count: Any = entry.get("step", group.get("step", 0) if entry else 0)
+        count: Any = entry.get("step", group.get("step", 0) if has_state else 0)
         return float(count)
-    has_state = any(entry.get(name) is not None for name in rule.state_names(group))
     return float(entry.get(_COUNT, 1.0)) if has_state else 0.0
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apex_npu.fusion import MASTER_PARAM
 from apex_npu.fusion.shards import is_sharded
 from apex_npu.optimizers.checks import as_number, naming
 
@@ -50,7 +51,7 @@ def check_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
             entry = state_dict["state"].get(index, {})
             if index in params and any(value is not None for value in entry.values()):
                 shapes = _state_shapes(optimizer, merged, params[index])
-                optional = (*optimizer.optional_states, *(("step",) if "step" in merged else ()))
+                optional = (*optimizer.optional_states, MASTER_PARAM, *(("step",) if "step" in merged else ()))
                 problems += _find_problems(entry, shapes, optional, f"parameter {index}")
                 problems += _find_unsharded(entry, params[index], f"parameter {index}")
     if problems:
@@ -98,10 +99,17 @@ def copy_loaded(optimizer: Any, state_dict: dict[str, Any]) -> None:
             if name != "differentiable":  # torch's own, which no rule here has
                 group.setdefault(name, default)
         optimizer.add_torch_options(group)
+        if MASTER_PARAM in optimizer.state_names(group):
+            continue
+        for param in group["params"]:
+            # A master that is not stepped here would be an old value in the next state dict.
+            if MASTER_PARAM not in optimizer.state_dtype or param.dtype != torch.bfloat16:
+                optimizer.state.get(param, {}).pop(MASTER_PARAM, None)
 
 
 def _state_shapes(optimizer: Any, group: dict[str, Any], param: Tensor) -> dict[str, torch.Size]:
-    names = (*optimizer.state_names(group), *optimizer.optional_states)
+    # Masters are what any rule may have been stepping; see ``copy_loaded``.
+    names = (*optimizer.state_names(group), *optimizer.optional_states, MASTER_PARAM)
     shapes = {name: torch.Size() if name in optimizer.scalar_states else param.shape for name in names}
     return {"step": torch.Size(), **shapes} if optimizer.shows_step(group) else shapes
 
@@ -146,7 +154,7 @@ def _find_problems(
         elif isinstance(value, Tensor) and value.dim():  # numbers (the unfused Lamb's norms) do no harm
             unknown.append(f"{where} has {name!r}, which is not known here")
     # Beside what the rule has, it is the user's own.
-    known = any(entry.get(name) is not None for name in shapes if name != "step")
+    known = any(entry.get(name) is not None for name in shapes if name not in ("step", MASTER_PARAM))
     return problems if known and not problems else problems + unknown
 
 

@@ -313,6 +313,18 @@ def test_rules_with_norms_step_by_moments_that_have_not_been_rounded(rule, optio
 
 
 @pytest.mark.parametrize("state_dtype", FORMATS)
+@pytest.mark.parametrize(("rule", "options"), RULES)
+def test_parameters_without_elements_are_stepped(rule, options, state_dtype, monkeypatch):
+    monkeypatch.setattr(encoded_calls, "_run_extension", _run_on_pieces)
+    monkeypatch.setattr(encoded_calls, "_by_extension", lambda operand: False)
+    params = [nn.Parameter(torch.zeros(shape, device=DEVICE)) for shape in [(0,), (0, 3)]]
+    optimizer = rule(params, lr=1e-2, **options, state_dtype=state_dtype)
+    set_grads(params, 0)
+    optimizer.step()
+    assert all(value.numel() == 0 for kept in values_of(optimizer) for value in kept.values())
+
+
+@pytest.mark.parametrize("state_dtype", FORMATS)
 def test_what_is_decoded_at_once_has_a_bound(state_dtype, monkeypatch):
     found = []
     for limit in (1 << 24, 100):
@@ -460,6 +472,48 @@ def test_what_a_script_writes_to_parameters_with_remainders_is_the_truth():
     assert torch.equal(params[1], torch.ones_like(params[1]))
 
 
+@pytest.mark.parametrize("kind", ["loaded", "deepcopied", "pickled"])
+def test_what_is_written_after_masters_have_been_loaded_or_copied_counts(kind):
+    optimizer, params = train(optimizers.FusedAdam, {}, dtype=torch.bfloat16, store_param_remainders=True)
+    expected = values_of(optimizer)
+    if kind == "loaded":
+        params = [nn.Parameter(torch.zeros_like(p)) for p in params]
+        params[1] = nn.Parameter(torch.zeros(2 * len(params[1]), dtype=torch.bfloat16, device=DEVICE)[::2])  # with gaps
+        loaded = optimizers.FusedAdam(params, lr=1e-2, store_param_remainders=True)
+        loaded.load_state_dict(optimizer.state_dict())
+        optimizer = loaded
+    elif kind == "deepcopied":
+        optimizer = copy.deepcopy(optimizer)
+    else:
+        file = io.BytesIO()
+        torch.save(optimizer, file)
+        file.seek(0)
+        optimizer = torch.load(file, weights_only=False)
+    params = params_of(optimizer)
+    for p, kept in zip(params, expected, strict=True):
+        assert torch.equal(p.detach().cpu(), encode_remainder(kept["master_param"].cpu())[0])
+    with torch.no_grad():
+        params[0].fill_(3.0)
+    set_grads(params, 4, scale=0.0)
+    optimizer.param_groups[0].update(lr=0.0)
+    optimizer.step()
+    assert torch.equal(params[0], torch.full_like(params[0], 3.0))
+    for i in (1, 2):
+        assert torch.equal(optimizer.state[params[i]]["master_param"].dequantize(), expected[i]["master_param"])
+
+
+def test_remainders_follow_their_elements_into_another_order_of_memory():
+    optimizer, params = train(optimizers.FusedAdam, {}, dtype=torch.bfloat16, store_param_remainders=True)
+    expected = values_of(optimizer)
+    assert not params[2].is_contiguous()
+    params[2].data = params[2].data.contiguous()
+    set_grads(params, 4)
+    optimizer.param_groups[0].update(lr=0.0)
+    optimizer.step()
+    for p, kept in zip(params, expected, strict=True):
+        assert torch.equal(optimizer.state[p]["master_param"].dequantize(), kept["master_param"])
+
+
 def test_stochastic_rounding_moves_parameters_by_less_than_their_last_bit():
     moved = {}
     for stochastic in (True, False):
@@ -520,6 +574,63 @@ def test_o5_with_remainders_resumes_bit_for_bit(first):
     set_grads(model.parameters(), 0)
     optimizer.step()
     assert all(map(torch.equal, model.parameters(), expected))
+
+
+@pytest.mark.parametrize(("rule", "options"), [*RULES, pytest.param(optimizers.NpuFusedSGD, {}, id="no-momentum")])
+@pytest.mark.parametrize("copied", [False, True])
+def test_what_has_not_been_stepped_goes_on_from_its_master(rule, options, copied):
+    def start():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(9, 5), nn.Linear(5, 3)).to(DEVICE)
+        optimizer = rule(model.parameters(), lr=1e-2, **options)
+        return amp.initialize(model, optimizer, opt_level="O5", verbosity=0, store_param_remainders=True)
+
+    model, optimizer = start()
+    set_grads(model[0].parameters(), 0)
+    optimizer.step()
+    if copied:
+        resumed, its_optimizer = copy.deepcopy((model, optimizer))
+    else:
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        resumed, its_optimizer = start()
+        resumed.load_state_dict(saved[0])
+        its_optimizer.load_state_dict(saved[1])
+    masters = []
+    for trained, stepped in ((model, optimizer), (resumed, its_optimizer)):
+        for seed in (1, 2):
+            set_grads(trained.parameters(), seed)
+            stepped.step()
+        masters.append([stepped.state[p]["master_param"].dequantize() for p in trained.parameters()])
+    for a, b in zip(*masters, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_torch_steps_from_the_state_of_what_has_not_been_stepped():
+    torch.manual_seed(0)
+    model = nn.Linear(9, 5).to(DEVICE)
+    optimizer = optimizers.NpuFusedAdamW(model.parameters(), lr=1e-2)
+    expected = [p.detach().clone() for p in model.parameters()]
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0, store_param_remainders=True)
+    saved = optimizer.state_dict()
+    params = [nn.Parameter(saved["state"][i]["master_param"]) for i in (0, 1)]
+    fresh = [nn.Parameter(p) for p in expected]
+    loaded, plain = torch.optim.AdamW(params, lr=1e-2), torch.optim.AdamW(fresh, lr=1e-2)
+    loaded.load_state_dict(saved)
+    for held, stepped in ((params, loaded), (fresh, plain)):
+        set_grads(held, 1)
+        stepped.step()
+    assert all(map(torch.equal, params, fresh))
+
+
+def test_masters_that_are_not_stepped_are_not_saved_again():
+    optimizer, params = train(optimizers.FusedAdam, {}, dtype=torch.bfloat16, store_param_remainders=True)
+    plain = optimizers.NpuFusedAdamW(params, lr=1e-2)
+    plain.load_state_dict(optimizer.state_dict())
+    assert all("master_param" not in kept for kept in plain.state_dict()["state"].values())
+    with_masters = optimizers.FusedAdam(params, lr=1e-2, master_weights=True)
+    with_masters.load_state_dict(optimizer.state_dict())
+    for expected, kept in zip(values_of(optimizer), values_of(with_masters), strict=True):
+        assert torch.equal(kept["master_param"], expected["master_param"])
 
 
 def test_an_average_is_swapped_in_and_out_of_parameters_with_remainders():
