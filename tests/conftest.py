@@ -14,6 +14,7 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 import pytest
 import torch
+from covering import mark_sweeps
 from devices import DEVICE
 from filelock import FileLock
 
@@ -36,6 +37,11 @@ _PATCHABLE = (
     (torch.Tensor, "__ipow__"),
     (torch.nn.Module, "zero_grad"),
 )
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_sweeps(items)
 
 
 @pytest.fixture(autouse=True)

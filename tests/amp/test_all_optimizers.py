@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+from covering import by_turns
 from devices import DEVICE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -73,8 +74,13 @@ class Wide(nn.Module):
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="threads are those of the CPU")
-@pytest.mark.parametrize(("level", "fold"), [("O0", True), ("O2", False), ("O5", True)])
-@pytest.mark.parametrize("spec", [spec for spec in SPECS if "Muon" not in str(spec)], ids=str)  # torch's products
+@pytest.mark.parametrize(
+    ("spec", "level", "fold"),
+    by_turns(
+        [spec for spec in SPECS if "Muon" not in str(spec)],  # torch's products
+        [("O0", True), ("O2", False), ("O5", True)],
+    ),
+)
 def test_the_bits_of_iterations_do_not_depend_on_threads(spec, level, fold):
     found = []
     threads = torch.get_num_threads()
@@ -277,8 +283,7 @@ def check(spec, kwargs, level, program):
 RANDOM = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize(("spec", "level"), by_turns(SPECS, [("O0",), ("O1",), ("O2",), ("O3",)], of=2))
 @settings(RANDOM, max_examples=2)
 @given(program=st.lists(ACTIONS, min_size=3, max_size=15))
 def test_random_programs(spec, level, program):

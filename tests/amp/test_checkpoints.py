@@ -72,6 +72,7 @@ def float32_values(model, optimizer):
     return params + [state[i][name].clone() for i in sorted(state) for name in ("step", "exp_avg", "exp_avg_sq")]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("before", [True, False], ids=["load before", "load after"])
 @pytest.mark.parametrize("cls", [torch.optim.Adam, optimizers.NpuFusedAdam])
 @pytest.mark.parametrize("target", [*EXACT, "torch"])

@@ -96,6 +96,7 @@ def same(level, a, b):
         torch.testing.assert_close(p, q, **tolerance)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("loss_scale", ["dynamic", 64.0, 1.0])
 @pytest.mark.parametrize(
@@ -918,6 +919,7 @@ TORCH_FUSED = [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim
 
 
 @pytest.mark.skipif(DEVICE.type == "npu", reason="torch_npu's fused optimizers read no grad_scale")
+@pytest.mark.pairwise
 @pytest.mark.parametrize("cls", TORCH_FUSED)
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("options", [{}, {"combine_grad": True}])

@@ -416,6 +416,7 @@ def trained_after(convert, level, cls, *, swap):
     return found
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("cls", [torch.optim.SGD, optimizers.NpuFusedSGD])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 @pytest.mark.parametrize("convert", SWAPPING, ids=lambda convert: convert.__name__)

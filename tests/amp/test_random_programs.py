@@ -95,6 +95,7 @@ FOUND = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("scale", ["dynamic", 1.0])
 @pytest.mark.parametrize("how", ["torch", "combine_grad", "fused", "fuse_unscale"])
 @pytest.mark.parametrize("level", ["O1", *WITH_MASTERS])

@@ -13,7 +13,8 @@ from amp.random_writes import LEVELS, WRITES, Config, describe, run
 from devices import DEVICE
 from small_programs import WITH_MASTERS
 
-QUICK, MORE = 20, 200  # of each kind of write: 100 and 1,000 of a level
+# Of each kind of write: 100 and 1,000 of a level. A simulated NPU runs twice, with the vendor's torch_npu and without.
+QUICK, MORE = (20 if DEVICE.type == "cpu" else 10), 200
 
 
 def check(seeds, level, writes):
@@ -115,6 +116,7 @@ def run_found(operations, level, how):
     return run(Config(level, "sgd", "fused" if fuses else how, fuses, 16.0, 0.5, 2.0**-4, False, False), operations)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("how", ["torch", "combine_grad", "fused", "fuse_unscale"])
 @pytest.mark.parametrize("level", WITH_MASTERS)
 @pytest.mark.parametrize("name", [name for name in FOUND if DEVICE.type == "cpu" or name not in UNSEEN_THERE])

@@ -19,6 +19,10 @@ def run(worker, *checks, **options):
     processes.run(Path(__file__).with_name(f"{worker}_worker.py"), *checks, **options)
 
 
+# Of other numbers of processes, and of faults that the host finds: a simulated NPU shows nothing more.
+AGAIN = pytest.mark.sweep if DEVICE.type == "npu" else pytest.mark.slow
+
+
 # Starting the processes takes longer than a group of checks does: all of these have one start.
 TOGETHER = {
     # Parameters are those of one process that sees the whole batch.
@@ -71,14 +75,25 @@ def test_distributed_data_parallel_and_distributed_checkpoints_work():
     )
 
 
+# Most parameters divide by two, and hardly one by three.
+SHARDED = {
+    2: (
+        "parts_are_fused",
+        "refusals",
+        "private_names_of_torch_have_moved",
+        "steps_leave_nothing",
+        "tied_parameters",
+        "same_as_torch",
+        "in_place_is_as_copied",
+    ),
+    3: ("same_as_whole", "checkpoints", "plain_state_dicts", "what_users_do", "gradients_are_multiplied"),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", SHARDED)
 def test_sharded_parameters_are_stepped_part_by_part(count):
-    even = ["parts_are_fused", "refusals"] if count == 2 else []
-    even += ["private_names_of_torch_have_moved", "steps_leave_nothing", "tied_parameters"] if count == 2 else []
-    checks = ["same_as_torch", "same_as_whole", "checkpoints", "plain_state_dicts", "what_users_do"]
-    checks += ["in_place_is_as_copied", "gradients_are_multiplied"]
-    run("sharded", *checks, *even, processes=count)
+    run("sharded", *SHARDED[count], processes=count)
 
 
 # One start for each number of processes.
@@ -118,8 +133,7 @@ if DEVICE.type == "cpu":
     FSDP[2] += ("sums_in_place_of_averages", "formats_of_states")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", FSDP)
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=AGAIN)])
 def test_levels_and_norms_on_sharded_models(count):
     run("fsdp", *FSDP[count], processes=count)
 
@@ -149,7 +163,7 @@ def of_the_one_that_is_left(worker, fault, folder, **environment):
 # A process that is killed is noticed as its connections close, one that stalls once the group's patience has run out.
 @pytest.mark.parametrize(
     ("fault", "patience"),
-    [("killed", processes.HANG_TIMEOUT), pytest.param("stalled", 20, marks=pytest.mark.slow)],
+    [("killed", processes.HANG_TIMEOUT), pytest.param("stalled", 20, marks=AGAIN)],
     ids=["killed", "stalled"],
 )
 def test_a_process_that_is_lost_is_an_error_that_says_how_far_each_got(fault, patience, tmp_path):
@@ -159,10 +173,20 @@ def test_a_process_that_is_lost_is_an_error_that_says_how_far_each_got(fault, pa
     assert re.search(r"rank 0 had completed 3 and failed in .*; rank 1 had completed \d and begun a backward", output)
 
 
+# What ends the wait is gloo's, wherever it waits; what becomes of its error depends on the place.
 @pytest.mark.slow
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="gloo notices a killed process by its connections")
-@pytest.mark.parametrize("place", ["reduction", "step", "checkpoint"])
-@pytest.mark.parametrize(("signal", "patience"), [("SIGKILL", processes.HANG_TIMEOUT), ("SIGSTOP", 20)])
+@pytest.mark.parametrize(
+    ("place", "signal", "patience"),
+    [
+        ("reduction", "SIGKILL", processes.HANG_TIMEOUT),
+        ("step", "SIGKILL", processes.HANG_TIMEOUT),
+        ("checkpoint", "SIGKILL", processes.HANG_TIMEOUT),
+        ("step", "SIGSTOP", 20),
+        pytest.param("reduction", "SIGSTOP", 20, marks=pytest.mark.sweep),
+        pytest.param("checkpoint", "SIGSTOP", 20, marks=pytest.mark.sweep),
+    ],
+)
 def test_a_process_that_is_lost_while_a_sharded_model_is_trained_ends_the_others(place, signal, patience, tmp_path):
     output = of_the_one_that_is_left(
         "fsdp", "lost_while_sharded", tmp_path, PLACE=place, SIGNAL=signal, PATIENCE=str(patience)
@@ -173,23 +197,30 @@ def test_a_process_that_is_lost_while_a_sharded_model_is_trained_ends_the_others
     assert "loaded" in output
 
 
-@pytest.mark.slow
+@AGAIN
 def test_unfreezing_on_one_process_alone_is_an_error_on_all():
     run("failures", "unfrozen_alone")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "check"), [(2, "all_levels"), (4, "levels")])
-def test_levels_optimizers_and_accumulations_are_those_of_one_process(count, check):
-    run("training", check, processes=count)
+def test_all_levels_optimizers_and_accumulations_are_those_of_one_process():
+    run("training", "all_levels")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 3])
-def test_parameters_are_those_of_torchs_distributed_data_parallel(count):
-    run("training", "same_as_ddp", processes=count)
+# Of three, averages are rounded; of four, sums are made in more than one round.
+MORE_PROCESSES = {
+    3: ("training.same_as_ddp",),
+    4: (
+        "training.levels",
+        "backward.gradients_are_averages",
+        "backward.recorded_order",
+        "backward.accumulation",
+        "backward.several_models",
+    ),
+}
 
 
-@pytest.mark.slow
-def test_gradients_are_averages_in_four_processes():
-    run("backward", "gradients_are_averages", "recorded_order", "accumulation", "several_models", processes=4)
+@AGAIN
+@pytest.mark.parametrize("count", MORE_PROCESSES)
+def test_averages_of_more_processes(count):
+    run("together", *MORE_PROCESSES[count], processes=count)

@@ -1,0 +1,54 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which cases of a product of parametrizations are quick; the others are marked ``sweep``.
+
+A test that is marked ``pairwise`` has each pair of values in one of them. A case for which ``unless(**params)`` holds,
+as the test skips it, covers none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import combinations, groupby
+from typing import Any
+
+import pytest
+
+Pair = tuple[tuple[str, int], tuple[str, int]]
+
+
+def mark_sweeps(items: list[pytest.Item]) -> None:
+    """Mark what is left out of each test that is marked ``pairwise``."""
+    chosen = [item for item in items if item.get_closest_marker("pairwise")]
+    for _, cases in groupby(chosen, key=lambda item: item.nodeid.partition("[")[0]):
+        pairs = {item: _pairs(item) for item in cases}
+        kept = covering(pairs)
+        for item in pairs.keys() - kept:
+            item.add_marker("sweep")
+
+
+def covering(pairs: dict[Any, set[Pair]]) -> set[Any]:
+    """Of the keys so few, if not the fewest, that all pairs are among theirs: by turns the one that has most more."""
+    left, kept = set().union(*pairs.values()), set()
+    while left:
+        most = max(pairs, key=lambda case: len(pairs[case] & left))
+        kept.add(most)
+        left -= pairs[most]
+    return kept
+
+
+def _pairs(item: Any) -> set[Pair]:
+    mark, call = item.get_closest_marker("pairwise"), item.callspec
+    if "unless" in mark.kwargs and mark.kwargs["unless"](**call.params):
+        return set()
+    return set(combinations([(name, id(value)) for name, value in sorted(call.params.items())], 2))
+
+
+def by_turns(firsts: Iterable[Any], others: Sequence[tuple[Any, ...]], of: int = 1) -> list[Any]:
+    """Each of ``firsts`` with each of ``others``, with ``of`` of these quick, which are others by turns."""
+    return [
+        pytest.param(first, *other, id="-".join(map(str, (first, *other))), marks=[] if quick else [pytest.mark.sweep])
+        for i, first in enumerate(firsts)
+        for j, other in enumerate(others)
+        for quick in [(i + j) % (len(others) // of) == 0]
+    ]
