@@ -177,7 +177,7 @@ test-cpp: setup-dev
 
 pytest-devices: setup-dev
 	@echo '==> tests of several processes, of scripts and of builds'
-	@$(PYTEST) -m slow $(NOT_HERE)
+	@$(PYTEST) -m 'slow and not sweep' $(NOT_HERE)
 	@if $(HAS_SIMULATOR); then echo '==> tests of the simulated NPU'; $(PYTEST) --disable-warnings -m 'not sweep' tests/simulator && \
 	    echo '==> tests on the simulated NPU' && APEX_NPU_TEST_DEVICE=npu $(PYTEST) -m 'not sweep' $(ON_NPU) && \
 	    APEX_NPU_TEST_DEVICE=npu $(PYTEST) -m 'not slow and not sweep' tests/debug; fi

@@ -46,9 +46,10 @@ def _pairs(item: Any) -> set[Pair]:
 
 def by_turns(firsts: Iterable[Any], others: Sequence[tuple[Any, ...]], of: int = 1) -> list[Any]:
     """Each of ``firsts`` with each of ``others``, with ``of`` of these quick, which are others by turns."""
-    return [
-        pytest.param(first, *other, id="-".join(map(str, (first, *other))), marks=[] if quick else [pytest.mark.sweep])
-        for i, first in enumerate(firsts)
-        for j, other in enumerate(others)
-        for quick in [(i + j) % (len(others) // of) == 0]
-    ]
+    cases = []
+    for i, first in enumerate(firsts):
+        for j, other in enumerate(others):
+            name = "-".join(getattr(value, "__name__", str(value)) for value in (first, *other))
+            is_quick = (i + j) % (len(others) // of) == 0
+            cases.append(pytest.param(first, *other, id=name, marks=[] if is_quick else [pytest.mark.sweep]))
+    return cases

@@ -186,16 +186,6 @@ def test_sdist_holds_the_sources(tmp_path):
 
 
 @pytest.mark.slow
-def test_build_with_extension_in_a_folder_with_a_space(setup_py, tmp_path):
-    if setup_py.skip_reason():
-        pytest.skip(setup_py.skip_reason())
-    base = tmp_path / "a folder"
-    run_setup("build", "--build-base", str(base))
-    (extension,) = base.glob("lib*/apex_npu/_C.*.so")
-    assert extension.with_name("_C.torch_version").read_text(encoding="utf-8").strip() == torch.__version__
-
-
-@pytest.mark.slow
 def test_a_failed_compilation_names_the_way_out(setup_py, tmp_path):
     if setup_py.skip_reason():
         pytest.skip(setup_py.skip_reason())

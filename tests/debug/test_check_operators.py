@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import by_turns
 from debug import healthy, planted
 from debug.test_watching import hooks_of_torch, iterate, set_up, train
 from devices import DEVICE, SIMULATOR, needs
@@ -107,8 +108,7 @@ def test_an_operator_that_is_wrong_is_blamed_alone(make, level):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-@pytest.mark.parametrize("make", healthy.MODELS)
+@pytest.mark.parametrize(("make", "level"), by_turns(healthy.MODELS, [("O0",), ("O1",), ("O2",)]))
 def test_each_operator_that_is_wrong_is_blamed_alone(make, level):
     assert spoilt_one_by_one(make, level, operators_of(make, level)) == []
 

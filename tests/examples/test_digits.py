@@ -102,10 +102,10 @@ def kill_in_second_checkpoint(path: Path, options: list[str]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ["--opt-level", "O0"],
+        pytest.param(["--opt-level", "O0"], marks=pytest.mark.sweep),
         ["--opt-level", "O1", "--optimizer", "Adam"],
         O2,
-        ["--opt-level", "O2", "--optimizer", "Adam"],
+        pytest.param(["--opt-level", "O2", "--optimizer", "Adam"], marks=pytest.mark.sweep),
     ],
     ids=" ".join,
 )
