@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One process of several that train together over the vendor's ProcessGroupHCCL.
 
-``hccl_worker.py train LEVEL ENGINE`` prints a line of JSON: its losses, which steps were applied, and a hash of its
-parameters. ``hccl_worker.py killed`` loses rank 1 in the middle of its fourth backward and prints what rank 0 says.
+``hccl_worker.py train LEVEL-ENGINE...`` prints a line of JSON for each: its losses, which steps were applied, and a
+hash of its parameters. ``hccl_worker.py killed`` loses rank 1 in the middle of its fourth backward and prints what rank
+0 says.
 """
 
 import hashlib
@@ -63,7 +64,13 @@ def backward(model, optimizer, step):
     return loss.item()
 
 
-def train(level, engine):
+def train(*ways):
+    for way in ways:
+        train_one(*way.split("-"))
+        amp.shutdown()
+
+
+def train_one(level, engine):
     model, optimizer = start(level, engine)
     losses, applied = [], []
     for step in range(STEPS):

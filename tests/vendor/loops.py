@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Training loops of three small models, for any device: what `test_loops.py` compares, and a program that runs one.
 
-``python tests/vendor/loops.py MODEL LEVEL OPTIMIZER COMBINE_GRAD`` prints the losses on the npu, one a line.
+``python tests/vendor/loops.py MODEL OPTIMIZER COMBINE_GRAD LEVEL...`` prints the losses on the npu, one a line.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def losses(
     options = {"opt_level": level, "loss_scale": 64.0, "combine_grad": combine_grad, "verbosity": 0}
     net, steps_by = amp.initialize(net, steps_by, **options)
     found = []
-    for _ in range(6):
+    for _ in range(steps):
         loss = nn.functional.cross_entropy(net(x).float(), target)
         with amp.scale_loss(loss, steps_by) as scaled_loss:
             scaled_loss.backward()
@@ -88,11 +88,12 @@ def losses(
 
 
 def main() -> None:
-    """Run one loop on the npu that tests have."""
+    """Run one loop at each level on the npu that tests have."""
     from devices import DEVICE
 
-    model, level, optimizer, combine_grad = sys.argv[1:]
-    print(*losses(model, level, optimizer, combine_grad == "True", DEVICE), sep="\n")
+    model, optimizer, combine_grad, *levels = sys.argv[1:]
+    for level in levels:
+        print(*losses(model, level, optimizer, combine_grad == "True", DEVICE), sep="\n")
 
 
 if __name__ == "__main__":

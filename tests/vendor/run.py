@@ -32,7 +32,10 @@ import host_cann
 ROOT = Path(__file__).parents[2]
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed")
 # They take longest, so they go first: the last worker is then not left alone with one of them.
-LONGEST_FIRST = ("test_fused_optimizers", "test_delegated_skips", "test_data_parallel", "test_random_programs")
+LONGEST_FIRST = (
+    *("test_fused_optimizers", "test_delegated_skips", "test_data_parallel", "test_random_programs"),
+    *("test_loops", "test_hccl", "test_counts", "test_failed_launches"),
+)
 # What torch_npu looks for first, and has an older operator in place of.
 HAVE_OLDER_FORMS = {
     "aclnnAddmmWeightNz",
@@ -75,10 +78,17 @@ def test_files(paths: list[Path]) -> list[Path]:
 
 
 def grouped(files: list[Path], together: int) -> list[tuple[Path, ...]]:
-    """At most so many files a process; those of tests/vendor, which set up the process, and the longest are alone."""
-    alone = [file for file in files if file.parent.name == "vendor" or file.stem in LONGEST_FIRST]
-    others = [file for file in files if file not in alone]
-    return [(file,) for file in alone] + [tuple(others[i : i + together]) for i in range(0, len(others), together)]
+    """At most so many files a process, all with torch_npu's task queue or all without; the longest are alone."""
+    groups = [(file,) for file in files if file.stem in LONGEST_FIRST]
+    for without in (True, False):
+        alike = [file for file in files if file.stem not in LONGEST_FIRST and is_without_queue(file) == without]
+        groups += [tuple(alike[i : i + together]) for i in range(0, len(alike), together)]
+    return groups
+
+
+def is_without_queue(file: Path) -> bool:
+    """Whether the tests of ``file`` turn the queue off (``conftest.npu``), which a process reads once."""
+    return file.parent.name == "vendor" and file.stem.startswith(("test_host_cann", "test_saturation"))
 
 
 def run(files: tuple[Path, ...], options: list[str], not_found: Path) -> list[Result]:

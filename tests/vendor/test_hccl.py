@@ -23,30 +23,27 @@ ENVIRONMENT = {
 }
 
 
-def train(level, engine, count):
-    said = processes.run(WORKER, "train", level, engine, processes=count, **ENVIRONMENT)
-    return [json.loads(next(line for line in text.splitlines() if line.startswith("{"))) for text in said]
+# By the number of processes: starting them takes longer than a training.
+WAYS = {
+    1: ("O1-alone", "O2-alone", "O2-alone_by_adam"),
+    2: ("O1-combine_ddp", "O2-combine_ddp", "O1-ddp", "O2-ddp", "O2-fully_shard"),
+    4: ("O2-combine_ddp",),
+}
 
 
 @functools.cache
-def train_alone(level, engine):
-    return train(level, engine, 1)[0]
+def trained(count):
+    """Of each way: what each process has printed."""
+    said = processes.run(WORKER, "train", *WAYS[count], processes=count, **ENVIRONMENT)
+    of_ranks = [[json.loads(line) for line in text.splitlines() if line.startswith("{")] for text in said]
+    return dict(zip(WAYS[count], zip(*of_ranks, strict=True), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("level", "engine", "count"),
-    [
-        ("O1", "combine_ddp", 2),
-        ("O2", "combine_ddp", 2),
-        ("O1", "ddp", 2),
-        ("O2", "ddp", 2),
-        ("O2", "combine_ddp", 4),
-        ("O2", "fully_shard", 2),
-    ],
-)
-def test_processes_train_as_one_that_sees_the_whole_batch(level, engine, count):
-    alone = train_alone(level, "alone_by_adam" if engine == "fully_shard" else "alone")
-    ranks = train(level, engine, count)
+@pytest.mark.parametrize(("count", "way"), [(count, way) for count in (2, 4) for way in WAYS[count]])
+def test_processes_train_as_one_that_sees_the_whole_batch(count, way):
+    level, engine = way.split("-")
+    (alone,) = trained(1)[f"{level}-alone_by_adam" if engine == "fully_shard" else f"{level}-alone"]
+    ranks = trained(count)[way]
     assert [rank["applied"] for rank in ranks] == [alone["applied"]] * count
     assert alone["applied"].count(False) == 1
     assert len({rank["hash"] for rank in ranks}) == 1
