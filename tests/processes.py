@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -76,6 +77,28 @@ def finish_by_force(started: list[subprocess.Popen]) -> list[str]:
     for process in started:
         process.kill()
     return [process.communicate()[0] for process in started]
+
+
+def join(*, like_torchrun: bool = False) -> int:
+    """Join the group of the processes that ``start`` has started; the rank of this one, which computes by one thread.
+
+    With ``like_torchrun`` it has its variables, and each process a device of its own.
+    """
+    import torch
+    from devices import DEVICE, communication_backend
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    backend = communication_backend(rank, world)
+    if like_torchrun:
+        os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="localhost")
+        if DEVICE.type == "npu":
+            torch.npu.set_device(rank)
+    store = distributed.FileStore(os.environ["STORE"], world)
+    timeout = timedelta(seconds=HANG_TIMEOUT)
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    return rank
 
 
 def leave() -> None:

@@ -24,10 +24,11 @@ import sys
 import warnings
 from dataclasses import dataclass
 
+import processes
 import torch
 import torch.distributed as dist
 from amp.plain_amp import INITIAL_SCALE, MAX_SCALE, WINDOW, PlainAmp, Refused
-from devices import DEVICE, SAME_KERNELS, communication_backend, lacks
+from devices import DEVICE, SAME_KERNELS, lacks
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -790,8 +791,7 @@ def join_others():
     """Join the process group of ``processes.start``; how many processes there are."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
-        rank, store = int(os.environ["RANK"]), dist.FileStore(os.environ["STORE"], world)
-        dist.init_process_group(communication_backend(rank, world), store=store, rank=rank, world_size=world)
+        processes.join()
     return world
 
 

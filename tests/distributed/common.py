@@ -4,14 +4,12 @@
 
 import copy
 import functools
-import os
 import sys
-from datetime import timedelta
 
 import processes
 import torch
 import torch.distributed as dist
-from devices import DEVICE, communication_backend
+from devices import DEVICE
 from torch import nn
 
 from apex_npu import amp
@@ -81,12 +79,7 @@ def use_small_buckets():
 
 def main(checks):
     """Meet the other processes, then run those of ``checks`` that the command line names."""
-    torch.set_num_threads(1)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    timeout = timedelta(seconds=processes.HANG_TIMEOUT)
-    store = dist.FileStore(os.environ["STORE"], world)
-    backend = communication_backend(rank, world)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    processes.join()
     use_small_buckets()
     for name in sys.argv[1:]:
         checks[name]()

@@ -10,19 +10,17 @@ import copy
 import functools
 import itertools
 import json
-import os
 import pickle
 import random
 import sys
 import traceback
 import warnings
-from datetime import timedelta
 
 import processes
 import pytest
 import torch
 import torch.distributed as dist
-from devices import DEVICE, communication_backend
+from devices import DEVICE
 from interrupting import Interrupt
 from small_programs import (
     WITH_MASTERS,
@@ -579,11 +577,7 @@ def batch_norms_are_synchronised():
 
 
 def main(names):
-    torch.set_num_threads(1)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    backend = communication_backend(rank, world)
-    store = dist.FileStore(os.environ["STORE"], world)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    processes.join()
     for name in names or CHECKS:
         function, case = CHECKS[name]
         failure = None

@@ -4,14 +4,13 @@
 
 import json
 import os
-from datetime import timedelta
 
 import processes
 import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState
-from devices import DEVICE, communication_backend
+from devices import DEVICE
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -70,14 +69,7 @@ def alone(cls):
 
 
 def main():
-    torch.set_num_threads(1)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="localhost")
-    backend = communication_backend(rank, world)
-    if DEVICE.type == "npu":
-        torch.npu.set_device(rank)
-    store = dist.FileStore(os.environ["STORE"], world)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    rank = processes.join(like_torchrun=True)
     for kind, cls in (("torch", torch.optim.AdamW), ("fused", optimizers.NpuFusedAdamW)):
         expected = alone(cls)
         for level in ("O1", "O2", "O4", "O5"):

@@ -5,13 +5,11 @@
 import hashlib
 import json
 import os
-from datetime import timedelta
 
 import processes
 import test_transformers as alone
 import torch
 import torch.distributed as dist
-from devices import DEVICE, communication_backend
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from apex_npu import amp
@@ -39,14 +37,7 @@ def checksum(weights):
 
 
 def main():
-    torch.set_num_threads(1)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="localhost")
-    backend = communication_backend(rank, world)
-    if DEVICE.type == "npu":
-        torch.npu.set_device(rank)
-    store = dist.FileStore(os.environ["STORE"], world)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    processes.join(like_torchrun=True)
     if not hasattr(torch.npu.random, "get_rng_state_all"):  # which the simulated device lacks
         torch.npu.random.get_rng_state_all = lambda: [torch.npu.get_rng_state()]
         torch.npu.random.set_rng_state_all = lambda states: torch.npu.set_rng_state(states[0])
