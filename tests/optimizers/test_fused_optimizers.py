@@ -298,7 +298,7 @@ def test_state_dict_looks_like_torchs(pair):
     assert_equal_states(ours, theirs, pair.tolerance)
 
 
-@for_all
+@for_each_rule
 @pytest.mark.parametrize("direction", ["ours to ours", "ours to theirs", "theirs to ours"])
 def test_state_dict_moves_in_mid_run(pair, direction):
     """Rewind: load a state dict of step 5 at step 9, through a file, and replay."""

@@ -40,6 +40,7 @@ def make(cls, shape, dtype, kwargs):
 CASES = [pytest.param(spec.cls, kwargs, id=f"{spec}-{i}") for spec in SPECS for i, kwargs in enumerate(spec.variants)]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(NUMEL,), (1 << 10, 1 << 10)], ids=["vector", "matrix"])
 @pytest.mark.parametrize(("cls", "kwargs"), CASES)
