@@ -4,13 +4,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PYTHONPATH = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
@@ -19,6 +22,7 @@ PYTHONPATH = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
 HANG_TIMEOUT = 900
 # Of what waits for a process that has failed already.
 GRACE = 60
+_RESULT = "result: "
 
 
 def start(
@@ -113,6 +117,21 @@ def leave() -> None:
     distributed.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)
+
+
+def tell(name: str, *result: Any) -> None:
+    """Have ``results_of`` of the process that has started this one return ``result``, by way of JSON."""
+    print(_RESULT + json.dumps([name, *result]), flush=True)
+
+
+def results_of(worker: Path) -> dict[str, list[list[Any]]]:
+    """By the names that two processes of ``worker`` tell: what each has told."""
+    found: dict[str, list[list[Any]]] = {}
+    for line in chain.from_iterable(map(str.splitlines, run(worker))):
+        if line.startswith(_RESULT):
+            name, *result = json.loads(line.removeprefix(_RESULT))
+            found.setdefault(name, []).append(result)
+    return found
 
 
 def run(worker: Path, *checks: str, processes: int = 2, **environment: str) -> list[str]:

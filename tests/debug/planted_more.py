@@ -128,7 +128,6 @@ def all_masked(h):
 
 
 LOSS_ONLY = {"loss_scale": "dynamic", "dynamic_init_scale": 4.0}
-HIGH = {"loss_scale": "dynamic", "dynamic_init_scale": 2.0**24}
 
 
 def body(run, value=None, width=8):

@@ -5,7 +5,6 @@
 The checks are in ``under_amp_worker.py``; one start of two processes makes all of them.
 """
 
-import json
 from pathlib import Path
 
 import processes
@@ -19,25 +18,15 @@ pytestmark = [
 ]
 
 
-def run_checks():
-    found = {}
-    for output in processes.run(Path(__file__).with_name("under_amp_worker.py")):
-        for line in output.splitlines():
-            if line.startswith("verdict "):
-                name, failure = json.loads(line.removeprefix("verdict "))
-                found.setdefault(name, []).append(failure)
-    return found
-
-
 @pytest.fixture(scope="module")
 def verdicts(made_once):
     """Of each check: the failures of both processes, as [type, text], or None."""
-    return made_once("verdicts", run_checks)
+    return made_once("verdicts", lambda: processes.results_of(Path(__file__).with_name("under_amp_worker.py")))
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_two_processes(verdicts, name):
-    failures = verdicts[name]
+    failures = [failure for (failure,) in verdicts[name]]
     assert len(failures) == 2
     for kind, text in filter(None, failures):
         raise (AssertionError if kind == "AssertionError" else RuntimeError)(text)

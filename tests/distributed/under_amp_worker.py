@@ -9,7 +9,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import json
 import pickle
 import random
 import sys
@@ -586,7 +585,7 @@ def main(names):
         except Exception as error:
             failure = [type(error).__name__, traceback.format_exc()]
         amp.shutdown()
-        print("verdict", json.dumps([name, failure]), flush=True)
+        processes.tell(name, failure)
         dist.barrier()
     processes.leave()
 

@@ -4,7 +4,6 @@
 
 import copy
 import functools
-import json
 import math
 from pathlib import Path
 
@@ -368,18 +367,8 @@ if DEVICE.type != "cpu":  # accelerate shards on accelerators alone
 
 @pytest.fixture(scope="module")
 def verdicts(made_once):
-    """Of each way: what both processes have printed."""
-
-    def run_worker():
-        found = {}
-        for output in processes.run(Path(__file__).with_name("accelerate_worker.py")):
-            for line in output.splitlines():
-                if line.startswith("verdict "):
-                    name, *rest = json.loads(line.removeprefix("verdict "))
-                    found.setdefault(name, []).append(rest)
-        return found
-
-    return made_once("accelerate", run_worker)
+    """Of each way: what both processes have told."""
+    return made_once("accelerate", lambda: processes.results_of(Path(__file__).with_name("accelerate_worker.py")))
 
 
 @pytest.mark.slow

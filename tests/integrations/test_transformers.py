@@ -3,7 +3,6 @@
 """transformers' Trainer with amp and with fused optimizers: losses, checkpoints and schedules as with its own."""
 
 import importlib
-import json
 import math
 import os
 import subprocess
@@ -284,18 +283,8 @@ def test_what_use_amp_refuses(tmp_path):
 
 @pytest.fixture(scope="module")
 def sharded(made_once):
-    """Of each way: what both processes have printed."""
-
-    def run_worker():
-        found = {}
-        for output in processes.run(Path(__file__).with_name("transformers_worker.py")):
-            for line in output.splitlines():
-                if line.startswith("verdict "):
-                    way, *rest = json.loads(line.removeprefix("verdict "))
-                    found.setdefault(way, []).append(rest)
-        return found
-
-    return made_once("transformers", run_worker)
+    """Of each way: what both processes have told."""
+    return made_once("transformers", lambda: processes.results_of(Path(__file__).with_name("transformers_worker.py")))
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 """One of two processes whose Trainers shard their model; prints for each way a checksum of the weights at its end."""
 
 import hashlib
-import json
 import os
 
 import processes
@@ -46,12 +45,12 @@ def main():
     for level in ("O1", "O2", "O5"):
         found = trained(folder, level)
         near = ((found - expected).norm() / expected.norm()).item()
-        print("verdict", json.dumps([level, checksum(found), near]), flush=True)
+        processes.tell(level, checksum(found), near)
     whole = trained(folder, "O2", save_strategy="steps", save_steps=4)
-    print("verdict", json.dumps(["saved", checksum(whole)]), flush=True)
+    processes.tell("saved", checksum(whole))
     dist.barrier()
     resumed = trained(folder, "O2", resume=os.path.join(folder, "checkpoint-4"))
-    print("verdict", json.dumps(["resumed", checksum(resumed)]), flush=True)
+    processes.tell("resumed", checksum(resumed))
     processes.leave()
 
 
