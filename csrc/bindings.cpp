@@ -47,7 +47,7 @@ using apex_npu::borrow;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 22;
+  m.attr("API") = 23;
 
   m.def("move_storages", &apex_npu::move_storages, py::arg("lists"), py::arg("src"), py::arg("offsets"),
         py::arg("copy_values"));
@@ -175,6 +175,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("sources"), py::arg("params"), py::arg("views"), py::arg("first"), py::arg("last"), py::arg("chosen"),
           py::arg("flat"), py::arg("addresses"))
       .def("forget_stepped", &apex_npu::GradSlots::forget_stepped)
+      .def("let_go", &apex_npu::GradSlots::let_go, py::arg("flat"))
+      .def(
+          "take_up",
+          [](apex_npu::GradSlots& slots, const py::sequence& params, const at::Tensor& flat) {
+            return slots.take_up(borrow(params), flat);
+          },
+          py::arg("params"), py::arg("flat"))
       .def("views_in", &apex_npu::GradSlots::views_in, py::arg("flat"))
       .def(
           "packed_states",

@@ -140,7 +140,7 @@ class ShardGrads(FlatGrads):
     def __init__(self, grads: FlatGrads, full_params: list[Tensor]) -> None:
         """``full_params`` of the parts in ``grads``, which has none of their gradients yet."""
         super().__init__(grads.params, grads.offsets, grads.total_numel)
-        self.full_params = full_params
+        self.full_params, self.lends = full_params, grads.lends
         found = _extension_shards(full_params, self.params)
         self._shards: Shards = found or _PythonShards(full_params, self.params)
         self._holding: Any = found if self.reads_in_place else None
@@ -182,6 +182,11 @@ class ShardGrads(FlatGrads):
                 return (states if slots is None else states[slots.start : slots.stop]), []
         self._bring()
         return super()._find(slots, in_place, least_numel)
+
+    def _take_up(self) -> None:
+        if not self._has_brought:
+            self._bring()
+        super()._take_up()
 
     def _bring(self) -> None:
         self._holds, self._has_brought = False, True

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -113,6 +113,16 @@ class NoRoomError(torch.OutOfMemoryError):
     """There is no memory for a buffer; nothing has moved, and nothing has been written."""
 
 
+def _allocated(allocate: Callable[..., Tensor], numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    try:
+        return allocate(numel, dtype=dtype, device=device)
+    except RuntimeError as error:
+        raise NoRoomError(
+            f"a fused buffer of {numel} x {dtype} needs {mib(numel * dtype.itemsize)} on {device}, which is not free; "
+            f"nothing has been moved. Free memory, or use the unfused optimizer or combine_grad=False. ({error})"
+        ) from error
+
+
 class FlatBuffer:
     """Owns one flat tensor and hands out views with storages of their own.
 
@@ -126,16 +136,18 @@ class FlatBuffer:
         Raises:
             torch.OutOfMemoryError: There is not enough memory; the message says how much was needed.
         """
-        nbytes = numel * dtype.itemsize
-        try:
-            self.flat = torch.zeros(numel, dtype=dtype, device=device)
-        except RuntimeError as error:
-            raise NoRoomError(
-                f"a fused buffer of {numel} x {dtype} needs {mib(nbytes)} on {device}, which is not free; nothing has "
-                f"been moved. Free memory, or use the unfused optimizer or combine_grad=False. ({error})"
-            ) from error
-        if nbytes >= _ANNOUNCED:
-            logger.info("fused buffer: %s on %s, %s", mib(nbytes), device, dtype)
+        self.flat = _allocated(torch.zeros, numel, dtype, device)
+        if self.flat.nbytes >= _ANNOUNCED:
+            logger.info("fused buffer: %s on %s, %s", mib(self.flat.nbytes), device, dtype)
+
+    def renew(self) -> None:
+        """Give ``flat``, and all that shares its storage, other memory, with any values; views keep what they have.
+
+        Raises:
+            torch.OutOfMemoryError: See above.
+        """
+        memory = _allocated(torch.empty, self.flat.numel(), self.flat.dtype, self.flat.device)
+        move_storages([[self.flat]], memory, [0], copy_values=False)
 
     def view(self, offset: int, size: Sequence[int], stride: Sequence[int]) -> Tensor:
         """The elements from ``offset`` on, shaped ``size`` with ``stride``."""

@@ -65,11 +65,13 @@ class FlatGrads:
         is_shown: A script has the buffer: gradients are always copied there, and padding may have been written.
         may_pack: See ``pack``.
         is_packed: Gradients have been packed, and some may still be.
+        lends: ``let_go`` leaves the buffer's memory to the gradients in it.
     """
 
     is_sharded = False
     may_pack = False
     is_packed = False
+    _is_lent = False
 
     def __init__(self, params: Sequence[Tensor], offsets: Sequence[int], total_numel: int) -> None:
         """Plan only; ``params`` share dtype and device."""
@@ -81,6 +83,7 @@ class FlatGrads:
         self._in_one_pass = bool(self.params) and gathers_in_one_pass(self.params[0])
         self.total_numel = total_numel
         self._largest_numel = max((p.numel() for p in self.params), default=0)
+        self.lends = bool(self.params) and may_lend(self.params[0]) and total_numel >= packed_grads.PACKED_NUMEL
         self._buffer: FlatBuffer | None = None
         self._slots: GradSlots | None = None
         self._shapes: list[Tensor] = []
@@ -115,20 +118,60 @@ class FlatGrads:
             self._slots = grad_slots.grad_slots(self._shapes, self.offsets)
         return self._slots
 
-    def _allocate(self) -> FlatBuffer:
-        if self._buffer is None:
+    def _allocate(self, *, pads: bool = False) -> FlatBuffer:
+        """The buffer, with memory; ``pads``: what is written to it now, if it has just got that, has zeros between."""
+        if self._is_lent:
+            self._take_up()
+        if self._buffer is None or self._is_lent:
             slots = self._plan_slots()
-            buffer = FlatBuffer(self.total_numel, self.dtype, self.device)
+            buffer = self._buffer or FlatBuffer(self.total_numel, self.dtype, self.device)
+            if self._is_lent:
+                self._renew(buffer, pads=pads and self.reads_lists)
             views = buffer.views_like(self._shapes, self.offsets)
             table = slot_table(views)
             slots.remember_views(views)
-            self._buffer, self._views, self._view_table = buffer, views, table  # all at once: a buffer has its views
+            # All at once: a buffer has its views.
+            self._buffer, self._views, self._view_table, self._is_lent = buffer, views, table, False
         return self._buffer
+
+    @torch.no_grad()
+    def _renew(self, buffer: FlatBuffer, *, pads: bool) -> None:
+        buffer.renew()
+        if self.reads_lists and not pads:
+            buffer.flat.zero_()
+        elif not pads:
+            buffer.flat.index_fill_(0, self._find_padding(), 0.0)
+
+    def let_go(self) -> None:
+        """Leave the buffer's memory to the gradients in it: it is free when they are cleared, by whatever means.
+
+        Only where it ``lends``. What is taken of ``flat`` has memory again when the buffer has.
+        """
+        if not self.lends or not self._views:
+            return
+        if is_capturing():  # a replay writes to the addresses of the capture
+            self.lends = False
+            return
+        assert self._buffer is not None
+        slots: Any = self._plan_slots()
+        self._is_lent = True  # first: what is interrupted below gets new memory
+        slots.let_go(self._buffer.flat)
+        self._views = []
+
+    def _take_up(self) -> None:
+        """Own the memory again, if it is still there, and nothing but gradients is in it; else it is left for good."""
+        assert self._buffer is not None
+        slots: Any = self._plan_slots()
+        views: list[Tensor] | None = slots.take_up(self.params, self._buffer.flat)
+        if views is not None:
+            self._views, self._is_lent = views, False
 
     @property
     def has_buffer(self) -> bool:
-        """Whether the buffer is allocated."""
-        return self._buffer is not None
+        """Whether there is memory for gradients."""
+        if self._is_lent:
+            self._take_up()
+        return bool(self._views)
 
     @property
     def flat(self) -> Tensor:
@@ -145,7 +188,7 @@ class FlatGrads:
             check_combinable()
             self._find_padding()
         states = self.gather()
-        self.is_shown = True
+        self.is_shown, self.lends = True, False
         if NONE in states:
             views = self.views
             torch._foreach_zero_([views[i] for i in _places_of(NONE, states)])
@@ -158,7 +201,7 @@ class FlatGrads:
 
         A former gradient that something still holds (PCGrad keeps ``p.grad`` of each task) moves out of its slot first.
         """
-        if self._buffer is None or self._view_table is None:
+        if self._is_lent or self._buffer is None or self._view_table is None:
             self._allocate()
         elif self._view_table.broken(self._views):
             self._replace_lost_views()
@@ -175,15 +218,15 @@ class FlatGrads:
 
     def clear_padding(self) -> None:
         """Write zeros between the slots."""
-        if self._buffer is not None:
+        if self._views:
             self.flat.index_fill_(0, self._find_padding(), 0.0)
 
     def _find_padding(self) -> Tensor:
         if self._padding is None:
-            used = torch.zeros(self.total_numel, dtype=torch.bool, device="cpu")
-            for param, offset in zip(self.params, self.offsets, strict=True):
-                used[offset : offset + param.numel()] = True
-            self._padding = (~used).nonzero().flatten().to(self.device)
+            used = sorted((offset, offset + p.numel()) for p, offset in zip(self.params, self.offsets, strict=True))
+            gaps = zip([0, *(end for _, end in used)], [*(begin for begin, _ in used), self.total_numel], strict=True)
+            found = [torch.arange(begin, end, device="cpu") for begin, end in gaps if begin < end]
+            self._padding = torch.cat([torch.arange(0, device="cpu"), *found]).to(self.device)
         return self._padding
 
     def states(self, slots: range | None = None) -> bytes:
@@ -192,6 +235,8 @@ class FlatGrads:
 
     def _find(self, slots: range | None, in_place: InPlace, least_numel: int | None = None) -> tuple[bytes, list[int]]:
         """The states of ``slots``, and those of them whose gradients have to be gathered; see ``GradSlots.states``."""
+        if self._is_lent:
+            self._take_up()
         if self.is_shown:
             in_place = InPlace.NO
         if self.is_packed and in_place == InPlace.READ:
@@ -263,7 +308,7 @@ class FlatGrads:
                 been copied then.
         """
         packed = self.is_packed and in_place == InPlace.READ  # a kernel reads those where they are
-        at_once = self._by_address and self._views and not self.is_sharded and not packed
+        at_once = self._by_address and not self.is_sharded and not packed and self.has_buffer
         if at_once and (taken := self._take_by_address(self.params, slots)) is not None:
             return taken
         states, to_gather = self._find(slots, in_place)
@@ -284,18 +329,24 @@ class FlatGrads:
     def _gather(self, slots: range | None, states: bytes, to_gather: list[int]) -> bytes:
         if self._by_address and (taken := self._take_by_address(self.params, slots)) is not None:
             return taken
-        views = self.views
         if IN_BUFFER not in states and self._in_one_pass:
             all_of_them = slots is None and not _stay_elsewhere(states, to_gather)
             self.take(self.params, slots=None if all_of_them else to_gather)
         else:
-            params, slots_of_them = ([tensors[i] for i in to_gather] for tensors in (self.params, views))
+            params = [self.params[i] for i in to_gather]
             grads = self._readable(to_gather, list(map(_GRAD, params)), self.params)
-            self._make_copier().copy_in(to_gather, slots_of_them, grads)
-            set_grads(params, slots_of_them)
+            set_grads(params, self._copy_in(to_gather, grads))
         if slots is None:
             self.is_packed = False
         return _with_state(IN_BUFFER, states, to_gather, 0 if slots is None else slots.start)
+
+    def _copy_in(self, indices: list[int], grads: list[Tensor]) -> list[Tensor]:
+        """Copy ``grads`` into the slots ``indices``, whose views are returned."""
+        self._allocate(pads=True)
+        views = self.views
+        slots_of_them = [views[i] for i in indices]
+        self._make_copier().copy_in(indices, slots_of_them, grads)
+        return slots_of_them
 
     def gather_times(self, factor: float, slots: range) -> bytes:
         """``gather(slots)``, then multiply these gradients by ``factor``; in one pass where the device allows."""
@@ -329,12 +380,11 @@ class FlatGrads:
         """
         if self._by_address and self._take_by_address(sources, slots, inv_scale, found_inf) is not None:
             return
-        views = self.views
         taken = range(len(self.params)) if slots is None else slots
         if not self._in_one_pass:
-            self._take_batches(sources, views, taken, inv_scale, found_inf)
+            self._take_batches(sources, taken, inv_scale, found_inf)
             return
-        given, params = sources, self.params
+        given, params, views = sources, self.params, self.views
         if slots is not None:
             given, params, views = ([tensors[i] for i in slots] for tensors in (given, params, views))
         unfit = take_grads_(given, params, views, inv_scale, found_inf)
@@ -454,7 +504,7 @@ class FlatGrads:
         Raises:
             RuntimeError: As of ``gather``.
         """
-        by_address = self._by_address and self._views and (inv_scale != 1.0 or found_inf is not None)
+        by_address = self._by_address and (inv_scale != 1.0 or found_inf is not None) and self.has_buffer
         if by_address and self._take_by_address(self.params, None, inv_scale, found_inf) is not None:
             return
         at_once = self._in_one_pass and inv_scale != 1.0 and self._views and not self.is_shown
@@ -489,14 +539,13 @@ class FlatGrads:
 
     def _make_copier(self) -> GradCopier:
         if self._copier is None:
-            self._copier = GradCopier(self.flat, self.offsets, self._shapes)
+            self._copier = GradCopier(self.flat, self.offsets, self._shapes, pads=self.lends)
         return self._copier
 
     @torch.no_grad()
     def _take_batches(
         self,
         sources: Sequence[Tensor],
-        views: Sequence[Tensor],
         indices: Sequence[int],
         inv_scale: float,
         found_inf: Tensor | None,
@@ -504,13 +553,15 @@ class FlatGrads:
         """What ``take_grads_`` does, for some neighbours at a time."""
         given = list(map(_GRAD, sources))
         there = [i for i in indices if given[i] is not None]
-        slots_of_them = [views[i] for i in there]
+        if not there:
+            return
         grads = self._readable(there, [given[i] for i in there], sources)
-        copier = self._make_copier()
         if self.device.type != "cpu":
-            copier.copy_in(there, slots_of_them, grads)
-            unscale_grads(list(map(self.span, copier.batches(there))), inv_scale, found_inf)
+            slots_of_them = self._copy_in(there, grads)
+            unscale_grads(list(map(self.span, self._make_copier().batches(there))), inv_scale, found_inf)
         else:
+            views, copier = self.views, self._make_copier()
+            slots_of_them = [views[i] for i in there]
             for batch, begin, end in numbered(copier.batches(there)):
                 gather_(slots_of_them[begin:end], grads[begin:end])
                 unscale_grads([self.span(batch)], inv_scale, found_inf)
@@ -523,14 +574,15 @@ class FlatGrads:
             RuntimeError: One is sparse, not of its parameter's dtype, or a subclass such as DTensor.
         """
         alike = set(map(type, grads)) <= {Tensor} and set(map(_LAYOUT, grads)) <= {torch.strided}
-        same_kind = set(map(_DTYPE, grads)) <= {self.flat.dtype} and set(map(_DEVICE, grads)) <= {self.flat.device}
+        same_kind = set(map(_DTYPE, grads)) <= {self.dtype} and set(map(_DEVICE, grads)) <= {self.device}
         if not alike or not same_kind:
             for i, grad in zip(indices, grads, strict=True):
                 check_grad(i, self.params[i], grad, own=sources[i] is self.params[i])
-        begin = self.flat.data_ptr()
-        end = begin + self.flat.nbytes
-        for k in [k for k, address in enumerate(map(Tensor.data_ptr, grads)) if begin <= address < end]:
-            grads[k] = grads[k].clone()
+        if self._views:  # else it is new memory that is written
+            begin = self.flat.data_ptr()
+            end = begin + self.flat.nbytes
+            for k in [k for k, address in enumerate(map(Tensor.data_ptr, grads)) if begin <= address < end]:
+                grads[k] = grads[k].clone()
         return grads
 
     def operand(self, slots: range, numel: int, *, stepped: bool = False) -> Tensor:
@@ -590,6 +642,11 @@ class FlatGrads:
             if state == IN_BUFFER:
                 mask[offset : offset + view.numel()] = 1.0
         return mask
+
+
+def may_lend(slot: Tensor) -> bool:
+    """True where fresh memory costs nothing but its allocation, and gradients are gathered for every step."""
+    return extension is not None and slot.device.type != "cpu"
 
 
 def _places_of(state: int, states: bytes) -> list[int]:

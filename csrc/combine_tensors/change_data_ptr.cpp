@@ -221,6 +221,25 @@ std::shared_ptr<void>* memory_note(const at::Tensor& t) {
   return &slot_context_of(t.storage().data_ptr())->memory->note;
 }
 
+LentMemory::LentMemory(const at::Tensor& src) {
+  c10::StorageImpl* storage = src.storage().unsafeGetStorageImpl();
+  memory_ = share_memory_of(src);
+  start_ = storage->mutable_data();
+  storage->set_data_ptr_noswap(c10::DataPtr(nullptr, src.device()));
+}
+
+bool LentMemory::has(const at::Tensor& t) const {
+  const SlotContext* context = is_slot(t) ? slot_context_of(t.storage().data_ptr()) : nullptr;
+  return context != nullptr && !memory_.owner_before(context->memory) && !context->memory.owner_before(memory_);
+}
+
+bool LentMemory::give_back(const at::Tensor& src) const {
+  const SharedMemory memory = std::static_pointer_cast<Memory>(memory_.lock());
+  if (memory == nullptr) return false;
+  src.storage().set_data_ptr_noswap(point_at(start_, memory, src.device()));
+  return true;
+}
+
 bool is_slot(const at::Tensor& t) {
   return t.defined() && t.has_storage() && slot_context_of(t.storage().data_ptr()) != nullptr;
 }

@@ -48,4 +48,24 @@ bool is_slot(const at::Tensor& t);
 // What is kept with that memory for as long as it lives; null where it was not handed out so.
 std::shared_ptr<void>* memory_note(const at::Tensor& t);
 
+// The memory of a buffer that its slots alone own: it is free as soon as the last of them is.
+class LentMemory {
+ public:
+  // Takes its memory from `src`, of which there are slots. Aliases of `src` must not be read until it has some again.
+  explicit LentMemory(const at::Tensor& src);
+
+  // How many storages of slots there are.
+  int64_t count() const { return memory_.use_count(); }
+
+  // Whether t is one of them.
+  bool has(const at::Tensor& t) const;
+
+  // Gives it back to `src`; false where it is free.
+  bool give_back(const at::Tensor& src) const;
+
+ private:
+  std::weak_ptr<void> memory_;
+  void* start_;
+};
+
 }  // namespace apex_npu

@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <utility>
 
-#include "combine_tensors/change_data_ptr.h"
 #include "fused_optim/gather_cpu.h"
 #include "fused_optim/grad_list.h"
 
@@ -241,6 +240,26 @@ std::vector<int64_t> GradSlots::share(const Borrowed& sources, const Borrowed& p
     }
   });
   return others;
+}
+
+std::optional<std::vector<at::Tensor>> GradSlots::take_up(const Borrowed& params, const at::Tensor& flat) {
+  TORCH_CHECK_VALUE(params.size() == slots_.size() && places_.has_value(),
+                    "take_up: expected one parameter for each of ", slots_.size(), " slots, and views, got ",
+                    params.size());
+  const std::optional<LentMemory> lent = std::exchange(lent_, std::nullopt);
+  if (!lent.has_value() || lent->count() == 0) return std::nullopt;
+  std::vector<at::Tensor> views(params.size());
+  int64_t count = 0;
+  look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
+    if (!grad.defined() || !lent->has(grad) || grad.requires_grad() || !places_->is_intact(i, grad)) return;
+    views[i] = grad;
+    ++count;
+  });
+  if (lent->count() != count || !lent->give_back(flat)) return std::nullopt;
+  for (size_t i = 0; i < views.size(); ++i) {
+    if (!views[i].defined()) views[i] = storage_view(flat, slots_[i].offset, slots_[i].sizes, slots_[i].strides);
+  }
+  return views;
 }
 
 std::vector<at::Tensor> GradSlots::views_in(const at::Tensor& flat) const {

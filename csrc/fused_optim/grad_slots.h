@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "combine_tensors/borrowed.h"
+#include "combine_tensors/change_data_ptr.h"
 #include "combine_tensors/slot_table.h"
 
 namespace apex_npu {
@@ -92,6 +93,13 @@ class GradSlots {
   std::vector<int64_t> share(const Borrowed& sources, const Borrowed& params, int64_t least_numel,
                              IsAlone is_alone) const;
 
+  // Leaves `flat`, in which the views are that have been remembered, without memory: whatever is in slots owns it.
+  void let_go(const at::Tensor& flat) { lent_.emplace(flat); }
+
+  // The other way: `flat` has its memory, and there is a view for each slot: the gradient of its one of `params`, or a
+  // new one. Nothing, for good, where it is free, or something else than these gradients is in a slot.
+  std::optional<std::vector<at::Tensor>> take_up(const Borrowed& params, const at::Tensor& flat);
+
   // Views of `flat`, which is of any dtype, where the slots are in it; each has a version counter of its own.
   std::vector<at::Tensor> views_in(const at::Tensor& flat) const;
 
@@ -118,6 +126,7 @@ class GradSlots {
   std::vector<Slot> slots_;
   std::optional<SlotTable> places_;  // of the views
   std::vector<Remembered> stepped_;  // none, or one for each
+  std::optional<LentMemory> lent_;
 };
 
 }  // namespace apex_npu

@@ -41,6 +41,7 @@ from torch.utils.checkpoint import checkpoint
 from apex_npu import amp, optimizers
 from apex_npu.contrib.optimizers import DistributedFusedAdam, DistributedFusedLAMB
 from apex_npu.distributed.fully_sharded import reshard
+from apex_npu.fusion import packed_grads
 from apex_npu.fusion.shards import local_part
 
 NORM_RULES = [
@@ -283,6 +284,53 @@ def gradients_stay_where_they_are():
                 step()
             assert sum(max(event.cpu_memory_usage, 0) for event in profile.function_events) < 1024  # numbers and flags
         amp.shutdown()
+
+
+def memory_beside_torchs():
+    """Of a device, over a training whose activations fill it: what torch.optim.AdamW takes, and padding."""
+    packed_grads.PACKED_NUMEL = 0
+    rows = torch.randn(2048, 128, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(dist.get_rank()))
+
+    def peak(level, kind, **options):
+        gc.collect()
+        base = torch.npu.memory_allocated()
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(6)]).to(DEVICE)
+        for layer in (*model, model):
+            fully_shard(layer, mesh=mesh_of_all(), mp_policy=amp.fsdp_policy(level))
+        optimizer = kind(model.parameters(), lr=1e-3, **options)
+        if kind is not torch.optim.AdamW:
+            model, optimizer = start(model, optimizer, level, loss_scale=64.0)
+
+        def iteration():
+            x = rows
+            for layer in model:
+                x = layer(x).relu()
+            loss = x.float().square().mean()
+            if kind is torch.optim.AdamW:
+                loss.backward()
+            else:
+                backward(loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(3):
+            iteration()
+        gc.collect()
+        torch.npu.reset_peak_memory_stats()
+        for _ in range(2):
+            iteration()
+        gc.collect()
+        found = torch.npu.max_memory_allocated() - base, torch.npu.memory_allocated() - base
+        amp.shutdown()
+        return found, len(list(model.parameters()))
+
+    for level in LEVELS:
+        (theirs, left_of_theirs), _ = peak(level, torch.optim.AdamW, foreach=False)
+        (ours, left_of_ours), count = peak(level, optimizers.NpuFusedAdamW)
+        padding = 4 * 48 * 4 * count  # of parameters, two moments and gradients
+        assert left_of_ours <= left_of_theirs + padding, (level, left_of_ours, left_of_theirs)
+        assert ours <= theirs + padding, (level, ours, theirs)
 
 
 def copied_gradients_are_unscaled():

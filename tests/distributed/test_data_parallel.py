@@ -143,6 +143,12 @@ def test_a_flag_that_one_device_has_raised_skips_the_step_on_all():
     run("agreement", "saturating_devices", **SATURATING)
 
 
+@pytest.mark.slow
+@needs_counts("stand_in_counts")
+def test_a_sharded_training_takes_no_more_memory_than_torchs_own():
+    run("fsdp", "memory_beside_torchs")
+
+
 @needs_counts("stand_in_counts")
 def test_launches_do_not_grow_with_the_number_of_parameters():
     run("launches", "independent_of_the_number_of_parameters")

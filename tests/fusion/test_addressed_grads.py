@@ -17,6 +17,7 @@ from triton_interpreter import DEVICE, INTERPRETED, mend
 from apex_npu import amp, optimizers
 from apex_npu._extension import extension
 from apex_npu.fusion import flat_grads, fuse, grad_slots, packed_grads
+from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, NONE, InPlace
 from apex_npu.ops import cuda, gather, wide_dtype
 
@@ -100,6 +101,38 @@ def test_one_launch_copies_multiplies_and_checks(dtype, launched):
     check(params, [times(grad, SMALLER / 3) for grad in before], grads)
     assert launched == [dtype]
     assert not found_inf.any()
+
+
+def test_memory_that_gradients_own_between_steps(launched, monkeypatch):
+    monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0)
+    monkeypatch.setattr(flat_grads, "may_lend", lambda slot: True)
+    renew = FlatBuffer.renew
+
+    def poisoned(self):
+        renew(self)
+        self.flat.fill_(math.nan)  # padding is to be zero all the same
+
+    monkeypatch.setattr(FlatBuffer, "renew", poisoned)
+    ours, theirs = make_params(), make_params()
+    fused, plain = optimizers.NpuFusedAdam(ours, lr=0.1), torch.optim.Adam(theirs, lr=0.1)
+    kept = []
+    for step in range(4):
+        for params in (ours, theirs):
+            for i, p in enumerate(params):
+                grad = randn(p, 10 * step + i)
+                p.grad = grad if p.grad is None else p.grad.add_(grad)
+        (grads,) = fused.flat_grads()
+        fused.clip_optimizer_grad_norm_fused(math.inf)
+        check(ours, [p.grad for p in theirs], grads)
+        fused.step(), plain.step()
+        for p, q in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+        if step != 1:  # then gradients stay, and more are added to them
+            kept.append((ours[step].grad, theirs[step].grad.clone()))
+            fused.zero_grad(), plain.zero_grad()
+            assert not grads.has_buffer
+    assert all(torch.equal(grad, values) for grad, values in kept)
+    assert launched == [torch.float32] * 3
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

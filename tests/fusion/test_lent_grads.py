@@ -1,0 +1,236 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Gradient buffers whose memory gradients own between steps, beside torch.optim on the same gradients."""
+
+import gc
+import math
+
+import pytest
+import torch
+from devices import DEVICE
+from torch import nn
+
+from apex_npu import amp, optimizers
+from apex_npu._extension import extension
+from apex_npu.fusion import packed_grads
+from apex_npu.fusion.flat_buffer import FlatBuffer
+
+pytestmark = [
+    pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU reads gradients where autograd leaves them"),
+    pytest.mark.skipif(extension is None, reason="without the extension buffers keep their memory"),
+]
+SHAPES = [(300, 7), (5,), (64, 33), (1,), (0,), (17,)]
+
+
+@pytest.fixture(autouse=True)
+def _of_any_size(monkeypatch):
+    """Buffers of few elements are lent, too, and what new memory holds is nan."""
+    monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0)
+    renew = FlatBuffer.renew
+
+    def poisoned(self):
+        renew(self)
+        self.flat.fill_(math.nan)
+
+    monkeypatch.setattr(FlatBuffer, "renew", poisoned)
+
+
+def pair(kind=optimizers.NpuFusedAdam, of=torch.optim.Adam, **options):
+    """A fused optimizer and torch's, of parameters with the same values."""
+    torch.manual_seed(0)
+    values = [torch.randn(shape, device=DEVICE) for shape in SHAPES]
+    ours, theirs = ([nn.Parameter(v.clone()) for v in values] for _ in range(2))
+    return kind(ours, lr=0.1, **options), of(theirs, lr=0.1)
+
+
+def params_of(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def backward(*optimizers, seed, members=None):
+    """Add gradients, as a backward does, to the parameters numbered ``members``; None: to all."""
+    for optimizer in optimizers:
+        for i, p in enumerate(params_of(optimizer)):
+            if members is None or i in members:
+                generator = torch.Generator().manual_seed(100 * seed + i)
+                weight = torch.randn(p.shape, generator=generator).to(DEVICE)
+                (p * weight).sum().backward()
+
+
+def check(ours, theirs):
+    for p, q in zip(params_of(ours), params_of(theirs), strict=True):
+        torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-5, atol=1e-6)
+        assert (p.grad is None) == (q.grad is None)
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=0)
+
+
+def step(*optimizers):
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def live_bytes():
+    gc.collect()
+    return torch.npu.memory_allocated() if DEVICE.type == "npu" else torch.cuda.memory_allocated()
+
+
+def test_memory_is_free_when_gradients_are_cleared_by_whatever_means():
+    ours, _ = pair()
+    params = params_of(ours)
+
+    def one_by_one():
+        for p in params:
+            p.grad = None
+
+    cleared = []
+    for clear in (ours.zero_grad, one_by_one, ours.zero_grad, nn.ParameterList(params).zero_grad, ours.zero_grad):
+        backward(ours, seed=1)
+        ours.step()
+        held = live_bytes()
+        clear()
+        assert held - live_bytes() >= 4 * sum(p.numel() for p in params)
+        cleared.append(live_bytes())
+    assert len(set(cleared)) == 1
+
+
+def test_gradients_that_are_not_cleared_stay_and_backward_adds_to_them():
+    ours, theirs = pair()
+    for seed in range(3):
+        backward(ours, theirs, seed=seed)
+        step(ours, theirs)
+        check(ours, theirs)
+        before = [p.grad for p in params_of(ours)]
+        addresses = [grad.data_ptr() for grad in before]
+    backward(ours, theirs, seed=3)
+    assert all(p.grad is grad for p, grad in zip(params_of(ours), before, strict=True))
+    step(ours, theirs)
+    check(ours, theirs)
+    # In the memory where they were: nothing has been copied.
+    assert [p.grad.data_ptr() for p in params_of(ours)] == addresses
+
+
+def test_zeros_are_written_to_gradients_that_stay():
+    ours, theirs = pair()
+    for seed in range(3):
+        backward(ours, theirs, seed=seed)
+        step(ours, theirs)
+        for optimizer in (ours, theirs):
+            optimizer.zero_grad(set_to_none=False)
+        check(ours, theirs)
+    held = live_bytes()
+    ours.zero_grad()
+    assert held - live_bytes() >= 4 * sum(p.numel() for p in params_of(ours))
+
+
+@pytest.mark.parametrize("kept", [range(6), [2], [0, 5]], ids=str)
+@pytest.mark.parametrize("stepped", [False, True])
+def test_what_a_script_keeps_of_gradients_is_never_written_again(kept, stepped):
+    ours, theirs = pair()
+    found = []
+    for seed in range(4):
+        backward(ours, theirs, seed=seed)
+        if stepped:
+            step(ours, theirs)
+        else:
+            ours.clip_optimizer_grad_norm_fused(1e9)
+        found += [(params_of(ours)[i].grad, params_of(ours)[i].grad.clone()) for i in kept]
+        if seed == 1:  # those that are kept alone: the others are added to
+            for i in kept:
+                params_of(ours)[i].grad = params_of(theirs)[i].grad = None
+        else:
+            for optimizer in (ours, theirs):
+                optimizer.zero_grad()
+    backward(ours, theirs, seed=4)
+    step(ours, theirs)
+    check(ours, theirs)
+    for grad, values in found:
+        assert torch.equal(grad, values)
+
+
+def test_gradients_that_come_and_go_one_by_one():
+    ours, theirs = pair()
+    for seed, members in enumerate([{0, 1, 2}, {2, 3}, {5}, {0, 4, 5}, {1}, {0, 1, 2, 3, 4, 5}]):
+        backward(ours, theirs, seed=seed, members=members)
+        step(ours, theirs)
+        check(ours, theirs)
+        for optimizer in (ours, theirs):
+            params_of(optimizer)[seed % 3].grad = None
+            if seed == 3:
+                params_of(optimizer)[5].grad = params_of(optimizer)[5].grad * 0.5
+                params_of(optimizer)[0].grad = None
+    for p in params_of(ours):
+        assert p.grad is None or p.grad.isfinite().all()
+
+
+def test_gradients_that_share_memory_or_have_a_graph_are_not_taken_for_those_of_slots():
+    ours, theirs = pair()
+    backward(ours, theirs, seed=0)
+    step(ours, theirs)
+    for optimizer in (ours, theirs):
+        params = params_of(optimizer)
+        params[1].grad = params[1].grad.detach()  # an alias
+        params[5].grad = params[5].grad.flip(0)
+        alias = nn.Parameter(torch.zeros(300, 7, device=DEVICE))
+        alias.grad = params[0].grad
+    step(ours, theirs)
+    check(ours, theirs)
+
+
+def test_a_buffer_that_a_script_has_stays():
+    ours, theirs = pair()
+    backward(ours, theirs, seed=0)
+    step(ours, theirs)
+    ours.zero_grad(), theirs.zero_grad()
+    (flat,) = ours.get_optimizer_combined_grads()
+    for seed in range(2):
+        backward(ours, theirs, seed=seed)
+        (again,) = ours.get_optimizer_combined_grads()
+        assert again.data_ptr() == flat.data_ptr()
+        assert flat.norm() > 0
+        step(ours, theirs)
+        check(ours, theirs)
+        ours.zero_grad(), theirs.zero_grad()
+
+
+def test_clipping_and_what_follows_it_see_one_set_of_gradients():
+    ours, theirs = pair()
+    for seed in range(3):
+        backward(ours, theirs, seed=seed)
+        norm = ours.clip_optimizer_grad_norm_fused(0.5)
+        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(params_of(theirs), 0.5), rtol=1e-5, atol=1e-6)
+        for p, q in zip(params_of(ours), params_of(theirs), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-7)
+            p.grad.mul_(0.5), q.grad.mul_(0.5)
+        step(ours, theirs)
+        for p, q in zip(params_of(ours), params_of(theirs), strict=True):
+            torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-5, atol=1e-6)
+        ours.zero_grad(), theirs.zero_grad()
+
+
+def test_a_step_that_is_skipped_leaves_the_memory_to_gradients():
+    model = nn.Linear(200, 200, bias=False).to(DEVICE)
+    optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O0", loss_scale="dynamic", verbosity=0)
+    for factor in (1.0, float("inf"), 1.0):
+        with amp.scale_loss(model(torch.ones(1, 200, device=DEVICE)).sum() * factor, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        del scaled_loss
+        optimizer.step()
+        held = live_bytes()
+        model.zero_grad()
+        assert held - live_bytes() >= 4 * 200 * 200
+
+
+def test_the_buffer_of_a_captured_block_stays_where_it_is():
+    params = [nn.Parameter(torch.ones(50, 20, device=DEVICE)) for _ in range(3)]
+    optimizer = optimizers.NpuFusedAdam(params, lr=0.1, capturable=True)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    addresses = [p.grad.data_ptr() for p in params]
+    optimizer.zero_grad()
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert [p.grad.data_ptr() for p in params] == addresses
