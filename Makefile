@@ -157,7 +157,7 @@ DISTRIBUTED := $(addprefix tests/distributed/test_,data_parallel.py restart.py u
 ON_NPU := tests/amp $(DISTRIBUTED) tests/fp16_utils tests/normalization tests/scripts \
     tests/parallel/test_larc.py tests/fusion/test_host_copy.py tests/test_apex_names.py \
     $(addprefix tests/examples/test_,imagenet.py gan.py language_model.py) \
-    $(addprefix tests/optimizers/test_,capture.py fused_optimizers.py random_programs.py unusual_use.py novograd.py failures.py arguments.py)
+    $(addprefix tests/optimizers/test_,capture.py captured_formats.py fused_optimizers.py random_programs.py unusual_use.py novograd.py failures.py arguments.py)
 HAS_SIMULATOR = $(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("npu_simulator") is None)'
 
 # As many at a time as there are cores; each uses one thread.

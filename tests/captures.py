@@ -9,13 +9,17 @@ is not done yet: what has been written is put back at the end, and the host alon
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from apex_npu.ops.triton_kernels.launches import Launch
 
 _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
 
@@ -27,6 +31,7 @@ class Capture(TorchDispatchMode):
         super().__init__()
         self._calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Any]]] = []
         self._before: list[tuple[Tensor, Tensor]] = []
+        self._is_in_operator = False
 
     def __enter__(self) -> Capture:
         self._patch = pytest.MonkeyPatch()
@@ -34,6 +39,9 @@ class Capture(TorchDispatchMode):
         self._patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         # What is recorded is in ordinary memory, where a graph of a GPU has a pool of its own.
         self._patch.setattr(torch.cuda, "memory_snapshot", list)
+        # Launches of Triton's kernels that are no part of an operator.
+        run = Launch.run
+        self._patch.setattr(Launch, "run", lambda launch, *given: self._record(partial(run, launch, *given), launch))
         super().__enter__()
         return self
 
@@ -50,14 +58,31 @@ class Capture(TorchDispatchMode):
         assert func is not torch.ops.aten._local_scalar_dense.default, "the host would wait, which ends a capture"
         for place, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                written = args[place] if place < len(args) else kwargs.get(argument.name)
-                self._before += [(t, t.clone()) for t in tree_leaves(written) if isinstance(t, Tensor)]
-        out = func(*args, **kwargs)
+                self._keep(args[place] if place < len(args) else kwargs.get(argument.name))
+        self._is_in_operator = True
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            self._is_in_operator = False
         if func in _COPIES:
             devices = {t.device.type for t in tree_leaves((args, out)) if isinstance(t, Tensor)}
             assert len(devices) == 1, f"{func} copies between {devices}, which ends a capture"
+        if func is torch.ops.aten.lift_fresh.default:  # all that a mode sees of torch.tensor
+            assert out.device.type == "cpu", "torch.tensor copies numbers of the host, which ends a capture"
         self._calls.append((func, args, kwargs, tree_leaves(out)))
         return out
+
+    def _record(self, run: Callable[[], object], launch: Launch) -> None:
+        if self._is_in_operator:  # which is replayed as a whole
+            run()
+            return
+        with _disable_current_modes():
+            self._keep(launch.args)
+            out = run()
+        self._calls.append((run, (), {}, tree_leaves(out)))
+
+    def _keep(self, written: Any) -> None:
+        self._before += [(t, t.clone()) for t in tree_leaves(written) if isinstance(t, Tensor)]
 
     def replay(self) -> None:
         """Do again what was recorded."""

@@ -9,6 +9,7 @@ protocol for arguments that are no tensors, so that calls without such operands 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -69,6 +70,7 @@ class RunEncoding(_Operand):
         self.stochastic_param = False
         self.count: int | Tensor = 0
         self._segments = list(segments)
+        self._pieces: list[Piece] = []
 
     @cached_property
     def table(self) -> Tensor:
@@ -76,8 +78,13 @@ class RunEncoding(_Operand):
         return torch.tensor(self._segments, dtype=torch.int64, device="cpu").reshape(-1, 4)
 
     def pieces(self, param: Tensor) -> Iterator[Piece]:
-        """Of ``param``, for kernels in plain torch; made for each call, as they take more memory than they describe."""
-        return pieces(self._segments, param.numel(), param.device)
+        """Of ``param``, which is all of the run, for kernels in plain torch.
+
+        They are cut once: a captured graph reads their tables at each replay, and a copy from the host would wait. Each
+        call has copies, since what a piece finds out about its elements takes more memory than it describes.
+        """
+        self._pieces = self._pieces or list(pieces(self._segments, param.numel(), param.device))
+        return map(copy, self._pieces)
 
     def decode_param(self, param: Tensor, span: slice) -> Tensor:
         """What a rule steps in the place of ``param[span]``: a view of it, where that is not encoded."""

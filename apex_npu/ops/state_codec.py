@@ -127,11 +127,10 @@ class Piece:
     def _make_random(self, pair: int, count: int | Tensor) -> Tensor:
         _, _, firsts, positions, _, counters = self._table
         total = sum(self._counters)
-        part = torch.repeat_interleave(
-            torch.arange(len(self._counters), device=self._device), counters, output_size=total
-        )
-        before = counters.cumsum(0) - counters
-        number = torch.arange(total, device=self._device) - before[part] + firsts[part] // 64
+        flat, ends = torch.arange(total, device=self._device), counters.cumsum(0)
+        part = torch.bucketize(flat, ends, right=True)  # repeat_interleave waits on some devices
+        before = ends - counters
+        number = flat - before[part] + firsts[part] // 64
         steps = (torch.zeros_like(number) + count).to(torch.int64)
         words = philox([number, (number >> 32 << 8) | pair, steps, positions[part]], KEY)
         part, element, _ = self._elements

@@ -267,13 +267,6 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         scaler = grad_scaler_of(self, older) if older else None
         if (torch.cuda.is_initialized() or "torch_npu" in sys.modules) and is_capturing():
             check_capture(self)
-            if self._formats is not None:
-                raise refusal(
-                    type(self).__name__,
-                    "its states or parameters are encoded (state_dtype, store_param_remainders, stochastic_rounding), "
-                    "by tables that each step copies from the host",
-                    supported=False,
-                )
         loss = None
         if closure is not None:
             with torch.enable_grad():

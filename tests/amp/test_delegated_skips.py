@@ -15,6 +15,7 @@ from torch import nn
 
 from apex_npu import amp, optimizers
 from apex_npu.amp import pending_step
+from apex_npu.fusion import EncodedView
 from apex_npu.ops import masks_writes
 
 needs_device = pytest.mark.skipif(DEVICE.type == "cpu", reason="on a CPU there is nothing to wait for")
@@ -35,7 +36,7 @@ def delegated(monkeypatch):
 HOOKS = ("register_step_pre_hook", "register_step_post_hook")
 
 
-def make(level="O0", cls=optimizers.NpuFusedAdam, capturable=True, **options):
+def make(level="O0", cls=optimizers.NpuFusedAdam, capturable=True, formats=None, **options):
     generator = torch.Generator().manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
     with torch.no_grad():
@@ -45,7 +46,7 @@ def make(level="O0", cls=optimizers.NpuFusedAdam, capturable=True, **options):
     more = {"momentum": 0.9} if cls in (optimizers.NpuFusedSGD, optimizers.FusedSGD) else {}
     if cls is optimizers.NpuFusedMuon:
         more = {"use_muon": "auto"}
-    optimizer = cls(model.parameters(), lr=0.05, capturable=capturable, **more)
+    optimizer = cls(model.parameters(), lr=0.05, capturable=capturable, **more, **formats or {})
     options = {"loss_scale": "dynamic", "dynamic_init_scale": 2.0**10, "scale_window": 3, "verbosity": 0, **options}
     return amp.initialize(model, optimizer, opt_level=level, **options)
 
@@ -71,6 +72,7 @@ def everything(model, optimizer):
     # A host that has skipped all steps so far shows no state; the device has made it, and left it at its first value.
     shown = [(name, value) for entry in entries for name, value in sorted(entry.items())]
     # A device counts SGD's steps, too.
+    shown = [(name, value.dequantize() if isinstance(value, EncodedView) else value) for name, value in shown]
     values = [value for name, value in shown if isinstance(value, torch.Tensor) and name != "applied_steps"]
     tensors += [value for value in values if value.any()]
     return [t.detach().cpu() for t in tensors], amp.state_dict(), amp.last_step(optimizer)
@@ -113,6 +115,23 @@ def test_training_is_that_of_an_optimizer_for_which_the_host_decides(level, fuse
     got, want = (train(level, optimizers.NpuFusedSGD, capturable, **options) for capturable in (True, False))
     assert got[1]["loss_scaler0"] == {"loss_scale": 2.0**10 * 2 / 16 * 2, "unskipped": 0}
     assert got[2].skipped
+    assert got[2].skipped_steps == 4
+    assert_same(got, want)
+
+
+@needs_device
+@pytest.mark.parametrize("fuse_unscale", [False, True])
+@pytest.mark.parametrize(
+    ("level", "options", "formats"),
+    [
+        ("O2", {}, {"state_dtype": "int8"}),
+        ("O5", {"store_param_remainders": True}, {"state_dtype": torch.bfloat16}),
+        ("O5", {"master_weights": False}, {"stochastic_rounding": True, "state_dtype": "int8"}),
+    ],
+)
+def test_random_bits_are_those_of_steps_that_the_host_skips(level, options, formats, fuse_unscale):
+    options = {**options, "formats": formats, "fuse_unscale": fuse_unscale}
+    got, want = (train(level, optimizers.NpuFusedSGD, capturable, **options) for capturable in (True, False))
     assert got[2].skipped_steps == 4
     assert_same(got, want)
 

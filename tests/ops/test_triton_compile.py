@@ -79,14 +79,18 @@ def test_numbers_on_the_device_do_not_keep_operands_from_being_moved_in_pieces_o
     assert set(facts["loads"]) <= {16, 8}, "numbers are of 8 bytes"
 
 
+@pytest.mark.parametrize("counts", ["", " on device"])
 @pytest.mark.parametrize(("kept", "per_element"), [("bfloat16", 18), ("int8", 12), ("remainder", 34)])
-def test_operands_in_fewer_bytes_are_read_and_written_once(compiled, kept, per_element):
-    """Adam with AMSGrad, and parameters of bfloat16; beside these operands places are read, and scales of 4 bytes."""
-    facts = next(facts for facts in compiled if facts["op"] == f"adam_ {kept}")
+def test_operands_in_fewer_bytes_are_read_and_written_once(compiled, kept, per_element, counts):
+    """Adam with AMSGrad, and parameters of bfloat16; beside these operands places are read, and scales of 4 bytes.
+
+    So are numbers of the step where the device counts, of 8 bytes, and the count itself, of 4.
+    """
+    facts = next(f for f in compiled[:-1] if f["op"] == f"adam_ {kept}{counts}" and f["kernel"] == "adam")
     loads, stores = ([size for size in facts[kind] if size != 4] for kind in ("loads", "stores"))
     assert set(loads) | set(stores) <= {8, 16}
     assert sum(stores) == 8 * (per_element - 2) // 2
-    assert sum(loads) - 8 * (per_element + 2) // 2 <= 6 * 8
+    assert sum(loads) - 8 * (per_element + 2) // 2 <= (11 if counts else 6) * 8
     # Philox takes 20 products, for both states of a pair and for all eight elements of a thread
     assert facts["products"] <= {"bfloat16": 40, "int8": 40, "remainder": 0}[kept]
 

@@ -112,7 +112,10 @@ def all_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
 
 
 def encoded_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
-    """Rules with operands in fewer bytes: states of bfloat16, of 8 bits, and remainders beside float32 states."""
+    """Rules with operands in fewer bytes: states of bfloat16, of 8 bits, and remainders beside float32 states.
+
+    Their steps are counted by the host, and on the device as in a graph.
+    """
     for op in OPTIONS if everything else ("adam_", "rmsprop_", "lamb_", "adamp_"):
         more = segments(op, aligned=True) if op in ("lamb_", "adamp_") else ()
         for name, dtypes in (("bfloat16", [torch.bfloat16]), ("int8", [torch.int8, torch.uint8]), ("remainder", [])):
@@ -120,15 +123,17 @@ def encoded_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
             if dtypes:
                 states = [state.to(dtypes[i % len(dtypes)]) for i, state in enumerate(states)]
             table = torch.tensor([[begin, n, i, 100 * i] for i, (begin, n) in enumerate(ALIGNED_SEGMENTS)])
-            encoded = Encoded(
-                remainder=None if dtypes else torch.zeros(NUMEL, dtype=torch.int16),
-                scales=[torch.zeros(400) if state.dtype.itemsize == 1 else None for state in states],
-                table=table,
-                count=torch.ones(1) if everything else 3,
-                stochastic_param=everything and bool(dtypes),
-            )
-            plan = getattr(plans, op)(param, grad, *states, None, *more, **OPTIONS[op], encoded=encoded)
-            yield f"{op} {name}", plan
+            for counts in ("", " on device") if everything or op == "adam_" else ("",):
+                encoded = Encoded(
+                    remainder=None if dtypes else torch.zeros(NUMEL, dtype=torch.int16),
+                    scales=[torch.zeros(400) if state.dtype.itemsize == 1 else None for state in states],
+                    table=table,
+                    count=torch.ones(1) if counts else 3,
+                    stochastic_param=everything and bool(dtypes),
+                )
+                options = on_device(OPTIONS[op], torch.zeros(1)) if counts else OPTIONS[op]
+                plan = getattr(plans, op)(param, grad, *states, None, *more, **options, encoded=encoded)
+                yield f"{op} {name}{counts}", plan
 
 
 def gather_plans(everything: bool) -> Iterator[tuple[str, Plan]]:

@@ -2,23 +2,24 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Whole optimizers on Triton's kernels: those of cuda take the place of the CPU's, through torch's dispatcher."""
 
-import copy
 import inspect
 import sys
 from types import SimpleNamespace
 
+import encoded_steps
 import pytest
 import torch
 from lockstep import assert_equal_params
 from optimizer_specs import SPECS
 from triton_interpreter import INTERPRETED, mend
 
-from apex_npu.fusion import fused_group, grad_slots
-from apex_npu.fusion.graph_runs import _DeviceStepCounts
+from apex_npu.fusion import fused_group, fusing, grad_slots
+from apex_npu.fusion.graph_runs import GraphRuns, _DeviceStepCounts
+from apex_npu.fusion.run import Runs, StepCounts
 from apex_npu.ops import cpu, cuda, elementwise, encoded_calls, segmented
 from apex_npu.ops.dispatch import Rule
 from apex_npu.ops.triton_kernels import launches
-from apex_npu.optimizers import FusedAdam, base
+from apex_npu.optimizers import FusedOptimizer, base, capture
 
 OPS = (*elementwise.RULES, *segmented.RULES, segmented.segment_dot, segmented.segment_add_, segmented.plain_norm)
 
@@ -189,22 +190,25 @@ def test_states_in_fewer_bytes(spec, dtype, formats, request, monkeypatch):
         assert all(map(torch.equal, got, want))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_counts_of_states_in_fewer_bytes_are_on_the_device(dtype, launched, monkeypatch):
-    """With a flag that is set in one step, and no count of that: what is kept is what was kept before."""
-    monkeypatch.setattr(fused_group, "StepCounts", lambda count: _DeviceStepCounts(count, torch.device("cpu")))
-    held = [torch.nn.Parameter(p.detach().to(dtype)) for p in params()]
-    options = {"lr": torch.tensor(0.1), "state_dtype": "int8", "store_param_remainders": dtype == torch.bfloat16}
-    optimizer = FusedAdam(held, capturable=True, **options)
-    monkeypatch.setattr(optimizer, "skips_on", lambda: torch.device("cpu"))
-    optimizer._step_supports_amp_scaling = True
-    for step in range(3):
-        before = [p.detach().clone() for p in held], copy.deepcopy(optimizer.state_dict()["state"])
-        optimizer.found_inf = torch.tensor([float(step == 2)])
-        for p in held:
-            p.grad = torch.full_like(p, torch.inf) if step == 2 else torch.ones_like(p)
-        optimizer.step()
-    assert all(map(torch.equal, held, before[0]))
-    for index, entry in optimizer.state_dict()["state"].items():
-        assert all(torch.equal(value, before[1][index][name]) for name, value in entry.items())
-    assert launched.count("adam") == 3
+@pytest.fixture
+def counted_there(launched, monkeypatch):
+    """As on a GPU step counts are on the device, which is the CPU, and can be in the capture of a graph."""
+    monkeypatch.setattr(fusing, "new_runs", lambda count, device, capturable: (
+        GraphRuns(count, device) if capturable else Runs(StepCounts(count))
+    ))  # fmt: skip
+    monkeypatch.setattr(capture, "check_groups", lambda *_: None)
+    monkeypatch.setattr(FusedOptimizer, "skips_on", lambda self: torch.device("cpu") if self.capturable else None)
+    return launched
+
+
+@encoded_steps.cases([("AdamW", "int8"), ("SGD", "stochastic"), ("LAMB", "remainders")])
+def test_replays_of_steps_on_encoded_states_have_the_bits_of_steps_that_the_host_counts(rule, form, counted_there):
+    there = torch.device("cpu")
+    expected = encoded_steps.Training(rule, form, there, capturable=False).run()
+    assert "step_numbers" not in counted_there
+    eager = encoded_steps.Training(rule, form, there, capturable=True).run()
+    assert "step_numbers" in counted_there
+    captured = encoded_steps.Training(rule, form, there, capturable=True).run_captured(encoded_steps.simulated)
+    for found in (eager, captured):
+        encoded_steps.assert_same_bits(found, expected)
+        assert set(found.counts()) <= {encoded_steps.APPLIED}
