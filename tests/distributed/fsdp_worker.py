@@ -692,6 +692,8 @@ def bad_input():
     for name, p in list(uncut.named_parameters()):
         setattr(uncut, name, nn.Parameter(distribute_tensor(p.detach(), mesh_of_all(), [Shard(0)])))
     refuse("DTensors that fully_shard has not made", "O2", uncut)
+    with refused(match="report on it before fully_shard"):
+        amp.debug.report(sharded("O2"), data(0, 0, 0))
     for level in ("O1", "O2", "O5"):  # after initialize
         late = mlp()
         late, optimizer = start(late, optimizers.NpuFusedAdam(late.parameters()), level)
