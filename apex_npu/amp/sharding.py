@@ -134,7 +134,12 @@ def _check_float32(named: Sequence[tuple[str, Tensor]], policy: Policy, stepped:
     for name, p in named:
         if not is_sharded(p) or p.dtype == torch.float32 or not (p.requires_grad or id(p) in stepped):
             continue
-        if p.dtype in LOW_PRECISION or policy.model_dtype:
+        if p.dtype not in LOW_PRECISION and policy.model_dtype:
+            raise RuntimeError(
+                f"parameter {name} is sharded in {p.dtype}, but opt_level {policy.opt_level} trains float32 "
+                "parameters: call model.float() before fully_shard"
+            )
+        if p.dtype in LOW_PRECISION:
             raise RuntimeError(
                 f"parameter {name} is sharded in {p.dtype}: the optimizer would step, and keep, rounded values. Keep "
                 "the model in float32, and give fully_shard what it computes in: "

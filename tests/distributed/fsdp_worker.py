@@ -678,6 +678,10 @@ def bad_input():
     refuse(r"parameter 0.weight is sharded in torch.bfloat16.*amp.fsdp_policy\('O5'\)", "O5", low)
     low.requires_grad_(False)
     refuse(r"parameter 0.weight is sharded in torch.bfloat16.*leave it out of the optimizer", "O5", low)
+    if DEVICE.type != "npu":
+        wide = mlp().double()
+        fully_shard(wide)
+        refuse(r"sharded in torch.float64, but opt_level O0 trains float32.*model.float\(\) before", "O0", wide)
     partly = mlp()
     fully_shard(partly[2], mp_policy=amp.fsdp_policy("O2"))
     refuse(r"parameter 0.weight is not sharded.*Call fully_shard\(model", "O2", partly)
