@@ -344,7 +344,7 @@ class AmpOptimizerState:
         for param_group in optimizer.param_groups:
             for param in param_group["params"]:
                 if param.grad is not None:
-                    return doubt
+                    return None if doubt is OUTSIDE_BLOCKS and _stands_still(optimizer) else doubt
         return doubt or _no_gradients(optimizer)
 
     def _begin_without_block(self, optimizer: Optimizer) -> str | None:
@@ -550,6 +550,11 @@ class OptimizerGrads:
         """Masters that share the model's gradients, until the step, are about to be read: give them their own."""
         for group in self.groups:
             group.materialize_grads()
+
+
+def _stands_still(optimizer: Optimizer) -> bool:
+    """True at a rate of 0, as torch.distributed.checkpoint.state_dict has a new optimizer step to make its state."""
+    return all(group.get("lr", 1.0) == 0.0 for group in optimizer.param_groups)
 
 
 def _no_gradients(optimizer: Optimizer) -> str | None:

@@ -102,7 +102,7 @@ def sharded_policy(
             "of one process, but parameters are sharded over processes (DTensor), and fully_shard averages their "
             "gradients; leave these arguments out"
         )
-    _check_float32(named, policy)
+    _check_float32(named, policy, set(map(id, stepped)))
     units = [(model, units_of(model)) for model in models]
     for model, found in units:
         if found:
@@ -129,13 +129,21 @@ def sharded_policy(
     return policy, listed
 
 
-def _check_float32(named: Sequence[tuple[str, Tensor]], policy: Policy) -> None:
+def _check_float32(named: Sequence[tuple[str, Tensor]], policy: Policy, stepped: set[int]) -> None:
+    """Refuse parameters in low precision, but frozen ones, as below adapters, that no optimizer has."""
     for name, p in named:
-        if is_sharded(p) and p.dtype != torch.float32 and (p.dtype in LOW_PRECISION or policy.model_dtype):
+        if not is_sharded(p) or p.dtype == torch.float32 or not (p.requires_grad or id(p) in stepped):
+            continue
+        if p.dtype not in LOW_PRECISION and policy.model_dtype:
+            raise RuntimeError(
+                f"parameter {name} is sharded in {p.dtype}, but opt_level {policy.opt_level} trains float32 "
+                "parameters: call model.float() before fully_shard"
+            )
+        if p.dtype in LOW_PRECISION:
             raise RuntimeError(
                 f"parameter {name} is sharded in {p.dtype}: the optimizer would step, and keep, rounded values. Keep "
                 "the model in float32, and give fully_shard what it computes in: "
-                f"mp_policy=amp.fsdp_policy({policy.opt_level!r})"
+                f"mp_policy=amp.fsdp_policy({policy.opt_level!r}); or freeze it, and leave it out of the optimizer"
             )
 
 

@@ -17,6 +17,7 @@ from small_programs import (
     train_step,
     vector,
 )
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from apex_npu import amp, optimizers
 
@@ -158,3 +159,14 @@ def test_lists_that_cannot_be_edited_say_so(edit, level):
     assert refusal is not None
     assert "param_groups" in refusal
     assert len(getattr(optimizer._amp_stash, name)) == before
+
+
+@pytest.mark.parametrize("make", [optimizers.NpuFusedSGD, torch.optim.SGD, optimizers.NpuFusedAdam])
+def test_the_step_by_which_torch_makes_state_is_not_warned_of(make):
+    """torch.distributed.checkpoint.state_dict has an optimizer without state step zeros, at a rate of 0."""
+    model = torch.nn.Linear(2, 1).to(DEVICE)
+    model, optimizer = initialize(model, make(model.parameters(), lr=0.1), "O2", loss_scale="dynamic")
+    with Said() as said:
+        get_optimizer_state_dict(model, amp.checkpoint_view(optimizer))
+    assert not said.about("no amp.scale_loss")
+    assert optimizer.param_groups[0]["lr"] == 0.1

@@ -626,6 +626,42 @@ def an_exception_on_one_process():
     assert amp.last_step(optimizer).applied
 
 
+class Adapted(nn.Module):
+    """A frozen layer in bfloat16, which an adapter of low rank is trained beside."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs).bfloat16().requires_grad_(False)
+        self.down, self.up = nn.Linear(inputs, 2, bias=False), nn.Linear(2, outputs, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapters():
+    """What is frozen may be sharded in low precision; the rest is trained as by plain torch with the same policy."""
+    pairs = []
+    for kind in optimizers.NpuFusedAdamW, torch.optim.AdamW:
+        torch.manual_seed(0)
+        model = nn.Sequential(Adapted(6, 16), nn.Tanh(), Adapted(16, 2)).to(DEVICE)
+        for layer in (model[0], model):
+            fully_shard(layer, mesh=mesh_of_all(), mp_policy=amp.fsdp_policy("O5"))
+        pairs.append((model, kind([p for p in model.parameters() if p.requires_grad], lr=0.01)))
+    (model, optimizer), (plain, other) = pairs
+    before = [p.full_tensor() for p in model.parameters()]
+    start(model, optimizer, "O5")
+    for step in range(4):
+        loss = loss_on(data(step, 0, dist.get_rank()))
+        backward(loss(model), optimizer)
+        loss(plain).backward()
+        for one in (optimizer, other):
+            one.step()
+            one.zero_grad()
+    assert_same(model, plain, rtol=1e-5, atol=1e-5)
+    for p, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p.full_tensor(), value) == (not p.requires_grad)
+
+
 class Normed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -688,6 +724,12 @@ def bad_input():
     low = mlp().bfloat16()
     fully_shard(low)
     refuse(r"parameter 0.weight is sharded in torch.bfloat16.*amp.fsdp_policy\('O5'\)", "O5", low)
+    low.requires_grad_(False)
+    refuse(r"parameter 0.weight is sharded in torch.bfloat16.*leave it out of the optimizer", "O5", low)
+    if DEVICE.type != "npu":
+        wide = mlp().double()
+        fully_shard(wide)
+        refuse(r"sharded in torch.float64, but opt_level O0 trains float32.*model.float\(\) before", "O0", wide)
     partly = mlp()
     fully_shard(partly[2], mp_policy=amp.fsdp_policy("O2"))
     refuse(r"parameter 0.weight is not sharded.*Call fully_shard\(model", "O2", partly)
@@ -702,6 +744,8 @@ def bad_input():
     for name, p in list(uncut.named_parameters()):
         setattr(uncut, name, nn.Parameter(distribute_tensor(p.detach(), mesh_of_all(), [Shard(0)])))
     refuse("DTensors that fully_shard has not made", "O2", uncut)
+    with refused(match="report on it before fully_shard"):
+        amp.debug.report(sharded("O2"), data(0, 0, 0))
     for level in ("O1", "O2", "O5"):  # after initialize
         late = mlp()
         late, optimizer = start(late, optimizers.NpuFusedAdam(late.parameters()), level)

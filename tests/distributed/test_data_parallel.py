@@ -111,6 +111,7 @@ FSDP: dict[int, tuple[str, ...]] = {
         "overflow_that_is_held_back",
         "scale_that_moves_while_gradients_are_held_back",
         "an_exception_on_one_process",
+        "adapters",
         "batch_norms",
         "torchs_optimizers",
         "nvidias_distributed_optimizers",

@@ -29,6 +29,7 @@ from apex_npu.debug.model_report.memory import Sizes, choices_of, measure, sizes
 from apex_npu.debug.model_report.table import LevelReport, ModelReport
 from apex_npu.debug.model_report.tally import Tally
 from apex_npu.debug.watching.opening import inside_of
+from apex_npu.fusion.shards import is_sharded
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 
@@ -70,7 +71,7 @@ def report(
         ValueError: ``levels`` is empty; the batch is on another device than the model, or both are on meta; ``loss``
             returns no scalar; ``optimizer`` steps no parameter of the model, or has never stepped.
         RuntimeError: A level is unknown; parameters have no shape yet, or low precision that amp has not given them;
-            the model cannot be called without values, as where shapes depend on data.
+            they are sharded (DTensor); the model cannot be called without values, as where shapes depend on data.
 
     Example::
 
@@ -82,6 +83,11 @@ def report(
     if not isinstance(model, nn.Module):
         raise TypeError(f"amp.debug.report takes a model, torch.nn.Module, got {type(model).__name__}")
     model = inside_of(model)
+    if any(map(is_sharded, model.parameters())):
+        raise RuntimeError(
+            "amp.debug.report works on a copy of a whole model, but the parameters of this one are sharded over "
+            "processes (DTensor): report on it before fully_shard"
+        )
     listed = (level if isinstance(level, Policy) else resolve(level) for level in _listed(levels))
     policies = {policy.opt_level: policy for policy in listed}
     if loss is not None and not callable(loss):
