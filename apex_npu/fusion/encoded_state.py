@@ -158,6 +158,11 @@ class EncodedView:
         """Of the parameter."""
         return len(self._size)
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a state that is kept in fewer bytes is no tensor and has no {name!r}: dequantize() makes a float32 tensor"
+        )
+
     def __repr__(self) -> str:
         return f"EncodedView(shape={tuple(self._size)}, stored as {self._values.dtype})"
 

@@ -772,6 +772,12 @@ def test_a_rule_of_ascend_that_reads_combined_states_is_refused():
         Ascend(make_params(), state_dtype="int8")
 
 
+def test_what_is_shown_says_how_it_is_read():
+    optimizer, params = train(optimizers.NpuFusedAdam, {}, steps=1, state_dtype="int8")
+    with pytest.raises(AttributeError, match=r"no tensor and has no 'norm': dequantize\(\) makes a float32 tensor"):
+        optimizer.state[params[0]]["exp_avg"].norm()
+
+
 def test_code_that_is_no_rule_cannot_read_encoded_states():
     class Peeking(optimizers.NpuFusedAdam):
         def update(self, run, group):
