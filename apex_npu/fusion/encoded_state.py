@@ -178,6 +178,17 @@ class EncodedView:
         return flat.as_strided(self._size, self._stride)
 
     @torch.no_grad()
+    def values_with(self, param: Tensor) -> Tensor:
+        """As ``dequantize``; masters are those of ``param`` as it is, which a script may have given other memory."""
+        if self._param is None or (param.shape, param.dtype, param.device) != (
+            self._size,
+            self._param.dtype,
+            self._param.device,
+        ):
+            return self.dequantize()
+        return decode_remainder(param.detach(), self._values.as_strided(self._size, self._stride))
+
+    @torch.no_grad()
     def copy_(self, source: Any) -> None:
         """Take the values of ``source``, which are rounded by the random bits of a step 0.
 

@@ -502,6 +502,17 @@ def test_what_is_written_after_masters_have_been_loaded_or_copied_counts(kind):
         assert torch.equal(optimizer.state[params[i]]["master_param"].dequantize(), expected[i]["master_param"])
 
 
+def test_a_state_dict_has_masters_of_what_has_been_written_to_other_memory():
+    optimizer, params = train(optimizers.FusedAdam, {}, dtype=torch.bfloat16, store_param_remainders=True)
+    expected = values_of(optimizer)
+    params[0].data = torch.full_like(params[0], 3.0)
+    params[2].data = params[2].data.contiguous()
+    saved = values_of(optimizer)
+    assert torch.equal(encode_remainder(saved[0]["master_param"].cpu())[0], params[0].detach().cpu())
+    for i in (1, 2):
+        assert torch.equal(saved[i]["master_param"], expected[i]["master_param"])
+
+
 def test_remainders_follow_their_elements_into_another_order_of_memory():
     optimizer, params = train(optimizers.FusedAdam, {}, dtype=torch.bfloat16, store_param_remainders=True)
     expected = values_of(optimizer)
