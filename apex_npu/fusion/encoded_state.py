@@ -158,6 +158,11 @@ class EncodedView:
         """Of the parameter."""
         return len(self._size)
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a state that is kept in fewer bytes is no tensor and has no {name!r}: dequantize() makes a float32 tensor"
+        )
+
     def __repr__(self) -> str:
         return f"EncodedView(shape={tuple(self._size)}, stored as {self._values.dtype})"
 
@@ -171,6 +176,17 @@ class EncodedView:
             for piece in self._pieces():
                 flat[piece.span] = decode(self._values[piece.span], self._scales, piece)
         return flat.as_strided(self._size, self._stride)
+
+    @torch.no_grad()
+    def values_with(self, param: Tensor) -> Tensor:
+        """As ``dequantize``; masters are those of ``param`` as it is, which a script may have given other memory."""
+        if self._param is None or (param.shape, param.dtype, param.device) != (
+            self._size,
+            self._param.dtype,
+            self._param.device,
+        ):
+            return self.dequantize()
+        return decode_remainder(param.detach(), self._values.as_strided(self._size, self._stride))
 
     @torch.no_grad()
     def copy_(self, source: Any) -> None:

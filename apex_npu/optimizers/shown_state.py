@@ -148,7 +148,7 @@ def decoded(rule: Rule) -> dict[Any, Any]:
         is_new = entry.keys() == {MASTER_PARAM}
         before = _state_before_first_step(rule, groups[param], param) if is_new else {}
         tensors = {
-            name: sharded_like(value.dequantize(), param) if isinstance(value, EncodedView) else value
+            name: sharded_like(value.values_with(param), param) if isinstance(value, EncodedView) else value
             for name, value in entry.items()
         }
         shown[param] = {**before, **tensors}

@@ -501,6 +501,17 @@ def test_what_is_written_after_masters_have_been_loaded_or_copied_counts(kind):
         assert torch.equal(optimizer.state[params[i]]["master_param"].dequantize(), expected[i]["master_param"])
 
 
+def test_a_state_dict_has_masters_of_what_has_been_written_to_other_memory():
+    optimizer, params = train(optimizers.FusedAdam, {}, dtype=torch.bfloat16, store_param_remainders=True)
+    expected = values_of(optimizer)
+    params[0].data = torch.full_like(params[0], 3.0)
+    params[2].data = params[2].data.contiguous()
+    saved = values_of(optimizer)
+    assert torch.equal(encode_remainder(saved[0]["master_param"].cpu())[0], params[0].detach().cpu())
+    for i in (1, 2):
+        assert torch.equal(saved[i]["master_param"], expected[i]["master_param"])
+
+
 def test_remainders_follow_their_elements_into_another_order_of_memory():
     optimizer, params = train(optimizers.FusedAdam, {}, dtype=torch.bfloat16, store_param_remainders=True)
     expected = values_of(optimizer)
@@ -759,6 +770,12 @@ def test_a_rule_of_ascend_that_reads_combined_states_is_refused():
 
     with pytest.raises(ValueError, match=r"Ascend: this rule keeps its states, .* leave state_dtype"):
         Ascend(make_params(), state_dtype="int8")
+
+
+def test_what_is_shown_says_how_it_is_read():
+    optimizer, params = train(optimizers.NpuFusedAdam, {}, steps=1, state_dtype="int8")
+    with pytest.raises(AttributeError, match=r"no tensor and has no 'norm': dequantize\(\) makes a float32 tensor"):
+        optimizer.state[params[0]]["exp_avg"].norm()
 
 
 def test_code_that_is_no_rule_cannot_read_encoded_states():
