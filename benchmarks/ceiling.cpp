@@ -6,6 +6,24 @@
 
 extern "C" {
 
+// A norm: one stream read.
+float read_only(long n, const float* __restrict g) {
+  float sums[16] = {};
+  for (long i = 0; i + 16 <= n; i += 16) {
+    for (int k = 0; k < 16; ++k) sums[k] += g[i + k];
+  }
+  float sum = 0.0f;
+  for (float s : sums) sum += s;
+  return sum;
+}
+
+// Unscaling, clipping: one stream read and written.
+void in_place(long n, float* __restrict g) {
+  for (long i = 0; i < n; ++i) {
+    g[i] *= 0.999999f;
+  }
+}
+
 // SGD without momentum: one stream read and written, one read.
 void one_pass_1(long n, float* __restrict a, const float* __restrict g) {
   for (long i = 0; i < n; ++i) {

@@ -22,7 +22,7 @@ from workloads import Bench, numel
 SOURCE = Path(__file__).with_name("ceiling.cpp")
 CACHE = Path(__file__).parents[1] / "build" / "benchmarks"
 # Bytes per element that a pass over float32 reads and writes.
-TRAFFIC = {"one_pass_1": 12, "one_pass_2": 20, "one_pass_3": 28, "two_passes": 40}
+TRAFFIC = {"read_only": 4, "in_place": 8, "one_pass_1": 12, "one_pass_2": 20, "one_pass_3": 28, "two_passes": 40}
 
 
 def compiler() -> str | None:
@@ -46,25 +46,27 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL(str(built))
 
 
-def ceiling(bench: Bench, kernel: str) -> Callable[[], None]:
-    """A step with the memory accesses of ``kernel``, a function of ceiling.cpp."""
+def ceiling(bench: Bench, *kernels: str) -> Callable[[], None]:
+    """A step with the memory accesses of ``kernels``, functions of ceiling.cpp: one after the other."""
     n = numel(bench.shapes)
     if bench.device.type != "cpu":
         # A copy reads and writes: half of the traffic each.
-        source = torch.ones(n * TRAFFIC[kernel] // 8, device=bench.device)
+        source = torch.ones(n * sum(map(TRAFFIC.__getitem__, kernels)) // 8, device=bench.device)
         target = torch.empty_like(source)
 
         def copy() -> None:
             target.copy_(source)
 
         return copy
-    count = {"one_pass_1": 2, "one_pass_2": 3}.get(kernel, 4)
-    tensors = [torch.full((n,), 0.01) for _ in range(count)]
-    function = getattr(_library(), kernel)
+    streams = {"read_only": 1, "in_place": 1, "one_pass_1": 2, "one_pass_2": 3}
+    tensors = [torch.full((n,), 0.01) for _ in range(max(streams.get(kernel, 4) for kernel in kernels))]
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in tensors]
+    # The gradients are the last of each.
+    calls = [(getattr(_library(), kernel), pointers[-streams.get(kernel, 4) :]) for kernel in kernels]
 
     def step() -> None:
-        function(ctypes.c_long(n), *pointers)
+        for function, given in calls:
+            function(ctypes.c_long(n), *given)
         assert tensors  # their memory is in use
 
     return step

@@ -11,15 +11,18 @@ from collections.abc import Callable, Sequence
 
 import old_patch
 import torch
+from ceiling import ceiling, compiler
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_  # as it is before amp watches it
-from workloads import LOSS_SCALE, MAX_NORM, Bench, Gradients
+from workloads import LOSS_SCALE, MAX_NORM, Bench, Gradients, Shapes, numel
 
 from apex_npu import amp, optimizers
 
 Step = Callable[[], object]
 # Of variants whose gradients stay, as zeros, for the next backward to add to: zero_grad(set_to_none=False).
 IN_PLACE = ", in place"
+# Of those that have all elements in one: what remains of their time is that of the passes over memory.
+ONE_TENSOR = ", one tensor"
 # Of variants whose steps are skipped on the device, without a host sync.
 CAPTURABLE = ", capturable"
 REFERENCE = {"fp32": "GradScaler, clip, fused", "O2": "foreach copies, GradScaler, clip, fused"}
@@ -119,9 +122,17 @@ def clip_step_clear(optimizer: torch.optim.Optimizer, fold: bool, set_to_none: b
     optimizer.zero_grad(set_to_none)
 
 
-def ours(bench: Bench, level: str, *, fold: bool = False, set_to_none: bool = True, capturable: bool = False) -> Step:
-    """scale_loss and NpuFusedAdam; see ``clip_step_clear``."""
-    model, optimizer = initialized(Params(bench.params()), level, fold, capturable=capturable)
+def ours(
+    bench: Bench,
+    level: str,
+    *,
+    fold: bool = False,
+    set_to_none: bool = True,
+    capturable: bool = False,
+    shapes: Shapes | None = None,
+) -> Step:
+    """scale_loss and NpuFusedAdam; see ``clip_step_clear``. Of parameters of ``shapes``, by default the workload's."""
+    model, optimizer = initialized(Params(bench.params(shapes)), level, fold, capturable=capturable)
     gradients: Gradients = bench.gradients(list(model.parameters()))
     take = gradients.hand_over if set_to_none else gradients.add_up
     loss = torch.ones((), device=bench.device, requires_grad=True)
@@ -150,6 +161,7 @@ def old(bench: Bench) -> Step:
 def variants(precision: str, bench: Bench) -> dict[str, Callable[[], Step]]:
     """Those of "fp32" or "O2"; each makes its own parameters when it is called."""
     theirs, level = (torch_o2, "O2") if precision == "O2" else (torch_fp32, "O0")
+    flat: Shapes = [(numel(bench.shapes),)]
     found: dict[str, Callable[[], Step]] = {
         REFERENCE[precision]: lambda: theirs(bench),
         "apex_npu, as written": lambda: ours(bench, level),
@@ -157,9 +169,14 @@ def variants(precision: str, bench: Bench) -> dict[str, Callable[[], Step]]:
         f"{REFERENCE[precision]}{IN_PLACE}": lambda: theirs(bench, set_to_none=False),
         f"apex_npu, as written{IN_PLACE}": lambda: ours(bench, level, set_to_none=False),
         f"apex_npu, folded{IN_PLACE}": lambda: ours(bench, level, fold=True, set_to_none=False),
+        f"apex_npu, as written{ONE_TENSOR}": lambda: ours(bench, level, shapes=flat),
+        f"apex_npu, folded{ONE_TENSOR}": lambda: ours(bench, level, fold=True, shapes=flat),
     }
     if bench.device.type == "cuda":
         found[f"apex_npu, folded{CAPTURABLE}"] = lambda: ours(bench, level, fold=True, capturable=True)
     if precision == "fp32":
         found["old patch"] = lambda: old(bench)
+        if bench.device.type == "cpu" and compiler() is not None:
+            found["ceiling, as written"] = lambda: ceiling(bench, "in_place", "read_only", "in_place", "one_pass_3")
+            found["ceiling, folded"] = lambda: ceiling(bench, "read_only", "one_pass_3")
     return found

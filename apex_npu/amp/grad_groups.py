@@ -72,7 +72,7 @@ class GradGroup:
 
     def scale_all_(self, factor: float) -> None:
         """Multiply the gradients of ``params`` and those that are still to be copied to masters."""
-        self.scale_(factor)
+        self.scale_sources_(factor)
 
     def end_step(self) -> None:
         """Take note that masters have been stepped, and that their gradients are gone."""

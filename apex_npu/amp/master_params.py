@@ -265,11 +265,13 @@ class MasterParams:
 
     def take_writes(self, optimizer: Optimizer) -> str | None:
         """Before a step: give masters what has been written to the model since the last; what is to be warned of."""
-        self._written = self.master_writes.counted(self.masters)
+        found = self.master_writes.written(self.masters)
+        self._written = self.master_writes.counted(self.masters) if found else []
         doubt = None
         if self._written or self.first_new < len(self.masters) or self.model_writes.written(self.model_params):
             doubt = self.follow(optimizer)
-        masters_moved = len(self.master_writes.written(self.masters)) > len(self._written)
+            found = self.master_writes.written(self.masters)
+        masters_moved = len(found) > len(self._written)
         if self._flat_model is None or self._moved or self._fused_again or masters_moved:
             # Before buffers that the step would look at are replaced, or where parameters have left them.
             _, of_masters, others = self.copies.take(self.masters, self.model_params)

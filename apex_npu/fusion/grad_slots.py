@@ -150,6 +150,7 @@ def grad_slots(shapes: Sequence[Tensor], offsets: Sequence[int]) -> GradSlots:
 class _PythonGradSlots:
     def __init__(self, shapes: Sequence[Tensor]) -> None:
         self._shapes = list(shapes)
+        self._largest_numel = max((shape.numel() for shape in shapes), default=0)
 
     def remember_views(self, views: Sequence[Tensor]) -> None:
         pass
@@ -170,6 +171,8 @@ class _PythonGradSlots:
             return shape.numel() >= least and fits(grad, shape) and (in_place != InPlace.WRITE or _is_alone(grad))
 
         elsewhere = [(first + i, grad) for i, grad in enumerate(grads) if states[i] == ELSEWHERE]
+        if least > self._largest_numel:
+            return states, [slot for slot, _ in elsewhere]
         return states, [slot for slot, grad in elsewhere if not stays(slot, grad)]
 
     def grad_list(self, params: Sequence[Tensor], first: int, numel: int, stepped: bool) -> Tensor:

@@ -98,27 +98,33 @@ class WriteTable:
     """
 
     def __init__(self) -> None:
-        self._entries: list[tuple[int, int | None]] = []
+        # Two lists of numbers: Python's garbage collector looks at a tuple for each.
+        self._versions: list[int] = []
+        self._addresses: list[int | None] = []
 
     def add(self, tensors: list[Tensor]) -> None:
         """Record those that have no entry yet; all other calls do so, too."""
-        self._entries += map(_entry_of, tensors[len(self._entries) :])
+        versions, addresses = _entries_of(tensors[len(self._versions) :])
+        self._versions += versions
+        self._addresses += addresses
 
     def note(self, tensors: list[Tensor], indices: Sequence[int] | None = None) -> None:
         """Record all as they are now, or those at ``indices``."""
         self.add(tensors)
-        for i in range(len(tensors)) if indices is None else indices:
-            self._entries[i] = _entry_of(tensors[i])
+        chosen = range(len(tensors)) if indices is None else indices
+        for i, version, address in zip(chosen, *_entries_of([tensors[i] for i in chosen]), strict=True):
+            self._versions[i], self._addresses[i] = version, address
 
     def written(self, tensors: list[Tensor]) -> list[int]:
         """The indices of those that have another version, or another address, than the recorded one."""
         self.add(tensors)
-        return [i for i, tensor in enumerate(tensors) if _entry_of(tensor) != self._entries[i]]
+        versions, addresses = _entries_of(tensors)
+        return sorted({*_differing(versions, self._versions), *_differing(addresses, self._addresses)})
 
     def counted(self, tensors: list[Tensor]) -> list[int]:
         """The indices of those that have another version."""
         self.add(tensors)
-        return [i for i, tensor in enumerate(tensors) if _entry_of(tensor)[0] != self._entries[i][0]]
+        return _differing(_entries_of(tensors)[0], self._versions)
 
     def note_grads(self, params: list[Tensor]) -> None:
         """Record ``param.grad`` of each instead, none included.
@@ -127,29 +133,37 @@ class WriteTable:
         """
         grads = grads_of(params)
         increment_versions([grad for grad in grads if grad is not None])
-        self._entries = [_NO_GRAD if grad is None else _entry_of(grad) for grad in grads]
+        self._versions, self._addresses = _entries_of(grads)
 
     def changed_grads(self, params: list[Tensor]) -> tuple[list[int], list[int]]:
         """The indices of the gradients that have been written or added, and of those that are elsewhere now.
 
         Those that are None now are in neither.
         """
-        written: list[int] = []
-        moved: list[int] = []
-        for i, (grad, before) in enumerate(zip(grads_of(params), self._entries, strict=True)):
-            now = _NO_GRAD if grad is None else _entry_of(grad)
-            if now not in (_NO_GRAD, before):
-                (written if before in (_NO_GRAD, (before[0], now[1])) else moved).append(i)
-        return written, moved
+        versions, addresses = _entries_of(grads_of(params))
+        there = [before != _NO_GRAD for before in self._versions]
+        moved = [i for i in _differing(addresses, self._addresses) if there[i] and versions[i] != _NO_GRAD]
+        others = set(_differing(versions, self._versions)).difference(moved)
+        return sorted(i for i in others if versions[i] != _NO_GRAD), moved
 
 
-_NO_GRAD = (-1, None)
+_NO_GRAD = -1
 
 
-def _entry_of(tensor: Tensor) -> tuple[int, int | None]:
-    version = 0 if tensor.is_inference() else tensor._version
-    has_memory = tensor.layout == torch.strided and not wraps_tensors(tensor)
-    return version, tensor.data_ptr() if has_memory else None
+def _entries_of(tensors: Sequence[Tensor | None]) -> tuple[list[int], list[int | None]]:
+    """The version of each, _NO_GRAD for None, and its address, None without memory of its own."""
+    wraps = {kind: wraps_tensors(tensor) for kind, tensor in {type(tensor): tensor for tensor in tensors}.items()}
+    try:
+        versions = [_NO_GRAD if t is None else t._version for t in tensors]
+    except RuntimeError:  # those of inference mode have none; asking each takes a third longer
+        versions = [_NO_GRAD if t is None else 0 if t.is_inference() else t._version for t in tensors]
+    addresses = [None if t is None or wraps[type(t)] or t.layout != torch.strided else t.data_ptr() for t in tensors]
+    return versions, addresses
+
+
+def _differing(now: Sequence[int | None], before: Sequence[int | None]) -> list[int]:
+    """The indices where two lists of numbers differ."""
+    return [] if now == before else [i for i, (a, b) in enumerate(zip(now, before, strict=True)) if a != b]
 
 
 class RoundedCopies:
