@@ -60,6 +60,7 @@ def test_bytes_and_hops_are_those_of_a_ring(ranks):
         assert collective.sent() == pytest.approx(played.sent * chunk_nbytes)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")
 def test_collectives_and_memory_are_those_of_the_formulas():
     worker = Path(__file__).with_name("ring_worker.py")
