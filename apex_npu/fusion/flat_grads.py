@@ -119,7 +119,7 @@ class FlatGrads:
         return self._slots
 
     def _allocate(self, *, pads: bool = False) -> FlatBuffer:
-        """The buffer, with memory; ``pads``: what is written to it now, if it has just got that, has zeros between."""
+        """The buffer, with memory, and zeros in the padding; ``pads``: all slots are about to be copied into."""
         if self._is_lent:
             self._take_up()
         if self._buffer is None or self._is_lent:
@@ -137,6 +137,7 @@ class FlatGrads:
     @torch.no_grad()
     def _renew(self, buffer: FlatBuffer, *, pads: bool) -> None:
         buffer.renew()
+        # An NPU copies the zeros between slots with these, and fills all of them faster than some.
         if self.reads_lists and not pads:
             buffer.flat.zero_()
         elif not pads:
@@ -342,7 +343,7 @@ class FlatGrads:
 
     def _copy_in(self, indices: list[int], grads: list[Tensor]) -> list[Tensor]:
         """Copy ``grads`` into the slots ``indices``, whose views are returned."""
-        self._allocate(pads=True)
+        self._allocate(pads=len(indices) == len(self.params))
         views = self.views
         slots_of_them = [views[i] for i in indices]
         self._make_copier().copy_in(indices, slots_of_them, grads)

@@ -25,7 +25,7 @@ class GradCopier:
     def __init__(self, flat: Tensor, offsets: Sequence[int], shapes: Sequence[Tensor], *, pads: bool = False) -> None:
         """Into ``flat``, whose slots begin at ``offsets`` and have the sizes and strides of ``shapes``.
 
-        With ``pads`` zeros are written up to the next slot.
+        With ``pads`` zeros are written up to the next slot, where neighbours are copied at once.
         """
         self._flat, self._offsets, self._shapes = flat, offsets, shapes
         self._ends = [*offsets[1:], flat.numel()] if pads else []
@@ -38,8 +38,6 @@ class GradCopier:
         batches = self.batches(indices) if self._joins else []
         if not batches or len(batches) * _JOINED_COUNT > len(indices) + _JOINED_COUNT:
             gather_(views, grads)
-            if self._ends:
-                torch._foreach_zero_([self._flat[self._end_of(i) : self._ends[i]] for i in indices])
             return
         rows = self._rows(indices, grads)
         for batch, begin, end in numbered(batches):
@@ -50,9 +48,6 @@ class GradCopier:
                 gaps[-1] = self._ends[batch.stop - 1] - stop
             stretch = self._flat[offsets[0] : stop + gaps[-1]]
             cat_into(stretch, rows[begin:end], gaps, self._zeros_of(rows[begin].dtype, max(gaps)))
-
-    def _end_of(self, index: int) -> int:
-        return self._offsets[index] + self._shapes[index].numel()
 
     def _rows(self, indices: list[int], grads: list[Tensor]) -> list[Tensor]:
         """``grads``, 1-D, with the elements in the order that those of the slots ``indices`` have in memory."""

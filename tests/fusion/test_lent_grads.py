@@ -222,6 +222,23 @@ def test_a_step_that_is_skipped_leaves_the_memory_to_gradients():
         assert held - live_bytes() >= 4 * 200 * 200
 
 
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_blocks_that_reach_parameters_one_after_the_other(level):
+    model = nn.ModuleList(nn.Linear(31, 5) for _ in range(3)).to(DEVICE)
+    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    for order in ((0, 1, 2), (2, 0, 1), (1,)):
+        for i in order:
+            with amp.scale_loss(model[i](torch.ones(1, 31, device=DEVICE)).float().sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+        # 5 rows of 31 ones and 5 ones for each layer.
+        norm = optimizer.clip_optimizer_grad_norm_fused(math.inf)
+        assert float(norm) == pytest.approx(math.sqrt(5 * 32 * len(order)), rel=1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(p.isfinite().all() for p in amp.master_params(optimizer))
+
+
 def test_the_buffer_of_a_captured_block_stays_where_it_is():
     params = [nn.Parameter(torch.ones(50, 20, device=DEVICE)) for _ in range(3)]
     optimizer = optimizers.NpuFusedAdam(params, lr=0.1, capturable=True)
