@@ -29,6 +29,7 @@ from apex_npu.amp.preconditions import (
     check_groups,
     check_incoming,
     check_inside_of_ddp,
+    check_masters,
     check_memory,
     check_nothing_averages,
     check_own_groups,
@@ -232,6 +233,8 @@ def initialize(
             check_own_groups(left_to_amp, optimizer_list)
             if policy.combine_grad:
                 check_plain(optimizer_list)
+            if left_to_amp.master_weights:
+                check_masters(optimizer_list)
             if policy.store_param_remainders:
                 check_remainders(optimizer_list)
             if policy.fuse_unscale:

@@ -180,6 +180,17 @@ def check_own_groups(policy: Policy, optimizers: list[Optimizer]) -> None:
                 )
 
 
+def check_masters(optimizers: list[Optimizer]) -> None:
+    """Refuse optimizers that were made to do without the masters that they are to get.
+
+    Raises:
+        RuntimeError: See ``FusedOptimizer.check_masters``.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, HasFusedGroups):
+            optimizer.check_masters()  # type: ignore[attr-defined]
+
+
 def check_remainders(optimizers: list[Optimizer]) -> None:
     """Refuse optimizers that cannot keep the remainders of parameters.
 

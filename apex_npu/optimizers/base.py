@@ -541,6 +541,23 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
     # Remainders of parameters
 
+    def check_masters(self) -> None:
+        """Require that float32 masters may take the place of bfloat16 parameters.
+
+        Raises:
+            RuntimeError: The optimizer was made to step these without masters.
+        """
+        formats = self._formats
+        if formats is None or not (formats.has_remainders or formats.stochastic_rounding):
+            return
+        name, option = "store_param_remainders", "store_param_remainders=True"
+        if formats.stochastic_rounding:
+            name, option = "stochastic_rounding", "master_weights=False"
+        raise RuntimeError(
+            f"{type(self).__name__} has {name}=True, which is for bfloat16 parameters without masters, but here amp "
+            f"keeps float32 masters: pass {option} to amp.initialize at O5, or leave {name} out"
+        )
+
     def check_remainders(self) -> None:
         """Require that ``keep_remainders`` can be called.
 

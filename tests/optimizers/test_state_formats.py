@@ -700,6 +700,21 @@ def test_remainders_are_refused_with_optimizers_that_cannot_keep_them():
         assert model.weight.dtype == torch.float32
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize(
+    ("options", "way_out"),
+    [
+        ({"store_param_remainders": True}, "pass store_param_remainders=True to amp.initialize at O5"),
+        ({"stochastic_rounding": True}, "pass master_weights=False to amp.initialize at O5"),
+    ],
+)
+def test_masters_are_refused_where_an_optimizer_was_made_to_do_without(options, way_out, level):
+    model = nn.Linear(2, 2).to(DEVICE)
+    with pytest.raises(RuntimeError, match=f"FusedAdam has .*{way_out}, or leave"):
+        amp.initialize(model, optimizers.FusedAdam(model.parameters(), **options), opt_level=level)
+    assert model.weight.dtype == torch.float32
+
+
 # Bad input
 
 
