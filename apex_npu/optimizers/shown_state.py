@@ -81,13 +81,8 @@ class ShownState:
             count = _count_of(rule, slot.group, entry)
             slot.fused.set_step(slot.position, count)
             if not count:
-                # What a parameter lacks of its master is there before its first step.
-                for name in slot.fused.own_states:
-                    if entry.get(name) is not None:
-                        kept = _copied(_view(rule, slot, name), entry[name], slot.param)
-                        for other in ("step", _COUNT, *slot.names):  # see ``decoded``
-                            entry.pop(other, None)
-                        entry[name] = kept
+                if MASTER_PARAM in slot.names and entry.get(MASTER_PARAM) is not None:
+                    _adopt_master(rule, slot, entry)
                 continue
             for name in slot.names:
                 value = entry.get(name)
@@ -101,8 +96,9 @@ class ShownState:
     def show_state(self, rule: Rule, slot: StateSlot) -> None:
         """A slot is about to step: from now on its state is visible."""
         if slot.fused.runs.counts.is_new(slot.position):
+            has_master = rule.state.get(slot.param, {}).get(MASTER_PARAM) is not None
             for name in slot.names:
-                if name not in slot.fused.own_states:
+                if name != MASTER_PARAM or not has_master:
                     _reset(rule, slot, name)
         slot.fused.use(slot.position)
         _show(rule, slot)
@@ -112,11 +108,12 @@ class ShownState:
         """After a step that could not be taken: state that only ``show_state`` has shown is none.
 
         A state dict would have it, and rules without a ``step`` take it for state of a parameter that has been stepped.
+        Remainders of masters stay, which have been there before.
         """
         for slot in slots:
             entry = rule.state.get(slot.param)
             if entry and _COUNT not in entry and slot.fused.runs.counts.is_new(slot.position):
-                for name in ("step", *slot.names):
+                for name in {"step", *slot.names}.difference(slot.fused.own_states):
                     entry.pop(name, None)
                 if not entry:
                     del rule.state[slot.param]
@@ -176,6 +173,22 @@ def _view(rule: Rule, slot: StateSlot, name: str) -> Tensor:
     return slot.fused.state_views(name, scalar=name in rule.scalar_states)[slot.position]
 
 
+def _shown_view(rule: Rule, slot: StateSlot, name: str) -> Any:
+    """What users get."""
+    view: Any = _view(rule, slot, name)
+    plain = isinstance(view, EncodedView) or name in rule.scalar_states
+    return view if plain else sharded_like(view, slot.param)
+
+
+def _adopt_master(rule: Rule, slot: StateSlot, entry: dict[str, Any]) -> None:
+    """Copy a master that is there before the first step of its parameter, as no other state is."""
+    _copied(_view(rule, slot, MASTER_PARAM), entry[MASTER_PARAM], slot.param)
+    if slot.fused.own_states:  # ``decoded`` shows the state of step 0 beside it
+        for name in ("step", _COUNT, *slot.names):
+            entry.pop(name, None)
+    entry[MASTER_PARAM] = _shown_view(rule, slot, MASTER_PARAM)
+
+
 def _reset(rule: Rule, slot: StateSlot, name: str) -> None:
     scalar, initial = name in rule.scalar_states, rule.initial_state(name, slot.group)
     slot.fused.reset_state(name, slot.position, initial, scalar=scalar)
@@ -193,11 +206,7 @@ def _count_of(rule: Rule, group: dict[str, Any], entry: dict[str, Any]) -> float
 
 def _show(rule: Rule, slot: StateSlot) -> None:
     """Let the parameter's entry of ``state`` show the buffers' views, beside whatever else a user put there."""
-    views: dict[str, Any] = {}
-    for name in slot.names:
-        view: Any = _view(rule, slot, name)
-        plain = isinstance(view, EncodedView) or name in rule.scalar_states
-        views[name] = view if plain else sharded_like(view, slot.param)
+    views = {name: _shown_view(rule, slot, name) for name in slot.names}
     shows_step = rule.shows_step(slot.group)
     if not views and not shows_step:
         return

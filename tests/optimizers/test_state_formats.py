@@ -632,6 +632,56 @@ def test_torch_steps_from_the_state_of_what_has_not_been_stepped():
     assert all(map(torch.equal, params, fresh))
 
 
+def first_step_of_two():
+    """A FusedAdam with remainders, its parameters, of which the second has no gradient, and their masters."""
+    masters = [p.detach() for p in make_params()]
+    params = [nn.Parameter(master.bfloat16()) for master in masters]
+    optimizer = optimizers.FusedAdam(params, lr=1e-2, store_param_remainders=True)
+    optimizer.keep_remainders({id(p): master for p, master in zip(params, masters, strict=True)})
+    set_grads([params[0], params[2]], 0)
+    return optimizer, params, masters
+
+
+def test_float32_masters_take_those_of_parameters_that_have_not_been_stepped():
+    optimizer, params, masters = first_step_of_two()
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    loaded = optimizers.FusedAdam(params, lr=0.0, master_weights=True)
+    loaded.load_state_dict(saved)
+    loaded.param_groups[0].update(lr=0.0)
+    set_grads(params, 1)
+    loaded.step()
+    assert torch.equal(values_of(loaded)[1]["master_param"], masters[1])
+
+
+def test_a_first_step_that_fails_leaves_masters(monkeypatch):
+    optimizer, params, masters = first_step_of_two()
+
+    def fail(runs):
+        raise RuntimeError("planned")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(optimizer, "before_updates", fail)
+        with pytest.raises(RuntimeError, match="planned"):
+            optimizer.step()
+    for kept, master in zip(values_of(optimizer), masters, strict=True):
+        assert torch.equal(kept["master_param"], master)
+    optimizer.param_groups[0].update(lr=0.0)
+    set_grads(params, 1)
+    optimizer.step()
+    for kept, master in zip(values_of(optimizer), masters, strict=True):
+        assert torch.equal(kept["master_param"], master)
+
+
+def test_masters_of_a_state_that_is_dropped_are_the_parameters():
+    optimizer, params = train(optimizers.FusedAdam, {}, dtype=torch.bfloat16, store_param_remainders=True)
+    optimizer.load_state_dict(optimizers.FusedAdam(params, lr=0.0, store_param_remainders=True).state_dict())
+    set_grads(params, 4)
+    optimizer.step()
+    for p, kept in zip(params, values_of(optimizer), strict=True):
+        assert torch.equal(kept["master_param"], p.detach().float())
+
+
 def test_masters_that_are_not_stepped_are_not_saved_again():
     optimizer, params = train(optimizers.FusedAdam, {}, dtype=torch.bfloat16, store_param_remainders=True)
     plain = optimizers.NpuFusedAdamW(params, lr=1e-2)
