@@ -68,6 +68,7 @@ class FusedEMA:
             planned = plan(shapes)
             views = FlatBuffer(planned.layout.total_numel, dtype, device).views_like(shapes, planned.offsets)
             self._averages.update((n, sharded_like(v, tensors[n])) for n, v in zip(names, views, strict=True))
+        self._has_shards = any(map(is_sharded, self._averages.values()))
         self._copy(float32_tensors(model), self._averages)
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -88,7 +89,8 @@ class FusedEMA:
         Raises:
             RuntimeError: The model has lost or gained tensors, or one has changed its shape, or has been sharded.
         """
-        reshard(self.model)
+        if self._has_shards:
+            reshard(self.model)
         tensors = float32_tensors(self.model)
         self._check(tensors)
         floating = [name for name, t in tensors.items() if t.is_floating_point()]
