@@ -41,12 +41,15 @@ def _pairs(item: Any) -> set[Pair]:
     mark, call = item.get_closest_marker("pairwise"), item.callspec
     if "unless" in mark.kwargs and mark.kwargs["unless"](**call.params):
         return set()
-    return set(combinations([(name, id(value)) for name, value in sorted(call.params.items())], 2))
+    values = [(name, id(value)) for name, value in sorted(call.params.items())]
+    assert len(values) > 1, f"{item.nodeid}: all of its cases would be sweeps, as one parameter makes no pairs"
+    return set(combinations(values, 2))
 
 
 def by_turns(firsts: Iterable[Any], others: Sequence[tuple[Any, ...]], of: int = 1) -> list[Any]:
     """Each of ``firsts`` with each of ``others``, with ``of`` of these quick, which are others by turns."""
     cases = []
+    assert len(others) % of == 0
     for i, first in enumerate(firsts):
         for j, other in enumerate(others):
             name = "-".join(getattr(value, "__name__", str(value)) for value in (first, *other))

@@ -90,10 +90,17 @@ SHARDED = {
 }
 
 
+SHARDED_AGAIN = {2: SHARDED[3], 3: ("same_as_torch", "in_place_is_as_copied")}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("count", SHARDED)
-def test_sharded_parameters_are_stepped_part_by_part(count):
-    run("sharded", *SHARDED[count], processes=count)
+@pytest.mark.parametrize(
+    ("count", "checks"),
+    [*SHARDED.items(), *(pytest.param(*case, marks=pytest.mark.sweep) for case in SHARDED_AGAIN.items())],
+    ids=["2", "3", "2-again", "3-again"],
+)
+def test_sharded_parameters_are_stepped_part_by_part(count, checks):
+    run("sharded", *checks, processes=count)
 
 
 # One start for each number of processes.
