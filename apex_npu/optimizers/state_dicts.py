@@ -89,11 +89,6 @@ def copy_loaded(optimizer: Any, state_dict: dict[str, Any]) -> None:
 
     torch rounds to the parameter's dtype, or shares memory.
     """
-    for index, param in _indexed_params(state_dict, optimizer.param_groups):
-        for name, value in state_dict["state"].get(index, {}).items():
-            if isinstance(value, Tensor):
-                target = param.device if value.dim() else value.device
-                optimizer.state[param][name] = value.detach().to(target, copy=True)
     for group in optimizer.param_groups:
         for name, default in optimizer.group_defaults(group).items():
             if name != "differentiable":  # torch's own, which no rule here has
@@ -105,6 +100,11 @@ def copy_loaded(optimizer: Any, state_dict: dict[str, Any]) -> None:
             # A master that is not stepped here would be an old value in the next state dict.
             if MASTER_PARAM not in optimizer.state_dtype or param.dtype != torch.bfloat16:
                 optimizer.state.get(param, {}).pop(MASTER_PARAM, None)
+    for index, param in _indexed_params(state_dict, optimizer.param_groups):
+        for name, value in state_dict["state"].get(index, {}).items():
+            if isinstance(value, Tensor) and name in optimizer.state[param]:
+                target = param.device if value.dim() else value.device
+                optimizer.state[param][name] = value.detach().to(target, copy=True)
 
 
 def _state_shapes(optimizer: Any, group: dict[str, Any], param: Tensor) -> dict[str, torch.Size]:
