@@ -155,7 +155,7 @@ types: setup-dev
 # On the simulated NPU, where it is installed, the tests that take their device from the environment.
 DISTRIBUTED := $(addprefix tests/distributed/test_,data_parallel.py restart.py under_amp.py)
 ON_NPU := tests/amp $(DISTRIBUTED) tests/fp16_utils tests/normalization tests/scripts \
-    tests/parallel/test_larc.py tests/fusion/test_host_copy.py tests/test_apex_names.py \
+    tests/parallel/test_larc.py $(addprefix tests/fusion/test_,host_copy.py lent_grads.py) tests/test_apex_names.py \
     $(addprefix tests/examples/test_,imagenet.py gan.py language_model.py) \
     $(addprefix tests/optimizers/test_,capture.py captured_formats.py fused_optimizers.py random_programs.py unusual_use.py novograd.py failures.py arguments.py)
 HAS_SIMULATOR = $(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("npu_simulator") is None)'
@@ -192,7 +192,7 @@ pytest-sweeps: setup-dev
 # The vendor's torch_npu, with CANN's libraries replaced by ones that compute in host memory (tests/host_cann).
 HAS_TORCH_NPU = [ -f '$(VENV_NPU)/.apex_npu/torch_npu' ]
 RUN_ON_TORCH_NPU = '$(PY_NPU)' tests/vendor/run.py --workers $(WORKERS)
-IN_EVERY_PASS := tests/amp $(DISTRIBUTED) $(filter tests/optimizers/%,$(ON_NPU))
+IN_EVERY_PASS := tests/amp $(DISTRIBUTED) tests/fusion/test_lent_grads.py $(filter tests/optimizers/%,$(ON_NPU))
 # What amp decides on the host, whatever the device computes: the simulated NPU is enough for every day.
 DECIDED_ON_THE_HOST := $(patsubst %,tests/amp/test_%.py,bad_input clearing interrupted_programs kept_gradients legacy \
     open_check ordinary_path overrides own_optimizers own_signatures policy regrouping scaler shared_gradients signatures \
