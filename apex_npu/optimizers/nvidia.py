@@ -113,8 +113,7 @@ class FusedAdam(FusedOptimizer):
             "eps": eps,
             "weight_decay": weight_decay,
             "adam_w_mode": adam_w_mode,
-            # What loads this state finds masters in it, and steps them.
-            "master_weights": True if store_param_remainders else master_weights,
+            "master_weights": master_weights,
         }
         super().__init__(
             params,
@@ -150,9 +149,14 @@ class FusedAdam(FusedOptimizer):
         return ("exp_avg", "exp_avg_sq", "master_param")
 
     def state_dict(self) -> dict[str, Any]:
-        """As of ``FusedOptimizer``; a group's count that is on the device is an int32 there, as NVIDIA's is."""
+        """As of ``FusedOptimizer``; a group's count that is on the device is an int32 there, as NVIDIA's is.
+
+        Of remainders it has masters, and ``master_weights``, by which another optimizer steps them.
+        """
         packed = super().state_dict()
         for group in packed["param_groups"]:
+            if self._formats is not None and self._formats.has_remainders:
+                group["master_weights"] = True
             if isinstance(group.get("step"), Tensor):
                 group["step"] = group["step"].to(torch.int32)
         return packed

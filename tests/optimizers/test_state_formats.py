@@ -654,6 +654,20 @@ def test_float32_masters_take_those_of_parameters_that_have_not_been_stepped():
     assert torch.equal(values_of(loaded)[1]["master_param"], masters[1])
 
 
+def test_float32_masters_take_those_of_amp():
+    _, optimizer = train_under_amp(rule=optimizers.FusedAdam, store_param_remainders=True)
+    params = [nn.Parameter(p.detach().clone()) for p in params_of(optimizer)]
+    loaded = optimizers.FusedAdam(params, master_weights=True)
+    loaded.load_state_dict(optimizer.state_dict())
+    loaded.param_groups[0].update(lr=0.0)
+    set_grads(params, 1)
+    loaded.step()
+    kept = [(values, p) for values, p in zip(values_of(optimizer), params, strict=True) if p.dtype == torch.bfloat16]
+    assert len(kept) == 4
+    for values, p in kept:
+        assert torch.equal(loaded.state[p]["master_param"], values["master_param"])
+
+
 def test_a_first_step_that_fails_leaves_masters(monkeypatch):
     optimizer, params, masters = first_step_of_two()
 
