@@ -66,12 +66,15 @@ class FlatGrads:
         may_pack: See ``pack``.
         is_packed: Gradients have been packed, and some may still be.
         lends: ``let_go`` leaves the buffer's memory to the gradients in it.
+        is_sent: But not now, while processes average what is in it.
     """
 
     is_sharded = False
     may_pack = False
     is_packed = False
+    is_sent = False
     _is_lent = False
+    _is_padded = False
 
     def __init__(self, params: Sequence[Tensor], offsets: Sequence[int], total_numel: int) -> None:
         """Plan only; ``params`` share dtype and device."""
@@ -125,39 +128,48 @@ class FlatGrads:
         if self._buffer is None or self._is_lent:
             slots = self._plan_slots()
             buffer = self._buffer or FlatBuffer(self.total_numel, self.dtype, self.device)
-            if self._is_lent:
-                self._renew(buffer, pads=pads and self.reads_lists)
+            is_padded = not self._is_lent or self._renew(buffer, pads=pads)
             views = buffer.views_like(self._shapes, self.offsets)
             table = slot_table(views)
             slots.remember_views(views)
             # All at once: a buffer has its views.
-            self._buffer, self._views, self._view_table, self._is_lent = buffer, views, table, False
+            self._buffer, self._views, self._view_table, self._is_padded, self._is_lent = (
+                buffer,
+                views,
+                table,
+                is_padded,
+                False,
+            )
+        if not self._is_padded and not pads:
+            with torch.no_grad():
+                self._buffer.flat.index_fill_(0, self._find_padding(), 0.0)
+            self._is_padded = True
         return self._buffer
 
     @torch.no_grad()
-    def _renew(self, buffer: FlatBuffer, *, pads: bool) -> None:
+    def _renew(self, buffer: FlatBuffer, *, pads: bool) -> bool:
+        """Whether there are zeros in the padding now."""
         buffer.renew()
-        # An NPU copies the zeros between slots with these, and fills all of them faster than some.
-        if self.reads_lists and not pads:
+        # An NPU fills all elements faster than some.
+        is_padded = self.reads_lists and not pads
+        if is_padded:
             buffer.flat.zero_()
-        elif not pads:
-            buffer.flat.index_fill_(0, self._find_padding(), 0.0)
+        return is_padded
 
     def let_go(self) -> None:
         """Leave the buffer's memory to the gradients in it: it is free when they are cleared, by whatever means.
 
         Only where it ``lends``. What is taken of ``flat`` has memory again when the buffer has.
         """
-        if not self.lends or not self._views:
+        if not self.lends or self.is_sent or not self._views:
             return
         if is_capturing():  # a replay writes to the addresses of the capture
             self.lends = False
             return
         assert self._buffer is not None
         slots: Any = self._plan_slots()
-        self._is_lent = True  # first: what is interrupted below gets new memory
+        self._is_lent, self._views = True, []  # first: what is interrupted below gets new memory
         slots.let_go(self._buffer.flat)
-        self._views = []
 
     def _take_up(self) -> None:
         """Own the memory again, if it is still there, and nothing but gradients is in it; else it is left for good."""
@@ -202,7 +214,7 @@ class FlatGrads:
 
         A former gradient that something still holds (PCGrad keeps ``p.grad`` of each task) moves out of its slot first.
         """
-        if self._is_lent or self._buffer is None or self._view_table is None:
+        if self._is_lent or self._view_table is None or not self._is_padded:
             self._allocate()
         elif self._view_table.broken(self._views):
             self._replace_lost_views()
@@ -343,10 +355,12 @@ class FlatGrads:
 
     def _copy_in(self, indices: list[int], grads: list[Tensor]) -> list[Tensor]:
         """Copy ``grads`` into the slots ``indices``, whose views are returned."""
-        self._allocate(pads=len(indices) == len(self.params))
-        views = self.views
+        pads = self.reads_lists and len(indices) == len(self.params)  # then zeros are copied along
+        self._allocate(pads=pads)
+        views = self._views if pads and not self._is_padded else self.views
         slots_of_them = [views[i] for i in indices]
         self._make_copier().copy_in(indices, slots_of_them, grads)
+        self._is_padded = True  # last: what is interrupted above leaves padding to the next use
         return slots_of_them
 
     def gather_times(self, factor: float, slots: range) -> bytes:
@@ -540,7 +554,8 @@ class FlatGrads:
 
     def _make_copier(self) -> GradCopier:
         if self._copier is None:
-            self._copier = GradCopier(self.flat, self.offsets, self._shapes, pads=self.lends)
+            flat = self._allocate(pads=True).flat
+            self._copier = GradCopier(flat, self.offsets, self._shapes, pads=self.lends)
         return self._copier
 
     @torch.no_grad()
