@@ -237,7 +237,7 @@ class GradReducer:
         """
         self._place(find_flat)
         for grads in self._grads:
-            grads.is_sent = True  # collectives are asynchronous: a script may clear gradients before they have ended
+            grads.memory.is_sent = True  # collectives are asynchronous: a script may clear gradients before they end
         if not self._planned:
             self._plan_arrivals()
         for bucket in self._buckets:
@@ -336,7 +336,7 @@ class GradReducer:
             largest, smallest, failed_rank = heard[len(self.tensors) :]
             report = Report(largest, -smallest, int(failed_rank) - 1 if failed_rank else None)
         for grads in self._grads:
-            grads.is_sent = False
+            grads.memory.is_sent = False
         if self._late is not None:
             self._raise_late()
         if not self._recorded and report is not None and report.failed_rank is None:

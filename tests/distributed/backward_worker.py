@@ -348,7 +348,7 @@ def cleared_in_a_block():
                 assert_averages(model, expected)
             optimizer.step()
             optimizer.zero_grad()
-            if optimizer.flat_grads()[0].lends:
+            if optimizer.flat_grads()[0].memory.lends:
                 assert not optimizer.flat_grads()[0].has_buffer
     finally:
         packed_grads.PACKED_NUMEL = least

@@ -229,7 +229,7 @@ def test_an_interrupt_while_memory_is_left_to_gradients(monkeypatch):
     ours.clip_optimizer_grad_norm_fused(math.inf)
     params_of(ours)[0].grad = params_of(theirs)[0].grad = None
     (grads,) = ours.flat_grads()
-    slots = grads._slots
+    slots = grads.memory.slots
 
     class Interrupted:
         def let_go(self, flat):
@@ -240,7 +240,7 @@ def test_an_interrupt_while_memory_is_left_to_gradients(monkeypatch):
             return getattr(slots, name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(grads, "_slots", Interrupted())
+        patch.setattr(grads.memory, "slots", Interrupted())
         with pytest.raises(KeyboardInterrupt):
             ours.step()
     theirs.step()
