@@ -34,6 +34,7 @@ from apex_npu.fusion import (
     low_precision_of,
     zero_grads,
 )
+from apex_npu.fusion.grad_memory import GradMemory
 from apex_npu.fusion.shards import meshes_of
 
 _PARAMS = itemgetter("params")
@@ -387,8 +388,8 @@ class AmpOptimizerState:
         finally:
             if self.masters.masters:
                 self._drop_master_grads()
-            for flat in self.grads.lending:
-                flat.let_go()
+            for memory in self.grads.lending:
+                memory.let_go()
             if check is not None:
                 self.pending.report_later(self, check)
             else:
@@ -418,8 +419,8 @@ class AmpOptimizerState:
         if self.holds_scaled:
             # What is not cleared now is a gradient like any other.
             self.pending.unscale_now_(self, self.grad_groups(optimizer))
-        for flat in self.grads.lending:
-            flat.let_go()
+        for memory in self.grads.lending:
+            memory.let_go()
 
     def _drop_master_grads(self) -> None:
         drop_grads(self.masters.masters)
@@ -460,8 +461,8 @@ class AmpOptimizerState:
         self.grads.unchecked = self.grads.saturated = False
         if self.stage is not Stage.SCALED:  # there, what backward is about to add is scaled
             self.stage, self.grad_scale = Stage.READY, 1.0
-        for flat in self.grads.lending:
-            flat.let_go()
+        for memory in self.grads.lending:
+            memory.let_go()
         for rare in (self.pending, self.sync, self.legacy):
             if rare is not None:
                 rare.clear()
@@ -475,7 +476,7 @@ class OptimizerGrads:
         saturates: They are on a device that saturates instead of giving inf.
         meshes: The device meshes over which parameters are sharded.
         special: Either: a block needs more than the ordinary one.
-        lending: Buffers whose memory gradients own between steps.
+        lending: The memory that gradients own between steps.
         saturated: There: some have overflowed, and they have not been cleared.
         unchecked: Some have been brought to the optimizer's parameters without a check for inf or NaN.
     """
@@ -484,7 +485,7 @@ class OptimizerGrads:
         self.groups: list[GradGroup] = []
         self.saturates = self.saturated = self.special = False
         self.meshes: list[Any] = []
-        self.lending: list[FlatGrads] = []
+        self.lending: list[GradMemory] = []
         self.unchecked = False
         self._device: torch.device | None = None
         self._fitted_to: list[list[Any]] = []
@@ -512,7 +513,8 @@ class OptimizerGrads:
                 group.adopt_from(self.groups)
         self.saturates, self.meshes = saturates(groups), meshes_of(params)
         self.special = self.saturates or bool(self.meshes)
-        self.lending = [group.flat for group in groups if group.flat is not None and group.flat.lends]
+        memories = [group.flat.memory for group in groups if group.flat is not None]
+        self.lending = [memory for memory in memories if memory.lends]
         self._device = groups[0].device if groups else None
         self.groups = groups  # last: what they know of copied gradients is all there
 

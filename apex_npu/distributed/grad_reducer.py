@@ -236,6 +236,8 @@ class GradReducer:
             find_flat: What already holds the gradients of a list of tensors; used where it is laid out alike.
         """
         self._place(find_flat)
+        for grads in self._grads:
+            grads.memory.is_sent = True  # collectives are asynchronous: a script may clear gradients before they end
         if not self._planned:
             self._plan_arrivals()
         for bucket in self._buckets:
@@ -333,6 +335,8 @@ class GradReducer:
             self._show_others(heard)
             largest, smallest, failed_rank = heard[len(self.tensors) :]
             report = Report(largest, -smallest, int(failed_rank) - 1 if failed_rank else None)
+        for grads in self._grads:
+            grads.memory.is_sent = False
         if self._late is not None:
             self._raise_late()
         if not self._recorded and report is not None and report.failed_rank is None:

@@ -140,7 +140,7 @@ class ShardGrads(FlatGrads):
     def __init__(self, grads: FlatGrads, full_params: list[Tensor]) -> None:
         """``full_params`` of the parts in ``grads``, which has none of their gradients yet."""
         super().__init__(grads.params, grads.offsets, grads.total_numel)
-        self.full_params, self.lends = full_params, grads.lends
+        self.full_params, self.memory.lends = full_params, grads.memory.lends
         found = _extension_shards(full_params, self.params)
         self._shards: Shards = found or _PythonShards(full_params, self.params)
         self._holding: Any = found if self.reads_in_place else None
@@ -176,7 +176,7 @@ class ShardGrads(FlatGrads):
 
     def _find(self, slots: range | None, in_place: InPlace, least_numel: int | None = None) -> tuple[bytes, list[int]]:
         if self._holding is not None and in_place != InPlace.NO:
-            states = self._holding.hold_grads(self._slots or self._plan_slots(), in_place)
+            states = self._holding.hold_grads(self.memory.slots, in_place)
             self._holds = states is not None
             if states is not None:
                 return (states if slots is None else states[slots.start : slots.stop]), []
@@ -216,7 +216,7 @@ class ShardGrads(FlatGrads):
         """See ``FlatGrads``; nothing has to be gathered for a second step, since gradients stay with fully_shard."""
         if not self._holds:
             return super().operand(slots, numel)
-        grads: Tensor = self._holding.grad_list(self._slots, slots.start, len(slots), numel)
+        grads: Tensor = self._holding.grad_list(self.memory.slots, slots.start, len(slots), numel)
         return grads
 
     def _operands(self, states: bytes) -> list[Tensor]:

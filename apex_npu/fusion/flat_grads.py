@@ -3,16 +3,14 @@
 """The gradients of some parameters in one flat buffer.
 
 Autograd, or the user, may put any tensor into ``param.grad``: ``gather`` copies it into its slot. What need not be
-copied may be left where it is; ``grad_slots.py`` has the states that this makes.
+copied may be left where it is; ``grad_slots.py`` has the states that this makes, ``grad_memory.py`` the buffer.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from functools import partial
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,22 +19,25 @@ from apex_npu._extension import extension
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import no_grad
 from apex_npu.fusion import grad_slots, packed_grads
+from apex_npu.fusion.addressed_grads import AddressedGrads
 from apex_npu.fusion.combined import check_combinable
-from apex_npu.fusion.flat_buffer import FlatBuffer, plan
+from apex_npu.fusion.flat_buffer import plan
 from apex_npu.fusion.grad_copier import GradCopier, numbered
+from apex_npu.fusion.grad_memory import GradMemory
 from apex_npu.fusion.grad_slots import (
     ELSEWHERE,
     IN_BUFFER,
     NONE,
-    AddressedSlots,
-    GradSlots,
     InPlace,
     check_grad,
+    places_of,
+    stay_elsewhere,
+    stretches,
+    with_state,
 )
 from apex_npu.fusion.many_tensors import are_same, increment_versions, kept_grads, set_grads
-from apex_npu.fusion.storage import SlotTable, move_out, slot_table
+from apex_npu.fusion.storage import slot_table
 from apex_npu.ops import (
-    AddressTable,
     cats_lists,
     gather_,
     gathers_in_one_pass,
@@ -46,8 +47,7 @@ from apex_npu.ops import (
     unscale_grads,
 )
 
-_GRAD, _DTYPE, _LAYOUT, _DEVICE = map(attrgetter, ("grad", "dtype", "layout", "device"))
-_IN_BUFFER, _ELSEWHERE = bytes([IN_BUFFER]), bytes([ELSEWHERE])
+_GRAD = attrgetter("grad")
 
 
 class FlatGrads:
@@ -65,13 +65,12 @@ class FlatGrads:
         is_shown: A script has the buffer: gradients are always copied there, and padding may have been written.
         may_pack: See ``pack``.
         is_packed: Gradients have been packed, and some may still be.
-        lends: ``let_go`` leaves the buffer's memory to the gradients in it.
+        memory: The buffer, and the views of its slots.
     """
 
     is_sharded = False
     may_pack = False
     is_packed = False
-    _is_lent = False
 
     def __init__(self, params: Sequence[Tensor], offsets: Sequence[int], total_numel: int) -> None:
         """Plan only; ``params`` share dtype and device."""
@@ -83,16 +82,9 @@ class FlatGrads:
         self._in_one_pass = bool(self.params) and gathers_in_one_pass(self.params[0])
         self.total_numel = total_numel
         self._largest_numel = max((p.numel() for p in self.params), default=0)
-        self.lends = bool(self.params) and may_lend(self.params[0]) and total_numel >= packed_grads.PACKED_NUMEL
-        self._buffer: FlatBuffer | None = None
-        self._slots: GradSlots | None = None
-        self._shapes: list[Tensor] = []
-        self._views: list[Tensor] = []
-        self._view_table: SlotTable | None = None
-        self._padding: Tensor | None = None
+        self.memory = GradMemory(self.params, self.offsets, total_numel)
         self._copier: GradCopier | None = None
-        self._by_address = bool(self.params) and takes_addresses(self.params[0])
-        self._address_table: AddressTable | None = None
+        self._addressed = AddressedGrads(self.memory) if self.params and takes_addresses(self.params[0]) else None
         self._table = slot_table(self.params)
 
     @classmethod
@@ -111,73 +103,25 @@ class FlatGrads:
         """Of the buffer."""
         return self.params[0].dtype
 
-    def _plan_slots(self) -> GradSlots:
-        if self._slots is None:
-            # Shaped like what autograd makes: a parameter's strides where they are dense, else contiguous.
-            self._shapes = [torch.empty_like(p, device="meta") for p in self.params]
-            self._slots = grad_slots.grad_slots(self._shapes, self.offsets)
-        return self._slots
-
-    def _allocate(self, *, pads: bool = False) -> FlatBuffer:
-        """The buffer, with memory, and zeros in the padding; ``pads``: all slots are about to be copied into."""
-        if self._is_lent:
+    def _allocate(self, *, pads: bool = False) -> Tensor:
+        if self.memory.is_lent:
             self._take_up()
-        if self._buffer is None or self._is_lent:
-            slots = self._plan_slots()
-            buffer = self._buffer or FlatBuffer(self.total_numel, self.dtype, self.device)
-            if self._is_lent:
-                self._renew(buffer, pads=pads and self.reads_lists)
-            views = buffer.views_like(self._shapes, self.offsets)
-            table = slot_table(views)
-            slots.remember_views(views)
-            # All at once: a buffer has its views.
-            self._buffer, self._views, self._view_table, self._is_lent = buffer, views, table, False
-        return self._buffer
-
-    @torch.no_grad()
-    def _renew(self, buffer: FlatBuffer, *, pads: bool) -> None:
-        buffer.renew()
-        # An NPU copies the zeros between slots with these, and fills all of them faster than some.
-        if self.reads_lists and not pads:
-            buffer.flat.zero_()
-        elif not pads:
-            buffer.flat.index_fill_(0, self._find_padding(), 0.0)
-
-    def let_go(self) -> None:
-        """Leave the buffer's memory to the gradients in it: it is free when they are cleared, by whatever means.
-
-        Only where it ``lends``. What is taken of ``flat`` has memory again when the buffer has.
-        """
-        if not self.lends or not self._views:
-            return
-        if is_capturing():  # a replay writes to the addresses of the capture
-            self.lends = False
-            return
-        assert self._buffer is not None
-        slots: Any = self._plan_slots()
-        self._is_lent = True  # first: what is interrupted below gets new memory
-        slots.let_go(self._buffer.flat)
-        self._views = []
+        return self.memory.allocate(pads=pads)
 
     def _take_up(self) -> None:
-        """Own the memory again, if it is still there, and nothing but gradients is in it; else it is left for good."""
-        assert self._buffer is not None
-        slots: Any = self._plan_slots()
-        views: list[Tensor] | None = slots.take_up(self.params, self._buffer.flat)
-        if views is not None:
-            self._views, self._is_lent = views, False
+        self.memory.take_up()
 
     @property
     def has_buffer(self) -> bool:
         """Whether there is memory for gradients."""
-        if self._is_lent:
+        if self.memory.is_lent:
             self._take_up()
-        return bool(self._views)
+        return bool(self.memory.views)
 
     @property
     def flat(self) -> Tensor:
         """All slots and their padding, which is zero. Slots that are NONE hold whatever was there last."""
-        return self._allocate().flat
+        return self._allocate()
 
     def show(self) -> Tensor:
         """``flat`` for a script, to read and to write: all gradients are there, with zeros for those that are None.
@@ -187,13 +131,13 @@ class FlatGrads:
         """
         if not self.is_shown:
             check_combinable()
-            self._find_padding()
+            self.memory.find_padding()
         states = self.gather()
-        self.is_shown, self.lends = True, False
+        self.is_shown, self.memory.lends = True, False
         if NONE in states:
             views = self.views
-            torch._foreach_zero_([views[i] for i in _places_of(NONE, states)])
-        self.clear_padding()
+            torch._foreach_zero_([views[i] for i in places_of(NONE, states)])
+        self.memory.clear_padding()
         return self.flat
 
     @property
@@ -202,33 +146,17 @@ class FlatGrads:
 
         A former gradient that something still holds (PCGrad keeps ``p.grad`` of each task) moves out of its slot first.
         """
-        if self._is_lent or self._buffer is None or self._view_table is None:
+        memory = self.memory
+        if memory.view_table is None or memory.is_lent or not memory.is_padded:
             self._allocate()
-        elif self._view_table.broken(self._views):
-            self._replace_lost_views()
-        for i in kept_grads(self._views, self.params):
-            move_out(self._views[i])  # first: what is interrupted here is found as a view that is lost
-            self._views[i] = self._view(i)
+        elif memory.view_table.broken(memory.views):
+            memory.replace_lost_views()
+        kept = kept_grads(memory.views, self.params)
+        if kept:
+            memory.move_out(kept)
         if self.is_shown:
-            self.clear_padding()
-        return self._views
-
-    def _view(self, index: int) -> Tensor:
-        shape = self._shapes[index]
-        return self._allocate().view(self.offsets[index], shape.size(), shape.stride())
-
-    def clear_padding(self) -> None:
-        """Write zeros between the slots."""
-        if self._views:
-            self.flat.index_fill_(0, self._find_padding(), 0.0)
-
-    def _find_padding(self) -> Tensor:
-        if self._padding is None:
-            used = sorted((offset, offset + p.numel()) for p, offset in zip(self.params, self.offsets, strict=True))
-            gaps = zip([0, *(end for _, end in used)], [*(begin for begin, _ in used), self.total_numel], strict=True)
-            found = [torch.arange(begin, end, device="cpu") for begin, end in gaps if begin < end]
-            self._padding = torch.cat([torch.arange(0, device="cpu"), *found]).to(self.device)
-        return self._padding
+            memory.clear_padding()
+        return memory.views
 
     def states(self, slots: range | None = None) -> bytes:
         """One byte per parameter, of all or of those of ``slots``: NONE, IN_BUFFER or ELSEWHERE."""
@@ -236,7 +164,7 @@ class FlatGrads:
 
     def _find(self, slots: range | None, in_place: InPlace, least_numel: int | None = None) -> tuple[bytes, list[int]]:
         """The states of ``slots``, and those of them whose gradients have to be gathered; see ``GradSlots.states``."""
-        if self._is_lent:
+        if self.memory.is_lent:
             self._take_up()
         if self.is_shown:
             in_place = InPlace.NO
@@ -246,25 +174,15 @@ class FlatGrads:
                 return packed if slots is None else packed[slots.start : slots.stop], []
         if least_numel is None:
             least_numel = grad_slots.WRITTEN_NUMEL if in_place == InPlace.WRITE else grad_slots.STAYS_NUMEL
-        params, views, first = self.params, self._views or self.params, 0
+        params, views, first = self.params, self.memory.views or self.params, 0
         if slots is not None:
             first = slots.start
             params, views = params[first : slots.stop], views[first : slots.stop]
-        known = self._slots or self._plan_slots()
-        found = known.states(params, views, first, in_place, least_numel)
+        found = self.memory.slots.states(params, views, first, in_place, least_numel)
         # The extension has checked in the same pass whether their addresses are unchanged.
-        if extension is None and IN_BUFFER in found[0] and self._replace_lost_views():
+        if extension is None and IN_BUFFER in found[0] and self.memory.replace_lost_views():
             return self._find(slots, in_place, least_numel)
         return found
-
-    def _replace_lost_views(self) -> bool:
-        """``p.grad.data = ...`` takes a view out of its slot: from then on it is a gradient like any other."""
-        if self._buffer is None or self._view_table is None:
-            return False
-        lost = self._view_table.broken(self._views)
-        for i in lost:
-            self._views[i] = self._view(i)
-        return bool(lost)
 
     def broken(self) -> list[int]:
         """Indices of the parameters that no longer have the address, shape, dtype or device they were planned with."""
@@ -309,7 +227,7 @@ class FlatGrads:
                 been copied then.
         """
         packed = self.is_packed and in_place == InPlace.READ  # a kernel reads those where they are
-        at_once = self._by_address and not self.is_sharded and not packed and self.has_buffer
+        at_once = self._addressed and not self.is_sharded and not packed and self.has_buffer
         if at_once and (taken := self._take_by_address(self.params, slots)) is not None:
             return taken
         states, to_gather = self._find(slots, in_place)
@@ -324,37 +242,39 @@ class FlatGrads:
             return self.gather(in_place=InPlace.READ)
         states, to_gather = self._find(None, InPlace.NO)
         grads = map(_GRAD, map(self.params.__getitem__, to_gather))
-        fit = all(map(grad_slots.fits, grads, map(self._shapes.__getitem__, to_gather)))
+        fit = all(map(grad_slots.fits, grads, map(self.memory.shapes.__getitem__, to_gather)))
         return states if fit else self._gather(None, states, to_gather)
 
     def _gather(self, slots: range | None, states: bytes, to_gather: list[int]) -> bytes:
-        if self._by_address and (taken := self._take_by_address(self.params, slots)) is not None:
+        if self._addressed and (taken := self._take_by_address(self.params, slots)) is not None:
             return taken
         if IN_BUFFER not in states and self._in_one_pass:
-            all_of_them = slots is None and not _stay_elsewhere(states, to_gather)
+            all_of_them = slots is None and not stay_elsewhere(states, to_gather)
             self.take(self.params, slots=None if all_of_them else to_gather)
         else:
             params = [self.params[i] for i in to_gather]
-            grads = self._readable(to_gather, list(map(_GRAD, params)), self.params)
+            grads = self.memory.readable(to_gather, list(map(_GRAD, params)), self.params)
             set_grads(params, self._copy_in(to_gather, grads))
         if slots is None:
             self.is_packed = False
-        return _with_state(IN_BUFFER, states, to_gather, 0 if slots is None else slots.start)
+        return with_state(IN_BUFFER, states, to_gather, 0 if slots is None else slots.start)
 
     def _copy_in(self, indices: list[int], grads: list[Tensor]) -> list[Tensor]:
         """Copy ``grads`` into the slots ``indices``, whose views are returned."""
-        self._allocate(pads=len(indices) == len(self.params))
-        views = self.views
+        pads = self.reads_lists and len(indices) == len(self.params)  # then zeros are copied along
+        self._allocate(pads=pads)
+        views = self.memory.views if pads and not self.memory.is_padded else self.views
         slots_of_them = [views[i] for i in indices]
         self._make_copier().copy_in(indices, slots_of_them, grads)
+        self.memory.is_padded = True  # last: what is interrupted above leaves padding to the next use
         return slots_of_them
 
     def gather_times(self, factor: float, slots: range) -> bytes:
         """``gather(slots)``, then multiply these gradients by ``factor``; in one pass where the device allows."""
         states, to_gather = self._find(slots, InPlace.NO)
-        if to_gather and IN_BUFFER not in states and (self._in_one_pass or self._by_address):
+        if to_gather and IN_BUFFER not in states and (self._in_one_pass or self._addressed):
             self.take(self.params, factor, slots=slots)
-            return _with_state(IN_BUFFER, states, to_gather, slots.start)
+            return with_state(IN_BUFFER, states, to_gather, slots.start)
         states = self.gather(slots)
         if factor != 1.0 and IN_BUFFER in states:
             self.span(slots).mul_(factor)
@@ -379,7 +299,7 @@ class FlatGrads:
             RuntimeError: A gradient is sparse, not of its parameter's dtype, or a subclass such as DTensor; nothing has
                 been copied then.
         """
-        if self._by_address and self._take_by_address(sources, slots, inv_scale, found_inf) is not None:
+        if self._addressed and self._take_by_address(sources, slots, inv_scale, found_inf) is not None:
             return
         taken = range(len(self.params)) if slots is None else slots
         if not self._in_one_pass:
@@ -408,44 +328,21 @@ class FlatGrads:
             The states of the slots afterwards. None, with nothing done, where the kernel does not compile; or in the
             capture of a CUDA graph, whose replay would follow the addresses of the capture.
         """
-        if is_capturing():
+        if self._addressed is None or is_capturing():
             return None
-        flat, known = self.flat, cast("AddressedSlots", self._plan_slots())
-        if self._address_table is None:
-            self._address_table = AddressTable(flat, self.offsets, [p.numel() for p in self.params])
-        span = slots if isinstance(slots, range) else range(len(self.params))
-        chosen = None if slots is None or slots is span else slots
-        addresses = self._address_table.addresses()
-        look = partial(known.addresses, sources, self.params, self._views, span.start, span.stop, chosen)
-        states, others, dtype, views_are_free = look(flat, addresses)
-        if ELSEWHERE in states and (self.is_shown or not views_are_free):
-            _ = self.views  # which frees them
-            states, others, dtype, _ = look(flat, addresses)
-        apart = slots is None and IN_BUFFER in states and (inv_scale != 1.0 or found_inf is not None)
-        if ELSEWHERE in states:
-            scaling = (1.0, None) if apart else (inv_scale, found_inf)
-            grads = [grad for i in others if (grad := sources[i].grad) is not None]
-            grads = self._readable(others, grads, sources) if others else []
-            if dtype is not None and not self._address_table.take(addresses, dtype, *scaling, span):
-                self._by_address = False
-                return None
-            if grads:
-                gather_([self._views[i] for i in others], grads, *scaling)
-            self._show_views(states, span)
-            states = states.replace(_ELSEWHERE, _IN_BUFFER)
+        flat = self.flat
+        if self.is_shown:
+            self.memory.clear_padding()
+        taken = self._addressed.take(flat, sources, slots, inv_scale, found_inf)
+        if taken is None:
+            self._addressed = None
+            return None
+        states, apart = taken
         if apart:
             self._unscale_operands(states, inv_scale, found_inf)
         if slots is None:
             self.is_packed = False
         return states
-
-    def _show_views(self, states: bytes, slots: range) -> None:
-        """Make the views of ``slots`` gradients where ``states`` are ELSEWHERE."""
-        params, views = self.params, self._views
-        if states.count(ELSEWHERE) < len(views):
-            taken = [slots.start + i for i in _places_of(ELSEWHERE, states)]
-            params, views = [params[i] for i in taken], [views[i] for i in taken]
-        set_grads(params, views)
 
     def share(self, sources: Sequence[Tensor]) -> None:
         """Bring the gradients of ``sources`` to ``params``, without a copy where they can be read where they are.
@@ -458,7 +355,7 @@ class FlatGrads:
         """
         others: Sequence[int] = range(len(self.params))
         if self.device.type == "cpu" and self._largest_numel >= grad_slots.WRITTEN_NUMEL and not self.is_shown:
-            others = self._plan_slots().share(sources, self.params, grad_slots.WRITTEN_NUMEL)
+            others = self.memory.slots.share(sources, self.params, grad_slots.WRITTEN_NUMEL)
         if others:
             self.take(sources, slots=None if len(others) == len(self.params) else others)
 
@@ -474,15 +371,15 @@ class FlatGrads:
         """
         if not self.may_pack or self.is_shown or self.total_numel < packed_grads.PACKED_NUMEL:
             return False
-        slots = self._plan_slots()
+        memory = self.memory
         self.is_packed = packed_grads.pack_grads(
-            sources, self.params, slots, self._shapes, self.offsets, self.total_numel
+            sources, self.params, memory.slots, memory.shapes, self.offsets, self.total_numel
         )
         return self.is_packed
 
     def _find_packed(self) -> bytes | None:
         """The states, where all gradients that are there are packed; else None, until ``pack`` is called again."""
-        slots: Any = self._plan_slots()
+        slots: Any = self.memory.slots
         found: bytes | None = slots.packed_states(self.params, self.total_numel)
         self.is_packed = found is not None
         return found
@@ -505,12 +402,12 @@ class FlatGrads:
         Raises:
             RuntimeError: As of ``gather``.
         """
-        by_address = self._by_address and (inv_scale != 1.0 or found_inf is not None) and self.has_buffer
+        by_address = self._addressed and (inv_scale != 1.0 or found_inf is not None) and self.has_buffer
         if by_address and self._take_by_address(self.params, None, inv_scale, found_inf) is not None:
             return
-        at_once = self._in_one_pass and inv_scale != 1.0 and self._views and not self.is_shown
-        slots = self._slots if at_once else None
-        if slots is None or not slots.unscale(self.params, self._views, inv_scale, found_inf, grad_slots.WRITTEN_NUMEL):
+        slots, views = self.memory.slots, self.memory.views
+        at_once = self._in_one_pass and inv_scale != 1.0 and views and not self.is_shown
+        if not at_once or not slots.unscale(self.params, views, inv_scale, found_inf, grad_slots.WRITTEN_NUMEL):
             self._unscale_any(inv_scale, found_inf)
         self.is_packed = False
 
@@ -523,11 +420,11 @@ class FlatGrads:
                 self._gather(None, states, to_gather)
             return
         states, to_gather = self._find(None, InPlace.WRITE)
-        stay = _stay_elsewhere(states, to_gather)
+        stay = stay_elsewhere(states, to_gather)
         in_one_call = stay and self.reads_in_place
         if to_gather and IN_BUFFER not in states and not in_one_call and takes_grads(self.params[0]):
             self.take(self.params, inv_scale, found_inf, to_gather if stay else None)
-            states = _with_state(NONE, states, to_gather)  # nothing is left to do there
+            states = with_state(NONE, states, to_gather)  # nothing is left to do there
         elif to_gather:
             states = self._gather(None, states, to_gather)
         self._unscale_operands(states, inv_scale, found_inf)
@@ -540,7 +437,8 @@ class FlatGrads:
 
     def _make_copier(self) -> GradCopier:
         if self._copier is None:
-            self._copier = GradCopier(self.flat, self.offsets, self._shapes, pads=self.lends)
+            flat, memory = self._allocate(pads=True), self.memory
+            self._copier = GradCopier(flat, self.offsets, memory.shapes, pads=memory.lends)
         return self._copier
 
     @torch.no_grad()
@@ -556,7 +454,7 @@ class FlatGrads:
         there = [i for i in indices if given[i] is not None]
         if not there:
             return
-        grads = self._readable(there, [given[i] for i in there], sources)
+        grads = self.memory.readable(there, [given[i] for i in there], sources)
         if self.device.type != "cpu":
             slots_of_them = self._copy_in(there, grads)
             unscale_grads(list(map(self.span, self._make_copier().batches(there))), inv_scale, found_inf)
@@ -568,24 +466,6 @@ class FlatGrads:
                 unscale_grads([self.span(batch)], inv_scale, found_inf)
         set_grads([self.params[i] for i in there], slots_of_them)
 
-    def _readable(self, indices: Sequence[int], grads: list[Tensor], sources: Sequence[Tensor]) -> list[Tensor]:
-        """``grads``, of ``sources[i]`` for each of ``indices``; those in slots, which will be written, are cloned.
-
-        Raises:
-            RuntimeError: One is sparse, not of its parameter's dtype, or a subclass such as DTensor.
-        """
-        alike = set(map(type, grads)) <= {Tensor} and set(map(_LAYOUT, grads)) <= {torch.strided}
-        same_kind = set(map(_DTYPE, grads)) <= {self.dtype} and set(map(_DEVICE, grads)) <= {self.device}
-        if not alike or not same_kind:
-            for i, grad in zip(indices, grads, strict=True):
-                check_grad(i, self.params[i], grad, own=sources[i] is self.params[i])
-        if self._views:  # else it is new memory that is written
-            begin = self.flat.data_ptr()
-            end = begin + self.flat.nbytes
-            for k in [k for k, address in enumerate(map(Tensor.data_ptr, grads)) if begin <= address < end]:
-                grads[k] = grads[k].clone()
-        return grads
-
     def operand(self, slots: range, numel: int, *, stepped: bool = False) -> Tensor:
         """The gradients of consecutive ``slots``, where none has to be gathered, for ``ops`` to read.
 
@@ -594,16 +474,14 @@ class FlatGrads:
         """
         if self.is_packed:
             return self._packed_operand(slots, numel)
-        known = self._slots or self._plan_slots()
-        return known.grad_list(self.params[slots.start : slots.stop], slots.start, numel, stepped)
+        return self.memory.slots.grad_list(self.params[slots.start : slots.stop], slots.start, numel, stepped)
 
     def _operand_of(self, index: int) -> Tensor:
         return self.operand(range(index, index + 1), self.params[index].numel())
 
     def forget_stepped(self) -> None:
         """Gradients have been dropped: those to come are others."""
-        if self._slots is not None:
-            self._slots.forget_stepped()
+        self.memory.slots.forget_stepped()
 
     def operands(self, in_place: InPlace) -> list[Tensor]:
         """All gradients in few pieces, 1-D: ``operand`` or what is ELSEWHERE, and stretches of the buffer with padding.
@@ -615,17 +493,17 @@ class FlatGrads:
 
     def _operands(self, states: bytes) -> list[Tensor]:
         if self.is_shown:
-            self.clear_padding()
+            self.memory.clear_padding()
         if ELSEWHERE in states and self.reads_in_place:
             return [self.operand(range(len(self.params)), self.total_numel)]
         if ELSEWHERE in states and self.is_packed:
-            return [self.operand(slots, self._span_numel(slots)) for slots in _stretches(states, ELSEWHERE)]
-        spans = [self.span(slots) for slots in _stretches(states)]
-        return [self._operand_of(i) for i in _places_of(ELSEWHERE, states)] + spans
+            return [self.operand(slots, self._span_numel(slots)) for slots in stretches(states, ELSEWHERE)]
+        spans = [self.span(slots) for slots in stretches(states)]
+        return [self._operand_of(i) for i in places_of(ELSEWHERE, states)] + spans
 
     def gathered(self) -> list[Tensor]:
         """All gradients, gathered: stretches of the buffer, padding included."""
-        return [self.span(slots) for slots in _stretches(self.gather())]
+        return [self.span(slots) for slots in stretches(self.gather())]
 
     def zero_(self) -> None:
         """Write zeros into all gradients that are there; they are in their slots afterwards."""
@@ -633,7 +511,7 @@ class FlatGrads:
         if states.count(IN_BUFFER) == len(states):
             self.flat.zero_()
         elif IN_BUFFER in states:
-            torch._foreach_zero_([self._views[i] for i in _places_of(IN_BUFFER, states)])
+            torch._foreach_zero_([self.memory.views[i] for i in places_of(IN_BUFFER, states)])
 
     def mask(self) -> Tensor:
         """float32, 1-D: one where a gradient is IN_BUFFER, zero in padding and in NONE slots."""
@@ -643,32 +521,3 @@ class FlatGrads:
             if state == IN_BUFFER:
                 mask[offset : offset + view.numel()] = 1.0
         return mask
-
-
-def may_lend(slot: Tensor) -> bool:
-    """True where fresh memory costs nothing but its allocation, and gradients are gathered for every step."""
-    return extension is not None and slot.device.type != "cpu"
-
-
-def _places_of(state: int, states: bytes) -> list[int]:
-    return [i for i, found in enumerate(states) if found == state] if state in states else []
-
-
-def _stay_elsewhere(states: bytes, to_gather: list[int]) -> bool:
-    """True where gradients are left that are ELSEWHERE and not ``to_gather``."""
-    return states.count(ELSEWHERE) > len(to_gather)
-
-
-def _with_state(state: int, states: bytes, slots: list[int], first: int = 0) -> bytes:
-    """``states``, of the slots from ``first`` on, with ``state`` for ``slots``, which are some that are ELSEWHERE."""
-    if not _stay_elsewhere(states, slots):
-        return states.replace(_ELSEWHERE, bytes([state]))
-    changed = bytearray(states)
-    for i in slots:
-        changed[i - first] = state
-    return bytes(changed)
-
-
-def _stretches(states: bytes, state: int = IN_BUFFER) -> list[range]:
-    """Maximal ranges of slots that are in ``state``."""
-    return [range(*found.span()) for found in re.finditer(re.escape(bytes([state])) + b"+", states)]

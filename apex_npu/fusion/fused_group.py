@@ -69,7 +69,7 @@ class FusedGroup(GroupBuffers):
         # A graph replays what its capture has found, which has to stay where it is; a CPU reads gradients in place.
         stays = isinstance(runs, GraphRuns)
         self.grads.may_pack = param_flat.device.type != "cpu" and not stays
-        self.grads.lends = self.grads.lends and not stays
+        self.grads.memory.lends = self.grads.memory.lends and not stays
 
     def let_go(self) -> None:
         """Drop the views of the parameters' memory, which in pure torch would keep them from moving."""

@@ -24,7 +24,7 @@ def multiply_grads_(flats: Sequence[FlatGrads], grads: Sequence[Tensor], total: 
     # 0 times a coefficient that is nan is nan, and would be found in later gradients. On a CPU asking is for free.
     if total.device.type != "cpu" or coefficient.isnan():
         for flat in flats:
-            flat.clear_padding()
+            flat.memory.clear_padding()
 
 
 def clip_coefficient(norm: Tensor, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:

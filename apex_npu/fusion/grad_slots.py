@@ -11,6 +11,7 @@ own then: copying it would take half as long as its step of Adam, such a call ne
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from enum import IntEnum
 from operator import attrgetter, is_
@@ -192,6 +193,31 @@ class _PythonGradSlots:
 
     def forget_stepped(self) -> None:
         pass
+
+
+def places_of(state: int, states: bytes) -> list[int]:
+    """The places in ``states`` of those that are ``state``."""
+    return [i for i, found in enumerate(states) if found == state] if state in states else []
+
+
+def stay_elsewhere(states: bytes, to_gather: list[int]) -> bool:
+    """True where gradients are left that are ELSEWHERE and not ``to_gather``."""
+    return states.count(ELSEWHERE) > len(to_gather)
+
+
+def with_state(state: int, states: bytes, slots: list[int], first: int = 0) -> bytes:
+    """``states``, of the slots from ``first`` on, with ``state`` for ``slots``, which are some that are ELSEWHERE."""
+    if not stay_elsewhere(states, slots):
+        return states.replace(bytes([ELSEWHERE]), bytes([state]))
+    changed = bytearray(states)
+    for i in slots:
+        changed[i - first] = state
+    return bytes(changed)
+
+
+def stretches(states: bytes, state: int = IN_BUFFER) -> list[range]:
+    """Maximal ranges of slots that are in ``state``."""
+    return [range(*found.span()) for found in re.finditer(re.escape(bytes([state])) + b"+", states)]
 
 
 def fits(grad: Tensor, shape: Tensor) -> bool:

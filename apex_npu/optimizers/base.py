@@ -36,6 +36,7 @@ from apex_npu.fusion import (
     hold_values,
     increment_versions,
 )
+from apex_npu.fusion.grad_memory import GradMemory
 from apex_npu.fusion.grad_slots import InPlace
 from apex_npu.ops import Call, call_of_all, masks_writes, repeated
 from apex_npu.optimizers.capture import check_capture, check_captured_gradients, refusal
@@ -283,8 +284,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and self.skips_on() != found_inf.device:
             if found_inf:
-                for grads in self._lending:
-                    grads.let_go()
+                for memory in self._lending:
+                    memory.let_go()
                 return
             found_inf = None
         if not self._is_fused(for_step=True):
@@ -314,8 +315,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         finally:
             if self._fused.full_params:
                 self._fused.hand_back(lambda: [part for run, _ in runs[:updated] for part in run.params])
-            for grads in self._lending:
-                grads.let_go()
+            for memory in self._lending:
+                memory.let_go()
         if self._shown.shows_new:
             self._shown.remember(self, self._slots())
 
@@ -412,8 +413,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         elif not self._zero_slots():
             for grads in self.flat_grads():
                 grads.zero_()
-        for grads in self._lending:
-            grads.let_go()
+        for memory in self._lending:
+            memory.let_go()
 
     def _zero_slots(self) -> bool:
         """Zero the slots, if all gradients are in them: it does not matter whether parameters are still in theirs."""
@@ -601,7 +602,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     def _forget_fusion(self) -> None:
         self._fused = FusedParams()
         self._flat_grads: list[FlatGrads] = []
-        self._lending: list[FlatGrads] = []
+        self._lending: list[GradMemory] = []
         self._shown = ShownState()
         self._all_in_slots = True
         self._all_fused = self._repeats = False
@@ -656,7 +657,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             self._formats.apply(self._fused.groups, self.param_groups, decodes_runs=self.adds_up_parts)
         groups, with_gaps = self._fused.groups, set(map(id, self._fused.copies()))
         self._flat_grads = [fused.grads for fused in groups if id(fused.params[0]) not in with_gaps]
-        self._lending = [fused.grads for fused in groups if fused.grads.lends]
+        self._lending = [fused.grads.memory for fused in groups if fused.grads.memory.lends]
         self._all_in_slots = all(fused.in_slots for fused in groups)
         self._repeats = all(masks_writes(fused.param_flat.device) for fused in groups)
         if with_state:

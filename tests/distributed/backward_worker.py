@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from apex_npu import amp, optimizers
+from apex_npu.fusion import packed_grads
 
 
 def gradients_are_averages():
@@ -323,6 +324,34 @@ def held_scale():
         for p, old, local in zip(amp.master_params(optimizer), before, expected, strict=True):
             torch.testing.assert_close((old - p).detach().cpu().double(), average(local), **tolerance)
         amp.shutdown()
+
+
+def cleared_in_a_block():
+    """Gradients that a script drops while they are sent: collectives go on in memory that nothing else gets."""
+    least, packed_grads.PACKED_NUMEL = packed_grads.PACKED_NUMEL, 0  # on a device gradients own it between steps
+    try:
+        model = mlp()
+        optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+        model, optimizer = start(model, optimizer)
+        for step in range(4):
+            loss = loss_on(data(step, 0, dist.get_rank()))
+            expected = local_grads(model, loss)
+            with amp.scale_loss(loss(model), optimizer) as scaled_loss:
+                scaled_loss.backward()
+                if step == 2:
+                    wires = [bucket.wire for bucket in reducer_of(optimizer)._buckets if bucket.sent]
+                    addresses = [wire.data_ptr() for wire in wires]
+                    optimizer.zero_grad()
+                    assert wires
+                    assert [wire.data_ptr() for wire in wires] == addresses
+            if step != 2:
+                assert_averages(model, expected)
+            optimizer.step()
+            optimizer.zero_grad()
+            if optimizer.flat_grads()[0].memory.lends:
+                assert not optimizer.flat_grads()[0].has_buffer
+    finally:
+        packed_grads.PACKED_NUMEL = least
 
 
 if __name__ == "__main__":

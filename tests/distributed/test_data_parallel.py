@@ -39,6 +39,7 @@ TOGETHER = {
         "changing_parameters_within_an_accumulation",
         "precision_of_averages",
         "held_scale",
+        "cleared_in_a_block",
     ),
     # Processes agree, or fail together.
     "agreement": (

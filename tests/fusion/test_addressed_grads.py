@@ -16,7 +16,7 @@ from triton_interpreter import DEVICE, INTERPRETED, mend
 
 from apex_npu import amp, optimizers
 from apex_npu._extension import extension
-from apex_npu.fusion import flat_grads, fuse, grad_slots, packed_grads
+from apex_npu.fusion import flat_grads, fuse, grad_memory, grad_slots, packed_grads
 from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, NONE, InPlace
 from apex_npu.ops import cuda, gather, wide_dtype
@@ -89,7 +89,7 @@ def check(params, wanted, grads):
         if want is not None:
             torch.testing.assert_close(p.grad, want, rtol=0, atol=0, equal_nan=True)
     assert set(grads.states()) <= {IN_BUFFER, NONE}
-    assert not grads.flat[grads._find_padding()].any()
+    assert not grads.flat[grads.memory.find_padding()].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -105,7 +105,7 @@ def test_one_launch_copies_multiplies_and_checks(dtype, launched):
 
 def test_memory_that_gradients_own_between_steps(launched, monkeypatch):
     monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0)
-    monkeypatch.setattr(flat_grads, "may_lend", lambda slot: True)
+    monkeypatch.setattr(grad_memory, "may_lend", lambda slot: True)
     renew = FlatBuffer.renew
 
     def poisoned(self):
@@ -235,7 +235,7 @@ def test_layouts(launched):
     before = [p.grad.resolve_neg().clone() for p in params]
     places = [p.grad.data_ptr() - 4 * grads.offsets[i] for i, p in enumerate(params)]
     read = torch.zeros(len(params), dtype=torch.int64)
-    found = grads._plan_slots().addresses(params, params, grads.views, 0, len(params), None, grads.flat, read)
+    found = grads.memory.slots.addresses(params, params, grads.views, 0, len(params), None, grads.flat, read)
     assert found[1:] == ([1, 3, 4], torch.float32, True)
     assert read.tolist() == [places[0], 0, places[2], 0, 0]
     grads.unscale_(SMALLER, found_inf)
@@ -303,7 +303,7 @@ def test_some_slots(launched):
 def test_what_is_looked_at_has_slots_and_room():
     params = make_params()
     grads = slots_of(params)
-    known, flat, views, count = grads._plan_slots(), grads.flat, grads.views, len(params)
+    known, flat, views, count = grads.memory.slots, grads.flat, grads.views, len(params)
     room = torch.zeros(count, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"expected items \[2, 8\), got 7"):
         known.addresses(params, params, views, 2, 8, None, flat, room)

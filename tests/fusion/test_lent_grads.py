@@ -14,6 +14,7 @@ from apex_npu import amp, optimizers
 from apex_npu._extension import extension
 from apex_npu.fusion import packed_grads
 from apex_npu.fusion.flat_buffer import FlatBuffer
+from apex_npu.fusion.grad_copier import GradCopier
 
 pytestmark = [
     pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU reads gradients where autograd leaves them"),
@@ -220,6 +221,58 @@ def test_a_step_that_is_skipped_leaves_the_memory_to_gradients():
         held = live_bytes()
         model.zero_grad()
         assert held - live_bytes() >= 4 * 200 * 200
+
+
+def test_an_interrupt_while_memory_is_left_to_gradients(monkeypatch):
+    ours, theirs = pair()
+    backward(ours, theirs, seed=0)
+    ours.clip_optimizer_grad_norm_fused(math.inf)
+    params_of(ours)[0].grad = params_of(theirs)[0].grad = None
+    (grads,) = ours.flat_grads()
+    slots = grads.memory.slots
+
+    class Interrupted:
+        def let_go(self, flat):
+            slots.let_go(flat)
+            raise KeyboardInterrupt
+
+        def __getattr__(self, name):
+            return getattr(slots, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grads.memory, "slots", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            ours.step()
+    theirs.step()
+    backward(ours, theirs, seed=1)
+    norm = ours.clip_optimizer_grad_norm_fused(math.inf)
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(params_of(theirs), math.inf), rtol=1e-5, atol=1e-6)
+    step(ours, theirs)
+    check(ours, theirs)
+
+
+def test_gradients_whose_copy_has_failed(monkeypatch):
+    ours, theirs = pair()
+    for seed in range(2):
+        backward(ours, theirs, seed=seed)
+        if seed == 0:
+            step(ours, theirs)
+            ours.zero_grad(), theirs.zero_grad()
+
+    def no_memory(*args):
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GradCopier, "copy_in", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            ours.step()
+    for optimizer in (ours, theirs):  # what is copied now has no neighbours
+        for p in params_of(optimizer)[1::2]:
+            p.grad = None
+    norm = ours.clip_optimizer_grad_norm_fused(math.inf)
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(params_of(theirs), math.inf), rtol=1e-5, atol=1e-6)
+    step(ours, theirs)
+    check(ours, theirs)
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])

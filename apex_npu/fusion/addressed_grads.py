@@ -1,0 +1,73 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Gradients that one kernel takes into their slots, wherever they are: it finds them by a table of addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import cast
+
+from torch import Tensor
+
+from apex_npu.fusion.grad_memory import GradMemory
+from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, AddressedSlots, places_of
+from apex_npu.fusion.many_tensors import set_grads
+from apex_npu.ops import AddressTable, gather_
+
+
+class AddressedGrads:
+    """Takes gradients into the slots of one buffer."""
+
+    def __init__(self, memory: GradMemory) -> None:
+        """``memory`` has the buffer."""
+        self._memory = memory
+        self._table: AddressTable | None = None
+
+    def take(
+        self,
+        flat: Tensor,
+        sources: Sequence[Tensor],
+        slots: Sequence[int] | None,
+        inv_scale: float,
+        found_inf: Tensor | None,
+    ) -> tuple[bytes, bool] | None:
+        """Take the gradients of ``sources`` into ``slots`` of ``flat``, the buffer; see ``FlatGrads.take``.
+
+        Returns:
+            The states of the slots afterwards, and whether all that are there are still to be multiplied and checked:
+            where ``slots`` is None, and some were in the buffer before. None, with nothing done, where the kernel does
+            not compile.
+        """
+        memory, params = self._memory, self._memory.params
+        if self._table is None:
+            self._table = AddressTable(flat, memory.offsets, [p.numel() for p in params])
+        span = slots if isinstance(slots, range) else range(len(params))
+        chosen = None if slots is None or slots is span else slots
+        addresses = self._table.addresses()
+        known = cast("AddressedSlots", memory.slots)
+        look = partial(known.addresses, sources, params, memory.views, span.start, span.stop, chosen, flat, addresses)
+        states, others, dtype, views_are_free = look()
+        if ELSEWHERE in states and not views_are_free:
+            memory.free_views()
+            states, others, dtype, _ = look()
+        apart = slots is None and IN_BUFFER in states and (inv_scale != 1.0 or found_inf is not None)
+        if ELSEWHERE in states:
+            scaling = (1.0, None) if apart else (inv_scale, found_inf)
+            grads = [grad for i in others if (grad := sources[i].grad) is not None]
+            grads = memory.readable(others, grads, sources) if others else []
+            if dtype is not None and not self._table.take(addresses, dtype, *scaling, span):
+                return None
+            if grads:
+                gather_([memory.views[i] for i in others], grads, *scaling)
+            self._show_views(states, span)
+            states = states.replace(bytes([ELSEWHERE]), bytes([IN_BUFFER]))
+        return states, apart
+
+    def _show_views(self, states: bytes, slots: range) -> None:
+        """Make the views of ``slots`` gradients where ``states`` are ELSEWHERE."""
+        params, views = self._memory.params, self._memory.views
+        if states.count(ELSEWHERE) < len(views):
+            taken = [slots.start + i for i in places_of(ELSEWHERE, states)]
+            params, views = [params[i] for i in taken], [views[i] for i in taken]
+        set_grads(params, views)

@@ -1,0 +1,168 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The memory of gradients: a flat buffer with a view for each slot, which the views alone may own between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex_npu._extension import extension
+from apex_npu.backends import is_capturing
+from apex_npu.fusion import packed_grads
+from apex_npu.fusion.flat_buffer import FlatBuffer
+from apex_npu.fusion.grad_slots import check_grad, grad_slots
+from apex_npu.fusion.many_tensors import kept_grads
+from apex_npu.fusion.storage import SlotTable, move_out, slot_table
+from apex_npu.ops import cats_lists
+
+_DTYPE, _LAYOUT, _DEVICE = map(attrgetter, ("dtype", "layout", "device"))
+
+
+class GradMemory:
+    """One buffer, allocated at first use, and lent to the gradients in it by ``let_go``.
+
+    Then it is free when they are cleared, by whatever means. ``take_up`` takes it back, and ``allocate`` gives the
+    buffer other memory, where it ``is_lent`` still.
+
+    Attributes:
+        params: Each has a slot.
+        shapes: Meta tensors with the sizes, strides and dtype of the slots.
+        offsets: For each slot, the elements before its first.
+        slots: What finds gradients in them.
+        views: Of the slots, for ``param.grad``; none while there is no memory.
+        view_table: Where these are; None before the first allocation.
+        lends: ``let_go`` has an effect.
+        is_sent: But not now, while processes average what is in the buffer.
+        is_lent: The buffer has no memory.
+        is_padded: Between slots there are zeros, or there will be when the memory is taken back.
+    """
+
+    def __init__(self, params: Sequence[Tensor], offsets: Sequence[int], total_numel: int) -> None:
+        """For the gradients of ``params``, which share dtype and device; no memory is taken yet."""
+        # Shaped like what autograd makes: a parameter's strides where they are dense, else contiguous.
+        self.shapes = [torch.empty_like(p, device="meta") for p in params]
+        self.offsets = list(offsets)
+        self.slots = grad_slots(self.shapes, self.offsets)
+        self.views: list[Tensor] = []
+        self.view_table: SlotTable | None = None
+        self.lends = bool(params) and may_lend(params[0]) and total_numel >= packed_grads.PACKED_NUMEL
+        self.is_sent = self.is_lent = self.is_padded = False
+        self.params, self._total_numel = list(params), total_numel
+        self._buffer: FlatBuffer | None = None
+        self._padding: Tensor | None = None
+
+    def allocate(self, *, pads: bool = False) -> Tensor:
+        """The buffer, with memory, and zeros in the padding; ``pads``: a copy into all slots is about to write these.
+
+        Raises:
+            torch.OutOfMemoryError: There is not enough memory.
+        """
+        buffer, is_padded = self._buffer, True
+        if buffer is None or self.is_lent:
+            like = self.params[0]
+            if buffer is None:
+                buffer = FlatBuffer(self._total_numel, like.dtype, like.device)
+            else:
+                buffer.renew()
+                is_padded = cats_lists(like.device) and not pads
+                if is_padded:  # an NPU fills all elements faster than some
+                    buffer.flat.zero_()
+            views = buffer.views_like(self.shapes, self.offsets)
+            table = slot_table(views)
+            self.slots.remember_views(views)
+            done = buffer, views, table, is_padded, False
+            # All at once: a buffer has its views.
+            self._buffer, self.views, self.view_table, self.is_padded, self.is_lent = done
+        if not self.is_padded and not pads:
+            self.clear_padding()
+            self.is_padded = True
+        return buffer.flat
+
+    def let_go(self) -> None:
+        """Leave the buffer's memory to the gradients in it, only where it ``lends``.
+
+        What is taken of the buffer's tensor has memory again when that has.
+        """
+        if not self.lends or self.is_sent or self._buffer is None or not self.views:
+            return
+        if is_capturing():  # a replay writes to the addresses of the capture
+            self.lends = False
+            return
+        slots: Any = self.slots
+        self.is_lent, self.views = True, []  # first: what is interrupted below gets new memory
+        slots.let_go(self._buffer.flat)
+
+    def take_up(self) -> None:
+        """Own the memory again, if it is still there, and nothing but gradients is in it; else it is left for good."""
+        assert self._buffer is not None
+        slots: Any = self.slots
+        views: list[Tensor] | None = slots.take_up(self.params, self._buffer.flat)
+        if views is not None:
+            self.views, self.is_lent = views, False
+
+    def free_views(self) -> None:
+        """Have all views in their slots, and held by their parameters alone, if at all."""
+        self.replace_lost_views()
+        self.move_out(kept_grads(self.views, self.params))
+
+    def move_out(self, indices: Sequence[int]) -> None:
+        """Move former gradients, which something still holds, out of their slots, to which others are written."""
+        for i in indices:
+            move_out(self.views[i])  # first: what is interrupted here is found as a view that is lost
+            self._renew_view(i)
+
+    def _renew_view(self, index: int) -> None:
+        assert self._buffer is not None
+        shape = self.shapes[index]
+        self.views[index] = self._buffer.view(self.offsets[index], shape.size(), shape.stride())
+
+    def replace_lost_views(self) -> bool:
+        """``p.grad.data = ...`` takes a view out of its slot: from then on it is a gradient like any other."""
+        lost = [] if self.view_table is None else self.view_table.broken(self.views)
+        for i in lost:
+            self._renew_view(i)
+        return bool(lost)
+
+    def readable(self, indices: Sequence[int], grads: list[Tensor], sources: Sequence[Tensor]) -> list[Tensor]:
+        """``grads``, of ``sources[i]`` for each of ``indices``; those in slots, which will be written, are cloned.
+
+        Raises:
+            RuntimeError: One is sparse, not of its parameter's dtype, or a subclass such as DTensor.
+        """
+        alike = set(map(type, grads)) <= {Tensor} and set(map(_LAYOUT, grads)) <= {torch.strided}
+        like = self.params[0]
+        same_kind = set(map(_DTYPE, grads)) <= {like.dtype} and set(map(_DEVICE, grads)) <= {like.device}
+        if not alike or not same_kind:
+            for i, grad in zip(indices, grads, strict=True):
+                check_grad(i, self.params[i], grad, own=sources[i] is self.params[i])
+        if self.views and self._buffer is not None:  # else it is new memory that is written
+            begin = self._buffer.flat.data_ptr()
+            end = begin + self._buffer.flat.nbytes
+            for k in [k for k, address in enumerate(map(Tensor.data_ptr, grads)) if begin <= address < end]:
+                grads[k] = grads[k].clone()
+        return grads
+
+    def clear_padding(self) -> None:
+        """Write zeros between the slots, if there is memory."""
+        if self._buffer is not None and self.views:
+            self._buffer.flat.index_fill_(0, self.find_padding(), 0.0)
+
+    def find_padding(self) -> Tensor:
+        """The indices of the elements between the slots."""
+        if self._padding is None:
+            slots = zip(self.offsets, self.shapes, strict=True)
+            used = sorted((begin, begin + shape.numel()) for begin, shape in slots)
+            gaps = zip([0, *(end for _, end in used)], [*(begin for begin, _ in used), self._total_numel], strict=True)
+            found = [torch.arange(begin, end, device="cpu") for begin, end in gaps if begin < end]
+            self._padding = torch.cat([torch.arange(0, device="cpu"), *found]).to(self.params[0].device)
+        return self._padding
+
+
+def may_lend(slot: Tensor) -> bool:
+    """True where fresh memory costs nothing but its allocation, and gradients are gathered for every step."""
+    return extension is not None and slot.device.type != "cpu"
