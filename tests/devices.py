@@ -88,7 +88,6 @@ def communication_backend(rank: int = 0, processes: int = 1) -> str:
 
 # What torch_npu and CANN do not do, by the names that `needs` takes.
 _VENDOR_LACKS = {
-    "integer_shifts": "the host CANN has no operator that shifts integers, by which states in fewer bytes are encoded",
     "affine_grid": "the host CANN has no affine_grid",
     "channels_last": 'torch_npu takes no memory_format but "contiguous_format or preserve_format"',
     "complex_norm": "torch_npu's norm of complex numbers is complex",

@@ -135,7 +135,7 @@ def assert_same_bits(found: Training, expected: Training) -> None:
     """Of parameters and states."""
     values, wanted = found.values(), expected.values()
     assert values.keys() == wanted.keys()
-    differ = [name for name, value in values.items() if not torch.equal(value, wanted[name].to(value.dtype))]
+    differ = [name for name, value in values.items() if not torch.equal(value, wanted[name].to(value))]
     assert not differ, f"the bits of {differ} differ"
 
 

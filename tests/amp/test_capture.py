@@ -110,8 +110,6 @@ whole_iterations = pytest.mark.parametrize(
 def test_replayed_iterations_are_those_of_python(opt_level, options, formats, clip):
     if opt_level is not None:
         require("flag_on_the_device")
-    if formats or "store_param_remainders" in options:
-        require("integer_shifts")
     training = Training(opt_level, options, clip, formats)
     training.run(3)
     with Capture() as graph:
@@ -140,7 +138,7 @@ def test_a_graph_of_a_gpu_replays_whole_iterations(opt_level, options, formats, 
     training.check_seven_steps(opt_level, options, rtol=0, atol=3e-2 if encodes else 1e-3)
 
 
-@needs("flag_on_the_device", "integer_shifts")
+@needs("flag_on_the_device")
 @needs_device
 def test_replays_with_remainders_have_the_masters_of_replays_with_float32_masters():
     """Each model is rounded from its masters alike but for ties, of which there are none here."""

@@ -119,7 +119,6 @@ def test_training_is_that_of_an_optimizer_for_which_the_host_decides(level, fuse
     assert_same(got, want)
 
 
-@needs("integer_shifts")
 @needs_device
 @pytest.mark.parametrize("fuse_unscale", [False, True])
 @pytest.mark.parametrize(

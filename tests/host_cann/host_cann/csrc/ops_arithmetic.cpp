@@ -48,6 +48,9 @@ BINARY(LogicalXor, logical_xor);
 BINARY(Atan2, atan2);
 BINARY(Maximum, maximum);
 BINARY(Minimum, minimum);
+OP(aclnnRightShift, (In self, In other, Out out), out = at::bitwise_right_shift(self(), other()));
+OP(aclnnLeftShift, (In self, In other, Out out), out = at::bitwise_left_shift(self(), other()));
+OP(aclnnLeftShifts, (In self, Number other, Out out), out = at::bitwise_left_shift(self(), other()));
 OP(aclnnPowScalarTensor, (Number self, In exponent, Out out), out = at::pow(self(), exponent()));
 OP(aclnnRemainderScalarTensor, (Number self, In other, Out out), out = at::remainder(self(), other()));
 

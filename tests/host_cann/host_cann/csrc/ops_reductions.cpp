@@ -56,5 +56,7 @@ OP(aclnnTopk, (In self, int64_t k, int64_t dim, bool largest, bool sorted, Out v
    std::tie(values, indices) = at::topk(self(), k, dim, largest, sorted));
 OP(aclnnBincount, (In self, In weights, int64_t minlength, Out out),
    out = at::bincount(self(), weights.maybe(), minlength));
+OP(aclnnBucketize, (In self, In boundaries, bool int32, bool right, Out out),
+   out = at::bucketize(self(), boundaries(), int32, right));
 OP(aclnnSearchSorted, (In sorted, In self, bool int32, bool right, In sorter, Out out),
    out = at::searchsorted(sorted(), self(), int32, right, std::nullopt, sorter.maybe()));
