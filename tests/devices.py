@@ -9,9 +9,11 @@ vendor's own torch_npu on a CANN in host memory (``tests/host_cann``) where its 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -156,3 +158,15 @@ def needs_counts(*features: str) -> pytest.MarkDecorator:
     """Skip a test that counts launches where nothing counts them, or where ``features`` are lacking."""
     reason = _why_not(features) or ("" if SIMULATOR is not None else "launches are counted on a simulated NPU")
     return pytest.mark.skipif(bool(reason), reason=reason)
+
+
+def memory_of(iteration: Callable[[], object]) -> tuple[int, int]:
+    """Bytes of an NPU: the most that two iterations hold at once, when all is set up, and what is left after them."""
+    for _ in range(3):
+        iteration()
+    gc.collect()
+    torch.npu.reset_peak_memory_stats()
+    for _ in range(2):
+        iteration()
+    gc.collect()
+    return torch.npu.max_memory_allocated(), torch.npu.memory_allocated()

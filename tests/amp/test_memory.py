@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from devices import DEVICE, SIMULATOR, VENDOR
+from devices import DEVICE, SIMULATOR, VENDOR, memory_of
 from optimizer_specs import SPECS
 from torch import nn
 
@@ -67,17 +67,6 @@ class Layers(nn.Sequential):
         return x.float().square().mean()
 
 
-def peak_of(iteration):
-    """The most that two iterations hold at once, once all is set up, and what is left after them."""
-    for _ in range(3):
-        iteration()
-    gc.collect()
-    torch.npu.reset_peak_memory_stats()
-    for _ in range(2):
-        iteration()
-    return torch.npu.max_memory_allocated(), torch.npu.memory_allocated()
-
-
 def torchs_recipe(level, data):
     """An iteration of torch.optim.AdamW: of a float32 model; or of float32 copies of a model in 16 bits."""
     model = Layers().to(DEVICE)
@@ -112,7 +101,7 @@ def test_a_training_takes_no_more_memory_than_torchs_own(level, clear, monkeypat
     data = torch.randn(1024, 128, device=DEVICE)
     gc.collect()
     base = torch.npu.memory_allocated()
-    theirs, left_of_theirs = (found - base for found in peak_of(torchs_recipe(level, data)))
+    theirs, left_of_theirs = (found - base for found in memory_of(torchs_recipe(level, data)))
     gc.collect()
     base = torch.npu.memory_allocated()
     model = Layers().to(DEVICE)
@@ -126,7 +115,7 @@ def test_a_training_takes_no_more_memory_than_torchs_own(level, clear, monkeypat
         optimizer.step()
         (optimizer if clear == "optimizer.zero_grad" else model).zero_grad()
 
-    ours, left_of_ours = (found - base for found in peak_of(iteration))
+    ours, left_of_ours = (found - base for found in memory_of(iteration))
     # Parameters, masters, moments and gradients each have less than 48 elements of padding for each tensor.
     padding = 4 * 48 * 4 * count
     assert theirs - left_of_theirs > 8 * numel

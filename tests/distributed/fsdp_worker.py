@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from common import backward, data, loss_on, main, mlp
-from devices import DEVICE
+from devices import DEVICE, memory_of
 from sharded_worker import IN_PLACE, Uneven, assert_same, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -314,14 +314,7 @@ def memory_beside_torchs():
             optimizer.step()
             optimizer.zero_grad()
 
-        for _ in range(3):
-            iteration()
-        gc.collect()
-        torch.npu.reset_peak_memory_stats()
-        for _ in range(2):
-            iteration()
-        gc.collect()
-        found = torch.npu.max_memory_allocated() - base, torch.npu.memory_allocated() - base
+        found = [nbytes - base for nbytes in memory_of(iteration)]
         amp.shutdown()
         return found, len(list(model.parameters()))
 
