@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gradients that one kernel takes into their slots, wherever they are: it finds them by a table of addresses."""
+"""Gradients that kernels of a GPU find by tables of addresses, wherever they are."""
 
 from __future__ import annotations
 
@@ -8,21 +8,39 @@ from collections.abc import Sequence
 from functools import partial
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from apex_npu.fusion.grad_memory import GradMemory
 from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, AddressedSlots, places_of
 from apex_npu.fusion.many_tensors import set_grads
-from apex_npu.ops import AddressTable, gather_
+from apex_npu.ops import AddressTable, add_addresses, gather_
+
+# Of so many stretches of slots the tables are kept, which are those of the runs of a step.
+_MOST_KEPT = 256
 
 
 class AddressedGrads:
-    """Takes gradients into the slots of one buffer."""
+    """Takes gradients into the slots of one buffer, or has kernels read and write them where they are."""
 
     def __init__(self, memory: GradMemory) -> None:
         """``memory`` has the buffer."""
         self._memory = memory
         self._table: AddressTable | None = None
+        self._slots: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def find(self, listed: Tensor, slots: range) -> None:
+        """Find the gradients of consecutive ``slots`` for kernels that are given the operand ``listed``."""
+        key = slots.start, slots.stop
+        if key not in self._slots:
+            if len(self._slots) == _MOST_KEPT:
+                self._slots.clear()
+            offsets = self._memory.offsets[slots.start : slots.stop]
+            shapes = self._memory.shapes[slots.start : slots.stop]
+            numbers = [offset - offsets[0] for offset in offsets], [shape.numel() for shape in shapes]
+            begins, lengths = (torch.tensor(given, dtype=torch.int64, device="cpu") for given in numbers)
+            self._slots[key] = begins, lengths
+        add_addresses(listed, *self._slots[key])
 
     def take(
         self,

@@ -17,11 +17,13 @@ from apex_npu.ops.gather import (
     gathers_in_one_pass,
     is_grad_list,
     multiply_,
+    reads_listed,
     take_grads_,
     takes_addresses,
     takes_grads,
     unscale_grads,
 )
+from apex_npu.ops.grad_lists import add_addresses
 from apex_npu.ops.lists import sgd_list_, takes_sgd_lists
 from apex_npu.ops.newton_schulz import Matrices, orthogonalize_
 from apex_npu.ops.reference import FLOATS, LOW_PRECISION, chunks, wide_dtype
@@ -41,6 +43,7 @@ __all__ = [
     "adagrad_",
     "adam_",
     "adamp_",
+    "add_addresses",
     "as_real",
     "call_of_all",
     "cat_into",
@@ -57,6 +60,7 @@ __all__ = [
     "norm",
     "norm_to_clip",
     "orthogonalize_",
+    "reads_listed",
     "repeated",
     "rmsprop_",
     "segment_add_",

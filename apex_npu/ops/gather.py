@@ -47,6 +47,7 @@ __all__ = [
     "gathers_in_one_pass",
     "is_grad_list",
     "multiply_",
+    "reads_listed",
     "take_grads_",
     "takes_addresses",
     "takes_grads",
@@ -75,6 +76,11 @@ def cat_into(out: Tensor, tensors: Sequence[Tensor], gaps: Sequence[int], zeros:
     pieces[0::2] = tensors
     pieces[1::2] = map(pads.__getitem__, gaps)
     torch.cat(pieces, out=out)
+
+
+def reads_listed(slot: Tensor) -> bool:
+    """True where ops read, and can write, gradients of slots like this one where autograd left them, as one operand."""
+    return extension is not None and (slot.device.type == "cpu" or takes_addresses(slot))
 
 
 def takes_grads(slot: Tensor) -> bool:

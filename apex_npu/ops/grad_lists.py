@@ -1,0 +1,85 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Gradients of a GPU where autograd left them, as one operand: a tensor without memory, and where kernels find them.
+
+On a CPU the extension's kernels follow such an operand by themselves.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from apex_npu._extension import extension
+
+
+class Addresses(NamedTuple):
+    """Where the gradients of an operand are.
+
+    Attributes:
+        begins: int64, on the host: the first element of each slot in the operand.
+        lengths: int64, likewise: its elements.
+        on_device: int64: for each slot the address that the operand would begin at if the gradient were in its place,
+            plus 1 where it is ``narrow``; 0: there is none.
+        wide: The dtype of the operand, and of its gradients,
+        narrow: But of those that have this; None: none has.
+    """
+
+    begins: Tensor
+    lengths: Tensor
+    on_device: Tensor
+    wide: torch.dtype
+    narrow: torch.dtype | None
+
+
+def is_listed(tensor: object) -> bool:
+    """Whether ``tensor`` is such an operand, on any device."""
+    return extension is not None and isinstance(tensor, Tensor) and extension.is_grad_list(tensor)
+
+
+def add_addresses(grads: Tensor, begins: Tensor, lengths: Tensor) -> None:
+    """Find the gradients of the operand ``grads`` for kernels, without a wait; see ``Addresses``.
+
+    Where they have two dtypes beside the operand's, they are copied before they are read.
+    """
+    assert extension is not None
+    # Pinned, so that the copy does not wait; torch's allocator reuses the memory after the copy.
+    found = torch.empty(begins.numel(), dtype=torch.int64, device="cpu", pin_memory=grads.is_cuda)
+    others = extension.grad_addresses(grads, begins, found)
+    if len(others) <= 1:
+        on_device = found.to(grads.device, non_blocking=True)
+        narrow = others[0] if others else None
+        vars(grads)["addresses"] = Addresses(begins, lengths, on_device, grads.dtype, narrow)
+
+
+def addresses_of(grads: Tensor) -> Addresses | None:
+    """What ``add_addresses`` has found, if anything."""
+    found: Addresses | None = vars(grads).get("addresses")
+    return found
+
+
+def listed_grads(grads: Tensor) -> list[tuple[Tensor, int]]:
+    """The gradients of the operand, 1-D, each with its first element there; writing them is not counted."""
+    assert extension is not None
+    found: list[tuple[Tensor, int]] = extension.listed_grads(grads)
+    return found
+
+
+def count_writes(grads: Tensor) -> None:
+    """Have autograd notice that the gradients of the operand have been written."""
+    assert extension is not None
+    extension.count_grad_writes(grads)
+
+
+@torch.no_grad()
+def dense(grads: Tensor) -> Tensor:
+    """The operand, with memory: a copy, with zeros where there is no gradient."""
+    flat = torch.zeros(grads.numel(), dtype=grads.dtype, device=grads.device)
+    found = listed_grads(grads)
+    for dtype in {grad.dtype for grad, _ in found}:
+        pairs = [(grad, begin) for grad, begin in found if grad.dtype == dtype]
+        slots = [flat[begin : begin + grad.numel()] for grad, begin in pairs]
+        torch._foreach_copy_(slots, [grad for grad, _ in pairs])
+    return flat
