@@ -218,7 +218,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "is_grad_list", [](const at::Tensor& tensor) { return apex_npu::grad_list_of(tensor) != nullptr; },
       py::arg("tensor"));
   m.def("scale_grad_list", &apex_npu::scale_grad_list, py::arg("grads"), py::arg("factor"), py::arg("found_inf"));
-  m.def("grad_addresses", &apex_npu::grad_addresses, py::arg("grads"), py::arg("begins"), py::arg("out"));
+  m.def(
+      "grad_addresses",
+      [](const at::Tensor& grads, const at::Tensor& begins, const at::Tensor& out) {
+        const apex_npu::GradAddressKinds kinds = apex_npu::grad_addresses(grads, begins, out);
+        return std::pair(kinds.others, kinds.changed);
+      },
+      py::arg("grads"), py::arg("begins"), py::arg("out"));
   m.def("listed_grads", &apex_npu::listed_grads, py::arg("grads"));
   m.def("count_grad_writes", &apex_npu::count_grad_writes, py::arg("grads"));
 

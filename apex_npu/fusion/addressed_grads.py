@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import cast
 
-import torch
 from torch import Tensor
 
 from apex_npu.fusion.grad_memory import GradMemory
 from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, AddressedSlots, places_of
 from apex_npu.fusion.many_tensors import set_grads
-from apex_npu.ops import AddressTable, add_addresses, gather_
+from apex_npu.ops import AddressTable, ListedSlots, gather_
 
 # Of so many stretches of slots the tables are kept, which are those of the runs of a step.
 _MOST_KEPT = 256
@@ -27,7 +26,7 @@ class AddressedGrads:
         """``memory`` has the buffer."""
         self._memory = memory
         self._table: AddressTable | None = None
-        self._slots: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._slots: dict[tuple[int, int], ListedSlots] = {}
 
     def find(self, listed: Tensor, slots: range) -> None:
         """Find the gradients of consecutive ``slots`` for kernels that are given the operand ``listed``."""
@@ -37,10 +36,9 @@ class AddressedGrads:
                 self._slots.clear()
             offsets = self._memory.offsets[slots.start : slots.stop]
             shapes = self._memory.shapes[slots.start : slots.stop]
-            numbers = [offset - offsets[0] for offset in offsets], [shape.numel() for shape in shapes]
-            begins, lengths = (torch.tensor(given, dtype=torch.int64, device="cpu") for given in numbers)
-            self._slots[key] = begins, lengths
-        add_addresses(listed, *self._slots[key])
+            begins = [offset - offsets[0] for offset in offsets]
+            self._slots[key] = ListedSlots(begins, [shape.numel() for shape in shapes])
+        self._slots[key].find(listed)
 
     def take(
         self,

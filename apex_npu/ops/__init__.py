@@ -23,7 +23,7 @@ from apex_npu.ops.gather import (
     takes_grads,
     unscale_grads,
 )
-from apex_npu.ops.grad_lists import add_addresses
+from apex_npu.ops.grad_lists import ListedSlots
 from apex_npu.ops.lists import sgd_list_, takes_sgd_lists
 from apex_npu.ops.newton_schulz import Matrices, orthogonalize_
 from apex_npu.ops.reference import FLOATS, LOW_PRECISION, chunks, wide_dtype
@@ -36,6 +36,7 @@ __all__ = [
     "AddressTable",
     "Call",
     "EncodedState",
+    "ListedSlots",
     "Matrices",
     "RunEncoding",
     "Segments",
@@ -43,7 +44,6 @@ __all__ = [
     "adagrad_",
     "adam_",
     "adamp_",
-    "add_addresses",
     "as_real",
     "call_of_all",
     "cat_into",

@@ -7,6 +7,7 @@ On a CPU the extension's kernels follow such an operand by themselves.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,23 +40,36 @@ def is_listed(tensor: object) -> bool:
     return extension is not None and isinstance(tensor, Tensor) and extension.is_grad_list(tensor)
 
 
-def add_addresses(grads: Tensor, begins: Tensor, lengths: Tensor) -> None:
-    """Find the gradients of the operand ``grads`` for kernels, without a wait; see ``Addresses``.
+class ListedSlots:
+    """Consecutive slots whose gradients are listed in each step, most often at the addresses of the step before."""
 
-    Where they have two dtypes beside the operand's, they are copied before they are read.
-    """
-    assert extension is not None
-    # Pinned, so that the copy does not wait; torch's allocator reuses the memory after the copy.
-    found = torch.empty(begins.numel(), dtype=torch.int64, device="cpu", pin_memory=grads.is_cuda)
-    others = extension.grad_addresses(grads, begins, found)
-    if len(others) <= 1:
-        on_device = found.to(grads.device, non_blocking=True)
-        narrow = others[0] if others else None
-        vars(grads)["addresses"] = Addresses(begins, lengths, on_device, grads.dtype, narrow)
+    def __init__(self, begins: Sequence[int], lengths: Sequence[int]) -> None:
+        """See ``Addresses``."""
+        self._begins, self._lengths, self._found = (
+            torch.tensor(numbers, dtype=torch.int64, device="cpu") for numbers in (begins, lengths, [0] * len(begins))
+        )
+        self._on_device: Tensor | None = None
+
+    def find(self, grads: Tensor) -> None:
+        """Find the gradients of the operand ``grads`` for kernels, without a wait.
+
+        Where they have two dtypes beside the operand's, they are copied before they are read.
+        """
+        assert extension is not None
+        on_device, self._on_device = self._on_device, None  # what is interrupted below leaves no former addresses
+        others, changed = extension.grad_addresses(grads, self._begins, self._found)
+        if changed or on_device is None:
+            # Pinned, so that the copy does not wait; torch's allocator reuses the memory after the copy.
+            found = self._found.pin_memory() if grads.is_cuda else self._found.clone()
+            on_device = found.to(grads.device, non_blocking=True)
+        self._on_device = on_device
+        if len(others) <= 1:
+            narrow = others[0] if others else None
+            vars(grads)["addresses"] = Addresses(self._begins, self._lengths, on_device, grads.dtype, narrow)
 
 
 def addresses_of(grads: Tensor) -> Addresses | None:
-    """What ``add_addresses`` has found, if anything."""
+    """What ``ListedSlots.find`` has found, if anything."""
     found: Addresses | None = vars(grads).get("addresses")
     return found
 

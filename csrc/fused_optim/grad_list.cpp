@@ -100,28 +100,30 @@ void GradList::count_writes() const {
   }
 }
 
-std::vector<at::ScalarType> GradList::write_addresses(const at::Tensor& begins, at::ScalarType wide,
-                                                      const at::Tensor& out) const {
+GradAddressKinds GradList::write_addresses(const at::Tensor& begins, at::ScalarType wide, const at::Tensor& out) const {
   TORCH_CHECK_VALUE(begins.is_cpu() && out.is_cpu() && begins.is_contiguous() && out.is_contiguous() &&
                         begins.numel() == out.numel(),
                     "grad_addresses: expected as many numbers on the host, got ", begins.numel(), " and ", out.numel());
   const auto* const first = begins.const_data_ptr<int64_t>();
   auto* const addresses = out.mutable_data_ptr<int64_t>();
-  std::vector<at::ScalarType> others;
+  GradAddressKinds kinds{{}, false};
   size_t listed = 0;
   for (int64_t i = 0; i < begins.numel(); ++i) {
-    addresses[i] = 0;
-    if (listed == places_.size() || places_[listed].begin != first[i]) continue;
-    const ListedGrad& place = places_[listed++];
-    addresses[i] = reinterpret_cast<intptr_t>(place.data) -
-                   place.begin * static_cast<int64_t>(c10::elementSize(place.dtype));
-    if (place.dtype == wide) continue;
-    addresses[i] += 1;
-    if (std::find(others.begin(), others.end(), place.dtype) == others.end()) others.push_back(place.dtype);
+    int64_t address = 0;
+    if (listed < places_.size() && places_[listed].begin == first[i]) {
+      const ListedGrad& place = places_[listed++];
+      const auto size = static_cast<int64_t>(c10::elementSize(place.dtype));
+      address = reinterpret_cast<intptr_t>(place.data) - place.begin * size + (place.dtype != wide ? 1 : 0);
+      std::vector<at::ScalarType>& others = kinds.others;
+      if (place.dtype != wide && std::find(others.begin(), others.end(), place.dtype) == others.end()) {
+        others.push_back(place.dtype);
+      }
+    }
+    kinds.changed |= address != std::exchange(addresses[i], address);
   }
   TORCH_CHECK_VALUE(listed == places_.size(), "grad_addresses: only ", listed, " of ", places_.size(),
                     " gradients begin where slots do");
-  return others;
+  return kinds;
 }
 
 std::vector<std::pair<at::Tensor, int64_t>> GradList::tensors() const {
@@ -207,7 +209,7 @@ void scale_grad_list(const at::Tensor& grads, double factor, const std::optional
   }
 }
 
-std::vector<at::ScalarType> grad_addresses(const at::Tensor& grads, const at::Tensor& begins, const at::Tensor& out) {
+GradAddressKinds grad_addresses(const at::Tensor& grads, const at::Tensor& begins, const at::Tensor& out) {
   return listed_in(grads, "grad_addresses").write_addresses(begins, grads.scalar_type(), out);
 }
 

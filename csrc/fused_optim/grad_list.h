@@ -27,6 +27,11 @@ struct ListedGrad {
   uint32_t owner;  // of the list's storages
 };
 
+struct GradAddressKinds {
+  std::vector<at::ScalarType> others;  // the dtypes that gradients have and their operand has not
+  bool changed;                        // whether an address is another than what was there
+};
+
 class GradList {
  public:
   // Of an operand of `numel` elements, which are 0 where none of `count` gradients is added. Only those that are
@@ -42,7 +47,7 @@ class GradList {
   bool scale(double factor) const;
 
   // See grad_addresses.
-  std::vector<at::ScalarType> write_addresses(const at::Tensor& begins, at::ScalarType wide, const at::Tensor& out) const;
+  GradAddressKinds write_addresses(const at::Tensor& begins, at::ScalarType wide, const at::Tensor& out) const;
 
   // The gradients, 1-D, each with its first element in the operand.
   std::vector<std::pair<at::Tensor, int64_t>> tensors() const;
@@ -90,8 +95,8 @@ void scale_grad_list(const at::Tensor& grads, double factor, const std::optional
 
 // For kernels on another device than the CPU: out[i] becomes the address that the operand would begin at if its
 // gradient that begins at element begins[i] were in its place, plus 1 where that has another dtype than the operand;
-// 0 where there is none. Both are int64, on the host, and `begins` increase. Returns the other dtypes.
-std::vector<at::ScalarType> grad_addresses(const at::Tensor& grads, const at::Tensor& begins, const at::Tensor& out);
+// 0 where there is none. Both are int64, on the host, and `begins` increase.
+GradAddressKinds grad_addresses(const at::Tensor& grads, const at::Tensor& begins, const at::Tensor& out);
 
 // The gradients of an operand, 1-D, each with its first element there; what writes them counts that.
 std::vector<std::pair<at::Tensor, int64_t>> listed_grads(const at::Tensor& grads);

@@ -60,8 +60,7 @@ def listed(dtypes, wide=F32, begin=0, numels=NUMELS, missing=(), writable=False)
         dense[offset : offset + numels[i]] = grad.double().cpu()
     slots = grad_slots([torch.empty_like(p, device="meta") for p in params], offsets, THERE)
     operand = slots.grad_list(params, 0, total, not writable)
-    begins, lengths = torch.tensor(offsets), torch.tensor(numels)
-    grad_lists.add_addresses(operand, begins, lengths)
+    grad_lists.ListedSlots(offsets, numels).find(operand)
     return operand, grads, dense.to(wide if len(set(dtypes)) > 1 else max(dtypes, key=lambda d: d.itemsize)).to(DEVICE)
 
 
@@ -160,3 +159,15 @@ def test_what_is_listed_begins_where_slots_do():
         extension.grad_addresses(grad, begins, torch.zeros(6, dtype=torch.int64))
     with pytest.raises(TypeError, match="expected a list of gradients"):
         extension.listed_grads(torch.zeros(3))
+
+
+def test_addresses_are_copied_to_the_device_where_they_have_changed():
+    offsets, _ = offsets_of(NUMELS)
+    slots, tables = grad_lists.ListedSlots(offsets, NUMELS), []
+    first, second = (listed([F32], missing=(i,)) for i in (1, 2))
+    for operand in (first[0], first[0], second[0], first[0]):
+        slots.find(operand)
+        tables.append(grad_lists.addresses_of(operand).on_device)
+    assert tables[0] is tables[1]
+    assert [table[1].item() == 0 for table in tables] == [True, True, False, True]
+    assert torch.equal(tables[0], tables[3])

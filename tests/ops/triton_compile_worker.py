@@ -38,7 +38,7 @@ from triton_cases import (
 )
 
 from apex_npu._extension import extension
-from apex_npu.ops import add_addresses, wide_dtype
+from apex_npu.ops import ListedSlots, wide_dtype
 from apex_npu.ops.encoded_calls import Encoded
 from apex_npu.ops.triton_kernels import launches, plans
 from apex_npu.ops.triton_kernels.launches import Plan
@@ -160,7 +160,7 @@ def listed_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
         extension.set_aliases(params, grads)
         slots = extension.GradSlots([p.to("meta") for p in params], offsets, CPU)
         grad = slots.grad_list(params, 0, NUMEL, wide != narrow)
-        add_addresses(grad, torch.tensor(offsets), torch.tensor(lengths))
+        ListedSlots(offsets, lengths).find(grad)
         for op in OPTIONS:
             param, _, *states = operands(op, NUMEL, wide)
             more = (None, *segments(op, aligned=True)) if op in ("lamb_", "adamp_") else (None,)
