@@ -15,9 +15,6 @@ from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, AddressedSlots, pla
 from apex_npu.fusion.many_tensors import set_grads
 from apex_npu.ops import AddressTable, ListedSlots, gather_
 
-# Of so many stretches of slots the tables are kept, which are those of the runs of a step.
-_MOST_KEPT = 256
-
 
 class AddressedGrads:
     """Takes gradients into the slots of one buffer, or has kernels read and write them where they are."""
@@ -32,7 +29,7 @@ class AddressedGrads:
         """Find the gradients of consecutive ``slots`` for kernels that are given the operand ``listed``."""
         key = slots.start, slots.stop
         if key not in self._slots:
-            if len(self._slots) == _MOST_KEPT:
+            if len(self._slots) > 2 * len(self._memory.params):  # a step has no more runs than parameters
                 self._slots.clear()
             offsets = self._memory.offsets[slots.start : slots.stop]
             shapes = self._memory.shapes[slots.start : slots.stop]

@@ -15,7 +15,6 @@ from apex_npu.ops.gather import (
     divides_in_update,
     gather_,
     gathers_in_one_pass,
-    is_grad_list,
     multiply_,
     reads_listed,
     take_grads_,
@@ -23,7 +22,7 @@ from apex_npu.ops.gather import (
     takes_grads,
     unscale_grads,
 )
-from apex_npu.ops.grad_lists import ListedSlots
+from apex_npu.ops.grad_lists import ListedSlots, is_grad_list
 from apex_npu.ops.lists import sgd_list_, takes_sgd_lists
 from apex_npu.ops.newton_schulz import Matrices, orthogonalize_
 from apex_npu.ops.reference import FLOATS, LOW_PRECISION, chunks, wide_dtype

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from apex_npu.backends._torch_private import is_dispatch_observed
 from apex_npu.ops import aten_fused, elementwise, reference_segments, segmented
 from apex_npu.ops.dispatch import Call, Op, Rule
-from apex_npu.ops.grad_lists import addresses_of, dense, is_listed
+from apex_npu.ops.grad_lists import addresses_of, dense, is_grad_list
 from apex_npu.ops.reference import FLOATS
 from apex_npu.ops.triton_kernels.launches import CompilationError
 
@@ -117,7 +117,7 @@ def _or_torch(op: Op[..., Any], fallback: Callable[..., Any]) -> Callable[..., A
         is_done, result = _by_triton(op, op, args, options)
         if is_done:
             return result
-        return fallback(*_with_ids(op, tuple(dense(arg) if is_listed(arg) else arg for arg in args)), **options)
+        return fallback(*_with_ids(op, tuple(dense(arg) if is_grad_list(arg) else arg for arg in args)), **options)
 
     return kernel
 
@@ -171,7 +171,7 @@ class Repeated:
     def __call__(self, *operands: Any, **options: Any) -> None:
         """The rule."""
         known, grad = operands, operands[1]
-        if is_listed(grad):  # which is another in each step, and not kept: it would keep their memory
+        if is_grad_list(grad):  # which is another in each step, and not kept: it would keep their memory
             addresses = addresses_of(grad)
             known = (operands[0], addresses and addresses.begins, *operands[2:])
         if len(known) != len(self._operands) or not all(map(is_, known, self._operands)):
@@ -196,7 +196,7 @@ def repeated(call: Call, remember: Callable[..., Any], *, elsewhere: bool) -> Ca
     But where gradients are ``elsewhere``, and not listed: a call that is kept would keep their memory.
     """
     rule, operands, options = call
-    if not isinstance(rule, Rule) or (elsewhere and not is_listed(operands[1])):
+    if not isinstance(rule, Rule) or (elsewhere and not is_grad_list(operands[1])):
         return call
     return remember("repeated call", rule, functools.partial(Repeated, rule)), operands, options
 

@@ -19,7 +19,6 @@ if extension is None:
     from apex_npu.ops.gather_torch import (
         gather_,
         gathers_in_one_pass,
-        is_grad_list,
         multiply_,
         take_grads_,
         unscale_grads,
@@ -28,7 +27,6 @@ else:
     from apex_npu.ops.gather_cpp import (
         gather_,
         gathers_in_one_pass,
-        is_grad_list,
         multiply_,
         take_grads_,
         unscale_grads,
@@ -45,7 +43,6 @@ __all__ = [
     "divides_in_update",
     "gather_",
     "gathers_in_one_pass",
-    "is_grad_list",
     "multiply_",
     "reads_listed",
     "take_grads_",

@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 
 from apex_npu import _C
-from apex_npu._C import is_grad_list
 from apex_npu._C import take_grads_cpu as take_grads_
 from apex_npu.ops import gather_cuda, gather_torch
+from apex_npu.ops.grad_lists import is_grad_list
 from apex_npu.ops.reference import FLOATS
 from apex_npu.ops.segmented import norm
 
 __all__ = [
     "gather_",
     "gathers_in_one_pass",
-    "is_grad_list",
     "multiply_",
     "take_grads_",
     "unscale_grads",

@@ -35,8 +35,8 @@ class Addresses(NamedTuple):
     narrow: torch.dtype | None
 
 
-def is_listed(tensor: object) -> bool:
-    """Whether ``tensor`` is such an operand, on any device."""
+def is_grad_list(tensor: object) -> bool:
+    """True for an operand that refers to gradients where autograd left them: only ops can read it, it has no memory."""
     return extension is not None and isinstance(tensor, Tensor) and extension.is_grad_list(tensor)
 
 
