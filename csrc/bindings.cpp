@@ -47,7 +47,7 @@ using apex_npu::borrow;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 23;
+  m.attr("API") = 24;
 
   m.def("move_storages", &apex_npu::move_storages, py::arg("lists"), py::arg("src"), py::arg("offsets"),
         py::arg("copy_values"));
@@ -136,7 +136,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("written_copies", &apex_npu::written_copies, py::arg("flat"));
 
   py::class_<apex_npu::GradSlots>(m, "GradSlots")
-      .def(py::init<const std::vector<at::Tensor>&, std::vector<int64_t>>(), py::arg("shapes"), py::arg("offsets"))
+      .def(py::init<const std::vector<at::Tensor>&, std::vector<int64_t>, std::optional<c10::Device>>(),
+           py::arg("shapes"), py::arg("offsets"), py::arg("device"))
       .def("remember_views", &apex_npu::GradSlots::remember_views, py::arg("views"))
       .def(
           "states",
@@ -217,6 +218,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "is_grad_list", [](const at::Tensor& tensor) { return apex_npu::grad_list_of(tensor) != nullptr; },
       py::arg("tensor"));
   m.def("scale_grad_list", &apex_npu::scale_grad_list, py::arg("grads"), py::arg("factor"), py::arg("found_inf"));
+  m.def(
+      "grad_addresses",
+      [](const at::Tensor& grads, const at::Tensor& begins, const at::Tensor& out) {
+        const apex_npu::GradAddressKinds kinds = apex_npu::grad_addresses(grads, begins, out);
+        return std::pair(kinds.others, kinds.changed);
+      },
+      py::arg("grads"), py::arg("begins"), py::arg("out"));
+  m.def("listed_grads", &apex_npu::listed_grads, py::arg("grads"));
+  m.def("count_grad_writes", &apex_npu::count_grad_writes, py::arg("grads"));
 
   m.def(
       "increment_versions", [](const py::sequence& tensors) { apex_npu::increment_versions(borrow(tensors)); },

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The gradients of sharded parameters (DTensor): those of the plain parts inside, where fully_shard has left them.
 
-fully_shard reduces the gradients of a unit into one flat tensor, of which the part of each is a view. Kernels of the
-CPU read and write these views in place. Other devices gather them into slots.
+fully_shard reduces the gradients of a unit into one flat tensor, of which the part of each is a view. Kernels of CPUs
+and GPUs read and write these views in place. An NPU gathers them into slots.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from apex_npu._extension import extension
+from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import dtensor_slots, memory_of_shards
 from apex_npu.backends.script_warnings import warn
 from apex_npu.fusion import FlatGrads, increment_versions
@@ -140,7 +141,7 @@ class ShardGrads(FlatGrads):
     def __init__(self, grads: FlatGrads, full_params: list[Tensor]) -> None:
         """``full_params`` of the parts in ``grads``, which has none of their gradients yet."""
         super().__init__(grads.params, grads.offsets, grads.total_numel)
-        self.full_params, self.memory.lends = full_params, grads.memory.lends
+        self.full_params, self.gathers_all, self.memory.lends = full_params, grads.gathers_all, grads.memory.lends
         found = _extension_shards(full_params, self.params)
         self._shards: Shards = found or _PythonShards(full_params, self.params)
         self._holding: Any = found if self.reads_in_place else None
@@ -175,7 +176,8 @@ class ShardGrads(FlatGrads):
         self._drop()
 
     def _find(self, slots: range | None, in_place: InPlace, least_numel: int | None = None) -> tuple[bytes, list[int]]:
-        if self._holding is not None and in_place != InPlace.NO:
+        stays = in_place != InPlace.NO and not self.gathers_all and not (self._addressed and is_capturing())
+        if self._holding is not None and stays:
             states = self._holding.hold_grads(self.memory.slots, in_place)
             self._holds = states is not None
             if states is not None:
@@ -216,8 +218,10 @@ class ShardGrads(FlatGrads):
         """See ``FlatGrads``; nothing has to be gathered for a second step, since gradients stay with fully_shard."""
         if not self._holds:
             return super().operand(slots, numel)
-        grads: Tensor = self._holding.grad_list(self.memory.slots, slots.start, len(slots), numel)
-        return grads
+        listed: Tensor = self._holding.grad_list(self.memory.slots, slots.start, len(slots), numel)
+        if self._addressed is not None:
+            self._addressed.find(listed, slots)
+        return listed
 
     def _operands(self, states: bytes) -> list[Tensor]:
         operands = super()._operands(states)

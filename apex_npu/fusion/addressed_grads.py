@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gradients that one kernel takes into their slots, wherever they are: it finds them by a table of addresses."""
+"""Gradients that kernels of a GPU find by tables of addresses, wherever they are."""
 
 from __future__ import annotations
 
@@ -13,16 +13,29 @@ from torch import Tensor
 from apex_npu.fusion.grad_memory import GradMemory
 from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, AddressedSlots, places_of
 from apex_npu.fusion.many_tensors import set_grads
-from apex_npu.ops import AddressTable, gather_
+from apex_npu.ops import AddressTable, ListedSlots, gather_
 
 
 class AddressedGrads:
-    """Takes gradients into the slots of one buffer."""
+    """Takes gradients into the slots of one buffer, or has kernels read and write them where they are."""
 
     def __init__(self, memory: GradMemory) -> None:
         """``memory`` has the buffer."""
         self._memory = memory
         self._table: AddressTable | None = None
+        self._slots: dict[tuple[int, int], ListedSlots] = {}
+
+    def find(self, listed: Tensor, slots: range) -> None:
+        """Find the gradients of consecutive ``slots`` for kernels that are given the operand ``listed``."""
+        key = slots.start, slots.stop
+        if key not in self._slots:
+            if len(self._slots) > 2 * len(self._memory.params):  # a step has no more runs than parameters
+                self._slots.clear()
+            offsets = self._memory.offsets[slots.start : slots.stop]
+            shapes = self._memory.shapes[slots.start : slots.stop]
+            begins = [offset - offsets[0] for offset in offsets]
+            self._slots[key] = ListedSlots(begins, [shape.numel() for shape in shapes])
+        self._slots[key].find(listed)
 
     def take(
         self,

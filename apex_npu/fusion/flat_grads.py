@@ -41,6 +41,7 @@ from apex_npu.ops import (
     cats_lists,
     gather_,
     gathers_in_one_pass,
+    reads_listed,
     take_grads_,
     takes_addresses,
     takes_grads,
@@ -63,12 +64,14 @@ class FlatGrads:
         reads_lists: Whether gradients that are ELSEWHERE can be a list that a rule takes, see ``gather_unless_listed``.
         reads_in_place: Kernels read gradients that are ELSEWHERE in place, all in one call.
         is_shown: A script has the buffer: gradients are always copied there, and padding may have been written.
+        gathers_all: Gradients are always copied into slots: a CUDA graph has their addresses, or no kernel follows any.
         may_pack: See ``pack``.
         is_packed: Gradients have been packed, and some may still be.
         memory: The buffer, and the views of its slots.
     """
 
     is_sharded = False
+    gathers_all = False
     may_pack = False
     is_packed = False
 
@@ -77,7 +80,7 @@ class FlatGrads:
         self.params = self.full_params = list(params)
         self.offsets = list(offsets)
         self.reads_lists = bool(self.params) and cats_lists(self.params[0].device)
-        self.reads_in_place = extension is not None and bool(self.params) and self.params[0].device.type == "cpu"
+        self.reads_in_place = bool(self.params) and reads_listed(self.params[0])
         self.is_shown = False
         self._in_one_pass = bool(self.params) and gathers_in_one_pass(self.params[0])
         self.total_numel = total_numel
@@ -166,14 +169,15 @@ class FlatGrads:
         """The states of ``slots``, and those of them whose gradients have to be gathered; see ``GradSlots.states``."""
         if self.memory.is_lent:
             self._take_up()
-        if self.is_shown:
-            in_place = InPlace.NO
-        if self.is_packed and in_place == InPlace.READ:
+        if self.is_packed and in_place == InPlace.READ and not self.is_shown:
             packed = self._find_packed()
             if packed is not None:
                 return packed if slots is None else packed[slots.start : slots.stop], []
+        if self.is_shown or self.gathers_all or (self._addressed is not None and is_capturing()):
+            in_place = InPlace.NO  # a replay would follow the addresses of the capture
         if least_numel is None:
-            least_numel = grad_slots.WRITTEN_NUMEL if in_place == InPlace.WRITE else grad_slots.STAYS_NUMEL
+            multiplied = in_place == InPlace.WRITE and self._addressed is None
+            least_numel = grad_slots.WRITTEN_NUMEL if multiplied else grad_slots.STAYS_NUMEL
         params, views, first = self.params, self.memory.views or self.params, 0
         if slots is not None:
             first = slots.start
@@ -226,8 +230,7 @@ class FlatGrads:
             RuntimeError: A gradient is sparse, not of its parameter's dtype, or a subclass such as DTensor; nothing has
                 been copied then.
         """
-        packed = self.is_packed and in_place == InPlace.READ  # a kernel reads those where they are
-        at_once = self._addressed and not self.is_sharded and not packed and self.has_buffer
+        at_once = self._addressed and in_place == InPlace.NO and not self.is_sharded and self.has_buffer
         if at_once and (taken := self._take_by_address(self.params, slots)) is not None:
             return taken
         states, to_gather = self._find(slots, in_place)
@@ -335,7 +338,7 @@ class FlatGrads:
             self.memory.clear_padding()
         taken = self._addressed.take(flat, sources, slots, inv_scale, found_inf)
         if taken is None:
-            self._addressed = None
+            self._addressed, self.gathers_all = None, True
             return None
         states, apart = taken
         if apart:
@@ -402,9 +405,6 @@ class FlatGrads:
         Raises:
             RuntimeError: As of ``gather``.
         """
-        by_address = self._addressed and (inv_scale != 1.0 or found_inf is not None) and self.has_buffer
-        if by_address and self._take_by_address(self.params, None, inv_scale, found_inf) is not None:
-            return
         slots, views = self.memory.slots, self.memory.views
         at_once = self._in_one_pass and inv_scale != 1.0 and views and not self.is_shown
         if not at_once or not slots.unscale(self.params, views, inv_scale, found_inf, grad_slots.WRITTEN_NUMEL):
@@ -420,6 +420,9 @@ class FlatGrads:
                 self._gather(None, states, to_gather)
             return
         states, to_gather = self._find(None, InPlace.WRITE)
+        if to_gather and self._addressed and not is_capturing():
+            self.take(self.params, inv_scale, found_inf)  # what is in slots, too
+            return
         stay = stay_elsewhere(states, to_gather)
         in_one_call = stay and self.reads_in_place
         if to_gather and IN_BUFFER not in states and not in_one_call and takes_grads(self.params[0]):
@@ -474,7 +477,10 @@ class FlatGrads:
         """
         if self.is_packed:
             return self._packed_operand(slots, numel)
-        return self.memory.slots.grad_list(self.params[slots.start : slots.stop], slots.start, numel, stepped)
+        listed = self.memory.slots.grad_list(self.params[slots.start : slots.stop], slots.start, numel, stepped)
+        if self._addressed is not None:
+            self._addressed.find(listed, slots)
+        return listed
 
     def _operand_of(self, index: int) -> Tensor:
         return self.operand(range(index, index + 1), self.params[index].numel())
@@ -494,10 +500,10 @@ class FlatGrads:
     def _operands(self, states: bytes) -> list[Tensor]:
         if self.is_shown:
             self.memory.clear_padding()
-        if ELSEWHERE in states and self.reads_in_place:
-            return [self.operand(range(len(self.params)), self.total_numel)]
         if ELSEWHERE in states and self.is_packed:
             return [self.operand(slots, self._span_numel(slots)) for slots in stretches(states, ELSEWHERE)]
+        if ELSEWHERE in states and self.reads_in_place:
+            return [self.operand(range(len(self.params)), self.total_numel)]
         spans = [self.span(slots) for slots in stretches(states)]
         return [self._operand_of(i) for i in places_of(ELSEWHERE, states)] + spans
 

@@ -18,7 +18,7 @@ from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.grad_slots import check_grad, grad_slots
 from apex_npu.fusion.many_tensors import kept_grads
 from apex_npu.fusion.storage import SlotTable, move_out, slot_table
-from apex_npu.ops import cats_lists
+from apex_npu.ops import cats_lists, reads_listed
 
 _DTYPE, _LAYOUT, _DEVICE = map(attrgetter, ("dtype", "layout", "device"))
 
@@ -47,7 +47,8 @@ class GradMemory:
         # Shaped like what autograd makes: a parameter's strides where they are dense, else contiguous.
         self.shapes = [torch.empty_like(p, device="meta") for p in params]
         self.offsets = list(offsets)
-        self.slots = grad_slots(self.shapes, self.offsets)
+        listed = bool(params) and reads_listed(params[0])
+        self.slots = grad_slots(self.shapes, self.offsets, params[0].device if listed else None)
         self.views: list[Tensor] = []
         self.view_table: SlotTable | None = None
         self.lends = bool(params) and may_lend(params[0]) and total_numel >= packed_grads.PACKED_NUMEL

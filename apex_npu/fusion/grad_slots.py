@@ -3,9 +3,10 @@
 """The places of many parameters' gradients, found for all at once.
 
 A gradient is NONE while ``param.grad is None``, IN_BUFFER while it is the view of its slot, and else ELSEWHERE. There
-it can stay, instead of being copied into its slot, if its elements are in the slot's order, in memory of a CPU that is
-no slot's: with the extension kernels read gradients of any size in place. In pure torch it is stepped by a call of its
-own then: copying it would take half as long as its step of Adam, such a call next to nothing if it is large.
+it can stay, instead of being copied into its slot, if its elements are in the slot's order, in memory of a CPU or a GPU
+that is no slot's: with the extension kernels read gradients of any size in place. In pure torch, on a CPU, it is
+stepped by a call of its own then: copying it would take half as long as its step of Adam, such a call next to nothing
+if it is large.
 """
 
 from __future__ import annotations
@@ -140,11 +141,14 @@ class AddressedSlots(GradSlots, Protocol):
         ...
 
 
-def grad_slots(shapes: Sequence[Tensor], offsets: Sequence[int]) -> GradSlots:
-    """For slots with the sizes, strides and dtype of ``shapes``."""
+def grad_slots(shapes: Sequence[Tensor], offsets: Sequence[int], device: torch.device | None) -> GradSlots:
+    """For slots with the sizes, strides and dtype of ``shapes``.
+
+    Of the extension's none can stay elsewhere but those on ``device``, where ``ops.reads_listed``.
+    """
     if extension is None:
         return _PythonGradSlots(shapes)
-    slots: GradSlots = extension.GradSlots(shapes, offsets)
+    slots: GradSlots = extension.GradSlots(shapes, offsets, device)
     return slots
 
 

@@ -67,7 +67,7 @@ class Run:
         self.params = group.params[slots.start : slots.stop]
         self.elsewhere = elsewhere
         begin, end = group.span(slots)
-        if elsewhere and len(slots) == 1:
+        if elsewhere and len(slots) == 1 and not group.grads.reads_in_place:
             end = begin + self.params[0].numel()  # its gradient has no padding
         self._span = slice(begin, end)
         self.param = group.param_flat[self._span]

@@ -15,13 +15,14 @@ from apex_npu.ops.gather import (
     divides_in_update,
     gather_,
     gathers_in_one_pass,
-    is_grad_list,
     multiply_,
+    reads_listed,
     take_grads_,
     takes_addresses,
     takes_grads,
     unscale_grads,
 )
+from apex_npu.ops.grad_lists import ListedSlots, is_grad_list
 from apex_npu.ops.lists import sgd_list_, takes_sgd_lists
 from apex_npu.ops.newton_schulz import Matrices, orthogonalize_
 from apex_npu.ops.reference import FLOATS, LOW_PRECISION, chunks, wide_dtype
@@ -34,6 +35,7 @@ __all__ = [
     "AddressTable",
     "Call",
     "EncodedState",
+    "ListedSlots",
     "Matrices",
     "RunEncoding",
     "Segments",
@@ -57,6 +59,7 @@ __all__ = [
     "norm",
     "norm_to_clip",
     "orthogonalize_",
+    "reads_listed",
     "repeated",
     "rmsprop_",
     "segment_add_",

@@ -25,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from apex_npu.backends._torch_private import is_dispatch_observed
 from apex_npu.ops import aten_fused, elementwise, reference_segments, segmented
 from apex_npu.ops.dispatch import Call, Op, Rule
+from apex_npu.ops.grad_lists import addresses_of, dense, is_grad_list
 from apex_npu.ops.reference import FLOATS
 from apex_npu.ops.triton_kernels.launches import CompilationError
 
@@ -34,7 +35,7 @@ logger = logging.getLogger("apex_npu")
 _OLDEST_TRITON = (3, 6)
 # Ops whose kernels Triton could not compile here: not tried again.
 _given_up: set[object] = set()
-_TAKE = "take_addressed"
+_TAKE, _SCALE = "take_addressed", "scale_listed"
 _ids: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -80,6 +81,17 @@ def take_addressed(
     return _run_plan(_TAKE, args, {})[0]
 
 
+def scale_listed(grads: Tensor, factor: float | Tensor, found_inf: Tensor | None) -> bool:
+    """Multiply gradients that are listed where they are; False, with nothing written, where Triton cannot.
+
+    Args:
+        grads: The operand; with a factor of 1.0 nothing is written.
+        factor: A number, or one on their device.
+        found_inf: As of ``take_addressed``.
+    """
+    return _run_plan(_SCALE, (grads, factor, found_inf), {})[0]
+
+
 @functools.cache
 def _plans() -> ModuleType | None:
     """The module that plans the launches; None where plain torch is used."""
@@ -103,7 +115,9 @@ def _or_torch(op: Op[..., Any], fallback: Callable[..., Any]) -> Callable[..., A
 
     def kernel(*args: Any, **options: Any) -> Any:
         is_done, result = _by_triton(op, op, args, options)
-        return result if is_done else fallback(*_with_ids(op, args), **options)
+        if is_done:
+            return result
+        return fallback(*_with_ids(op, tuple(dense(arg) if is_grad_list(arg) else arg for arg in args)), **options)
 
     return kernel
 
@@ -156,9 +170,13 @@ class Repeated:
 
     def __call__(self, *operands: Any, **options: Any) -> None:
         """The rule."""
-        if len(operands) != len(self._operands) or not all(map(is_, operands, self._operands)):
-            self._operands, self._kept = operands, {}
-            self._are_plain = all(type(operand) in (Tensor, NoneType) for operand in operands)
+        known, grad = operands, operands[1]
+        if is_grad_list(grad):  # which is another in each step, and not kept: it would keep their memory
+            addresses = addresses_of(grad)
+            known = (operands[0], addresses and addresses.begins, *operands[2:])
+        if len(known) != len(self._operands) or not all(map(is_, known, self._operands)):
+            self._operands, self._kept = known, {}
+            self._are_plain = all(type(operand) in (Tensor, NoneType) for operand in known)
         rule = self._rule
         if self._are_plain and not is_dispatch_observed():
             given = {**options, "kept": self._kept}
@@ -172,10 +190,13 @@ class Repeated:
         rule(*operands, **options)
 
 
-def repeated(call: Call, remember: Callable[..., Any]) -> Call:
-    """``call`` of a run that ``remember`` belongs to, which calls the rule again with the same operands."""
+def repeated(call: Call, remember: Callable[..., Any], *, elsewhere: bool) -> Call:
+    """``call`` of a run that ``remember`` belongs to, which calls the rule again with the same operands.
+
+    But where gradients are ``elsewhere``, and not listed: a call that is kept would keep their memory.
+    """
     rule, operands, options = call
-    if not isinstance(rule, Rule):
+    if not isinstance(rule, Rule) or (elsewhere and not is_grad_list(operands[1])):
         return call
     return remember("repeated call", rule, functools.partial(Repeated, rule)), operands, options
 

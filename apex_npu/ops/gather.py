@@ -19,7 +19,6 @@ if extension is None:
     from apex_npu.ops.gather_torch import (
         gather_,
         gathers_in_one_pass,
-        is_grad_list,
         multiply_,
         take_grads_,
         unscale_grads,
@@ -28,7 +27,6 @@ else:
     from apex_npu.ops.gather_cpp import (
         gather_,
         gathers_in_one_pass,
-        is_grad_list,
         multiply_,
         take_grads_,
         unscale_grads,
@@ -45,8 +43,8 @@ __all__ = [
     "divides_in_update",
     "gather_",
     "gathers_in_one_pass",
-    "is_grad_list",
     "multiply_",
+    "reads_listed",
     "take_grads_",
     "takes_addresses",
     "takes_grads",
@@ -75,6 +73,11 @@ def cat_into(out: Tensor, tensors: Sequence[Tensor], gaps: Sequence[int], zeros:
     pieces[0::2] = tensors
     pieces[1::2] = map(pads.__getitem__, gaps)
     torch.cat(pieces, out=out)
+
+
+def reads_listed(slot: Tensor) -> bool:
+    """True where ops read, and can write, gradients of slots like this one where autograd left them, as one operand."""
+    return extension is not None and (slot.device.type == "cpu" or takes_addresses(slot))
 
 
 def takes_grads(slot: Tensor) -> bool:

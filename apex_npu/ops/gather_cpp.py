@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 
 from apex_npu import _C
-from apex_npu._C import is_grad_list
 from apex_npu._C import take_grads_cpu as take_grads_
-from apex_npu.ops import gather_torch
+from apex_npu.ops import gather_cuda, gather_torch
+from apex_npu.ops.grad_lists import is_grad_list
 from apex_npu.ops.reference import FLOATS
 from apex_npu.ops.segmented import norm
 
 __all__ = [
     "gather_",
     "gathers_in_one_pass",
-    "is_grad_list",
     "multiply_",
     "take_grads_",
     "unscale_grads",
@@ -49,8 +48,10 @@ def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | Non
         return
     if is_grad_list(grads[0]):
         for listed in grads:
+            if listed.device.type != "cpu":
+                gather_cuda.scale_listed(listed, inv_scale, found_inf)
             # The norm is checked first, which is quicker: it is finite where they are, unless it overflows itself.
-            if inv_scale != 1.0 or not math.isfinite(norm(listed)):
+            elif inv_scale != 1.0 or not math.isfinite(norm(listed)):
                 _C.scale_grad_list(listed, inv_scale, found_inf)
     # Subclasses may have no memory but that of tensors inside (DTensor).
     elif (
@@ -65,7 +66,9 @@ def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | Non
 
 def multiply_(grads: Tensor, factor: Tensor) -> None:
     """See ``gather_torch``."""
-    if is_grad_list(grads):
+    if is_grad_list(grads) and grads.device.type != "cpu":
+        gather_cuda.scale_listed(grads, factor.to(grads.dtype))
+    elif is_grad_list(grads):
         _C.scale_grad_list(grads, factor.to(grads.dtype).item(), None)
     else:
         gather_torch.multiply_(grads, factor)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from apex_npu._extension import extension
-from apex_npu.ops import cuda
+from apex_npu.ops import cuda, gather_torch
+from apex_npu.ops.grad_lists import count_writes, listed_grads
 from apex_npu.ops.triton_kernels.chunks import Chunks
 
 
@@ -27,8 +28,7 @@ class AddressTable:
         starts, lengths = (torch.tensor(given, dtype=torch.int64, device="cpu") for given in (offsets, numels))
         chunks = Chunks.of(starts, lengths, flat)
         self._flat = flat
-        # For each: its first element, one past its last, and the slot.
-        self._chunks = torch.stack([chunks.begins, chunks.ends, chunks.owners, chunks.owners], dim=1)
+        self._chunks = chunks.rows
         self._size, self._aligned = chunks.size, chunks.aligned
         self._pinned: Tensor | None = None
         self._firsts = [0, *((lengths + (chunks.size - 1)) // chunks.size).cumsum(0).tolist()]
@@ -62,3 +62,16 @@ class AddressTable:
         return cuda.take_addressed(
             self._flat, chunks, on_device, dtype, inv_scale, found_inf, self._size, aligned=self._aligned
         )
+
+
+def scale_listed(grads: Tensor, factor: float | Tensor, found_inf: Tensor | None = None) -> None:
+    """Multiply the gradients that the operand ``grads`` lists, where they are; see ``gather_torch.unscale_grads``."""
+    if not cuda.scale_listed(grads, factor, found_inf):
+        found = [grad for grad, _ in listed_grads(grads)]
+        if isinstance(factor, Tensor):
+            torch._foreach_mul_(found, factor)
+        else:
+            for dtype in {grad.dtype for grad in found}:
+                gather_torch.unscale_grads([grad for grad in found if grad.dtype == dtype], factor, found_inf)
+    if isinstance(factor, Tensor) or factor != 1.0:
+        count_writes(grads)

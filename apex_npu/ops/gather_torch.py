@@ -106,11 +106,6 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
 
 
-def is_grad_list(tensor: Tensor) -> bool:
-    """True for an operand that refers to gradients where autograd left them: only ops can read it, it has no memory."""
-    return False
-
-
 def multiply_(grads: Tensor, factor: Tensor) -> None:
     """``grads.mul_(factor)``, of a dense tensor or a list of gradients, with one number on their device."""
     grads.mul_(factor.to(grads.dtype))

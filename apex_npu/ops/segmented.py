@@ -301,7 +301,7 @@ def norm_to_clip(x: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
     if not x.is_cuda:
         total = norm(x)
         return total, clip_coefficient(total, max_norm)
-    coefficient = x.new_empty((), dtype=wide_dtype(x.dtype))
+    coefficient = torch.empty((), dtype=wide_dtype(x.dtype), device=x.device)
     total = clipping_norm.overload(x, coefficient, max_norm)
     return total, coefficient
 

@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run, row_count
 from apex_npu.fusion.shards import Along
-from apex_npu.ops import Call, Segments, adamp_, segment_add_, segment_dot, wide_dtype
+from apex_npu.ops import Call, Segments, adamp_, is_grad_list, segment_add_, segment_dot, wide_dtype
 from apex_npu.ops.reference import bias_correction_of
 from apex_npu.ops.reference_segments import update_moments_
 from apex_npu.optimizers.base import ParamGroup
@@ -128,7 +128,7 @@ class NpuFusedAdamP(NormOptimizer):
         segments = run.segments(rows=True)
         return adamp_.bind(
             run.param,
-            run.scaled_grad if segments.ids is None else run.flat_grad,
+            _grad(run, segments),
             run.state("exp_avg"),
             run.state("exp_avg_sq"),
             run.model_param(),
@@ -213,3 +213,9 @@ def _cosine_and_multiple(sums: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """|cos(g, p)|, and how many p there are in u, from the sums of p · g, g², p² and p · u."""
     norms = sums[1:3].sqrt().add_(eps)
     return sums[0].abs().div(norms[0] * norms[1]), sums[3].div(norms[1].square())
+
+
+def _grad(run: Run, segments: Segments) -> Tensor:
+    """The gradients of ``run``, where they are if the kernel follows them there: those of a GPU follow rows alone."""
+    grad = run.scaled_grad
+    return run.flat_grad if segments.ids is not None or (grad.is_cuda and is_grad_list(grad)) else grad

@@ -326,8 +326,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             return [(1, (self.update, pair, {})) for pair in runs]
         calls = list(starmap(self.call, runs))
         if self._repeats:
-            pairs = zip(calls, runs, strict=True)  # a call that is kept would keep gradients that are elsewhere
-            calls = [call if run.elsewhere else repeated(call, run.remember) for call, (run, _) in pairs]
+            pairs = zip(calls, runs, strict=True)
+            calls = [repeated(call, run.remember, elsewhere=run.elsewhere) for call, (run, _) in pairs]
         joined = call_of_all(calls) if len(calls) > 1 else None
         return list(zip(repeat(1), calls, strict=False)) if joined is None else [(len(calls), joined)]
 

@@ -30,11 +30,22 @@ const float* read_grad(const ListedGrad& place, int64_t i, int64_t n, float* cop
   return copy;
 }
 
+c10::DispatchKey key_of(c10::Device device) {
+  return device.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA;
+}
+
+const GradList& listed_in(const at::Tensor& grads, const char* function) {
+  const GradList* list = grad_list_of(grads);
+  TORCH_CHECK_TYPE(list != nullptr, function, ": expected a list of gradients, got ", grads.toString());
+  return *list;
+}
+
 }  // namespace
 
-GradList::GradList(int64_t numel, size_t count, bool writable) : numel_(numel), writable_(writable) {
+GradList::GradList(int64_t numel, size_t count, bool writable, c10::Device device)
+    : numel_(numel), writable_(writable), device_(device) {
   places_.reserve(count);
-  first_in_block_.reserve((numel + kBlockNumel - 1) / kBlockNumel);
+  if (device.is_cpu()) first_in_block_.reserve((numel + kBlockNumel - 1) / kBlockNumel);
 }
 
 void GradList::add(const at::Tensor& grad, int64_t begin) {
@@ -44,7 +55,9 @@ void GradList::add(const at::Tensor& grad, int64_t begin) {
                     "listed gradients must be added in order, within ", numel_, " elements, got [", begin, ", ", end,
                     ")");
   const auto index = static_cast<uint32_t>(places_.size());
-  while (static_cast<int64_t>(first_in_block_.size()) * kBlockNumel < end) first_in_block_.push_back(index);
+  while (device_.is_cpu() && static_cast<int64_t>(first_in_block_.size()) * kBlockNumel < end) {
+    first_in_block_.push_back(index);
+  }
   const c10::Storage& storage = grad.storage();
   if (owners_.empty() || owners_.back().unsafeGetStorageImpl() != storage.unsafeGetStorageImpl()) {
     owners_.push_back(storage);
@@ -77,10 +90,56 @@ bool GradList::scale(double factor) const {
     const bool found = factor == 1 ? has_nonfinite(place, piece.numel) : unscale(place, place, factor, piece.numel);
     if (found) bad.store(true, std::memory_order_relaxed);
   });
-  for (const c10::VariableVersion& version : versions_) {
-    if (factor != 1 && version.enabled()) c10::VariableVersion(version).bump();
-  }
+  if (factor != 1) count_writes();
   return bad;
+}
+
+void GradList::count_writes() const {
+  for (const c10::VariableVersion& version : versions_) {
+    if (version.enabled()) c10::VariableVersion(version).bump();
+  }
+}
+
+GradAddressKinds GradList::write_addresses(const at::Tensor& begins, at::ScalarType wide, const at::Tensor& out) const {
+  TORCH_CHECK_VALUE(begins.is_cpu() && out.is_cpu() && begins.is_contiguous() && out.is_contiguous() &&
+                        begins.numel() == out.numel(),
+                    "grad_addresses: expected as many numbers on the host, got ", begins.numel(), " and ", out.numel());
+  const auto* const first = begins.const_data_ptr<int64_t>();
+  auto* const addresses = out.mutable_data_ptr<int64_t>();
+  GradAddressKinds kinds{{}, false};
+  size_t listed = 0;
+  for (int64_t i = 0; i < begins.numel(); ++i) {
+    int64_t address = 0;
+    if (listed < places_.size() && places_[listed].begin == first[i]) {
+      const ListedGrad& place = places_[listed++];
+      const auto size = static_cast<int64_t>(c10::elementSize(place.dtype));
+      address = reinterpret_cast<intptr_t>(place.data) - place.begin * size + (place.dtype != wide ? 1 : 0);
+      std::vector<at::ScalarType>& others = kinds.others;
+      if (place.dtype != wide && std::find(others.begin(), others.end(), place.dtype) == others.end()) {
+        others.push_back(place.dtype);
+      }
+    }
+    kinds.changed |= address != std::exchange(addresses[i], address);
+  }
+  TORCH_CHECK_VALUE(listed == places_.size(), "grad_addresses: only ", listed, " of ", places_.size(),
+                    " gradients begin where slots do");
+  return kinds;
+}
+
+std::vector<std::pair<at::Tensor, int64_t>> GradList::tensors() const {
+  std::vector<std::pair<at::Tensor, int64_t>> found;
+  found.reserve(places_.size());
+  for (const ListedGrad& place : places_) {
+    const c10::Storage& owner = owners_[place.owner];
+    const auto offset = (place.data - static_cast<const char*>(owner.data())) /
+                        static_cast<int64_t>(c10::elementSize(place.dtype));
+    at::Tensor grad = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(owner), c10::DispatchKeySet(key_of(device_)),
+                                                               c10::scalarTypeToTypeMeta(place.dtype));
+    const int64_t numel = place.end - place.begin, stride = 1;
+    grad.unsafeGetTensorImpl()->set_sizes_and_strides(at::IntArrayRef(numel), at::IntArrayRef(stride), offset);
+    found.emplace_back(std::move(grad), place.begin);
+  }
+  return found;
 }
 
 size_t GradList::first_behind(int64_t begin) const {
@@ -134,9 +193,9 @@ template const float* GradList::read(int64_t begin, int64_t n, float* copy) cons
 template const double* GradList::read(int64_t begin, int64_t n, double* copy) const;
 
 at::Tensor as_operand(GradList grads, int64_t numel, at::ScalarType dtype) {
-  return at::detail::make_tensor<Impl>(c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(dtype),
-                                       c10::Device(c10::kCPU), std::make_shared<const GradList>(std::move(grads)),
-                                       c10::IntArrayRef({numel}));
+  const c10::Device device = grads.device();
+  return at::detail::make_tensor<Impl>(c10::DispatchKeySet(key_of(device)), c10::scalarTypeToTypeMeta(dtype), device,
+                                       std::make_shared<const GradList>(std::move(grads)), c10::IntArrayRef({numel}));
 }
 
 const GradList* grad_list_of(const at::Tensor& tensor) {
@@ -145,9 +204,19 @@ const GradList* grad_list_of(const at::Tensor& tensor) {
 }
 
 void scale_grad_list(const at::Tensor& grads, double factor, const std::optional<at::Tensor>& found_inf) {
-  const GradList* list = grad_list_of(grads);
-  TORCH_CHECK_TYPE(list != nullptr, "scale_grad_list: expected a list of gradients, got ", grads.toString());
-  if (list->scale(factor) && found_inf.has_value()) *found_inf->mutable_data_ptr<float>() = 1.0f;
+  if (listed_in(grads, "scale_grad_list").scale(factor) && found_inf.has_value()) {
+    *found_inf->mutable_data_ptr<float>() = 1.0f;
+  }
 }
+
+GradAddressKinds grad_addresses(const at::Tensor& grads, const at::Tensor& begins, const at::Tensor& out) {
+  return listed_in(grads, "grad_addresses").write_addresses(begins, grads.scalar_type(), out);
+}
+
+std::vector<std::pair<at::Tensor, int64_t>> listed_grads(const at::Tensor& grads) {
+  return listed_in(grads, "listed_grads").tensors();
+}
+
+void count_grad_writes(const at::Tensor& grads) { listed_in(grads, "count_grad_writes").count_writes(); }
 
 }  // namespace apex_npu

@@ -2,13 +2,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // Gradients at any addresses, as one flat operand: a tensor without memory of its own, which only the kernels here can
-// read. All other operations reject it, since it has no storage.
+// read, and on a GPU those of Triton that follow addresses. All other operations reject it, since it has no storage.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "fused_optim/convert.h"
@@ -26,11 +27,16 @@ struct ListedGrad {
   uint32_t owner;  // of the list's storages
 };
 
+struct GradAddressKinds {
+  std::vector<at::ScalarType> others;  // the dtypes that gradients have and their operand has not
+  bool changed;                        // whether an address is another than what was there
+};
+
 class GradList {
  public:
   // Of an operand of `numel` elements, which are 0 where none of `count` gradients is added. Only those that are
-  // `writable` can be scaled.
-  GradList(int64_t numel, size_t count, bool writable);
+  // `writable` can be scaled. The kernels here read those of a CPU alone.
+  GradList(int64_t numel, size_t count, bool writable, c10::Device device = c10::kCPU);
 
   // From element `begin` on, after all that have been added before; `grad` fills its memory.
   void add(const at::Tensor& grad, int64_t begin);
@@ -39,6 +45,17 @@ class GradList {
 
   // See scale_grad_list.
   bool scale(double factor) const;
+
+  // See grad_addresses.
+  GradAddressKinds write_addresses(const at::Tensor& begins, at::ScalarType wide, const at::Tensor& out) const;
+
+  // The gradients, 1-D, each with its first element in the operand.
+  std::vector<std::pair<at::Tensor, int64_t>> tensors() const;
+
+  // Has autograd notice that the gradients, which are writable, have been written.
+  void count_writes() const;
+
+  c10::Device device() const { return device_; }
 
   // Fetches the beginning of the gradient after the one of this index: the hardware prefetcher cannot predict it, since
   // it does not continue the same memory.
@@ -57,6 +74,7 @@ class GradList {
 
   int64_t numel_;
   bool writable_;
+  c10::Device device_;
   std::vector<ListedGrad> places_;
   // What keeps their memory: neighbours may share it. Not tensors, for each of which that has an object in Python torch
   // takes Python's lock twice.
@@ -74,5 +92,14 @@ const GradList* grad_list_of(const at::Tensor& tensor);
 // Multiplies the gradients, which are writable, in place. found_inf (float32, one element), if given, becomes 1 where
 // an element is inf or nan. With a factor of 1 nothing is written.
 void scale_grad_list(const at::Tensor& grads, double factor, const std::optional<at::Tensor>& found_inf);
+
+// For kernels on another device than the CPU: out[i] becomes the address that the operand would begin at if its
+// gradient that begins at element begins[i] were in its place, plus 1 where that has another dtype than the operand;
+// 0 where there is none. Both are int64, on the host, and `begins` increase.
+GradAddressKinds grad_addresses(const at::Tensor& grads, const at::Tensor& begins, const at::Tensor& out);
+
+// The gradients of an operand, 1-D, each with its first element there; what writes them counts that.
+std::vector<std::pair<at::Tensor, int64_t>> listed_grads(const at::Tensor& grads);
+void count_grad_writes(const at::Tensor& grads);
 
 }  // namespace apex_npu

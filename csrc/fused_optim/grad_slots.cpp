@@ -31,7 +31,9 @@ at::Tensor lazy_copy(const at::Tensor& t) {
 
 }  // namespace
 
-GradSlots::GradSlots(const std::vector<at::Tensor>& shapes, std::vector<int64_t> offsets) {
+GradSlots::GradSlots(const std::vector<at::Tensor>& shapes, std::vector<int64_t> offsets,
+                     std::optional<c10::Device> device)
+    : device_(device) {
   TORCH_CHECK_VALUE(shapes.size() == offsets.size(), "GradSlots: expected one offset per shape (", shapes.size(),
                     "), got ", offsets.size());
   slots_.reserve(shapes.size());
@@ -53,10 +55,10 @@ bool GradSlots::has_order(const at::Tensor& grad, const Slot& slot) {
   return true;
 }
 
-bool GradSlots::is_readable(const at::Tensor& grad, const Slot& slot) {
+bool GradSlots::is_readable(const at::Tensor& grad, const Slot& slot) const {
   const at::ScalarType dtype = grad.scalar_type();
   if (dtype != slot.dtype && !(slot.dtype == at::kFloat && is_narrow(dtype))) return false;
-  return grad.device().is_cpu() && has_order(grad, slot);
+  return grad.device() == device_ && has_order(grad, slot);
 }
 
 bool GradSlots::was_stepped(const at::Tensor& grad, size_t slot) const {
@@ -186,7 +188,10 @@ bool GradSlots::can_stay(const at::Tensor& grad, size_t i, InPlace in_place) con
   const Slot& slot = slots_[i];
   // Slots, of another gradient or a parameter, may be written before they are read.
   if (in_place == InPlace::NO || !is_readable(grad, slot) || is_slot(grad)) return false;
-  return in_place != InPlace::WRITE || (grad.scalar_type() == slot.dtype && !grad.requires_grad());
+  if (in_place != InPlace::WRITE) return true;
+  // Memory that is copied when it is first written has another address then: only kernels of the CPU heed that.
+  if (!grad.device().is_cpu() && c10::impl::cow::is_cow_data_ptr(grad.storage().data_ptr())) return false;
+  return grad.scalar_type() == slot.dtype && !grad.requires_grad();
 }
 
 at::Tensor GradSlots::grad_list(const Borrowed& params, size_t first, int64_t numel, bool stepped) {
@@ -196,7 +201,7 @@ at::Tensor GradSlots::grad_list(const Borrowed& params, size_t first, int64_t nu
     const Remembered none(c10::intrusive_ptr<c10::StorageImpl>{});
     stepped_.resize(slots_.size(), none);
   }
-  GradList grads(numel, params.size(), !stepped);
+  GradList grads(numel, params.size(), !stepped, device_.value_or(c10::kCPU));
   look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
     if (!grad.defined()) return;
     add_to(grads, grad, first + i, first);
@@ -208,7 +213,7 @@ at::Tensor GradSlots::grad_list(const Borrowed& params, size_t first, int64_t nu
 at::Tensor GradSlots::list_of(const Borrowed& grads, size_t first, int64_t numel, bool writable) const {
   TORCH_CHECK_VALUE(!grads.empty() && first + grads.size() <= slots_.size(), "list_of: expected gradients of the ",
                     slots_.size(), " slots, got ", grads.size(), " from slot ", first, " on");
-  GradList list(numel, grads.size(), writable);
+  GradList list(numel, grads.size(), writable, device_.value_or(c10::kCPU));
   look_at_each(grads, prefetch_storage, [&](size_t i) {
     if (grads[i]->defined()) list.add(*grads[i], slots_[first + i].offset - slots_[first].offset);
   });

@@ -45,14 +45,15 @@ struct GradAddresses {
 
 class GradSlots {
  public:
-  // `shapes` have the slots' sizes, strides and dtype, on any device; `offsets` their first elements.
-  GradSlots(const std::vector<at::Tensor>& shapes, std::vector<int64_t> offsets);
+  // `shapes` have the slots' sizes, strides and dtype, on any device; `offsets` their first elements. Kernels read
+  // gradients of `device` where they are; without one none can stay ELSEWHERE.
+  GradSlots(const std::vector<at::Tensor>& shapes, std::vector<int64_t> offsets, std::optional<c10::Device> device);
 
   // Records that `views` are in the slots, one in each; one that is found elsewhere later is an ordinary gradient.
   void remember_views(const std::vector<at::Tensor>& views);
 
   // The states of `params`, which are those of the slots from `first` on; `views` are those of their slots. A gradient
-  // can stay ELSEWHERE to be read where it is on the CPU, has its slot's order of elements, and its dtype or, beside
+  // can stay ELSEWHERE to be read where it is on `device`, has its slot's order of elements, and its dtype or, beside
   // float32, a narrower one, and is not the one that was stepped before; to be written where it has its slot's dtype,
   // and is alone. Those of fewer elements than `least_numel` never can.
   GradStates states(const Borrowed& params, const Borrowed& views, size_t first, InPlace in_place, int64_t least_numel,
@@ -119,11 +120,12 @@ class GradSlots {
   using Remembered = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
   static bool has_order(const at::Tensor& grad, const Slot& slot);
-  static bool is_readable(const at::Tensor& grad, const Slot& slot);
+  bool is_readable(const at::Tensor& grad, const Slot& slot) const;
   bool was_stepped(const at::Tensor& grad, size_t slot) const;
   void add_to(GradList& grads, const at::Tensor& grad, size_t slot, size_t first) const;
 
   std::vector<Slot> slots_;
+  std::optional<c10::Device> device_;
   std::optional<SlotTable> places_;  // of the views
   std::vector<Remembered> stepped_;  // none, or one for each
   std::optional<LentMemory> lent_;

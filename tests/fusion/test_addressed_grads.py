@@ -44,12 +44,12 @@ def launched(monkeypatch):
         return take(flat, chunks, addresses, dtype, *args, **options)
 
     monkeypatch.setattr(cuda, "take_addressed", noted)
+    for limit in ("STAYS_NUMEL", "WRITTEN_NUMEL"):  # else gradients stay where they are
+        monkeypatch.setattr(grad_slots, limit, 1 << 60)
     if INTERPRETED:
         mend(monkeypatch)
         for module in (flat_grads, gather):
             monkeypatch.setattr(module, "takes_addresses", lambda slot: True)
-        for limit in ("STAYS_NUMEL", "WRITTEN_NUMEL"):
-            monkeypatch.setattr(grad_slots, limit, 1 << 60)
         monkeypatch.setattr(flat_grads, "gathers_in_one_pass", lambda slot: False)
     return dtypes
 

@@ -4,6 +4,7 @@
 
 import gc
 import math
+import sys
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from apex_npu import amp, optimizers
 from apex_npu._extension import extension
-from apex_npu.fusion import packed_grads
+from apex_npu.fusion import grad_slots, packed_grads
 from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.grad_copier import GradCopier
 
@@ -25,8 +26,9 @@ SHAPES = [(300, 7), (5,), (64, 33), (1,), (0,), (17,)]
 
 @pytest.fixture(autouse=True)
 def _of_any_size(monkeypatch):
-    """Buffers of few elements are lent, too, and what new memory holds is nan."""
+    """Buffers of few elements are lent, too, and what new memory holds is nan; no gradient stays where it is."""
     monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0)
+    monkeypatch.setattr(grad_slots, "STAYS_NUMEL", sys.maxsize)
     renew = FlatBuffer.renew
 
     def poisoned(self):

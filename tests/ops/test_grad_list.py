@@ -53,7 +53,7 @@ def place(grads, offsets, numel, dtype, *, stepped=False):
     params = [nn.Parameter(torch.empty(0 if g is None else g.numel(), dtype=dtype)) for g in grads]
     for p, g in zip(params, grads, strict=True):
         set_grad(p, g)
-    return grad_slots([p.detach() for p in params], offsets).grad_list(params, 0, numel, stepped)
+    return grad_slots([p.detach() for p in params], offsets, torch.device("cpu")).grad_list(params, 0, numel, stepped)
 
 
 def set_grad(param, grad):
@@ -242,7 +242,7 @@ def test_modes_and_profilers_can_look_on():
 def states(param, grad, in_place, view=None, slots=None):
     param.grad = grad
     shape = torch.empty_like(param, device="meta")
-    slots = slots or grad_slots([shape], [0])
+    slots = slots or grad_slots([shape], [0], torch.device("cpu"))
     (state,), to_gather = slots.states([param], [param if view is None else view], 0, in_place, 0)
     return state, to_gather
 
@@ -299,7 +299,7 @@ def test_none_and_in_buffer():
 
 def test_what_has_been_stepped_cannot_stay():
     param = nn.Parameter(torch.zeros(3))
-    slots = grad_slots([torch.empty(3, device="meta")], [0])
+    slots = grad_slots([torch.empty(3, device="meta")], [0], torch.device("cpu"))
     grad = torch.ones(3)
     assert states(param, grad, InPlace.READ, slots=slots) == STAYS
     slots.grad_list([param], 0, 3, False)
@@ -314,7 +314,7 @@ def test_what_has_been_stepped_cannot_stay():
 def test_neither_operands_nor_slots_keep_gradients_for_good():
     param = nn.Parameter(torch.zeros(3))
     param.grad = torch.ones(3)
-    slots = grad_slots([torch.empty(3, device="meta")], [0])
+    slots = grad_slots([torch.empty(3, device="meta")], [0], torch.device("cpu"))
     placed = slots.grad_list([param], 0, 3, True)
     grad = weakref.ref(param.grad)
     storage = param.grad.untyped_storage()
@@ -335,7 +335,7 @@ def test_shared_gradients_are_those_that_can_be_read_in_memory_of_their_own():
     sources[1].grad = bucket.view(3, 4)
     sources[2].grad = torch.ones(4, 3, dtype=F16).t()
     sources[4].grad = torch._neg_view(torch.ones(3, 4, dtype=F16))
-    slots = grad_slots([p.detach() for p in params], [16 * i for i in range(5)])
+    slots = grad_slots([p.detach() for p in params], [16 * i for i in range(5)], torch.device("cpu"))
     assert slots.share(sources, params, 0) == [1, 2, 4]
     assert params[0].grad.dtype == F16
     assert params[0].grad.equal(sources[0].grad)
@@ -345,7 +345,7 @@ def test_shared_gradients_are_those_that_can_be_read_in_memory_of_their_own():
 def test_what_is_listed_to_be_stepped_is_not_scaled():
     param, first = torch.zeros(3), torch.ones(3)
     param.grad = first
-    slots = grad_slots([param], [0])
+    slots = grad_slots([param], [0], torch.device("cpu"))
     with pytest.raises(RuntimeError, match="listed to be read"):
         extension.scale_grad_list(slots.grad_list([param], 0, 3, True), 0.5, None)
     assert torch.equal(first, torch.ones(3))

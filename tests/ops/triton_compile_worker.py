@@ -37,7 +37,8 @@ from triton_cases import (
     segments,
 )
 
-from apex_npu.ops import wide_dtype
+from apex_npu._extension import extension
+from apex_npu.ops import ListedSlots, wide_dtype
 from apex_npu.ops.encoded_calls import Encoded
 from apex_npu.ops.triton_kernels import launches, plans
 from apex_npu.ops.triton_kernels.launches import Plan
@@ -148,6 +149,31 @@ def gather_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
                 yield f"{source} {name}", plan
 
 
+def listed_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
+    """Gradients where autograd left them: of the dtype of their slots, and some of another."""
+    if extension is None:
+        return
+    offsets, lengths = ([place[i] for place in ALIGNED_SEGMENTS] for i in (0, 1))
+    for wide, narrow in DTYPES if everything else [(torch.float32, torch.float32), (torch.float32, torch.float16)]:
+        params = [torch.zeros(length, dtype=wide) for length in lengths]
+        grads = [torch.ones(length, dtype=narrow if i % 2 else wide) for i, length in enumerate(lengths)]
+        extension.set_aliases(params, grads)
+        slots = extension.GradSlots([p.to("meta") for p in params], offsets, CPU)
+        grad = slots.grad_list(params, 0, NUMEL, wide != narrow)
+        ListedSlots(offsets, lengths).find(grad)
+        for op in OPTIONS:
+            param, _, *states = operands(op, NUMEL, wide)
+            more = (None, *segments(op, aligned=True)) if op in ("lamb_", "adamp_") else (None,)
+            yield f"{op} listed {narrow}", getattr(plans, op)(param, grad, *states, *more, **OPTIONS[op])
+        yield f"norm listed {narrow}", plans.plain_norm(grad)
+        if wide == narrow:
+            for name, factor, found_inf in (("scaled", 0.5, torch.zeros(1)), ("checked", 1.0, torch.zeros(1)),
+                                            ("multiplied", torch.ones((), dtype=wide), None)):  # fmt: skip
+                plan = plans.scale_listed(grad, factor, found_inf)
+                assert plan is not None
+                yield f"{wide} {name} where they are", plan
+
+
 def facts(compiled: Any) -> dict[str, Any]:
     """What can be seen in a compiled kernel."""
     ptx, ttir = compiled.asm["ptx"], compiled.asm["ttir"]
@@ -178,7 +204,7 @@ def main() -> None:
         driver = NoGpu(arch)
         triton.runtime.driver.set_active(driver)
         launches._compiled.clear()  # for a device, which in a real process is of one kind
-        every = (all_plans, encoded_plans, gather_plans)
+        every = (all_plans, encoded_plans, gather_plans, listed_plans)
         for op, plan in itertools.chain.from_iterable(plans_of(arguments.all) for plans_of in every):
             for launch in plan.launches:
                 compiled = launch.compile()

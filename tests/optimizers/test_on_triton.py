@@ -13,7 +13,7 @@ from lockstep import assert_equal_params
 from optimizer_specs import SPECS
 from triton_interpreter import INTERPRETED, mend
 
-from apex_npu.fusion import fused_group, fusing, grad_slots
+from apex_npu.fusion import flat_grads, fused_group, fusing, grad_slots
 from apex_npu.fusion.graph_runs import GraphRuns, _DeviceStepCounts
 from apex_npu.fusion.run import Runs, StepCounts
 from apex_npu.ops import cpu, cuda, elementwise, encoded_calls, segmented
@@ -33,12 +33,20 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(params=["listed", pytest.param("gathered", marks=pytest.mark.sweep)], autouse=True)
+def where(request):
+    """Where gradients are stepped: where autograd left them, or in their slots."""
+    return request.param
+
+
 @pytest.fixture
-def launched(monkeypatch):
+def launched(where, monkeypatch):
     """The names of the kernels that have run, on the CPU."""
     mend(monkeypatch)
-    for least in ("STAYS_NUMEL", "WRITTEN_NUMEL"):  # only the CPU's own kernels read gradients anywhere
-        monkeypatch.setattr(grad_slots, least, sys.maxsize)
+    for limit in ("STAYS_NUMEL", "WRITTEN_NUMEL"):
+        monkeypatch.setattr(grad_slots, limit, 0 if where == "listed" else sys.maxsize)
+    if where == "listed":
+        monkeypatch.setattr(flat_grads, "takes_addresses", lambda slot: True)
     names = []
     run = launches.Launch.run
     monkeypatch.setattr(
@@ -126,14 +134,14 @@ def test_another_default_device(spec, launched):
         assert torch.equal(p, q)
 
 
-def test_a_clipped_norm_is_of_triton(launched):
+def test_a_clipped_norm_is_of_triton(where, launched):
     ours = params()
     optimizer = SPECS[0].cls(ours, lr=0.1)
     for p in ours:
         p.grad = torch.ones_like(p)
     norm = optimizer.clip_optimizer_grad_norm_fused(1.0)
     torch.testing.assert_close(norm, torch.tensor(float(sum(p.numel() for p in ours)) ** 0.5))
-    assert launched == ["square_parts", "root_of_parts"]
+    assert launched == ["listed_square_parts" if where == "listed" else "square_parts", "root_of_parts"]
 
 
 ENCODED = [spec for spec in SPECS if getattr(spec.cls, "encodable_states", ())]

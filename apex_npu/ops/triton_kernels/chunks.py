@@ -8,6 +8,7 @@ neither the device nor the order in which programs run.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -19,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from apex_npu.ops.state_codec import SCALE_NUMEL
 
 LARGEST, _SMALLEST = 2048, 128
+ROW_COLUMNS = 4  # of Chunks.rows: a row is a multiple of 16 bytes, wherever a launch begins
 
 _T = TypeVar("_T")
 
@@ -44,6 +46,11 @@ class Chunks:
     size: int
     aligned: bool
     places: Tensor | None = None
+
+    @functools.cached_property
+    def rows(self) -> Tensor:
+        """A row for each chunk: its first element, one past its last, and the index of its segment, twice."""
+        return torch.stack([self.begins, self.ends, self.owners, self.owners], dim=1)
 
     @staticmethod
     def of(starts: Tensor, lengths: Tensor, like: Tensor, table: Tensor | None = None) -> Chunks:

@@ -4,7 +4,8 @@
 
 ``ops/state_codec.py`` defines these formats; what is here gives the same bits. Without an ``Encoding`` all of it is
 plain loads and stores. With one each program has a chunk of one parameter, as its *place* tells: chunks begin where
-blocks of 128 elements do, so that a block, its scale and its random bits are of one program.
+blocks of 128 elements do, so that a block, its scale and its random bits are of one program. Gradients that are where
+autograd left them are found by the chunks of parameters, too.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ import triton.language as tl
 
 from apex_npu.ops import state_codec
 from apex_npu.ops.triton_kernels.arithmetic import block_offsets, divide, number, root
+from apex_npu.ops.triton_kernels.chunks import ROW_COLUMNS
+from apex_npu.ops.triton_kernels.gather import load_listed
 from apex_npu.ops.triton_kernels.numbers import GO, unless_overflowed
 from apex_npu.ops.triton_kernels.sums import range_offsets
 
 _COLUMNS = tl.constexpr(5)  # of Encoding.places
+_ROW_COLUMNS = tl.constexpr(ROW_COLUMNS)
 _KEY = tl.constexpr(state_codec.KEY[1] << 32 | state_codec.KEY[0])
 _WEYL = tl.constexpr(state_codec.WEYL)
 _PARAM_PAIR = tl.constexpr(state_codec.PARAM_PAIR)
@@ -31,7 +35,9 @@ _QUIET = tl.constexpr(0x00400000)
 
 
 class Encoding(NamedTuple):
-    """What a kernel has beside its operands where some of these are encoded; of an ordinary call all is None.
+    """What a kernel has beside its operands where some of these are encoded, or gradients are listed.
+
+    Of an ordinary call all is None.
 
     Attributes:
         places: int64, a row for each chunk: its first element in the buffers, and one past the last; the number of the
@@ -40,12 +46,20 @@ class Encoding(NamedTuple):
         step: Its number, where only the device has it; else None, and the kernel is given it.
         remainder: Of bfloat16 parameters that have any.
         scales: For each state of the rule the scales of an 8-bit one.
+        rows: ``Chunks.rows``, where gradients are listed.
+        addresses: int64: see ``grad_lists.Addresses``.
+        wide: The same memory, as of the dtype of gradients,
+        narrow: But of those that have this one; None: none has.
     """
 
     places: Any = None
     step: Any = None
     remainder: Any = None
     scales: Any = None
+    rows: Any = None
+    addresses: Any = None
+    wide: Any = None
+    narrow: Any = None
 
 
 class _Place(NamedTuple):
@@ -76,8 +90,13 @@ def find_place(encoding, numbers, count):
 def element_offsets(encoding, numbers, numel, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """The elements of a program that treats each on its own, and which of them it may read and write."""
     if encoding.places is None:
-        offsets = block_offsets(BLOCK)
-        return offsets, unless_overflowed(numbers, offsets < numel)
+        if encoding.rows is None:
+            offsets = block_offsets(BLOCK)
+            return offsets, unless_overflowed(numbers, offsets < numel)
+        else:
+            row = encoding.rows + tl.program_id(0).to(tl.int64) * _ROW_COLUMNS
+            offsets, mask, _ = range_offsets(row, row + 1, ALIGNED, BLOCK)
+            return offsets, unless_overflowed(numbers, mask)
     else:
         row = encoding.places + tl.program_id(0).to(tl.int64) * _COLUMNS
         offsets, mask, _ = range_offsets(row, row + 1, ALIGNED, BLOCK)
@@ -91,6 +110,12 @@ def element_offsets(encoding, numbers, numel, ALIGNED: tl.constexpr, BLOCK: tl.c
 def load_grad(grad, grad_scale, offsets, mask, MAXIMIZE: tl.constexpr, DTYPE: tl.constexpr):
     """±grad / grad_scale; widened first, since float16 would lose what is small."""
     g = tl.load(grad + offsets, mask=mask, other=0.0).to(DTYPE)
+    return signed(g, grad_scale, MAXIMIZE, DTYPE)
+
+
+@triton.jit
+def signed(g, grad_scale, MAXIMIZE: tl.constexpr, DTYPE: tl.constexpr):
+    """±g / grad_scale."""
     if grad_scale is not None:
         g = g * divide(number(1.0, DTYPE), tl.load(grad_scale).to(DTYPE))
     if MAXIMIZE:
@@ -111,10 +136,17 @@ def load_decayed(
     DECOUPLED: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Return p and g. ``weight_decay``: p's share in g where L2; what p is multiplied with where DECOUPLED."""
     p = load_param(param, encoding, offsets, mask, DTYPE)
-    g = load_grad(grad, grad_scale, offsets, mask, MAXIMIZE, DTYPE)
+    if encoding.rows is None:
+        g = load_grad(grad, grad_scale, offsets, mask, MAXIMIZE, DTYPE)
+    else:
+        g = signed(
+            load_listed(encoding, ALIGNED, BLOCK, DTYPE, tl.program_id(0).to(tl.int64)), grad_scale, MAXIMIZE, DTYPE
+        )
     if DECOUPLED:
         p = p * weight_decay
     if L2:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gradients, wherever they are, copied into their slots, multiplied and checked in one launch."""
+"""Gradients, wherever they are: copied into their slots, or multiplied where they are, and checked, in one launch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 
 from apex_npu.ops.triton_kernels.arithmetic import number
+from apex_npu.ops.triton_kernels.chunks import ROW_COLUMNS
 from apex_npu.ops.triton_kernels.sums import range_offsets
 
-COLUMNS = 4  # of the table of chunks: a row is a multiple of 16 bytes, wherever a launch begins
-_COLUMNS = tl.constexpr(COLUMNS)
+_COLUMNS = tl.constexpr(ROW_COLUMNS)
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def take_addressed(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``chunks``: see ``gather_cuda.AddressTable``; ``addresses``: where ``flat`` would begin around each gradient."""
+    """``chunks``: see ``Chunks.rows``; ``addresses``: where ``flat`` would begin around each gradient."""
     row = chunks + tl.program_id(0).to(tl.int64) * _COLUMNS
     address = tl.load(addresses + tl.load(row + 2))
     if address != 0:
@@ -36,12 +36,72 @@ def take_addressed(
         if SCALED or found_inf is not None:
             wide = grad.to(DTYPE)
             if found_inf is not None:
-                bad = tl.max((is_bad(wide) & inside).to(tl.int32), axis=0)
-                tl.store(found_inf, 1.0, mask=bad != 0)
+                look(wide, inside, found_inf)
             grad = wide * number(factor, DTYPE) if SCALED else grad
         # Up to the next multiple of 16: padding stays 0.
         value = grad.to(flat.dtype.element_ty)
         tl.store(flat + offsets, tl.where(inside, value, tl.zeros_like(value)), mask=mask)
+
+
+@triton.jit
+def scale_listed(
+    rows,
+    addresses,
+    found_inf,
+    factor_at,
+    factor: tl.float64,
+    SOURCE: tl.constexpr,
+    SCALED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``rows`` and ``addresses``: see ``formats.Encoding``; ``factor_at``: where the factor is, if on the device."""
+    row = rows + tl.program_id(0).to(tl.int64) * _COLUMNS
+    address = tl.load(addresses + tl.load(row + 2))
+    if address != 0:
+        offsets, _, inside = range_offsets(row, row + 1, ALIGNED, BLOCK)
+        grad = load_at(address, offsets, tl.load(row + 1), inside, SOURCE, ALIGNED)
+        wide = grad.to(DTYPE)
+        if found_inf is not None:
+            look(wide, inside, found_inf)
+        if SCALED:
+            share = number(factor, DTYPE) if factor_at is None else tl.load(factor_at).to(DTYPE)
+            value = (wide * share).to(grad.dtype)
+            tl.store(address.to(tl.pointer_type(SOURCE)) + offsets, value, mask=inside)
+
+
+@triton.jit
+def listed_square_parts(parts, grads, chunks: tl.int64, programs: tl.int64, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Each program's share of the sum of squares: every programs-th chunk. ``grads``: a ``formats.Encoding``."""
+    total = tl.zeros((BLOCK,), tl.float64)
+    for chunk in range(tl.program_id(0).to(tl.int64), chunks, programs):
+        value = load_listed(grads, ALIGNED, BLOCK, tl.float64, chunk)
+        total = tl.fma(value, value, total)
+    tl.store(parts + tl.program_id(0), tl.sum(total, axis=0))
+
+
+@triton.jit
+def look(wide, inside, found_inf):
+    """Set the flag where an element is inf or nan."""
+    bad = tl.max((is_bad(wide) & inside).to(tl.int32), axis=0)
+    tl.store(found_inf, 1.0, mask=bad != 0)
+
+
+@triton.jit
+def load_listed(grads, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, program):
+    """The elements of the chunk of ``program``, in DTYPE; 0 outside of it, and where there is no gradient."""
+    row = grads.rows + program * _COLUMNS
+    offsets, _, inside = range_offsets(row, row + 1, ALIGNED, BLOCK)
+    end, address = tl.load(row + 1), tl.load(grads.addresses + tl.load(row + 2))
+    inside = inside & (address != 0)
+    if grads.narrow is None:
+        grad = load_at(address, offsets, end, inside, grads.wide.dtype.element_ty, ALIGNED).to(DTYPE)
+    elif address % 2 == 1:
+        grad = load_at(address - 1, offsets, end, inside, grads.narrow.dtype.element_ty, ALIGNED).to(DTYPE)
+    else:
+        grad = load_at(address, offsets, end, inside, grads.wide.dtype.element_ty, ALIGNED).to(DTYPE)
+    return tl.where(inside, grad, tl.zeros_like(grad))
 
 
 @triton.jit
@@ -52,7 +112,7 @@ def load_at(address, offsets, end, inside, SOURCE: tl.constexpr, ALIGNED: tl.con
         if address % 16 == 0:
             # Read 16 bytes at once, the last ones whole: what is in them beyond the end is of the same allocation.
             PIECE: tl.constexpr = 128 // SOURCE.primitive_bitwidth
-            whole = offsets < (end + (PIECE - 1)) // PIECE * PIECE
+            whole = (offsets < (end + (PIECE - 1)) // PIECE * PIECE) & (address != 0)
             grad = tl.load(tl.multiple_of(source, 16), mask=whole, other=0.0)
         else:
             grad = tl.load(source, mask=inside, other=0.0)

@@ -60,7 +60,9 @@ def lamb_directions(
     offsets, mask, inside = chunk_offsets(begins, ends, ALIGNED, BLOCK)
     mask = unless_overflowed(numbers, mask)
     place = find_place(encoding, numbers, count)
-    p, g = load_decayed(param, grad, grad_scale, encoding, offsets, mask, number(l2, DTYPE), L2, False, MAXIMIZE, DTYPE)
+    p, g = load_decayed(
+        param, grad, grad_scale, encoding, offsets, mask, number(l2, DTYPE), L2, False, MAXIMIZE, DTYPE, ALIGNED, BLOCK
+    )
     m = load_state(exp_avg, encoding, place, 0, offsets, mask, BLOCK)
     m = blend(m, g, number(beta3, DTYPE)) if AVERAGE else number(beta1, DTYPE) * m + number(beta3, DTYPE) * g
     v = load_state(exp_avg_sq, encoding, place, 1, offsets, mask, BLOCK)

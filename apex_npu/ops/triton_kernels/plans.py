@@ -19,6 +19,7 @@ from torch import Tensor
 
 from apex_npu.ops import elementwise, segmented
 from apex_npu.ops.dispatch import Op
+from apex_npu.ops.grad_lists import Addresses, addresses_of, dense, is_grad_list
 from apex_npu.ops.reference import wide_dtype
 from apex_npu.ops.triton_kernels import adamp, gather, lamb, numbers, rules, sums
 from apex_npu.ops.triton_kernels.chunks import Chunks
@@ -93,11 +94,14 @@ class _Numbers(NamedTuple):
         )
 
 
-def _planning(op: Op[..., Any]) -> Callable[[Callable[[Arguments], Plan | None]], Callable[..., Plan | None]]:
-    """Give a plan the declared arguments of ``op`` by name, and two more.
+def _planning(
+    op: Op[..., Any], *, lists: bool = True
+) -> Callable[[Callable[[Arguments], Plan | None]], Callable[..., Plan | None]]:
+    """Give a plan the declared arguments of ``op`` by name, and three more.
 
-    ``encoded``, an ``encoded_calls.Encoded``, or None; and ``kept``, a dict of launches that were planned for the same
-    operands, or None.
+    ``encoded``, an ``encoded_calls.Encoded``, or None; ``kept``, a dict of launches that were planned for the same
+    operands, or None; and ``listed``, the ``Addresses`` of gradients that are listed, whose ``grad`` is None. Where the
+    kernels do not follow ``lists``, gradients are copied.
     """
 
     def decorate(plan: Callable[[Arguments], Plan | None]) -> Callable[..., Plan | None]:
@@ -107,6 +111,10 @@ def _planning(op: Op[..., Any]) -> Callable[[Callable[[Arguments], Plan | None]]
             given = dict(defaults)
             given.update(zip(op.operands, operands, strict=False))
             given.update(options)
+            given["listed"] = None
+            if is_grad_list(given["grad"]):
+                given["listed"] = addresses_of(given["grad"]) if lists else None
+                given["grad"] = None if given["listed"] else dense(given["grad"])
             return plan(Arguments(**given))
 
         return bound
@@ -176,21 +184,34 @@ def clipping_norm(x: Tensor, coefficient: Tensor, max_norm: float) -> Plan:
 
 
 def _norm(x: Tensor, found_inf: Tensor | None, coefficient: Tensor | None = None, max_norm: float = 0.0) -> Plan:
-    check_operands("norm", x=x)
-    programs = min(_NORM_PROGRAMS, max(1, -(-x.numel() // _NORM_BLOCK)))
-    parts = x.new_empty(programs, dtype=torch.float64)
-    result = x.new_empty((), dtype=wide_dtype(x.dtype))
-    first = Launch(sums.square_parts, programs, (x, parts, x.numel(), programs), {"BLOCK": _NORM_BLOCK}, 8)
-    args = (parts, result, found_inf, coefficient, programs, float(max_norm))
+    squares, parts = _squares(x)
+    result = parts.new_empty((), dtype=wide_dtype(x.dtype))
+    args = (parts, result, found_inf, coefficient, parts.numel(), float(max_norm))
     constants = {"DTYPE": _dtype(x), "BLOCK": _NORM_PROGRAMS}
-    last = Launch(sums.root_of_parts, 1, args, constants, 4)
-    return Plan((first, last), result)
+    return Plan((squares, Launch(sums.root_of_parts, 1, args, constants, 4)), result)
+
+
+def _squares(x: Tensor) -> tuple[Launch, Tensor]:
+    """What adds up the squares of ``x`` in parts, and these, float64."""
+    listed = addresses_of(x) if is_grad_list(x) else None
+    if listed is None:
+        x = dense(x) if is_grad_list(x) else x
+        check_operands("norm", x=x)
+        programs = min(_NORM_PROGRAMS, max(1, -(-x.numel() // _NORM_BLOCK)))
+        parts = x.new_empty(programs, dtype=torch.float64)
+        return Launch(sums.square_parts, programs, (x, parts, x.numel(), programs), {"BLOCK": _NORM_BLOCK}, 8), parts
+    chunks = Chunks.of(listed.begins, listed.lengths, x)
+    programs = min(_NORM_PROGRAMS, chunks.begins.numel())
+    parts = torch.empty(programs, dtype=torch.float64, device=x.device)
+    args = (parts, _listing(listed, chunks), chunks.begins.numel(), programs)
+    return _over_chunks(gather.listed_square_parts, chunks, args, {})._replace(programs=programs), parts
 
 
 def segment_dot(a: Tensor, b: Tensor, starts: Tensor, lengths: Tensor, ids: Tensor | None) -> Plan | None:
     """See ``apex_npu.ops.segmented.segment_dot``."""
     if ids is not None:
         return None
+    a, b = (dense(x) if is_grad_list(x) else x for x in (a, b))
     check_operands("segment_dot", a=a, b=b)
     chunks = Chunks.of(starts, lengths, a)
     parts = a.new_empty(chunks.begins.numel(), dtype=torch.float64)
@@ -244,7 +265,7 @@ def lamb_(given: Arguments) -> Plan | None:
     return Plan(tuple(launches))
 
 
-@_planning(segmented.adamp_)
+@_planning(segmented.adamp_, lists=False)
 def adamp_(given: Arguments) -> Plan | None:
     """See ``apex_npu.ops.segmented.adamp_``."""
     if given.ids is not None:
@@ -289,6 +310,19 @@ def adamp_(given: Arguments) -> Plan | None:
     )
 
 
+def scale_listed(grads: Tensor, factor: float | Tensor, found_inf: Tensor | None) -> Plan | None:
+    """See ``apex_npu.ops.cuda.scale_listed``."""
+    listed = addresses_of(grads)
+    if listed is None or listed.narrow is not None:
+        return None
+    chunks = Chunks.of(listed.begins, listed.lengths, grads)
+    tensor, number = (factor, 1.0) if isinstance(factor, Tensor) else (None, float(factor))
+    args = (chunks.rows, listed.on_device, found_inf, tensor, number)
+    scaled = tensor is not None or number != 1.0
+    constants = {"SOURCE": _TYPES[grads.dtype], "SCALED": scaled, "DTYPE": _dtype(grads)}
+    return Plan((_over_chunks(gather.scale_listed, chunks, args, constants),))
+
+
 def take_addressed(
     flat: Tensor,
     chunks: Tensor,
@@ -328,24 +362,37 @@ def _elementwise(
     arguments: tuple[float, ...],
     flags: dict[str, Any],
 ) -> Plan:
-    scale, kept = _beside(given.grad_scale, given.param), given.kept
+    scale, kept, listed = _beside(given.grad_scale, given.param), given.kept, given.listed
     # With these and the operands the kernel is the same.
-    key = (*flags.values(), given.maximize, kind(scale), kind(known.on_device))
+    key = (
+        *flags.values(),
+        given.maximize,
+        kind(scale),
+        kind(known.on_device),
+        listed is not None,
+        listed and listed.narrow,
+    )
     if kept and key in kept:
         before, at = kept[key], len(op.operands)
-        launch = before.again((*before.args[:at], scale, known.on_device, *before.args[at:], *arguments))
+        encoding, *rest = before.args[at:]
+        if listed is not None:
+            encoding = _listed_at(encoding, listed)
+        launch = before.again((*before.args[:at], scale, known.on_device, encoding, *rest, *arguments))
         if before.compiled is None:
             kept[key] = before._replace(compiled=launch.compiled)
         return Plan((*known.launches, launch))
     operands, param = _buffers(op, given), given.param
     chunks = None if given.encoded is None else Chunks.of_params(given.encoded.table, param)
+    if chunks is None and listed is not None:
+        chunks = Chunks.of(listed.begins, listed.lengths, param)
     encoding, step, rounding = _encoding(given, chunks)
     constants = {**flags, "MAXIMIZE": given.maximize, "DTYPE": _dtype(param), **rounding}
     args = (*operands, scale, known.on_device, encoding, param.numel(), step, *arguments)
     if chunks is not None:
-        return Plan((*known.launches, _over_chunks(kernel, chunks, args, constants)))
-    constants |= {"ALIGNED": False, "BLOCK": _BLOCK}
-    launch = Launch(kernel, -(-param.numel() // _BLOCK), args, constants, _WARPS)
+        launch = _over_chunks(kernel, chunks, args, constants)
+    else:
+        constants |= {"ALIGNED": False, "BLOCK": _BLOCK}
+        launch = Launch(kernel, -(-param.numel() // _BLOCK), args, constants, _WARPS)
     if kept is not None:  # without what each call has of its own
         kept[key] = launch._replace(args=(*operands, encoding, param.numel(), step))
     return Plan((*known.launches, launch))
@@ -353,17 +400,33 @@ def _elementwise(
 
 def _encoding(given: Arguments, chunks: Chunks | None) -> tuple[Encoding, float, dict[str, Any]]:
     """What kernels of ``chunks`` have beside their operands, the number of the step, and how parameters are rounded."""
-    encoded = given.encoded
+    encoded, encoding = given.encoded, _PLAIN
+    if chunks is not None and given.listed is not None:
+        encoding = _listing(given.listed, chunks)
     if encoded is None or chunks is None:
-        return _PLAIN, 0.0, {"STOCHASTIC": False}
+        return encoding, 0.0, {"STOCHASTIC": False}
     on_device = isinstance(encoded.count, Tensor)
     count = _beside(encoded.count, given.param) if on_device else None
-    encoding = Encoding(chunks.places, count, encoded.remainder, tuple(encoded.scales))
+    encoding = encoding._replace(
+        places=chunks.places, step=count, remainder=encoded.remainder, scales=tuple(encoded.scales)
+    )
     return encoding, 0.0 if on_device else float(encoded.count), {"STOCHASTIC": encoded.stochastic_param}
 
 
+def _listing(listed: Addresses, chunks: Chunks) -> Encoding:
+    """What kernels have of gradients that are listed; ``chunks`` of ``listed.begins``."""
+    return _listed_at(_PLAIN._replace(rows=chunks.rows), listed)
+
+
+def _listed_at(encoding: Encoding, listed: Addresses) -> Encoding:
+    """``encoding``, whose gradients are at other addresses."""
+    at, narrow = listed.on_device, listed.narrow
+    of_narrow = None if narrow is None else at.view(narrow)
+    return encoding._replace(addresses=at, wide=at.view(listed.wide), narrow=of_narrow)
+
+
 def _buffers(op: Op[..., Any], given: Arguments) -> tuple[Any, ...]:
-    """The operands of one length, checked."""
+    """The operands of one length, checked; a list of gradients is as long as its slots."""
     names = op.operands[: op.operands.index("starts")] if "starts" in op.operands else op.operands
     buffers = {name: getattr(given, name) for name in names}
     if given.encoded is None:

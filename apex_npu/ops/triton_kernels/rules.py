@@ -53,7 +53,9 @@ def sgd(
     offsets, mask = element_offsets(encoding, numbers, numel, ALIGNED, BLOCK)
     place = find_place(encoding, numbers, count)
     decay = chosen(numbers, KEPT, weight_decay, DTYPE) if DECOUPLED else number(weight_decay, DTYPE)
-    p, update = load_decayed(param, grad, grad_scale, encoding, offsets, mask, decay, L2, DECOUPLED, MAXIMIZE, DTYPE)
+    p, update = load_decayed(
+        param, grad, grad_scale, encoding, offsets, mask, decay, L2, DECOUPLED, MAXIMIZE, DTYPE, ALIGNED, BLOCK
+    )
     if momentum_buffer is not None:
         if FIRST:
             b = update
@@ -100,7 +102,9 @@ def adam(
     offsets, mask = element_offsets(encoding, numbers, numel, ALIGNED, BLOCK)
     place = find_place(encoding, numbers, count)
     decay = chosen(numbers, KEPT, weight_decay, DTYPE) if DECOUPLED else number(weight_decay, DTYPE)
-    p, g = load_decayed(param, grad, grad_scale, encoding, offsets, mask, decay, L2, DECOUPLED, MAXIMIZE, DTYPE)
+    p, g = load_decayed(
+        param, grad, grad_scale, encoding, offsets, mask, decay, L2, DECOUPLED, MAXIMIZE, DTYPE, ALIGNED, BLOCK
+    )
     m = blend(load_state(exp_avg, encoding, place, 0, offsets, mask, BLOCK), g, number(share1, DTYPE))
     v = load_state(exp_avg_sq, encoding, place, 1, offsets, mask, BLOCK)
     v = number(beta2, DTYPE) * v + number(share2, DTYPE) * g * g
@@ -148,7 +152,19 @@ def rmsprop(
     offsets, mask = element_offsets(encoding, numbers, numel, ALIGNED, BLOCK)
     place = find_place(encoding, numbers, count)
     p, g = load_decayed(
-        param, grad, grad_scale, encoding, offsets, mask, number(weight_decay, DTYPE), L2, DECOUPLED, MAXIMIZE, DTYPE
+        param,
+        grad,
+        grad_scale,
+        encoding,
+        offsets,
+        mask,
+        number(weight_decay, DTYPE),
+        L2,
+        DECOUPLED,
+        MAXIMIZE,
+        DTYPE,
+        ALIGNED,
+        BLOCK,
     )
     s = load_state(square_avg, encoding, place, 0, offsets, mask, BLOCK)
     s = number(alpha, DTYPE) * s + number(share, DTYPE) * g * g
@@ -199,7 +215,19 @@ def adadelta(
     offsets, mask = element_offsets(encoding, numbers, numel, ALIGNED, BLOCK)
     place = find_place(encoding, numbers, count)
     p, g = load_decayed(
-        param, grad, grad_scale, encoding, offsets, mask, number(weight_decay, DTYPE), L2, False, MAXIMIZE, DTYPE
+        param,
+        grad,
+        grad_scale,
+        encoding,
+        offsets,
+        mask,
+        number(weight_decay, DTYPE),
+        L2,
+        False,
+        MAXIMIZE,
+        DTYPE,
+        ALIGNED,
+        BLOCK,
     )
     s = load_state(square_avg, encoding, place, 0, offsets, mask, BLOCK)
     s = number(rho, DTYPE) * s + number(share, DTYPE) * g * g
@@ -238,7 +266,9 @@ def adagrad(
     offsets, mask = element_offsets(encoding, numbers, numel, ALIGNED, BLOCK)
     place = find_place(encoding, numbers, count)
     decay = chosen(numbers, KEPT, weight_decay, DTYPE) if DECOUPLED else number(weight_decay, DTYPE)
-    p, g = load_decayed(param, grad, grad_scale, encoding, offsets, mask, decay, L2, DECOUPLED, MAXIMIZE, DTYPE)
+    p, g = load_decayed(
+        param, grad, grad_scale, encoding, offsets, mask, decay, L2, DECOUPLED, MAXIMIZE, DTYPE, ALIGNED, BLOCK
+    )
     s = load_state(square_sum, encoding, place, 0, offsets, mask, BLOCK) + g * g
     store_state(square_sum, encoding, place, 0, offsets, s, mask, BLOCK)
     update = divide(g, root(s) + number(eps, DTYPE))

@@ -1,0 +1,99 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Gradients of a GPU where autograd left them, as one operand: a tensor without memory, and where kernels find them.
+
+On a CPU the extension's kernels follow such an operand by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from apex_npu._extension import extension
+
+
+class Addresses(NamedTuple):
+    """Where the gradients of an operand are.
+
+    Attributes:
+        begins: int64, on the host: the first element of each slot in the operand.
+        lengths: int64, likewise: its elements.
+        on_device: int64: for each slot the address that the operand would begin at if the gradient were in its place,
+            plus 1 where it is ``narrow``; 0: there is none.
+        wide: The dtype of the operand, and of its gradients,
+        narrow: But of those that have this; None: none has.
+    """
+
+    begins: Tensor
+    lengths: Tensor
+    on_device: Tensor
+    wide: torch.dtype
+    narrow: torch.dtype | None
+
+
+def is_grad_list(tensor: object) -> bool:
+    """True for an operand that refers to gradients where autograd left them: only ops can read it, it has no memory."""
+    return extension is not None and isinstance(tensor, Tensor) and extension.is_grad_list(tensor)
+
+
+class ListedSlots:
+    """Consecutive slots whose gradients are listed in each step, most often at the addresses of the step before."""
+
+    def __init__(self, begins: Sequence[int], lengths: Sequence[int]) -> None:
+        """See ``Addresses``."""
+        self._begins, self._lengths, self._found = (
+            torch.tensor(numbers, dtype=torch.int64, device="cpu") for numbers in (begins, lengths, [0] * len(begins))
+        )
+        self._on_device: Tensor | None = None
+
+    def find(self, grads: Tensor) -> None:
+        """Find the gradients of the operand ``grads`` for kernels, without a wait.
+
+        Where they have two dtypes beside the operand's, they are copied before they are read.
+        """
+        assert extension is not None
+        on_device, self._on_device = self._on_device, None  # what is interrupted below leaves no former addresses
+        others, changed = extension.grad_addresses(grads, self._begins, self._found)
+        if changed or on_device is None:
+            # Pinned, so that the copy does not wait; torch's allocator reuses the memory after the copy.
+            found = self._found.pin_memory() if grads.is_cuda else self._found.clone()
+            on_device = found.to(grads.device, non_blocking=True)
+        self._on_device = on_device
+        if len(others) <= 1:
+            narrow = others[0] if others else None
+            vars(grads)["addresses"] = Addresses(self._begins, self._lengths, on_device, grads.dtype, narrow)
+
+
+def addresses_of(grads: Tensor) -> Addresses | None:
+    """What ``ListedSlots.find`` has found, if anything."""
+    found: Addresses | None = vars(grads).get("addresses")
+    return found
+
+
+def listed_grads(grads: Tensor) -> list[tuple[Tensor, int]]:
+    """The gradients of the operand, 1-D, each with its first element there; writing them is not counted."""
+    assert extension is not None
+    found: list[tuple[Tensor, int]] = extension.listed_grads(grads)
+    return found
+
+
+def count_writes(grads: Tensor) -> None:
+    """Have autograd notice that the gradients of the operand have been written."""
+    assert extension is not None
+    extension.count_grad_writes(grads)
+
+
+@torch.no_grad()
+def dense(grads: Tensor) -> Tensor:
+    """The operand, with memory: a copy, with zeros where there is no gradient."""
+    flat = torch.zeros(grads.numel(), dtype=grads.dtype, device=grads.device)
+    found = listed_grads(grads)
+    for dtype in {grad.dtype for grad, _ in found}:
+        pairs = [(grad, begin) for grad, begin in found if grad.dtype == dtype]
+        slots = [flat[begin : begin + grad.numel()] for grad, begin in pairs]
+        torch._foreach_copy_(slots, [grad for grad, _ in pairs])
+    return flat
