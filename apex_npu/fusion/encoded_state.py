@@ -14,7 +14,7 @@ from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.group_buffers import GroupBuffers
 from apex_npu.fusion.layout import is_dense
 from apex_npu.fusion.run import Run, StepCounts
-from apex_npu.ops import EncodedState, RunEncoding
+from apex_npu.ops import Call, EncodedState, RunEncoding, prepared_encoded
 from apex_npu.ops.state_codec import (
     Piece,
     Segment,
@@ -268,6 +268,10 @@ class EncodedRun(Run):
         """The encoding, which has it: see ``RunEncoding``."""
         self._encoding.model_param = super().model_param()
         return self._encoding_of_params()
+
+    def prepared(self, call: Call) -> Call:
+        """See ``Run``."""
+        return prepared_encoded(call)
 
     def wide_param(self) -> Tensor:
         """See ``Run``."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.grad_slots import ELSEWHERE, NONE
 from apex_npu.fusion.group_buffers import GroupBuffers
-from apex_npu.ops import Segments, is_grad_list
+from apex_npu.ops import Call, Segments, is_grad_list, prepared
 from apex_npu.ops.reference_segments import segment_ids
 
 _T = TypeVar("_T")
@@ -113,6 +113,10 @@ class Run:
             self._remembered[name] = (value, make())
         remembered: _T = self._remembered[name][1]
         return remembered
+
+    def prepared(self, call: Call) -> Call:
+        """``call`` of a rule on this run, where the device ``masks_writes``; see ``ops.prepared``."""
+        return prepared(call, self.remember, elsewhere=self.elsewhere)
 
     def wide_param(self) -> Tensor:
         """``param`` in the state's dtype: itself, or a copy that ``write_back`` rounds into it."""

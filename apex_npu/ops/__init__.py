@@ -3,10 +3,10 @@
 """Update rules on flat buffers: one declaration per op, a kernel per device, the reference where there is none."""
 
 import apex_npu.ops.kernels  # noqa: F401 -- registers the kernels of devices
-from apex_npu.ops.cuda import masks_writes, repeated
+from apex_npu.ops.cuda import masks_writes, prepared
 from apex_npu.ops.dispatch import Call, call_of_all
 from apex_npu.ops.elementwise import adadelta_, adagrad_, adam_, rmsprop_, sgd_
-from apex_npu.ops.encoded_calls import EncodedState, RunEncoding
+from apex_npu.ops.encoded_calls import EncodedState, RunEncoding, prepared_encoded
 from apex_npu.ops.gather import (
     AddressTable,
     as_real,
@@ -59,8 +59,9 @@ __all__ = [
     "norm",
     "norm_to_clip",
     "orthogonalize_",
+    "prepared",
+    "prepared_encoded",
     "reads_listed",
-    "repeated",
     "rmsprop_",
     "segment_add_",
     "segment_dot",

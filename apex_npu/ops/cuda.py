@@ -114,7 +114,7 @@ def _or_torch(op: Op[..., Any], fallback: Callable[..., Any]) -> Callable[..., A
     """A kernel of ``op`` in Triton where that can be, else ``fallback``."""
 
     def kernel(*args: Any, **options: Any) -> Any:
-        is_done, result = _by_triton(op, op, args, options)
+        is_done, result = _run_plan(op.__name__, args, options, name=op.name, key=op)
         if is_done:
             return result
         return fallback(*_with_ids(op, tuple(dense(arg) if is_grad_list(arg) else arg for arg in args)), **options)
@@ -122,8 +122,8 @@ def _or_torch(op: Op[..., Any], fallback: Callable[..., Any]) -> Callable[..., A
     return kernel
 
 
-def step_encoded(rule: Rule[...], operands: tuple[Any, ...], options: dict[str, Any], encoded: Any) -> bool:
-    """Step operands that are kept in fewer bytes by the kernels of the rule itself; False where these cannot.
+def plan_encoded(rule: Rule[...], operands: tuple[Any, ...], options: dict[str, Any], encoded: Any) -> Call | None:
+    """A step of operands that are kept in fewer bytes, by the kernels of the rule itself; None where these cannot.
 
     Args:
         rule: The rule.
@@ -131,27 +131,43 @@ def step_encoded(rule: Rule[...], operands: tuple[Any, ...], options: dict[str, 
         options: Its own.
         encoded: An ``encoded_calls.Encoded``.
     """
-    return _by_triton(rule, (rule, "encoded"), operands, {**options, "encoded": encoded})[0]
-
-
-def _by_triton(op: Op[..., Any], key: object, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[bool, Any]:
-    """Whether Triton's kernels have done it, and what they return; ``key``: of what is given up where it cannot."""
-    return _run_plan(op.__name__, args, options, name=op.name, key=key)
+    return _planned(rule.__name__, operands, {**options, "encoded": encoded}, name=rule.name, key=(rule, "encoded"))
 
 
 def _run_plan(
     plan_name: str, args: tuple[Any, ...], options: dict[str, Any], *, name: str = "", key: object = None
 ) -> tuple[bool, Any]:
+    """Whether Triton's kernels have done it, and what they return."""
+    planned = _planned(plan_name, args, options, name=name, key=key)
+    if planned is None:
+        return False, None
+    run, on, _ = planned
+    return True, run(*on)
+
+
+def _planned(
+    plan_name: str, args: tuple[Any, ...], options: dict[str, Any], *, name: str = "", key: object = None
+) -> Call | None:
+    """What launches Triton's kernels; None where they cannot do it. All that they need is allocated and compiled.
+
+    Args:
+        plan_name: Of a function of ``plans``.
+        args: Its own.
+        options: Likewise.
+        name: Of the op, for the log.
+        key: Of what is given up where Triton cannot compile it.
+    """
     name, key = name or plan_name, key or plan_name
     plans = None if key in _given_up else _plans()
     plan = None if plans is None else getattr(plans, plan_name)(*args, **options)
     if plan is not None:
         try:
-            return True, plan.run(args[0].device)
+            device = args[0].device
+            return plan.run, (device, plan.compile(device)), {}
         except CompilationError as error:
             _given_up.add(key)
             logger.warning("apex_npu: Triton cannot compile %s, using torch's own kernels: %s", name, error)
-    return False, None
+    return None
 
 
 class Repeated:
@@ -170,14 +186,20 @@ class Repeated:
 
     def __call__(self, *operands: Any, **options: Any) -> None:
         """The rule."""
-        known, grad = operands, operands[1]
+        call, args, kwargs = self.prepare(operands, options)
+        call(*args, **kwargs)
+
+    def prepare(self, operands: tuple[Any, ...], options: dict[str, Any]) -> Call:
+        """The rule, to be called later; see ``prepared``."""
+        rule, known, grad = self._rule, operands, operands[1]
         if is_grad_list(grad):  # which is another in each step, and not kept: it would keep their memory
             addresses = addresses_of(grad)
-            known = (operands[0], addresses and addresses.begins, *operands[2:])
+            if addresses is None:  # they are copied in each step
+                return rule, operands, options
+            known = (operands[0], addresses.begins, *operands[2:])
         if len(known) != len(self._operands) or not all(map(is_, known, self._operands)):
             self._operands, self._kept = known, {}
             self._are_plain = all(type(operand) in (Tensor, NoneType) for operand in known)
-        rule = self._rule
         if self._are_plain and not is_dispatch_observed():
             given = {**options, "kept": self._kept}
             for name, number in self._numbers:  # as the dispatcher does
@@ -185,20 +207,27 @@ class Repeated:
                     value = given[name]
                     is_kept = name in rule.numbers and isinstance(value, Tensor)
                     given[name] = value.reshape(()) if is_kept else number(value)
-            if _by_triton(rule, rule, operands, given)[0]:
-                return
-        rule(*operands, **options)
+            planned = _planned(rule.__name__, operands, given, name=rule.name, key=rule)
+            if planned is not None:
+                return planned
+        return rule, operands, options
 
 
-def repeated(call: Call, remember: Callable[..., Any], *, elsewhere: bool) -> Call:
-    """``call`` of a run that ``remember`` belongs to, which calls the rule again with the same operands.
+def prepared(call: Call, remember: Callable[..., Any], *, elsewhere: bool) -> Call:
+    """``call`` with all that it needs allocated and compiled: of several, none is made where memory lacks for another.
 
-    But where gradients are ``elsewhere``, and not listed: a call that is kept would keep their memory.
+    Args:
+        call: Of the rule of a run.
+        remember: The run's, for the operands of the next step.
+        elsewhere: Its gradients are not in their slots: unless they are listed, a call that is kept would keep them.
     """
     rule, operands, options = call
-    if not isinstance(rule, Rule) or (elsewhere and not is_grad_list(operands[1])):
+    if not isinstance(rule, Rule):
         return call
-    return remember("repeated call", rule, functools.partial(Repeated, rule)), operands, options
+    make = functools.partial(Repeated, rule)
+    keeps = not elsewhere or is_grad_list(operands[1])
+    repeated: Repeated = remember("repeated call", rule, make) if keeps else make()
+    return repeated.prepare(operands, options)
 
 
 def _with_ids(op: Op[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.ops import cpu, cuda
-from apex_npu.ops.dispatch import Rule, rules
+from apex_npu.ops.dispatch import Call, Rule, rules
 from apex_npu.ops.grad_lists import dense, is_grad_list
 from apex_npu.ops.state_codec import (
     PARAM_PAIR,
@@ -176,25 +176,31 @@ def _by_extension(operand: Tensor) -> bool:
     return cpu.available and operand.device.type == "cpu"
 
 
-# The kernels, by the type of their device, that take operands as they are stored; they return False where they cannot.
-_KERNELS = {"cuda": cuda.step_encoded}
+# Kernels, by the type of their device, that take operands as they are stored: they are planned, or None is returned.
+_KERNELS = {"cuda": cuda.plan_encoded}
+
+
+def prepared_encoded(call: Call) -> Call:
+    """As ``cuda.prepared``, of a run whose operands are encoded."""
+    rule, operands, options = call
+    if not isinstance(rule, Rule):
+        return call
+    on_device = {name for name in rule.numbers if isinstance(options.get(name), Tensor)}
+    given = {name: value.reshape(()) if name in on_device else value for name, value in options.items()}
+    return _planned(rule, *_taken_apart(operands), given) or call
 
 
 def _call(rule: Rule[...], operands: tuple[Any, ...], options: dict[str, Any]) -> None:
-    found = next(operand for operand in operands if isinstance(operand, _Operand))
-    encoding = found.encoding if isinstance(found, EncodedState) else found
-    assert isinstance(encoding, RunEncoding)
-    of_params = encoding if any(operand is encoding for operand in operands) else None
-    operands = tuple(encoding.model_param if operand is encoding else operand for operand in operands)
+    encoding, of_params, operands = _taken_apart(operands)
     for name in rule.numbers:
         tensor = options.pop(f"{name}_tensor", None)
         if tensor is not None:
             options[name] = tensor.reshape(())
-    kernel = _KERNELS.get(operands[0].device.type)
-    if kernel is not None:
-        stored = tuple(operand.values if isinstance(operand, EncodedState) else operand for operand in operands)
-        if kernel(rule, stored, options, _encoded(rule, encoding, of_params, operands)):
-            return
+    planned = _planned(rule, encoding, of_params, operands, options)
+    if planned is not None:
+        run, args, _ = planned
+        run(*args)
+        return
     if operands[0].device.type != "cpu":
         _run_on_pieces(rule, encoding, of_params, operands, options)
         return
@@ -209,6 +215,29 @@ def _call(rule: Rule[...], operands: tuple[Any, ...], options: dict[str, Any]) -
         _run_extension(rule, encoding, of_params, operands, options)
     else:
         _run_on_pieces(rule, encoding, of_params, operands, options)
+
+
+def _taken_apart(operands: tuple[Any, ...]) -> tuple[RunEncoding, RunEncoding | None, tuple[Any, ...]]:
+    """The encoding of ``operands``, again where it encodes their parameters, and what it is in the place of."""
+    found = next(operand for operand in operands if isinstance(operand, _Operand))
+    encoding = found.encoding if isinstance(found, EncodedState) else found
+    assert isinstance(encoding, RunEncoding)
+    of_params = encoding if any(operand is encoding for operand in operands) else None
+    return encoding, of_params, tuple(encoding.model_param if o is encoding else o for o in operands)
+
+
+def _planned(
+    rule: Rule[...],
+    encoding: RunEncoding,
+    of_params: RunEncoding | None,
+    operands: tuple[Any, ...],
+    options: dict[str, Any],
+) -> Call | None:
+    kernel = _KERNELS.get(operands[0].device.type)
+    if kernel is None:
+        return None
+    stored = tuple(operand.values if isinstance(operand, EncodedState) else operand for operand in operands)
+    return kernel(rule, stored, options, _encoded(rule, encoding, of_params, operands))
 
 
 def _encoded(

@@ -118,6 +118,19 @@ class Piece:
         part, number, valid = self._elements
         return self._table[4][part] + torch.where(valid, number, self._table[2][part]) // SCALE_NUMEL
 
+    @cached_property
+    def block_elements(self) -> Tensor:
+        """For each scale the elements of its block, of shape [scales, 128]; a shorter block repeats its last one."""
+        begins, counts, firsts, _, first_scales, _ = self._table
+        first_scales = first_scales + firsts // SCALE_NUMEL
+        scale = torch.arange(self.scale_span.start, self.scale_span.stop, device=self._device)
+        part = torch.bucketize(scale, first_scales, right=True).sub_(1)
+        first = (scale - first_scales[part]) * SCALE_NUMEL
+        inside = first.unsqueeze(1) + torch.arange(SCALE_NUMEL, device=self._device)
+        last = counts[part].unsqueeze(1).sub_(1)
+        found: Tensor = begins[part].unsqueeze(1) + torch.minimum(inside, last)
+        return found
+
     def random(self, pair: int, count: int | Tensor) -> Tensor:
         """32 random bits for each element, int64; the last ones are kept, since two states share them."""
         if self._random is None or self._random[0] != pair or self._random[1] is not count:
@@ -132,7 +145,7 @@ class Piece:
         before = ends - counters
         number = flat - before[part] + firsts[part] // 64
         steps = (torch.zeros_like(number) + count).to(torch.int64)
-        words = philox([number, (number >> 32 << 8) | pair, steps, positions[part]], KEY)
+        words = philox([number, (_shifted(number, 32) << 8) | pair, steps, positions[part]], KEY)
         part, element, _ = self._elements
         counter = (before[part] + element // 64 - firsts[part] // 64).clamp_(0, max(total - 1, 0))
         word = words.reshape(-1)[counter * 4 + element // 16 % 4]
@@ -179,14 +192,19 @@ def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> Tensor:
 
 def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     """The lower and the upper word of a product of two words: in int64 it wraps around, which keeps its bits."""
-    low, high = (x & 0xFFFF) * factor, (x >> 16) * factor
-    middle = (low >> 16) + (high & 0xFFFF)
-    return ((middle & 0xFFFF) << 16) | (low & 0xFFFF), (high >> 16) + (middle >> 16)
+    low, high = (x & 0xFFFF) * factor, _shifted(x, 16) * factor
+    middle = _shifted(low, 16) + (high & 0xFFFF)
+    return ((middle & 0xFFFF) << 16) | (low & 0xFFFF), _shifted(high, 16) + _shifted(middle, 16)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """``x >> bits``, where torch_npu copies ``bits`` from the host; a divisor is an argument of CANN's operator."""
+    return x // 2**bits if x.device.type == "npu" else x >> bits
 
 
 def half_of(random: Tensor, index: int) -> Tensor:
     """The 16 bits of ``random`` that the state ``index`` of a rule takes."""
-    return (random >> 16) & 0xFFFF if index % 2 else random & 0xFFFF
+    return _shifted(random, 16) & 0xFFFF if index % 2 else random & 0xFFFF
 
 
 def decode(stored: Tensor, scales: Tensor | None, piece: Piece) -> Tensor:
@@ -211,9 +229,7 @@ def encode(values: Tensor, stored: Tensor, scales: Tensor | None, piece: Piece, 
         return
     values = torch.where(piece.is_element, values, 0.0)
     index, span = piece.scale_index, piece.scale_span
-    magnitude = values.view(torch.int32) & 0x7FFFFFFF
-    largest = torch.zeros(span.stop - span.start, dtype=torch.int32, device=values.device)
-    largest.scatter_reduce_(0, index - span.start, magnitude, "amax")
+    largest = (values.view(torch.int32) & 0x7FFFFFFF)[piece.block_elements].amax(dim=1)
     scale = largest.view(torch.float32)
     scale = torch.where(scale < LEAST_SCALE, 0.0, scale)
     scale = torch.where(largest >= 0x7F800000, float("nan"), scale)
@@ -224,7 +240,7 @@ def encode(values: Tensor, stored: Tensor, scales: Tensor | None, piece: Piece, 
     values = values * down[index]
     ratio = values * inverse[index]
     kept = scale[index] > 0  # neither 0 nor nan
-    one_and_more = 1 + ((half >> 4).to(torch.float32) + 0.5) * 2.0**-12  # exact
+    one_and_more = 1 + (_shifted(half, 4).to(torch.float32) + 0.5) * 2.0**-12  # exact
     if stored.dtype == torch.int8:
         code = (torch.where(kept, ratio * 127.0, 0.0) + 127.0 + one_and_more).to(torch.int32) - 128
     else:
@@ -244,8 +260,8 @@ def round_stochastically(values: Tensor, half: Tensor) -> Tensor:
     """float32 ``values`` as bfloat16, by 16 random bits for each; nan stays nan."""
     bits = values.view(torch.int32)
     rounded = (bits.to(torch.int64) & _WORD) + half
-    words = torch.where(values.isnan(), (bits.to(torch.int64) & _WORD) | 0x00400000, rounded) >> 16
-    return _as_bfloat16(words)
+    words = torch.where(values.isnan(), (bits.to(torch.int64) & _WORD) | 0x00400000, rounded)
+    return _as_bfloat16(_shifted(words, 16))
 
 
 def decode_remainder(param: Tensor, remainder: Tensor) -> Tensor:
@@ -265,14 +281,14 @@ def encode_remainder(values: Tensor) -> tuple[Tensor, Tensor]:
     bits = values.contiguous().view(torch.int32).to(torch.int64) & _WORD
     kept = torch.where(values.isnan(), (bits | 0x00400000) & 0xFFFF0000, bits)
     lower = kept & 0xFFFF
-    return _as_bfloat16((kept + 0x8000) >> 16), (lower - (lower >> 15 << 16)).to(torch.int16)
+    return _as_bfloat16(_shifted(kept + 0x8000, 16)), (lower - (_shifted(lower, 15) << 16)).to(torch.int16)
 
 
 def _as_bfloat16(words: Tensor) -> Tensor:
     words = words & 0xFFFF
-    return (words - (words >> 15 << 16)).to(torch.int16).view(torch.bfloat16)
+    return (words - (_shifted(words, 15) << 16)).to(torch.int16).view(torch.bfloat16)
 
 
 def _as_float32(words: Tensor) -> Tensor:
     words = words & _WORD
-    return (words - (words >> 31 << 32)).to(torch.int32).view(torch.float32)
+    return (words - (_shifted(words, 31) << 32)).to(torch.int32).view(torch.float32)

@@ -38,7 +38,7 @@ from apex_npu.fusion import (
 )
 from apex_npu.fusion.grad_memory import GradMemory
 from apex_npu.fusion.grad_slots import InPlace
-from apex_npu.ops import Call, call_of_all, masks_writes, repeated
+from apex_npu.ops import Call, call_of_all, masks_writes
 from apex_npu.optimizers.capture import check_capture, check_captured_gradients, refusal
 from apex_npu.optimizers.checks import check_bool, check_params, naming
 from apex_npu.optimizers.combined_accessors import CombinedAccessors
@@ -325,9 +325,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         if getattr(self.update, "__func__", None) is not FusedOptimizer.update:
             return [(1, (self.update, pair, {})) for pair in runs]
         calls = list(starmap(self.call, runs))
-        if self._repeats:
-            pairs = zip(calls, runs, strict=True)
-            calls = [repeated(call, run.remember, elsewhere=run.elsewhere) for call, (run, _) in pairs]
+        if self._prepares:
+            calls = [run.prepared(call) for call, (run, _) in zip(calls, runs, strict=True)]
         joined = call_of_all(calls) if len(calls) > 1 else None
         return list(zip(repeat(1), calls, strict=False)) if joined is None else [(len(calls), joined)]
 
@@ -605,7 +604,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         self._lending: list[GradMemory] = []
         self._shown = ShownState()
         self._all_in_slots = True
-        self._all_fused = self._repeats = False
+        self._all_fused = self._prepares = False
 
     def _is_fused(self, *, for_step: bool) -> bool:
         """True while every buffer matches what the user now has; only a step needs the present ``state``."""
@@ -659,7 +658,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         self._flat_grads = [fused.grads for fused in groups if id(fused.params[0]) not in with_gaps]
         self._lending = [fused.grads.memory for fused in groups if fused.grads.memory.lends]
         self._all_in_slots = all(fused.in_slots for fused in groups)
-        self._repeats = all(masks_writes(fused.param_flat.device) for fused in groups)
+        self._prepares = all(masks_writes(fused.param_flat.device) for fused in groups)
         if with_state:
             self._shown.adopt(self, self._slots())
         self._all_fused = True

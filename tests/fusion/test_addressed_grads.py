@@ -19,7 +19,7 @@ from apex_npu._extension import extension
 from apex_npu.fusion import flat_grads, fuse, grad_memory, grad_slots, packed_grads
 from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, NONE, InPlace
-from apex_npu.ops import cuda, gather, wide_dtype
+from apex_npu.ops import AddressTable, cuda, gather, wide_dtype
 
 if extension is None:
     pytest.skip("it is the extension that finds addresses", allow_module_level=True)
@@ -133,6 +133,24 @@ def test_memory_that_gradients_own_between_steps(launched, monkeypatch):
             assert not grads.has_buffer
     assert all(torch.equal(grad, values) for grad, values in kept)
     assert launched == [torch.float32] * 3
+
+
+def test_gradients_that_could_not_be_taken_stay(monkeypatch):
+    """A GPU has no memory for the addresses: the gradients are as they were, and are taken later."""
+    params = make_params()
+    grads, before = slots_of(params), give(params)
+
+    def no_memory(*args):
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AddressTable, "take", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            grads.gather()
+    assert set(grads.states()) == {ELSEWHERE}
+    params[1].grad = before[1] = None
+    grads.gather()
+    check(params, before, grads)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

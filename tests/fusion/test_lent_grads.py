@@ -16,6 +16,7 @@ from apex_npu._extension import extension
 from apex_npu.fusion import grad_slots, packed_grads
 from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.grad_copier import GradCopier
+from apex_npu.ops import AddressTable
 
 pytestmark = [
     pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU reads gradients where autograd leaves them"),
@@ -94,7 +95,8 @@ def test_memory_is_free_when_gradients_are_cleared_by_whatever_means():
         clear()
         assert held - live_bytes() >= 4 * sum(p.numel() for p in params)
         cleared.append(live_bytes())
-    assert len(set(cleared)) == 1
+    # The second step is the first that gets new memory, for which a GPU finds once where the padding is.
+    assert len(set(cleared[1:])) == 1
 
 
 def test_gradients_that_are_not_cleared_stay_and_backward_adds_to_them():
@@ -265,7 +267,8 @@ def test_gradients_whose_copy_has_failed(monkeypatch):
         raise torch.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(GradCopier, "copy_in", no_memory)
+        for copier, copy in ((GradCopier, "copy_in"), (AddressTable, "take")):  # the latter on a GPU
+            patch.setattr(copier, copy, no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             ours.step()
     for optimizer in (ours, theirs):  # what is copied now has no neighbours

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide b
 def _mended_interpreter(monkeypatch):
     mend(monkeypatch)
     if DEVICE.type == "cpu":
-        monkeypatch.setitem(encoded_calls._KERNELS, "cpu", cuda.step_encoded)
+        monkeypatch.setitem(encoded_calls._KERNELS, "cpu", cuda.plan_encoded)
 
 
 class Float32Rule:

@@ -435,7 +435,7 @@ def test_launches_are_on_the_device_of_the_tensors(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device.index) or contextlib.nullcontext())
     for index in (0, 1, 2):
         launches.Plan(()).run(torch.device("cuda", index))
-    assert entered == [0, 2]  # 1 is the current one
+    assert entered == [0, 0, 2, 2]  # to compile, and to launch; 1 is the current one
 
 
 # Calls that have the operands of the one before
@@ -463,7 +463,7 @@ def test_repeated_calls_follow_every_number_and_tensor(op, change, without, monk
     planned = []
     monkeypatch.setattr(plans, "check_operands", lambda *_, **given: planned.append(given))
     ran, run = [], launches.Plan.run
-    monkeypatch.setattr(launches.Plan, "run", lambda plan, device: (ran.extend(plan.launches), run(plan, device)))
+    monkeypatch.setattr(launches.Plan, "run", lambda plan, *given: (ran.extend(plan.launches), run(plan, *given)))
     two = torch.full((1,), 2.0, device=DEVICE)
     number = {"lr": 0.02, **{name: options[name] + 1 for name in ("step",) if name in options}}
     flag = {"weight_decay": 0.0 if options["weight_decay"] else 0.3}

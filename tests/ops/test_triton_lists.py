@@ -171,3 +171,24 @@ def test_addresses_are_copied_to_the_device_where_they_have_changed():
     assert tables[0] is tables[1]
     assert [table[1].item() == 0 for table in tables] == [True, True, False, True]
     assert torch.equal(tables[0], tables[3])
+
+
+@pytest.mark.parametrize("dtypes", [[F32], [F32, F16], [F16, BF16]], ids=["wide", "both", "copied"])
+def test_calls_that_are_repeated_read_the_gradients_of_each_step(dtypes):
+    offsets, _ = offsets_of(NUMELS)
+    slots, repeated = grad_lists.ListedSlots(offsets, NUMELS), cuda.Repeated(ops.adagrad_)
+    ours, theirs = ([a.to(DEVICE) for a in operands("adagrad_", offsets_of(NUMELS)[1])] for _ in range(2))
+    for begin in (0, 1, 3):
+        grad, grads, dense = listed(dtypes, begin=begin)
+        for g in grads:
+            g.mul_(begin + 1)  # exact
+        vars(grad).pop("addresses", None)
+        slots.find(grad)
+        ours[1], theirs[1] = grad, dense.to(F32) * (begin + 1)
+        repeated(*ours, None, **OPTIONS["adagrad_"])
+        ours[1] = None
+        cuda.KERNELS[ops.adagrad_](*theirs, None, **OPTIONS["adagrad_"])
+    inside = torch.zeros(ours[0].numel(), dtype=torch.bool)
+    for offset, numel in zip(offsets, NUMELS, strict=True):
+        inside[offset : offset + numel] = True
+    assert torch.equal(ours[0].cpu()[inside], theirs[0].cpu()[inside])

@@ -63,11 +63,12 @@ def test_a_graph_of_a_gpu_has_the_bits_of_eager_steps(rule, form, triton, monkey
     assert set(found.counts()) <= {APPLIED}
 
 
-@needs_counts("stand_in_counts")
+@needs_counts()
+@pytest.mark.parametrize("capturable", [False, True])
 @pytest.mark.parametrize(("rule", "form"), SOME)
-def test_no_step_waits_for_the_device(rule, form):
+def test_no_step_waits_for_the_device(rule, form, capturable):
     """Tables are made in the first step alone: a copy from the host would wait, and could not be captured."""
-    training = Training(rule, form, DEVICE, capturable=True)
+    training = Training(rule, form, DEVICE, capturable=capturable)
     training.step(2)
 
     def step():

@@ -3,6 +3,7 @@
 """Whole optimizers on Triton's kernels: those of cuda take the place of the CPU's, through torch's dispatcher."""
 
 import inspect
+import itertools
 import sys
 from types import SimpleNamespace
 
@@ -52,7 +53,7 @@ def launched(where, monkeypatch):
     monkeypatch.setattr(
         launches.Launch, "run", lambda self, *given: (names.append(self.kernel.__name__), run(self, *given))
     )
-    monkeypatch.setitem(encoded_calls._KERNELS, "cpu", cuda.step_encoded)
+    monkeypatch.setitem(encoded_calls._KERNELS, "cpu", cuda.plan_encoded)
     monkeypatch.setattr(base, "masks_writes", lambda device: True)  # a run's calls are repeated, as on cuda
     with torch.library._scoped_library("apex_npu", "IMPL") as library:
         for op in OPS:
@@ -116,6 +117,72 @@ def test_capturable_optimizers_on_triton_step_like_their_references(spec, launch
         reference.param_groups[0]["lr"] *= 0.5
     assert_equal_params(ours, theirs, 1e-5)
     assert "step_numbers" in launched
+
+
+QUICK = {("NpuFusedAdamP", "float32"), ("NpuFusedLamb", "int8")}
+
+
+def out_of_memory(monkeypatch, allowed):
+    """Allocations of buffers and tables fail after ``allowed`` of them; returned are those left, in a list."""
+    left = [allowed]
+
+    def scarce(allocate):
+        def wrapped(*args, **options):
+            left[0] -= sys._getframe(1).f_globals["__name__"].startswith("apex_npu.")  # not of the interpreter
+            if left[0] < 0:
+                raise torch.OutOfMemoryError("not enough memory")
+            return allocate(*args, **options)
+
+        return wrapped
+
+    for owner, name in [(torch, "zeros"), (torch, "cat"), (torch.Tensor, "new_empty")]:
+        monkeypatch.setattr(owner, name, scarce(getattr(owner, name)))
+    return left
+
+
+@pytest.mark.parametrize(
+    ("spec", "formats"),
+    [
+        pytest.param(spec, formats, id=f"{spec}-{name}", marks=[] if (str(spec), name) in QUICK else pytest.mark.sweep)
+        for spec in SPECS
+        for name, formats in {"float32": {}, "int8": {"state_dtype": "int8"}}.items()
+        if str(spec) in {"NpuFusedAdam", "NpuFusedLamb", "NpuFusedAdamP"}
+    ],
+)
+def test_memory_runs_out_before_anything_is_written(spec, formats, launched, monkeypatch):
+    """Of two runs, the second one's tables are allocated, too, before the first one is stepped."""
+
+    def make():
+        ours = [torch.nn.Parameter(torch.ones(shape)) for shape in [(3, 5), (2, 2, 2)]]
+        return ours, spec.cls([{"params": ours[:1]}, {"params": ours[1:], "lr": 0.03}], lr=0.05, **formats)
+
+    def step(ours, optimizer):
+        for index, p in enumerate(ours):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(index))
+        optimizer.step()
+
+    twins, reference = make()
+    step(twins, reference)
+    for allowed in itertools.count():
+        ours, optimizer = make()
+        before = [p.detach().clone() for p in ours]
+        launched.clear()
+        with monkeypatch.context() as patch:
+            left = out_of_memory(patch, allowed)
+            failed = None
+            try:
+                step(ours, optimizer)
+            except torch.OutOfMemoryError as error:
+                failed = str(error)
+        if left[0] >= 0:
+            break
+        assert "cannot be repeated" not in failed
+        assert not launched
+        assert all(map(torch.equal, ours, before))
+        step(ours, optimizer)
+        assert all(map(torch.equal, ours, twins))
+    assert launched
+    assert allowed > 4  # buffers of parameters, gradients and states, and tables
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

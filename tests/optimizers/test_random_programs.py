@@ -27,6 +27,10 @@ SHAPES = [(5, 7), (17,), (), (3, 2, 2), (0,), (1,), (5, 7)]
 INDEX = st.integers(0, len(SHAPES) - 1)
 BACKWARD = st.one_of(st.just(frozenset()), st.sets(INDEX))  # the parameters that the loss does not depend on
 NOTHING = st.just(None)
+# Not 0.05, of which the first step of RMSprop makes ±0.5: every seventh element would be halfway between two neighbours
+# in bfloat16, and the last bits of float32 decide how it is rounded. These differ on a GPU, where torch computes
+# p + lr · (g / d) with one rounding at the end, and s = (1 − α) · (g · g).
+LR = 0.047
 
 
 def actions(dtype):
@@ -245,7 +249,7 @@ class Machine:
 
 
 def check(spec, kwargs, dtype, program):
-    kwargs = {"lr": 0.05, **kwargs}
+    kwargs = {"lr": LR, **kwargs}
     tolerance = FLOAT64_TOLERANCE if dtype == torch.float64 else spec.tolerance
     ours, theirs = Machine(spec.cls, kwargs, dtype), Machine(spec.reference_for(torch.float16), kwargs, dtype)
     for action, argument in program:

@@ -83,26 +83,35 @@ class Plan(NamedTuple):
     launches: tuple[Launch, ...]
     result: Tensor | None = None
 
-    def compile(self) -> list[Any]:
-        """Compile what has not been compiled yet, and return all: after it launching cannot fail half way.
+    def compile(self, device: torch.device) -> list[Any]:
+        """Compile for ``device`` what has not been yet, and return all: after it launching cannot fail half way.
 
         Raises:
             CompilationError: The cause is what Triton has raised.
         """
-        return [launch.compiled or _compiled_once(launch) for launch in self.launches]
+        with _current(device):
+            return [launch.compiled or _compiled_once(launch) for launch in self.launches]
 
-    def run(self, device: torch.device) -> Tensor | None:
+    def run(self, device: torch.device, compiled: list[Any] | None = None) -> Tensor | None:
         """Launch in order on ``device``: Triton itself launches on the current one, wherever the tensors are.
+
+        Args:
+            device: Where the tensors are.
+            compiled: What ``compile`` has returned for it.
 
         Raises:
             CompilationError: Nothing has been launched.
         """
-        elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-        guard: AbstractContextManager[Any] = torch.cuda.device(device) if elsewhere else nullcontext()
-        with guard:
-            for launch, compiled in zip(self.launches, self.compile(), strict=True):
-                launch.run(compiled)
+        kernels = self.compile(device) if compiled is None else compiled
+        with _current(device):
+            for launch, kernel in zip(self.launches, kernels, strict=True):
+                launch.run(kernel)
         return self.result
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if elsewhere else nullcontext()
 
 
 def _compiled_once(launch: Launch) -> Any:
