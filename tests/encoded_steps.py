@@ -57,7 +57,7 @@ class Training:
         cls, options = RULES[rule]
         self.optimizer = cls(self.params, **options, **formats, capturable=capturable)
         if form == "remainders":
-            self.optimizer.keep_remainders({})
+            self.optimizer.state_formats = self.optimizer.state_formats.with_remainders()
         self.optimizer.grad_scale = torch.tensor([_SCALE], device=device)
         self._found_inf = self._lr = None
         if capturable:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -16,7 +17,7 @@ from apex_npu.amp.optimizer_state import AmpOptimizerState, state_of
 from apex_npu.amp.pending_step import PendingStep
 from apex_npu.amp.preconditions import optimizers_inside, shares_groups
 from apex_npu.amp.session import Session
-from apex_npu.fusion import HasFusedGroups
+from apex_npu.fusion import MASTER_PARAM, HasFusedGroups
 
 
 def adopt(optimizer: Optimizer, session: Session, fp32_values: Mapping[int, Tensor]) -> None:
@@ -42,18 +43,29 @@ def adopt(optimizer: Optimizer, session: Session, fp32_values: Mapping[int, Tens
     if policy.master_weights:
         state.masters.make(optimizer, fp32_values)
     if policy.store_param_remainders:
-        optimizer.keep_remainders(fp32_values)  # type: ignore[attr-defined]
+        _keep_remainders(optimizer, fp32_values)
     session.register(optimizer, state)
 
 
-def release(optimizer: Optimizer, cls: Any) -> None:
-    """Take ``adopt`` back, as far as it got: ``cls`` is the class that the optimizer had."""
+def _keep_remainders(optimizer: Any, fp32_values: Mapping[int, Tensor]) -> None:
+    """Have ``optimizer``, a fused one, keep of the values before the cast what its bfloat16 parameters lack."""
+    optimizer.state_formats = optimizer.state_formats.with_remainders()
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if p.dtype == torch.bfloat16 and id(p) in fp32_values:
+            optimizer.state[p][MASTER_PARAM] = fp32_values[id(p)]
+    optimizer.state_formats.take_masters(optimizer.state)
+
+
+def release(optimizer: Optimizer, cls: Any, state_formats: Any) -> None:
+    """Take ``adopt`` back, as far as it got: the optimizer had the class ``cls``, and fused ``state_formats``."""
     state = state_of(optimizer)
     for pair in [] if state is None else state.pairs:
         if pair.master_param in optimizer.state:
             optimizer.state[pair.model_param] = optimizer.state.pop(pair.master_param)
     if state is not None and state.policy.store_param_remainders:
-        optimizer.forget_remainders()  # type: ignore[attr-defined]
+        optimizer.state_formats = state_formats  # type: ignore[attr-defined]
+        for entry in optimizer.state.values():
+            entry.pop(MASTER_PARAM, None)
     optimizer.__class__ = cls
     vars(optimizer).pop("_amp_state", None)
 

@@ -337,7 +337,10 @@ def _set_up(
     """Convert, adopt, patch, install: all of it, or nothing."""
     policy = session.policy
     device_types = session.device_types
-    as_they_were = [(o, type(o), [list(group["params"]) for group in o.param_groups]) for o in optimizers]
+    as_they_were = [
+        (o, type(o), getattr(o, "state_formats", None), [list(group["params"]) for group in o.param_groups])
+        for o in optimizers
+    ]
     parallel = session.data_parallel
     undo = Undo()
     ddps = [ddp for ddp in ddps if changes_dtypes(policy, ddp)]
@@ -404,10 +407,10 @@ def _start_alike(
             t.data.copy_(value)
 
 
-def _release(optimizers: list[tuple[Optimizer, Any, list[list[Tensor]]]]) -> None:
-    for optimizer, cls, params in optimizers:
+def _release(optimizers: list[tuple[Optimizer, Any, Any, list[list[Tensor]]]]) -> None:
+    for optimizer, cls, state_formats, params in optimizers:
         release_inside(optimizer)
-        release(optimizer, cls)
+        release(optimizer, cls, state_formats)
         for group, listed in zip(optimizer.param_groups, params, strict=True):
             group["params"][:] = listed
 

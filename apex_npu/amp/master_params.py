@@ -12,22 +12,21 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from apex_npu.amp.flat_model import FlatModel
 from apex_npu.amp.shared_memory import sharing_memory
-from apex_npu.amp.uncounted_writes import UNCOUNTED_THERE, NewMasters, UncountedWrites, lines_of
+from apex_npu.amp.uncounted_writes import UNCOUNTED_THERE, NewMasters, UncountedWrites
 from apex_npu.backends import for_device, is_capturing
 from apex_npu.fusion import (
     FusedGroup,
-    ModelParamBuffer,
     RoundedCopies,
     WriteTable,
     are_same,
-    give_own_storages,
     increment_versions,
     is_dense,
     low_precision_of,
@@ -445,7 +444,7 @@ class MasterParams:
                 ):
                     flat_model, self._moved = self.flat_model(groups), False
                 self._fused_again = False
-                uncounted = flat_model.copy_masters(self.copies, skipped)
+                uncounted = self._copy_to_buffers(flat_model, skipped)
             else:
                 copy_rounded(self.copies, self.masters, self.model_params, skipped)
         except BaseException:
@@ -464,6 +463,21 @@ class MasterParams:
             self._new.note(self.masters, range(self.first_new, len(self.masters)))
         return UNCOUNTED if uncounted and not self._written else None
 
+    def _copy_to_buffers(self, flat_model: FlatModel, skipped: Tensor | None) -> bool:
+        """Likewise where they are in buffers; True where masters have been found written without a count."""
+        uncounted = False
+        for group, buffer in flat_model.buffers:
+            written = group.model_params() is buffer and buffer.written == len(group.params)
+            if not written and (skipped is not None or not round_to_copies(group.param_flat, buffer.flat)):
+                write_unless(skipped, buffer.flat, group.param_flat)
+            increment_versions(buffer.params)
+            if buffer.kept:
+                buffer.release_kept()
+            uncounted |= written_copies(buffer.flat)[1] > 0
+        if flat_model.loose[0]:
+            copy_rounded(self.copies, *flat_model.loose, skipped)
+        return uncounted
+
     def has_flat_model(self, groups: Sequence[FusedGroup]) -> bool:
         """True where ``flat_model`` would move nothing."""
         return self._flat_model is not None and self._flat_model.fits(groups, self.masters)
@@ -475,7 +489,7 @@ class MasterParams:
             kept = [] if self._flat_model is None else self._flat_model.dissolve(groups)
             written = self.model_writes.written(self.model_params)
             self._flat_model = None
-            self._flat_model = FlatModel.of(groups, self.pairs, kept)
+            self._flat_model = FlatModel.of(groups, self.masters, self.model_params, kept)
             moved = set(self.model_writes.written(self.model_params)).difference(written)
             self.model_writes.note(self.model_params, sorted(moved))
         assert self._flat_model is not None
@@ -539,112 +553,6 @@ def _make_master(param: Tensor, value: Tensor | None) -> nn.Parameter:
     if not is_dense(value.size(), value.stride()):
         value = value.clone()
     return nn.Parameter(value.data)  # with a version counter of its own
-
-
-# A group of masters, and the buffer of their model parameters.
-GroupBuffer: TypeAlias = tuple[FusedGroup, ModelParamBuffer]
-
-
-@dataclass(eq=False)
-class FlatModel:
-    """A model's low-precision parameters, in buffers laid out like those that a fused optimizer has for their masters.
-
-    Attributes:
-        groups: The optimizer's groups that it was made for.
-        masters: And the masters.
-        buffers: For each group whose masters have such a buffer, the group and the buffer.
-        unfused: Pairs whose model parameter cannot move, because its memory is shared with something else.
-        loose: The masters and model parameters that are rounded one by one: these, and on a CPU without the extension
-            all.
-        unwatched: Of the buffers those on accelerators, each with the lines that are the model's, see ``lines_of``.
-    """
-
-    groups: list[FusedGroup]
-    masters: list[Tensor]
-    buffers: list[GroupBuffer]
-    unfused: list[MasterPair]
-    loose: tuple[list[Tensor], list[Tensor]]
-    unwatched: list[tuple[FusedGroup, ModelParamBuffer, Tensor | None]]
-
-    @classmethod
-    def of(
-        cls, groups: Sequence[FusedGroup], pairs: Sequence[MasterPair], kept: Sequence[GroupBuffer] = ()
-    ) -> FlatModel:
-        """Move the model's parameters into buffers, values included; those of ``kept`` are there already."""
-        model_param_of = {id(pair.master_param): pair.model_param for pair in pairs}
-        known = {id(group): buffer for group, buffer in kept}
-        buffers: list[GroupBuffer] = []
-        for group in groups:
-            buffer = known.get(id(group))
-            if buffer is None:
-                params = [model_param_of.get(id(p)) for p in group.params]
-                buffer = group.add_model_params(params)
-            if buffer is not None:
-                buffers.append((group, buffer))
-        moved = {id(p) for _, buffer in buffers for p in buffer.params}
-        unfused = [pair for pair in pairs if id(pair.model_param) not in moved]
-        loosely = {id(p) for _, buffer in buffers if not _is_copied_at_once(buffer) for p in buffer.params}
-        loosely.update(id(pair.model_param) for pair in unfused)
-        loose = [pair for pair in pairs if id(pair.model_param) in loosely]
-        columns = [pair.master_param for pair in loose], [pair.model_param for pair in loose]
-        unwatched = []
-        for group, buffer in buffers:
-            if buffer.flat.device.type == "cpu":
-                continue
-            left_out = [id(model_param_of.get(id(p))) not in moved for p in group.params]
-            unwatched.append((group, buffer, lines_of(group, left_out, buffer.flat.dtype)))
-        return cls(list(groups), [pair.master_param for pair in pairs], buffers, unfused, columns, unwatched)
-
-    def fits(self, groups: Sequence[FusedGroup], masters: Sequence[Tensor]) -> bool:
-        """False once groups or masters are others, or a model parameter has been moved."""
-        if not are_same(groups, self.groups) or not are_same(masters, self.masters):
-            return False
-        return not any(buffer.table.broken(buffer.params) for _, buffer in self.buffers)
-
-    def dissolve(self, groups: Sequence[FusedGroup]) -> list[GroupBuffer]:
-        """Give up the buffers that do not fit ``groups``, and return those that stay."""
-        held = {id(group): buffer for group, buffer in self.buffers if not buffer.table.broken(buffer.params)}
-        kept = [(group, held.pop(id(group))) for group in groups if id(group) in held]
-        for buffer in held.values():
-            give_own_storages(buffer.params)
-        return kept
-
-    def places(self) -> dict[int, Tensor]:
-        """``id(master)`` → where the model parameter was in a buffer, for the buffers that some have left."""
-        return {
-            id(master): buffer.flat[offset : offset + master.numel()]
-            for group, buffer in self.buffers
-            if buffer.table.broken(buffer.params)
-            for master, offset in group.placed(range(len(group.params)))
-        }
-
-    def missing(self) -> list[Tensor]:
-        """The model parameters that are in no buffer, of masters that are stepped."""
-        held = {id(p) for group in self.groups for p in group.params}
-        return [pair.model_param for pair in self.unfused if id(pair.master_param) in held]
-
-    def copy_masters(self, copies: RoundedCopies, skipped: Tensor | None = None) -> bool:
-        """Round every master into its model parameter; see ``MasterParams.copy_to_model``.
-
-        Returns:
-            True where masters have been found written, since the step before, without a count.
-        """
-        uncounted = False
-        for group, buffer in self.buffers:
-            written = group.model_params() is buffer and buffer.written == len(group.params)
-            if not written and (skipped is not None or not round_to_copies(group.param_flat, buffer.flat)):
-                write_unless(skipped, buffer.flat, group.param_flat)
-            increment_versions(buffer.params)
-            if buffer.kept:
-                buffer.release_kept()
-            uncounted |= written_copies(buffer.flat)[1] > 0
-        if self.loose[0]:
-            copy_rounded(copies, *self.loose, skipped)
-        return uncounted
-
-
-def _is_copied_at_once(buffer: ModelParamBuffer) -> bool:
-    return buffer.watched or buffer.flat.device.type != "cpu"
 
 
 def copy_rounded(

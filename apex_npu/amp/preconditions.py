@@ -184,18 +184,26 @@ def check_masters(optimizers: list[Optimizer]) -> None:
     """Refuse optimizers that were made to do without the masters that they are to get.
 
     Raises:
-        RuntimeError: See ``FusedOptimizer.check_masters``.
+        RuntimeError: One is for bfloat16 parameters without masters.
     """
     for optimizer in optimizers:
-        if isinstance(optimizer, HasFusedGroups):
-            optimizer.check_masters()  # type: ignore[attr-defined]
+        formats = optimizer.state_formats if isinstance(optimizer, HasFusedGroups) else None
+        if formats is None or not (formats.has_remainders or formats.stochastic_rounding):
+            continue
+        name, option = "store_param_remainders", "store_param_remainders=True"
+        if formats.stochastic_rounding:
+            name, option = "stochastic_rounding", "master_weights=False"
+        raise RuntimeError(
+            f"{type(optimizer).__name__} has {name}=True, which is for bfloat16 parameters without masters, but here "
+            f"amp keeps float32 masters: pass {option} to amp.initialize at O5, or leave {name} out"
+        )
 
 
 def check_remainders(optimizers: list[Optimizer]) -> None:
     """Refuse optimizers that cannot keep the remainders of parameters.
 
     Raises:
-        RuntimeError: One is none of this package's fused ones, or its formats are set already.
+        RuntimeError: One is none of this package's fused ones, or rounds parameters stochastically.
     """
     for optimizer in optimizers:
         if not isinstance(optimizer, HasFusedGroups) or not getattr(optimizer, "encodable_states", ()):
@@ -203,7 +211,11 @@ def check_remainders(optimizers: list[Optimizer]) -> None:
                 f"{type(optimizer).__name__} cannot keep the remainders of parameters: store_param_remainders=True is "
                 "for the fused optimizers of apex_npu.optimizers"
             )
-        optimizer.check_remainders()  # type: ignore[attr-defined]
+        if optimizer.state_formats.stochastic_rounding:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has stochastic_rounding=True, which rounds parameters that "
+                "store_param_remainders=True keeps exact: leave one of them out"
+            )
 
 
 def check_devices(device_types: list[str], models: list[nn.Module]) -> None:

@@ -11,7 +11,7 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from apex_npu.backends import HostCopy, for_device, number_on
+from apex_npu.backends import HostCopy, for_device
 from apex_npu.fusion import FusedGroup, ModelParamBuffer
 from apex_npu.fusion.layout import ALIGN_NUMEL
 from apex_npu.fusion.shards import local_part
@@ -126,17 +126,3 @@ def _some(param: Tensor) -> Tensor:
 def _flat(tensor: Tensor) -> Tensor:
     part = local_part(tensor.detach())
     return for_device(part.device).in_base_format(part).reshape(-1)
-
-
-def lines_of(group: FusedGroup, left_out: Sequence[bool], dtype: torch.dtype) -> Tensor | None:
-    """0 for each line of the buffer of ``group`` that is of a parameter that is ``left_out``, and 1; None: none is."""
-    if not any(left_out):
-        return None
-    placed = group.placed(range(len(group.params)))
-    # In memory that has stayed a script's, parameters begin anywhere: there each element is a line.
-    width = 1 if any(offset % LINE for _, offset in placed) else LINE
-    lines = torch.ones(group.param_flat.numel() // width, 1, dtype=dtype, device="cpu")
-    for (param, offset), is_out in zip(placed, left_out, strict=True):
-        if is_out:
-            lines[offset // width : -(-(offset + param.numel()) // width)] = 0
-    return number_on(lines, group.param_flat.device)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,13 @@ from apex_npu.fusion.run import Runs, StepCounts
 
 
 class HasFusedGroups:
-    """A base of fused optimizers, by which amp recognizes them."""
+    """A base of fused optimizers, by which amp recognizes them.
+
+    Attributes:
+        state_formats: See ``StateFormats`` of the optimizers.
+    """
+
+    state_formats: Any
 
     def flat_grads(self) -> list[FlatGrads]:
         """The gradient buffers of all parameters, fused now if they were not."""

@@ -9,7 +9,7 @@ import inspect
 import logging
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import repeat, starmap
@@ -25,8 +25,6 @@ from apex_npu._cli import hooks
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo, no_grad, torch_profiler
 from apex_npu.fusion import (
-    MASTER_PARAM,
-    EncodedView,
     FlatGrads,
     FusedGroup,
     Run,
@@ -47,7 +45,7 @@ from apex_npu.optimizers.fused_params import FusedParams, check_elements
 from apex_npu.optimizers.scaler_argument import grad_scaler_of, handing_over
 from apex_npu.optimizers.shown_state import ShownState, StateSlot, decoded
 from apex_npu.optimizers.state_dicts import check_state_dict, copy_loaded, with_ranges
-from apex_npu.optimizers.state_formats import StateDtype, StateFormats, with_remainders, without_remainders
+from apex_npu.optimizers.state_formats import StateDtype, StateFormats
 
 logger = logging.getLogger("apex_npu")
 
@@ -119,8 +117,6 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     # The states that can be kept in other formats than float32: of rules whose ``update`` only passes them to their own
     # op, or asks for ``run.wide_state`` and calls ``run.write_back``.
     encodable_states: ClassVar[tuple[str, ...]] = ()
-    # None: all are float32, or of their parameters' dtype.
-    _formats: StateFormats | None = None
     # True: print when parameters had to be fused again, and why; "error": raise instead.
     check_combined_tensors: bool | Literal["error"] = False
 
@@ -153,14 +149,12 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         fuses = capturable if fuse_grad_scaler is None else fuse_grad_scaler
         self._step_supports_amp_scaling = fuses and not self.reads_param_grads
         with naming(type(self).__name__):
-            formats = StateFormats.of(
+            self.state_formats = StateFormats.of(
                 () if self.reads_param_grads else self.encodable_states,
                 state_dtype=state_dtype,
                 store_param_remainders=store_param_remainders,
                 stochastic_rounding=stochastic_rounding,
             )
-        if formats is not None:
-            self._formats = formats
         self._forget_fusion()
         # Without a default learning rate every group must have its own; each is checked when it is added.
         if defaults.get("lr", 0.0) is not None:
@@ -440,8 +434,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         try:
             with naming(type(self).__name__):
                 check_params(self.param_groups[-1]["params"], shards=self.elementwise or self.adds_up_parts)
-                if self._formats is not None:
-                    self._formats.check(self.param_groups[-1]["params"])
+                self.state_formats.check(self.param_groups[-1]["params"])
         except (TypeError, ValueError):
             del self.param_groups[-1]
             raise
@@ -469,7 +462,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         Raises:
             AttributeError: It is assigned.
         """
-        return {} if self._formats is None else dict(self._formats.dtypes)
+        return dict(self.state_formats.dtypes)
 
     @state_dtype.setter
     def state_dtype(self, value: object) -> None:
@@ -489,7 +482,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As of torch.optim, whose names and float32 tensors it has, whatever state is kept in."""
-        if self._formats is None:
+        if not self.state_formats.are_special:
             return super().state_dict()
         shown = self.state
         try:
@@ -519,7 +512,6 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         try:
             super().load_state_dict(state_dict)
             copy_loaded(self, loaded)
-            self._take_masters()
         except BaseException:
             self.__dict__.update(before)  # what torch has rounded, or shares, is not to stay
             raise
@@ -528,7 +520,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """What torch's optimizers pickle, and the flags that are not in ``defaults``."""
-        names = ("_step_supports_amp_scaling", "capturable", "set_grad_none", "_formats")
+        names = ("_step_supports_amp_scaling", "capturable", "set_grad_none", "state_formats")
         flags = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **flags}
 
@@ -537,64 +529,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         super().__setstate__(state)
         if "_fused" not in self.__dict__:
             self._forget_fusion()
-            self._take_masters()
-
-    # Remainders of parameters
-
-    def check_masters(self) -> None:
-        """Require that float32 masters may take the place of bfloat16 parameters.
-
-        Raises:
-            RuntimeError: The optimizer was made to step these without masters.
-        """
-        formats = self._formats
-        if formats is None or not (formats.has_remainders or formats.stochastic_rounding):
-            return
-        name, option = "store_param_remainders", "store_param_remainders=True"
-        if formats.stochastic_rounding:
-            name, option = "stochastic_rounding", "master_weights=False"
-        raise RuntimeError(
-            f"{type(self).__name__} has {name}=True, which is for bfloat16 parameters without masters, but here amp "
-            f"keeps float32 masters: pass {option} to amp.initialize at O5, or leave {name} out"
-        )
-
-    def check_remainders(self) -> None:
-        """Require that ``keep_remainders`` can be called.
-
-        Raises:
-            RuntimeError: Parameters are rounded stochastically.
-        """
-        if self._formats is not None and self._formats.stochastic_rounding:
-            raise RuntimeError(
-                f"{type(self).__name__} has stochastic_rounding=True, which rounds parameters that "
-                "store_param_remainders=True keeps exact: leave one of them out"
-            )
-
-    def keep_remainders(self, values: Mapping[int, Tensor]) -> None:
-        """From now on keep of float32 masters what bfloat16 parameters lack; see ``StateFormats``.
-
-        Args:
-            values: ``id(param)`` → the float32 value that a bfloat16 parameter has been cast from, and now rounds.
-        """
-        self._formats = with_remainders(self._formats)
-        for p in (p for group in self.param_groups for p in group["params"]):
-            if p.dtype == torch.bfloat16 and id(p) in values:
-                self.state[p][MASTER_PARAM] = EncodedView.remainder_of(p, values[id(p)])
-
-    def _take_masters(self) -> None:
-        """Give parameters the masters of a state that is loaded, or copied: what a script writes later counts."""
-        if self._formats is None or not self._formats.has_remainders:
-            return
-        for p, entry in self.state.items():
-            master = entry.get(MASTER_PARAM)
-            if isinstance(master, Tensor) and p.dtype == torch.bfloat16:
-                entry[MASTER_PARAM] = EncodedView.remainder_of(p, master)
-
-    def forget_remainders(self) -> None:
-        """Take ``keep_remainders`` back."""
-        self._formats = without_remainders(self._formats)
-        for entry in self.state.values():
-            entry.pop(MASTER_PARAM, None)
+            self.state_formats.take_masters(self.state)
 
     # Fusion
 
@@ -652,8 +587,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         self._end_fusing(with_state=changed or for_step)
 
     def _end_fusing(self, *, with_state: bool = True) -> None:
-        if self._formats is not None:
-            self._formats.apply(self._fused.groups, self.param_groups, decodes_runs=self.adds_up_parts)
+        self.state_formats.apply(self._fused.groups, self.param_groups, decodes_runs=self.adds_up_parts)
         groups, with_gaps = self._fused.groups, set(map(id, self._fused.copies()))
         self._flat_grads = [fused.grads for fused in groups if id(fused.params[0]) not in with_gaps]
         self._lending = [fused.grads.memory for fused in groups if fused.grads.memory.lends]

@@ -142,7 +142,7 @@ class FusedAdam(FusedOptimizer):
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
         """First and second moment, and masters where there is anything to master."""
-        if self._formats is not None and self._formats.has_remainders:
+        if self.state_formats.has_remainders:
             return ("exp_avg", "exp_avg_sq")
         if not (group["master_weights"] and any(map(_is_mastered, group["params"]))):
             return ("exp_avg", "exp_avg_sq")
@@ -155,7 +155,7 @@ class FusedAdam(FusedOptimizer):
         """
         packed = super().state_dict()
         for group in packed["param_groups"]:
-            if self._formats is not None and self._formats.has_remainders:
+            if self.state_formats.has_remainders:
                 group["master_weights"] = True
             if isinstance(group.get("step"), Tensor):
                 group["step"] = group["step"].to(torch.int32)

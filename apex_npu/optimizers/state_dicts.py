@@ -98,13 +98,14 @@ def copy_loaded(optimizer: Any, state_dict: dict[str, Any]) -> None:
             continue
         for param in group["params"]:
             # A master that is not stepped here would be an old value in the next state dict.
-            if MASTER_PARAM not in optimizer.state_dtype or param.dtype != torch.bfloat16:
+            if not optimizer.state_formats.has_remainders or param.dtype != torch.bfloat16:
                 optimizer.state.get(param, {}).pop(MASTER_PARAM, None)
     for index, param in _indexed_params(state_dict, optimizer.param_groups):
         for name, value in state_dict["state"].get(index, {}).items():
             if isinstance(value, Tensor) and name in optimizer.state[param]:
                 target = param.device if value.dim() else value.device
                 optimizer.state[param][name] = value.detach().to(target, copy=True)
+    optimizer.state_formats.take_masters(optimizer.state)
 
 
 def _state_shapes(optimizer: Any, group: dict[str, Any], param: Tensor) -> dict[str, torch.Size]:

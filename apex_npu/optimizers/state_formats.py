@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from apex_npu.fusion import MASTER_PARAM, FusedGroup, encode_states
+from apex_npu.fusion import MASTER_PARAM, EncodedView, FusedGroup, encode_states
 from apex_npu.fusion.shards import is_sharded
 from apex_npu.ops import LOW_PRECISION
 from apex_npu.optimizers.checks import check_bool
@@ -31,14 +32,16 @@ _CHOICES = "torch.float32, torch.bfloat16 or 'int8'"
 
 
 class StateFormats:
-    """The formats of an optimizer's states, and of its parameters.
+    """The formats of an optimizer's states, and of its parameters; without arguments the ordinary ones.
 
     Attributes:
         dtypes: For each state that is not float32 what it is kept in; int16 stands for the remainders of parameters.
         stochastic_rounding: bfloat16 parameters without masters are rounded stochastically.
     """
 
-    def __init__(self, dtypes: Mapping[str, torch.dtype], *, stochastic_rounding: bool = False) -> None:
+    def __init__(
+        self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({}), *, stochastic_rounding: bool = False
+    ) -> None:
         """See the attributes."""
         self.dtypes = dict(dtypes)
         self.stochastic_rounding = stochastic_rounding
@@ -51,8 +54,8 @@ class StateFormats:
         state_dtype: StateDtype = None,
         store_param_remainders: bool = False,
         stochastic_rounding: bool = False,
-    ) -> StateFormats | None:
-        """What these arguments ask for; None where that is float32 as ever.
+    ) -> StateFormats:
+        """What these arguments ask for.
 
         Args:
             states: Those that the rule can keep in other formats.
@@ -67,7 +70,7 @@ class StateFormats:
         check_bool("store_param_remainders", store_param_remainders)
         check_bool("stochastic_rounding", stochastic_rounding)
         if state_dtype is None and not store_param_remainders and not stochastic_rounding:
-            return None
+            return cls()
         if not states:
             raise ValueError(
                 "this rule keeps its states, and rounds its parameters, in the ordinary way alone: leave state_dtype, "
@@ -81,7 +84,12 @@ class StateFormats:
         found = {name: dtype for name, dtype in dtypes.items() if dtype != torch.float32}
         if store_param_remainders:
             found[MASTER_PARAM] = torch.int16
-        return cls(found, stochastic_rounding=stochastic_rounding) if found or stochastic_rounding else None
+        return cls(found, stochastic_rounding=stochastic_rounding)
+
+    @property
+    def are_special(self) -> bool:
+        """A state is not float32, or parameters are not rounded to nearest."""
+        return bool(self.dtypes) or self.stochastic_rounding
 
     @property
     def has_remainders(self) -> bool:
@@ -95,7 +103,7 @@ class StateFormats:
             TypeError: One is float64 or complex; or float16 where there are remainders.
             ValueError: One is sharded where there are remainders.
         """
-        for p in params:
+        for p in params if self.are_special else ():
             if p.dtype != torch.float32 and p.dtype not in LOW_PRECISION:
                 raise TypeError(
                     f"a parameter of shape {tuple(p.shape)} is {p.dtype}, whose states are kept in {p.dtype}: "
@@ -115,6 +123,8 @@ class StateFormats:
 
     def apply(self, groups: Iterable[FusedGroup], param_groups: list[dict[str, Any]], *, decodes_runs: bool) -> None:
         """Have new ``groups`` keep their states so; ``decodes_runs``: see ``GroupEncoding``."""
+        if not self.are_special:
+            return
         before = [0]
         for group in param_groups:
             before.append(before[-1] + len(group["params"]))
@@ -124,17 +134,16 @@ class StateFormats:
                 stochastic = self.stochastic_rounding
                 encode_states(fused, self.dtypes, positions, stochastic=stochastic, decodes_runs=decodes_runs)
 
+    def with_remainders(self) -> StateFormats:
+        """These, and that of remainders."""
+        return StateFormats({**self.dtypes, MASTER_PARAM: torch.int16})
 
-def with_remainders(formats: StateFormats | None) -> StateFormats:
-    """``formats``, and those of remainders."""
-    dtypes = {} if formats is None else formats.dtypes
-    return StateFormats({**dtypes, MASTER_PARAM: torch.int16})
-
-
-def without_remainders(formats: StateFormats | None) -> StateFormats | None:
-    """``formats`` but for those of remainders."""
-    dtypes = {} if formats is None else {k: dtype for k, dtype in formats.dtypes.items() if k != MASTER_PARAM}
-    return StateFormats(dtypes) if dtypes else None
+    def take_masters(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Keep the remainders of float32 masters that have come into ``state``: what a script writes later counts."""
+        for p, entry in state.items() if self.has_remainders else ():
+            master = entry.get(MASTER_PARAM)
+            if isinstance(master, Tensor) and p.dtype == torch.bfloat16:
+                entry[MASTER_PARAM] = EncodedView.remainder_of(p, master)
 
 
 def _by_name(states: Sequence[str], state_dtype: StateDtype) -> dict[str, torch.dtype | str]:

@@ -637,7 +637,9 @@ def first_step_of_two():
     masters = [p.detach() for p in make_params()]
     params = [nn.Parameter(master.bfloat16()) for master in masters]
     optimizer = optimizers.FusedAdam(params, lr=1e-2, store_param_remainders=True)
-    optimizer.keep_remainders({id(p): master for p, master in zip(params, masters, strict=True)})
+    for p, master in zip(params, masters, strict=True):
+        optimizer.state[p]["master_param"] = master
+    optimizer.state_formats.take_masters(optimizer.state)
     set_grads([params[0], params[2]], 0)
     return optimizer, params, masters
 
@@ -762,6 +764,22 @@ def test_remainders_are_refused_with_optimizers_that_cannot_keep_them():
         with pytest.raises(RuntimeError, match="remainders"):
             amp.initialize(model, make(model.parameters()), opt_level="O5", store_param_remainders=True)
         assert model.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("options", [{}, {"state_dtype": "int8"}, {"store_param_remainders": True}])
+def test_an_initialize_that_fails_leaves_formats_as_they_were(options, monkeypatch):
+    def fail(session):
+        raise ZeroDivisionError
+
+    model = nn.Linear(2, 2).to(DEVICE)
+    optimizer = optimizers.FusedAdam(model.parameters(), **options)
+    before = optimizer.state_dtype
+    with monkeypatch.context() as patched:
+        patched.setattr("apex_npu.amp.frontend.install", fail)
+        with pytest.raises(ZeroDivisionError):
+            amp.initialize(model, optimizer, opt_level="O5", store_param_remainders=True)
+    assert optimizer.state_dtype == before
+    assert not any(optimizer.state.values())
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
