@@ -191,4 +191,6 @@ def test_calls_that_are_repeated_read_the_gradients_of_each_step(dtypes):
     inside = torch.zeros(ours[0].numel(), dtype=torch.bool)
     for offset, numel in zip(offsets, NUMELS, strict=True):
         inside[offset : offset + numel] = True
-    assert torch.equal(ours[0].cpu()[inside], theirs[0].cpu()[inside])
+    # Copied ones are stepped by the device's own kernel, which is the CPU's where Triton is interpreted.
+    rtol = 1e-6 if dtypes == [F16, BF16] else 0
+    torch.testing.assert_close(ours[0].cpu()[inside], theirs[0].cpu()[inside], rtol=rtol, atol=rtol)
