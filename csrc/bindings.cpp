@@ -215,16 +215,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("return_grads", &apex_npu::Shards::return_grads)
       .def("drop_grads", &apex_npu::Shards::drop_grads, py::arg("stepped"));
   m.def(
-      "is_grad_list", [](const at::Tensor& tensor) { return apex_npu::grad_list_of(tensor) != nullptr; },
+      "is_grad_list",
+      [](const py::handle& tensor) {
+        return THPVariable_Check(tensor.ptr()) && apex_npu::grad_list_of(THPVariable_Unpack(tensor.ptr())) != nullptr;
+      },
       py::arg("tensor"));
   m.def("scale_grad_list", &apex_npu::scale_grad_list, py::arg("grads"), py::arg("factor"), py::arg("found_inf"));
   m.def(
       "grad_addresses",
-      [](const at::Tensor& grads, const at::Tensor& begins, const at::Tensor& out) {
-        const apex_npu::GradAddressKinds kinds = apex_npu::grad_addresses(grads, begins, out);
+      [](const at::Tensor& grads, const at::Tensor& begins, const at::Tensor& lengths, const at::Tensor& out) {
+        const apex_npu::GradAddressKinds kinds = apex_npu::grad_addresses(grads, begins, lengths, out);
         return std::pair(kinds.others, kinds.changed);
       },
-      py::arg("grads"), py::arg("begins"), py::arg("out"));
+      py::arg("grads"), py::arg("begins"), py::arg("lengths"), py::arg("out"));
   m.def("listed_grads", &apex_npu::listed_grads, py::arg("grads"));
   m.def("count_grad_writes", &apex_npu::count_grad_writes, py::arg("grads"));
 

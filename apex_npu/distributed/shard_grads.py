@@ -220,7 +220,7 @@ class ShardGrads(FlatGrads):
             return super().operand(slots, numel)
         listed: Tensor = self._holding.grad_list(self.memory.slots, slots.start, len(slots), numel)
         if self._addressed is not None:
-            self._addressed.find(listed, slots)
+            self._addressed.add_addresses(listed, slots)
         return listed
 
     def _operands(self, states: bytes) -> list[Tensor]:

@@ -25,7 +25,7 @@ class AddressedGrads:
         self._table: AddressTable | None = None
         self._slots: dict[tuple[int, int], ListedSlots] = {}
 
-    def find(self, listed: Tensor, slots: range) -> None:
+    def add_addresses(self, listed: Tensor, slots: range) -> None:
         """Find the gradients of consecutive ``slots`` for kernels that are given the operand ``listed``."""
         key = slots.start, slots.stop
         if key not in self._slots:
@@ -35,7 +35,7 @@ class AddressedGrads:
             shapes = self._memory.shapes[slots.start : slots.stop]
             begins = [offset - offsets[0] for offset in offsets]
             self._slots[key] = ListedSlots(begins, [shape.numel() for shape in shapes])
-        self._slots[key].find(listed)
+        self._slots[key].add_addresses(listed)
 
     def take(
         self,

@@ -249,8 +249,11 @@ class FlatGrads:
         return states if fit else self._gather(None, states, to_gather)
 
     def _gather(self, slots: range | None, states: bytes, to_gather: list[int]) -> bytes:
-        if self._addressed and (taken := self._take_by_address(self.params, slots)) is not None:
-            return taken
+        if self._addressed:
+            stay = stay_elsewhere(states, to_gather)
+            taken = self._take_by_address(self.params, to_gather if stay else slots)
+            if taken is not None:
+                return with_state(IN_BUFFER, states, to_gather, 0 if slots is None else slots.start)
         if IN_BUFFER not in states and self._in_one_pass:
             all_of_them = slots is None and not stay_elsewhere(states, to_gather)
             self.take(self.params, slots=None if all_of_them else to_gather)
@@ -420,9 +423,6 @@ class FlatGrads:
                 self._gather(None, states, to_gather)
             return
         states, to_gather = self._find(None, InPlace.WRITE)
-        if to_gather and self._addressed and not is_capturing():
-            self.take(self.params, inv_scale, found_inf)  # what is in slots, too
-            return
         stay = stay_elsewhere(states, to_gather)
         in_one_call = stay and self.reads_in_place
         if to_gather and IN_BUFFER not in states and not in_one_call and takes_grads(self.params[0]):
@@ -479,7 +479,7 @@ class FlatGrads:
             return self._packed_operand(slots, numel)
         listed = self.memory.slots.grad_list(self.params[slots.start : slots.stop], slots.start, numel, stepped)
         if self._addressed is not None:
-            self._addressed.find(listed, slots)
+            self._addressed.add_addresses(listed, slots)
         return listed
 
     def _operand_of(self, index: int) -> Tensor:
@@ -512,8 +512,16 @@ class FlatGrads:
         return [self.span(slots) for slots in stretches(self.gather())]
 
     def zero_(self) -> None:
-        """Write zeros into all gradients that are there; they are in their slots afterwards."""
-        states = self.gather()
+        """Write zeros into all gradients that are there: into those that a script may hold, where that can be done."""
+        states = self.states()
+        if ELSEWHERE in states and not (self.is_shown or self.is_sharded or self.is_packed):
+            found = [(self.params[i].grad, self.memory.shapes[i]) for i in places_of(ELSEWHERE, states)]
+            grads = [grad for grad, shape in found if grad is not None and grad_slots.fits(grad, shape)]
+            if len(grads) == len(found):
+                torch._foreach_zero_(grads)
+                states = states.replace(bytes([ELSEWHERE]), bytes([NONE]))
+        if ELSEWHERE in states:
+            states = self.gather()
         if states.count(IN_BUFFER) == len(states):
             self.flat.zero_()
         elif IN_BUFFER in states:

@@ -73,7 +73,7 @@ class FusedGroup(GroupBuffers):
         """See ``GroupBuffers``; and ``fuse`` for how ``params`` get there. ``runs``: of as many slots."""
         super().__init__(params, param_flat, offsets)
         self.runs = runs
-        # A graph replays what its capture has found, which has to stay where it is; a CPU reads gradients in place.
+        # A graph replays what its capture has found, which has to stay where it is.
         self.grads.gathers_all = stays = isinstance(runs, GraphRuns)
         self.grads.may_pack = param_flat.device.type != "cpu" and not stays
         self.grads.memory.lends = self.grads.memory.lends and not stays

@@ -7,7 +7,7 @@ On a CPU the extension's kernels follow such an operand by themselves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,9 +35,12 @@ class Addresses(NamedTuple):
     narrow: torch.dtype | None
 
 
-def is_grad_list(tensor: object) -> bool:
-    """True for an operand that refers to gradients where autograd left them: only ops can read it, it has no memory."""
-    return extension is not None and isinstance(tensor, Tensor) and extension.is_grad_list(tensor)
+def _is_none(tensor: object) -> bool:
+    return False
+
+
+# True for an operand that refers to gradients where autograd left them: only ops can read it, it has no memory.
+is_grad_list: Callable[[object], bool] = _is_none if extension is None else extension.is_grad_list
 
 
 class ListedSlots:
@@ -50,14 +53,14 @@ class ListedSlots:
         )
         self._on_device: Tensor | None = None
 
-    def find(self, grads: Tensor) -> None:
+    def add_addresses(self, grads: Tensor) -> None:
         """Find the gradients of the operand ``grads`` for kernels, without a wait.
 
         Where they have two dtypes beside the operand's, they are copied before they are read.
         """
         assert extension is not None
         on_device, self._on_device = self._on_device, None  # what is interrupted below leaves no former addresses
-        others, changed = extension.grad_addresses(grads, self._begins, self._found)
+        others, changed = extension.grad_addresses(grads, self._begins, self._lengths, self._found)
         if changed or on_device is None:
             # Pinned, so that the copy does not wait; torch's allocator reuses the memory after the copy.
             found = self._found.pin_memory() if grads.is_cuda else self._found.clone()
@@ -69,7 +72,7 @@ class ListedSlots:
 
 
 def addresses_of(grads: Tensor) -> Addresses | None:
-    """What ``ListedSlots.find`` has found, if anything."""
+    """What ``ListedSlots.add_addresses`` has found, if anything."""
     found: Addresses | None = vars(grads).get("addresses")
     return found
 

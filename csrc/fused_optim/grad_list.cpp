@@ -100,17 +100,21 @@ void GradList::count_writes() const {
   }
 }
 
-GradAddressKinds GradList::write_addresses(const at::Tensor& begins, at::ScalarType wide, const at::Tensor& out) const {
-  TORCH_CHECK_VALUE(begins.is_cpu() && out.is_cpu() && begins.is_contiguous() && out.is_contiguous() &&
-                        begins.numel() == out.numel(),
-                    "grad_addresses: expected as many numbers on the host, got ", begins.numel(), " and ", out.numel());
+GradAddressKinds GradList::write_addresses(const at::Tensor& begins, const at::Tensor& lengths, at::ScalarType wide,
+                                           const at::Tensor& out) const {
+  for (const at::Tensor* numbers : {&begins, &lengths, &out}) {
+    TORCH_CHECK_VALUE(numbers->is_cpu() && numbers->is_contiguous() && numbers->numel() == begins.numel(),
+                      "grad_addresses: expected ", begins.numel(), " numbers on the host, got ", numbers->numel());
+  }
   const auto* const first = begins.const_data_ptr<int64_t>();
+  const auto* const numels = lengths.const_data_ptr<int64_t>();
   auto* const addresses = out.mutable_data_ptr<int64_t>();
   GradAddressKinds kinds{{}, false};
   size_t listed = 0;
   for (int64_t i = 0; i < begins.numel(); ++i) {
     int64_t address = 0;
-    if (listed < places_.size() && places_[listed].begin == first[i]) {
+    // One without elements is not listed, and may begin where the next one does.
+    if (numels[i] > 0 && listed < places_.size() && places_[listed].begin == first[i]) {
       const ListedGrad& place = places_[listed++];
       const auto size = static_cast<int64_t>(c10::elementSize(place.dtype));
       address = reinterpret_cast<intptr_t>(place.data) - place.begin * size + (place.dtype != wide ? 1 : 0);
@@ -209,8 +213,9 @@ void scale_grad_list(const at::Tensor& grads, double factor, const std::optional
   }
 }
 
-GradAddressKinds grad_addresses(const at::Tensor& grads, const at::Tensor& begins, const at::Tensor& out) {
-  return listed_in(grads, "grad_addresses").write_addresses(begins, grads.scalar_type(), out);
+GradAddressKinds grad_addresses(const at::Tensor& grads, const at::Tensor& begins, const at::Tensor& lengths,
+                                const at::Tensor& out) {
+  return listed_in(grads, "grad_addresses").write_addresses(begins, lengths, grads.scalar_type(), out);
 }
 
 std::vector<std::pair<at::Tensor, int64_t>> listed_grads(const at::Tensor& grads) {

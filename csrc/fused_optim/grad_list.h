@@ -47,7 +47,8 @@ class GradList {
   bool scale(double factor) const;
 
   // See grad_addresses.
-  GradAddressKinds write_addresses(const at::Tensor& begins, at::ScalarType wide, const at::Tensor& out) const;
+  GradAddressKinds write_addresses(const at::Tensor& begins, const at::Tensor& lengths, at::ScalarType wide,
+                                   const at::Tensor& out) const;
 
   // The gradients, 1-D, each with its first element in the operand.
   std::vector<std::pair<at::Tensor, int64_t>> tensors() const;
@@ -94,9 +95,10 @@ const GradList* grad_list_of(const at::Tensor& tensor);
 void scale_grad_list(const at::Tensor& grads, double factor, const std::optional<at::Tensor>& found_inf);
 
 // For kernels on another device than the CPU: out[i] becomes the address that the operand would begin at if its
-// gradient that begins at element begins[i] were in its place, plus 1 where that has another dtype than the operand;
-// 0 where there is none. Both are int64, on the host, and `begins` increase.
-GradAddressKinds grad_addresses(const at::Tensor& grads, const at::Tensor& begins, const at::Tensor& out);
+// gradient of lengths[i] elements from begins[i] on were in its place, plus 1 where that has another dtype than the
+// operand; 0 where there is none, or it is empty. All are int64, on the host, in the order of the operand.
+GradAddressKinds grad_addresses(const at::Tensor& grads, const at::Tensor& begins, const at::Tensor& lengths,
+                                const at::Tensor& out);
 
 // The gradients of an operand, 1-D, each with its first element there; what writes them counts that.
 std::vector<std::pair<at::Tensor, int64_t>> listed_grads(const at::Tensor& grads);

@@ -302,3 +302,22 @@ def test_what_a_script_keeps_is_not_written_by_unscaling():
     grads.unscale_(0.5, torch.zeros(1))
     assert kept.tolist() == values
     assert [p.grad.tolist() for p in params] == expected
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_zeros_are_written_where_gradients_are(stepped):
+    """As torch writes them: a script may hold what it has from ``p.grad``."""
+    params = make_params()
+    optimizer = optimizers.NpuFusedSGD(params, lr=0.1, momentum=0.9)
+    set_grads(params, 1)
+    optimizer.step()
+    optimizer.zero_grad()
+    set_grads(params, 2)
+    held = [p.grad for p in params]
+    if stepped:
+        optimizer.step()  # which copies small ones
+    optimizer.zero_grad(set_to_none=False)
+    for i, (p, grad) in enumerate(zip(params, held, strict=True)):
+        assert not p.grad.any()
+        if i in LARGE or not stepped:
+            assert p.grad is grad

@@ -60,7 +60,7 @@ def listed(dtypes, wide=F32, begin=0, numels=NUMELS, missing=(), writable=False)
         dense[offset : offset + numels[i]] = grad.double().cpu()
     slots = grad_slots([torch.empty_like(p, device="meta") for p in params], offsets, THERE)
     operand = slots.grad_list(params, 0, total, not writable)
-    grad_lists.ListedSlots(offsets, numels).find(operand)
+    grad_lists.ListedSlots(offsets, numels).add_addresses(operand)
     return operand, grads, dense.to(wide if len(set(dtypes)) > 1 else max(dtypes, key=lambda d: d.itemsize)).to(DEVICE)
 
 
@@ -152,11 +152,11 @@ def test_without_triton_torch_does_the_same(factor, monkeypatch):
 
 def test_what_is_listed_begins_where_slots_do():
     grad, *_ = listed([F32])
-    begins = torch.tensor(offsets_of(NUMELS)[0])
+    begins, lengths = torch.tensor(offsets_of(NUMELS)[0]), torch.tensor(NUMELS)
     with pytest.raises(ValueError, match="only 2 of 6 gradients begin where slots do"):
-        extension.grad_addresses(grad, begins[:2], torch.zeros(2, dtype=torch.int64))
-    with pytest.raises(ValueError, match="as many numbers on the host, got 7 and 6"):
-        extension.grad_addresses(grad, begins, torch.zeros(6, dtype=torch.int64))
+        extension.grad_addresses(grad, begins[:2], lengths[:2], torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="expected 7 numbers on the host, got 6"):
+        extension.grad_addresses(grad, begins, lengths, torch.zeros(6, dtype=torch.int64))
     with pytest.raises(TypeError, match="expected a list of gradients"):
         extension.listed_grads(torch.zeros(3))
 
@@ -166,7 +166,7 @@ def test_addresses_are_copied_to_the_device_where_they_have_changed():
     slots, tables = grad_lists.ListedSlots(offsets, NUMELS), []
     first, second = (listed([F32], missing=(i,)) for i in (1, 2))
     for operand in (first[0], first[0], second[0], first[0]):
-        slots.find(operand)
+        slots.add_addresses(operand)
         tables.append(grad_lists.addresses_of(operand).on_device)
     assert tables[0] is tables[1]
     assert [table[1].item() == 0 for table in tables] == [True, True, False, True]
@@ -183,7 +183,7 @@ def test_calls_that_are_repeated_read_the_gradients_of_each_step(dtypes):
         for g in grads:
             g.mul_(begin + 1)  # exact
         vars(grad).pop("addresses", None)
-        slots.find(grad)
+        slots.add_addresses(grad)
         ours[1], theirs[1] = grad, dense.to(F32) * (begin + 1)
         repeated(*ours, None, **OPTIONS["adagrad_"])
         ours[1] = None
@@ -194,3 +194,17 @@ def test_calls_that_are_repeated_read_the_gradients_of_each_step(dtypes):
     # Copied ones are stepped by the device's own kernel, which is the CPU's where Triton is interpreted.
     rtol = 1e-6 if dtypes == [F16, BF16] else 0
     torch.testing.assert_close(ours[0].cpu()[inside], theirs[0].cpu()[inside], rtol=rtol, atol=rtol)
+
+
+def test_an_empty_slot_may_begin_where_another_does():
+    """Parameters that are views of one flat tensor have no padding between their slots."""
+    numels, offsets = [0, 16, 0, 48], [0, 0, 16, 16]
+    params = [torch.zeros(numel, device=DEVICE) for numel in numels]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    slots = grad_slots([torch.empty_like(p, device="meta") for p in params], offsets, THERE)
+    operand = slots.grad_list(params, 0, 64, True)
+    grad_lists.ListedSlots(offsets, numels).add_addresses(operand)
+    found = grad_lists.addresses_of(operand).on_device
+    assert found.tolist() == [0, params[1].grad.data_ptr(), 0, params[3].grad.data_ptr() - 4 * 16]
+    assert cuda.KERNELS[segmented.plain_norm](operand).item() == 8.0

@@ -160,7 +160,7 @@ def listed_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
         extension.set_aliases(params, grads)
         slots = extension.GradSlots([p.to("meta") for p in params], offsets, CPU)
         grad = slots.grad_list(params, 0, NUMEL, wide != narrow)
-        ListedSlots(offsets, lengths).find(grad)
+        ListedSlots(offsets, lengths).add_addresses(grad)
         for op in OPTIONS:
             param, _, *states = operands(op, NUMEL, wide)
             more = (None, *segments(op, aligned=True)) if op in ("lamb_", "adamp_") else (None,)

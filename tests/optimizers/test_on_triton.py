@@ -201,6 +201,19 @@ def test_another_default_device(spec, launched):
         assert torch.equal(p, q)
 
 
+def test_a_gradient_that_cannot_stay_is_copied_alone(where, launched):
+    ours, theirs = params(), params()
+    optimizer, reference = SPECS[0].cls(ours, lr=0.1), SPECS[0].reference(theirs, lr=0.1)
+    for p, q in zip(ours, theirs, strict=True):
+        q.grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(p.numel()))
+        p.grad = q.grad.clone()
+    ours[0].grad = ours[0].grad.t().contiguous().t()
+    before = [p.grad for p in ours]
+    optimizer.step(), reference.step()
+    assert_equal_params(ours, theirs, 1e-5)
+    assert [p.grad is grad for p, grad in zip(ours, before, strict=True)] == [False] + [where == "listed"] * 4
+
+
 def test_a_clipped_norm_is_of_triton(where, launched):
     ours = params()
     optimizer = SPECS[0].cls(ours, lr=0.1)
