@@ -150,7 +150,7 @@ def same_as_plain_torch():
             scale = 2.0**8 if dynamic else 1.0
             for step in range(20):
                 x = data(step, 0, dist.get_rank())
-                if dynamic and step == 5 and dist.get_rank() == 1:
+                if dynamic and step == 5 and on_last_rank():
                     x[0, 0] = torch.inf
                 backward(loss_on(x)(model), optimizer)
                 norm = optimizer.clip_optimizer_grad_norm_fused(0.5)
@@ -186,7 +186,7 @@ def torchs_optimizers():
     other = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(4):
         x = data(step, 0, dist.get_rank())
-        if step == 2 and dist.get_rank() == 1:
+        if step == 2 and on_last_rank():
             x[0, 0] = torch.inf
         backward(loss_on(x)(model), optimizer)
         optimizer.step()
@@ -349,7 +349,7 @@ def torchs_clipping():
     """torch.nn.utils.clip_grad_norm_ under amp returns a DTensor, as torch's own, and clips as that does."""
     for p_norm in (2.0, 1.0, math.inf):
         model, _optimizer, grads = wide()
-        expected = [grad.full_tensor() for grad in grads]
+        expected = [grad.full_tensor().clone() for grad in grads]
         norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in expected]).double(), p_norm)
         found = nn.utils.clip_grad_norm_(model.parameters(), float(norm) / 4, p_norm)
         torch.testing.assert_close(found.full_tensor().double(), norm, rtol=1e-5, atol=0.0)
@@ -417,9 +417,9 @@ def grad_scalers():
         pairs = [(m, o, torch.amp.GradScaler(DEVICE.type, 2.0**8)) for m, o in ((model, optimizer), (plain, other))]
         for step in range(6):
             x = data(step, 0, dist.get_rank())
-            if step == 3 and dist.get_rank() == 1:
+            if step == 3 and on_last_rank():
                 x[0, 0] = torch.inf
-            before = [p.full_tensor() for p in model.parameters()]
+            before = [p.full_tensor().clone() for p in model.parameters()]
             for m, o, scaler in pairs:
                 scaler.scale(loss_on(x)(m)).backward()
                 scaler.step(o)
@@ -556,11 +556,11 @@ def overflow_that_is_held_back():
     """In the first of two micro batches, on one rank: no process steps, and the scale shrinks once."""
     model = sharded("O2")
     model, optimizer = start(model, optimizers.NpuFusedSGD(model.parameters(), lr=0.1), "O2", dynamic_init_scale=2.0**8)
-    before = [p.full_tensor() for p in model.parameters()]
+    before = [p.full_tensor().clone() for p in model.parameters()]
     for micro in range(2):
         model.set_requires_gradient_sync(micro == 1)
         x = data(0, micro, dist.get_rank())
-        if micro == 0 and dist.get_rank() == 1:
+        if micro == 0 and on_last_rank():
             x[0, 0] = torch.inf
         backward(loss_on(x)(model), optimizer)
     assert amp.will_skip(optimizer)
