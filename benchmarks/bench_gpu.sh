@@ -3,7 +3,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 #
 # The cuda part of the benchmarks: goals, baselines, plots. Needs this repository, and a Python with torch >= 2.11 for
-# CUDA and triton; matplotlib for the plots. Writes benchmarks/results/{cuda,goals_cuda}.csv and cuda.png.
+# CUDA and triton; matplotlib for the plots. Writes benchmarks/results/{cuda,goals_cuda,sharded_*_cuda}.csv and cuda.png.
 set -euo pipefail
 
 usage() {
@@ -48,3 +48,5 @@ CHECK
 # A goal that is missed is a result like any other.
 "$python" benchmarks/goals.py --device cuda --write || [ $? -eq 1 ]
 "$python" benchmarks/suite.py --device cuda --minutes "$minutes"
+"$python" -m torch.distributed.run --standalone --nproc-per-node gpu benchmarks/sharded_steps.py --device cuda
+"$python" benchmarks/report.py

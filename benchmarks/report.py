@@ -149,6 +149,34 @@ def vendor_counts(table: Table) -> str:
     return _origin(table) + _markdown(("rule", "tensors", "launches / waits / MB of", *names), lines)
 
 
+def sharded(table: Table) -> str:
+    """Steps over DTensors: of each workload ms, and times relative to the first variant's and to one flat tensor's."""
+    workloads = list(dict.fromkeys(row["workload"] for row in table))
+    ratio = next(name for name in table[0] if name.startswith("ratio_to_"))
+    ratios = {"relative": (ratio, "ratio_low", "ratio_high")}
+    if "ratio_to_one_flat_tensor" in table[0]:
+        ratios["to one flat tensor"] = ("ratio_to_one_flat_tensor", "flat_low", "flat_high")
+    found: dict[str, list[str]] = {}
+    for row in table:
+        cells = found.setdefault(row["variant"], [])
+        cells.append(f"{float(row['median_ms']):.3g}")
+        for names in ratios.values():
+            middle, low, high = (float(row[name]) for name in names)
+            cells.append(f"{middle:.2f} ({low:.2f} .. {high:.2f})")
+    head = [cell for workload in workloads for cell in (f"ms, {workload}", *ratios)]
+    return _origin(table) + _markdown(("", *head), [(variant, *cells) for variant, cells in found.items()])
+
+
+def sharded_memory(table: Table) -> str:
+    """MB of trainings of a sharded model."""
+    lines = [
+        tuple(row[name] for name in ("level", "variant", "peak_mb", "stepped_mb", "cleared_mb", "before_mb"))
+        for row in table
+    ]
+    head = ("level", "", "MB at most", "after the step", "gradients cleared", "before the training")
+    return f"{_origin(table)}{table[0]['workload']}.\n\n{_markdown(head, lines)}"
+
+
 # Marker in README.md → csv, and how it is shown.
 TABLES: dict[str, tuple[str, Callable[[Table], str]]] = {
     "goals on cpu": ("goals_cpu.csv", goals),
@@ -162,6 +190,11 @@ TABLES: dict[str, tuple[str, Callable[[Table], str]]] = {
     "steps on cuda": ("cuda.csv", steps),
     "whole steps on cuda": ("cuda.csv", whole),
     "iterations on cuda": ("iterations_cuda.csv", iterations),
+    "sharded steps on cpu": ("sharded_steps_cpu.csv", sharded),
+    "sharded steps on cuda": ("sharded_steps_cuda.csv", sharded),
+    "sharded whole steps on cpu": ("sharded_whole_steps_cpu.csv", sharded),
+    "sharded whole steps on cuda": ("sharded_whole_steps_cuda.csv", sharded),
+    "sharded memory on cuda": ("sharded_memory_cuda.csv", sharded_memory),
 }
 MISSING = "There are no figures yet."
 

@@ -185,7 +185,8 @@ def processor(device: torch.device) -> str:
 
 def rows(device: torch.device, dtype: torch.dtype, workload: str, times: Times, reference: str) -> list[dict[str, str]]:
     """One row per variant; README.md explains the columns."""
-    same = {"commit": commit(), "device": device.type, "torch": torch.__version__, "dtype": str(dtype)}
+    same = {"commit": commit(), "device": device.type, "processor": processor(device), "torch": torch.__version__}
+    same["dtype"] = str(dtype)
     table = []
     for variant, values in times.items():
         ratio = Spread.of([a / b for a, b in zip(values, times[reference], strict=True)])

@@ -1,59 +1,74 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Steps of AdamW over the DTensors that fully_shard makes: ours beside torch's, in two processes.
+"""Steps of AdamW over the DTensors that fully_shard makes, and the memory of a training: ours beside torch's.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/sharded_steps.py [--units 50 250] [--rounds 20] [--whole]
+    torchrun --standalone --nproc-per-node 2 benchmarks/sharded_steps.py [--units 50 250] [--rounds 20]
+    torchrun --standalone --nproc-per-node gpu benchmarks/sharded_steps.py --device cuda
 
-With --whole all that follows a backward, at O2: unscale, check, clip, step, clear; else the step alone.
+--measure chooses: "bare" is a step alone, "whole" all that follows a backward, at O2 (unscale, check, clip, step,
+clear), "memory", on accelerators, what the iterations of a larger model hold. Without torchrun there is one process.
 
-Each unit of fully_shard has 4 parameters. One thread for each process and its CPU time, without what it waits for the
-other. Gradients have been reduced by fully_shard once. Before each step, while the clock is stopped, they are refilled
-and assigned, and 64 MiB are written, which evict from the caches what a backward would. Variants take turns in the same
-processes; ratios are taken within a turn.
+Each unit of fully_shard has 4 parameters. On the CPU one thread for each process and its CPU time, without what it
+waits for others; on cuda the time of the stream of the first process. Gradients have been reduced by fully_shard once.
+Before each step, while the clock is stopped, they are refilled and assigned, and 64 MiB are written, which evict from
+the caches what a backward would. Variants take turns in the same processes; ratios are taken within a turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import gc
+import os
 from collections.abc import Callable
+from typing import Any
 
+import report
 import torch
 import torch.distributed as dist
-from rounds import Stopwatch, rows, show, steps_in_turns, write
+from report import Table
+from rounds import Stopwatch, commit, is_simulated, open_device, processor, rows, show, steps_in_turns, write
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
+from whole_steps import grad_scaler
 from workloads import LOSS_SCALE, MAX_NORM
 
 from apex_npu import amp, optimizers
 
-CPU = torch.device("cpu")
 LR = 1e-3
-# Larger than the caches.
-EVICTING = torch.zeros(2**24)
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+MEASURES = ("bare", "whole", "memory")
+# On an accelerator, for the rounds of each comparison.
+SECONDS = 2.5
+# Of the model whose memory is measured: its gradients are more than a buffer that is kept (docs/memory.md).
+COUNT, WIDTH = 24, 1024
+
+
+@functools.cache
+def evicting(device: torch.device) -> torch.Tensor:
+    """Larger than the caches."""
+    return torch.zeros(2**24, device=device)
 
 
 class Units:
     """A sharded model of ``count`` units, which has gradients.
 
     Attributes:
+        device: Of the parameters.
         params: Its parameters.
-        is_flat: Whether the gradients of a unit share one storage.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, device: torch.device) -> None:
         torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 65), nn.Linear(65, 64)) for _ in range(count)])
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for unit in (*model, model):
-            fully_shard(unit, mesh=mesh, mp_policy=amp.fsdp_policy("O2"))
-        model(torch.randn(1, 64)).float().square().mean().backward()
-        self.model = model
-        self.params = list(model.parameters())
+        self.device = device
+        layers = [nn.Sequential(nn.Linear(64, 65), nn.Linear(65, 64)) for _ in range(count)]
+        self.model = cut(nn.Sequential(*layers).to(device), "O2")
+        self.model(torch.randn(1, 64, device=device)).float().square().mean().backward()
+        self.params = list(self.model.parameters())
         self._grads = [p.grad for p in self.params]
         storages = {g.to_local().untyped_storage().data_ptr(): g.to_local() for g in self._grads}
-        self.is_flat = len(storages) == count
         flats = [g.as_strided((g.untyped_storage().nbytes() // g.itemsize,), (1,), 0) for g in storages.values()]
         self._flats = [(flat, torch.randn_like(flat) * 1e-3) for flat in flats]
 
@@ -63,7 +78,7 @@ class Units:
             torch.mul(value, factor, out=flat)
         for p, grad in zip(self.params, self._grads, strict=True):
             p.grad = grad
-        EVICTING.add_(1)
+        evicting(self.device).add_(1)
         # glibc puts off part of what this has freed until the next large allocation, which would be in a step.
         bytearray(2**16)
 
@@ -73,6 +88,23 @@ class Units:
             return [{"params": self.params}]
         matrices, vectors = ([p for p in self.params if (p.dim() > 1) is held] for held in (True, False))
         return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def cut(model: nn.Sequential, level: str) -> nn.Sequential:
+    """``model``, whose layers are units, over all processes."""
+    mesh = init_device_mesh(model[0][0].weight.device.type, (dist.get_world_size(),))
+    for unit in (*model, model):
+        fully_shard(unit, mesh=mesh, mp_policy=amp.fsdp_policy(level))
+    return model
+
+
+class SharedStopwatch(Stopwatch):
+    """All processes take the time of the first one, and repeat a step equally often: steps may communicate."""
+
+    def time(self, step: Callable[[], object], repeats: int) -> float:
+        found = torch.tensor(super().time(step, repeats), device=self.device)
+        dist.broadcast(found, 0)
+        return float(found)
 
 
 Make = Callable[[Units, Stopwatch], Callable[[], object]]
@@ -98,8 +130,8 @@ def _paused(units: Units, watch: Stopwatch, then: Callable[[], object]) -> Calla
 
 def _one_flat_tensor(units: Units, watch: Stopwatch) -> Callable[[], object]:
     numel = sum(p.to_local().numel() for p in units.params)
-    param, grad, first, second = (torch.rand(numel) for _ in range(4))
-    count = torch.zeros(())
+    param, grad, first, second = (torch.rand(numel, device=units.device) for _ in range(4))
+    count = torch.zeros((), device=units.device)
 
     def update() -> None:
         torch._fused_adamw_(
@@ -123,8 +155,7 @@ def _one_flat_tensor(units: Units, watch: Stopwatch) -> Callable[[], object]:
 
 def _whole_of_torch(units: Units, watch: Stopwatch) -> Callable[[], object]:
     optimizer = torch.optim.AdamW(units.params, lr=LR, fused=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=LOSS_SCALE)
-    scaler.scale(torch.ones(()))  # it makes its tensors when it first scales
+    scaler = grad_scaler(units.device)
 
     def step() -> None:
         watch.stop()
@@ -151,7 +182,7 @@ def _whole(*, by_torch: bool = False, **options: object) -> Make:
             verbosity=0,
             **options,
         )
-        loss = torch.ones((), requires_grad=True)
+        loss = torch.ones((), device=units.device, requires_grad=True)
 
         def step() -> None:
             with amp.scale_loss(loss, optimizer):
@@ -170,13 +201,15 @@ def _whole(*, by_torch: bool = False, **options: object) -> Make:
     return make
 
 
+# Of the names of those that move parameters into memory of their own.
+FUSED = "apex_npu"
+FLAT = "torch fused op, one flat tensor"
 WHOLE: dict[str, Make] = {
     "GradScaler, clip, fused": _whole_of_torch,
     "apex_npu": _whole(),
     "apex_npu, torch's clip_grad_norm_": _whole(by_torch=True),
     "apex_npu, folded": _whole(fuse_unscale=True),
 }
-FLAT = "torch fused op, one flat tensor"
 BARE: dict[str, Make] = {
     "torch fused": _bare(torch.optim.AdamW, fused=True),
     "torch foreach": _bare(torch.optim.AdamW, foreach=True),
@@ -186,32 +219,177 @@ BARE: dict[str, Make] = {
     "apex_npu, two groups": _bare(optimizers.NpuFusedAdamW, two=True),
 }
 
+# torch plans operators on lists of DTensors when it first calls them. Of 1,000 that takes seconds for the fused kernel,
+# and half a minute for all that foreach has: left out on accelerators, so that they are measured within a minute.
+SLOW_TO_BEGIN = ("torch foreach", "torch fused, two groups")
+
+
+class Training:
+    """Iterations of ``COUNT`` units of ``WIDTH``: under amp with ``NpuFusedAdamW``, or by torch alone.
+
+    Attributes:
+        model: What is trained.
+    """
+
+    def __init__(self, device: torch.device, level: str, *, by_torch: bool, **options: object) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(COUNT)]
+        self.model = cut(nn.Sequential(*layers).to(device), level)
+        self._rows = torch.randn(256, WIDTH, device=device)
+        self._scaler = grad_scaler(device) if level == "O2" and by_torch else None
+        self._by_torch = by_torch
+        if by_torch:
+            options = {} if device.type == "npu" else {"fused": True}
+            self._optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=LR, **options)
+        else:
+            self._optimizer = optimizers.NpuFusedAdamW(self.model.parameters(), lr=LR)
+            amp.initialize(self.model, self._optimizer, opt_level=level, verbosity=0, **options)
+
+    def step(self) -> None:
+        """All of an iteration but to clear gradients."""
+        loss = self.model(self._rows).float().square().mean()
+        if not self._by_torch:
+            with amp.scale_loss(loss, self._optimizer) as scaled_loss:
+                scaled_loss.backward()
+            self._optimizer.clip_optimizer_grad_norm_fused(MAX_NORM)
+        elif self._scaler is None:
+            loss.backward()
+            clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        else:
+            self._scaler.scale(loss).backward()
+            self._scaler.unscale_(self._optimizer)
+            clip_grad_norm_(self.model.parameters(), MAX_NORM)
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
+            return
+        self._optimizer.step()
+
+    def clear(self) -> None:
+        """Clear the gradients."""
+        self._optimizer.zero_grad()
+
+
+# Level, name, and arguments of ``Training``.
+TRAININGS: list[tuple[str, str, dict[str, Any]]] = [
+    ("O0", "torch fused", {"by_torch": True}),
+    ("O0", "apex_npu", {"by_torch": False}),
+    ("O2", "GradScaler, torch fused", {"by_torch": True}),
+    ("O2", "apex_npu", {"by_torch": False, "dynamic_init_scale": LOSS_SCALE}),
+    ("O2", "apex_npu, folded", {"by_torch": False, "dynamic_init_scale": LOSS_SCALE, "fuse_unscale": True}),
+    ("O5", "torch fused", {"by_torch": True}),
+    ("O5", "apex_npu", {"by_torch": False}),
+]
+
+
+def memory(device: torch.device) -> Table:
+    """MB of each training: the peak of an iteration, what is held after its step, and once gradients are cleared.
+
+    Without what was there before, which is a row's ``before_mb``: the same for all, if nothing of one is left to the
+    next.
+    """
+    allocator: Any = getattr(torch, device.type)
+    same = {"commit": commit(), "device": device.type, "processor": processor(device), "torch": torch.__version__}
+    table = []
+    for name in dict.fromkeys(level for level, _, _ in TRAININGS):
+        _held(allocator, Training(device, name, by_torch=True))  # libraries allocate what they keep
+    for level, variant, options in TRAININGS:
+        before = _in_use(allocator)
+        held = _held(allocator, Training(device, level, **options))
+        numbers = {**{name: nbytes - before for name, nbytes in held.items()}, "before_mb": before}
+        cells = {name: f"{nbytes / 1e6:.1f}" for name, nbytes in numbers.items()}
+        workload = f"{COUNT} units of width {WIDTH}, {_processes()}"
+        table.append({**same, "workload": workload, "level": level, "variant": variant, **cells})
+    return table
+
+
+def _held(allocator: Any, training: Training) -> dict[str, int]:
+    for _ in range(3):
+        training.step()
+        training.clear()
+    gc.collect()
+    allocator.synchronize()
+    allocator.reset_peak_memory_stats()
+    training.step()
+    held = {"peak_mb": allocator.max_memory_allocated(), "stepped_mb": allocator.memory_allocated()}
+    training.clear()
+    held["cleared_mb"] = allocator.memory_allocated()
+    return held
+
+
+def _in_use(allocator: Any) -> int:
+    """Bytes, when what was is gone."""
+    amp.shutdown()
+    for _ in range(3):  # what autograd's thread of the device has held is found in the second round
+        gc.collect()
+        allocator.synchronize()
+    allocator.empty_cache()
+    return int(allocator.memory_allocated())
+
+
+def _processes() -> str:
+    count = dist.get_world_size()
+    return f"{count} process{'' if count == 1 else 'es'}"
+
+
+def join(name: str) -> torch.device:
+    """Join the processes of torchrun, if there are any; this one's device."""
+    device = open_device(name)
+    if name != "cpu":
+        getattr(torch, name).set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if dist.is_torchelastic_launched():
+        dist.init_process_group(BACKENDS[name])
+    else:
+        dist.init_process_group(BACKENDS[name], store=dist.HashStore(), rank=0, world_size=1)
+    return device
+
+
+def steps(device: torch.device, variants: dict[str, Make], count: int, rounds: int) -> Table:
+    """The rows of ``variants`` over ``count`` units."""
+    watch = SharedStopwatch(device)
+    common = Units(count, device)  # of all that leave parameters in their memory, as it takes long to make
+    made = {}
+    for name, make in variants.items():
+        if device.type != "cpu" and name in SLOW_TO_BEGIN:
+            continue
+        made[name] = make(Units(count, device) if name.startswith(FUSED) else common, watch)
+    # Several processes would not run out of time in the same round.
+    limited = device.type != "cpu" and dist.get_world_size() == 1
+    times = steps_in_turns(made, watch, rounds, SECONDS if limited else float("inf"))
+    workload = f"{4 * count} DTensors, {_processes()}"
+    new = rows(device, torch.float32, workload, times, next(iter(variants)))
+    if FLAT in times:
+        for row, beside in zip(new, rows(device, torch.float32, workload, times, FLAT), strict=True):
+            row["ratio_to_one_flat_tensor"] = beside[f"ratio_to_{FLAT}"]
+            row.update(flat_low=beside["ratio_low"], flat_high=beside["ratio_high"])
+    amp.shutdown()
+    return new
+
+
+def publish(name: str, device: torch.device, table: Table, show: Callable[[Table], object]) -> None:
+    """By the first process: show ``table``, and write it, unless its times are those of a simulation."""
+    if dist.get_rank() == 0:
+        show(table)
+        if not is_simulated(device):
+            write(name, device, table)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=BACKENDS, default="cpu")
     parser.add_argument("--units", type=int, nargs="+", default=[50, 250])
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--whole", action="store_true")
+    parser.add_argument("--measure", choices=MEASURES, nargs="+", help="by default all that the device has")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    table = []
-    variants = WHOLE if options.whole else BARE
-    for count in options.units:
-        watch = Stopwatch(CPU)
-        steps = {name: make(Units(count), watch) for name, make in variants.items()}
-        times = steps_in_turns(steps, watch, options.rounds, float("inf"))
-        workload = f"{4 * count} DTensors, 2 processes"
-        new = rows(CPU, torch.float32, workload, times, next(iter(variants)))
-        if FLAT in times:
-            for row, beside in zip(new, rows(CPU, torch.float32, workload, times, FLAT), strict=True):
-                row["ratio_to_one_flat_tensor"] = beside[f"ratio_to_{FLAT}"]
-                row.update(flat_low=beside["ratio_low"], flat_high=beside["ratio_high"])
-        table += new
-        if dist.get_rank() == 0:
-            show(new)
-    if dist.get_rank() == 0:
-        write("sharded_whole_steps" if options.whole else "sharded_steps", CPU, table)
+    chosen = options.measure or (MEASURES[:2] if options.device == "cpu" else MEASURES)
+    if options.device == "cpu" and "memory" in chosen:
+        parser.error("memory is measured on accelerators, whose allocators count it: --device cuda")
+    device = join(options.device)
+    for measured, name, variants in ("bare", "sharded_steps", BARE), ("whole", "sharded_whole_steps", WHOLE):
+        if measured in chosen:
+            table = [row for count in options.units for row in steps(device, variants, count, options.rounds)]
+            publish(name, device, table, show)
+    if "memory" in chosen:
+        publish("sharded_memory", device, memory(device), lambda table: print(report.sharded_memory(table)))
     dist.destroy_process_group()
 
 

@@ -18,6 +18,7 @@ from apex_npu.amp.scaler import LossScaler
 from apex_npu.amp.session import Session
 from apex_npu.amp.step_decision import StepDecision
 from apex_npu.backends._torch_private import disable_dynamo
+from apex_npu.fusion import drop_grads
 
 _DEVICE_TYPE = attrgetter("device.type")
 Work = list[tuple[AmpOptimizerState, list[GradGroup]]]
@@ -213,7 +214,8 @@ class Block:
 
         What blocks with ``delay_unscale`` have left stays delayed: it has not been checked.
         """
-        if self._ending or any([part.drops(self, error) for part in self.parts]):
+        drops = self._ending or any([part.drops(self, error) for part in self.parts])
+        if self._drop_held() or drops:
             self.drop_all()  # some are unscaled, or averages, by now and some are not
             return
         for state, groups in self.work:
@@ -225,6 +227,14 @@ class Block:
                 self._abandon_state(state, groups)
         for part in self.parts:
             part.abandoned(self)
+
+    def _drop_held(self) -> bool:
+        """Drop what units of ``fully_shard`` hold back, of this block and those before; whether that was anything."""
+        held = self._session.held
+        return held is not None and held.drop({id(p) for p in self._stepped()})
+
+    def _stepped(self) -> Iterable[Tensor]:
+        return (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
 
     def _abandon_state(self, state: AmpOptimizerState, groups: list[GradGroup]) -> None:
         for group in groups:
@@ -264,6 +274,8 @@ class UnscaledBlock(Block):
 
     def abandon(self, error: BaseException) -> None:
         self._end_with(Stage.READY)
+        if self._drop_held():
+            drop_grads(list(self._stepped()))
 
 
 class DelayingBlock(Block):

@@ -63,7 +63,8 @@ def scale_loss(
     An exception inside the block leaves everything usable, and gradients as they were before it: unscaled, but with
     ``fuse_unscale``, and those that ``delay_unscale`` has left, which are still to be checked. Gradients whose step
     will be skipped are zeroed at the next block, so that an overflow in it is its own, for its scaler and its other
-    optimizers alike.
+    optimizers alike. Of models that ``fully_shard`` has cut an exception drops all gradients if it ends a backward
+    early, or if gradients are held back for accumulation.
 
     Under ``combine_ddp`` the gradients are averages over all processes when the block ends, and all of them call it
     equally often; with a dynamic scale it waits once more, for what they say. An exception on one ends the block on

@@ -243,3 +243,8 @@ class HeldBack(BlockPart):
         if held and any(id(p) in held for group in block.groups for p in group.params):
             assert isinstance(block, DelayingBlock)
             block.set_delay("delay_unscale")
+
+    def drops(self, block: Block, error: BaseException) -> bool:
+        """See ``BlockPart``; other processes, which do not decide either, are not told of ``error``."""
+        self.before_unscale(block)
+        return False

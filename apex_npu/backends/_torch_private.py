@@ -118,6 +118,8 @@ NAMES: dict[str, str] = {
     "torch.distributed.fsdp.FSDPModule()._get_fsdp_state": "the policy of a unit, and whether it has reduced gradients",
     "torch.distributed.fsdp.FSDPState()._mp_policy": "likewise",
     "torch.distributed.fsdp.FSDPState()._fsdp_param_group": "likewise; since torch 2.12 there may be several",
+    "torch.distributed.fsdp.FSDPState()._is_root": "which unit knows whether a forward or backward was interrupted",
+    "torch.distributed.fsdp.FSDPState()._state_ctx": "likewise",
     "torch.distributed.fsdp.FSDPParamGroup()._partial_reduce_output": "what HSDP has reduced over the shards alone",
     "torch._utils._flatten_dense_tensors": "Apex's parallel module exports them as flatten and unflatten",
     "torch._utils._unflatten_dense_tensors": "Apex's parallel module exports them as flatten and unflatten",

@@ -157,6 +157,46 @@ class HeldGradients:
             if found and reduced is not None:  # flat, of the whole unit: one backward has made it
                 reduced.mul_(found[0][1])
 
+    def drop(self, params: set[int]) -> bool:
+        """After an exception: forget an interrupted forward or backward, and what is held back, of ``params`` (ids).
+
+        Of whole models: in the unit that was interrupted there is half of a backward. torch has no other way to clear
+        what is held back, and its ``reset_iter_state`` leaves gradients that are not reduced at all.
+
+        Returns:
+            Whether there was anything.
+        """
+        found = False
+        for reference in self._modules:
+            module: Any = reference()
+            state = None if module is None else module._get_fsdp_state()
+            if state is None or not state._is_root:
+                continue
+            context = state._state_ctx
+            groups = [group for unit in context.all_states for group in param_groups(unit)]
+            if not any(id(p.sharded_param) in params for group in groups for p in group.fsdp_params):
+                continue
+            interrupted = context.post_backward_final_callback_queued or context.iter_forward_root is not None
+            if interrupted and hasattr(module, "reset_iter_state"):  # torch 2.13 has it
+                module.reset_iter_state()
+            # Of all groups, whatever the first ones hold.
+            found |= any([_drop(group) for group in groups]) or interrupted
+        return found
+
+
+def _drop(group: Any) -> bool:
+    """Forget what ``group`` holds back; whether that was anything."""
+    found = group._partial_reduce_output is not None
+    group._partial_reduce_output = None
+    for fsdp_param in group.fsdp_params:
+        unsharded = getattr(fsdp_param, "_unsharded_param", None)
+        found |= fsdp_param.unsharded_accumulated_grad is not None
+        fsdp_param.unsharded_accumulated_grad = None
+        if unsharded is not None:
+            found |= unsharded.grad is not None
+            unsharded.grad = None
+    return found
+
 
 def _sharded_param(fsdp_param: Any) -> Tensor:
     param: Tensor = fsdp_param.sharded_param

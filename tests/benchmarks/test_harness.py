@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What the benchmarks conclude from numbers; that their variants compute what they are to; nothing is timed."""
 
+import os
 import re
 import statistics
 import subprocess
@@ -14,10 +15,12 @@ import goals
 import measure
 import old_patch
 import plots
+import processes
 import pytest
 import report
 import suite
 import torch
+import torch.distributed as dist
 from rounds import RESULTS, Spread, Stopwatch, in_turns, read_csv, steps_in_turns, write_csv
 from torch import nn
 from workloads import WORKLOADS, Bench, Gradients, numel
@@ -226,6 +229,30 @@ def test_every_variant_runs(comparison):
     steps = {name: measure.COMPARISONS[comparison](bench)[name]() for name in names}
     for name, step in steps.items():
         assert bench.watch.time(step, 1) > 0.0, name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
+def test_what_is_measured_of_sharded_models_runs():
+    worker = Path(__file__).with_name("sharded_steps_worker.py")
+    path = os.pathsep.join([processes.PYTHONPATH, str(ROOT / "benchmarks")])
+    processes.run(worker, "bare", "whole", "trainings", "memory", processes=1, PYTHONPATH=path)
+
+
+def test_tables_of_sharded_models_are_as_their_rows_say():
+    same = {"commit": "abc", "device": "cuda", "processor": "GPU", "torch": "2"}
+    spread = {"ratio_to_torch": "0.5", "ratio_low": "0.25", "ratio_high": "1"}
+    rows = [
+        {**same, "workload": workload, "variant": variant, "median_ms": ms, **spread}
+        for workload, variant, ms in [("4", "torch", "1"), ("4", "us", "0.1234"), ("8", "torch", "2"), ("8", "us", "3")]
+    ]
+    text = report.sharded(rows)
+    assert text.startswith("GPU. Commit abc, torch 2, cuda.\n\n|  | ms, 4 | relative | ms, 8 | relative |\n")
+    assert text.endswith("| us | 0.123 | 0.50 (0.25 .. 1.00) | 3 | 0.50 (0.25 .. 1.00) |")
+    numbers = {"level": "O2", "peak_mb": "4.0", "stepped_mb": "3.0", "cleared_mb": "2.0", "before_mb": "1.0"}
+    assert report.sharded_memory([{**same, "workload": "4", "variant": "us", **numbers}]).endswith(
+        "| O2 | us | 4.0 | 3.0 | 2.0 | 1.0 |"
+    )
 
 
 def test_rounds_of_steps_are_as_many_for_all():

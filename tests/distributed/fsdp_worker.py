@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -75,6 +75,11 @@ REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single
 
 def mesh_of_all():
     return init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+
+
+def on_last_rank():
+    """Of several processes the last one is not the one that others follow; a single one is both."""
+    return dist.get_rank() == dist.get_world_size() - 1
 
 
 def sharded(level="O0", make=Uneven, mesh=None, **options):
@@ -145,7 +150,7 @@ def same_as_plain_torch():
             scale = 2.0**8 if dynamic else 1.0
             for step in range(20):
                 x = data(step, 0, dist.get_rank())
-                if dynamic and step == 5 and dist.get_rank() == 1:
+                if dynamic and step == 5 and on_last_rank():
                     x[0, 0] = torch.inf
                 backward(loss_on(x)(model), optimizer)
                 norm = optimizer.clip_optimizer_grad_norm_fused(0.5)
@@ -181,7 +186,7 @@ def torchs_optimizers():
     other = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(4):
         x = data(step, 0, dist.get_rank())
-        if step == 2 and dist.get_rank() == 1:
+        if step == 2 and on_last_rank():
             x[0, 0] = torch.inf
         backward(loss_on(x)(model), optimizer)
         optimizer.step()
@@ -344,7 +349,7 @@ def torchs_clipping():
     """torch.nn.utils.clip_grad_norm_ under amp returns a DTensor, as torch's own, and clips as that does."""
     for p_norm in (2.0, 1.0, math.inf):
         model, _optimizer, grads = wide()
-        expected = [grad.full_tensor() for grad in grads]
+        expected = [grad.full_tensor().clone() for grad in grads]
         norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in expected]).double(), p_norm)
         found = nn.utils.clip_grad_norm_(model.parameters(), float(norm) / 4, p_norm)
         torch.testing.assert_close(found.full_tensor().double(), norm, rtol=1e-5, atol=0.0)
@@ -412,9 +417,9 @@ def grad_scalers():
         pairs = [(m, o, torch.amp.GradScaler(DEVICE.type, 2.0**8)) for m, o in ((model, optimizer), (plain, other))]
         for step in range(6):
             x = data(step, 0, dist.get_rank())
-            if step == 3 and dist.get_rank() == 1:
+            if step == 3 and on_last_rank():
                 x[0, 0] = torch.inf
-            before = [p.full_tensor() for p in model.parameters()]
+            before = [p.full_tensor().clone() for p in model.parameters()]
             for m, o, scaler in pairs:
                 scaler.scale(loss_on(x)(m)).backward()
                 scaler.step(o)
@@ -551,11 +556,11 @@ def overflow_that_is_held_back():
     """In the first of two micro batches, on one rank: no process steps, and the scale shrinks once."""
     model = sharded("O2")
     model, optimizer = start(model, optimizers.NpuFusedSGD(model.parameters(), lr=0.1), "O2", dynamic_init_scale=2.0**8)
-    before = [p.full_tensor() for p in model.parameters()]
+    before = [p.full_tensor().clone() for p in model.parameters()]
     for micro in range(2):
         model.set_requires_gradient_sync(micro == 1)
         x = data(0, micro, dist.get_rank())
-        if micro == 0 and dist.get_rank() == 1:
+        if micro == 0 and on_last_rank():
             x[0, 0] = torch.inf
         backward(loss_on(x)(model), optimizer)
     assert amp.will_skip(optimizer)
@@ -617,6 +622,151 @@ def an_exception_on_one_process():
     backward(loss_on(data(0, 0, dist.get_rank()))(model), optimizer)
     optimizer.step()
     assert amp.last_step(optimizer).applied
+
+
+class Raising(torch.autograd.Function):
+    """The identity, whose backward raises while there is an ``error``."""
+
+    error = None
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if Raising.error is not None:
+            raise Raising.error
+        return grad
+
+
+class Interruptible(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x):
+        return self.layers[1:](Raising.apply(self.layers[0](x)))
+
+
+def interruptible(level, mesh, reduce_dtype=None):
+    model = Interruptible().to(DEVICE)
+    for layer in (model.layers[0], model.layers[2], model):
+        fully_shard(layer, mesh=mesh, mp_policy=amp.fsdp_policy(level, reduce_dtype))
+    return model
+
+
+# Whether torch can go on after an exception within a forward or backward.
+RECOVERS = hasattr(FSDPModule, "reset_iter_state")
+
+
+def exceptions_while_gradients_are_held_back():
+    """In any of three micro batches, in the middle of backward or after it: nothing of them is left."""
+    square = init_device_mesh(DEVICE.type, (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    cases = [
+        ("O2", mesh_of_all(), None, {"dynamic_init_scale": 2.0**8}),
+        ("O2", mesh_of_all(), torch.float32, {"dynamic_init_scale": 2.0**8, "fuse_unscale": True}),
+        ("O2", square, None, {"dynamic_init_scale": 2.0**8}),
+        ("O5", mesh_of_all(), torch.float32, {}),
+        ("O0", mesh_of_all(), None, {}),
+        ("O0", square, None, {"loss_scale": 128.0}),
+    ]
+    for (level, mesh, reduce_dtype, options), within in itertools.product(cases, (True, False)):
+        if within and not RECOVERS:
+            continue
+        model, plain = (interruptible(level, mesh, reduce_dtype) for _ in range(2))
+        model, optimizer = start(model, optimizers.NpuFusedSGD(model.parameters(), lr=0.1), level, **options)
+        other = torch.optim.SGD(plain.parameters(), lr=0.1)
+        scale = options.get("dynamic_init_scale", options.get("loss_scale", 1.0))
+        for step in range(4):  # without an exception first, and then with one in each of the micro batches
+            for failing in [step - 1] if step else []:
+                with pytest.raises(KeyError):
+                    hold_back(model, step, ours=optimizer, failing=failing, within=within)
+                if within or failing < 2:
+                    assert all(p.grad is None for p in model.parameters())
+                else:
+                    optimizer.zero_grad()  # units have reduced what they held: these are whole, and a script's
+            hold_back(model, step, ours=optimizer)
+            hold_back(plain, step, scale=scale)
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                if "fuse_unscale" not in options:
+                    tolerance = 1e-6 if level == "O0" else 2e-3
+                    expected = q.grad.full_tensor() / scale
+                    torch.testing.assert_close(p.grad.full_tensor(), expected, rtol=tolerance, atol=tolerance)
+                q.grad.div_(scale)
+            for one in (optimizer, other):
+                one.step()
+                one.zero_grad()
+        tolerance = 1e-6 if level == "O0" else 1e-3
+        assert_same(model, plain, rtol=tolerance, atol=tolerance)
+        amp.shutdown()
+
+
+def hold_back(model, step, ours=None, scale=1.0, failing=None, within=False):
+    """Three micro batches, of which units reduce the sum: under amp with the optimizer ``ours``, else by torch."""
+    hsdp = next(model.parameters()).device_mesh.ndim == 2
+    hold = model.set_requires_all_reduce if hsdp else model.set_requires_gradient_sync
+    for micro in range(3):
+        hold(micro == 2)
+        loss = loss_on(data(step, micro, dist.get_rank()))(model)
+        if ours is None:
+            (loss * scale).backward()
+            continue
+        error = KeyError("own error") if micro == failing else None
+        try:
+            Raising.error = error if within else None
+            with amp.scale_loss(loss, ours) as scaled_loss:
+                scaled_loss.backward()
+                if error is not None:
+                    raise error
+        finally:
+            Raising.error = None
+
+
+def an_exception_on_one_process_that_holds_gradients_back():
+    """Others are not told, as nothing is decided: what that process has computed since takes part in the average."""
+    model, plain = (interruptible("O2", mesh_of_all()) for _ in range(2))
+    model, optimizer = start(model, optimizers.NpuFusedSGD(model.parameters(), lr=0.1), "O2", dynamic_init_scale=2.0**8)
+    failed = False
+    for micro in range(2):
+        for one in (model, plain):
+            one.set_requires_gradient_sync(micro == 1)
+        x = data(0, micro, dist.get_rank())
+        try:
+            with amp.scale_loss(loss_on(x)(model), optimizer) as scaled_loss:
+                scaled_loss.backward()
+                if micro == 0 and on_last_rank():
+                    raise KeyError("own error")
+        except KeyError:
+            failed = True
+        (loss_on(x)(plain) * (0.0 if micro == 0 and on_last_rank() else 2.0**8)).backward()
+    assert failed == on_last_rank()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad.full_tensor() / 2.0**8, rtol=1e-3, atol=1e-4)
+
+
+def exceptions_while_units_reduce():
+    """Within the backward of an ordinary block, some of whose units have reduced their gradients by then."""
+    for level, options in ("O2", {"dynamic_init_scale": 2.0**8}), ("O5", {}), ("O1", {}), ("O0", {}):
+        if not RECOVERS:
+            continue
+        model, plain = (interruptible(level, mesh_of_all()) for _ in range(2))
+        models = []
+        for one, failing in (model, 1), (plain, None):
+            one, optimizer = start(one, optimizers.NpuFusedAdamW(one.parameters(), lr=0.01), level, **options)
+            for step in range(4):
+                if step == failing:
+                    Raising.error = KeyError("own error")
+                    with pytest.raises(KeyError):
+                        backward(loss_on(data(9, 0, dist.get_rank()))(one), optimizer)
+                    Raising.error = None
+                    assert all(p.grad is None for p in one.parameters())
+                backward(loss_on(data(step, 0, dist.get_rank()))(one), optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+            models.append(one)
+            amp.shutdown()
+        assert_same(*models, rtol=0.0, atol=0.0)
 
 
 class Adapted(nn.Module):

@@ -104,8 +104,18 @@ def test_sharded_parameters_are_stepped_part_by_part(count, checks):
     run("sharded", *checks, processes=count)
 
 
-# One start for each number of processes.
+# One start for each number of processes. A single one can have a GPU, and with it NCCL, to itself.
 FSDP: dict[int, tuple[str, ...]] = {
+    1: (
+        "same_as_plain_torch",
+        "norms_of_parts",
+        "torchs_clipping",
+        "grad_scalers",
+        "accumulation",
+        "overflow_that_is_held_back",
+        "exceptions_while_gradients_are_held_back",
+        "exceptions_while_units_reduce",
+    ),
     2: (
         "same_as_one_process",
         "same_as_plain_torch",
@@ -119,6 +129,9 @@ FSDP: dict[int, tuple[str, ...]] = {
         "overflow_that_is_held_back",
         "scale_that_moves_while_gradients_are_held_back",
         "an_exception_on_one_process",
+        "an_exception_on_one_process_that_holds_gradients_back",
+        "exceptions_while_gradients_are_held_back",
+        "exceptions_while_units_reduce",
         "adapters",
         "batch_norms",
         "torchs_optimizers",
@@ -142,7 +155,12 @@ if DEVICE.type == "cpu":
     FSDP[2] += ("sums_in_place_of_averages", "formats_of_states")
 
 
-@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=AGAIN)])
+ALONE = [] if DEVICE.type == "cuda" else pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "count", [pytest.param(1, marks=ALONE), pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=AGAIN)]
+)
 def test_levels_and_norms_on_sharded_models(count):
     run("fsdp", *FSDP[count], processes=count)
 
