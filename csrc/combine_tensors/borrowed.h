@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstring>
 #include <vector>
 
 #include "prefetch.h"
@@ -41,6 +42,14 @@ inline void prefetch_storage(const c10::TensorImpl& impl) {
   if (impl.has_storage()) APEX_NPU_PREFETCH(impl.unsafe_storage().unsafeGetStorageImpl());
 }
 
+// The counter is all that a VariableVersion points to.
+inline void prefetch_counter(const c10::TensorImpl& impl) {
+  static_assert(sizeof(c10::VariableVersion) == sizeof(void*), "its counter is prefetched");
+  const void* counter = nullptr;
+  std::memcpy(&counter, &impl.version_counter(), sizeof(counter));
+  APEX_NPU_PREFETCH(counter);
+}
+
 // Its gradient follows a name.
 inline void prefetch_autograd(const c10::TensorImpl& impl) { prefetch_bytes(impl.autograd_meta(), kPointersBytes); }
 
@@ -62,7 +71,12 @@ void look_at_grads(const Borrowed& tensors, const Look& look, size_t bytes = siz
   look_at_each(tensors, prefetch_autograd, look_and_prefetch, kPointersBytes);
 }
 
-// What in-place operations on these tensors would have done to their version counters.
+// What in-place operations on these tensors would have done to their version counters. Those of inference have none;
+// torch's own function passes over them, too.
+inline void increment_version(const at::Tensor& tensor) {
+  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  if (impl->version_counter().enabled()) impl->bump_version();
+}
 void increment_versions(const Borrowed& tensors);
 
 // The indices of those in float16 or bfloat16.

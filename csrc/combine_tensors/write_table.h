@@ -37,6 +37,8 @@ class WriteTable {
 
  private:
   struct Entry {
+    bool operator!=(const Entry& other) const { return version != other.version || address != other.address; }
+
     int64_t version;
     const void* address;
   };

@@ -24,6 +24,7 @@ from apex_npu.fusion.many_tensors import (
     versions_of,
     zero_grads,
 )
+from apex_npu.fusion.storage import slot_table
 
 needs_extension = pytest.mark.skipif(extension is None, reason="checks of the extension")
 
@@ -111,6 +112,19 @@ def test_gradients_and_their_versions():
     assert grads[1] is None
     assert versions_of(grads) == [0 if p.grad is None else p.grad._version for p in params]
     assert versions_of(grads)[4] == 2
+
+
+def test_tensors_are_where_they_were_with_the_shape_that_they_had():
+    sizes = [(), (1,), (2, 3), (3, 2), (4, 1, 2), (0,), (2, 3)]
+    tensors = [torch.zeros(size, device=DEVICE) for size in sizes]
+    tensors[-1] = torch.zeros(3, 2, device=DEVICE).t()
+    table = slot_table(tensors)
+    assert table.broken(tensors) == []
+    others = [t.view(t.shape) for t in tensors]
+    assert table.broken(others) == []
+    others[0], others[2], others[3] = tensors[0].view(1), tensors[2].view(3, 2), tensors[3].view(6)
+    others[1], others[6] = tensors[1].clone(), tensors[6].as_strided((2, 3), (3, 1))
+    assert table.broken(others) == [0, 1, 2, 3, 6]
 
 
 def test_gradients_of_any_kind_are_zeroed_as_by_zero_():
