@@ -10,6 +10,15 @@ void increment_versions(const Borrowed& tensors) {
   look_at_each(tensors, prefetch_counter, [&](size_t i) { increment_version(*tensors[i]); }, kPointersBytes);
 }
 
+bool any_grads(const Borrowed& tensors) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (i + 2 * kAhead < tensors.size()) prefetch_impl(*tensors[i + 2 * kAhead], kPointersBytes);
+    if (i + kAhead < tensors.size()) prefetch_autograd(*tensors[i + kAhead]->unsafeGetTensorImpl());
+    if (grad_of(*tensors[i]).defined()) return true;
+  }
+  return false;
+}
+
 std::vector<int64_t> low_precision_of(const Borrowed& tensors) {
   std::vector<int64_t> indices;
   const auto nothing = [](const c10::TensorImpl&) {};

@@ -59,16 +59,21 @@ inline const at::Tensor& grad_of(const at::Tensor& tensor) {
   return impl->grad();
 }
 
-// look(grad, i) for the gradient of each tensor, undefined where it has none, likewise; `bytes` of the gradients, and
-// then their storages.
-template <typename Look>
-void look_at_grads(const Borrowed& tensors, const Look& look, size_t bytes = sizeof(c10::TensorImpl)) {
+// look(grad, i) for the gradient of each tensor, undefined where it has none, likewise; `next` prefetches what the
+// gradients point to, of which themselves `bytes` are.
+template <typename Next, typename Look>
+void look_at_grads(const Borrowed& tensors, const Next& next, const Look& look, size_t bytes) {
   const auto look_and_prefetch = [&](size_t i) {
     if (i + kAhead / 2 < tensors.size()) prefetch_impl(grad_of(*tensors[i + kAhead / 2]), bytes);
-    if (i + kAhead / 4 < tensors.size()) prefetch_storage(*grad_of(*tensors[i + kAhead / 4]).unsafeGetTensorImpl());
+    if (i + kAhead / 4 < tensors.size()) next(*grad_of(*tensors[i + kAhead / 4]).unsafeGetTensorImpl());
     look(grad_of(*tensors[i]), i);
   };
   look_at_each(tensors, prefetch_autograd, look_and_prefetch, kPointersBytes);
+}
+
+template <typename Look>
+void look_at_grads(const Borrowed& tensors, const Look& look, size_t bytes = sizeof(c10::TensorImpl)) {
+  look_at_grads(tensors, prefetch_storage, look, bytes);
 }
 
 // What in-place operations on these tensors would have done to their version counters. Those of inference have none;
@@ -78,6 +83,9 @@ inline void increment_version(const at::Tensor& tensor) {
   if (impl->version_counter().enabled()) impl->bump_version();
 }
 void increment_versions(const Borrowed& tensors);
+
+// Whether one of them has a gradient.
+bool any_grads(const Borrowed& tensors);
 
 // The indices of those in float16 or bfloat16.
 std::vector<int64_t> low_precision_of(const Borrowed& tensors);

@@ -16,6 +16,8 @@ class SlotTable {
  public:
   explicit SlotTable(const std::vector<at::Tensor>& tensors);
 
+  size_t size() const { return places_.size(); }
+
   // Indices of the tensors that have another address, size, stride, dtype or device than when the table was made.
   std::vector<int64_t> broken(const Borrowed& tensors) const;
 

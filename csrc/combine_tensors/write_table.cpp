@@ -49,6 +49,18 @@ std::vector<int64_t> WriteTable::written(const Borrowed& tensors) {
   return indices;
 }
 
+std::vector<int64_t> WriteTable::write(const Borrowed& tensors) {
+  add(tensors);
+  std::vector<int64_t> indices;
+  look_at_each(tensors, prefetch_entry, [&](size_t i) {
+    const Entry now = entry_of(*tensors[i]);
+    if (now != entries_[i]) indices.push_back(static_cast<int64_t>(i));
+    increment_version(*tensors[i]);
+    entries_[i] = entry_of(*tensors[i]);
+  });
+  return indices;
+}
+
 std::vector<int64_t> WriteTable::counted(const Borrowed& tensors) {
   add(tensors);
   std::vector<int64_t> indices;

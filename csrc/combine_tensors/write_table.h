@@ -25,6 +25,9 @@ class WriteTable {
   // Indices of the tensors that have another version or another address than the recorded ones.
   std::vector<int64_t> written(const Borrowed& tensors);
 
+  // Likewise, of tensors that are about to be written: increments their versions, and records them.
+  std::vector<int64_t> write(const Borrowed& tensors);
+
   // Those that have another version.
   std::vector<int64_t> counted(const Borrowed& tensors);
 
