@@ -47,7 +47,7 @@ using apex_npu::borrow;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 24;
+  m.attr("API") = 25;
 
   m.def("move_storages", &apex_npu::move_storages, py::arg("lists"), py::arg("src"), py::arg("offsets"),
         py::arg("copy_values"));
@@ -103,6 +103,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("note", [](WriteTable& table, const py::sequence& tensors,
                       const std::vector<int64_t>& indices) { table.note(borrow(tensors), indices); })
       .def("written", [](WriteTable& table, const py::sequence& tensors) { return table.written(borrow(tensors)); })
+      .def("write", [](WriteTable& table, const py::sequence& tensors) { return table.write(borrow(tensors)); })
       .def("counted", [](WriteTable& table, const py::sequence& tensors) { return table.counted(borrow(tensors)); })
       .def("note_grads", [](WriteTable& table, const py::sequence& params) { table.note_grads(borrow(params)); })
       .def("changed_grads",
@@ -237,6 +238,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "zero_grads_cpu", [](const py::sequence& tensors) { return apex_npu::zero_grads_cpu(borrow(tensors)); },
       py::arg("tensors"));
+  m.def(
+      "any_grads", [](const py::sequence& tensors) { return apex_npu::any_grads(borrow(tensors)); },
+      py::arg("tensors"));
   m.def("drop_grads", [](const py::sequence& tensors) { apex_npu::drop_grads(borrow(tensors)); }, py::arg("tensors"));
   m.def(
       "set_aliases",
@@ -256,9 +260,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("count_exponents_cpu", &apex_npu::count_exponents_cpu, py::arg("x"), py::arg("factor"));
   m.def("versions_of", &apex_npu::versions_of, py::arg("tensors"));
   m.def(
-      "kept_grads",
-      [](const py::list& views, const py::list& params) { return apex_npu::kept_grads(borrow(views), borrow(params)); },
-      py::arg("views"), py::arg("params"));
+      "hold_grads",
+      [](const py::sequence& tensors, const py::list& grads, const py::list& versions) {
+        return apex_npu::hold_grads(borrow(tensors), grads, versions);
+      },
+      py::arg("tensors"), py::arg("grads"), py::arg("versions"));
+  m.def(
+      "lost_and_kept",
+      [](const apex_npu::SlotTable& table, const py::list& views, const py::list& params) {
+        return apex_npu::lost_and_kept(table, borrow(views), borrow(params));
+      },
+      py::arg("table"), py::arg("views"), py::arg("params"));
   m.def(
       "low_precision_of", [](const py::sequence& tensors) { return apex_npu::low_precision_of(borrow(tensors)); },
       py::arg("tensors"));

@@ -137,20 +137,27 @@ class AmpOptimizerMixin(OptimizerAccessors):
         norm: Tensor = state.pending.clip(state.grad_scale, flats, unfused, max_norm, norm_type, error_if_nonfinite)
         return norm
 
-    def _clip_at_once(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+    def _clip_at_once(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        groups: list[GradGroup] | None = None,
+    ) -> Tensor:
         state = self._amp_state
         state.check_unscaled("clipping")
         if state.pending is not None:
             state.pending.start()  # an inf that is clipped is none any more
-        groups = state.grad_groups(self)
+        groups = state.grad_groups(self) if groups is None else groups
         if state.pending is not None:
             state.pending.clip_now(groups)
         state.drop_cleared(self)
         return clip_grad_norm_(*_gradients_of(groups), max_norm, norm_type, error_if_nonfinite)
 
-    def _clip_like_torch(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _clip_like_torch(self, groups: list[GradGroup], *args: Any, **kwargs: Any) -> Tensor:
         """``clip_optimizer_grad_norm_fused``, which returns what torch's function would: of sharded ones a DTensor."""
-        norm, meshes = self._clip_at_once(*args, **kwargs), self._amp_state.grads.meshes
+        norm, meshes = self._clip_at_once(*args, **kwargs, groups=groups), self._amp_state.grads.meshes
         return replicated(norm, meshes[0]) if meshes else norm
 
     def clip_model_grad_norm_fused(

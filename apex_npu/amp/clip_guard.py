@@ -81,9 +81,10 @@ def _clip_of(adopted: Collection[Any], params: list[Tensor]) -> Callable[..., Te
         own = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         in_order = are_same(own, params)  # as amp.master_params gives them
         steps_just_them = in_order or set(map(id, own)) == set(map(id, params))
-        if steps_just_them and optimizer._amp_state.clips_like_torch(optimizer):
-            clip: Callable[..., Tensor] = optimizer._clip_like_torch
-            return clip
+        if steps_just_them:
+            groups = optimizer._amp_state.grad_groups(optimizer)
+            if optimizer._amp_state.clips_like_torch(groups):
+                return functools.partial(optimizer._clip_like_torch, groups)
     return None
 
 

@@ -9,15 +9,13 @@ masters (``master_grads.py``) or not. ``grad_layout.py`` chooses.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import repeat
-from operator import is_
 
 import torch
 from torch import Tensor
 
 from apex_npu.backends import number_on
 from apex_npu.distributed import GradReducer
-from apex_npu.fusion import FlatGrads, extent_numel, grads_of, overlapping, wraps_tensors
+from apex_npu.fusion import FlatGrads, any_grads, extent_numel, overlapping, wraps_tensors
 from apex_npu.fusion.grad_slots import InPlace
 from apex_npu.fusion.shards import local_part
 from apex_npu.ops import unscale_grads
@@ -179,11 +177,6 @@ class FlatGradGroup(GradGroup):
     @torch.no_grad()
     def check(self, found_inf: Tensor) -> None:
         unscale_grads(self.flat.operands(InPlace.READ), 1.0, found_inf)
-
-
-def any_grads(tensors: Sequence[Tensor]) -> bool:
-    """True where one of ``tensors`` has a gradient."""
-    return not all(map(is_, grads_of(list(tensors)), repeat(None)))
 
 
 def dense_grad(grad: Tensor | None, param: Tensor) -> Tensor:

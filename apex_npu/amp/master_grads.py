@@ -18,14 +18,20 @@ import torch
 from torch import Tensor
 
 from apex_npu.amp.clip_guard import SHARED_WRITTEN, WRITTEN
-from apex_npu.amp.grad_groups import GradGroup, any_grads, dense_grad, writable_grads
+from apex_npu.amp.grad_groups import GradGroup, dense_grad, writable_grads
 from apex_npu.distributed import GradReducer
-from apex_npu.fusion import FlatGrads, are_same, drop_grads, grads_of, versions_of, zero_grads
-from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, NONE, InPlace
+from apex_npu.fusion import (
+    FlatGrads,
+    any_grads,
+    are_same,
+    drop_grads,
+    grads_of,
+    hold_grads,
+    versions_of,
+    zero_grads,
+)
+from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, InPlace
 from apex_npu.ops import cats_lists, gathers_in_one_pass, takes_grads, unscale_grads
-
-_NONE = bytes([NONE])
-
 
 GIVEN_BEFORE_BLOCK = (
     "gradients that were assigned to fp32 masters, and whose model parameters' gradients have been cleared, were "
@@ -84,17 +90,10 @@ class CopiedGrads:
 
     def note(self) -> None:
         """Record that all gradients that are there now have been copied."""
-        now = grads_of(self._model_params)
-        absent = _absent(now) if self.grads else set()
-        self.zeros = self.zeros & absent
-        if absent:  # what has been put aside, and no backward has reached, stays
-            self.put_back()
-            now = grads_of(self._model_params)
-        self._set(now)
-        if self.delayed:
-            self.delayed = set()
-        if self.kept or self.alike:
-            self.kept, self.alike = set(), set()
+        # What has been put aside, and no backward has reached, stays.
+        self.zeros = self.zeros & self.put_back() if self.grads else set()
+        self._set(grads_of(self._model_params))
+        self.delayed, self.kept, self.alike = set(), set(), set()
 
     def _set(self, grads: list[Tensor | None]) -> None:
         versions = versions_of(grads)
@@ -152,8 +151,8 @@ class CopiedGrads:
 
         What has not been copied is ``kept``.
         """
-        now = grads_of(self._model_params)
-        if not are_same(now, self._none):
+        if any_grads(self._model_params):
+            now = grads_of(self._model_params)
             self._keep([] if are_same(now, self.grads) and not self.zeros else self.uncopied())
             self.drop()
         elif self.stepped:
@@ -176,11 +175,12 @@ class CopiedGrads:
         else:
             drop_grads([param for i, param in enumerate(self._model_params) if i not in self.delayed])
 
-    def put_back(self) -> None:
-        """Give parameters that have no gradient the one that was put aside."""
-        if self.grads:
-            for i in _absent(grads_of(self._model_params)):
-                self._model_params[i].grad = self.grads[i]
+    def put_back(self) -> set[int]:
+        """Give parameters that have no gradient the one that was put aside; the indices of these parameters."""
+        absent = _absent(grads_of(self._model_params))
+        for i in absent:
+            self._model_params[i].grad = self.grads[i]
+        return absent
 
     def forget_kept(self) -> None:
         """Record that what was ``kept`` has been put back without having been copied."""
@@ -202,10 +202,11 @@ class CopiedGrads:
 
     def note_changed(self) -> Changes:
         """What has become of the gradients since; ``dropped`` and ``zeroed`` are returned once."""
-        now = grads_of(self._model_params)
-        if are_same(now, self.grads or self._none) and (not self.grads or versions_of(now) == self._versions):
+        if not self.grads:
+            return Changes(added=True) if any_grads(self._model_params) else _NOTHING
+        if hold_grads(self._model_params, self.grads, self._versions):
             return _NOTHING
-        return self._find_changed(now) if self.grads else Changes(added=True)
+        return self._find_changed(grads_of(self._model_params))
 
     def _find_changed(self, now: list[Tensor | None]) -> Changes:
         dropped: list[int] = []
@@ -262,6 +263,7 @@ class MasterGradGroup(GradGroup):
         pairs = enumerate(zip(self.params, self.sources, strict=True))
         self._masters = [i for i, (param, source) in pairs if param is not source]
         self.direct = sorted(set(range(len(self.params))) - set(self._masters))
+        self._master_params = [self.params[i] for i in self._masters]
         self._model_params = [self.sources[i] for i in self._masters]
         self.copied = CopiedGrads(self._model_params)
         self._made: dict[int, Tensor | None] = {}
@@ -283,7 +285,8 @@ class MasterGradGroup(GradGroup):
     def abandon_block(self, factor: float) -> None:
         self.copied.drop()
         self.scale_sources_(factor)
-        self.copied.put_back()
+        if self.copied.grads:
+            self.copied.put_back()
         self.copied.forget_kept()
 
     def note_delayed(self) -> None:
@@ -297,8 +300,10 @@ class MasterGradGroup(GradGroup):
         self._scale_list_(self.sources, factor)
 
     def scale_all_(self, factor: float) -> None:
-        self._scale_list_(self._model_params, factor)
-        self.scale_(factor)
+        # All others of the model have been put aside, or are about to be dropped.
+        self._scale_list_([self._model_params[i] for i in sorted(self.copied.delayed)], factor)
+        if factor != 1.0 and any_grads(self.params):
+            self.scale_(factor)
 
     @staticmethod
     def _scale_list_(tensors: Sequence[Tensor], factor: float) -> None:
@@ -469,9 +474,7 @@ class FlatMasterGradGroup(MasterGradGroup):
 
     def unscale_(self, inv_scale: float, found_inf: Tensor | None, *, share: bool = False) -> None:
         """See ``GradGroup``. Where no master has a gradient yet, all are copied in few passes."""
-        states = self.flat.states()
-        # No master has a gradient: none at all is there, or those of parameters without a master alone.
-        first = not states.strip(_NONE) or all(states[i] == NONE for i in self._masters)
+        first = not any_grads(self._master_params)
         if first:
             self.flat.is_packed = False
         if first and share and self._packs(inv_scale, found_inf):
@@ -479,7 +482,7 @@ class FlatMasterGradGroup(MasterGradGroup):
         elif first and self._in_one_pass:
             self._take_in_one_pass(inv_scale, found_inf, share)
         else:
-            self._take_in_passes(states, inv_scale, found_inf, first)
+            self._take_in_passes(inv_scale, found_inf, first)
         alone = first and not self.copied.kept
         self._made = {}
         if self.copied.kept:
@@ -492,7 +495,8 @@ class FlatMasterGradGroup(MasterGradGroup):
         return inv_scale == 1.0 and found_inf is None and not self.direct and self.flat.pack(self.sources)
 
     @torch.no_grad()
-    def _take_in_passes(self, states: bytes, inv_scale: float, found_inf: Tensor | None, first: bool) -> None:
+    def _take_in_passes(self, inv_scale: float, found_inf: Tensor | None, first: bool) -> None:
+        states = self.flat.states()
         if not first or not self._take_all(states, inv_scale, found_inf):
             if ELSEWHERE in states:
                 self.flat.gather()

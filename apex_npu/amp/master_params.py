@@ -27,7 +27,6 @@ from apex_npu.fusion import (
     RoundedCopies,
     WriteTable,
     are_same,
-    increment_versions,
     is_dense,
     low_precision_of,
     not_combinable,
@@ -431,11 +430,11 @@ class MasterParams:
         if not self.masters:
             return None
         uncounted = False
+        flat_model = self._flat_model
         try:
+            # What has been moved counts as written.
+            moved = self.model_writes.write(self.model_params) or self._moved
             if groups:
-                flat_model = self._flat_model
-                # What has been moved counts as written.
-                moved = self._moved or self.model_writes.written(self.model_params)
                 if (
                     flat_model is None
                     or moved
@@ -452,12 +451,12 @@ class MasterParams:
             self.model_writes.note(self.model_params)
             self._uncounted.passes_over = True
             raise
+        if not groups or (flat_model is not None and flat_model.loose[0]):
+            self.model_writes.note(self.model_params)  # torch counts writes to these, too
         if skipped is None or not self._written:
-            self.model_writes.note(self.model_params)
             self.master_writes.note(self.masters)
         else:  # where the step is skipped, the model has yet to get what has been written
             others = sorted(set(range(len(self.masters))).difference(self._written))
-            self.model_writes.note(self.model_params)
             self.master_writes.note(self.masters, others)
         if self.first_new < len(self.masters):  # a step before their first block
             self._new.note(self.masters, range(self.first_new, len(self.masters)))
@@ -470,7 +469,6 @@ class MasterParams:
             written = group.model_params() is buffer and buffer.written == len(group.params)
             if not written and (skipped is not None or not round_to_copies(group.param_flat, buffer.flat)):
                 write_unless(skipped, buffer.flat, group.param_flat)
-            increment_versions(buffer.params)
             if buffer.kept:
                 buffer.release_kept()
             uncounted |= written_copies(buffer.flat)[1] > 0
@@ -561,7 +559,6 @@ def copy_rounded(
     """Round ``masters`` into ``model_params``, and have ``copies`` remember what is there; ``skipped`` as above."""
     if skipped is None:
         others = copies.write(masters, model_params)
-        increment_versions(model_params)
         if not others:
             return
         masters, model_params = [masters[i] for i in others], [model_params[i] for i in others]

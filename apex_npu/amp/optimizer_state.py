@@ -237,12 +237,11 @@ class AmpOptimizerState:
             )
         raise RuntimeError(f"the gradients are still multiplied with the loss scale {self.grad_scale}: {reason}")
 
-    def clips_like_torch(self, optimizer: Optimizer) -> bool:
-        """All gradients are in float32 buffers, unscaled: clipping these gives what torch's function would.
+    def clips_like_torch(self, groups: list[GradGroup]) -> bool:
+        """All of its gradients, ``groups``, are in float32 buffers, unscaled: clipping these is what torch would do.
 
-        Of sharded parameters they are on one mesh, as that function requires.
+        Of sharded parameters they are on one mesh, as torch's function requires.
         """
-        groups = self.grad_groups(optimizer)
         buffered = all(group.flat is not None and group.params[0].dtype == torch.float32 for group in groups)
         return self.grad_scale == 1.0 and bool(groups) and buffered and len(self.grads.meshes) <= 1
 
@@ -338,7 +337,8 @@ class AmpOptimizerState:
         if self.sync is not None:
             self.sync.check_averaged()
         for group in self.grads.groups:
-            if group.drop_cleared():
+            # What is pending has done so already, before it was decided whether gradients have overflowed.
+            if self.pending is None and group.drop_cleared():
                 self.copy_uncopied(group)
             if group.edited:
                 doubt, group.edited = group.edited, ""

@@ -35,7 +35,7 @@ from apex_npu.fusion.grad_slots import (
     stretches,
     with_state,
 )
-from apex_npu.fusion.many_tensors import are_same, increment_versions, kept_grads, set_grads
+from apex_npu.fusion.many_tensors import are_same, increment_versions, lost_and_kept, set_grads
 from apex_npu.fusion.storage import slot_table
 from apex_npu.ops import (
     cats_lists,
@@ -150,13 +150,10 @@ class FlatGrads:
         A former gradient that something still holds (PCGrad keeps ``p.grad`` of each task) moves out of its slot first.
         """
         memory = self.memory
-        if memory.view_table is None or memory.is_lent or not memory.is_padded:
+        if not memory.views or not memory.is_padded:
             self._allocate()
-        elif memory.view_table.broken(memory.views):
-            memory.replace_lost_views()
-        kept = kept_grads(memory.views, self.params)
-        if kept:
-            memory.move_out(kept)
+        if any(lost_and_kept(memory.view_table, memory.views, self.params)):
+            memory.free_views()
         if self.is_shown:
             memory.clear_padding()
         return memory.views

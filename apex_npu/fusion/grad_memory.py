@@ -16,8 +16,8 @@ from apex_npu.backends import is_capturing
 from apex_npu.fusion import packed_grads
 from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.grad_slots import check_grad, grad_slots
-from apex_npu.fusion.many_tensors import kept_grads
-from apex_npu.fusion.storage import SlotTable, move_out, slot_table
+from apex_npu.fusion.many_tensors import lost_and_kept
+from apex_npu.fusion.storage import move_out, slot_table
 from apex_npu.ops import cats_lists, reads_listed
 
 _DTYPE, _LAYOUT, _DEVICE = map(attrgetter, ("dtype", "layout", "device"))
@@ -35,7 +35,7 @@ class GradMemory:
         offsets: For each slot, the elements before its first.
         slots: What finds gradients in them.
         views: Of the slots, for ``param.grad``; none while there is no memory.
-        view_table: Where these are; None before the first allocation.
+        view_table: Where these are.
         lends: ``let_go`` has an effect.
         is_sent: But not now, while processes average what is in the buffer.
         is_lent: The buffer has no memory.
@@ -50,7 +50,7 @@ class GradMemory:
         listed = bool(params) and reads_listed(params[0])
         self.slots = grad_slots(self.shapes, self.offsets, params[0].device if listed else None)
         self.views: list[Tensor] = []
-        self.view_table: SlotTable | None = None
+        self.view_table = slot_table([])
         self.lends = bool(params) and may_lend(params[0]) and total_numel >= packed_grads.PACKED_NUMEL
         self.is_sent = self.is_lent = self.is_padded = False
         self.params, self._total_numel = list(params), total_numel
@@ -108,25 +108,26 @@ class GradMemory:
 
     def free_views(self) -> None:
         """Have all views in their slots, and held by their parameters alone, if at all."""
-        self.replace_lost_views()
-        self.move_out(kept_grads(self.views, self.params))
+        lost, kept = lost_and_kept(self.view_table, self.views, self.params)
+        self._renew_views(lost)
+        self.move_out(kept)
 
     def move_out(self, indices: Sequence[int]) -> None:
         """Move former gradients, which something still holds, out of their slots, to which others are written."""
         for i in indices:
             move_out(self.views[i])  # first: what is interrupted here is found as a view that is lost
-            self._renew_view(i)
+            self._renew_views([i])
 
-    def _renew_view(self, index: int) -> None:
-        assert self._buffer is not None
-        shape = self.shapes[index]
-        self.views[index] = self._buffer.view(self.offsets[index], shape.size(), shape.stride())
+    def _renew_views(self, indices: Sequence[int]) -> None:
+        for i in indices:
+            assert self._buffer is not None
+            shape = self.shapes[i]
+            self.views[i] = self._buffer.view(self.offsets[i], shape.size(), shape.stride())
 
     def replace_lost_views(self) -> bool:
         """``p.grad.data = ...`` takes a view out of its slot: from then on it is a gradient like any other."""
-        lost = [] if self.view_table is None else self.view_table.broken(self.views)
-        for i in lost:
-            self._renew_view(i)
+        lost = self.view_table.broken(self.views)
+        self._renew_views(lost)
         return bool(lost)
 
     def readable(self, indices: Sequence[int], grads: list[Tensor], sources: Sequence[Tensor]) -> list[Tensor]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.backends._torch_private import wraps_tensors
+from apex_npu.fusion.storage_common import SlotTable
 from apex_npu.ops import LOW_PRECISION
 
 _GRAD, _DTYPE = attrgetter("grad"), attrgetter("dtype")
@@ -56,19 +58,34 @@ def versions_of(tensors: list[Tensor | None]) -> list[int]:
     return [0 if tensor is None else tensor._version for tensor in tensors]
 
 
-def kept_grads(views: list[Tensor], params: list[Tensor]) -> list[int]:
-    """The indices of ``views`` that are no parameter's gradient any more, and that something else than the list has.
+def any_grads(tensors: Sequence[Tensor]) -> bool:
+    """True where one of ``tensors`` has a gradient."""
+    return not all(map(is_, map(_GRAD, tensors), repeat(None)))
 
-    Such is a name in Python, another parameter's ``grad``, or a view of one (``grad.view(-1)``); not ``grad.detach()``.
+
+def hold_grads(tensors: list[Tensor], grads: list[Tensor | None], versions: list[int]) -> bool:
+    """True where each has the very gradient of ``grads``, or None, and this the version of ``versions``, or 0."""
+    now = grads_of(tensors)
+    return are_same(now, grads) and versions_of(now) == versions
+
+
+def lost_and_kept(table: SlotTable, views: list[Tensor], params: list[Tensor]) -> tuple[list[int], list[int]]:
+    """The indices of ``views`` that are elsewhere, and of others that are not free: of former gradients that are kept.
+
+    What keeps one is a name in Python, another parameter's ``grad``, or a view of it (``grad.view(-1)``); not
+    ``grad.detach()``.
 
     Args:
+        table: Where they are to be.
         views: Of slots; nothing has this list but its owner.
         params: One for each, whose gradient is in the slot while it is the view.
     """
+    lost = table.broken(views)
     held = list(zip(map(sys.getrefcount, views), map(_USE_COUNT, views), strict=True))
     if held.count((_IN_LIST_ALONE, 1)) == len(held):
-        return []
-    return [i for i, counts in enumerate(held) if counts != (_IN_LIST_ALONE, 1) and params[i].grad is not views[i]]
+        return lost, []
+    used = [i for i, counts in enumerate(held) if counts != (_IN_LIST_ALONE, 1) and params[i].grad is not views[i]]
+    return lost, [i for i in used if i not in lost]
 
 
 def low_precision_of(tensors: list[Tensor]) -> list[int]:
@@ -120,6 +137,13 @@ class WriteTable:
         self.add(tensors)
         versions, addresses = _entries_of(tensors)
         return sorted({*_differing(versions, self._versions), *_differing(addresses, self._addresses)})
+
+    def write(self, tensors: list[Tensor]) -> list[int]:
+        """Likewise, of tensors that are about to be written: their versions grow by one, and they are recorded."""
+        written = self.written(tensors)
+        increment_versions(tensors)
+        self.note(tensors)
+        return written
 
     def counted(self, tensors: list[Tensor]) -> list[int]:
         """The indices of those that have another version."""

@@ -2,25 +2,21 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "combine_tensors/borrowed.h"
 
-#include <cstring>
 #include <utility>
 
 namespace apex_npu {
 
 void increment_versions(const Borrowed& tensors) {
-  // The counter is all that a VariableVersion points to.
-  static_assert(sizeof(c10::VariableVersion) == sizeof(void*), "its counter is prefetched");
-  const auto prefetch_counter = [](const c10::TensorImpl& impl) {
-    const void* counter = nullptr;
-    std::memcpy(&counter, &impl.version_counter(), sizeof(counter));
-    APEX_NPU_PREFETCH(counter);
-  };
-  const auto bump = [&](size_t i) {
-    c10::TensorImpl* impl = tensors[i]->unsafeGetTensorImpl();
-    // Those of inference have no counter; torch's own function passes over them, too.
-    if (impl->version_counter().enabled()) impl->bump_version();
-  };
-  look_at_each(tensors, prefetch_counter, bump, kPointersBytes);
+  look_at_each(tensors, prefetch_counter, [&](size_t i) { increment_version(*tensors[i]); }, kPointersBytes);
+}
+
+bool any_grads(const Borrowed& tensors) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (i + 2 * kAhead < tensors.size()) prefetch_impl(*tensors[i + 2 * kAhead], kPointersBytes);
+    if (i + kAhead < tensors.size()) prefetch_autograd(*tensors[i + kAhead]->unsafeGetTensorImpl());
+    if (grad_of(*tensors[i]).defined()) return true;
+  }
+  return false;
 }
 
 std::vector<int64_t> low_precision_of(const Borrowed& tensors) {

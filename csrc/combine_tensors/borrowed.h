@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstring>
 #include <vector>
 
 #include "prefetch.h"
@@ -41,6 +42,14 @@ inline void prefetch_storage(const c10::TensorImpl& impl) {
   if (impl.has_storage()) APEX_NPU_PREFETCH(impl.unsafe_storage().unsafeGetStorageImpl());
 }
 
+// The counter is all that a VariableVersion points to.
+inline void prefetch_counter(const c10::TensorImpl& impl) {
+  static_assert(sizeof(c10::VariableVersion) == sizeof(void*), "its counter is prefetched");
+  const void* counter = nullptr;
+  std::memcpy(&counter, &impl.version_counter(), sizeof(counter));
+  APEX_NPU_PREFETCH(counter);
+}
+
 // Its gradient follows a name.
 inline void prefetch_autograd(const c10::TensorImpl& impl) { prefetch_bytes(impl.autograd_meta(), kPointersBytes); }
 
@@ -50,20 +59,33 @@ inline const at::Tensor& grad_of(const at::Tensor& tensor) {
   return impl->grad();
 }
 
-// look(grad, i) for the gradient of each tensor, undefined where it has none, likewise; `bytes` of the gradients, and
-// then their storages.
-template <typename Look>
-void look_at_grads(const Borrowed& tensors, const Look& look, size_t bytes = sizeof(c10::TensorImpl)) {
+// look(grad, i) for the gradient of each tensor, undefined where it has none, likewise; `next` prefetches what the
+// gradients point to, of which themselves `bytes` are.
+template <typename Next, typename Look>
+void look_at_grads(const Borrowed& tensors, const Next& next, const Look& look, size_t bytes) {
   const auto look_and_prefetch = [&](size_t i) {
     if (i + kAhead / 2 < tensors.size()) prefetch_impl(grad_of(*tensors[i + kAhead / 2]), bytes);
-    if (i + kAhead / 4 < tensors.size()) prefetch_storage(*grad_of(*tensors[i + kAhead / 4]).unsafeGetTensorImpl());
+    if (i + kAhead / 4 < tensors.size()) next(*grad_of(*tensors[i + kAhead / 4]).unsafeGetTensorImpl());
     look(grad_of(*tensors[i]), i);
   };
   look_at_each(tensors, prefetch_autograd, look_and_prefetch, kPointersBytes);
 }
 
-// What in-place operations on these tensors would have done to their version counters.
+template <typename Look>
+void look_at_grads(const Borrowed& tensors, const Look& look, size_t bytes = sizeof(c10::TensorImpl)) {
+  look_at_grads(tensors, prefetch_storage, look, bytes);
+}
+
+// What in-place operations on these tensors would have done to their version counters. Those of inference have none;
+// torch's own function passes over them, too.
+inline void increment_version(const at::Tensor& tensor) {
+  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  if (impl->version_counter().enabled()) impl->bump_version();
+}
 void increment_versions(const Borrowed& tensors);
+
+// Whether one of them has a gradient.
+bool any_grads(const Borrowed& tensors);
 
 // The indices of those in float16 or bfloat16.
 std::vector<int64_t> low_precision_of(const Borrowed& tensors);

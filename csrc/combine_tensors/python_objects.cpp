@@ -67,6 +67,26 @@ py::list versions_of(const py::list& tensors) {
   return versions;
 }
 
+bool hold_grads(const Borrowed& tensors, const py::list& grads, const py::list& versions) {
+  const size_t count = tensors.size();
+  TORCH_CHECK_VALUE(grads.size() == count && versions.size() == count,
+                    "hold_grads: expected one gradient and version per tensor (", count, "), got ", grads.size(),
+                    " and ", versions.size());
+  bool same = true;
+  const auto look = [&](const at::Tensor& grad, size_t i) {
+    if (!same) return;
+    PyObject* known = PyList_GET_ITEM(grads.ptr(), static_cast<Py_ssize_t>(i));
+    TORCH_CHECK_TYPE(known == Py_None || is_tensor(known), "expected a tensor or None at index ", i);
+    const long long before = PyLong_AsLongLong(PyList_GET_ITEM(versions.ptr(), static_cast<Py_ssize_t>(i)));
+    if (before == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+    const bool there = grad.defined();
+    const long long version = there ? grad.unsafeGetTensorImpl()->version_counter().current_version() : 0;
+    same = (known == Py_None ? !there : there && grad.is_same(THPVariable_Unpack(known))) && version == before;
+  };
+  look_at_grads(tensors, prefetch_counter, look, kPointersBytes);
+  return same;
+}
+
 bool is_alone(const at::Tensor& grad) {
   if (grad.storage().use_count() > 1 || grad.use_count() > 2) return false;
   if (grad.use_count() == 1) return true;
@@ -113,14 +133,19 @@ bool is_unused(const at::Tensor& listed) {
   return Py_REFCNT(object.ptr()) == 2 && listed.use_count() == 1;
 }
 
-std::vector<int64_t> kept_grads(const Borrowed& views, const Borrowed& params) {
-  TORCH_CHECK_VALUE(views.size() == params.size(), "kept_grads: expected one view per parameter, got ", views.size(),
-                    " and ", params.size());
-  std::vector<int64_t> indices;
-  look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
-    if (!is_unused(*views[i]) && !grad.is_same(*views[i])) indices.push_back(static_cast<int64_t>(i));
+std::pair<std::vector<int64_t>, std::vector<int64_t>> lost_and_kept(const SlotTable& table, const Borrowed& views,
+                                                                    const Borrowed& params) {
+  TORCH_CHECK_VALUE(views.size() == params.size() && views.size() == table.size(), "lost_and_kept: expected ",
+                    table.size(), " views, one per parameter, got ", views.size(), " and ", params.size());
+  std::vector<int64_t> lost, kept;
+  look_at_each(views, prefetch_storage, [&](size_t i) {
+    if (!table.is_intact(i, *views[i])) {
+      lost.push_back(static_cast<int64_t>(i));
+    } else if (!is_unused(*views[i]) && !grad_of(*params[i]).is_same(*views[i])) {
+      kept.push_back(static_cast<int64_t>(i));
+    }
   });
-  return indices;
+  return {std::move(lost), std::move(kept)};
 }
 
 bool are_same(const py::sequence& a, const py::sequence& b) {

@@ -6,9 +6,11 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <utility>
 #include <vector>
 
 #include "combine_tensors/borrowed.h"
+#include "combine_tensors/slot_table.h"
 
 namespace apex_npu {
 
@@ -27,8 +29,10 @@ std::vector<int64_t> move_storages(const pybind11::sequence& lists, const at::Te
 // Whether a tensor that is in a list is held by that list alone: no name in Python, and nothing else in torch, has it.
 bool is_unused(const at::Tensor& listed);
 
-// The indices of `views`, tensors in a list, that something else holds than that list and params[i] as its gradient.
-std::vector<int64_t> kept_grads(const Borrowed& views, const Borrowed& params);
+// The indices of `views`, tensors in a list, that have left their places in `table`, and of others that something else
+// holds than that list and params[i] as its gradient.
+std::pair<std::vector<int64_t>, std::vector<int64_t>> lost_and_kept(const SlotTable& table, const Borrowed& views,
+                                                                    const Borrowed& params);
 
 // Whether two sequences have the very same items, in order.
 bool are_same(const pybind11::sequence& a, const pybind11::sequence& b);
@@ -44,5 +48,8 @@ pybind11::list grads_of(const Borrowed& tensors);
 
 // tensor._version, for each; where there is None, 0.
 pybind11::list versions_of(const pybind11::list& tensors);
+
+// Whether each tensor has the very gradient of `grads`, or None, and this the version of `versions`, or 0.
+bool hold_grads(const Borrowed& tensors, const pybind11::list& grads, const pybind11::list& versions);
 
 }  // namespace apex_npu

@@ -4,6 +4,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+
 namespace apex_npu {
 
 // storage().data() is the const accessor: it does not materialise a copy-on-write storage, as data_ptr() would.
@@ -14,15 +16,21 @@ const void* SlotTable::address_of(const at::Tensor& t) {
 SlotTable::SlotTable(const std::vector<at::Tensor>& tensors) {
   places_.reserve(tensors.size());
   for (const at::Tensor& t : tensors) {
-    places_.push_back(
-        {address_of(t), c10::DimVector(t.sizes()), c10::DimVector(t.strides()), t.scalar_type(), t.device()});
+    places_.push_back({address_of(t), shapes_.size(), t.dim(), t.scalar_type(), t.device()});
+    shapes_.insert(shapes_.end(), t.sizes().begin(), t.sizes().end());
+    shapes_.insert(shapes_.end(), t.strides().begin(), t.strides().end());
   }
 }
 
 bool SlotTable::is_intact(size_t i, const at::Tensor& t) const {
   const Place& place = places_[i];
-  return t.layout() == c10::kStrided && t.scalar_type() == place.dtype && t.device() == place.device &&
-         t.sizes() == place.sizes && t.strides() == place.strides && address_of(t) == place.address;
+  if (t.layout() != c10::kStrided || t.scalar_type() != place.dtype || t.device() != place.device ||
+      t.dim() != place.dim) {
+    return false;
+  }
+  const int64_t* shape = shapes_.data() + place.shape;
+  return std::equal(t.sizes().begin(), t.sizes().end(), shape) &&
+         std::equal(t.strides().begin(), t.strides().end(), shape + place.dim) && address_of(t) == place.address;
 }
 
 std::vector<int64_t> SlotTable::broken(const Borrowed& tensors) const {

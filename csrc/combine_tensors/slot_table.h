@@ -4,8 +4,6 @@
 // Remembers where tensors lay when they were fused, and says in one call which of them are still there.
 #pragma once
 
-#include <c10/util/DimVector.h>
-
 #include <cstdint>
 #include <vector>
 
@@ -18,6 +16,8 @@ class SlotTable {
  public:
   explicit SlotTable(const std::vector<at::Tensor>& tensors);
 
+  size_t size() const { return places_.size(); }
+
   // Indices of the tensors that have another address, size, stride, dtype or device than when the table was made.
   std::vector<int64_t> broken(const Borrowed& tensors) const;
 
@@ -25,16 +25,18 @@ class SlotTable {
   bool is_intact(size_t i, const at::Tensor& t) const;
 
  private:
+  // Of its sizes and strides, which are in shapes_ from `shape` on, there are `dim` each.
   struct Place {
     const void* address;
-    c10::DimVector sizes;
-    c10::DimVector strides;
+    size_t shape;
+    int64_t dim;
     c10::ScalarType dtype;
     c10::Device device;
   };
   static const void* address_of(const at::Tensor& t);
 
   std::vector<Place> places_;
+  std::vector<int64_t> shapes_;
 };
 
 }  // namespace apex_npu

@@ -5,11 +5,20 @@
 #include <c10/util/Exception.h>
 
 namespace apex_npu {
+namespace {
+
+void prefetch_entry(const c10::TensorImpl& impl) {
+  prefetch_storage(impl);
+  prefetch_counter(impl);
+}
+
+}  // namespace
 
 WriteTable::Entry WriteTable::entry_of(const at::Tensor& t) {
   c10::TensorImpl& impl = *t.unsafeGetTensorImpl();
   // Inference tensors have no counter; a tensor subclass may have no memory.
-  const int64_t version = impl.is_inference() ? 0 : static_cast<int64_t>(t._version());
+  const c10::VariableVersion& counter = impl.version_counter();
+  const int64_t version = counter.enabled() ? static_cast<int64_t>(counter.current_version()) : 0;
   if (!impl.has_storage() || impl.is_python_dispatch()) return {version, nullptr};
   const auto* begin = static_cast<const char*>(impl.unsafe_storage().data());
   return {version, begin + impl.storage_offset() * static_cast<int64_t>(impl.itemsize())};
@@ -23,7 +32,7 @@ void WriteTable::add(const Borrowed& tensors) {
 
 void WriteTable::note(const Borrowed& tensors) {
   add(tensors);
-  look_at_each(tensors, prefetch_storage, [&](size_t i) { entries_[i] = entry_of(*tensors[i]); });
+  look_at_each(tensors, prefetch_entry, [&](size_t i) { entries_[i] = entry_of(*tensors[i]); });
 }
 
 void WriteTable::note(const Borrowed& tensors, const std::vector<int64_t>& indices) {
@@ -34,11 +43,20 @@ void WriteTable::note(const Borrowed& tensors, const std::vector<int64_t>& indic
 std::vector<int64_t> WriteTable::written(const Borrowed& tensors) {
   add(tensors);
   std::vector<int64_t> indices;
-  look_at_each(tensors, prefetch_storage, [&](size_t i) {
+  look_at_each(tensors, prefetch_entry, [&](size_t i) {
+    if (entry_of(*tensors[i]) != entries_[i]) indices.push_back(static_cast<int64_t>(i));
+  });
+  return indices;
+}
+
+std::vector<int64_t> WriteTable::write(const Borrowed& tensors) {
+  add(tensors);
+  std::vector<int64_t> indices;
+  look_at_each(tensors, prefetch_entry, [&](size_t i) {
     const Entry now = entry_of(*tensors[i]);
-    if (now.version != entries_[i].version || now.address != entries_[i].address) {
-      indices.push_back(static_cast<int64_t>(i));
-    }
+    if (now != entries_[i]) indices.push_back(static_cast<int64_t>(i));
+    increment_version(*tensors[i]);
+    entries_[i] = entry_of(*tensors[i]);
   });
   return indices;
 }
@@ -46,9 +64,9 @@ std::vector<int64_t> WriteTable::written(const Borrowed& tensors) {
 std::vector<int64_t> WriteTable::counted(const Borrowed& tensors) {
   add(tensors);
   std::vector<int64_t> indices;
-  for (size_t i = 0; i < tensors.size(); ++i) {
+  look_at_each(tensors, prefetch_entry, [&](size_t i) {
     if (entry_of(*tensors[i]).version != entries_[i].version) indices.push_back(static_cast<int64_t>(i));
-  }
+  });
   return indices;
 }
 
@@ -56,8 +74,7 @@ void WriteTable::note_grads(const Borrowed& params) {
   entries_.assign(params.size(), kNoGrad);
   look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
     if (!grad.defined()) return;
-    c10::TensorImpl& impl = *grad.unsafeGetTensorImpl();
-    if (impl.version_counter().enabled()) impl.bump_version();
+    increment_version(grad);
     entries_[i] = entry_of(grad);
   });
 }

@@ -25,6 +25,9 @@ class WriteTable {
   // Indices of the tensors that have another version or another address than the recorded ones.
   std::vector<int64_t> written(const Borrowed& tensors);
 
+  // Likewise, of tensors that are about to be written: increments their versions, and records them.
+  std::vector<int64_t> write(const Borrowed& tensors);
+
   // Those that have another version.
   std::vector<int64_t> counted(const Borrowed& tensors);
 
@@ -37,6 +40,8 @@ class WriteTable {
 
  private:
   struct Entry {
+    bool operator!=(const Entry& other) const { return version != other.version || address != other.address; }
+
     int64_t version;
     const void* address;
   };

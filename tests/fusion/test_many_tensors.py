@@ -11,19 +11,24 @@ from devices import DEVICE
 from torch import nn
 
 from apex_npu._extension import extension
+from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.many_tensors import (
     WriteTable,
+    any_grads,
     are_same,
     drop_grads,
     grads_of,
     has_values,
+    hold_grads,
     hold_values,
     increment_versions,
+    lost_and_kept,
     low_precision_of,
     set_grads,
     versions_of,
     zero_grads,
 )
+from apex_npu.fusion.storage import slot_table
 
 needs_extension = pytest.mark.skipif(extension is None, reason="checks of the extension")
 
@@ -111,6 +116,82 @@ def test_gradients_and_their_versions():
     assert grads[1] is None
     assert versions_of(grads) == [0 if p.grad is None else p.grad._version for p in params]
     assert versions_of(grads)[4] == 2
+
+
+def test_one_gradient_is_found_wherever_it_is():
+    params = make()
+    assert not any_grads(params)
+    assert not any_grads([])
+    for i in (0, 17, 49):
+        params[i].grad = torch.ones_like(params[i])
+        assert any_grads(params)
+        assert any_grads(tuple(params))
+        params[i].grad = None
+        assert not any_grads(params)
+
+
+def test_gradients_are_held_until_they_are_others_or_have_been_written():
+    changes = {
+        0: lambda p: setattr(p, "grad", torch.ones_like(p)),
+        1: lambda p: setattr(p, "grad", None),
+        2: lambda p: setattr(p, "grad", p.grad.clone()),
+        3: lambda p: setattr(p, "grad", p.grad.view(3)),
+        4: lambda p: p.grad.zero_(),
+        5: lambda p: p.grad[:1].add_(1),
+    }
+    for i, change in changes.items():
+        params = make(40)
+        for p in params[1:]:
+            p.grad = torch.ones_like(p).add_(1)
+        grads = grads_of(params)
+        versions = versions_of(grads)
+        assert versions == [0] + [1] * 39
+        assert hold_grads(params, grads, versions)
+        change(params[i])
+        assert not hold_grads(params, grads, versions)
+    assert hold_grads([], [], [])
+
+
+def test_writes_are_counted_and_recorded_in_one_call():
+    params, table = make(6), WriteTable()
+    table.add(params)
+    with torch.no_grad():
+        params[2].add_(1)
+    params[4].data = params[4].data.clone()
+    versions = [p._version for p in params]
+    assert table.write(params) == [2, 4]
+    assert [p._version for p in params] == [version + 1 for version in versions]
+    assert table.written(params) == []
+    assert table.write(params) == []
+
+
+def test_tensors_are_where_they_were_with_the_shape_that_they_had():
+    sizes = [(), (1,), (2, 3), (3, 2), (4, 1, 2), (0,), (2, 3)]
+    tensors = [torch.zeros(size, device=DEVICE) for size in sizes]
+    tensors[-1] = torch.zeros(3, 2, device=DEVICE).t()
+    table = slot_table(tensors)
+    assert table.broken(tensors) == []
+    others = [t.view(t.shape) for t in tensors]
+    assert table.broken(others) == []
+    others[0], others[2], others[3] = tensors[0].view(1), tensors[2].view(3, 2), tensors[3].view(6)
+    others[1], others[6] = tensors[1].clone(), tensors[6].as_strided((2, 3), (3, 1))
+    assert table.broken(others) == [0, 1, 2, 3, 6]
+
+
+def test_views_that_are_lost_and_kept():
+    params = make(6)
+    buffer = FlatBuffer(6 * 48, torch.float32, torch.device(DEVICE))
+    views = buffer.views_like([torch.empty(3, device="meta") for _ in params], [48 * i for i in range(6)])
+    table = slot_table(views)
+    assert lost_and_kept(table, views, params) == ([], [])
+    params[0].grad = views[0]
+    params[2].grad = views[1]  # another parameter's
+    name = views[3]
+    views[4].data = torch.zeros(3, device=DEVICE)
+    assert lost_and_kept(table, views, params) == ([4], [1, 3])
+    del name
+    params[2].grad = None
+    assert lost_and_kept(table, views, params) == ([4], [])
 
 
 def test_gradients_of_any_kind_are_zeroed_as_by_zero_():
@@ -229,6 +310,11 @@ def test_gradients_that_change_are_told_from_those_that_move():
         (lambda: extension.set_grads([torch.ones(1)], []), ValueError, "expected one gradient per tensor, got 0 and 1"),
         (lambda: extension.versions_of([torch.ones(1), 2]), TypeError, "expected a tensor or None at index 1"),
         (lambda: extension.WriteTable().changed_grads(make(1)), ValueError, "expected 0 parameters, got 1"),
+        (lambda: extension.hold_grads(make(2), [None], [0]), ValueError, "one gradient and version per tensor"),
+        (lambda: extension.hold_grads(make(1), [2], [0]), TypeError, "expected a tensor or None at index 0"),
+        (lambda: extension.hold_grads(make(1), [None], ["a"]), TypeError, ""),
+        (lambda: extension.lost_and_kept(slot_table([]), [], make(1)), ValueError, "expected 0 views, .* got 0 and 1"),
+        (lambda: extension.lost_and_kept(slot_table([]), make(1), make(1)), ValueError, "expected 0 views, .* got 1"),
         (lambda: extension.hold_values([{}], [], []), ValueError, "must have one length"),
         (lambda: extension.hold_values([1], ["a"], [2]), TypeError, "expected dicts"),
         (lambda: extension.hold_values([{}], [[]], [2]), TypeError, "unhashable"),
