@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from apex_npu.fusion import storage, storage_torch
+from apex_npu.fusion import many_tensors, many_tensors_torch, storage, storage_torch
 
 NAMES = [name for name in storage.__all__ if hasattr(storage_torch, name)]
 
@@ -16,8 +16,10 @@ NAMES = [name for name in storage.__all__ if hasattr(storage_torch, name)]
 def use_pure_torch_storage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace what ``apex_npu`` and the calling test have of ``storage.py`` by its implementation in pure torch."""
     caller = sys._getframe(1).f_globals["__name__"]
-    chosen = {name: getattr(storage, name) for name in NAMES}
+    replaced = {name: (getattr(storage, name), getattr(storage_torch, name)) for name in NAMES}
+    name = "lost_and_kept"  # which looks into tables of slots
+    replaced[name] = getattr(many_tensors, name), getattr(many_tensors_torch, name)
     for module in [m for n, m in sys.modules.items() if n == caller or n.split(".")[0] == "apex_npu"]:
-        for name in NAMES:
-            if vars(module).get(name) is chosen[name]:
-                monkeypatch.setattr(module, name, getattr(storage_torch, name))
+        for name, (chosen, other) in replaced.items():
+            if vars(module).get(name) is chosen:
+                monkeypatch.setattr(module, name, other)

@@ -657,7 +657,8 @@ def test_a_parameter_that_is_replaced_in_every_step_costs_the_others_nothing(mon
     # The first swaps may take what is swapped out of the buffers of the rest.
     allocated = [training.step(number) for number in range(12)]
     assert all(numels == allocated[2] for numels in allocated[2:])
-    assert max(allocated[2]) <= 80  # 40 elements and their padding
+    # 40 elements and their padding; nothing, where their gradients stay where they are.
+    assert max(allocated[2], default=0) <= 80
     amp.shutdown()
     reference = Swapped(monkeypatch, level, "torch", together)
     for number in range(12):
