@@ -22,6 +22,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 export PIP_ROOT_USER_ACTION := ignore
 export PYTHONUTF8 := 1
+# Without compiled files each process of a test compiles the package.
+unexport PYTHONDONTWRITEBYTECODE
 # cd would go elsewhere, and print where.
 unexport CDPATH
 
@@ -269,9 +271,9 @@ sanitize: setup-dev
 	    -p no:xdist tests/ops tests/fusion tests/distributed/test_grad_arrivals.py
 
 clean:
-	rm -rf build dist apex_npu.egg-info tests/npu_simulator/build tests/npu_simulator/*.egg-info tests/host_cann/build tests/host_cann/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf build dist apex_npu.egg-info __pycache__ tests/npu_simulator/build tests/npu_simulator/*.egg-info tests/host_cann/build tests/host_cann/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	rm -f apex_npu/_C*.so apex_npu/_C.torch_version
-	find apex_npu benchmarks examples tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find apex_npu benchmarks examples scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 setup-demo:
 	@scripts/setup.sh setuptools ninja numpy scikit-learn matplotlib tqdm

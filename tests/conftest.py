@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -27,6 +28,11 @@ if not torch.cuda.is_available():
 # The tensors here are small: a second thread only waits, and on a busy machine it waits long.
 torch.set_num_threads(1)
 
+# torch.manual_seed formats the whole stack for each kind of device that is not initialized, a millisecond each time.
+for kind in (torch.cuda, torch.xpu, torch.mtia):
+    if not kind.is_available():
+        kind.manual_seed_all = lambda seed: None
+
 # Functions that amp patches at O1; each test must leave them as it found them.
 _PATCHABLE = (
     (torch.autograd, "_engine_run_backward"),
@@ -42,6 +48,12 @@ _PATCHABLE = (
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_sweeps(items)
+
+
+def pytest_collection_finish() -> None:
+    """Free each collection of garbage from looking through all modules and tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 """Which cases of a product of parametrizations are quick; the others are marked ``sweep``.
 
 A test that is marked ``pairwise`` has each pair of values in one of them. A case for which ``unless(**params)`` holds,
-as the test skips it, covers none.
+as the test skips it, covers none, and neither does one that is a sweep by a mark of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Pair = tuple[tuple[str, int], tuple[str, int]]
 
 def mark_sweeps(items: list[pytest.Item]) -> None:
     """Mark what is left out of each test that is marked ``pairwise``."""
-    chosen = [item for item in items if item.get_closest_marker("pairwise")]
+    chosen = [i for i in items if i.get_closest_marker("pairwise") and not i.get_closest_marker("sweep")]
     for _, cases in groupby(chosen, key=lambda item: item.nodeid.partition("[")[0]):
         pairs = {item: _pairs(item) for item in cases}
         kept = covering(pairs)

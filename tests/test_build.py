@@ -113,6 +113,7 @@ def test_wheels_are_built_for_the_pythons_that_are_tested():
     assert "-c {project}/requirements-dev.txt" in project["tool"]["cibuildwheel"]["before-build"]
 
 
+@pytest.mark.slow
 def test_built_where_a_backend_of_torch_has_no_driver(setup_py, tmp_path):
     if (reason := setup_py.skip_reason()) is not None:
         pytest.skip(reason)
@@ -144,6 +145,7 @@ for torch.__version__ in ("2.6.0", "2.13.0"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", ["ninja", "distutils"])
 def test_nothing_that_another_torch_has_left_is_taken(tool):
     environment = {**os.environ, "CXX": "c++"}

@@ -30,6 +30,7 @@ def imported(node: ast.AST, package: str, modules: set[str]) -> set[str]:
     return names & modules | ({source} & modules if names - modules else set())
 
 
+@functools.cache
 def imports_of_package() -> Imports:
     files = {name_of(path): path for path in PACKAGE.rglob("*.py")}
     compiled = "apex_npu._C"  # has no source here

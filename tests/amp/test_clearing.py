@@ -45,6 +45,7 @@ def ready(kind, level, **options):
     return model, optimizer, vector(1.0, 1.0, 1.0)
 
 
+@pytest.mark.pairwise
 @kinds(ALL_KINDS)
 @levels(LEVELS)
 @pytest.mark.parametrize("clear", [by_the_model, by_assignment, to_zeros], ids=lambda clear: clear.__name__)
@@ -179,12 +180,17 @@ def test_a_gradient_that_a_script_gives_to_a_master_and_a_block_drops_is_named(l
 # Zeros are gradients: momentum goes on with them.
 
 
+def is_added_to_scaled_gradients(level, kind, then, by):
+    return then == "a plain backward" and (kind == "fuse_unscale" or (by == "model" and level in WITH_MASTERS))
+
+
+@pytest.mark.pairwise(unless=is_added_to_scaled_gradients)
 @pytest.mark.parametrize("by", ["model", "optimizer"])
 @pytest.mark.parametrize("then", ["a step", "zeros", "a block", "a look", "a plain backward", "a failure"])
 @kinds(ALL_KINDS)
 @levels(LEVELS)
 def test_zeros_stay_gradients_until_they_are_set_to_none(level, kind, then, by):
-    if then == "a plain backward" and (kind == "fuse_unscale" or (by == "model" and level in WITH_MASTERS)):
+    if is_added_to_scaled_gradients(level, kind, then, by):
         pytest.skip("it would be added to gradients that are multiplied by the loss scale")
     model, optimizer, x = ready(kind, level, momentum=0.5)
     backward(model(x), optimizer)
@@ -215,6 +221,7 @@ def test_zeros_stay_gradients_until_they_are_set_to_none(level, kind, then, by):
 # Gradients of a backward outside of blocks.
 
 
+@pytest.mark.pairwise
 @kinds(("torch", "combine_grad", "fused"))
 @levels(LEVELS)
 @pytest.mark.parametrize("then", ["a block", "a failure", "nothing"])

@@ -179,6 +179,7 @@ WRITES = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("fuse", [None, True])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])

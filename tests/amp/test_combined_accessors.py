@@ -110,6 +110,7 @@ def place_in(flat, param):
     return slice(begin, begin + param.numel())
 
 
+@pytest.mark.pairwise
 @EVERY_COUNT
 @EVERY_KIND
 @EVERY_LEVEL
@@ -260,6 +261,7 @@ def remove(model, optimizer):
     del optimizer.param_groups[0]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("change", [unfreeze, add, re_point, replace, remove])
 @EVERY_KIND
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -238,6 +238,7 @@ def test_a_module_around_the_model_copied_alone_is_float32(how, level):
     assert twin["model"](inputs().to(model.head.weight.dtype)).dtype == torch.float32
 
 
+@pytest.mark.pairwise
 @levels((*WITH_MASTERS, "O3"))
 @copies_and_files
 @pytest.mark.parametrize("order", ["model first", "optimizer first", "the model holds it"])

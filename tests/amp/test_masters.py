@@ -120,6 +120,7 @@ def by_state_dict(model):
     return [model.state_dict()["inner.w.0"], model.inner.w[0]]
 
 
+@pytest.mark.pairwise
 @with_kinds
 @levels(WITH_MASTERS)
 @pytest.mark.parametrize("steps", [0, 1])

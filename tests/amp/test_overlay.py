@@ -207,6 +207,7 @@ PROMOTE_CALLS: dict[str, Callable[[Any, Any], Tensor]] = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [HALF, FLOAT], ids=str)
 @pytest.mark.parametrize("name", HALF_CALLS)
 def test_half_functions(casts: CastHandle, name: str, dtype: torch.dtype) -> None:
@@ -217,6 +218,7 @@ def test_half_functions(casts: CastHandle, name: str, dtype: torch.dtype) -> Non
     torch.testing.assert_close(result, expected.half(), rtol=4e-3, atol=1e-3)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [HALF, FLOAT], ids=str)
 @pytest.mark.parametrize("name", FLOAT_CALLS)
 def test_float_functions(casts: CastHandle, name: str, dtype: torch.dtype) -> None:
@@ -227,6 +229,7 @@ def test_float_functions(casts: CastHandle, name: str, dtype: torch.dtype) -> No
     torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)  # computed in float, not rounded to half
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("first", "second"), [(HALF, FLOAT), (FLOAT, HALF), (HALF, HALF)], ids=str)
 @pytest.mark.parametrize("name", PROMOTE_CALLS)
 def test_promoting_functions(casts: CastHandle, name: str, first: torch.dtype, second: torch.dtype) -> None:

@@ -36,7 +36,7 @@ def test_more_programs(first):
 @pytest.mark.slow
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
 def test_programs_of_two_processes():
-    processes.run(Path(__file__).with_name("random_programs.py"), "--programs", "60")
+    processes.run(Path(__file__).with_name("random_programs.py"), "--programs", "30")
 
 
 # Programs that have differed.

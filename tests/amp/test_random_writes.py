@@ -13,8 +13,8 @@ from amp.random_writes import LEVELS, WRITES, Config, describe, run
 from devices import DEVICE
 from small_programs import WITH_MASTERS
 
-# Of each kind of write: 100 and 1,000 of a level. A simulated NPU runs twice, with the vendor's torch_npu and without.
-QUICK, MORE = (20 if DEVICE.type == "cpu" else 10), 200
+# Of each kind of write: 50 and 1,000 of a level.
+QUICK, MORE = 10, 200
 
 
 def check(seeds, level, writes):
@@ -134,6 +134,7 @@ BEFORE_THE_STEP = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("how", ["torch", "combine_grad", "fused", "fuse_unscale"])
 @pytest.mark.parametrize("level", WITH_MASTERS)
 @pytest.mark.parametrize("name", BEFORE_THE_STEP)

@@ -243,6 +243,7 @@ def test_training_goes_on_after_inference_in_one_region(level, around, context):
 checkpoints = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("within", [True, False], ids=["backward within", "backward outside"])
 @checkpoints
 @around

@@ -55,6 +55,7 @@ def test_autograd_leaves_two_gradients_in_one_memory():
     assert model[0].grad.data_ptr() == model[1].grad.data_ptr()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("classes", [[TORCH], [FUSED], [TORCH, TORCH], [TORCH, FUSED], [FUSED, TORCH]])
 @pytest.mark.parametrize(
     "options", [{}, {"fuse_unscale": True}, {"loss_scale": "dynamic", "dynamic_init_scale": SCALE}]

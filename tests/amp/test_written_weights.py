@@ -551,6 +551,7 @@ def plain(name, kind):
     return train(name, None, kind)[0]
 
 
+@pytest.mark.pairwise
 @kinds(OPTIMIZERS)
 @pytest.mark.parametrize(("name", "level"), [(name, level) for name in LOOPS for level in TOLERANCE])
 def test_loops(name, level, kind):
@@ -701,6 +702,7 @@ def written_before(write, event):
     return pytest.param(write, event, marks=[pytest.mark.skip(reason=reason)] if lost else [])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("cls", [torch.optim.SGD, optimizers.NpuFusedSGD])
 @pytest.mark.parametrize(
     ("write", "event"), [written_before(write, event) for write in (*OF_MODEL, *OF_MASTER) for event in EVENTS]
@@ -816,6 +818,7 @@ CLAMPS = {
 }
 
 
+@pytest.mark.pairwise
 @kinds(OPTIMIZERS)
 @pytest.mark.parametrize("level", TOLERANCE)
 @pytest.mark.parametrize("how", CLAMPS)

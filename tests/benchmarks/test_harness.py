@@ -285,9 +285,9 @@ def test_old_patch_computes_what_the_fused_optimizers_do(rule):
         torch.testing.assert_close(p.detach(), q, rtol=2e-6, atol=1e-6)
 
 
-def test_readme_shows_what_the_results_say():
-    done = subprocess.run([sys.executable, ROOT / "benchmarks/report.py", "--check"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_readme_shows_what_the_results_say(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["report.py", "--check"])
+    report.main()  # exits where it does not
 
 
 @pytest.mark.parametrize("page", ["README.md", "README.zh.md"])

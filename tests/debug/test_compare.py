@@ -196,8 +196,15 @@ def test_a_result_that_is_not_finite_is_the_first(files, tmp_path):
     assert "of its elements: 4.17 % inf or nan" in str(found)
 
 
+@pytest.fixture(scope="module")
+def short_files(tmp_path_factory):
+    """Likewise, with few elements of each tensor."""
+    folder = tmp_path_factory.mktemp("short")
+    return {level: run(folder / f"{level}.pt", level, samples=16) for level in ("O0", "O1")}
+
+
 @pytest.mark.parametrize("value", [1e4, -1e4, math.nan, math.inf])
-def test_an_element_that_no_file_keeps_is_seen(value, tmp_path):
+def test_an_element_that_no_file_keeps_is_seen(value, short_files, tmp_path):
     class Lone(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             returned = func(*args, **(kwargs or {}))
@@ -206,7 +213,7 @@ def test_an_element_that_no_file_keeps_is_seen(value, tmp_path):
                 returned.view(-1)[next(i for i in range(returned.numel()) if i not in kept)] = value
             return returned
 
-    reference, floor = (run(tmp_path / f"{level}.pt", level, samples=16) for level in ("O0", "O1"))
+    reference, floor = short_files["O0"], short_files["O1"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of an overflow under a static loss scale
         candidate = run(tmp_path / "c.pt", "O1", samples=16, mode=Lone())

@@ -15,6 +15,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from covering import by_turns
 from debug import healthy
 from debug.test_watching import hooks_of_torch
 from devices import DEVICE, VENDOR
@@ -208,19 +209,19 @@ def test_functions_casts_and_memory_are_those_of_a_run(kind, level):
     assert one.memory.master_gradients.total() == sum(g.nbytes for g in gradients)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-@pytest.mark.parametrize(
-    ("make", "options"),
-    [
-        (torch.optim.Adam, {}),
-        (torch.optim.SGD, {"momentum": 0.9}),
-        (torch.optim.RMSprop, {"centered": True}),
-        (optimizers.NpuFusedAdam, {}),
-        (optimizers.NpuFusedSGD, {"momentum": 0.9}),
-    ],
-)
-def test_the_state_is_that_of_the_optimizer(make, options, level):
+WITH_STATES = {
+    torch.optim.Adam: {},
+    torch.optim.SGD: {"momentum": 0.9},
+    torch.optim.RMSprop: {"centered": True},
+    optimizers.NpuFusedAdam: {},
+    optimizers.NpuFusedSGD: {"momentum": 0.9},
+}
+
+
+@pytest.mark.parametrize(("make", "level"), by_turns(WITH_STATES, [("O1",), ("O2",), ("O3",)]))
+def test_the_state_is_that_of_the_optimizer(make, level):
     model, batch, loss = made(Net)
+    options = WITH_STATES[make]
     optimizer = make(model.parameters(), lr=1e-3, **options)
     with pytest.raises(ValueError, match=r"has no state yet: call amp\.debug\.report after its first step"):
         amp.debug.report(model, batch, loss=loss, levels=level, optimizer=optimizer)
@@ -349,10 +350,18 @@ def test_registered_and_disabled_casts_count():
 # ---- nothing changes -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", [None, *LEVELS])
-def test_everything_is_as_it_was(level):
+@pytest.fixture(scope="module")
+def fresh():
+    """The report of a model that amp does not know."""
     model, batch, loss = made(Net)
-    fresh = str(amp.debug.report(model, batch, loss=loss, levels=("O1", "O5")))
+    return str(amp.debug.report(model, batch, loss=loss, levels=("O1", "O5")))
+
+
+@pytest.mark.parametrize(
+    "level", [None, "O1", "O2", *(pytest.param(level, marks=pytest.mark.sweep) for level in ("O0", "O3", "O4", "O5"))]
+)
+def test_everything_is_as_it_was(level, fresh):
+    model, batch, loss = made(Net)
     if level is not None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=2.0, verbosity=0)

@@ -119,14 +119,14 @@ class Twin:
 
 
 def same_as_one_process():
-    """20 steps of each rule at each level: of whole parameters the same optimizer makes the same."""
+    """8 steps of each rule at each level: of whole parameters the same optimizer makes the same."""
     for kind, options in RULES:
         for level in LEVELS if kind in (optimizers.NpuFusedAdamW, optimizers.FusedLAMB) else ("O2",):
             model = sharded(level)
             twin = Twin(model, kind, options)
             model, optimizer = start(model, kind(model.parameters(), **options), level)
             assert all(p is q for p, q in zip(amp.master_params(optimizer), model.parameters(), strict=True))
-            for step in range(20):
+            for step in range(8):
                 backward(loss_on(data(step, 0, dist.get_rank()))(model), optimizer)
                 twin.step()
                 optimizer.step()
@@ -136,7 +136,7 @@ def same_as_one_process():
 
 
 def same_as_plain_torch():
-    """20 steps of AdamW at each level, with an overflow on one rank: a loop of plain torch with the same policy."""
+    """10 steps of AdamW at each level, with an overflow on one rank: a loop of plain torch with the same policy."""
     for level in LEVELS:
         for options in ({}, {"fuse_unscale": True}) if level in ("O1", "O2") else ({},):
             model, plain = sharded(level), sharded(level)
@@ -148,7 +148,7 @@ def same_as_plain_torch():
             )
             autocast = {"O1": torch.float16, "O4": torch.bfloat16}.get(level)
             scale = 2.0**8 if dynamic else 1.0
-            for step in range(20):
+            for step in range(10):
                 x = data(step, 0, dist.get_rank())
                 if dynamic and step == 5 and on_last_rank():
                     x[0, 0] = torch.inf

@@ -196,7 +196,10 @@ def of_the_one_that_is_left(worker, fault, folder, **environment):
 # A process that is killed is noticed as its connections close, one that stalls once the group's patience has run out.
 @pytest.mark.parametrize(
     ("fault", "patience"),
-    [("killed", processes.HANG_TIMEOUT), pytest.param("stalled", 20, marks=AGAIN)],
+    [
+        pytest.param("killed", processes.HANG_TIMEOUT, marks=[] if DEVICE.type == "npu" else [pytest.mark.slow]),
+        pytest.param("stalled", 20, marks=AGAIN),
+    ],
     ids=["killed", "stalled"],
 )
 def test_a_process_that_is_lost_is_an_error_that_says_how_far_each_got(fault, patience, tmp_path):

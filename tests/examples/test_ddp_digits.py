@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +17,9 @@ import torch
 import torch.distributed as dist
 from processes import HANG_TIMEOUT
 
-pytest.importorskip("sklearn")
-pytest.importorskip("matplotlib")
-pytest.importorskip("tqdm")
+# Not imported by each process that collects tests: it takes seconds.
+if any(importlib.util.find_spec(name) is None for name in ("sklearn", "matplotlib", "tqdm")):
+    pytest.skip("what the examples need is not installed", allow_module_level=True)
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "examples" / "ddp_digits.py")
@@ -70,7 +72,11 @@ def test_a_training_goes_on_from_its_checkpoint_as_if_it_had_not_been_interrupte
     assert "name it, as in --engine combine_ddp" in result.stderr
 
 
-def test_without_torchrun_it_says_how_to_start_it():
-    result = run(SCRIPT)
-    assert result.returncode == 2
-    assert result.stderr.strip().endswith("start it with torchrun: torchrun --nproc-per-node 2 examples/ddp_digits.py")
+def test_without_torchrun_it_says_how_to_start_it(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.setattr(sys, "argv", [SCRIPT])
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(SCRIPT, run_name="__main__")
+    said = capsys.readouterr().err.strip()
+    assert said.endswith("start it with torchrun: torchrun --nproc-per-node 2 examples/ddp_digits.py")

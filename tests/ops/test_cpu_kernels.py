@@ -172,6 +172,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("shapes", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("case", [c for c in CASES if c[0] in ("lamb_", "adamp_")], ids=name_of)
 @pytest.mark.parametrize("mix", [(F32, F32, None), (F32, F16, F16)], ids=str)
@@ -344,7 +345,7 @@ print(kernels - before, threads() - kernels)
 """
 
 
-@pytest.mark.parametrize("capability", ["default", "avx2"])
+@pytest.mark.parametrize("capability", ["default", pytest.param("avx2", marks=pytest.mark.slow)])
 def test_any_number_of_threads_and_any_vectors_give_the_same_bits(capability):
     """Here on one thread with what the machine has; in another process on three, torch's own, with narrower vectors."""
     here = Path(__file__)

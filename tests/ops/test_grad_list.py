@@ -89,6 +89,7 @@ def grad_dtypes(mix):
     return (mix[1],) if mix[0] != F32 or mix[1] == F32 else (mix[1], F32)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: "-".join(str(d).removeprefix("torch.") for d in mix))
 @pytest.mark.parametrize("case", RULES, ids=name_of)
 @pytest.mark.parametrize("threads", [1, 3])

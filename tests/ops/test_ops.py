@@ -52,6 +52,7 @@ def test_sgd_by_the_book(change, dtype):
         torch.testing.assert_close(buffer.double(), b, rtol=max(tolerance, 1e-6), atol=1e-6)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("change", [{}, {"decoupled": True}, {"maximize": True, "weight_decay": 0.0}, {"step": 1}])
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

@@ -17,6 +17,7 @@ KERNELS = {
     "segment_sums", "segment_add", "step_numbers", "take_addressed", "scale_listed", "listed_square_parts",
 }  # fmt: skip
 
+pytestmark = pytest.mark.slow  # a compiler, for about 20 seconds
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
     pytest.skip(f"Triton {triton.__version__} is too old for these kernels", allow_module_level=True)

@@ -11,6 +11,7 @@ import itertools
 
 import pytest
 import torch
+from covering import by_turns
 from triton_cases import CHANGES, OPTIONS, SEGMENTED_CHANGES, on_device, operands, segments
 from triton_interpreter import DEVICE, mend
 
@@ -154,13 +155,11 @@ def counted(monkeypatch):
 FORMATS = [[torch.bfloat16], [torch.int8], [torch.bfloat16, torch.float32, torch.int8]]
 PARAM_FORMATS = [None, "remainder", "stochastic"]
 PLACES = [ALIGNED, ANYWHERE]
-COMBINED = list(itertools.product(CASES, FORMATS, PARAM_FORMATS, PLACES))
+COMBINED = list(itertools.product(FORMATS, PARAM_FORMATS, PLACES))
 
 
-@pytest.mark.parametrize(
-    ("case", "dtypes", "param_format", "places"),
-    [pytest.param(*c, marks=[] if i % 7 == 0 else [pytest.mark.sweep]) for i, c in enumerate(COMBINED)],
-)
+# Of each rule and its options one of the formats, and each of these once.
+@pytest.mark.parametrize(("case", "dtypes", "param_format", "places"), by_turns(CASES, COMBINED))
 def test_every_rule_in_every_format(case, dtypes, param_format, places):
     op, change, without = case
     check({**OPTIONS[op], **change}, op, dtypes, param_format, places, without)

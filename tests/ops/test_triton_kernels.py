@@ -281,6 +281,7 @@ def test_every_rule_that_looks_at_segments_gives_what_float64_gives(op, change, 
     check(op, args, {**OPTIONS[op], **change}, inside(op, aligned), rtol)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("bad", [math.inf, math.nan, 0.0])
 @pytest.mark.parametrize("op", ["lamb_", "adamp_"])

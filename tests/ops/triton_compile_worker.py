@@ -117,7 +117,7 @@ def encoded_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
 
     Their steps are counted by the host, and on the device as in a graph.
     """
-    for op in OPTIONS if everything else ("adam_", "rmsprop_", "lamb_", "adamp_"):
+    for op in OPTIONS if everything else ("adam_", "adamp_"):
         more = segments(op, aligned=True) if op in ("lamb_", "adamp_") else ()
         for name, dtypes in (("bfloat16", [torch.bfloat16]), ("int8", [torch.int8, torch.uint8]), ("remainder", [])):
             param, grad, *states = operands(op, NUMEL, torch.bfloat16)

@@ -114,8 +114,9 @@ def for_each_rule(test):
 
 
 @for_all
-def test_100_steps(pair):
-    for i in range(100):
+def test_many_steps(pair):
+    """100 in float32, whose roundings add up; other dtypes are aligned after each step, or have digits to spare."""
+    for i in range(100 if pair.dtype == torch.float32 else 30):
         pair.step(i)
     pair.check()
     if pair.spec.in_torch and pair.dtype == torch.float32:
@@ -170,6 +171,7 @@ def test_zero_gradients_still_decay_and_count(pair):
     pair.check()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("through", ["optimizer", "model"])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -226,6 +228,7 @@ def test_add_param_group_after_steps(pair):
     pair.check()
 
 
+@pytest.mark.pairwise
 @for_each_rule
 @pytest.mark.parametrize("what", ["data", "to and back", "contiguous again"])
 def test_parameters_moved_by_the_user(pair, what):
@@ -298,6 +301,7 @@ def test_state_dict_looks_like_torchs(pair):
     assert_equal_states(ours, theirs, pair.tolerance)
 
 
+@pytest.mark.pairwise
 @for_each_rule
 @pytest.mark.parametrize("direction", ["ours to ours", "ours to theirs", "theirs to ours"])
 def test_state_dict_moves_in_mid_run(pair, direction):
@@ -339,6 +343,7 @@ def test_loading_copies():
     assert all(torch.equal(loaded[key], expected[key]) for key in expected)
 
 
+@pytest.mark.pairwise
 @for_each_rule
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
 def test_copies_go_on_alone(pair, how):
@@ -797,6 +802,7 @@ def test_compiled_model_with_fused_parameters():
         twin.load_state_dict(model.state_dict())  # otherwise the next gradients depend on the rounding of these
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("size", [1e-5, 1e5])
 @for_all
 def test_small_and_large_gradients(pair, size):

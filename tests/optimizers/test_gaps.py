@@ -195,6 +195,7 @@ class Model(nn.Module):
         return (hidden.sum() + (x * vector).sum() + (cube * cube).sum()) * bias[5]
 
 
+@pytest.mark.pairwise(unless=lambda cls, extra, **_: cls is torch.optim.Adam and "fuse_unscale" in extra)
 @pytest.mark.parametrize("clip", [False, True], ids=["", "clipped"])
 @pytest.mark.parametrize("extra", [{}, {"combine_grad": True}, {"fuse_unscale": True}], ids=str)
 @pytest.mark.parametrize("cls", [NpuFusedAdam, NpuFusedLamb, torch.optim.Adam])

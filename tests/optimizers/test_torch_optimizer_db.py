@@ -10,8 +10,6 @@ from torch import nn
 
 from apex_npu import optimizers
 
-common_optimizers = pytest.importorskip("torch.testing._internal.common_optimizers", reason="not in this torch")
-
 OURS = {
     torch.optim.SGD: optimizers.NpuFusedSGD,
     torch.optim.Adam: optimizers.NpuFusedAdam,
@@ -19,9 +17,19 @@ OURS = {
     torch.optim.Adadelta: optimizers.NpuFusedAdadelta,
     torch.optim.RMSprop: optimizers.NpuFusedRMSprop,
 }
-INFOS = [info for info in common_optimizers.optim_db if info.optim_cls in OURS]
 # Options that select torch's implementations; the fused optimizers have one.
 IMPLEMENTATION_ARGUMENTS = {"foreach", "fused", "capturable", "differentiable"}
+
+
+@pytest.fixture(scope="module")
+def common_optimizers():
+    """Which takes seconds to import."""
+    return pytest.importorskip("torch.testing._internal.common_optimizers", reason="not in this torch")
+
+
+@pytest.fixture(params=OURS, ids=lambda cls: cls.__name__)
+def info(request, common_optimizers):
+    return next(info for info in common_optimizers.optim_db if info.optim_cls is request.param)
 
 
 def make_params():
@@ -29,7 +37,6 @@ def make_params():
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in [(4, 5), (3,), ()]]
 
 
-@pytest.mark.parametrize("info", INFOS, ids=lambda info: info.optim_cls.__name__)
 def test_inputs(info):
     for config in info.optim_inputs_func(device="cpu"):
         if IMPLEMENTATION_ARGUMENTS & config.kwargs.keys():
@@ -46,8 +53,7 @@ def test_inputs(info):
             torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6, msg=f"{config.desc}: {config.kwargs}")
 
 
-@pytest.mark.parametrize("info", INFOS, ids=lambda info: info.optim_cls.__name__)
-def test_error_inputs(info):
+def test_error_inputs(info, common_optimizers):
     for error in info.optim_error_inputs_func(device="cpu", dtype=torch.float32):
         config = error.optimizer_error_input
         mixed_betas = any(isinstance(beta, torch.Tensor) for beta in config.kwargs.get("betas", ()))

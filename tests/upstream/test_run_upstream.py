@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from upstream.run_upstream import for_device
+from upstream.run_upstream import for_device, main
 
 RUNNER = Path(__file__).with_name("run_upstream.py")
 ROOT = RUNNER.parents[2]
@@ -62,7 +62,8 @@ def test_outcomes_are_told_apart(tmp_path):
     assert run(str(tmp_path), "-k", "passes").returncode == 0
 
 
-def test_a_folder_that_is_no_checkout_is_named(tmp_path):
-    result = run(str(tmp_path))
-    assert result.returncode == 2
-    assert f"{tmp_path} has no tests/L0/run_amp" in result.stderr
+def test_a_folder_that_is_no_checkout_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(RUNNER), str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert f"{tmp_path} has no tests/L0/run_amp" in capsys.readouterr().err
