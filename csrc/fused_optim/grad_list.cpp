@@ -30,9 +30,7 @@ const float* read_grad(const ListedGrad& place, int64_t i, int64_t n, float* cop
   return copy;
 }
 
-c10::DispatchKey key_of(c10::Device device) {
-  return device.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA;
-}
+c10::DispatchKey key_of(c10::Device device) { return device.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA; }
 
 const GradList& listed_in(const at::Tensor& grads, const char* function) {
   const GradList* list = grad_list_of(grads);
@@ -135,10 +133,10 @@ std::vector<std::pair<at::Tensor, int64_t>> GradList::tensors() const {
   found.reserve(places_.size());
   for (const ListedGrad& place : places_) {
     const c10::Storage& owner = owners_[place.owner];
-    const auto offset = (place.data - static_cast<const char*>(owner.data())) /
-                        static_cast<int64_t>(c10::elementSize(place.dtype));
-    at::Tensor grad = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(owner), c10::DispatchKeySet(key_of(device_)),
-                                                               c10::scalarTypeToTypeMeta(place.dtype));
+    const auto offset =
+        (place.data - static_cast<const char*>(owner.data())) / static_cast<int64_t>(c10::elementSize(place.dtype));
+    at::Tensor grad = at::detail::make_tensor<c10::TensorImpl>(
+        c10::Storage(owner), c10::DispatchKeySet(key_of(device_)), c10::scalarTypeToTypeMeta(place.dtype));
     const int64_t numel = place.end - place.begin, stride = 1;
     grad.unsafeGetTensorImpl()->set_sizes_and_strides(at::IntArrayRef(numel), at::IntArrayRef(stride), offset);
     found.emplace_back(std::move(grad), place.begin);
