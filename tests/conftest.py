@@ -29,9 +29,9 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 
 # torch.manual_seed formats the whole stack for each kind of device that is not initialized, a millisecond each time.
-for kind in (torch.cuda, torch.xpu, torch.mtia):
-    if not kind.is_available():
-        kind.manual_seed_all = lambda seed: None
+for _kind in (torch.cuda, torch.xpu, torch.mtia):
+    if not _kind.is_available():
+        _kind.manual_seed_all = lambda seed: None
 
 # Functions that amp patches at O1; each test must leave them as it found them.
 _PATCHABLE = (

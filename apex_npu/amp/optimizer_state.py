@@ -337,8 +337,8 @@ class AmpOptimizerState:
         if self.sync is not None:
             self.sync.check_averaged()
         for group in self.grads.groups:
-            # What is pending has done so already, before it was decided whether gradients have overflowed.
-            if self.pending is None and group.drop_cleared():
+            # After a block what is pending has done so, before it was decided whether gradients have overflowed.
+            if (self.pending is None or self.stage is Stage.READY) and group.drop_cleared():
                 self.copy_uncopied(group)
             if group.edited:
                 doubt, group.edited = group.edited, ""

@@ -159,14 +159,17 @@ def _planned(
     """
     name, key = name or plan_name, key or plan_name
     plans = None if key in _given_up else _plans()
-    plan = None if plans is None else getattr(plans, plan_name)(*args, **options)
-    if plan is not None:
-        try:
-            device = args[0].device
-            return plan.run, (device, plan.compile(device)), {}
-        except CompilationError as error:
-            _given_up.add(key)
-            logger.warning("apex_npu: Triton cannot compile %s, using torch's own kernels: %s", name, error)
+    if plans is None:
+        return None
+    try:  # a plan may have a launch compiled that it knows already, for operands that are aligned otherwise
+        plan = getattr(plans, plan_name)(*args, **options)
+        if plan is None:
+            return None
+        device = args[0].device
+        return plan.run, (device, plan.compile(device)), {}
+    except CompilationError as error:
+        _given_up.add(key)
+        logger.warning("apex_npu: Triton cannot compile %s, using torch's own kernels: %s", name, error)
     return None
 
 

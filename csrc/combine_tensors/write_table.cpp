@@ -58,6 +58,8 @@ std::vector<int64_t> WriteTable::write(const Borrowed& tensors) {
     increment_version(*tensors[i]);
     entries_[i] = entry_of(*tensors[i]);
   });
+  // Parameters that were views of one tensor share a counter: what the later one has counted is no write to the other.
+  if (!indices.empty()) note(tensors);
   return indices;
 }
 

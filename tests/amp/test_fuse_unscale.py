@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``fuse_unscale=True``: the same training, with gradients that stay scaled until step."""
 
+import copy
 import math
 import threading
 import warnings
@@ -962,3 +963,42 @@ def test_torchs_fused_optimizers_divide_in_their_step(monkeypatch, level, option
     # Adagrad of torch 2.6 does not say that it reads them: there the block unscales.
     divides = cls is not torch.optim.Adagrad or hasattr(optimizer, "_step_supports_amp_scaling")
     assert all((scale is not None) == divides for scale in scales[5:])
+
+
+@pytest.mark.parametrize("options", [{"fuse_unscale": True}, {"capturable": True}], ids=["fuse_unscale", "capturable"])
+@pytest.mark.parametrize("program", ["first step", "copied", "added"])
+def test_gradients_outside_of_blocks_reach_masters_that_no_block_has_seen(program, options):
+    """Of the first step, of copies, and of a group that has been added: as without these options."""
+
+    def trained(fuse_unscale=False, **given):
+        torch.manual_seed(0)
+        model, other = nn.Linear(4, 4).to(DEVICE), nn.Linear(4, 4).to(DEVICE)
+        optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=0.1, **given)
+        more = {"fuse_unscale": True} if fuse_unscale else {}
+        (model, other), optimizer = amp.initialize(
+            [model, other], optimizer, opt_level="O2", loss_scale=8.0, verbosity=0, **more
+        )
+        x = torch.ones(3, 4, device=DEVICE).half()
+        if program != "first step":
+            with amp.scale_loss(model(x).float().sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if program == "copied":
+            model, optimizer = copy.deepcopy((model, optimizer))
+        if program == "added":
+            optimizer.add_param_group({"params": list(other.parameters())})
+            model = other
+        before = [p.detach().clone() for p in model.parameters()]
+        model(x).float().sum().backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # step() was called without a block
+            optimizer.step()
+        moved = [p.detach() - q for p, q in zip(model.parameters(), before, strict=True)]
+        amp.shutdown()
+        return moved
+
+    found, wanted = trained(**options), trained()
+    assert all(p.any() for p in wanted)
+    for p, q in zip(found, wanted, strict=True):
+        torch.testing.assert_close(p, q)

@@ -165,6 +165,18 @@ def test_writes_are_counted_and_recorded_in_one_call():
     assert table.write(params) == []
 
 
+def test_tensors_that_share_a_counter_are_not_written_by_what_counts_for_another():
+    """As parameters that a script has made of views of one tensor."""
+    base, table = torch.zeros(8, device=DEVICE), WriteTable()
+    params = [base[:4], base[4:]]
+    table.note(params)
+    for _ in range(2):
+        table.write(params)
+        assert table.written(params) == []
+    base.add_(1)
+    assert table.written(params) == [0, 1]
+
+
 def test_tensors_are_where_they_were_with_the_shape_that_they_had():
     sizes = [(), (1,), (2, 3), (3, 2), (4, 1, 2), (0,), (2, 3)]
     tensors = [torch.zeros(size, device=DEVICE) for size in sizes]
