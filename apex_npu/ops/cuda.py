@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from apex_npu.backends._torch_private import is_dispatch_observed
 from apex_npu.ops import aten_fused, elementwise, reference_segments, segmented
 from apex_npu.ops.dispatch import Call, Op, Rule
-from apex_npu.ops.grad_lists import addresses_of, dense, is_grad_list
+from apex_npu.ops.grad_lists import addresses_of, is_grad_list, with_memory
 from apex_npu.ops.reference import FLOATS
 from apex_npu.ops.triton_kernels.launches import CompilationError
 
@@ -117,7 +117,7 @@ def _or_torch(op: Op[..., Any], fallback: Callable[..., Any]) -> Callable[..., A
         is_done, result = _run_plan(op.__name__, args, options, name=op.name, key=op)
         if is_done:
             return result
-        return fallback(*_with_ids(op, tuple(dense(arg) if is_grad_list(arg) else arg for arg in args)), **options)
+        return fallback(*_with_ids(op, tuple(map(with_memory, args))), **options)
 
     return kernel
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from apex_npu.ops import cpu, cuda
 from apex_npu.ops.dispatch import Call, Rule, rules
-from apex_npu.ops.grad_lists import dense, is_grad_list
+from apex_npu.ops.grad_lists import with_memory
 from apex_npu.ops.state_codec import (
     PARAM_PAIR,
     Piece,
@@ -285,7 +285,7 @@ def _run_on_pieces(
 
     With ``found_inf`` it leaves values as they are, and so do the encoders.
     """
-    operands = tuple(dense(operand) if is_grad_list(operand) else operand for operand in operands)
+    operands = tuple(map(with_memory, operands))
     if rule.is_elementwise:
         for piece in encoding.pieces(operands[0]):
             _step(rule, of_params, operands, options, piece.span, partial(list, (piece,)))

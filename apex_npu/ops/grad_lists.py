@@ -8,12 +8,15 @@ On a CPU the extension's kernels follow such an operand by themselves.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from apex_npu._extension import extension
+from apex_npu.backends import number_on
+
+_T = TypeVar("_T")
 
 
 class Addresses(NamedTuple):
@@ -62,9 +65,7 @@ class ListedSlots:
         on_device, self._on_device = self._on_device, None  # what is interrupted below leaves no former addresses
         others, changed = extension.grad_addresses(grads, self._begins, self._lengths, self._found)
         if changed or on_device is None:
-            # Pinned, so that the copy does not wait; torch's allocator reuses the memory after the copy.
-            found = self._found.pin_memory() if grads.is_cuda else self._found.clone()
-            on_device = found.to(grads.device, non_blocking=True)
+            on_device = number_on(self._found.clone(), grads.device)
         self._on_device = on_device
         if len(others) <= 1:
             narrow = others[0] if others else None
@@ -72,7 +73,7 @@ class ListedSlots:
 
 
 def addresses_of(grads: Tensor) -> Addresses | None:
-    """What ``ListedSlots.add_addresses`` has found, if anything."""
+    """What ``ListedSlots.add_addresses`` has found, if anything; of any other tensor nothing."""
     found: Addresses | None = vars(grads).get("addresses")
     return found
 
@@ -100,3 +101,8 @@ def dense(grads: Tensor) -> Tensor:
         slots = [flat[begin : begin + grad.numel()] for grad, begin in pairs]
         torch._foreach_copy_(slots, [grad for grad, _ in pairs])
     return flat
+
+
+def with_memory(operand: _T) -> _T | Tensor:
+    """``operand``, but ``dense`` where it is a list."""
+    return dense(operand) if isinstance(operand, Tensor) and is_grad_list(operand) else operand

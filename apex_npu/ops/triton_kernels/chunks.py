@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from apex_npu.backends import number_on
 from apex_npu.ops.state_codec import SCALE_NUMEL
 
 LARGEST, _SMALLEST = 2048, 128
@@ -93,10 +94,10 @@ def _cut(starts: Tensor, lengths: Tensor, like: Tensor, table: Tensor | None = N
     begins = starts[owners] + (torch.arange(owners.numel(), device="cpu") - firsts[owners]) * size
     ends = torch.minimum(begins + size, (starts + lengths)[owners])
     aligned = not bool((starts % 16).any()) and like.numel() % 16 == 0
-    joined = _sent(torch.cat([begins, ends, owners, firsts]), like.device)
+    joined = number_on(torch.cat([begins, ends, owners, firsts]), like.device)
     count = owners.numel()
     columns = joined[:count], joined[count : 2 * count], joined[2 * count : 3 * count], joined[3 * count :]
-    places = None if table is None else _sent(_places(begins, ends, table), like.device)
+    places = None if table is None else number_on(_places(begins, ends, table), like.device)
     return Chunks(*columns, size=size, aligned=aligned, places=places)
 
 
@@ -107,8 +108,3 @@ def _places(begins: Tensor, ends: Tensor, table: Tensor) -> Tensor:
     numbers = begins - param_begins[param]
     scales = first_scales[param] + numbers // SCALE_NUMEL
     return torch.stack([begins, ends, numbers, positions[param], scales], dim=1)
-
-
-def _sent(numbers: Tensor, device: torch.device) -> Tensor:
-    """A copy on ``device``, for which the host does not wait."""
-    return (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)

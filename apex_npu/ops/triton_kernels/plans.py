@@ -19,7 +19,7 @@ from torch import Tensor
 
 from apex_npu.ops import elementwise, segmented
 from apex_npu.ops.dispatch import Op
-from apex_npu.ops.grad_lists import Addresses, addresses_of, dense, is_grad_list
+from apex_npu.ops.grad_lists import Addresses, addresses_of, dense, is_grad_list, with_memory
 from apex_npu.ops.reference import wide_dtype
 from apex_npu.ops.triton_kernels import adamp, gather, lamb, numbers, rules, sums
 from apex_npu.ops.triton_kernels.chunks import Chunks
@@ -193,9 +193,9 @@ def _norm(x: Tensor, found_inf: Tensor | None, coefficient: Tensor | None = None
 
 def _squares(x: Tensor) -> tuple[Launch, Tensor]:
     """What adds up the squares of ``x`` in parts, and these, float64."""
-    listed = addresses_of(x) if is_grad_list(x) else None
+    listed = addresses_of(x)
     if listed is None:
-        x = dense(x) if is_grad_list(x) else x
+        x = with_memory(x)
         check_operands("norm", x=x)
         programs = min(_NORM_PROGRAMS, max(1, -(-x.numel() // _NORM_BLOCK)))
         parts = x.new_empty(programs, dtype=torch.float64)
@@ -211,7 +211,7 @@ def segment_dot(a: Tensor, b: Tensor, starts: Tensor, lengths: Tensor, ids: Tens
     """See ``apex_npu.ops.segmented.segment_dot``."""
     if ids is not None:
         return None
-    a, b = (dense(x) if is_grad_list(x) else x for x in (a, b))
+    a, b = with_memory(a), with_memory(b)
     check_operands("segment_dot", a=a, b=b)
     chunks = Chunks.of(starts, lengths, a)
     parts = a.new_empty(chunks.begins.numel(), dtype=torch.float64)
