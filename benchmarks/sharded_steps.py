@@ -239,7 +239,7 @@ class Training:
         self._scaler = grad_scaler(device) if level == "O2" and by_torch else None
         self._by_torch = by_torch
         if by_torch:
-            options = {} if device.type == "npu" else {"fused": True}
+            options = {} if device.type == "npu" else {"fused": True}  # an NPU's own choice is foreach
             self._optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=LR, **options)
         else:
             self._optimizer = optimizers.NpuFusedAdamW(self.model.parameters(), lr=LR)
@@ -271,12 +271,12 @@ class Training:
 
 # Level, name, and arguments of ``Training``.
 TRAININGS: list[tuple[str, str, dict[str, Any]]] = [
-    ("O0", "torch fused", {"by_torch": True}),
+    ("O0", "torch", {"by_torch": True}),
     ("O0", "apex_npu", {"by_torch": False}),
-    ("O2", "GradScaler, torch fused", {"by_torch": True}),
+    ("O2", "GradScaler, torch", {"by_torch": True}),
     ("O2", "apex_npu", {"by_torch": False, "dynamic_init_scale": LOSS_SCALE}),
     ("O2", "apex_npu, folded", {"by_torch": False, "dynamic_init_scale": LOSS_SCALE, "fuse_unscale": True}),
-    ("O5", "torch fused", {"by_torch": True}),
+    ("O5", "torch", {"by_torch": True}),
     ("O5", "apex_npu", {"by_torch": False}),
 ]
 
