@@ -18,7 +18,17 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import setuptools
 from setuptools import setup
+
+# Older ones stop at the license in pyproject.toml, and a new environment of Python 3.11 has 65. pip compares what
+# build-system requires in isolated builds alone.
+OLDEST_SETUPTOOLS = 77
+if int(setuptools.__version__.split(".")[0]) < OLDEST_SETUPTOOLS:
+    sys.exit(
+        f"setup.py: setuptools {OLDEST_SETUPTOOLS} or newer is needed, and this is {setuptools.__version__}: "
+        "pip install --upgrade setuptools"
+    )
 
 EXTENSION = "apex_npu._C"
 # Commands that only describe the package: they must work, in pip's isolated builds too, where there is no torch.

@@ -44,6 +44,16 @@ def run_setup(*args: str, **variables: str) -> str:
     return done.stdout
 
 
+def test_an_old_setuptools_is_named_with_the_way_out():
+    script = "import setuptools, runpy; setuptools.__version__ = '65.5.0'; runpy.run_path('setup.py')"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    needed = re.search(r"setuptools>=(\d+)", (ROOT / "pyproject.toml").read_text()).group(1)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"setup.py: setuptools {needed} or newer is needed, and this is 65.5.0: pip install --upgrade setuptools\n"
+    )
+
+
 def test_sources_are_relative(setup_py):
     assert "csrc/bindings.cpp" in setup_py.sources()
 
