@@ -116,7 +116,12 @@ class _PythonShards:
 
     def return_grads(self) -> None:
         for full, part in self._pairs:
-            if part.grad is not None and local_part(full.grad) is not part.grad:
+            grad: Any = full.grad
+            if part.grad is None or local_part(grad) is part.grad:
+                continue
+            if hasattr(grad, "_local_tensor"):  # another DTensor would count as a gradient of the script's
+                grad._local_tensor = part.grad
+            else:
                 full.grad = sharded_like(part.grad, full)
 
     def drop_grads(self, stepped: bool) -> None:

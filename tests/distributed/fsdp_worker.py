@@ -14,6 +14,7 @@ import os
 import shutil
 import signal
 import tempfile
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -40,6 +41,7 @@ from torch.utils.checkpoint import checkpoint
 
 from apex_npu import amp, optimizers
 from apex_npu.contrib.optimizers import DistributedFusedAdam, DistributedFusedLAMB
+from apex_npu.distributed import shard_grads
 from apex_npu.distributed.fully_sharded import reshard
 from apex_npu.fusion import packed_grads
 from apex_npu.fusion.shards import local_part
@@ -289,6 +291,21 @@ def gradients_stay_where_they_are():
                 step()
             assert sum(max(event.cpu_memory_usage, 0) for event in profile.function_events) < 1024  # numbers and flags
         amp.shutdown()
+
+
+def gathered_gradients_stay_scaled():
+    """With ``fuse_unscale``: those that a clipping copies into slots are not taken for others, of the script's."""
+    with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
+        patched.setattr(shard_grads, "_finds_parts", lambda: False)
+        model, optimizer, grads = wide(dynamic_init_scale=2.0**8, fuse_unscale=True)
+        warnings.simplefilter("error")
+        optimizer.clip_optimizer_grad_norm_fused(1e-3)
+        assert all(group.grads.has_buffer for group in optimizer.fused_groups())
+        optimizer.step()
+        for p, grad in zip(model.parameters(), grads, strict=True):
+            p.grad.add_(grad)  # these are
+        with pytest.raises(RuntimeWarning, match="gradients have been added to"):
+            optimizer.step()
 
 
 def memory_beside_torchs():

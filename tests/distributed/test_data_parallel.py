@@ -121,6 +121,7 @@ FSDP: dict[int, tuple[str, ...]] = {
         "same_as_plain_torch",
         "norms_of_parts",
         "gradients_stay_where_they_are",
+        "gathered_gradients_stay_scaled",
         "copied_gradients_are_unscaled",
         "torchs_clipping",
         "grad_scalers",
