@@ -3,6 +3,7 @@
 """The private names of torch that the package touches: this torch has them, and no others are touched."""
 
 import ast
+from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import apex_npu
+from apex_npu import amp, optimizers
 from apex_npu.backends import _torch_private
 
 
@@ -23,12 +25,24 @@ class Doubled(torch.autograd.Function):
         return x * 2
 
 
-def unit_of_fsdp():
+@contextmanager
+def group_of_one():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        return fully_shard(torch.nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+        yield
     finally:
         dist.destroy_process_group()
+
+
+def unit_of_fsdp():
+    with group_of_one():
+        unit = fully_shard(torch.nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+        unit(torch.ones(1, 2))
+        return unit
+
+
+def group_of_unit():
+    return unit_of_fsdp()._get_fsdp_state()._fsdp_param_group
 
 
 # The meaning of "()".
@@ -38,7 +52,9 @@ INSTANCES = {
     "torch.amp.GradScaler": lambda: torch.amp.GradScaler("cpu"),
     "torch.distributed.fsdp.FSDPModule": unit_of_fsdp,
     "torch.distributed.fsdp.FSDPState": lambda: unit_of_fsdp()._get_fsdp_state(),
-    "torch.distributed.fsdp.FSDPParamGroup": lambda: unit_of_fsdp()._get_fsdp_state()._fsdp_param_group,
+    "torch.distributed.fsdp.FSDPStateContext": lambda: unit_of_fsdp()._get_fsdp_state()._state_ctx,
+    "torch.distributed.fsdp.FSDPParamGroup": group_of_unit,
+    "torch.distributed.fsdp.FSDPParam": lambda: group_of_unit().fsdp_params[0],
     "torch.autograd.function.BackwardCFunction": lambda: Doubled.apply(torch.ones(1, requires_grad=True)).grad_fn,
 }
 # Operators of ATen, see ``_torch_private``.
@@ -146,3 +162,23 @@ def test_a_name_that_is_gone_fails_what_needs_it_alone(monkeypatch):
     with pytest.raises(AttributeError, match="_get_privateuse1_backend_name"):
         _torch_private.privateuse1_device_type()
     assert not _torch_private.is_in_backward()
+
+
+@pytest.mark.parametrize(
+    "name", ["_state_ctx", "_is_root", "iter_forward_root", "_partial_reduce_output", "unsharded_accumulated_grad"]
+)
+def test_gradients_that_fully_shard_holds_back_elsewhere_are_warned_of_once(name):
+    with group_of_one():
+        model = fully_shard(torch.nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+        optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+        state = model._get_fsdp_state()
+        group = state._fsdp_param_group
+        for owner in (state, state._state_ctx, group, group.fsdp_params[0]):
+            vars(owner).pop(name, None)
+        with pytest.warns(RuntimeWarning, match="fully_shard holds back elsewhere.*static loss_scale") as noted:
+            model, optimizer = amp.initialize(model, optimizer, opt_level="O0", loss_scale=128.0, verbosity=0)
+        assert len(noted) == 1
+        loss = torch.ones((), requires_grad=True)
+        with pytest.raises(KeyError, match="own error"), amp.scale_loss(loss, optimizer):
+            raise KeyError("own error")
+    amp.shutdown()

@@ -120,7 +120,16 @@ NAMES: dict[str, str] = {
     "torch.distributed.fsdp.FSDPState()._fsdp_param_group": "likewise; since torch 2.12 there may be several",
     "torch.distributed.fsdp.FSDPState()._is_root": "which unit knows whether a forward or backward was interrupted",
     "torch.distributed.fsdp.FSDPState()._state_ctx": "likewise",
+    "torch.distributed.fsdp.FSDPStateContext().all_states": "all units of the model, to clear what they hold back",
+    "torch.distributed.fsdp.FSDPStateContext().iter_forward_root": "whether a forward was interrupted",
+    "torch.distributed.fsdp.FSDPStateContext().post_backward_final_callback_queued": "whether a backward was",
+    "torch.distributed.fsdp.FSDPParamGroup().fsdp_params": "the parameters of a unit",
+    "torch.distributed.fsdp.FSDPParamGroup().reduce_grads": "whether a unit holds gradients back",
     "torch.distributed.fsdp.FSDPParamGroup()._partial_reduce_output": "what HSDP has reduced over the shards alone",
+    "torch.distributed.fsdp.FSDPParam().sharded_param": "whose gradient is held back",
+    "torch.distributed.fsdp.FSDPParam()._sharded_param_data": "the memory of a part, its padding included",
+    "torch.distributed.fsdp.FSDPParam()._unsharded_param": "has the gradient that is held back",
+    "torch.distributed.fsdp.FSDPParam().unsharded_accumulated_grad": "likewise, with another reduce_dtype",
     "torch._utils._flatten_dense_tensors": "Apex's parallel module exports them as flatten and unflatten",
     "torch._utils._unflatten_dense_tensors": "Apex's parallel module exports them as flatten and unflatten",
 }
@@ -165,6 +174,25 @@ def param_groups(state: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def finds_held_gradients(state: Any) -> bool:
+    """Whether the gradients that fully_shard's ``state`` of a module holds back are where they are looked for."""
+    try:
+        groups = param_groups(state)
+        params = [cut for group in groups for cut in group.fsdp_params]
+    except AttributeError:
+        return False
+    context = getattr(state, "_state_ctx", None)
+    names = ("all_states", "iter_forward_root", "post_backward_final_callback_queued")
+    return (
+        hasattr(state, "_is_root")
+        and all(hasattr(context, name) for name in names)
+        and all(hasattr(group, name) for group in groups for name in ("reduce_grads", "_partial_reduce_output"))
+        and all(hasattr(cut, name) for cut in params for name in ("sharded_param", "unsharded_accumulated_grad"))
+        # It is declared; the first forward sets it.
+        and all("_unsharded_param" in type(cut).__annotations__ for cut in params)
+    )
 
 
 def has_python_dispatch(tensor: Tensor) -> bool:

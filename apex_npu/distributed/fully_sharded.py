@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from apex_npu.backends._torch_private import param_groups
+from apex_npu.backends._torch_private import finds_held_gradients, param_groups
+from apex_npu.backends.script_warnings import warn
 from apex_npu.fusion.shards import local_part
 
 
@@ -115,10 +116,18 @@ class HeldGradients:
     """
 
     def __init__(self, units: Iterable[Unit]) -> None:
-        """Of ``units``, which this does not keep alive."""
+        """Of ``units``, which this does not keep alive; with a warning, of none, where torch keeps them elsewhere."""
         listed = list(units)
         self._modules = [weakref.ref(unit.module) for unit in listed]
         states = [unit.module._get_fsdp_state() for unit in listed]  # type: ignore[operator]
+        if not all(map(finds_held_gradients, states)):
+            states = []
+            warn(
+                f"torch {torch.__version__} keeps gradients that fully_shard holds back elsewhere than the releases "
+                "that this package knows, which does not see them: where set_requires_gradient_sync or "
+                "set_requires_all_reduce is used, pass a static loss_scale to amp.initialize, and load a checkpoint "
+                "after an exception in a block"
+            )
         self._groups = [weakref.ref(group) for state in states for group in param_groups(state)]
 
     def add(self, other: HeldGradients) -> None:
@@ -167,7 +176,7 @@ class HeldGradients:
             Whether there was anything.
         """
         found = False
-        for reference in self._modules:
+        for reference in self._modules if self._groups else ():
             module: Any = reference()
             state = None if module is None else module._get_fsdp_state()
             if state is None or not state._is_root:
