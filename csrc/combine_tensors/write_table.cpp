@@ -74,10 +74,12 @@ std::vector<int64_t> WriteTable::counted(const Borrowed& tensors) {
 
 void WriteTable::note_grads(const Borrowed& params) {
   entries_.assign(params.size(), kNoGrad);
+  look_at_grads(params, [](const at::Tensor& grad, size_t) {
+    if (grad.defined()) increment_version(grad);
+  });
+  // After all have been counted: gradients that are views of one tensor share a counter.
   look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
-    if (!grad.defined()) return;
-    increment_version(grad);
-    entries_[i] = entry_of(grad);
+    if (grad.defined()) entries_[i] = entry_of(grad);
   });
 }
 

@@ -313,6 +313,17 @@ def test_gradients_that_change_are_told_from_those_that_move():
     assert table.changed_grads(params) == ([], [])
 
 
+def test_gradients_that_share_a_counter_are_not_changed_by_what_counts_for_another():
+    """As those that a script has made of views of one flat tensor."""
+    params, flat, table = make(2), torch.zeros(6, device=DEVICE), WriteTable()
+    for p, grad in zip(params, flat.chunk(2), strict=True):
+        p.grad = grad
+    table.note_grads(params)
+    assert table.changed_grads(params) == ([], [])
+    flat.add_(1)
+    assert table.changed_grads(params) == ([0, 1], [])
+
+
 @needs_extension
 @pytest.mark.parametrize(
     ("call", "error", "message"),
