@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from covering import by_turns
@@ -212,6 +213,35 @@ def test_codes_and_remainders_are_kept_where_nothing_moves():
     for param_format in ("remainder", "stochastic"):
         call = Call("adam_", [torch.bfloat16], param_format, without=(4,))
         assert all(map(torch.equal, call.bits(), call.step(still, apart=False)))
+
+
+@pytest.mark.parametrize("direction", [1, -1])
+@pytest.mark.parametrize("beside", [0, 1, -1])
+def test_ties_of_remainders_are_rounded_away_from_zero(beside, direction):
+    """Every bfloat16 moves by half of its last bit, exactly or with a remainder of one bit: in integers of NumPy."""
+    words = np.arange(2**16)
+    magnitude, exponent = words & 0x7FFF, np.minimum(words >> 7 & 0xFF, 254)
+    last_bit = np.where(exponent > 7, exponent - 7 << 7, 1 << np.clip(exponent - 1, 0, 7))
+    stale = (magnitude > 0x7F80) | (magnitude == 0) & (beside < 0) | (magnitude == 0x7F80) & (beside > 0)
+    masters = ((words << 16) + np.where(stale, 0, beside)).astype(np.uint32).view(np.float32)
+    lr = np.float32(direction / 2)
+    moved = masters - lr * (last_bit << 16).astype(np.uint32).view(np.float32)
+    bits = moved.view(np.uint32).astype(np.int64)
+
+    encoding = RunEncoding([Segment(0, words.size, 0, 0)])
+    encoding.count = 1
+    encoding.remainder = torch.full((words.size,), beside, dtype=torch.int16, device=DEVICE)
+    param, grad = (torch.from_numpy(w.astype(np.int16)).view(torch.bfloat16).to(DEVICE) for w in (words, last_bit))
+    still = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0}
+    ops.sgd_(param, grad, None, encoding, **{**OPTIONS["sgd_"], **still, "lr": float(lr)})
+
+    rounded, remainder = param.view(torch.int16).cpu().numpy(), encoding.remainder.cpu().numpy()
+    is_nan = np.isnan(moved)
+    assert np.array_equal(rounded[~is_nan], (bits + 0x8000 >> 16).astype(np.int16)[~is_nan])
+    assert np.array_equal(remainder[~is_nan], bits.astype(np.int16)[~is_nan])
+    assert torch.equal(param.isnan().cpu(), torch.from_numpy(is_nan))
+    assert not remainder[is_nan].any()
+    assert beside or (remainder == -(2**15)).mean() > 0.98  # the exact ties
 
 
 @pytest.mark.parametrize(("op", "count"), [("sgd_", 1), ("adam_", 1), ("lamb_", 3), ("adamp_", 5)])
