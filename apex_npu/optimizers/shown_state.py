@@ -94,15 +94,17 @@ class ShownState:
         self.remember(rule, slots)
 
     def show_state(self, rule: Rule, slot: StateSlot) -> None:
-        """A slot is about to step: from now on its state is visible."""
-        if slot.fused.runs.counts.is_new(slot.position):
+        """A slot is about to step: from now on its state is visible, as it is already where it has been stepped."""
+        is_new = slot.fused.runs.counts.is_new(slot.position)
+        if is_new:
             has_master = rule.state.get(slot.param, {}).get(MASTER_PARAM) is not None
             for name in slot.names:
                 if name != MASTER_PARAM or not has_master:
                     _reset(rule, slot, name)
         slot.fused.use(slot.position)
-        _show(rule, slot)
-        self.shows_new = True
+        if is_new:
+            _show(rule, slot)
+            self.shows_new = True
 
     def hide_unstepped(self, rule: Rule, slots: Iterable[StateSlot]) -> None:
         """After a step that could not be taken: state that only ``show_state`` has shown is none.

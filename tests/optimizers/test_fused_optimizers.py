@@ -30,6 +30,7 @@ from apex_npu.optimizers import (
     NpuFusedAdamW,
     NpuFusedLamb,
     NpuFusedSGD,
+    shown_state,
 )
 
 SHAPES = [(41, 123), (17,), (16, 1), (1,), (), (3, 2, 2), (15,), (0,)]
@@ -341,6 +342,22 @@ def test_loading_copies():
     source.step()  # must not reach into the loaded state
     loaded = target.state_dict()["state"][0]
     assert all(torch.equal(loaded[key], expected[key]) for key in expected)
+
+
+def test_where_the_parameters_that_step_change_only_the_state_of_new_ones_is_shown(monkeypatch):
+    """As with a mixture of experts."""
+    show, shown = shown_state._show, []
+    monkeypatch.setattr(shown_state, "_show", lambda rule, slot: (shown.append(slot.position), show(rule, slot)))
+    ours, theirs = make_params(), make_params()
+    optimizer, reference = NpuFusedAdam(ours), torch.optim.Adam(theirs)
+    for step, skipped in enumerate([(0, 2), (0, 1), (1, 2), (2, 3), ()]):
+        for params, one in ((ours, optimizer), (theirs, reference)):
+            one.zero_grad()
+            set_grads(params, step, skipped)
+            one.step()
+    assert sorted(shown) == list(range(len(ours)))
+    assert_equal_params(ours, theirs, 1e-6)
+    assert_equal_states(optimizer.state_dict()["state"], reference.state_dict()["state"], 1e-6)
 
 
 @pytest.mark.pairwise
