@@ -11,10 +11,12 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from apex_npu.backends import HostCopy, for_device
+from apex_npu.backends import HostCopy, HostFlag, for_device
+from apex_npu.backends._torch_private import no_grad
 from apex_npu.fusion import FusedGroup, ModelParamBuffer
 from apex_npu.fusion.layout import ALIGN_NUMEL
 from apex_npu.fusion.shards import local_part
+from apex_npu.ops import masks_writes, note_differences
 
 # What a step says, once for each optimizer.
 UNCOUNTED_THERE = (
@@ -61,9 +63,10 @@ class NewMasters:
 class UncountedWrites:
     """Looks for float16 or bfloat16 copies that are not what their float32 parameters are rounded to.
 
-    Three launches for each buffer, before a step overwrites it. Their answer is copied to the host asynchronously, and
-    a later step has it: none waits. Of a buffer of more than ``WHOLE`` elements one line in four is looked at, or in as
-    many as leave ``MOST`` elements, and other lines the next time.
+    One launch for each buffer on a GPU, before a step overwrites it, which writes what it finds into memory of the
+    host; elsewhere three, whose answer is copied to the host asynchronously. A later step has it: none waits. Of a
+    buffer of more than ``WHOLE`` elements one line in four is looked at, or in as many as leave ``MOST`` elements, and
+    other lines the next time.
 
     Attributes:
         is_found: There was one; nothing is looked for any more.
@@ -74,26 +77,39 @@ class UncountedWrites:
         self.is_found = self.passes_over = False
         self._looks = self._next = 0
         self._arriving: list[HostCopy] = []
+        self._flag: HostFlag | None = None
 
     def found(self) -> bool:
         """Whether an earlier look has found one, as far as its answer has come; True once."""
         answers = [(copy, copy.if_come()) for copy in self._arriving]
         self._arriving = [copy for copy, answer in answers if answer is None]
-        if any(answer is not None and answer > 0 for _, answer in answers):
+        in_flag = self._flag is not None and not self.is_found and self._flag.is_raised()
+        if in_flag or any(answer is not None and answer > 0 for _, answer in answers):
             self.is_found, self._arriving = True, []
             return True
         return False
 
-    @torch.no_grad()
+    @no_grad
     def look_at_buffers(self, buffers: Sequence[tuple[FusedGroup, ModelParamBuffer, Tensor | None]]) -> None:
         """Compare flat buffers; the third of each has 1 for each line that is looked at, and 0; None: all are."""
         for group, buffer, lines in buffers:
-            numel = buffer.flat.numel()
+            param, copy, numel = group.param_flat, buffer.flat, buffer.flat.numel()
             width = numel // lines.numel() if lines is not None else LINE if numel % LINE == 0 else numel
             every = 1 if numel <= WHOLE else max(4, numel // MOST)
-            part = slice(self._looks % every, None, every)
-            self._compare(group.param_flat.view(-1, width)[part], buffer.flat.view(-1, width)[part], lines, part)
+            first = self._looks % every
+            if not self._note_differences(param, copy, lines, width, first, every):
+                part = slice(first, None, every)
+                self._compare(param.view(-1, width)[part], copy.view(-1, width)[part], lines, part)
         self._looks += 1
+
+    def _note_differences(
+        self, param: Tensor, copy: Tensor, lines: Tensor | None, width: int, first: int, every: int
+    ) -> bool:
+        """Have a kernel compare buffers, and write the flag; False where there is none that can."""
+        if not masks_writes(param.device):
+            return False
+        flag = self._flag = self._flag or HostFlag(param.device)
+        return note_differences(param, copy, lines, flag.number, width=width, first=first, every=every)
 
     @torch.no_grad()
     def look_at_each(self, params: Sequence[Tensor], copies: Sequence[Tensor]) -> None:

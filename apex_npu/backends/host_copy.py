@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,6 +44,26 @@ class HostCopy:
             self._arrival.synchronize()
             self._arrival = None
         return bool(self._number)
+
+
+class HostFlag:
+    """A number in memory of the host that kernels of a GPU write, and the host reads at any time, without a copy.
+
+    Attributes:
+        number: float32, one element, 0 at first; ``HostCopy`` is for kernels that write memory of their device alone.
+    """
+
+    # None is freed: a kernel that is still to run may write it after its owner is gone.
+    _kept: ClassVar[list[Tensor]] = []
+
+    def __init__(self, device: torch.device) -> None:
+        """For kernels of ``device``."""
+        self.number = torch.zeros(1, dtype=torch.float32, device="cpu", pin_memory=device.type != "cpu")
+        self._kept.append(self.number)
+
+    def is_raised(self) -> bool:
+        """True where it is not 0 by now."""
+        return self.number.item() != 0.0
 
 
 def number_on(number: Tensor, device: torch.device) -> Tensor:

@@ -3,7 +3,7 @@
 """Update rules on flat buffers: one declaration per op, a kernel per device, the reference where there is none."""
 
 import apex_npu.ops.kernels  # noqa: F401 -- registers the kernels of devices
-from apex_npu.ops.cuda import masks_writes, prepared
+from apex_npu.ops.cuda import masks_writes, note_differences, prepared
 from apex_npu.ops.dispatch import Call, call_of_all
 from apex_npu.ops.elementwise import adadelta_, adagrad_, adam_, rmsprop_, sgd_
 from apex_npu.ops.encoded_calls import EncodedState, RunEncoding, prepared_encoded
@@ -58,6 +58,7 @@ __all__ = [
     "multiply_",
     "norm",
     "norm_to_clip",
+    "note_differences",
     "orthogonalize_",
     "prepared",
     "prepared_encoded",

@@ -35,7 +35,7 @@ logger = logging.getLogger("apex_npu")
 _OLDEST_TRITON = (3, 6)
 # Ops whose kernels Triton could not compile here: not tried again.
 _given_up: set[object] = set()
-_TAKE, _SCALE = "take_addressed", "scale_listed"
+_TAKE, _SCALE, _DIFFER = "take_addressed", "scale_listed", "note_differences"
 _ids: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -90,6 +90,24 @@ def scale_listed(grads: Tensor, factor: float | Tensor, found_inf: Tensor | None
         found_inf: As of ``take_addressed``.
     """
     return _run_plan(_SCALE, (grads, factor, found_inf), {})[0]
+
+
+def note_differences(
+    param: Tensor, copy: Tensor, lines: Tensor | None, found: Tensor, *, width: int, first: int = 0, every: int = 1
+) -> bool:
+    """Look for elements of ``copy`` that are not those of ``param``, rounded; False where Triton cannot.
+
+    Args:
+        param: Contiguous.
+        copy: Likewise, of as many elements, float16 or bfloat16. What is not a number, here or there, is no difference.
+        lines: 1 for each line of ``width`` elements that is looked at, else 0; None: all are.
+        found: float32, one element, set to 1 where there is one: on their device, or in memory of the host that
+            kernels can write, see ``HostFlag``.
+        width: Elements of a line.
+        first: Only every so many-th line is looked at, and this is the first,
+        every: How many.
+    """
+    return _run_plan(_DIFFER, (param, copy, lines, found, width, first, every), {})[0]
 
 
 @functools.cache

@@ -174,6 +174,16 @@ def listed_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
                 yield f"{wide} {name} where they are", plan
 
 
+def difference_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
+    """Looks at copies in 16 bits: at all lines, and at some, of which some are of others."""
+    param, found = torch.zeros(NUMEL), torch.zeros(1)
+    for dtype in (torch.float16, torch.bfloat16):
+        copy, lines = torch.zeros(NUMEL, dtype=dtype), torch.ones(NUMEL // 16, 1, dtype=dtype)
+        yield f"{dtype} compared", plans.note_differences(param, copy, None, found, 16, 0, 1)
+        for first in (0, 1, 2):
+            yield f"{dtype} compared in part", plans.note_differences(param, copy, lines, found, 16, first, 4)
+
+
 def facts(compiled: Any) -> dict[str, Any]:
     """What can be seen in a compiled kernel."""
     ptx, ttir = compiled.asm["ptx"], compiled.asm["ttir"]
@@ -204,7 +214,7 @@ def main() -> None:
         driver = NoGpu(arch)
         triton.runtime.driver.set_active(driver)
         launches._compiled.clear()  # for a device, which in a real process is of one kind
-        every = (all_plans, encoded_plans, gather_plans, listed_plans)
+        every = (all_plans, encoded_plans, gather_plans, listed_plans, difference_plans)
         for op, plan in itertools.chain.from_iterable(plans_of(arguments.all) for plans_of in every):
             for launch in plan.launches:
                 compiled = launch.compile()
