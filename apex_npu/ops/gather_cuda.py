@@ -11,7 +11,7 @@ from torch import Tensor
 
 from apex_npu._extension import extension
 from apex_npu.ops import cuda, gather_torch
-from apex_npu.ops.grad_lists import count_writes, listed_grads
+from apex_npu.ops.grad_lists import SentTables, count_writes, listed_grads
 from apex_npu.ops.triton_kernels.chunks import Chunks
 
 
@@ -30,16 +30,13 @@ class AddressTable:
         self._flat = flat
         self._chunks = chunks.rows
         self._size, self._aligned = chunks.size, chunks.aligned
-        self._pinned: Tensor | None = None
+        self._addresses = torch.zeros(len(offsets), dtype=torch.int64, device="cpu")
+        self._sent = SentTables()
         self._firsts = [0, *((lengths + (chunks.size - 1)) // chunks.size).cumsum(0).tolist()]
 
     def addresses(self) -> Tensor:
         """int64 on the host, with any values, one for each slot: see ``GradSlots.addresses``."""
-        if self._pinned is None:
-            # Pinned, so that the copy does not wait; torch's allocator reuses the memory after the copy.
-            count, pinned = len(self._firsts) - 1, self._flat.is_cuda
-            self._pinned = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=pinned)
-        return self._pinned
+        return self._addresses
 
     def take(
         self, addresses: Tensor, dtype: torch.dtype, inv_scale: float, found_inf: Tensor | None, slots: range
@@ -56,9 +53,10 @@ class AddressTable:
         Returns:
             False, with nothing written, where Triton cannot compile the kernel.
         """
-        chunks = self._chunks[self._firsts[slots.start] : self._firsts[slots.stop]]
-        self._pinned = None
-        on_device = addresses.to(self._flat.device, non_blocking=True)
+        chunks, firsts = self._chunks, self._firsts
+        if len(slots) < len(firsts) - 1:
+            chunks = chunks[firsts[slots.start] : firsts[slots.stop]]
+        on_device = self._sent.on(self._flat.device, addresses)
         return cuda.take_addressed(
             self._flat, chunks, on_device, dtype, inv_scale, found_inf, self._size, aligned=self._aligned
         )

@@ -8,7 +8,7 @@ On a CPU the extension's kernels follow such an operand by themselves.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,26 @@ def _is_none(tensor: object) -> bool:
 is_grad_list: Callable[[object], bool] = _is_none if extension is None else extension.is_grad_list
 
 
+class SentTables:
+    """Tables of addresses that a device has: gradients are, most often, where those of one of the last steps were."""
+
+    _MOST = 4
+
+    def __init__(self) -> None:
+        self._sent: dict[bytes, Tensor] = {}
+
+    def on(self, device: torch.device, addresses: Tensor) -> Tensor:
+        """``addresses``, of the host, on ``device``: without a wait, and without a copy where it has had them."""
+        numbers: Any = addresses.numpy()
+        key = numbers.tobytes()
+        found = self._sent.get(key)
+        if found is None:
+            if len(self._sent) == self._MOST:
+                del self._sent[next(iter(self._sent))]
+            found = self._sent[key] = number_on(addresses.clone(), device)
+        return found
+
+
 class ListedSlots:
     """Consecutive slots whose gradients are listed in each step, most often at the addresses of the step before."""
 
@@ -55,6 +75,7 @@ class ListedSlots:
             torch.tensor(numbers, dtype=torch.int64, device="cpu") for numbers in (begins, lengths, [0] * len(begins))
         )
         self._on_device: Tensor | None = None
+        self._sent = SentTables()
 
     def add_addresses(self, grads: Tensor) -> None:
         """Find the gradients of the operand ``grads`` for kernels, without a wait.
@@ -65,7 +86,7 @@ class ListedSlots:
         on_device, self._on_device = self._on_device, None  # what is interrupted below leaves no former addresses
         others, changed = extension.grad_addresses(grads, self._begins, self._lengths, self._found)
         if changed or on_device is None:
-            on_device = number_on(self._found.clone(), grads.device)
+            on_device = self._sent.on(grads.device, self._found)
         self._on_device = on_device
         if len(others) <= 1:
             narrow = others[0] if others else None

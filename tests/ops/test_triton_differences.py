@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Triton looks for rounded copies that differ: on a GPU, else on the CPU, interpreted; torch rounds what is expected."""
+"""Triton looks for rounded copies that differ: on a GPU, or interpreted on the CPU; torch rounds what is expected."""
 
 import math
 from types import SimpleNamespace

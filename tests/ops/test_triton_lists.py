@@ -208,3 +208,42 @@ def test_an_empty_slot_may_begin_where_another_does():
     found = grad_lists.addresses_of(operand).on_device
     assert found.tolist() == [0, params[1].grad.data_ptr(), 0, params[3].grad.data_ptr() - 4 * 16]
     assert cuda.KERNELS[segmented.plain_norm](operand).item() == 8.0
+
+
+def test_addresses_that_a_device_has_are_not_sent_again(monkeypatch):
+    sent = []
+    number_on = grad_lists.number_on
+    monkeypatch.setattr(grad_lists, "number_on", lambda *args: sent.append(1) or number_on(*args))
+    tables, host = grad_lists.SentTables(), torch.zeros(3, dtype=torch.int64)
+    for numbers, sends in [([1, 2, 3], 1), ([1, 2, 4], 1), ([1, 2, 3], 0), ([5, 6, 7], 1), ([1, 2, 4], 0)]:
+        before = len(sent)
+        host.copy_(torch.tensor(numbers))  # in the same memory, as in each step
+        found = tables.on(THERE, host)
+        assert len(sent) - before == sends
+        assert found.tolist() == numbers
+        assert found.device == THERE
+    first = tables.on(THERE, host)
+    for i in range(10):
+        host.fill_(i)
+        assert tables.on(THERE, host).tolist() == [i] * 3
+    assert first.tolist() == [1, 2, 4]
+    assert len(tables._sent) < 8  # others are forgotten
+
+
+def test_gradients_in_turn_at_two_places_are_sent_once(monkeypatch):
+    sent = []
+    number_on = grad_lists.number_on
+    monkeypatch.setattr(grad_lists, "number_on", lambda *args: sent.append(1) or number_on(*args))
+    offsets, total = offsets_of(NUMELS)
+    params = [torch.zeros(numel, device=DEVICE) for numel in NUMELS]
+    slots = grad_slots([torch.empty_like(p, device="meta") for p in params], offsets, THERE)
+    listed_slots = grad_lists.ListedSlots(offsets, NUMELS)
+    places = [[torch.full_like(p, value) for p in params] for value in (1.0, 2.0)]
+    for turn in range(6):
+        for p, grad in zip(params, places[turn % 2], strict=True):
+            p.grad = grad
+        operand = slots.grad_list(params, 0, total, False)
+        listed_slots.add_addresses(operand)
+        norm = cuda.KERNELS[segmented.plain_norm](operand)
+        assert norm.item() == pytest.approx((1 + turn % 2) * math.sqrt(sum(NUMELS)))
+    assert len(sent) == 2
