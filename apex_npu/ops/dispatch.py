@@ -28,6 +28,7 @@ from typing import Annotated, Any, Generic, ParamSpec, TypeAlias, TypeVar, get_a
 import torch
 from torch import Tensor
 
+from apex_npu.backends._torch_private import is_dispatch_observed
 from apex_npu.ops.reference import chunks
 
 _P = ParamSpec("_P")
@@ -68,14 +69,27 @@ class Op(Generic[_P, _R]):
         self.operands = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
         self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         self.overload = _register(name + _schema(body), body, fake)
+        self._cuda_kernel: Callable[..., Any] | None = None
 
     def __call__(self, *operands: _P.args, **options: _P.kwargs) -> _R:
         """Run the kernel for the operands' device."""
         result: _R = self.overload(*operands, **options)
         return result
 
+    def quickly(self, *operands: Any) -> Any:
+        """The same of plain tensors without a graph: on a GPU without torch's dispatcher, unless something observes it.
+
+        The dispatcher's way to a kernel in Python takes longer than a launch.
+        """
+        kernel = self._cuda_kernel if operands[0].is_cuda and not torch.compiler.is_compiling() else None
+        if kernel is None or is_dispatch_observed():
+            return self.overload(*operands)
+        return kernel(*operands)
+
     def implement(self, kernel: Callable[..., Any], key: str, overload: str = "") -> None:
         """Make ``kernel`` that of an overload, by default the declared one, for the dispatch key ``key``."""
+        if key == "CUDA" and not overload:
+            self._cuda_kernel = kernel
         _library.impl(f"{self.name}.{overload}" if overload else self.name, kernel, key)
 
 

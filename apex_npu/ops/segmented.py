@@ -302,8 +302,7 @@ def norm_to_clip(x: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
         total = norm(x)
         return total, clip_coefficient(total, max_norm)
     coefficient = torch.empty((), dtype=wide_dtype(x.dtype), device=x.device)
-    total = clipping_norm.overload(x, coefficient, max_norm)
-    return total, coefficient
+    return clipping_norm.quickly(x, coefficient, max_norm), coefficient
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
@@ -321,7 +320,7 @@ def norm(x: Tensor, found_inf: Tensor | None = None) -> Tensor:
         found_inf: float32, one element; set to 1 where an element of ``x``, rather than the norm, is inf or nan. None:
             elements are not checked.
     """
-    total: Tensor = plain_norm.overload(x) if found_inf is None else checked_norm.overload(x, found_inf)
+    total: Tensor = plain_norm.quickly(x) if found_inf is None else checked_norm.quickly(x, found_inf)
     return total
 
 

@@ -454,6 +454,19 @@ class Heard(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+def test_a_norm_on_a_gpu_is_not_dispatched_unless_that_is_observed(monkeypatch):
+    norm = ops.segmented.plain_norm
+    monkeypatch.setattr(norm, "overload", lambda x: "dispatched")
+    assert norm.quickly(torch.ones(3)) == "dispatched"
+    monkeypatch.setattr(norm, "_cuda_kernel", lambda x: "by itself")
+    there = SimpleNamespace(is_cuda=True)
+    assert norm.quickly(there) == "by itself"
+    with Heard():
+        assert norm.quickly(there) == "dispatched"
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert norm.quickly(there) == "dispatched"
+
+
 @pytest.mark.parametrize(("op", "change", "without"), CHANGES)
 def test_repeated_calls_follow_every_number_and_tensor(op, change, without, monkeypatch):
     """The launch that was planned for the operands is launched again, with the numbers of each call."""

@@ -38,8 +38,8 @@ class Launch(NamedTuple):
 
     def variant(self) -> Hashable:
         """Equal for launches that run the same compiled kernel."""
-        # Floats are never constants, and an argument of one kernel that is a float is always one.
-        kinds = [kind(a) for a in self.args if type(a) is not float]
+        kinds: list[Hashable] = []
+        _add_kinds(kinds, self.args)
         return self.kernel.__name__, self.args[0].device, self.warps, *kinds, *self.constants.values()
 
     def compile(self) -> Any:
@@ -89,8 +89,11 @@ class Plan(NamedTuple):
         Raises:
             CompilationError: The cause is what Triton has raised.
         """
+        kernels = [launch.compiled or _compiled.get(launch.variant()) for launch in self.launches]
+        if all(kernels):
+            return kernels
         with _current(device):
-            return [launch.compiled or _compiled_once(launch) for launch in self.launches]
+            return [kernel or _compiled_once(launch) for kernel, launch in zip(kernels, self.launches, strict=True)]
 
     def run(self, device: torch.device, compiled: list[Any] | None = None) -> Tensor | None:
         """Launch in order on ``device``: Triton itself launches on the current one, wherever the tensors are.
@@ -128,12 +131,19 @@ def _compiled_once(launch: Launch) -> Any:
     return compiled
 
 
-def kind(argument: Tensor | tuple[Any, ...] | int | None) -> Hashable:
+def kind(argument: Tensor | None) -> Hashable:
     """What Triton compiles another kernel for."""
-    if argument is None:
-        return None
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if isinstance(argument, tuple):
-        return tuple(map(kind, argument))
-    return argument % 16 == 0, argument == 1
+    return None if argument is None else (argument.dtype, argument.data_ptr() % 16 == 0)
+
+
+def _add_kinds(kinds: list[Hashable], args: tuple[Any, ...]) -> None:
+    """The same of ``args``, one after the other, those in tuples included: this is on the way to every launch."""
+    for argument in args:
+        if argument is None:
+            kinds.append(None)
+        elif isinstance(argument, Tensor):
+            kinds += (argument.dtype, argument.data_ptr() % 16 == 0)
+        elif isinstance(argument, tuple):
+            _add_kinds(kinds, argument)
+        elif type(argument) is not float:  # these are never constants, and where one kernel has one it always has
+            kinds += (argument % 16 == 0, argument == 1)
