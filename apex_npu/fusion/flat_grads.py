@@ -492,7 +492,12 @@ class FlatGrads:
         Args:
             in_place: READ, by ``ops``; or WRITE, by ``ops.multiply_``, which can write what they can read.
         """
-        return self._operands(self.gather(in_place=in_place))
+        states = self.gather(in_place=in_place)
+        # Those in slots can be listed, too: then nothing is written to padding, which would have to be cleared.
+        lists_all = in_place == InPlace.WRITE and self._addressed is not None and any(states)
+        if lists_all and not (self.is_sharded or self.is_shown or self.gathers_all or is_capturing()):
+            return [self.operand(range(len(self.params)), self.total_numel)]
+        return self._operands(states)
 
     def _operands(self, states: bytes) -> list[Tensor]:
         if self.is_shown:

@@ -21,6 +21,8 @@ def multiply_grads_(flats: Sequence[FlatGrads], grads: Sequence[Tensor], total: 
         return  # what multiplying would give, too
     for grad in grads:
         multiply_(grad, coefficient.to(grad.device))
+    if all(map(is_grad_list, grads)):
+        return  # their elements alone are written
     # 0 times a coefficient that is nan is nan, and would be found in later gradients. On a CPU asking is for free.
     if total.device.type != "cpu" or coefficient.isnan():
         for flat in flats:

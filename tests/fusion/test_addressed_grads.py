@@ -16,6 +16,7 @@ from triton_interpreter import DEVICE, INTERPRETED, mend
 
 from apex_npu import amp, optimizers
 from apex_npu._extension import extension
+from apex_npu.distributed import clip_grad_norm_
 from apex_npu.fusion import flat_grads, fuse, grad_memory, grad_slots, packed_grads
 from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, NONE, InPlace
@@ -101,6 +102,28 @@ def test_one_launch_copies_multiplies_and_checks(dtype, launched):
     check(params, [times(grad, SMALLER / 3) for grad in before], grads)
     assert launched == [dtype]
     assert not found_inf.any()
+
+
+@pytest.mark.parametrize("bad", [None, math.nan])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_clipping_writes_gradients_in_slots_and_nothing_between_them(dtype, bad, monkeypatch):
+    params = make_params(dtype)
+    grads = slots_of(params)
+    give(params)
+    params[1].grad = None
+    if bad is not None:
+        params[0].grad[7] = bad
+    before = [None if p.grad is None else p.grad.clone() for p in params]
+    grads.gather()
+    versions = [p.grad._version for p in params if p.grad is not None]
+    monkeypatch.setattr(grads.memory, "clear_padding", None)  # a launch of its own
+    norm = clip_grad_norm_([grads], [], 2.0)
+    total = torch.cat([grad.double().flatten() for grad in before if grad is not None]).norm()
+    torch.testing.assert_close(norm.double(), total, rtol=1e-6, atol=0, equal_nan=True)
+    coefficient = (2.0 / (norm + 1e-6)).clamp(max=1.0).to(dtype)
+    check(params, [None if grad is None else times(grad, coefficient.to(wide_dtype(dtype))) for grad in before], grads)
+    written = [p.grad._version > v for p, v in zip((p for p in params if p.grad is not None), versions, strict=True)]
+    assert written == [p.numel() > 0 for p in params if p.grad is not None]
 
 
 def test_memory_that_gradients_own_between_steps(launched, monkeypatch):
