@@ -434,9 +434,15 @@ def test_launches_are_on_the_device_of_the_tensors(monkeypatch):
     entered = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device.index) or contextlib.nullcontext())
+    launched = SimpleNamespace(compiled=None, variant=lambda: None, run=lambda kernel: None)
+    monkeypatch.setattr(launches, "_compiled_once", lambda launch: "compiled")
     for index in (0, 1, 2):
-        launches.Plan(()).run(torch.device("cuda", index))
+        launches.Plan((launched,)).run(torch.device("cuda", index))
     assert entered == [0, 0, 2, 2]  # to compile, and to launch; 1 is the current one
+    entered.clear()
+    monkeypatch.setattr(launches, "_compiled", {None: "compiled"})
+    launches.Plan((launched,)).run(torch.device("cuda", 0))
+    assert entered == [0]  # to launch
 
 
 # Calls that have the operands of the one before

@@ -79,9 +79,9 @@ _encoded_chunks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _made_once(known: WeakTensorKeyDictionary, key: Tensor, make: Callable[[], _T]) -> _T:
-    if key not in known:
-        known[key] = make()
-    found: _T = known[key]
+    found: _T | None = known.get(key)
+    if found is None:
+        found = known[key] = make()
     return found
 
 
