@@ -387,11 +387,11 @@ def _elementwise(
     if kept and key in kept:
         before, at = kept[key], len(op.operands)
         encoding, *rest = before.args[at:]
-        if listed is not None:
+        if listed is not None and encoding.addresses is not listed.on_device:
             encoding = _listed_at(encoding, listed)
         launch = before.again((*before.args[:at], scale, known.on_device, encoding, *rest, *arguments))
-        if before.compiled is None:
-            kept[key] = before._replace(compiled=launch.compiled)
+        if encoding is not before.args[at] or before.compiled is None:
+            kept[key] = before._replace(args=(*before.args[:at], encoding, *rest), compiled=launch.compiled)
         return Plan((*known.launches, launch))
     operands, param = _buffers(op, given), given.param
     chunks = None if given.encoded is None else Chunks.of_params(given.encoded.table, param)
