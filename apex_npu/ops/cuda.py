@@ -64,6 +64,7 @@ def take_addressed(
     size: int,
     *,
     aligned: bool,
+    kept: dict[Any, Any] | None = None,
 ) -> bool:
     """Take gradients into slots; False, with nothing written, where Triton cannot compile that. See ``gather_cuda``.
 
@@ -76,8 +77,9 @@ def take_addressed(
         found_inf: float32, one element; set to 1 where a gradient is not finite. None: do not look.
         size: How many elements a chunk has at most.
         aligned: See ``Chunks``.
+        kept: What was planned for the same ``flat``, ``size`` and ``aligned``, for the next time.
     """
-    args = (flat, chunks, addresses, dtype, inv_scale, found_inf, size, aligned)
+    args = (flat, chunks, addresses, dtype, inv_scale, found_inf, size, aligned, kept)
     return _run_plan(_TAKE, args, {})[0]
 
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class AddressTable:
         self._size, self._aligned = chunks.size, chunks.aligned
         self._addresses = torch.zeros(len(offsets), dtype=torch.int64, device="cpu")
         self._sent = SentTables()
+        self._kept: dict[Any, Any] = {}
         self._firsts = [0, *((lengths + (chunks.size - 1)) // chunks.size).cumsum(0).tolist()]
 
     def addresses(self) -> Tensor:
@@ -58,7 +60,15 @@ class AddressTable:
             chunks = chunks[firsts[slots.start] : firsts[slots.stop]]
         on_device = self._sent.on(self._flat.device, addresses)
         return cuda.take_addressed(
-            self._flat, chunks, on_device, dtype, inv_scale, found_inf, self._size, aligned=self._aligned
+            self._flat,
+            chunks,
+            on_device,
+            dtype,
+            inv_scale,
+            found_inf,
+            self._size,
+            aligned=self._aligned,
+            kept=self._kept,
         )
 
 

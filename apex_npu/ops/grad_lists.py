@@ -29,6 +29,7 @@ class Addresses(NamedTuple):
             plus 1 where it is ``narrow``; 0: there is none.
         wide: The dtype of the operand, and of its gradients,
         narrow: But of those that have this; None: none has.
+        kept: What was planned for these slots, for the next time.
     """
 
     begins: Tensor
@@ -36,6 +37,7 @@ class Addresses(NamedTuple):
     on_device: Tensor
     wide: torch.dtype
     narrow: torch.dtype | None
+    kept: dict[Any, Any]
 
 
 def _is_none(tensor: object) -> bool:
@@ -76,6 +78,7 @@ class ListedSlots:
         )
         self._on_device: Tensor | None = None
         self._sent = SentTables()
+        self._kept: dict[Any, Any] = {}
 
     def add_addresses(self, grads: Tensor) -> None:
         """Find the gradients of the operand ``grads`` for kernels, without a wait.
@@ -90,7 +93,8 @@ class ListedSlots:
         self._on_device = on_device
         if len(others) <= 1:
             narrow = others[0] if others else None
-            vars(grads)["addresses"] = Addresses(self._begins, self._lengths, on_device, grads.dtype, narrow)
+            found = Addresses(self._begins, self._lengths, on_device, grads.dtype, narrow, self._kept)
+            vars(grads)["addresses"] = found
 
 
 def addresses_of(grads: Tensor) -> Addresses | None:

@@ -247,3 +247,30 @@ def test_gradients_in_turn_at_two_places_are_sent_once(monkeypatch):
         norm = cuda.KERNELS[segmented.plain_norm](operand)
         assert norm.item() == pytest.approx((1 + turn % 2) * math.sqrt(sum(NUMELS)))
     assert len(sent) == 2
+
+
+def test_what_was_planned_for_slots_takes_other_gradients_flags_and_factors():
+    offsets, total = offsets_of(NUMELS)
+    params = [torch.zeros(numel, device=DEVICE) for numel in NUMELS]
+    slots = grad_slots([torch.empty_like(p, device="meta") for p in params], offsets, THERE)
+    listed_slots = grad_lists.ListedSlots(offsets, NUMELS)
+    factors = [0.5, torch.full((), 3.0, device=DEVICE), 1.0, 0.25, torch.full((), 2.0, device=DEVICE), 1.0]
+    for turn, factor in enumerate(factors + factors):
+        bad = turn == 8
+        for p in params:
+            p.grad = torch.full_like(p, turn + 1.0)
+        if bad:
+            params[2].grad[-1] = math.inf
+        operand = slots.grad_list(params, 0, total, False)
+        listed_slots.add_addresses(operand)
+        found_inf = None if turn in (3, 6) or isinstance(factor, torch.Tensor) else torch.zeros(1, device=DEVICE)
+        assert cuda.scale_listed(operand, factor, found_inf)
+        assert found_inf is None or bool(found_inf) is bad
+        for p in params if not bad else params[:2]:
+            assert torch.equal(p.grad, torch.full_like(p, (turn + 1.0) * float(factor)))
+        norm, coefficient = cuda.KERNELS[segmented.plain_norm](operand), torch.empty((), device=DEVICE)
+        clipped = cuda.KERNELS[segmented.clipping_norm](operand, coefficient, 1.0)
+        wanted = math.inf if bad else (turn + 1.0) * float(factor) * math.sqrt(sum(NUMELS))
+        assert norm.item() == clipped.item() == pytest.approx(wanted)
+        assert coefficient.item() == pytest.approx(min(1.0, 1.0 / wanted))
+    assert len([key for key in listed_slots._kept if key[0] == "scale"]) == 4

@@ -9,7 +9,8 @@ only the device has them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from functools import partial
 from types import SimpleNamespace as Arguments
 from typing import Any, NamedTuple
 
@@ -188,7 +189,9 @@ def _norm(x: Tensor, found_inf: Tensor | None, coefficient: Tensor | None = None
     result = parts.new_empty((), dtype=wide_dtype(x.dtype))
     args = (parts, result, found_inf, coefficient, parts.numel(), float(max_norm))
     constants = {"DTYPE": _dtype(x), "BLOCK": _NORM_PROGRAMS}
-    return Plan((squares, Launch(sums.root_of_parts, 1, args, constants, 4)), result)
+    key, listed = ("root", kind(found_inf), kind(coefficient)), addresses_of(x)
+    root = _kept_launch(listed and listed.kept, key, args, lambda: Launch(sums.root_of_parts, 1, args, constants, 4))
+    return Plan((squares, root), result)
 
 
 def _squares(x: Tensor) -> tuple[Launch, Tensor]:
@@ -200,11 +203,16 @@ def _squares(x: Tensor) -> tuple[Launch, Tensor]:
         programs = min(_NORM_PROGRAMS, max(1, -(-x.numel() // _NORM_BLOCK)))
         parts = x.new_empty(programs, dtype=torch.float64)
         return Launch(sums.square_parts, programs, (x, parts, x.numel(), programs), {"BLOCK": _NORM_BLOCK}, 8), parts
-    chunks = Chunks.of(listed.begins, listed.lengths, x)
-    programs = min(_NORM_PROGRAMS, chunks.begins.numel())
+    chunks = _chunks_of(listed, x)
+    count = chunks.begins.numel()
+    programs = min(_NORM_PROGRAMS, count)
     parts = torch.empty(programs, dtype=torch.float64, device=x.device)
-    args = (parts, _listing(listed, chunks), chunks.begins.numel(), programs)
-    return _over_chunks(gather.listed_square_parts, chunks, args, {})._replace(programs=programs), parts
+    args = (parts, _listing(listed, chunks), count, programs)
+
+    def make() -> Launch:
+        return _over_chunks(gather.listed_square_parts, chunks, args, {})._replace(programs=programs)
+
+    return _kept_launch(listed.kept, ("squares", listed.narrow), args, make), parts
 
 
 def segment_dot(a: Tensor, b: Tensor, starts: Tensor, lengths: Tensor, ids: Tensor | None) -> Plan | None:
@@ -315,12 +323,14 @@ def scale_listed(grads: Tensor, factor: float | Tensor, found_inf: Tensor | None
     listed = addresses_of(grads)
     if listed is None or listed.narrow is not None:
         return None
-    chunks = Chunks.of(listed.begins, listed.lengths, grads)
+    chunks = _chunks_of(listed, grads)
     tensor, number = (factor, 1.0) if isinstance(factor, Tensor) else (None, float(factor))
     args = (chunks.rows, listed.on_device, found_inf, tensor, number)
     scaled = tensor is not None or number != 1.0
     constants = {"SOURCE": _TYPES[grads.dtype], "SCALED": scaled, "DTYPE": _dtype(grads)}
-    return Plan((_over_chunks(gather.scale_listed, chunks, args, constants),))
+    key = ("scale", scaled, kind(found_inf), kind(tensor))
+    make = partial(_over_chunks, gather.scale_listed, chunks, args, constants)
+    return Plan((_kept_launch(listed.kept, key, args, make),))
 
 
 def take_addressed(
@@ -332,6 +342,7 @@ def take_addressed(
     found_inf: Tensor | None,
     size: int,
     aligned: bool,
+    kept: dict[Any, Any] | None = None,
 ) -> Plan:
     """See ``apex_npu.ops.cuda.take_addressed``."""
     constants = {
@@ -341,8 +352,10 @@ def take_addressed(
         "ALIGNED": aligned,
         "BLOCK": size,
     }
-    args = (flat, chunks, addresses, found_inf, float(inv_scale))
-    return Plan((Launch(gather.take_addressed, chunks.shape[0], args, constants, max(1, size // 256)),))
+    args, programs = (flat, chunks, addresses, found_inf, float(inv_scale)), chunks.shape[0]
+    key = (programs, dtype, inv_scale != 1.0, kind(found_inf))
+    make = partial(Launch, gather.take_addressed, programs, args, constants, max(1, size // 256))
+    return Plan((_kept_launch(kept, key, args, make),))
 
 
 def note_differences(
@@ -355,6 +368,25 @@ def note_differences(
     args = (param, copy, lines, found, numel, first, every)
     constants = {"WIDTH": width, "BLOCK": _BLOCK}
     return Plan((Launch(differences.note_differences, -(-looked_at // _BLOCK), args, constants, _WARPS),))
+
+
+def _kept_launch(
+    kept: dict[Any, Any] | None, key: Hashable, args: tuple[Any, ...], make: Callable[[], Launch]
+) -> Launch:
+    """What ``make`` gives, with ``args``: planned once for each ``key``, by which the kernel is the same."""
+    before: Launch | None = kept.get(key) if kept is not None else None
+    launch = make() if before is None else before.again(args)
+    if kept is not None and (before is None or before.compiled is None):
+        kept[key] = launch._replace(args=())  # which a later call has its own of
+    return launch
+
+
+def _chunks_of(listed: Addresses, like: Tensor) -> Chunks:
+    """The chunks of the slots of gradients that are ``listed``, in an operand like this one."""
+    chunks: Chunks | None = listed.kept.get("chunks")
+    if chunks is None:
+        chunks = listed.kept["chunks"] = Chunks.of(listed.begins, listed.lengths, like)
+    return chunks
 
 
 def _decay(given: Arguments, kept: float) -> tuple[float, dict[str, Any]]:
@@ -396,7 +428,7 @@ def _elementwise(
     operands, param = _buffers(op, given), given.param
     chunks = None if given.encoded is None else Chunks.of_params(given.encoded.table, param)
     if chunks is None and listed is not None:
-        chunks = Chunks.of(listed.begins, listed.lengths, param)
+        chunks = _chunks_of(listed, param)
     encoding, step, rounding = _encoding(given, chunks)
     constants = {**flags, "MAXIMIZE": given.maximize, "DTYPE": _dtype(param), **rounding}
     args = (*operands, scale, known.on_device, encoding, param.numel(), step, *arguments)
@@ -427,7 +459,11 @@ def _encoding(given: Arguments, chunks: Chunks | None) -> tuple[Encoding, float,
 
 def _listing(listed: Addresses, chunks: Chunks) -> Encoding:
     """What kernels have of gradients that are listed; ``chunks`` of ``listed.begins``."""
-    return _listed_at(_PLAIN._replace(rows=chunks.rows), listed)
+    key = "encoding", listed.narrow
+    encoding: Encoding | None = listed.kept.get(key)
+    if encoding is None or encoding.addresses is not listed.on_device:
+        encoding = listed.kept[key] = _listed_at(_PLAIN._replace(rows=chunks.rows), listed)
+    return encoding
 
 
 def _listed_at(encoding: Encoding, listed: Addresses) -> Encoding:
