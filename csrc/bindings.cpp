@@ -47,7 +47,7 @@ using apex_npu::borrow;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 25;
+  m.attr("API") = 26;
 
   m.def("move_storages", &apex_npu::move_storages, py::arg("lists"), py::arg("src"), py::arg("offsets"),
         py::arg("copy_values"));
@@ -196,10 +196,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(
           "share",
           [](const apex_npu::GradSlots& slots, const py::sequence& sources, const py::sequence& params,
-             int64_t least_numel) {
-            return slots.share(borrow(sources), borrow(params), least_numel, &apex_npu::is_alone);
+             int64_t least_numel, bool lazily) {
+            const auto found = slots.share(borrow(sources), borrow(params), least_numel, lazily, &apex_npu::is_alone);
+            return std::pair(found.any, found.others);
           },
-          py::arg("sources"), py::arg("params"), py::arg("least_numel"));
+          py::arg("sources"), py::arg("params"), py::arg("least_numel"), py::arg("lazily"));
   py::class_<apex_npu::Shards>(m, "Shards")
       .def(py::init<const py::type&, py::list, py::list>(), py::arg("cls"), py::arg("full_params"), py::arg("parts"))
       .def("have_parts", &apex_npu::Shards::have_parts)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from apex_npu.amp.block import STAGE_AFTER, BlockArgs, BlockPart, Delay, DelayingBlock, decide
 from apex_npu.amp.grad_groups import GradGroup, any_raised, look_for_overflow, unscale
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, inner_optimizer, state_of
-from apex_npu.amp.pending_step import DeferredInfCheck, any_packed, supports_found_inf
+from apex_npu.amp.pending_step import DeferredInfCheck, supports_found_inf
 from apex_npu.amp.scaled_grads import ScaledGrads
 from apex_npu.amp.session import Session, current
 
@@ -83,7 +83,7 @@ class DeferringBlock(DelayingBlock):
         scale = 1.0 if self._fuses else self.scale
         flags = unscale(self.groups, scale, check=check, share=self._fuses and self._alone)
         for optimizer, (_, groups) in zip(self.optimizers, self.work, strict=True):
-            if any_packed(groups):
+            if any(group.is_aliased for group in groups):
                 self._session.sharing[optimizer] = threading.current_thread()
         if leaves_open:
             for group in self.groups if check and self._unchecked else ():

@@ -49,6 +49,11 @@ class GradGroup:
         return self.params[0].device
 
     @property
+    def is_aliased(self) -> bool:
+        """Whether what is written to gradients of ``sources`` may be written to those of ``params``, too."""
+        return False
+
+    @property
     def direct_params(self) -> list[Tensor]:
         """Those of ``params`` that are no masters."""
         params = self.params

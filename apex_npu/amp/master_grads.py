@@ -457,9 +457,13 @@ class FlatMasterGradGroup(MasterGradGroup):
         if factor != 1.0 or found_inf is not None:
             self.flat.unscale_(factor, found_inf)
 
+    @property
+    def is_aliased(self) -> bool:
+        return self._shares and not self.flat.shares_lazily
+
     def _is_shared(self, k: int) -> bool:
         source, grad = self.copied.grads[k], self.params[self._masters[k]].grad
-        if not self.flat.is_packed or source is None or grad is None or source is not self._model_params[k].grad:
+        if not self.is_aliased or source is None or grad is None or source is not self._model_params[k].grad:
             return False
         return grad.dtype == source.dtype and grad.data_ptr() == source.data_ptr()
 
@@ -477,22 +481,19 @@ class FlatMasterGradGroup(MasterGradGroup):
         first = not any_grads(self._master_params)
         if first:
             self.flat.is_packed = False
-        if first and share and self._packs(inv_scale, found_inf):
-            self._shares = True
-        elif first and self._in_one_pass:
-            self._take_in_one_pass(inv_scale, found_inf, share)
-        else:
+        shares = first and share and inv_scale == 1.0 and found_inf is None
+        if first and self._in_one_pass:
+            self._take_in_one_pass(inv_scale, found_inf, shares)
+        elif not (shares and self.flat.pack(self.sources)):
+            shares = False
             self._take_in_passes(inv_scale, found_inf, first)
+        self._shares = shares
         alone = first and not self.copied.kept
         self._made = {}
         if self.copied.kept:
             self._add_kept(self.kept_scale)
         self.copied.note()
         self.copied.replaceable = alone and inv_scale == 1.0 == self.kept_scale
-
-    def _packs(self, inv_scale: float, found_inf: Tensor | None) -> bool:
-        """Gradients of parameters without a master have another dtype, and would be rounded."""
-        return inv_scale == 1.0 and found_inf is None and not self.direct and self.flat.pack(self.sources)
 
     @torch.no_grad()
     def _take_in_passes(self, inv_scale: float, found_inf: Tensor | None, first: bool) -> None:
@@ -516,9 +517,8 @@ class FlatMasterGradGroup(MasterGradGroup):
         """Gather, widen, unscale and check in one pass, or share."""
         if self.direct:
             self.flat.unscale_(inv_scale, found_inf)  # masters have none yet
-        if share and inv_scale == 1.0 and found_inf is None:
+        if share:
             self.flat.share(self.sources)
-            self._shares = True
         else:
             self.flat.take(self.sources, inv_scale, found_inf, self._masters if self.direct else None)
 

@@ -163,7 +163,7 @@ class Session:
         after_broadcast: Called with this session after DistributedDataParallel has broadcast what a module has.
         observer: Is told of blocks and skipped steps; None: nothing is looked at.
         reached: Optimizers to whose parameters the blocks of others give gradients, and what those are called.
-        sharing: Optimizers whose masters may share packed gradients with the model, and the thread of their last block.
+        sharing: Optimizers whose masters may share gradients with the model, and the thread of their last block.
         spare_flags: For each device a flag that a block has found to be 0, for the next one.
     """
 

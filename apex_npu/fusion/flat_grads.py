@@ -65,6 +65,7 @@ class FlatGrads:
         reads_in_place: Kernels read gradients that are ELSEWHERE in place, all in one call.
         is_shown: A script has the buffer: gradients are always copied there, and padding may have been written.
         gathers_all: Gradients are always copied into slots: a CUDA graph has their addresses, or no kernel follows any.
+        rule_follows_addresses: On a GPU the rule reads gradients that are ELSEWHERE; for others each step copies them.
         may_pack: See ``pack``.
         is_packed: Gradients have been packed, and some may still be.
         memory: The buffer, and the views of its slots.
@@ -72,6 +73,7 @@ class FlatGrads:
 
     is_sharded = False
     gathers_all = False
+    rule_follows_addresses = True
     may_pack = False
     is_packed = False
 
@@ -347,24 +349,34 @@ class FlatGrads:
             self.is_packed = False
         return states
 
+    @property
+    def shares_lazily(self) -> bool:
+        """What is in one memory after ``share`` is copied when it is first written."""
+        return self.device.type == "cpu" and self._addressed is None
+
     def share(self, sources: Sequence[Tensor]) -> None:
         """Bring the gradients of ``sources`` to ``params``, without a copy where they can be read where they are.
 
-        Then both have a gradient of the source's dtype, in one memory until either is written; ``gather`` makes it one
-        of the parameter's dtype.
+        Then both have a gradient of the source's dtype, in one memory; on a CPU until either is written. ``gather``
+        makes it one of the parameter's dtype. Where none can be read, all are packed, if they can be.
 
         Raises:
             RuntimeError: As of ``take``.
         """
-        others: Sequence[int] = range(len(self.params))
-        if self.device.type == "cpu" and self._largest_numel >= grad_slots.WRITTEN_NUMEL and not self.is_shown:
-            others = self.memory.slots.share(sources, self.params, grad_slots.WRITTEN_NUMEL)
-        if others:
-            self.take(sources, slots=None if len(others) == len(self.params) else others)
+        slots, lazily = self.memory.slots, self.shares_lazily
+        least_numel = grad_slots.WRITTEN_NUMEL if lazily else grad_slots.STAYS_NUMEL
+        reads = lazily or (self._addressed is not None and self.rule_follows_addresses and not is_capturing())
+        shared, others = False, list[int]()
+        if reads and self._largest_numel >= least_numel and not (self.is_shown or self.gathers_all):
+            shared, others = slots.share(sources, self.params, least_numel, lazily)
+        if shared and others:
+            self.take(sources, slots=others)
+        elif not shared and not self.pack(sources):
+            self.take(sources)
 
     @no_grad
     def pack(self, sources: Sequence[Tensor]) -> bool:
-        """Bring the gradients of ``sources`` to ``params`` as views of one tensor of their own dtype, on any device.
+        """Copy the gradients of ``sources`` to ``params`` as views of one tensor of their own dtype, on any device.
 
         The sources have these views as gradients, too, so that the memory of their former ones is free. Only ``ops``
         can read the tensor in the place of the buffer; ``gather`` makes gradients of the parameters' dtype.

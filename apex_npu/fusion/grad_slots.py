@@ -84,11 +84,19 @@ class GradSlots(Protocol):
         """
         ...
 
-    def share(self, sources: Sequence[Tensor], params: Sequence[Tensor], least_numel: int) -> list[int]:
-        """Give ``params`` the gradients of ``sources``, without a copy before either is written, where that can be.
+    def share(
+        self, sources: Sequence[Tensor], params: Sequence[Tensor], least_numel: int, lazily: bool
+    ) -> tuple[bool, list[int]]:
+        """Give ``params`` the gradients of ``sources``, without a copy, where that can be.
+
+        Args:
+            sources: One for each slot of the buffer: its parameter, or what has the gradient of it as a master.
+            params: Likewise.
+            least_numel: Only those of so many elements.
+            lazily: They are copied when either is written.
 
         Returns:
-            The indices of those where they cannot.
+            Whether there are any, and the indices of the others.
         """
         ...
 
@@ -186,9 +194,10 @@ class _PythonGradSlots:
         assert grad is not None
         return grad.detach().as_strided((numel,), (1,))
 
-    def share(self, sources: Sequence[Tensor], params: Sequence[Tensor], least_numel: int) -> list[int]:
-        # Python sets no gradient of another dtype.
-        return [i for i, (source, param) in enumerate(zip(sources, params, strict=True)) if source is not param]
+    def share(
+        self, sources: Sequence[Tensor], params: Sequence[Tensor], least_numel: int, lazily: bool
+    ) -> tuple[bool, list[int]]:
+        return False, []  # Python sets no gradient of another dtype
 
     def unscale(
         self, params: list[Tensor], views: list[Tensor], factor: float, found_inf: Tensor | None, least_numel: int

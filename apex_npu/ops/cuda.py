@@ -87,9 +87,9 @@ def scale_listed(grads: Tensor, factor: float | Tensor, found_inf: Tensor | None
     """Multiply gradients that are listed where they are; False, with nothing written, where Triton cannot.
 
     Args:
-        grads: The operand; with a factor of 1.0 nothing is written.
+        grads: The operand; with a factor of 1.0 nothing is written, and some may be narrower than it.
         factor: A number, or one on their device.
-        found_inf: As of ``take_addressed``.
+        found_inf: As of ``take_addressed``; with a factor of 1.0 not None.
     """
     return _run_plan(_SCALE, (grads, factor, found_inf), {})[0]
 

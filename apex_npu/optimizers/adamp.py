@@ -68,6 +68,7 @@ class NpuFusedAdamP(NormOptimizer):
 
     encodable_states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     supports_capture = True
+    follows_addresses = False
 
     def __init__(
         self,

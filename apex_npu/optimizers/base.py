@@ -112,6 +112,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     supports_capture: ClassVar[bool] = False
     # Keys that the groups of torch's optimizer have beside the rule's numbers, for state dicts: nothing reads them.
     torch_options: ClassVar[tuple[str, ...]] = ()
+    # False where a GPU's kernel of the rule does not read gradients where autograd left them.
+    follows_addresses: ClassVar[bool] = True
     # True where ``update`` reads ``p.grad`` rather than ``run.grad``: gradients are unscaled in place before.
     reads_param_grads: ClassVar[bool] = False
     # The states that can be kept in other formats than float32: of rules whose ``update`` only passes them to their own
@@ -592,6 +594,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         self._flat_grads = [fused.grads for fused in groups if id(fused.params[0]) not in with_gaps]
         self._lending = [fused.grads.memory for fused in groups if fused.grads.memory.lends]
         self._all_in_slots = all(fused.in_slots for fused in groups)
+        for fused in groups:
+            fused.grads.rule_follows_addresses = self.follows_addresses
         self._prepares = all(masks_writes(fused.param_flat.device) for fused in groups)
         if with_state:
             self._shown.adopt(self, self._slots())

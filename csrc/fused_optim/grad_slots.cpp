@@ -55,10 +55,12 @@ bool GradSlots::has_order(const at::Tensor& grad, const Slot& slot) {
   return true;
 }
 
+bool GradSlots::may_be_of(at::ScalarType dtype, const Slot& slot) {
+  return dtype == slot.dtype || (slot.dtype == at::kFloat && is_narrow(dtype));
+}
+
 bool GradSlots::is_readable(const at::Tensor& grad, const Slot& slot) const {
-  const at::ScalarType dtype = grad.scalar_type();
-  if (dtype != slot.dtype && !(slot.dtype == at::kFloat && is_narrow(dtype))) return false;
-  return grad.device() == device_ && has_order(grad, slot);
+  return may_be_of(grad.scalar_type(), slot) && grad.device() == device_ && has_order(grad, slot);
 }
 
 bool GradSlots::was_stepped(const at::Tensor& grad, size_t slot) const {
@@ -168,7 +170,7 @@ GradAddresses GradSlots::addresses(const Borrowed& sources, const Borrowed& para
     found.states[i] = static_cast<char>(GradState::ELSEWHERE);
     if (!intact || !is_unused(view)) found.views_are_free = false;
     const at::ScalarType dtype = grad.scalar_type();
-    const bool fits = sources[i]->is_same(*params[i]) ? dtype == slots_[slot].dtype : is_float(dtype);
+    const bool fits = sources[i]->is_same(*params[i]) ? may_be_of(dtype, slots_[slot]) : is_float(dtype);
     if (fits && dtype == found.dtype.value_or(dtype) && grad.device() == view.device() &&
         has_order(grad, slots_[slot])) {
       const auto size = static_cast<int64_t>(grad.itemsize());
@@ -226,25 +228,27 @@ void GradSlots::add_to(GradList& grads, const at::Tensor& grad, size_t i, size_t
   grads.add(grad, slots_[i].offset - slots_[first].offset);
 }
 
-std::vector<int64_t> GradSlots::share(const Borrowed& sources, const Borrowed& params, int64_t least_numel,
-                                      IsAlone is_alone) const {
+SharedGrads GradSlots::share(const Borrowed& sources, const Borrowed& params, int64_t least_numel, bool lazily,
+                             IsAlone is_alone) const {
   TORCH_CHECK_VALUE(sources.size() == slots_.size() && params.size() == slots_.size(), "share: expected ",
                     slots_.size(), " sources and parameters, got ", sources.size(), " and ", params.size());
-  std::vector<int64_t> others;
+  SharedGrads found{false, {}};
   look_at_grads(sources, [&](const at::Tensor& grad, size_t i) {
     if (!grad.defined() || sources[i]->is_same(*params[i])) return;
     // Other references to its memory (a bucket of DistributedDataParallel, DLPack) would not follow when it is
-    // copied.
-    const bool shares =
-        slots_[i].numel >= least_numel && is_readable(grad, slots_[i]) && !is_slot(grad) && is_alone(grad);
-    at::Tensor twin = shares ? lazy_copy(grad) : at::Tensor();
+    // copied, or write it.
+    const bool shares = slots_[i].numel >= least_numel && is_readable(grad, slots_[i]) && !is_slot(grad) &&
+                        allocated_by_torch(grad) && is_alone(grad);
+    at::Tensor twin;
+    if (shares) twin = lazily ? lazy_copy(grad) : grad.variable_data();
     if (twin.defined()) {
       params[i]->mutable_grad() = std::move(twin);
+      found.any = true;
     } else {
-      others.push_back(static_cast<int64_t>(i));
+      found.others.push_back(static_cast<int64_t>(i));
     }
   });
-  return others;
+  return found;
 }
 
 std::optional<std::vector<at::Tensor>> GradSlots::take_up(const Borrowed& params, const at::Tensor& flat) {

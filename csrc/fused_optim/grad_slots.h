@@ -43,6 +43,12 @@ struct GradAddresses {
   bool views_are_free;                  // the views of all that are ELSEWHERE may become gradients
 };
 
+// What has become of gradients that were to be shared.
+struct SharedGrads {
+  bool any;                     // some are
+  std::vector<int64_t> others;  // the indices of those that are not
+};
+
 class GradSlots {
  public:
   // `shapes` have the slots' sizes, strides and dtype, on any device; `offsets` their first elements. Kernels read
@@ -90,9 +96,9 @@ class GradSlots {
   void forget_stepped() { stepped_.clear(); }
 
   // Gives params[i] the gradient of sources[i], which is another, where that can be read where it is, and is alone: one
-  // memory, until either is written. Returns the indices of those where it is not.
-  std::vector<int64_t> share(const Borrowed& sources, const Borrowed& params, int64_t least_numel,
-                             IsAlone is_alone) const;
+  // memory, with `lazily` until either is written.
+  SharedGrads share(const Borrowed& sources, const Borrowed& params, int64_t least_numel, bool lazily,
+                    IsAlone is_alone) const;
 
   // Leaves `flat`, in which the views are that have been remembered, without memory: whatever is in slots owns it.
   void let_go(const at::Tensor& flat) { lent_.emplace(flat); }
@@ -119,6 +125,8 @@ class GradSlots {
   // its tensor, which torch.utils.swap_tensors refuses to swap while there is a weak reference to it.
   using Remembered = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
+  // Whether a parameter's gradient may have the dtype: its own, or beside float32 a narrower one.
+  static bool may_be_of(at::ScalarType dtype, const Slot& slot);
   static bool has_order(const at::Tensor& grad, const Slot& slot);
   bool is_readable(const at::Tensor& grad, const Slot& slot) const;
   bool was_stepped(const at::Tensor& grad, size_t slot) const;

@@ -3,6 +3,7 @@
 """``fuse_unscale=True``: the same training, with gradients that stay scaled until step."""
 
 import copy
+import importlib
 import math
 import threading
 import warnings
@@ -15,20 +16,41 @@ from torch import nn
 
 from apex_npu import amp, optimizers
 from apex_npu._extension import extension
-from apex_npu.fusion import grad_slots, packed_grads
+from apex_npu.fusion import flat_grads, grad_slots, packed_grads
+from apex_npu.ops import gather
 from apex_npu.parallel import LARC
 
+# What masters and model share at once, and not until either is written: on a CPU as on a GPU with Triton.
+ALIASED = "packed" if DEVICE.type == "npu" else "aliased"
 
-@pytest.fixture(autouse=True, params=["gathered", "left" if DEVICE.type == "cpu" else "packed"])
+
+@pytest.fixture(
+    autouse=True,
+    params=["gathered", *(["left"] if DEVICE.type == "cpu" else []), ALIASED],
+)
 def small_gradients(request, monkeypatch):
     """What these models have are all small: also as large ones are treated, which are worked on in their own dtype."""
     if request.param != "gathered" and extension is None:
         pytest.skip("there is nothing that gives masters gradients in 16 bits")
     if request.param == "left":
         monkeypatch.setattr(grad_slots, "WRITTEN_NUMEL", 0)
-    elif request.param == "packed":
-        monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0)
+    elif request.param == "aliased" and DEVICE.type == "cpu":
+        importlib.import_module("triton_interpreter").mend(monkeypatch)  # or it skips
+        monkeypatch.setattr(flat_grads, "takes_addresses", lambda slot: True)
+        monkeypatch.setattr(flat_grads, "gathers_in_one_pass", lambda slot: False)
+    elif request.param == "aliased" and not gather.takes_addresses(torch.zeros((), device=DEVICE)):
+        pytest.skip("without Triton gradients are packed")
+    share(monkeypatch, request.param)
     return request.param
+
+
+def share(monkeypatch, how):
+    """Have gradients that a block brings to masters shared as ``how`` says, or not at all."""
+    monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0 if how == "packed" else 1 << 23)
+    if how == "gathered" and DEVICE.type != "cpu":
+        monkeypatch.setattr(grad_slots, "STAYS_NUMEL", 1 << 60)
+    elif how == "aliased":
+        monkeypatch.setattr(grad_slots, "STAYS_NUMEL", 0)
 
 
 LEVELS = ["O0", "O1", "O2", "O3", "O5"]
@@ -515,7 +537,7 @@ def write_directly(model, loss):
 @pytest.mark.parametrize("spoil", [another_loss, zero_model, write_directly])
 def test_masters_keep_what_a_block_has_brought_them(spoil, loss_scale, small_gradients):
     """Model gradients may be written after the block, by the backward of another network's loss through this one."""
-    if small_gradients == "packed" and spoil is not zero_model:
+    if small_gradients == ALIASED and spoil is not zero_model:
         pytest.skip("masters share them: see the tests below")
     results = []
     for fuse_unscale in (False, True):
@@ -529,12 +551,12 @@ def test_masters_keep_what_a_block_has_brought_them(spoil, loss_scale, small_gra
         torch.testing.assert_close(p, q)
 
 
-packed = pytest.mark.skipif(extension is None or DEVICE.type == "cpu", reason="a CPU reads gradients in place")
+aliased = pytest.mark.parametrize("small_gradients", [ALIASED], indirect=True)
 
 
-def of_two_networks(packs, monkeypatch, maker_fuses, cls=optimizers.NpuFusedAdam):
+def of_two_networks(how, monkeypatch, maker_fuses, cls=optimizers.NpuFusedAdam):
     """A network that judges another: blocks of both, then the steps of both."""
-    monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0 if packs else 1 << 23)
+    share(monkeypatch, how)
     torch.manual_seed(0)
     networks = [nn.Linear(6, 6).to(DEVICE), nn.Linear(6, 2).to(DEVICE)]
     made = [cls(networks[0].parameters(), lr=1e-2), optimizers.NpuFusedAdam(networks[1].parameters(), lr=1e-2)]
@@ -558,21 +580,20 @@ def of_two_networks(packs, monkeypatch, maker_fuses, cls=optimizers.NpuFusedAdam
     return held, result
 
 
-@packed
+@aliased
 @pytest.mark.filterwarnings("ignore:gradients of the model have been written")
 @pytest.mark.parametrize("cls", [optimizers.NpuFusedAdam, torch.optim.SGD])
 @pytest.mark.parametrize("fuses", [True, False])
-def test_packed_gradients_leave_the_model_before_the_block_of_another_optimizer(fuses, cls, monkeypatch):
-    (held, ours), (_, theirs) = (of_two_networks(packs, monkeypatch, fuses, cls) for packs in (True, False))
+def test_shared_gradients_leave_the_model_before_the_block_of_another_optimizer(fuses, cls, monkeypatch):
+    (held, ours), (_, theirs) = (of_two_networks(how, monkeypatch, fuses, cls) for how in (ALIASED, "gathered"))
     assert held == [torch.float16] * 2
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-7)
 
 
-@packed
-def test_packed_gradients_of_another_thread_stay_until_it_has_ended(monkeypatch):
+@aliased
+def test_shared_gradients_of_another_thread_stay_until_it_has_ended():
     """It may be stepping."""
-    monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0)
     networks = [nn.Linear(6, 6).to(DEVICE) for _ in range(2)]
     made = [optimizers.NpuFusedSGD(network.parameters(), lr=1e-2) for network in networks]
     networks, made = amp.initialize(
@@ -601,9 +622,8 @@ def test_packed_gradients_of_another_thread_stay_until_it_has_ended(monkeypatch)
     assert [p.grad.dtype for p in masters] == [torch.float32] * 2
 
 
-@packed
-def test_what_is_written_to_packed_gradients_counts_and_is_warned_of(monkeypatch):
-    monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0)
+@aliased
+def test_what_is_written_to_shared_gradients_counts_and_is_warned_of():
     model, optimizer = make("O2", optimizers.NpuFusedSGD, loss_scale=64.0)
     weight = model[1].weight
     (master,) = amp.masters_of([weight])
@@ -633,10 +653,9 @@ def show_combined(model, optimizer):
     backward(model, optimizer, 1)
 
 
-@packed
+@aliased
 @pytest.mark.parametrize("way", [look_at_masters, show_combined, None])
-def test_what_is_written_where_masters_do_not_share_it_does_not_count(way, monkeypatch):
-    monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0)
+def test_what_is_written_where_masters_do_not_share_it_does_not_count(way):
     model, optimizer = make("O2", optimizers.NpuFusedSGD, loss_scale=64.0)
     weight = model[1].weight
     (master,) = amp.masters_of([weight])
@@ -656,10 +675,10 @@ def test_what_is_written_where_masters_do_not_share_it_does_not_count(way, monke
 
 
 def alike(run, monkeypatch):
-    """``run()`` gives the same with packed gradients and without, and so warns of nothing."""
+    """``run()`` gives the same with shared gradients and without, and so warns of nothing."""
     results = []
-    for numel in (1 << 23, 0):
-        monkeypatch.setattr(packed_grads, "PACKED_NUMEL", numel)
+    for how in ("gathered", ALIASED):
+        share(monkeypatch, how)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             results.append(run())
@@ -668,9 +687,9 @@ def alike(run, monkeypatch):
         torch.testing.assert_close(p, q)
 
 
-@packed
+@aliased
 @pytest.mark.parametrize("reached", [[1, 3], [3]])
-def test_after_an_overflow_a_second_block_finds_zeros_where_gradients_were_packed(reached, monkeypatch):
+def test_after_an_overflow_a_second_block_finds_zeros_where_gradients_were_shared(reached, monkeypatch):
     def run():
         packed_numel = packed_grads.PACKED_NUMEL
         monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0)  # for a model without a float32 layer
@@ -693,8 +712,8 @@ def test_after_an_overflow_a_second_block_finds_zeros_where_gradients_were_packe
     alike(run, monkeypatch)
 
 
-@packed
-def test_a_model_that_is_moved_between_its_block_and_its_step_takes_packed_gradients_along(monkeypatch):
+@aliased
+def test_a_model_that_is_moved_between_its_block_and_its_step_takes_shared_gradients_along(monkeypatch):
     def run():
         model = nn.Linear(6, 6).to(DEVICE)
         with torch.no_grad():
@@ -714,11 +733,10 @@ def test_a_model_that_is_moved_between_its_block_and_its_step_takes_packed_gradi
     alike(run, monkeypatch)
 
 
-@packed
+@aliased
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("cls", [optimizers.NpuFusedAdam, optimizers.NpuFusedSGD, optimizers.NpuFusedLamb])
-def test_masters_have_no_float32_gradients_where_nothing_reads_them(level, cls, monkeypatch):
-    monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0)
+def test_masters_have_no_float32_gradients_where_nothing_reads_them(level, cls):
     model, optimizer = make(level, cls, loss_scale=64.0)
     for number in range(3):
         backward(model, optimizer, number)

@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 KERNELS = {
     "sgd", "adam", "rmsprop", "adadelta", "adagrad", "lamb_directions", "lamb_ratios", "lamb_step", "adamp_directions",
     "adamp_parts", "adamp_rows", "adamp_decisions", "adamp_step", "square_parts", "root_of_parts", "dot_parts",
-    "segment_sums", "segment_add", "step_numbers", "take_addressed", "scale_listed", "listed_square_parts",
-    "note_differences",
+    "segment_sums", "segment_add", "step_numbers", "take_addressed", "scale_listed", "check_listed",
+    "listed_square_parts", "note_differences",
 }  # fmt: skip
 
 pytestmark = pytest.mark.slow  # a compiler, for about 20 seconds

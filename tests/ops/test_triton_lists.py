@@ -123,6 +123,18 @@ def test_gradients_are_multiplied_and_checked_where_they_are(dtype, bad, factor)
     assert found_inf.item() == (bad is not None)
 
 
+@pytest.mark.parametrize("dtypes", [[F16], [BF16], [F32, BF16]], ids=["half", "bfloat16", "both"])
+@pytest.mark.parametrize("bad", [None, (0, 4099, math.nan), (6, 128, -math.inf), (3, 0, math.inf)])
+def test_narrow_gradients_are_checked_where_they_are_in_one_launch(dtypes, bad, monkeypatch):
+    monkeypatch.setattr(gather_cuda, "listed_grads", None)  # what torch would check
+    grad, grads, _ = listed(dtypes, begin=3, missing=(1,))
+    if bad is not None:
+        grads[bad[0] - (bad[0] > 1)][bad[1]] = bad[2]
+    found_inf = torch.zeros(1, device=DEVICE)
+    gather_cuda.scale_listed(grad, 1.0, found_inf)
+    assert found_inf.item() == (bad is not None)
+
+
 def test_two_narrow_dtypes_are_copied_before_they_are_read():
     grad, _, dense = listed([F16, BF16])
     assert grad_lists.addresses_of(grad) is None
@@ -273,4 +285,4 @@ def test_what_was_planned_for_slots_takes_other_gradients_flags_and_factors():
         wanted = math.inf if bad else (turn + 1.0) * float(factor) * math.sqrt(sum(NUMELS))
         assert norm.item() == clipped.item() == pytest.approx(wanted)
         assert coefficient.item() == pytest.approx(min(1.0, 1.0 / wanted))
-    assert len([key for key in listed_slots._kept if key[0] == "scale"]) == 4
+    assert len([key for key in listed_slots._kept if key[0] in ("scale", "check")]) == 4

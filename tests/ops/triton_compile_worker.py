@@ -166,12 +166,12 @@ def listed_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
             more = (None, *segments(op, aligned=True)) if op in ("lamb_", "adamp_") else (None,)
             yield f"{op} listed {narrow}", getattr(plans, op)(param, grad, *states, *more, **OPTIONS[op])
         yield f"norm listed {narrow}", plans.plain_norm(grad)
-        if wide == narrow:
-            for name, factor, found_inf in (("scaled", 0.5, torch.zeros(1)), ("checked", 1.0, torch.zeros(1)),
-                                            ("multiplied", torch.ones((), dtype=wide), None)):  # fmt: skip
-                plan = plans.scale_listed(grad, factor, found_inf)
-                assert plan is not None
-                yield f"{wide} {name} where they are", plan
+        for name, factor, found_inf in (("checked", 1.0, torch.zeros(1)), ("scaled", 0.5, torch.zeros(1)),
+                                        ("multiplied", torch.ones((), dtype=wide), None)):  # fmt: skip
+            plan = plans.scale_listed(grad, factor, found_inf)
+            assert (plan is not None) == (wide == narrow or name == "checked")
+            if plan is not None:
+                yield f"{narrow} {name} where they are", plan
 
 
 def difference_plans(everything: bool) -> Iterator[tuple[str, Plan]]:

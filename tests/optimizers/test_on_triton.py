@@ -14,7 +14,8 @@ from lockstep import assert_equal_params
 from optimizer_specs import SPECS
 from triton_interpreter import INTERPRETED, mend
 
-from apex_npu.fusion import flat_grads, fused_group, fusing, grad_slots
+from apex_npu import amp
+from apex_npu.fusion import flat_grads, fused_group, fusing, grad_slots, packed_grads
 from apex_npu.fusion.graph_runs import GraphRuns, _DeviceStepCounts
 from apex_npu.fusion.run import Runs, StepCounts
 from apex_npu.ops import cpu, cuda, elementwise, encoded_calls, segmented
@@ -222,6 +223,74 @@ def test_a_clipped_norm_is_of_triton(where, launched):
     norm = optimizer.clip_optimizer_grad_norm_fused(1.0)
     torch.testing.assert_close(norm, torch.tensor(float(sum(p.numel() for p in ours)) ** 0.5))
     assert launched == ["listed_square_parts" if where == "listed" else "square_parts", "root_of_parts"]
+
+
+FOLDED = {"NpuFusedAdamW", "NpuFusedSGD", "NpuFusedLamb", "NpuFusedAdamP", "FusedNovoGrad"}
+
+
+@pytest.mark.parametrize("level", ["O2", pytest.param("O5", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("clip", [pytest.param(False, marks=pytest.mark.sweep), True], ids=["", "clip"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(spec, marks=[] if str(spec) in {"NpuFusedAdamW", "NpuFusedLamb"} else [pytest.mark.sweep])
+        for spec in SPECS
+        if str(spec) in FOLDED
+    ],
+    ids=str,
+)
+def test_masters_step_gradients_of_their_model_as_copies_of_them(spec, clip, level, where, launched, monkeypatch):
+    """With ``fuse_unscale``, bit for bit: as packed ones, and as float32. The third gradients have an inf."""
+    if where == "gathered":
+        pytest.skip("nothing is shared")
+
+    def train(how):
+        launched.clear()
+        monkeypatch.setattr(grad_slots, "STAYS_NUMEL", 0 if how == "shared" else sys.maxsize)
+        monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0 if how == "packed" else sys.maxsize)
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 40), torch.nn.LayerNorm(40), torch.nn.Linear(40, 3))
+        model, optimizer = amp.initialize(
+            model,
+            spec.cls(model.parameters(), **spec.variants[0]),
+            opt_level=level,
+            loss_scale="dynamic",
+            dynamic_init_scale=2.0**7,
+            fuse_unscale=True,
+            verbosity=0,
+        )
+        held, applied = [], []
+        for flat in optimizer.flat_grads():
+            flat.may_pack = True  # as of a GPU
+        for step in range(5):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+            with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+                if step == 2:
+                    model[2].weight.grad[1, 7] = torch.inf
+            masters = optimizer.param_groups[0]["params"]
+            held.append({p.grad.dtype for p in masters})
+            same = [p.grad.data_ptr() == q.grad.data_ptr() for p, q in zip(masters, model.parameters(), strict=True)]
+            assert all(same) if how != "gathered" else not any(same)
+            if clip:
+                optimizer.clip_optimizer_grad_norm_fused(0.05)
+            optimizer.step()
+            applied.append(amp.last_step(optimizer).applied)
+            optimizer.zero_grad()
+        assert applied == [True, True, False, True, True]
+        assert held == [{torch.float32 if how == "gathered" else model[0].weight.dtype}] * 5
+        result = [p.detach().clone() for p in amp.master_params(optimizer)]
+        amp.shutdown()
+        return result, set(launched)
+
+    # NovoGrad's arithmetic is torch's, and AdamP's kernel follows no addresses: theirs are packed wherever they can be.
+    shared, used = train("shared" if spec.cls.follows_addresses else "packed")
+    assert ("listed_square_parts" in used) == spec.cls.follows_addresses
+    if str(spec) != "FusedNovoGrad":
+        assert "take_addressed" not in used
+    for how in ("packed", "gathered"):
+        for p, q in zip(shared, train(how)[0], strict=True):
+            assert torch.equal(p, q)
 
 
 ENCODED = [spec for spec in SPECS if getattr(spec.cls, "encodable_states", ())]

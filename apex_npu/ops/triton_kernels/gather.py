@@ -36,7 +36,7 @@ def take_addressed(
         if SCALED or found_inf is not None:
             wide = grad.to(DTYPE)
             if found_inf is not None:
-                look(wide, inside, found_inf)
+                look(is_bad(wide) & inside, found_inf)
             grad = wide * number(factor, DTYPE) if SCALED else grad
         # Up to the next multiple of 16: padding stays 0.
         value = grad.to(flat.dtype.element_ty)
@@ -51,7 +51,6 @@ def scale_listed(
     factor_at,
     factor: tl.float64,
     SOURCE: tl.constexpr,
-    SCALED: tl.constexpr,
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -64,11 +63,16 @@ def scale_listed(
         grad = load_at(address, offsets, tl.load(row + 1), inside, SOURCE, ALIGNED)
         wide = grad.to(DTYPE)
         if found_inf is not None:
-            look(wide, inside, found_inf)
-        if SCALED:
-            share = number(factor, DTYPE) if factor_at is None else tl.load(factor_at).to(DTYPE)
-            value = (wide * share).to(grad.dtype)
-            tl.store(address.to(tl.pointer_type(SOURCE)) + offsets, value, mask=inside)
+            look(is_bad(wide) & inside, found_inf)
+        share = number(factor, DTYPE) if factor_at is None else tl.load(factor_at).to(DTYPE)
+        value = (wide * share).to(grad.dtype)
+        tl.store(address.to(tl.pointer_type(SOURCE)) + offsets, value, mask=inside)
+
+
+@triton.jit
+def check_listed(found_inf, grads, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """``grads``: a ``formats.Encoding``."""
+    look(is_bad(load_listed(grads, ALIGNED, BLOCK, DTYPE, tl.program_id(0).to(tl.int64))), found_inf)
 
 
 @triton.jit
@@ -82,10 +86,9 @@ def listed_square_parts(parts, grads, chunks: tl.int64, programs: tl.int64, ALIG
 
 
 @triton.jit
-def look(wide, inside, found_inf):
-    """Set the flag where an element is inf or nan."""
-    bad = tl.max((is_bad(wide) & inside).to(tl.int32), axis=0)
-    tl.store(found_inf, 1.0, mask=bad != 0)
+def look(bad, found_inf):
+    """Set the flag where an element is bad."""
+    tl.store(found_inf, 1.0, mask=tl.max(bad.to(tl.int32), axis=0) != 0)
 
 
 @triton.jit

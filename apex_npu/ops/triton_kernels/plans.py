@@ -321,14 +321,19 @@ def adamp_(given: Arguments) -> Plan | None:
 def scale_listed(grads: Tensor, factor: float | Tensor, found_inf: Tensor | None) -> Plan | None:
     """See ``apex_npu.ops.cuda.scale_listed``."""
     listed = addresses_of(grads)
-    if listed is None or listed.narrow is not None:
+    if listed is None:
         return None
     chunks = _chunks_of(listed, grads)
     tensor, number = (factor, 1.0) if isinstance(factor, Tensor) else (None, float(factor))
+    if tensor is None and number == 1.0:
+        looked_at = (found_inf, _listing(listed, chunks))
+        check = partial(_over_chunks, gather.check_listed, chunks, looked_at, {"DTYPE": _dtype(grads)})
+        return Plan((_kept_launch(listed.kept, ("check", listed.narrow), looked_at, check),))
+    if listed.narrow is not None:
+        return None
     args = (chunks.rows, listed.on_device, found_inf, tensor, number)
-    scaled = tensor is not None or number != 1.0
-    constants = {"SOURCE": _TYPES[grads.dtype], "SCALED": scaled, "DTYPE": _dtype(grads)}
-    key = ("scale", scaled, kind(found_inf), kind(tensor))
+    constants = {"SOURCE": _TYPES[grads.dtype], "DTYPE": _dtype(grads)}
+    key = ("scale", kind(found_inf), kind(tensor))
     make = partial(_over_chunks, gather.scale_listed, chunks, args, constants)
     return Plan((_kept_launch(listed.kept, key, args, make),))
 
