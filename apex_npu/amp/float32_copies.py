@@ -25,6 +25,7 @@ from apex_npu.autocast.forward_cast import is_wrapped, remove_wrapper, unwrapped
 from apex_npu.autocast.submodule_cast import unwatch
 from apex_npu.backends.patching import Undo
 from apex_npu.distributed.torch_ddp import KnownDDPs, dtypes_of, find_ddps, follow_dtypes
+from apex_npu.fusion.shards import is_sharded
 from apex_npu.ops import LOW_PRECISION
 
 _HOOKS = (
@@ -309,7 +310,8 @@ def float32_copy(model: nn.Module, *, allow_rounded: bool = False) -> nn.Module:
 
     Raises:
         TypeError: ``model`` is no module.
-        RuntimeError: The model's weights exist in low precision alone, and ``allow_rounded`` is False.
+        RuntimeError: The model's weights exist in low precision alone, and ``allow_rounded`` is False; or they are
+            sharded over processes.
 
     Example::
 
@@ -320,6 +322,12 @@ def float32_copy(model: nn.Module, *, allow_rounded: bool = False) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"float32_copy takes a model, torch.nn.Module, got {type(model).__name__}")
+    if any(map(is_sharded, model.parameters())):
+        raise RuntimeError(
+            f"the weights of this {type(model).__name__} are sharded over processes (DTensor), and torch copies no "
+            "such model: load get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
+            "torch.distributed.checkpoint.state_dict into a model that is not sharded"
+        )
     low = [p for p in model.parameters() if p.dtype in LOW_PRECISION]
     if low and not allow_rounded and not any(map(_is_exact, model.modules())):
         raise RuntimeError(

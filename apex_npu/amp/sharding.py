@@ -160,6 +160,11 @@ def _check_whole(model: nn.Module) -> None:
 
 def _check_unit(unit: Unit, policy: Policy) -> None:
     given, dtype = unit.policy, _param_dtype(policy)
+    if not hasattr(given, "param_dtype"):
+        raise RuntimeError(
+            f"fully_shard was given mp_policy={given!r} for {unit.name or 'the model'}, which is no "
+            f"MixedPrecisionPolicy; write mp_policy=amp.fsdp_policy({policy.opt_level!r}) there"
+        )
     float32 = {None, torch.float32}
     outputs: set[torch.dtype | None] = {None, policy.cast_model_outputs or torch.float32}
     if dtype is None or (policy.keep_batchnorm_fp32 and _is_affine_batch_norm(unit.module)):

@@ -897,6 +897,9 @@ def bad_input():
     optimizer = optimizers.NpuFusedAdam(early.parameters())
     fully_shard(early, mp_policy=amp.fsdp_policy("O2"))
     refuse("made before fully_shard", "O2", early, optimizer)
+    uncalled = mlp()
+    fully_shard(uncalled, mp_policy=amp.fsdp_policy)
+    refuse(r"for the model, which is no MixedPrecisionPolicy; write mp_policy=amp.fsdp_policy\('O2'\)", "O2", uncalled)
     outputs = mlp()
     fully_shard(outputs, mp_policy=MixedPrecisionPolicy(torch.float16, output_dtype=torch.float16))
     refuse("output_dtype=torch.float16", "O2", outputs)
@@ -906,6 +909,8 @@ def bad_input():
     refuse("DTensors that fully_shard has not made", "O2", uncut)
     with refused(match="report on it before fully_shard"):
         amp.debug.report(sharded("O2"), data(0, 0, 0))
+    with refused(match=r"sharded over processes \(DTensor\), and torch copies no.*full_state_dict=True.*not sharded"):
+        amp.float32_copy(sharded("O2"))
     for level in ("O1", "O2", "O5"):  # after initialize
         late = mlp()
         late, optimizer = start(late, optimizers.NpuFusedAdam(late.parameters()), level)
