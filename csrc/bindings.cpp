@@ -223,13 +223,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       },
       py::arg("tensor"));
   m.def("scale_grad_list", &apex_npu::scale_grad_list, py::arg("grads"), py::arg("factor"), py::arg("found_inf"));
-  m.def(
-      "grad_addresses",
-      [](const at::Tensor& grads, const at::Tensor& begins, const at::Tensor& lengths, const at::Tensor& out) {
-        const apex_npu::GradAddressKinds kinds = apex_npu::grad_addresses(grads, begins, lengths, out);
-        return std::pair(kinds.others, kinds.changed);
-      },
-      py::arg("grads"), py::arg("begins"), py::arg("lengths"), py::arg("out"));
+  m.def("grad_addresses", &apex_npu::grad_addresses, py::arg("grads"), py::arg("begins"), py::arg("lengths"),
+        py::arg("out"));
   m.def("listed_grads", &apex_npu::listed_grads, py::arg("grads"));
   m.def("count_grad_writes", &apex_npu::count_grad_writes, py::arg("grads"));
 

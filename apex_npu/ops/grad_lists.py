@@ -51,18 +51,20 @@ is_grad_list: Callable[[object], bool] = _is_none if extension is None else exte
 class SentTables:
     """Tables of addresses that a device has: gradients are, most often, where those of one of the last steps were."""
 
-    _MOST = 4
+    MOST = 4
 
     def __init__(self) -> None:
-        self._sent: dict[bytes, Tensor] = {}
+        # By the stream, too: work on another one could come before the copy, or after the memory is another's.
+        self._sent: dict[tuple[int, bytes], Tensor] = {}
 
     def on(self, device: torch.device, addresses: Tensor) -> Tensor:
         """``addresses``, of the host, on ``device``: without a wait, and without a copy where it has had them."""
         numbers: Any = addresses.numpy()
-        key = numbers.tobytes()
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        key = stream, numbers.tobytes()
         found = self._sent.get(key)
         if found is None:
-            if len(self._sent) == self._MOST:
+            if len(self._sent) == self.MOST:
                 del self._sent[next(iter(self._sent))]
             found = self._sent[key] = number_on(addresses.clone(), device)
         return found
@@ -76,7 +78,6 @@ class ListedSlots:
         self._begins, self._lengths, self._found = (
             torch.tensor(numbers, dtype=torch.int64, device="cpu") for numbers in (begins, lengths, [0] * len(begins))
         )
-        self._on_device: Tensor | None = None
         self._sent = SentTables()
         self._kept: dict[Any, Any] = {}
 
@@ -86,13 +87,9 @@ class ListedSlots:
         Where they have two dtypes beside the operand's, they are copied before they are read.
         """
         assert extension is not None
-        on_device, self._on_device = self._on_device, None  # what is interrupted below leaves no former addresses
-        others, changed = extension.grad_addresses(grads, self._begins, self._lengths, self._found)
-        if changed or on_device is None:
-            on_device = self._sent.on(grads.device, self._found)
-        self._on_device = on_device
+        others = extension.grad_addresses(grads, self._begins, self._lengths, self._found)
         if len(others) <= 1:
-            narrow = others[0] if others else None
+            on_device, narrow = self._sent.on(grads.device, self._found), others[0] if others else None
             found = Addresses(self._begins, self._lengths, on_device, grads.dtype, narrow, self._kept)
             vars(grads)["addresses"] = found
 

@@ -98,8 +98,8 @@ void GradList::count_writes() const {
   }
 }
 
-GradAddressKinds GradList::write_addresses(const at::Tensor& begins, const at::Tensor& lengths, at::ScalarType wide,
-                                           const at::Tensor& out) const {
+std::vector<at::ScalarType> GradList::write_addresses(const at::Tensor& begins, const at::Tensor& lengths,
+                                                      at::ScalarType wide, const at::Tensor& out) const {
   for (const at::Tensor* numbers : {&begins, &lengths, &out}) {
     TORCH_CHECK_VALUE(numbers->is_cpu() && numbers->is_contiguous() && numbers->numel() == begins.numel(),
                       "grad_addresses: expected ", begins.numel(), " numbers on the host, got ", numbers->numel());
@@ -107,25 +107,23 @@ GradAddressKinds GradList::write_addresses(const at::Tensor& begins, const at::T
   const auto* const first = begins.const_data_ptr<int64_t>();
   const auto* const numels = lengths.const_data_ptr<int64_t>();
   auto* const addresses = out.mutable_data_ptr<int64_t>();
-  GradAddressKinds kinds{{}, false};
+  std::vector<at::ScalarType> others;
   size_t listed = 0;
   for (int64_t i = 0; i < begins.numel(); ++i) {
-    int64_t address = 0;
+    addresses[i] = 0;
     // One without elements is not listed, and may begin where the next one does.
     if (numels[i] > 0 && listed < places_.size() && places_[listed].begin == first[i]) {
       const ListedGrad& place = places_[listed++];
       const auto size = static_cast<int64_t>(c10::elementSize(place.dtype));
-      address = reinterpret_cast<intptr_t>(place.data) - place.begin * size + (place.dtype != wide ? 1 : 0);
-      std::vector<at::ScalarType>& others = kinds.others;
+      addresses[i] = reinterpret_cast<intptr_t>(place.data) - place.begin * size + (place.dtype != wide ? 1 : 0);
       if (place.dtype != wide && std::find(others.begin(), others.end(), place.dtype) == others.end()) {
         others.push_back(place.dtype);
       }
     }
-    kinds.changed |= address != std::exchange(addresses[i], address);
   }
   TORCH_CHECK_VALUE(listed == places_.size(), "grad_addresses: only ", listed, " of ", places_.size(),
                     " gradients begin where slots do");
-  return kinds;
+  return others;
 }
 
 std::vector<std::pair<at::Tensor, int64_t>> GradList::tensors() const {
@@ -211,8 +209,8 @@ void scale_grad_list(const at::Tensor& grads, double factor, const std::optional
   }
 }
 
-GradAddressKinds grad_addresses(const at::Tensor& grads, const at::Tensor& begins, const at::Tensor& lengths,
-                                const at::Tensor& out) {
+std::vector<at::ScalarType> grad_addresses(const at::Tensor& grads, const at::Tensor& begins, const at::Tensor& lengths,
+                                           const at::Tensor& out) {
   return listed_in(grads, "grad_addresses").write_addresses(begins, lengths, grads.scalar_type(), out);
 }
 

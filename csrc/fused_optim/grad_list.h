@@ -27,11 +27,6 @@ struct ListedGrad {
   uint32_t owner;  // of the list's storages
 };
 
-struct GradAddressKinds {
-  std::vector<at::ScalarType> others;  // the dtypes that gradients have and their operand has not
-  bool changed;                        // whether an address is another than what was there
-};
-
 class GradList {
  public:
   // Of an operand of `numel` elements, which are 0 where none of `count` gradients is added. Only those that are
@@ -47,8 +42,8 @@ class GradList {
   bool scale(double factor) const;
 
   // See grad_addresses.
-  GradAddressKinds write_addresses(const at::Tensor& begins, const at::Tensor& lengths, at::ScalarType wide,
-                                   const at::Tensor& out) const;
+  std::vector<at::ScalarType> write_addresses(const at::Tensor& begins, const at::Tensor& lengths, at::ScalarType wide,
+                                              const at::Tensor& out) const;
 
   // The gradients, 1-D, each with its first element in the operand.
   std::vector<std::pair<at::Tensor, int64_t>> tensors() const;
@@ -96,9 +91,10 @@ void scale_grad_list(const at::Tensor& grads, double factor, const std::optional
 
 // For kernels on another device than the CPU: out[i] becomes the address that the operand would begin at if its
 // gradient of lengths[i] elements from begins[i] on were in its place, plus 1 where that has another dtype than the
-// operand; 0 where there is none, or it is empty. All are int64, on the host, in the order of the operand.
-GradAddressKinds grad_addresses(const at::Tensor& grads, const at::Tensor& begins, const at::Tensor& lengths,
-                                const at::Tensor& out);
+// operand; 0 where there is none, or it is empty. All are int64, on the host, in the order of the operand. Returns the
+// dtypes that gradients have and the operand has not.
+std::vector<at::ScalarType> grad_addresses(const at::Tensor& grads, const at::Tensor& begins, const at::Tensor& lengths,
+                                           const at::Tensor& out);
 
 // The gradients of an operand, 1-D, each with its first element there; what writes them counts that.
 std::vector<std::pair<at::Tensor, int64_t>> listed_grads(const at::Tensor& grads);

@@ -17,6 +17,7 @@ from apex_npu.fusion import grad_slots, packed_grads
 from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.grad_copier import GradCopier
 from apex_npu.ops import AddressTable
+from apex_npu.ops.grad_lists import SentTables
 
 pytestmark = [
     pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU reads gradients where autograd leaves them"),
@@ -95,8 +96,10 @@ def test_memory_is_free_when_gradients_are_cleared_by_whatever_means():
         clear()
         assert held - live_bytes() >= 4 * sum(p.numel() for p in params)
         cleared.append(live_bytes())
-    # The second step is the first that gets new memory, for which a GPU finds once where the padding is.
-    assert len(set(cleared[1:])) == 1
+    # The second step is the first that gets new memory, for which a GPU finds once where the padding is. A GPU keeps
+    # tables of addresses of the last steps.
+    tables = 512 * SentTables.MOST if DEVICE.type == "cuda" else 0
+    assert max(cleared[1:]) - min(cleared[1:]) <= tables
 
 
 def test_gradients_that_are_not_cleared_stay_and_backward_adds_to_them():
