@@ -202,6 +202,8 @@ DECIDED_ON_THE_HOST := $(patsubst %,tests/amp/test_%.py,bad_input clearing inter
 QUICK_ON_TORCH_NPU = tests/vendor $(filter-out $(DECIDED_ON_THE_HOST),$(wildcard tests/amp/test_*.py)) \
     $(filter-out tests/amp,$(IN_EVERY_PASS))
 
+# What these tests import; test-torch-npu has all of requirements-dev.txt.
+test-torch-npu-quick test-torch-npu-more: FOR_TORCH_NPU := setuptools ninja numpy PyYAML pytest pytest-xdist hypothesis expecttest
 test-torch-npu-quick: setup-torch-npu
 	@if $(HAS_TORCH_NPU); then echo "==> quick tests on the vendor's torch_npu"; \
 	    $(RUN_ON_TORCH_NPU) --together 6 $(QUICK_ON_TORCH_NPU) -- -m 'not slow and not sweep'; fi
@@ -283,7 +285,8 @@ setup-dev:
 
 # It borrows the extension of setup-dev, which is built for the same torch.
 setup-torch-npu: setup-dev
-	@VENV='$(VENV_NPU)' TORCH_SPEC='$(TORCH_FOR_NPU)' TORCH_NPU=1 scripts/setup.sh -r requirements-dev.txt
+	@VENV='$(VENV_NPU)' TORCH_SPEC='$(TORCH_FOR_NPU)' TORCH_NPU=1 \
+	    scripts/setup.sh $(or $(FOR_TORCH_NPU),-r requirements-dev.txt)
 
 # They borrow the extension of setup-dev, and its simulated NPU.
 FOR_HOSTS := setuptools ninja numpy pytest pytest-xdist hypothesis expecttest onnx onnxscript onnxruntime
