@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which cases of a product of parametrizations are quick; the others are marked ``sweep``.
+"""Which cases of a parametrization run every day; the others are marked ``sweep``.
 
 A test that is marked ``pairwise`` has each pair of values in one of them. A case for which ``unless(**params)`` holds,
 as the test skips it, covers none, and neither does one that is a sweep by a mark of its own.
@@ -13,6 +13,7 @@ from itertools import combinations, groupby
 from typing import Any
 
 import pytest
+from devices import DEVICE
 
 Pair = tuple[tuple[str, int], tuple[str, int]]
 
@@ -56,3 +57,10 @@ def by_turns(firsts: Iterable[Any], others: Sequence[tuple[Any, ...]], of: int =
             is_quick = (i + j) % (len(others) // of) == 0
             cases.append(pytest.param(first, *other, id=name, marks=[] if is_quick else [pytest.mark.sweep]))
     return cases
+
+
+def on_one_device(cases: Iterable[Any], device: str = DEVICE.type) -> list[Any]:
+    """By turns each of ``cases`` is a sweep on the simulated NPU, or everywhere else."""
+    cases = [case if isinstance(case, tuple) else (case,) for case in cases]
+    marks = [[] if i % 2 == (device == "npu") else [pytest.mark.sweep] for i in range(len(cases))]
+    return [pytest.param(*case, marks=mark) for case, mark in zip(cases, marks, strict=True)]

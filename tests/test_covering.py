@@ -1,11 +1,11 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ``pairwise`` leaves of a product, and ``by_turns``."""
+"""What ``pairwise`` leaves of a product, ``by_turns`` of a second list, and ``on_one_device`` of a device's cases."""
 
 from itertools import combinations, product
 
 import pytest
-from covering import by_turns, covering
+from covering import by_turns, covering, on_one_device
 
 
 def pairs_of(row):
@@ -31,3 +31,11 @@ def test_turns():
     assert [case.id for case in cases if not case.marks] == ["a-1", "b-2", "c-1"]
     assert len(cases) == 6
     assert len([case for case in by_turns("ab", [(1,), (2,), (3,), (4,)], of=2) if not case.marks]) == 4
+
+
+def test_every_case_is_left_on_one_device():
+    left = {
+        device: [case.values for case in on_one_device("abc", device) if not case.marks] for device in ("cpu", "npu")
+    }
+    assert left == {"cpu": [("a",), ("c",)], "npu": [("b",)]}
+    assert [case.values for case in on_one_device([(1, 2), (3, 4)])] == [(1, 2), (3, 4)]

@@ -7,12 +7,14 @@ The reference is the same program without an interrupt, with and without that ac
 
 import copy
 import functools
+import itertools
 import math
 import random
 from contextlib import nullcontext
 
 import pytest
 import torch
+from covering import on_one_device
 from devices import DEVICE
 from interrupting import Interrupt
 from small_programs import KINDS, LEVELS, Weights, values, vector
@@ -353,7 +355,6 @@ def test_every_part_is_taken_or_not_anywhere(level, part, caplog):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS_AND_ADAM)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("level", "kind"), on_one_device(itertools.product(LEVELS, KINDS_AND_ADAM)))
 def test_goes_on_anywhere(level, kind, caplog):
     assert_anywhere(level, kind, 6, caplog)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from covering import on_one_device
 from devices import DEVICE
 from example_runs import differences, level, stopped_after
 from torch.nn import functional as F
@@ -396,7 +397,7 @@ def test_help_imports_neither_torch_nor_numpy(start_example):
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
 @pytest.mark.slow
-@pytest.mark.parametrize("opt_level", ["O1", "O2", "O5"])  # without masters, with them, and bfloat16
+@pytest.mark.parametrize("opt_level", on_one_device(["O1", "O2", "O5"]))  # without masters, with them, and bfloat16
 def test_two_processes_resume_bit_for_bit_with_either_kind_of_averaging(start_example, folder, tmp_path, opt_level):
     # The learning rate does not depend on the number of epochs here.
     options = [*TINY, "--schedule", "step", "--device", DEVICE.type, "--combine-grad", "--opt-level", opt_level]
