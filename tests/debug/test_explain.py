@@ -194,7 +194,7 @@ def printed_by(folder, text, how, options, variable):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["option", "variable"])
+@pytest.mark.parametrize("how", ["option", pytest.param("variable", marks=pytest.mark.sweep)])
 def test_a_script_stays_as_it_is(how, tmp_path):
     printed = printed_by(tmp_path, SCRIPT, how, ["--explain-overflows=2"], "2")
     assert "math        forward  outside of modules  aten::log" in printed
@@ -203,7 +203,7 @@ def test_a_script_stays_as_it_is(how, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["option", "variable"])
+@pytest.mark.parametrize("how", [pytest.param("option", marks=pytest.mark.sweep), "variable"])
 def test_the_skipped_step_of_a_script_is_run_again(how, tmp_path):
     printed = printed_by(tmp_path, SOMETIMES, how, ["--explain-overflows=1", "--replay"], "1,replay")
     assert "overflow    forward  the model itself  aten::pow  float16 [2, 4]" in printed

@@ -85,11 +85,12 @@ def test_nothing_changes_and_nothing_is_found(make, level, options):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("steps", [50, pytest.param(200, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(("make", "level"), by_turns(healthy.MODELS, [("O1",), ("O2",)]))
-def test_no_false_alarm_in_200_iterations(make, level):
-    _, _, seen = train(*set_up(make, level), 200, lambda step: True)
+def test_no_false_alarm(make, level, steps):
+    _, _, seen = train(*set_up(make, level), steps, lambda step: True)
     assert {cause.kind for found in seen for cause in found.causes} <= {"scale"}
-    assert len(seen) == 200
+    assert len(seen) == steps
 
 
 def test_an_exception_ends_the_watch():
