@@ -210,7 +210,9 @@ test-torch-npu-quick: setup-torch-npu
 
 test-torch-npu-more: setup-torch-npu
 	@if $(HAS_TORCH_NPU); then echo "==> what amp decides on the host, on the vendor's torch_npu"; \
-	    $(RUN_ON_TORCH_NPU) --together 6 $(DECIDED_ON_THE_HOST) -- -m 'not slow and not sweep'; fi
+	    $(RUN_ON_TORCH_NPU) --together 6 $(DECIDED_ON_THE_HOST) -- -m 'not slow and not sweep' && \
+	    echo "==> sweeps on the vendor's torch_npu" && \
+	    $(RUN_ON_TORCH_NPU) tests/vendor/test_failed_launches.py -- -m sweep; fi
 
 test-torch-npu: setup-torch-npu
 	@if $(HAS_TORCH_NPU); then echo "==> all tests on the vendor's torch_npu"; $(RUN_ON_TORCH_NPU) tests/vendor $(ON_NPU) && \

@@ -25,7 +25,13 @@ def let_all_fail(level, *names, queue="1"):
 
 
 # Without torch_npu's queue an error comes at the call, and with it at a later one.
-@pytest.mark.parametrize(("level", "queue"), [("plain", "0"), ("plain", "1"), ("O1", "1"), ("O2", "0"), ("O2", "1")])
+@pytest.mark.parametrize(
+    ("level", "queue"),
+    [
+        *(("plain", "0"), ("O1", "1"), ("O2", "1")),
+        *(pytest.param(*case, marks=pytest.mark.sweep) for case in (("plain", "1"), ("O2", "0"))),
+    ],
+)
 def test_a_launch_that_fails_ends_a_step_that_can_be_repeated_or_says_that_it_cannot(level, queue):
     rows = let_all_fail(level, *FUSED, queue=queue)
     silent = [row for row in rows if not row["repeated"] and "this step cannot be repeated" not in row["said"]]
