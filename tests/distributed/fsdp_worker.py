@@ -120,21 +120,25 @@ class Twin:
             torch.testing.assert_close(whole(p.detach()), q.detach(), **{"rtol": 1e-6, "atol": 1e-6, **tolerance})
 
 
-def same_as_one_process():
-    """8 steps of each rule at each level: of whole parameters the same optimizer makes the same."""
+def same_as_one_process(steps=4):
+    """Steps of each rule at each level: of whole parameters the same optimizer makes the same."""
     for kind, options in RULES:
         for level in LEVELS if kind in (optimizers.NpuFusedAdamW, optimizers.FusedLAMB) else ("O2",):
             model = sharded(level)
             twin = Twin(model, kind, options)
             model, optimizer = start(model, kind(model.parameters(), **options), level)
             assert all(p is q for p, q in zip(amp.master_params(optimizer), model.parameters(), strict=True))
-            for step in range(8):
+            for step in range(steps):
                 backward(loss_on(data(step, 0, dist.get_rank()))(model), optimizer)
                 twin.step()
                 optimizer.step()
                 optimizer.zero_grad()
             twin.check()
             amp.shutdown()
+
+
+def eight_steps():
+    same_as_one_process(8)
 
 
 def same_as_plain_torch():
@@ -203,7 +207,11 @@ def torchs_optimizers():
     assert_same(model, plain, rtol=1e-3, atol=1e-3)
 
 
-def norms_of_parts():
+def norms_over_two_dimensions():
+    norms_of_parts(NORM_RULES)
+
+
+def norms_of_parts(rules=RULES):
     """Cut in whatever way, over one mesh dimension or two: rules and clipping see whole parameters."""
     count = dist.get_world_size()
     meshes = [(mesh_of_all(), ([Shard(0)], [Shard(1)], [Replicate()]))]
@@ -215,7 +223,7 @@ def norms_of_parts():
     generator = torch.Generator().manual_seed(0)
     shapes = [(8, 4), (5, 4), (12, 8, 4), (1, 4)]
     cuts = [(mesh, list(cut)) for mesh, cuts in meshes for cut in cuts]
-    for kind, options in RULES:
+    for kind, options in rules:
         values = [(torch.randn(shapes[i % 4], generator=generator).to(DEVICE), *cut) for i, cut in enumerate(cuts)]
         values.append((torch.randn(7, generator=generator).to(DEVICE), cuts[0][0], [Shard(0)]))
         values.append((torch.randn(3, generator=generator).to(DEVICE), None, None))
@@ -527,16 +535,22 @@ def accumulate(model, steps, rank, backward_of, between=None):
     model.set_requires_gradient_sync(True)
 
 
-def accumulation():
-    """Gradients that units hold back keep one scale, which moves between steps; over two mesh dimensions as well."""
-    meshes = [mesh_of_all()]
-    if dist.get_world_size() == 4:
-        meshes.append(init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("replicate", "shard")))
-    for mesh in meshes:
-        accumulates_at(mesh, "O2", dynamic_init_scale=2.0**6, scale_window=2)
-        accumulates_at(mesh, "O2", dynamic_init_scale=2.0**6, scale_window=2, fuse_unscale=True)
-        accumulates_at(mesh, "O5")
-        accumulates_at(mesh, "O0", loss_scale=128.0)
+def replicas_of_parts():
+    """A mesh of 4 processes: a model is on two of them, in two parts."""
+    return init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def accumulation_over_two_dimensions():
+    accumulation(replicas_of_parts())
+
+
+def accumulation(mesh=None):
+    """Gradients that units hold back keep one scale, which moves between steps."""
+    mesh = mesh or mesh_of_all()
+    accumulates_at(mesh, "O2", dynamic_init_scale=2.0**6, scale_window=2)
+    accumulates_at(mesh, "O2", dynamic_init_scale=2.0**6, scale_window=2, fuse_unscale=True)
+    accumulates_at(mesh, "O5")
+    accumulates_at(mesh, "O0", loss_scale=128.0)
 
 
 def accumulates_at(mesh, level, **options):
@@ -586,12 +600,14 @@ def overflow_that_is_held_back():
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**7
 
 
-def scale_that_moves_while_gradients_are_held_back():
+def scale_that_moves_over_two_dimensions():
+    scale_that_moves_while_gradients_are_held_back(replicas_of_parts())
+
+
+def scale_that_moves_while_gradients_are_held_back(mesh=None):
     """By the blocks of another optimizer, between two micro batches, or since the second has a loss of its own."""
-    meshes = [mesh_of_all()]
-    if dist.get_world_size() == 4:
-        meshes.append(init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("replicate", "shard")))
-    for mesh, reduce_dtype in itertools.product(meshes, (None, torch.float32)):
+    mesh = mesh or mesh_of_all()
+    for reduce_dtype in None, torch.float32:
         model, plain, other = (mlp() for _ in range(3))
         for one in (model, plain, other):
             for layer in (one[0], one):
@@ -964,11 +980,17 @@ def load(folder, model, optimizer):
     amp.load_state_dict(state["amp"])
 
 
-def checkpoints():
+# Rules whose states are kept one by one, with a count for each group, and with norms of whole parameters.
+SAVED = ((optimizers.NpuFusedAdamW, "O2"), (optimizers.FusedAdam, "O5"), (optimizers.FusedNovoGrad, "O2"))
+
+
+def checkpoints_of_more_rules():
+    checkpoints(((optimizers.FusedAdam, "O2"), (optimizers.FusedLAMB, "O2")))
+
+
+def checkpoints(saved=SAVED):
     """Resumed bit for bit; on other meshes, by one process that is not sharded, and from that, within rounding."""
-    kinds = (optimizers.NpuFusedAdamW, optimizers.FusedAdam, optimizers.FusedLAMB, optimizers.FusedNovoGrad)
-    pairs = [(kind, level) for kind in kinds for level in (("O2", "O5") if kind is optimizers.FusedAdam else ("O2",))]
-    for kind, level in pairs:
+    for kind, level in saved:
         scale = {"dynamic_init_scale": 2.0**8} if level == "O2" else {}
         folder = folder_of_all()
         # All processes see the same data, so that one that is not sharded trains alike.

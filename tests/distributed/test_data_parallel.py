@@ -10,7 +10,7 @@ from pathlib import Path
 import processes
 import pytest
 import torch.distributed as dist
-from devices import DEVICE, SATURATING, needs_counts
+from devices import DEVICE, SATURATING, VENDOR, needs_counts
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
 
@@ -19,7 +19,8 @@ def run(worker, *checks, **options):
     processes.run(Path(__file__).with_name(f"{worker}_worker.py"), *checks, **options)
 
 
-# Of other numbers of processes, and of faults that the host finds: a simulated NPU shows nothing more.
+# Of other numbers of processes, of more levels and optimizers, and of faults that the host finds: a simulated NPU shows
+# nothing more.
 AGAIN = pytest.mark.sweep if DEVICE.type == "npu" else pytest.mark.slow
 
 
@@ -142,10 +143,10 @@ FSDP: dict[int, tuple[str, ...]] = {
         "bad_input",
     ),
     4: (
-        "norms_of_parts",
+        "norms_over_two_dimensions",
         "two_ways_of_cutting",
-        "accumulation",
-        "scale_that_moves_while_gradients_are_held_back",
+        "accumulation_over_two_dimensions",
+        "scale_that_moves_over_two_dimensions",
         "meshes_of_different_processes",
         "checkpoints_of_fewer",
     ),
@@ -156,7 +157,7 @@ if DEVICE.type == "cpu":
     FSDP[2] += ("sums_in_place_of_averages", "formats_of_states")
 
 
-ALONE = [] if DEVICE.type == "cuda" else pytest.mark.slow
+ALONE = [] if DEVICE.type == "cuda" else AGAIN
 
 
 @pytest.mark.parametrize(
@@ -164,6 +165,18 @@ ALONE = [] if DEVICE.type == "cuda" else pytest.mark.slow
 )
 def test_levels_and_norms_on_sharded_models(count):
     run("fsdp", *FSDP[count], processes=count)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("count", "checks"),
+    [
+        (2, ("eight_steps", "checkpoints_of_more_rules")),
+        (4, ("norms_of_parts", "accumulation", "scale_that_moves_while_gradients_are_held_back")),
+    ],
+)
+def test_more_rules_and_processes_on_sharded_models(count, checks):
+    run("fsdp", *checks, processes=count)
 
 
 @pytest.mark.skipif(DEVICE.type != "npu", reason="only npus saturate")
@@ -195,10 +208,14 @@ def of_the_one_that_is_left(worker, fault, folder, **environment):
 
 
 # A process that is killed is noticed as its connections close, one that stalls once the group's patience has run out.
+# tests/vendor/test_hccl.py has the first with the vendor's own group.
+KILLED = pytest.mark.sweep if VENDOR else [] if DEVICE.type == "npu" else pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("fault", "patience"),
     [
-        pytest.param("killed", processes.HANG_TIMEOUT, marks=[] if DEVICE.type == "npu" else [pytest.mark.slow]),
+        pytest.param("killed", processes.HANG_TIMEOUT, marks=KILLED),
         pytest.param("stalled", 20, marks=AGAIN),
     ],
     ids=["killed", "stalled"],
@@ -239,7 +256,7 @@ def test_unfreezing_on_one_process_alone_is_an_error_on_all():
     run("failures", "unfrozen_alone")
 
 
-@pytest.mark.slow
+@AGAIN
 def test_all_levels_optimizers_and_accumulations_are_those_of_one_process():
     run("training", "all_levels")
 

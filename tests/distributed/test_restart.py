@@ -13,9 +13,11 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
+from devices import DEVICE
 
 pytestmark = [
-    pytest.mark.slow,
+    # On a device training is resumed bit for bit in tests/examples/test_imagenet.py; torchrun is the same one.
+    pytest.mark.sweep if DEVICE.type == "npu" else pytest.mark.slow,
     pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo"),
 ]
 WORKER = Path(__file__).with_name("restart_worker.py")
