@@ -3,6 +3,7 @@
 """The private names of torch that the package touches: this torch has them, and no others are touched."""
 
 import ast
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
@@ -87,6 +88,15 @@ def test_gradients_are_on_again_after_an_error():
             with pytest.raises(KeyError):
                 fail(x)
             assert torch.is_grad_enabled() is enabled
+
+
+def test_a_disabled_function_takes_no_references():
+    """Up to torch 2.7 what tells whether something is compiled has one of its result, None, too few at each call."""
+    disabled = _torch_private.disable_dynamo(lambda: None)
+    before = sys.getrefcount(None)
+    for _ in range(10_000):
+        disabled()
+    assert abs(sys.getrefcount(None) - before) < 1_000
 
 
 @pytest.mark.filterwarnings("error:Dynamo does not know")

@@ -263,6 +263,11 @@ def tensor_guards() -> Any:
     return getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
 
+def _torch_release() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
 def disable_dynamo(function: _F) -> _F:
     """Let torch.compile run ``function`` as it is: compiled code does not see that slots and buffers share memory."""
     from torch._compile import _disable_dynamo
@@ -270,7 +275,9 @@ def disable_dynamo(function: _F) -> _F:
     disabled: Any = _disable_dynamo(function)
     # torch's wrapper takes longer than a small step's arithmetic once a backward has evicted it from the caches.
     callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
-    if callback is None:
+    # Before 2.8 it returns what it has no reference to give of: after thousands of steps the interpreter ends with
+    # "deallocating None".
+    if callback is None or _torch_release() < (2, 8):
         return cast(_F, disabled)
 
     is_traced = torch.compiler.is_dynamo_compiling  # a constant for the tracer, which does not know the callback
