@@ -168,7 +168,9 @@ class FlatGrads:
         """The states of ``slots``, and those of them whose gradients have to be gathered; see ``GradSlots.states``."""
         if self.memory.is_lent:
             self._take_up()
-        if self.is_packed and in_place == InPlace.READ and not self.is_shown:
+        if in_place == InPlace.WRITE:
+            self.is_packed = False  # those are gathered; what stays, to be written there, is not one of them
+        elif self.is_packed and in_place == InPlace.READ and not self.is_shown:
             packed = self._find_packed()
             if packed is not None:
                 return packed if slots is None else packed[slots.start : slots.stop], []

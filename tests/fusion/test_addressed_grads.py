@@ -20,7 +20,7 @@ from apex_npu.distributed import clip_grad_norm_
 from apex_npu.fusion import flat_grads, fuse, grad_memory, grad_slots, packed_grads
 from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, NONE, InPlace
-from apex_npu.ops import AddressTable, cuda, gather, wide_dtype
+from apex_npu.ops import AddressTable, cuda, gather, multiply_, wide_dtype
 
 if extension is None:
     pytest.skip("it is the extension that finds addresses", allow_module_level=True)
@@ -570,3 +570,29 @@ def test_packed_gradients_stay_where_they_are_until_they_are_gathered(monkeypatc
     assert set(slots.gather()) == {IN_BUFFER}
     for p, grad in zip(masters, wanted, strict=True):
         assert torch.equal(p.grad, grad)
+
+
+@pytest.mark.parametrize("way", ["unscaling", "clipping"])
+@pytest.mark.parametrize("replaced", [(2,), (1, 2, 3), (0, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.usefixtures("may_stay")
+def test_what_a_script_puts_beside_packed_gradients_is_multiplied_as_well(way, replaced, missing, monkeypatch):
+    monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0)
+    shapes = [(40,), (41,), (4, 5), (42,)]
+    masters, sources = make_params(shapes=shapes), make_params(torch.float16, shapes=shapes)
+    slots = slots_of(masters)
+    slots.may_pack = True
+    before = give(sources)
+    if missing:
+        sources[0].grad = before[0] = None
+    assert slots.pack(sources)
+    for i in replaced:
+        masters[i].grad = randn(masters[i], 10 + i)
+        before[i] = masters[i].grad.clone()
+    if way == "unscaling":
+        slots.unscale_(SMALLER, None)
+    else:
+        for operand in slots.operands(InPlace.WRITE):
+            multiply_(operand, torch.tensor(SMALLER, device=DEVICE))
+    slots.gather()
+    check(masters, [None if grad is None else times(grad, SMALLER, torch.float32) for grad in before], slots)
