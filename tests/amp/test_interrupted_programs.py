@@ -17,7 +17,7 @@ import torch
 from covering import on_one_device
 from devices import DEVICE
 from interrupting import Interrupt
-from small_programs import KINDS, LEVELS, Weights, values, vector
+from small_programs import KINDS, LEVELS, WITH_MASTERS, Weights, values, vector
 
 from apex_npu import amp, optimizers
 
@@ -345,6 +345,49 @@ def test_a_restored_model_is_restored_completely():
         found.append((interrupt.at, own, hooks, next(model.parameters()).dtype))
     assert len(found) > 20
     assert [one for one in found if one[1:] != ([[], []], [0, 0], torch.float32)] == []
+
+
+class StopsAfter(torch.optim.SGD):
+    """Its first step raises ``error`` when all parameters have been updated."""
+
+    error = None
+
+    def step(self, closure=None):
+        super().step(closure)
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+
+
+def stop_after_an_update(level, error):
+    """A model, its masters and its optimizer, whose step of gradients X has ended with ``error``."""
+    model = Weights(100.0)
+    optimizer = StopsAfter(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    with amp.scale_loss(model(vector(*X)), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.error = error
+    with pytest.raises(type(error)):
+        optimizer.step()
+    return model, list(amp.master_params(optimizer)), optimizer
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_gradient_is_stepped_twice_after_an_interrupt(level):
+    model, masters, optimizer = stop_after_an_update(level, KeyboardInterrupt())
+    assert [p.grad for p in (*model.w, *masters)] == [None] * (len(model.w) + len(masters))
+    optimizer.step()
+    assert [one.tolist() for one in values([*model.w, *masters])] == [[100.0 - x for x in X]] * 2
+    amp.shutdown()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("of a hook")], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_the_model_follows_masters_whose_step_has_failed_after_the_update(level, error):
+    model, masters, _ = stop_after_an_update(level, error)
+    assert masters[0] is not model.w[0]
+    assert [one.tolist() for one in values([*model.w, *masters])] == [[100.0 - x for x in X]] * 2
+    amp.shutdown()
 
 
 @pytest.mark.slow
