@@ -181,11 +181,11 @@ def _planned(
     plans = None if key in _given_up else _plans()
     if plans is None:
         return None
-    try:  # a plan may have a launch compiled that it knows already, for operands that are aligned otherwise
-        plan = getattr(plans, plan_name)(*args, **options)
-        if plan is None:
-            return None
-        device = args[0].device
+    plan = getattr(plans, plan_name)(*args, **options)
+    if plan is None:
+        return None
+    device = args[0].device
+    try:
         return plan.run, (device, plan.compile(device)), {}
     except CompilationError as error:
         _given_up.add(key)

@@ -445,6 +445,31 @@ def test_launches_are_on_the_device_of_the_tensors(monkeypatch):
     assert entered == [0]  # to launch
 
 
+def test_what_an_interrupt_has_left_is_compiled_on_the_device_of_the_tensors(monkeypatch):
+    entered, compiled, repeated, args = [], [], cuda.Repeated(ops.adam_), adam_args()
+
+    @contextlib.contextmanager
+    def current(device):
+        entered.append(device)
+        try:
+            yield
+        finally:
+            entered.pop()
+
+    def compile_(launch):
+        compiled.append(list(entered))
+        if len(compiled) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(launches, "_current", current)
+    monkeypatch.setattr(launches, "_compiled", {})
+    monkeypatch.setattr(launches.Launch, "compile", compile_)
+    with pytest.raises(KeyboardInterrupt):
+        repeated(*args, **OPTIONS["adam_"])
+    repeated(*args, **OPTIONS["adam_"])
+    assert compiled == [[args[0].device]] * 2
+
+
 # Calls that have the operands of the one before
 
 

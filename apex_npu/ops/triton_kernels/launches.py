@@ -32,9 +32,9 @@ class Launch(NamedTuple):
     compiled: Any = None
 
     def again(self, args: tuple[Any, ...]) -> Launch:
-        """The same with ``args``, whose variant has been compiled."""
+        """The same with ``args``, of the same variant; ``compiled`` as far as that has been."""
         launch = Launch(self.kernel, self.programs, args, self.constants, self.warps, self.compiled)
-        return launch if self.compiled is not None else launch._replace(compiled=_compiled_once(launch))
+        return launch if self.compiled is not None else launch._replace(compiled=_compiled.get(launch.variant()))
 
     def variant(self) -> Hashable:
         """Equal for launches that run the same compiled kernel."""
