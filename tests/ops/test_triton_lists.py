@@ -16,6 +16,7 @@ from apex_npu import ops
 from apex_npu._extension import extension
 from apex_npu.fusion.grad_slots import grad_slots
 from apex_npu.ops import cuda, gather_cuda, grad_lists, segmented
+from apex_npu.ops.triton_kernels import launches, plans
 
 if extension is None:
     pytest.skip("it is the extension that lists gradients", allow_module_level=True)
@@ -286,3 +287,13 @@ def test_what_was_planned_for_slots_takes_other_gradients_flags_and_factors():
         assert norm.item() == clipped.item() == pytest.approx(wanted)
         assert coefficient.item() == pytest.approx(min(1.0, 1.0 / wanted))
     assert len([key for key in listed_slots._kept if key[0] in ("scale", "check")]) == 4
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5, torch.full((), 0.5, device=DEVICE)], ids=["one", "number", "there"])
+def test_a_flag_that_is_aligned_otherwise_has_another_kernel(factor, monkeypatch):
+    monkeypatch.setattr(launches, "_compiled", {})
+    monkeypatch.setattr(launches.Launch, "compile", lambda launch: launch)
+    grad, _, _ = listed([F32], writable=True)
+    flags = torch.zeros(2, device=DEVICE)
+    kernels = [plans.scale_listed(grad, factor, flags[i : i + 1]).compile(DEVICE)[0] for i in (0, 0, 0, 1)]
+    assert [kernel is kernels[0] for kernel in kernels] == [True, True, True, False]

@@ -328,7 +328,7 @@ def scale_listed(grads: Tensor, factor: float | Tensor, found_inf: Tensor | None
     if tensor is None and number == 1.0:
         looked_at = (found_inf, _listing(listed, chunks))
         check = partial(_over_chunks, gather.check_listed, chunks, looked_at, {"DTYPE": _dtype(grads)})
-        return Plan((_kept_launch(listed.kept, ("check", listed.narrow), looked_at, check),))
+        return Plan((_kept_launch(listed.kept, ("check", listed.narrow, kind(found_inf)), looked_at, check),))
     if listed.narrow is not None:
         return None
     args = (chunks.rows, listed.on_device, found_inf, tensor, number)
