@@ -135,7 +135,12 @@ def unpack_others(session: Session, optimizers: Sequence[Optimizer]) -> None:
     thread = threading.current_thread()
     for optimizer, owner in list(session.sharing.items()):
         if optimizer not in optimizers and (owner is thread or not owner.is_alive()):
-            optimizer._amp_state.grads.materialize()
+            state = optimizer._amp_state
+            if state.pending is not None:
+                state.pending.look_for_unscaled(optimizer, state)
+            state.grads.materialize()
+            if state.pending is not None and state.pending.scaled is not None:
+                state.pending.scaled = ScaledGrads(state.grads.groups)  # those without a master have been gathered, too
             session.sharing.pop(optimizer, None)
 
 

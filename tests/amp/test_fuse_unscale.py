@@ -591,6 +591,21 @@ def test_shared_gradients_leave_the_model_before_the_block_of_another_optimizer(
         torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.filterwarnings("ignore:gradients of the model have been written")
+def test_what_the_block_of_another_optimizer_adds_to_layers_in_float32_is_named(small_gradients):
+    if small_gradients == "packed":
+        pytest.skip("beside such layers gradients are not packed")
+    judges, judge = make("O2", optimizers.NpuFusedSGD, loss_scale=64.0)
+    makes = nn.Linear(6, 6).to(DEVICE)
+    maker = optimizers.NpuFusedSGD(makes.parameters(), lr=1e-2)
+    makes, maker = amp.initialize(makes, maker, opt_level="O2", loss_scale=8.0, verbosity=0)
+    backward(judges, judge, 0)
+    with amp.scale_loss(judges(makes(torch.ones(8, 6, device=DEVICE))).float().sum(), maker) as scaled_loss:
+        scaled_loss.backward()
+    with pytest.warns(match="a backward outside of amp.scale_loss adds some that are not"):
+        judge.step()
+
+
 @aliased
 def test_shared_gradients_of_another_thread_stay_until_it_has_ended():
     """It may be stepping."""
