@@ -57,9 +57,9 @@ class AddressedGrads:
             self._table = AddressTable(flat, memory.offsets, [p.numel() for p in params])
         span = slots if isinstance(slots, range) else range(len(params))
         chosen = None if slots is None or slots is span else slots
-        addresses = self._table.addresses()
         known = cast("AddressedSlots", memory.slots)
-        look = partial(known.addresses, sources, params, memory.views, span.start, span.stop, chosen, flat, addresses)
+        places = flat, self._table.addresses
+        look = partial(known.addresses, sources, params, memory.views, span.start, span.stop, chosen, *places)
         states, others, dtype, views_are_free = look()
         if ELSEWHERE in states and not views_are_free:
             memory.free_views()
@@ -69,7 +69,7 @@ class AddressedGrads:
             scaling = (1.0, None) if apart else (inv_scale, found_inf)
             grads = [grad for i in others if (grad := sources[i].grad) is not None]
             grads = memory.readable(others, grads, sources) if others else []
-            if dtype is not None and not self._table.take(addresses, dtype, *scaling, span):
+            if dtype is not None and not self._table.take(dtype, *scaling, span):
                 return None
             if grads:
                 gather_([memory.views[i] for i in others], grads, *scaling)

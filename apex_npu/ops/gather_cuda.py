@@ -22,7 +22,11 @@ def takes_addresses(slot: Tensor) -> bool:
 
 
 class AddressTable:
-    """The slots of a flat buffer, cut into chunks, one for each program of a kernel that follows addresses."""
+    """The slots of a flat buffer, cut into chunks, one for each program of a kernel that follows addresses.
+
+    Attributes:
+        addresses: int64 on the host, one for each slot: what ``GradSlots.addresses`` writes, and ``take`` follows.
+    """
 
     def __init__(self, flat: Tensor, offsets: Sequence[int], numels: Sequence[int]) -> None:
         """``flat`` has slots of ``numels`` elements that begin at ``offsets``."""
@@ -31,23 +35,16 @@ class AddressTable:
         self._flat = flat
         self._chunks = chunks.rows
         self._size, self._aligned = chunks.size, chunks.aligned
-        self._addresses = torch.zeros(len(offsets), dtype=torch.int64, device="cpu")
+        self.addresses = torch.zeros(len(offsets), dtype=torch.int64, device="cpu")
         self._sent = SentTables()
         self._kept: dict[Any, Any] = {}
         self._firsts = [0, *((lengths + (chunks.size - 1)) // chunks.size).cumsum(0).tolist()]
 
-    def addresses(self) -> Tensor:
-        """int64 on the host, with any values, one for each slot: see ``GradSlots.addresses``."""
-        return self._addresses
-
-    def take(
-        self, addresses: Tensor, dtype: torch.dtype, inv_scale: float, found_inf: Tensor | None, slots: range
-    ) -> bool:
+    def take(self, dtype: torch.dtype, inv_scale: float, found_inf: Tensor | None, slots: range) -> bool:
         """Write gradient · inv_scale into each of ``slots`` that has an address, in one launch and without a wait.
 
         Args:
-            addresses: Of gradients; see ``addresses()``.
-            dtype: Of all of them.
+            dtype: Of all gradients.
             inv_scale: 1 / loss scale.
             found_inf: float32, one element; set to 1 where an element of a gradient is inf or nan. None: do not look.
             slots: Consecutive ones.
@@ -58,7 +55,7 @@ class AddressTable:
         chunks, firsts = self._chunks, self._firsts
         if len(slots) < len(firsts) - 1:
             chunks = chunks[firsts[slots.start] : firsts[slots.stop]]
-        on_device = self._sent.on(self._flat.device, addresses)
+        on_device = self._sent.on(self._flat.device, self.addresses)
         return cuda.take_addressed(
             self._flat,
             chunks,
