@@ -4,7 +4,7 @@
 
     python benchmarks/goals.py [--device cpu|cuda] [--seconds 60] [--only PATTERN] [--write]
 
-Exit code 1 where the whole 95 % interval of the rounds' ratios misses a goal, or a comparison fails.
+Exit code 1 where the median of the rounds misses a goal, or a comparison fails.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class Goal:
         return [min(row) / ours for *row, ours in zip(*baselines, times[self.ours], strict=True)]
 
     def is_met(self, spread: Spread) -> bool:
-        """False where the whole interval misses the goal."""
+        """Whether the median meets the goal."""
         if self.at_most_us is not None:
-            return spread.low <= self.at_most_us
+            return spread.middle <= self.at_most_us
         assert self.at_least is not None
-        return spread.high >= self.at_least
+        return spread.middle >= self.at_least
 
 
 def _goals() -> Iterator[Goal]:
@@ -205,16 +205,15 @@ def check(goals: list[Goal], device: torch.device, seconds: float) -> Iterator[R
 
 
 def published(table: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Of the rows of goals_cpu.csv those that ``python -m apex_npu bench`` measures, with the goals of today."""
+    """The rows of goals_cpu.csv that ``python -m apex_npu bench`` measures again: medians and intervals, no goals."""
     found = []
     for goal in GOALS:
         rule = goal.comparison.removeprefix("step of ")
         if rule in bench.RULES and goal.workload in bench.WORKLOADS and goal.baseline.startswith("torch"):
             same = (goal.comparison, goal.workload, goal.ours, goal.baseline)
             (row,) = [r for r in table if (r["comparison"], r["workload"], r["variant"], r["baseline"]) == same]
-            numbers = {name: row[name] for name in ("commit", "torch", "median", "low", "high")}
-            head = {"rule": rule, "workload": goal.workload, "baseline": goal.baseline, "goal": f"{goal.at_least:.2f}"}
-            found.append({**head, **numbers})
+            names = ("workload", "baseline", "commit", "processor", "torch", "median", "low", "high")
+            found.append({"rule": rule, **{name: row[name] for name in names}})
     return found
 
 

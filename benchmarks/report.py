@@ -1,10 +1,10 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Writes the tables of README.md from results/*.csv, between markers, and the plots.
+"""Writes tables and captions of README.md and of the first pages from results/*.csv, between markers, and the plots.
 
     python benchmarks/report.py [--check]
 
---check writes nothing, and ends with exit code 1 where a table is not what the csv says.
+--check writes nothing, and ends with exit code 1 where a page does not show what the csv says.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import plots
 from rounds import RESULTS, read_csv
 
 README = Path(__file__).with_name("README.md")
+ROOT = README.parents[1]
+PAGES = (README, ROOT / "README.md", ROOT / "README.zh.md")
 Table = list[dict[str, str]]
 
 
@@ -41,8 +44,7 @@ def goals(table: Table) -> str:
     """Every goal, and whether it is met."""
     lines = []
     for row in table:
-        digits = 1 if "µs" in row["goal"] else 2
-        low, middle, high = (f"{float(row[k]):.{digits}f}" if row[k] else "" for k in ("low", "median", "high"))
+        low, middle, high = (f"{float(row[k]):.2f}" if row[k] else "" for k in ("low", "median", "high"))
         against = f"{row['variant']} / {row['baseline']}" if row["baseline"] else row["variant"]
         verdict = {"PASS": "yes", "FALLS SHORT": "**no**"}.get(row["verdict"], "not measured")
         lines.append(
@@ -177,7 +179,12 @@ def sharded_memory(table: Table) -> str:
     return f"{_origin(table)}{table[0]['workload']}.\n\n{_markdown(head, lines)}"
 
 
-# Marker in README.md → csv, and how it is shown.
+def caption(table: Table) -> str:
+    """Of a picture: the machine it was measured on."""
+    return f"{plots.where(table)}."
+
+
+# Marker in a page → csv, and how it is shown.
 TABLES: dict[str, tuple[str, Callable[[Table], str]]] = {
     "goals on cpu": ("goals_cpu.csv", goals),
     "steps on cpu": ("cpu.csv", steps),
@@ -195,6 +202,8 @@ TABLES: dict[str, tuple[str, Callable[[Table], str]]] = {
     "sharded whole steps on cpu": ("sharded_whole_steps_cpu.csv", sharded),
     "sharded whole steps on cuda": ("sharded_whole_steps_cuda.csv", sharded),
     "sharded memory on cuda": ("sharded_memory_cuda.csv", sharded_memory),
+    "caption of speed.png": ("cpu.csv", caption),
+    "caption of iterations.png": ("iterations_cpu.csv", caption),
 }
 MISSING = "There are no figures yet."
 
@@ -211,10 +220,9 @@ def filled(text: str, results: Path = RESULTS) -> str:
 
 
 def write() -> None:
-    """Tables and plots."""
-    README.write_text(filled(README.read_text(encoding="utf-8")), encoding="utf-8")
-    import plots
-
+    """Tables, captions and plots."""
+    for page in PAGES:
+        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
     plots.write()
 
 
@@ -224,9 +232,10 @@ def main() -> None:
     if not parser.parse_args().check:
         write()
         return
-    text = README.read_text(encoding="utf-8")
-    if filled(text) != text:
-        sys.exit(f"{README} does not show what results/*.csv say: run python benchmarks/report.py")
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if filled(text) != text:
+            sys.exit(f"{page} does not show what results/*.csv say: run python benchmarks/report.py")
 
 
 if __name__ == "__main__":

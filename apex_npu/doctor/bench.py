@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Steps of the fused optimizers beside torch's own, on this CPU, and what they were where figures were published."""
+"""Steps of the fused optimizers beside torch's own, on this CPU, with the published figures."""
 
 from __future__ import annotations
 
@@ -89,22 +89,20 @@ RULES = {
 
 
 @dataclass(frozen=True)
-class Goal:
+class Comparison:
     """One row of published.csv.
 
     Attributes:
         rule: One of RULES.
         workload: One of WORKLOADS.
         baseline: Pattern of the variants it is compared with: the fastest of each round.
-        at_least: The baseline's time over ours.
-        published: The same ratio where the figures were published.
-        where: The commit and the torch of those.
+        published: The baseline's time over ours, as published.
+        where: The machine, the commit and the torch of the published figure.
     """
 
     rule: str
     workload: str
     baseline: str
-    at_least: float
     published: Spread
     where: str
 
@@ -114,60 +112,44 @@ class Goal:
         return f"step of {self.rule}, {self.workload}: {OURS} / {self.baseline}"
 
 
-@dataclass(frozen=True)
-class Result:
-    """A goal, and what was measured here."""
-
-    goal: Goal
-    here: Spread
-
-    @property
-    def verdict(self) -> str:
-        """``"met"``: the median reaches the goal; ``"missed"``: the whole interval is below; else ``"not clear"``."""
-        if self.here.middle >= self.goal.at_least:
-            return "met"
-        return "not clear" if self.here.high >= self.goal.at_least else "missed"
-
-
-def goals() -> list[Goal]:
-    """Those of published.csv, in its order.
+def comparisons() -> list[Comparison]:
+    """All rows of published.csv, in its order.
 
     Example::
 
-        >>> apex_npu.doctor.bench.goals()[0].name
+        >>> apex_npu.doctor.bench.comparisons()[0].name
         'step of SGD, resnet50: apex_npu / torch fused'
     """
     with PUBLISHED.open(newline="", encoding="utf-8") as file:
         return [
-            Goal(
+            Comparison(
                 row["rule"],
                 row["workload"],
                 row["baseline"],
-                float(row["goal"]),
                 Spread(float(row["median"]), float(row["low"]), float(row["high"])),
-                f"commit {row['commit']}, torch {row['torch']}",
+                f"{row['processor']}, one thread, commit {row['commit']}, torch {row['torch']}",
             )
             for row in csv.DictReader(file)
         ]
 
 
-def measure(chosen: list[Goal], seconds: float) -> Iterator[Result]:
-    """Measure what ``chosen`` ask for, in about so many seconds of rounds.
+def measure(chosen: list[Comparison], seconds: float) -> Iterator[tuple[Comparison, Spread]]:
+    """Measure each of ``chosen`` on this machine, in about ``seconds`` of rounds.
 
     One thread computes, and its CPU time counts, as in the published figures: with more, small tensors would measure
     how threads wait for each other.
     """
-    needed: dict[tuple[str, str], list[Goal]] = {}
-    for goal in chosen:
-        needed.setdefault((goal.rule, goal.workload), []).append(goal)
+    needed: dict[tuple[str, str], list[Comparison]] = {}
+    for comparison in chosen:
+        needed.setdefault((comparison.rule, comparison.workload), []).append(comparison)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for (rule, workload), members in needed.items():
-            patterns = [OURS, *(goal.baseline for goal in members)]
+            patterns = [OURS, *(comparison.baseline for comparison in members)]
             times = _times(RULES[rule], WORKLOADS[workload](), patterns, seconds / len(needed))
-            for goal in members:
-                yield Result(goal, Spread.of(ratios(times, goal.baseline)))
+            for comparison in members:
+                yield comparison, Spread.of(ratios(times, comparison.baseline))
     finally:
         torch.set_num_threads(threads)
 
