@@ -234,7 +234,7 @@ SPECS = [
             {},
             {"lr": 0.02, "momentum": 0.8, "nesterov": False, "weight_decay": 0.3},
             {"lr": 0.01, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3, "ns_coefficients": (3.0, -3.2, 1.2)},
-            {"lr": 0.01, "momentum": 0.0, "eps": 1e-3},
+            {"lr": 0.01, "momentum": 0.0, "eps": 1e-3, "adjust_lr_fn": "spectral_unclamped"},
         ),
         (
             ({"lr": -1.0}, ValueError, "Learning rate should be >= 0 but is: -1.0"),
@@ -247,6 +247,7 @@ SPECS = [
             ({"ns_coefficients": (1.0, 2.0)}, ValueError, "Coefficients must be a tuple of exactly 3 values"),
             ({"eps": -1e-7}, ValueError, "Invalid epsilon value: -1e-07"),
             ({"adjust_lr_fn": "rms"}, ValueError, "Adjust learning rate function rms is not supported"),
+            ({"adjust_lr_fn": ["original"]}, ValueError, "adjust_lr_fn must be one of .*spectral_unclamped"),
             ({"use_muon": "yes"}, TypeError, "use_muon must be True or False, got 'yes'"),
         ),
         in_torch=False,

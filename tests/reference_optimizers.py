@@ -378,6 +378,8 @@ class Muon(ReferenceOptimizer):
         ratio = max(1, rows / columns) ** 0.5
         if group["adjust_lr_fn"] == "match_rms_adamw":
             ratio = 0.2 * max(rows, columns) ** 0.5
+        elif group["adjust_lr_fn"] == "spectral_unclamped":
+            ratio = (rows / columns) ** 0.5
         return (1 - lr * decay) * p - lr * ratio * o
 
 

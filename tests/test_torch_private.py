@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import apex_npu
 from apex_npu import amp, optimizers
@@ -192,3 +192,53 @@ def test_gradients_that_fully_shard_holds_back_elsewhere_are_warned_of_once(name
         with pytest.raises(KeyError, match="own error"), amp.scale_loss(loss, optimizer):
             raise KeyError("own error")
     amp.shutdown()
+
+
+def as_in_torch_2_15(monkeypatch, fsdp_param):
+    """The gradient that a parameter holds back has two names, of which one is a property that cannot be set."""
+    vars(fsdp_param).pop("unsharded_accumulated_grad", None)
+    found = property(lambda self: self._unsharded_param.grad)
+    monkeypatch.setattr(type(fsdp_param), "unsharded_accumulated_grad", found, raising=False)
+
+
+def test_a_gradient_that_fully_shard_holds_back_may_have_two_names(monkeypatch):
+    """As from torch 2.15 on: it is brought to another loss scale once, and dropped after an exception."""
+    with group_of_one():
+        model = fully_shard(torch.nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+        optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level="O0", loss_scale="dynamic", dynamic_init_scale=8.0, num_losses=2, verbosity=0
+        )
+        model.set_requires_gradient_sync(False)
+        with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        fsdp_params = model._get_fsdp_state()._fsdp_param_group.fsdp_params
+        assert [p._unsharded_param.grad.unique().tolist() for p in fsdp_params] == [[8.0], [8.0]]
+        for fsdp_param in fsdp_params:
+            as_in_torch_2_15(monkeypatch, fsdp_param)
+        scalers = amp.state_dict()
+        scalers["loss_scaler1"]["loss_scale"] = 32.0
+        amp.load_state_dict(scalers)
+
+        def interrupted():
+            with amp.scale_loss(torch.ones((), requires_grad=True), optimizer, loss_id=1):
+                assert [p._unsharded_param.grad.unique().tolist() for p in fsdp_params] == [[32.0], [32.0]]
+                raise KeyError("own error")
+
+        with pytest.raises(KeyError, match="own error"):
+            interrupted()
+        assert [p._unsharded_param.grad for p in fsdp_params] == [None, None]
+        assert all(p.grad is None for p in model.parameters())
+    amp.shutdown()
+
+
+@pytest.mark.parametrize(("level", "dtype"), [("O2", torch.float16), ("O5", torch.bfloat16)])
+def test_the_policy_names_the_dtype_of_reductions_whose_default_depends_on_the_torch(level, dtype):
+    assert amp.fsdp_policy(level) == MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    assert amp.fsdp_policy(level, torch.float32) == MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_the_policy_of_a_level_that_computes_in_float32_leaves_reductions_in_it(level):
+    assert amp.fsdp_policy(level) == MixedPrecisionPolicy()
+    assert amp.fsdp_policy(level, torch.bfloat16) == MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)

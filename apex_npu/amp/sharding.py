@@ -35,7 +35,7 @@ def fsdp_policy(opt_level: str, reduce_dtype: torch.dtype | None = None) -> Any:
 
     Args:
         opt_level: "O0", "O1", "O2", "O4" or "O5".
-        reduce_dtype: What gradients are reduced in; None: in the dtype that is computed in.
+        reduce_dtype: The dtype that gradients are reduced in. None: the dtype that is computed in, with each torch.
 
     Raises:
         RuntimeError: There is no such level; or it is O3, which has no float32 parameters that could be sharded.
@@ -58,7 +58,8 @@ def fsdp_policy(opt_level: str, reduce_dtype: torch.dtype | None = None) -> Any:
     if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
         raise TypeError(f"reduce_dtype must be a floating-point torch.dtype or None, got {reduce_dtype!r}")
     # Not output_dtype: a unit's outputs go into layers of the unit around it, which compute in the same dtype.
-    return MixedPrecisionPolicy(_param_dtype(level), reduce_dtype)
+    # None would be the dtype that is computed in up to torch 2.14, and that of the sharded gradients from 2.15 on.
+    return MixedPrecisionPolicy(_param_dtype(level), reduce_dtype or _param_dtype(level))
 
 
 def _can_be_sharded(policy: Policy) -> bool:

@@ -129,7 +129,7 @@ NAMES: dict[str, str] = {
     "torch.distributed.fsdp.FSDPParam().sharded_param": "whose gradient is held back",
     "torch.distributed.fsdp.FSDPParam()._sharded_param_data": "the memory of a part, its padding included",
     "torch.distributed.fsdp.FSDPParam()._unsharded_param": "has the gradient that is held back",
-    "torch.distributed.fsdp.FSDPParam().unsharded_accumulated_grad": "likewise, with another reduce_dtype",
+    "torch.distributed.fsdp.FSDPParam().unsharded_accumulated_grad": "likewise; up to torch 2.14 with a reduce_dtype",
     "torch._utils._flatten_dense_tensors": "Apex's parallel module exports them as flatten and unflatten",
     "torch._utils._unflatten_dense_tensors": "Apex's parallel module exports them as flatten and unflatten",
 }

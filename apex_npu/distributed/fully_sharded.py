@@ -158,10 +158,8 @@ class HeldGradients:
             fsdp_params: list[Any] = [] if group is None else group.fsdp_params
             found = [(p, factors[id(p.sharded_param)]) for p in fsdp_params if id(p.sharded_param) in factors]
             for fsdp_param, factor in found:
-                unsharded = getattr(fsdp_param, "_unsharded_param", None)
-                for grad in (fsdp_param.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad):
-                    if grad is not None:
-                        local_part(grad).mul_(factor)  # also of addends
+                for grad in _held_by(fsdp_param):
+                    grad.mul_(factor)  # also of addends
             reduced: Any = getattr(group, "_partial_reduce_output", None)
             if found and reduced is not None:  # flat, of the whole unit: one backward has made it
                 reduced.mul_(found[0][1])
@@ -198,13 +196,25 @@ def _drop(group: Any) -> bool:
     found = group._partial_reduce_output is not None
     group._partial_reduce_output = None
     for fsdp_param in group.fsdp_params:
+        found |= bool(_held_by(fsdp_param))
+        if "unsharded_accumulated_grad" in vars(fsdp_param):  # torch 2.15 has a property, which cannot be set
+            fsdp_param.unsharded_accumulated_grad = None
         unsharded = getattr(fsdp_param, "_unsharded_param", None)
-        found |= fsdp_param.unsharded_accumulated_grad is not None
-        fsdp_param.unsharded_accumulated_grad = None
         if unsharded is not None:
-            found |= unsharded.grad is not None
             unsharded.grad = None
     return found
+
+
+def _held_by(fsdp_param: Any) -> list[Tensor]:
+    """This process's part of each gradient that is held back for a parameter.
+
+    Until torch 2.14 there may be two: one accumulated in ``reduce_dtype``, and one of the last backward. From 2.15 on
+    there is one, under both names.
+    """
+    unsharded = getattr(fsdp_param, "_unsharded_param", None)
+    named = (fsdp_param.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad)
+    parts = [local_part(grad) for grad in named if grad is not None]
+    return list({part.data_ptr(): part for part in parts}.values())
 
 
 def _sharded_param(fsdp_param: Any) -> Tensor:

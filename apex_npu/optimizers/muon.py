@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -42,6 +42,7 @@ class NpuFusedMuon(NpuFusedAdamW):
         p ← p − lr · weight_decay · p
         p ← p − lr · r · o          r = sqrt(max(1, rows / columns))       "original", or None
                                     r = 0.2 · sqrt(max(rows, columns))     "match_rms_adamw"
+                                    r = sqrt(rows / columns)               "spectral_unclamped"
 
     with (α, β, γ) the ``ns_coefficients``. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; the second r:
     Liu et al. 2025, https://arxiv.org/abs/2502.16982. The iterations for o are computed in bfloat16, as torch.optim's
@@ -66,7 +67,7 @@ class NpuFusedMuon(NpuFusedAdamW):
         ns_coefficients: Of the polynomial in each iteration.
         eps: Smallest norm to divide by.
         ns_steps: Number of iterations, less than 100.
-        adjust_lr_fn: "original" or "match_rms_adamw"; None is "original".
+        adjust_lr_fn: "original", "match_rms_adamw" or "spectral_unclamped"; None is "original".
         use_muon: That of groups without their own: True, False or "auto".
         fuse_grad_scaler: See ``FusedOptimizer``.
         capturable: Likewise.
@@ -261,6 +262,15 @@ class NpuFusedMuon(NpuFusedAdamW):
         super().load_state_dict({**state_dict, "param_groups": groups})
 
 
+# What the learning rate of a matrix of so many rows and columns is multiplied by, by ``adjust_lr_fn``.
+_ADJUST_LR: dict[str | None, Callable[[int, int], float]] = {
+    "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "spectral_unclamped": lambda rows, columns: math.sqrt(rows / columns),
+}
+_ADJUST_LR[None] = _ADJUST_LR["original"]
+
+
 def _find(run: Run, group: ParamGroup) -> Matrices:
     """The matrices of ``run``, and what their steps are multiplied by."""
     members = run.members()
@@ -269,10 +279,7 @@ def _find(run: Run, group: ParamGroup) -> Matrices:
     for p, _ in members:
         rows, columns = p.shape
         shapes.append((rows, columns) if p.is_contiguous() else (columns, rows))  # a transposed one
-        if group["adjust_lr_fn"] == "match_rms_adamw":
-            factors.append(0.2 * math.sqrt(max(rows, columns)))
-        else:
-            factors.append(math.sqrt(max(1.0, rows / max(1, columns))))
+        factors.append(_ADJUST_LR[group["adjust_lr_fn"]](rows, max(1, columns)))
     return Matrices.of(shapes, [offset for _, offset in members], factors, run.param)
 
 
@@ -303,8 +310,9 @@ def _check_iterations(group: ParamGroup) -> None:
         as_number(f"ns_coefficients[{i}]", value)
     if not 0.0 <= as_number("eps", group["eps"]) < math.inf:
         raise ValueError(f"Invalid epsilon value: {group['eps']} (eps must be finite and >= 0)")
-    if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
+    adjust = group["adjust_lr_fn"]
+    if adjust not in tuple(_ADJUST_LR):  # by equality: it may be unhashable
+        names = ", ".join(f'"{name}"' for name in _ADJUST_LR if name is not None)
         raise ValueError(
-            f"Adjust learning rate function {group['adjust_lr_fn']} is not supported; adjust_lr_fn must be "
-            '"original", "match_rms_adamw" or None'
+            f"Adjust learning rate function {adjust} is not supported; adjust_lr_fn must be one of {names}, or None"
         )

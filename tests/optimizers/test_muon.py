@@ -6,6 +6,7 @@ The rule itself is in test_fused_optimizers.py, among all others: in float32, ag
 """
 
 import copy
+import inspect
 import io
 import math
 
@@ -23,6 +24,11 @@ torch_muon = pytest.importorskip("torch.optim._muon", reason="torch.optim has Mu
 
 # Several of each shape, wide and tall, one that is never batched on a CPU, a row and a column.
 SHAPES = [(24, 24), (24, 24), (24, 72), (72, 24), (24, 72), (96, 24), (96, 24), (300, 260), (1, 7), (7, 1)]
+# torch.optim has it from 2.14 on.
+UNCLAMPED = {"adjust_lr_fn": "spectral_unclamped"}
+in_torch = pytest.mark.skipif(
+    "spectral_unclamped" not in inspect.getsource(torch_muon._adjust_lr), reason="this torch.optim.Muon lacks it"
+)
 VARIANTS = [
     {},
     {"nesterov": False},
@@ -30,6 +36,7 @@ VARIANTS = [
     {"adjust_lr_fn": "original", "momentum": 0.5, "weight_decay": 0.0},
     {"ns_steps": 3, "ns_coefficients": (3.0, -3.2, 1.2), "eps": 1e-3},
     {"ns_steps": 0},
+    pytest.param(UNCLAMPED, marks=in_torch),
     {"lr": torch.tensor(0.01)},
 ]
 variants = pytest.mark.parametrize("options", VARIANTS, ids=str)
@@ -112,7 +119,21 @@ def test_iterations_apply_the_polynomial_to_singular_values(shape, dtype, bound)
     assert (found.cpu().double().view(-1, *shape[-2:]) - torch.stack(expected)).abs().max() <= bound
 
 
-@pytest.mark.parametrize("adjust_lr_fn", [None, "match_rms_adamw"])
+@pytest.mark.parametrize("use_muon", [True, "auto"])
+def test_without_a_clamp_wide_matrices_take_smaller_steps(use_muon, float32_products):
+    """sqrt(rows / columns) times the orthogonalized matrix, in place of sqrt(max(1, rows / columns)) times."""
+    given = [params(), params()]
+    give(0, *given)
+    for found, options in zip(given, ({}, UNCLAMPED), strict=True):
+        for p in found:
+            nn.init.zeros_(p)  # what is left is the step, unrounded
+        NpuFusedMuon(found, lr=0.1, use_muon=use_muon, **options).step()
+    for clamped, unclamped in zip(*given, strict=True):
+        rows, columns = clamped.shape
+        torch.testing.assert_close(unclamped, clamped * min(1.0, rows / columns) ** 0.5)
+
+
+@pytest.mark.parametrize("adjust_lr_fn", [None, "match_rms_adamw", pytest.param("spectral_unclamped", marks=in_torch)])
 def test_state_dicts_are_exchanged_with_torch(adjust_lr_fn, float32_products):
     ours, theirs = params(), params()
     options = {"lr": 0.02, "adjust_lr_fn": adjust_lr_fn}
