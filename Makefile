@@ -38,7 +38,7 @@ CHECKED := apex_npu benchmarks examples scripts tests setup.py
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ddp docs test test-all test-devices test-torch-npu test-torch-npu-quick test-torch-npu-more test-hosts test-hosts-quick bench bench-quick bench-deps upstream patch-check wheel wheels dev lint types clean setup-demo setup-dev setup-torch-npu setup-hosts setup-hosts-transformers4 pytest-quick pytest-devices pytest-sweeps test-cpp test-clang sanitize
+.PHONY: help demo demo-ddp docs test test-all test-devices test-torch-npu test-torch-npu-quick test-torch-npu-more test-hosts test-hosts-quick bench bench-quick bench-deps upstream patch-check wheel wheels dev lint types clean setup-demo setup-dev setup-docs setup-torch-npu setup-hosts setup-hosts-transformers4 pytest-quick pytest-devices pytest-sweeps test-cpp test-clang sanitize
 
 help: ## this list
 	@echo 'make demo       train a small network three ways and compare them (writes digits.png)'
@@ -83,7 +83,7 @@ demo-ddp: $(if $(SIMULATED_NPU),setup-dev,setup-demo) ## two processes on this m
 	    $(if $(SIMULATED_NPU),--simulated-npu) $(ARGS)
 
 # With --quiet --strict would not count warnings.
-docs: setup-dev ## warnings are errors; needs nothing from the network once it is set up
+docs: setup-docs ## warnings are errors; needs nothing from the network once it is set up
 	@$(PY) scripts/site_pages.py build/site/pages
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict > build/site/log 2>&1 || { grep -v '^INFO' build/site/log >&2; exit 1; }
 	@echo '==> written: build/site/html/index.html'
@@ -284,6 +284,10 @@ setup-demo:
 
 setup-dev:
 	@SIMULATOR=1 scripts/setup.sh -r requirements-dev.txt
+
+# The site needs neither Triton nor the simulated NPU.
+setup-docs:
+	@scripts/setup.sh setuptools ninja numpy matplotlib jieba mkdocs mkdocs-material mkdocstrings mkdocstrings-python
 
 # It borrows the extension of setup-dev, which is built for the same torch.
 setup-torch-npu: setup-dev

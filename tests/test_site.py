@@ -5,6 +5,7 @@
 import importlib
 import inspect
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,15 @@ def test_every_page_has_a_place():
     assert examples <= set(NAV)
     written = [page for page in NAV if not page.startswith(("optimizers/", "reference/"))]
     assert [page for page in written if not (ROOT / page).is_file()] == []
+
+
+def test_the_site_asks_for_neither_triton_nor_the_simulated_npu():
+    planned = subprocess.run(["make", "-n", "docs"], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    (setup,) = [line for line in planned.splitlines() if line.startswith("scripts/setup.sh")]  # SIMULATOR=1 goes before
+    pinned = re.findall(r"^([\w-]+)==", (ROOT / "requirements-dev.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    site = (ROOT / "requirements-dev.txt").read_text(encoding="utf-8").partition("# the site\n")[2]
+    assert set(setup.split()[1:]) <= set(pinned)
+    assert set(re.findall(r"^([\w-]+)==", site, re.MULTILINE)) <= set(setup.split())
 
 
 def test_the_search_works_in_files_without_a_network():
