@@ -216,7 +216,7 @@ def write_front(results: Path = RESULTS) -> None:
     _bars(left, whole_steps(table))
     left.set_title("A whole O2 step with Adam: unscale, clip, step, clear", fontsize=10)
     _bars(right, small_steps(table))
-    right.set_title("A step over 2,000 small tensors / the fastest other", fontsize=10)
+    right.set_title("A step over 2,000 small tensors: rule / fastest other", fontsize=10)
     figure.savefig(results / "speed.png", dpi=125, metadata={"Software": None})
     plt.close(figure)
     print(f"written: {results / 'speed.png'}")

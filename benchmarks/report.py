@@ -86,7 +86,7 @@ def whole(table: Table) -> str:
         for row in table
         if "whole" in row["comparison"] or row["comparison"].startswith("iteration")
     ]
-    return _markdown(("", "workload", "variant", "ms", "relative to the first"), lines)
+    return _origin(table) + _markdown(("", "workload", "variant", "ms", "relative to the first"), lines)
 
 
 def iterations(table: Table) -> str:
