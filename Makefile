@@ -61,7 +61,7 @@ help: ## this list
 	@echo 'make wheel      a wheel with the extension for this Python and torch, and the sdist, in dist, checked'
 	@echo 'make wheels     the same for all Pythons, by cibuildwheel (needs docker)'
 	@echo 'make dev        the environment for working on apex_npu, with the git hooks'
-	@echo 'make lint       ruff, clang-format, import-linter, scripts/check_words.py, lines of source per package'
+	@echo 'make lint       ruff, clang-format, import-linter'
 	@echo 'make types      mypy --strict'
 	@echo 'make sanitize   the tests of what is C++, under AddressSanitizer and UndefinedBehaviorSanitizer (Linux, g++)'
 	@echo 'make clean      remove what was built, and the caches; .venv stays (delete it to start over)'
@@ -145,10 +145,6 @@ lint: setup-dev
 	    --dry-run -Werror {} +
 	@echo '==> import contracts'
 	@$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
-	@echo '==> words'
-	@$(PY) scripts/check_words.py
-	@echo '==> sizes'
-	@$(PY) scripts/sizes.py
 
 types: setup-dev
 	@echo '==> types (the first time: about 1 minute)'
