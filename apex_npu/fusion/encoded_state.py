@@ -93,9 +93,9 @@ class GroupEncoding:
     def views(self, group: GroupBuffers, name: str) -> list[EncodedView]:
         """One for each parameter."""
         values, scales = self.buffers(name, group.param_flat.device, group.param_flat.numel())
-        flat = group.param_flat if self.formats[name] == torch.int16 else None
+        is_master = self.formats[name] == torch.int16
         return [
-            EncodedView(values, scales, flat, segment, param)
+            EncodedView(values, scales, param if is_master else None, segment, param)
             for segment, param in zip(self.segments, group.params, strict=True)
         ]
 
@@ -107,20 +107,19 @@ class EncodedView:
     """
 
     def __init__(
-        self, values: Tensor, scales: Tensor | None, param_flat: Tensor | None, segment: Segment, like: Tensor
+        self, values: Tensor, scales: Tensor | None, param: Tensor | None, segment: Segment, like: Tensor
     ) -> None:
         """Of ``segment``.
 
         Args:
             values: Of all parameters.
             scales: Likewise, of 8-bit states.
-            param_flat: Likewise the parameters themselves, for remainders.
+            param: For a remainder, the parameter that it belongs to. A script may give it other memory.
             segment: Which elements.
-            like: The parameter, for size and stride.
+            like: The tensor whose size and stride the state has.
         """
         span = slice(segment.begin, segment.begin + segment.numel)
-        self._values, self._scales = values[span], scales
-        self._param = None if param_flat is None else param_flat[span]
+        self._values, self._scales, self._param = values[span], scales, param
         self._segment = segment._replace(begin=0)
         self._size, self._stride = like.size(), like.stride()
 
@@ -128,15 +127,19 @@ class EncodedView:
     @torch.no_grad()
     def remainder_of(cls, param: Tensor, master: Tensor) -> EncodedView:
         """A remainder, in memory of its own, of the float32 ``master`` of ``param``, which takes its rounded value."""
-        has_gaps = not is_dense(param.size(), param.stride())
-        dense = param.detach().clone() if has_gaps else param.detach()
-        flat = dense.as_strided((param.numel(),), (1,), dense.storage_offset())
+        like = param if is_dense(param.size(), param.stride()) else torch.empty_like(param, device="meta")
         values = torch.zeros(param.numel(), dtype=torch.int16, device=param.device)
-        made = cls(values, None, flat, Segment(0, param.numel(), 0, 0), dense)
+        made = cls(values, None, param, Segment(0, param.numel(), 0, 0), like)
         made.copy_(master)
-        if has_gaps:
-            param.copy_(dense)
         return made
+
+    def shown_for(self, param: Tensor) -> EncodedView:
+        """The same state; of a remainder, that of ``param``, for which a dense copy stands in the buffer."""
+        if self._param is None or self._param is param:
+            return self
+        shown = object.__new__(EncodedView)
+        shown.__dict__.update(self.__dict__, _param=param)
+        return shown
 
     @property
     def shape(self) -> torch.Size:
@@ -169,24 +172,15 @@ class EncodedView:
     @torch.no_grad()
     def dequantize(self) -> Tensor:
         """The values: a new float32 tensor, with the strides of the parameter."""
-        flat = torch.empty(self._segment.numel, dtype=torch.float32, device=self._values.device)
         if self._param is not None:
-            flat.copy_(decode_remainder(self._param, self._values))
-        else:
-            for piece in self._pieces():
-                flat[piece.span] = decode(self._values[piece.span], self._scales, piece)
+            param = self._param.detach()
+            if param.shape != self._size or param.dtype != torch.bfloat16:  # a script has replaced its data
+                return param.to(torch.float32, copy=True)
+            return decode_remainder(param, self._remainder().to(param.device))
+        flat = torch.empty(self._segment.numel, dtype=torch.float32, device=self._values.device)
+        for piece in self._pieces():
+            flat[piece.span] = decode(self._values[piece.span], self._scales, piece)
         return flat.as_strided(self._size, self._stride)
-
-    @torch.no_grad()
-    def values_with(self, param: Tensor) -> Tensor:
-        """As ``dequantize``; masters are those of ``param`` as it is, which a script may have given other memory."""
-        if self._param is None or (param.shape, param.dtype, param.device) != (
-            self._size,
-            self._param.dtype,
-            self._param.device,
-        ):
-            return self.dequantize()
-        return decode_remainder(param.detach(), self._values.as_strided(self._size, self._stride))
 
     @torch.no_grad()
     def copy_(self, source: Any) -> None:
@@ -196,15 +190,14 @@ class EncodedView:
         """
         if isinstance(source, EncodedView):
             if self._param is not None:
-                shaped = source._values.as_strided(source._size, source._stride)
-                self._values.as_strided(self._size, self._stride).copy_(shaped)
+                self._remainder().copy_(source._remainder())
                 return
             source = source.dequantize()
         shaped = torch.empty(self._segment.numel, dtype=torch.float32, device=self._values.device)
         shaped.as_strided(self._size, self._stride).copy_(source)
         if self._param is not None:
             rounded, remainder = encode_remainder(shaped)
-            self._param.copy_(rounded)
+            self._param.copy_(rounded.as_strided(self._size, self._stride))
             self._values.copy_(remainder)
             return
         for piece in self._pieces():
@@ -217,6 +210,9 @@ class EncodedView:
             self._values.zero_()
         else:
             self.copy_(torch.full(self._size, value, dtype=torch.float32, device=self._values.device))
+
+    def _remainder(self) -> Tensor:
+        return self._values.as_strided(self._size, self._stride)
 
     def _pieces(self) -> Iterator[Piece]:
         return pieces([self._segment], self._segment.numel, self._values.device)

@@ -147,7 +147,7 @@ def decoded(rule: Rule) -> dict[Any, Any]:
         is_new = entry.keys() == {MASTER_PARAM}
         before = _state_before_first_step(rule, groups[param], param) if is_new else {}
         tensors = {
-            name: sharded_like(value.values_with(param), param) if isinstance(value, EncodedView) else value
+            name: sharded_like(value.dequantize(), param) if isinstance(value, EncodedView) else value
             for name, value in entry.items()
         }
         shown[param] = {**before, **tensors}
@@ -178,8 +178,9 @@ def _view(rule: Rule, slot: StateSlot, name: str) -> Tensor:
 def _shown_view(rule: Rule, slot: StateSlot, name: str) -> Any:
     """What users get."""
     view: Any = _view(rule, slot, name)
-    plain = isinstance(view, EncodedView) or name in rule.scalar_states
-    return view if plain else sharded_like(view, slot.param)
+    if isinstance(view, EncodedView):
+        return view.shown_for(slot.param)
+    return view if name in rule.scalar_states else sharded_like(view, slot.param)
 
 
 def _adopt_master(rule: Rule, slot: StateSlot, entry: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import pickle
 
 import pytest
 import torch
@@ -510,6 +511,18 @@ def test_a_state_dict_has_masters_of_what_has_been_written_to_other_memory():
     assert torch.equal(encode_remainder(saved[0]["master_param"].cpu())[0], params[0].detach().cpu())
     for i in (1, 2):
         assert torch.equal(saved[i]["master_param"], expected[i]["master_param"])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
+def test_a_copy_has_what_has_been_written_to_other_memory(copied):
+    optimizer, params = train(optimizers.FusedAdam, {}, dtype=torch.bfloat16, store_param_remainders=True)
+    before = values_of(optimizer)[1]["master_param"]
+    params[0].data = torch.full_like(params[0], 3.0)
+    nn.utils.vector_to_parameters(2.0 * nn.utils.parameters_to_vector(params[1:2]).detach(), params[1:2])
+    twin = copied(optimizer)
+    assert all(map(torch.equal, params_of(twin), params))
+    for kept in (optimizer.state[params[1]]["master_param"].dequantize(), values_of(twin)[1]["master_param"]):
+        assert torch.equal(kept, 2.0 * before)
 
 
 def test_remainders_follow_their_elements_into_another_order_of_memory():
