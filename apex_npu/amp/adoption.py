@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -16,6 +15,7 @@ from apex_npu.amp.data_parallel import GradSync
 from apex_npu.amp.optimizer_state import AmpOptimizerState, state_of
 from apex_npu.amp.pending_step import PendingStep
 from apex_npu.amp.preconditions import optimizers_inside, shares_groups
+from apex_npu.amp.remainder_masters import RemainderMasters
 from apex_npu.amp.session import Session
 from apex_npu.fusion import MASTER_PARAM, HasFusedGroups
 
@@ -40,20 +40,11 @@ def adopt(optimizer: Optimizer, session: Session, fp32_values: Mapping[int, Tens
     optimizer.__class__ = adopted_class(cls)
     if policy.check_combined_tensors is not None and isinstance(optimizer, HasFusedGroups):
         optimizer.check_combined_tensors = policy.check_combined_tensors  # type: ignore[attr-defined]
-    if policy.master_weights:
-        state.masters.make(optimizer, fp32_values)
     if policy.store_param_remainders:
-        _keep_remainders(optimizer, fp32_values)
+        state.masters = RemainderMasters()
+    if policy.master_weights or policy.store_param_remainders:
+        state.masters.make(optimizer, fp32_values)
     session.register(optimizer, state)
-
-
-def _keep_remainders(optimizer: Any, fp32_values: Mapping[int, Tensor]) -> None:
-    """Have ``optimizer``, a fused one, keep of the values before the cast what its bfloat16 parameters lack."""
-    optimizer.state_formats = optimizer.state_formats.with_remainders()
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
-        if p.dtype == torch.bfloat16 and id(p) in fp32_values:
-            optimizer.state[p][MASTER_PARAM] = fp32_values[id(p)]
-    optimizer.state_formats.take_masters(optimizer.state)
 
 
 def release(optimizer: Optimizer, cls: Any, state_formats: Any) -> None:

@@ -265,9 +265,10 @@ class AmpOptimizerMixin(OptimizerAccessors):
         super().add_param_group(param_group)
         state = state_of(self)
         session = current()
-        if state is None or not state.policy.master_weights or state.masters.retired:
+        if state is None or state.masters.retired:
             return
-        if state.masters.make(self) and session is not None:
+        made = state.policy.store_param_remainders or (state.policy.master_weights and state.masters.make(self))
+        if made and session is not None:
             session.register(self, state)
 
     def join_hook(self, **kwargs: Any) -> Any:
@@ -288,6 +289,11 @@ class AmpOptimizerMixin(OptimizerAccessors):
         """Classes made by ``adopt`` are found again through the class they were made from."""
         state = {**self.__getstate__(), "_amp_state": self._amp_state}
         return new_adopted, (type(self).__bases__[1],), state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore ``state``."""
+        super().__setstate__(state)
+        self._amp_state.masters.belong_to(self)
 
 
 class SharedGroupsMixin(AmpOptimizerMixin):

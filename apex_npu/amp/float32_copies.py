@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apex_npu.amp.master_params import MasterParams
+from apex_npu.amp.master_params import MasterParams, fp32_value
 from apex_npu.amp.session import current, write_models
 from apex_npu.autocast.containers import cast_floating
 from apex_npu.autocast.forward_cast import is_wrapped, remove_wrapper, unwrapped_forward
@@ -55,22 +55,17 @@ class CopyLink:
         """A copy starts afresh."""
         return CopyLink, ()
 
-    def master_of(self, param: Tensor) -> Tensor | None:
-        """The master of ``param``, a parameter of the model; None where it has none."""
-        for masters in reversed(self.masters):
-            master = masters.of(param)
-            if master is not None:
-                return master
-        return None
+    def masters_with(self, param: Tensor) -> MasterParams | None:
+        """Those that have one of ``param``, a parameter of the model; None where it has no master."""
+        return next((masters for masters in reversed(self.masters) if masters.has(param)), None)
 
     def add(self, model: nn.Module, masters: MasterParams) -> None:
         """Add ``masters``, once new ones have taken what is kept of their parameters in ``model``, the model.
 
         What an interrupt leaves to do, the next call does: a value is kept until the masters have been added.
         """
-        new = masters.first_new < len(masters.masters)
-        kept = list(_kept_in(model)) if new else []
-        taken = [(copies, name, param) for copies, name, param in kept if masters.of(param) is not None]
+        kept = list(_kept_in(model)) if masters.are_new else []
+        taken = [(copies, name, param) for copies, name, param in kept if masters.may_take(param)]
         masters.take_values({id(param): fp32_value(param, copies.kept[name]) for copies, name, param in taken})
         if masters not in self.masters:
             self.masters.append(masters)
@@ -114,10 +109,28 @@ class ModuleCopies:
     kept: dict[str, Tensor] = field(default_factory=dict)
     keeps: bool = True
 
-    def exact(self, name: str, tensor: Tensor) -> Tensor | None:
-        """What is known of the float32 values of the module's ``tensor`` of that name: kept, or a master's."""
-        kept = self.kept.get(name)
-        return self.link.master_of(tensor) if kept is None else kept
+    def float32(self, name: str, tensor: Tensor, low: Tensor) -> Tensor | None:
+        """What is known of the float32 values of the module's ``tensor`` of that name: kept, or a master's.
+
+        They are those that round to ``low``, its values in low precision, and on that device.
+        """
+        if name in self.kept:
+            return fp32_value(low, self.kept[name])
+        masters = self.link.masters_with(tensor)
+        return None if masters is None else masters.float32(tensor, low)
+
+    def load(self, name: str, tensor: Tensor, value: Tensor) -> Tensor:
+        """Have what is kept for the module's ``tensor`` of that name, or its master, be ``value``.
+
+        Returns:
+            What ``tensor`` is to be given.
+        """
+        masters = self.link.masters_with(tensor)
+        if masters is not None:
+            return masters.load(tensor, value)
+        if self.keeps and tensor.dtype in LOW_PRECISION and value.dtype == torch.float32:
+            self.kept[name] = value.detach().to("cpu", copy=True)
+        return value
 
     def keep(self, name: str, tensor: Tensor, value: Tensor) -> None:
         """Keep ``value``, in float32, for the module's ``tensor`` of that name, unless that holds it."""
@@ -167,8 +180,8 @@ def _exact_values(copies: ModuleCopies) -> dict[str, Tensor]:
     """In float32 those of the module's own low-precision tensors that have masters, or of which values are kept."""
     write_models(_low_precision_in(copies.module))
     low = [(name, t) for name, t in own_tensors(copies.module) if t.dtype in LOW_PRECISION]
-    exact = [(name, t.detach(), copies.exact(name, t)) for name, t in low]
-    return {name: fp32_value(t, value) for name, t, value in exact if value is not None}
+    known = [(name, copies.float32(name, t, t.detach())) for name, t in low]
+    return {name: value for name, value in known if value is not None}
 
 
 def _kept_in(model: nn.Module) -> Iterator[tuple[ModuleCopies, str, Tensor]]:
@@ -352,7 +365,9 @@ def float32_copy(model: nn.Module, *, allow_rounded: bool = False) -> nn.Module:
 
 def _is_exact(module: nn.Module) -> bool:
     copies = copies_of(module)
-    return copies is not None and any(copies.exact(name, t) is not None for name, t in own_tensors(module))
+    return copies is not None and any(
+        copies.float32(name, t, t.detach()) is not None for name, t in own_tensors(module)
+    )
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -368,33 +383,22 @@ def _low_precision_in(module: nn.Module) -> list[Tensor]:
 
 def _show_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     """state_dict hook: low-precision entries of this module appear in fp32, exact where that is known."""
-    low = _low_precision_in(module)
-    if low:
-        write_models(low)
-    copies = copies_of(module)
+    copies, low = copies_of(module), _low_precision_in(module)
+    if copies is None or not low:
+        return
+    write_models(low)
     for name, tensor in own_tensors(module):
         entry = state_dict.get(prefix + name)
         if isinstance(entry, Tensor) and entry.dtype in LOW_PRECISION and tensor.dtype == entry.dtype:
-            exact = None if copies is None else copies.exact(name, tensor)
-            if exact is not None and copies is not None and name in copies.kept:
-                exact = exact.clone()  # a script may write what it is shown
-            state_dict[prefix + name] = fp32_value(entry, exact)
-
-
-@torch.no_grad()
-def fp32_value(value: Tensor, master: Tensor | None) -> Tensor:
-    """``value``, in low precision, in float32, on its device: its master's elements where those round to it."""
-    if master is None:
-        return value.float()
-    exact = master.detach().to(value.device)
-    # Weights that were written since the last step (a swapped-in moving average) are what is shown.
-    rounded = exact.to(value.dtype)
-    return exact if torch.equal(rounded, value) else torch.where(rounded == value, exact, value.float())
+            value = copies.float32(name, tensor, entry)
+            if value is not None and name in copies.kept:
+                value = value.clone()  # a script may write what it is shown
+            state_dict[prefix + name] = fp32_value(entry, None) if value is None else value
 
 
 @torch.no_grad()
 def _fill_masters(
-    module: nn.Module, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *_: Any
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *_: Any
 ) -> None:
     """load_state_dict hook: masters take the values as they were saved, not as the cast model rounds them."""
     copies = copies_of(module)
@@ -402,18 +406,15 @@ def _fill_masters(
         return
     write_models(_low_precision_in(module))  # of masters that are not loaded: what has been written to them stays
     for name, tensor in own_tensors(module):
-        entry, master = state_dict.get(prefix + name), copies.link.master_of(tensor)
-        if master is not None and local_metadata.get("assign_to_params_buffers"):
+        entry, masters = state_dict.get(prefix + name), copies.link.masters_with(tensor)
+        if masters is not None and local_metadata.get("assign_to_params_buffers"):
             raise RuntimeError(
                 f"load_state_dict(assign=True) would replace {prefix + name}, whose fp32 master the optimizer steps; "
                 "load without assign, or before amp.initialize"
             )
-        if not isinstance(entry, Tensor) or entry.shape != (tensor if master is None else master).shape:
-            continue
-        if master is not None:
-            master.copy_(entry)
-        elif copies.keeps and tensor.dtype in LOW_PRECISION and entry.dtype == torch.float32:
-            copies.kept[name] = entry.detach().to("cpu", copy=True)
+        master = None if masters is None else masters.of(tensor)
+        if isinstance(entry, Tensor) and entry.shape == (tensor if master is None else master).shape:
+            state_dict[prefix + name] = copies.load(name, tensor, entry)
 
 
 def _follow_loaded(module: nn.Module, _: Any) -> None:

@@ -57,6 +57,7 @@ from apex_npu.backends.patching import Undo
 from apex_npu.distributed import GroupReference, ReduceOptions
 from apex_npu.distributed.consistency import Description, broadcast_values, describe, failing_together
 from apex_npu.distributed.torch_ddp import ddps_of, find_ddps, rebuild_reducer
+from apex_npu.fusion import remainders_of
 from apex_npu.ops import LOW_PRECISION
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -371,7 +372,9 @@ def _set_up(
             _start_alike(parallel, models, optimizers, before)
         states = [optimizer._amp_state for optimizer in optimizers]  # type: ignore[attr-defined]
         with_master = {id(param) for state in states for param in state.masters.model_params}
-        for text in keep_values(models, before, with_master, keep=keeps and bool(policy.master_weights)):
+        with_master.update(id(param) for optimizer in optimizers for param in remainders_of(optimizer))
+        keeps = keeps and (bool(policy.master_weights) or policy.store_param_remainders)
+        for text in keep_values(models, before, with_master, keep=keeps):
             session.say(text)
         _rebuild_reducers(ddps)
         install(session)

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from apex_npu.amp.float32_copies import ModuleCopies, copies_of, fp32_value, own_tensors
+from apex_npu.amp.float32_copies import ModuleCopies, copies_of, own_tensors
+from apex_npu.amp.master_params import fp32_value
 from apex_npu.amp.session import Session
 from apex_npu.backends import for_device
 from apex_npu.distributed.consistency import broadcast_values

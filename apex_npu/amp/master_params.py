@@ -118,6 +118,38 @@ class MasterParams:
         """Both of each."""
         return list(map(MasterPair, self.model_params, self.masters))
 
+    @property
+    def are_new(self) -> bool:
+        """Some have had no block yet, and take what has been kept of the float32 values of their model parameters."""
+        return self.first_new < len(self.masters)
+
+    def belong_to(self, optimizer: Optimizer) -> None:
+        """They are those of ``optimizer``, a copy, which is complete."""
+
+    def may_take(self, param: Tensor) -> bool:
+        """Whether ``take_values`` has a use for the value of ``param``."""
+        return self.of(param) is not None
+
+    def has(self, param: Tensor) -> bool:
+        """Whether the optimizer keeps float32 values of ``param``, a parameter of the model."""
+        return self.of(param) is not None
+
+    def float32(self, param: Tensor, shown: Tensor) -> Tensor | None:
+        """The float32 values of ``param`` on the device of ``shown``, its values in low precision; None: not known.
+
+        It may be the master itself.
+        """
+        master = self.of(param)
+        return None if master is None else fp32_value(shown, master)
+
+    def load(self, param: Tensor, value: Tensor) -> Tensor:
+        """Have the master of ``param`` be ``value``; what the parameter is to be given, before ``end_loading``."""
+        master = self.of(param)
+        assert master is not None
+        with torch.no_grad():
+            master.copy_(value)
+        return value
+
     def of(self, model_param: Tensor) -> Tensor | None:
         """The master of ``model_param``; None where it has none of these."""
         if len(self._by_id) != len(self.masters):
@@ -140,7 +172,7 @@ class MasterParams:
             indices = low_precision_of(group["params"])
             if indices:
                 self._replace(optimizer, group["params"], indices, fp32_values)
-        return self.first_new < len(self.masters)
+        return self.are_new
 
     def _replace(
         self, optimizer: Optimizer, params: list[Tensor], indices: Sequence[int], fp32_values: Mapping[int, Tensor]
@@ -509,6 +541,17 @@ class MasterParams:
             raise not_combinable(param)
         flats = {id(group): buffer.flat for group, buffer in model.buffers}
         return [flats.get(id(group), group.param_flat) for group in groups]
+
+
+@torch.no_grad()
+def fp32_value(value: Tensor, master: Tensor | None) -> Tensor:
+    """``value``, in low precision, in float32, on its device: its master's elements where those round to it."""
+    if master is None:
+        return value.float()
+    exact = master.detach().to(value.device)
+    # Weights that were written since the last step (a swapped-in moving average) are what is shown.
+    rounded = exact.to(value.dtype)
+    return exact if torch.equal(rounded, value) else torch.where(rounded == value, exact, value.float())
 
 
 def _in_base_format(tensor: Tensor) -> Tensor:

@@ -122,6 +122,7 @@ class EncodedView:
         self._values, self._scales, self._param = values[span], scales, param
         self._segment = segment._replace(begin=0)
         self._size, self._stride = like.size(), like.stride()
+        self._taken_by: tuple[int, int] | None = None
 
     @classmethod
     @torch.no_grad()
@@ -199,10 +200,15 @@ class EncodedView:
             rounded, remainder = encode_remainder(shaped)
             self._param.copy_(rounded.as_strided(self._size, self._stride))
             self._values.copy_(remainder)
+            self._taken_by = self._param._version, self._param.data_ptr()
             return
         for piece in self._pieces():
             half = half_of(piece.random(0, 0), 0)
             encode(shaped[piece.span], self._values[piece.span], self._scales, piece, half)
+
+    def is_of_param(self) -> bool:
+        """Whether the parameter of a remainder has not been written since it took a value with this."""
+        return self._param is not None and self._taken_by == (self._param._version, self._param.data_ptr())
 
     def fill_(self, value: float) -> None:
         """Have all elements be ``value``; of masters those of their parameter, whatever it is."""

@@ -14,6 +14,8 @@ from torch import nn
 
 from apex_npu import amp, optimizers
 
+LEVELS = [("O2", {}), ("O5", {}), ("O5", {"store_param_remainders": True})]
+
 
 def make():
     return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3))
@@ -152,9 +154,9 @@ def states(model):
     return {name: value.cpu() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_what_has_no_master_keeps_its_float32_values(level):
-    model, _ = partly(level)
+@pytest.mark.parametrize(("level", "options"), LEVELS)
+def test_what_has_no_master_keeps_its_float32_values(level, options):
+    model, _ = partly(level, **options)
     exact = Partly().state_dict()
     assert model.frozen.dtype == model.third.dtype == model.exact.dtype != torch.float32
     for shown in (states(model), states(copy.deepcopy(model)), states(amp.float32_copy(model))):
@@ -172,12 +174,17 @@ def test_what_has_no_master_keeps_its_float32_values(level):
     assert all(torch.equal(value, exact[name] / 3) for name, value in states(model).items())
 
 
-@pytest.mark.parametrize("kind", [optimizers.NpuFusedSGD, torch.optim.SGD])
+@pytest.mark.parametrize(
+    ("kind", "level", "options"),
+    [(optimizers.NpuFusedSGD, "O2", {}), (torch.optim.SGD, "O2", {}), (optimizers.NpuFusedSGD, *LEVELS[-1])],
+)
 @pytest.mark.parametrize("added", [False, True])
-def test_what_is_unfrozen_is_trained_from_its_float32_value(added, kind):
+def test_what_is_unfrozen_is_trained_from_its_float32_value(added, kind, level, options):
     model = Partly().to(DEVICE)
     params = [model.trained] if added else list(model.parameters())
-    model, optimizer = amp.initialize(model, kind(params, lr=1.0), opt_level="O2", loss_scale=16.0, verbosity=0)
+    model, optimizer = amp.initialize(
+        model, kind(params, lr=1.0), opt_level=level, loss_scale=16.0, verbosity=0, **options
+    )
     model.frozen.requires_grad_(True)
     if added:
         optimizer.add_param_group({"params": [model.frozen]})
@@ -188,10 +195,10 @@ def test_what_is_unfrozen_is_trained_from_its_float32_value(added, kind):
     assert torch.equal(states(model)["frozen"], torch.full((3,), 1 / 3) - x.cpu())
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_masters_live_as_long_as_the_model(level):
+@pytest.mark.parametrize(("level", "options"), LEVELS)
+def test_masters_live_as_long_as_the_model(level, options):
     """They are shown when their optimizer is gone; a model that is gone is not kept alive."""
-    model, optimizer = trained(level)
+    model, optimizer = trained(level, **options)
     held = [weakref.ref(o) for o in (model, model[4].weight, next(amp.master_params(optimizer)))]
     values = states(model)
     del optimizer
@@ -221,6 +228,59 @@ def test_without_keep_frozen_float32_the_cast_is_what_is_shown():
     assert torch.equal(states(model)["third"], torch.full((2,), 1 / 3).half().float())
     with pytest.raises(TypeError, match="keep_frozen_float32"):
         amp.initialize(Partly(), opt_level="O2", keep_frozen_float32=1)
+
+
+@pytest.mark.parametrize("made_of", ["state dict", "copy", "pickle", "optimizer's state", "shutdown"])
+def test_masters_of_remainders_are_shown_exactly(made_of):
+    model, optimizer = trained("O5", store_param_remainders=True)
+    saved = optimizer.state_dict()["state"]
+    expected = [saved[index]["master_param"].cpu() for index in (0, 1, 4, 5)]
+    assert any((value != value.bfloat16().float()).any() for value in expected)
+    if made_of == "copy":
+        model = copy.deepcopy((model, optimizer))[0]
+    elif made_of == "pickle":
+        model = pickle.loads(pickle.dumps(model))
+    elif made_of == "state dict":
+        values = states(model)
+        model, optimizer = trained("O5", store_param_remainders=True)
+        model.load_state_dict(values)
+        loaded = optimizer.state_dict()["state"]
+        assert all(torch.equal(loaded[k]["master_param"].cpu(), v) for k, v in zip((0, 1, 4, 5), expected, strict=True))
+    elif made_of == "optimizer's state":
+        values = copy.deepcopy(optimizer.state_dict())
+        model, optimizer = trained("O5", store_param_remainders=True)
+        optimizer.load_state_dict(values)
+    else:
+        amp.shutdown()
+    names = ("0.weight", "0.bias", "4.weight", "4.bias")
+    for name, value in zip(names, expected, strict=True):
+        assert torch.equal(states(model)[name], value), name
+    assert made_of == "shutdown" or all(map(torch.equal, amp.float32_copy(model).parameters(), states_of(model)))
+
+
+def states_of(model):
+    shown = model.state_dict()
+    return [shown[name] for name, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("write", ["fill_", "data", "before a step"])
+def test_what_is_written_to_a_parameter_with_a_remainder_is_shown(write):
+    model, optimizer = trained("O5", store_param_remainders=True)
+    if write == "data":
+        model[4].weight.data = torch.ones_like(model[4].weight)
+    else:
+        with torch.no_grad():
+            model[4].weight.fill_(1.0)
+    shown = [states(model), states(copy.deepcopy(model))]
+    if write == "before a step":
+        optimizer.param_groups[0].update(lr=0.0)
+        train(model, optimizer)
+        assert (model[4].weight == 1.0).all()
+        return
+    amp.shutdown()
+    for found in (*shown, states(model)):
+        assert (found["4.weight"] == 1.0).all()
+        assert (found["0.weight"] != found["0.weight"].bfloat16().float()).any()
 
 
 @pytest.mark.parametrize("lost", [-1e9, 1e-12])
