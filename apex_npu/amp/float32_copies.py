@@ -10,6 +10,7 @@ same call, before or after it.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,10 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from apex_npu.amp.master_params import MasterParams, fp32_value
-from apex_npu.amp.session import current, write_models
+from apex_npu.amp.session import current, warn_once, write_models
+from apex_npu.amp.shown_copies import ShownCopy
 from apex_npu.autocast.containers import cast_floating
 from apex_npu.autocast.forward_cast import is_wrapped, remove_wrapper, unwrapped_forward
 from apex_npu.autocast.submodule_cast import unwatch
+from apex_npu.backends import is_capturing
 from apex_npu.backends.patching import Undo
 from apex_npu.distributed.torch_ddp import KnownDDPs, dtypes_of, find_ddps, follow_dtypes
 from apex_npu.fusion.shards import is_sharded
@@ -35,6 +38,12 @@ _HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )
+# Of writes to what ``state_dict()`` has shown.
+OUTDATED = (
+    "tensors of model.state_dict() have been written after the model's own had changed (a step, load_state_dict, a "
+    "write to parameters). These tensors are float32 copies of float16 or bfloat16 ones: elements that the model has "
+    "otherwise are lost. Call model.state_dict() again before writing to its tensors"
+)
 _ATTRIBUTES = ("forward", "_replicate_for_data_parallel", "__reduce_ex__", "__deepcopy__")
 
 
@@ -43,11 +52,13 @@ class CopyLink:
 
     Attributes:
         masters: Those of the optimizers that step the model, the latest last; they stay when an optimizer is gone.
+        showing: What makes copies of those modules whose float32 copies scripts have got from ``state_dict()``.
         copied: An optimizer has been copied.
     """
 
     def __init__(self) -> None:
         self.masters: list[MasterParams] = []
+        self.showing: weakref.WeakSet[ModuleCopies] = weakref.WeakSet()
         self.copied = False
         self._undo = Undo()
 
@@ -58,6 +69,11 @@ class CopyLink:
     def masters_with(self, param: Tensor) -> MasterParams | None:
         """Those that have one of ``param``, a parameter of the model; None where it has no master."""
         return next((masters for masters in reversed(self.masters) if masters.has(param)), None)
+
+    def load_written(self) -> None:
+        """Have the model take what scripts have written to the float32 copies that ``state_dict()`` has shown."""
+        for copies in list(self.showing):
+            copies.load_written()
 
     def add(self, model: nn.Module, masters: MasterParams) -> None:
         """Add ``masters``, once new ones have taken what is kept of their parameters in ``model``, the model.
@@ -102,12 +118,18 @@ class ModuleCopies:
         link: As of ``show_float32``.
         kept: By their names in ``module``, the float32 values of what has no master, in host memory.
         keeps: Values that are loaded are kept, too.
+        shown: By their names, float32 copies that ``state_dict()`` has shown, the latest last.
     """
 
     module: nn.Module
     link: CopyLink
     kept: dict[str, Tensor] = field(default_factory=dict)
     keeps: bool = True
+    shown: dict[str, list[ShownCopy]] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has shown nothing yet."""
+        return {**vars(self), "shown": {}}
 
     def float32(self, name: str, tensor: Tensor, low: Tensor) -> Tensor | None:
         """What is known of the float32 values of the module's ``tensor`` of that name: kept, or a master's.
@@ -131,6 +153,58 @@ class ModuleCopies:
         if self.keeps and tensor.dtype in LOW_PRECISION and value.dtype == torch.float32:
             self.kept[name] = value.detach().to("cpu", copy=True)
         return value
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def show(self, name: str, tensor: Tensor, low: Tensor) -> Tensor:
+        """The float32 values of the module's ``tensor`` of that name, for scripts, which may write to them.
+
+        That is its master where the two agree, and else a copy that ``load_written`` looks at.
+        """
+        value = self.float32(name, tensor, low)
+        masters = self.link.masters_with(tensor)
+        master = None if masters is None else masters.of(tensor)
+        if value is not None and master is not None and _are_one(value, master):
+            return value
+        value = fp32_value(low, None) if value is None else value.clone() if name in self.kept else value
+        copies = self.shown.setdefault(name, [])
+        copies[:] = [shown for shown in copies if shown.value is not None]
+        if not copies or not copies[-1].is_same(value, tensor):
+            copies.append(ShownCopy(value, tensor))
+            self.link.showing.add(self)
+        return copies[-1].show()
+
+    def load_written(self) -> None:
+        """Have the module's own tensors take what scripts have written to copies of them."""
+        if is_capturing():
+            return
+        tensors = dict(own_tensors(self.module))
+        for name, copies in self.shown.items():
+            for shown in copies:
+                if shown.is_written:
+                    self._take(name, tensors.get(name), shown)
+            copies[:] = [shown for shown in copies if shown.value is not None]
+        if not any(self.shown.values()):
+            self.shown.clear()
+            self.link.showing.discard(self)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _take(self, name: str, tensor: Tensor | None, written: ShownCopy) -> None:
+        value = written.value
+        if value is None or tensor is None or tensor.dtype not in LOW_PRECISION or tensor.shape != value.shape:
+            written.value = None  # the script has replaced the model's tensor, or resized the copy
+            return
+        if written.is_outdated(tensor):
+            taken = fp32_value(tensor.detach(), value)
+            if not torch.equal(taken, value.to(taken.device)):
+                warn_once(self.link, OUTDATED)
+            value = taken
+        tensor.copy_(self.load(name, tensor, value))
+        for masters in self.link.masters:
+            masters.end_loading([tensor])
+        written.note(tensor)
+        written.let_go()
 
     def keep(self, name: str, tensor: Tensor, value: Tensor) -> None:
         """Keep ``value``, in float32, for the module's ``tensor`` of that name, unless that holds it."""
@@ -178,6 +252,7 @@ def _end_copy(module: nn.Module, state_and_values: tuple[Any, dict[str, Tensor]]
 
 def _exact_values(copies: ModuleCopies) -> dict[str, Tensor]:
     """In float32 those of the module's own low-precision tensors that have masters, or of which values are kept."""
+    copies.load_written()
     write_models(_low_precision_in(copies.module))
     low = [(name, t) for name, t in own_tensors(copies.module) if t.dtype in LOW_PRECISION]
     known = [(name, copies.float32(name, t, t.detach())) for name, t in low]
@@ -363,6 +438,10 @@ def float32_copy(model: nn.Module, *, allow_rounded: bool = False) -> nn.Module:
     return clean
 
 
+def _are_one(value: Tensor, other: Tensor) -> bool:
+    return value.device == other.device and value.data_ptr() == other.data_ptr()
+
+
 def _is_exact(module: nn.Module) -> bool:
     copies = copies_of(module)
     return copies is not None and any(
@@ -386,14 +465,12 @@ def _show_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, local
     copies, low = copies_of(module), _low_precision_in(module)
     if copies is None or not low:
         return
+    copies.load_written()
     write_models(low)
     for name, tensor in own_tensors(module):
         entry = state_dict.get(prefix + name)
         if isinstance(entry, Tensor) and entry.dtype in LOW_PRECISION and tensor.dtype == entry.dtype:
-            value = copies.float32(name, tensor, entry)
-            if value is not None and name in copies.kept:
-                value = value.clone()  # a script may write what it is shown
-            state_dict[prefix + name] = fp32_value(entry, None) if value is None else value
+            state_dict[prefix + name] = copies.show(name, tensor, entry)
 
 
 @torch.no_grad()
@@ -404,6 +481,7 @@ def _fill_masters(
     copies = copies_of(module)
     if copies is None:
         return
+    copies.load_written()
     write_models(_low_precision_in(module))  # of masters that are not loaded: what has been written to them stays
     for name, tensor in own_tensors(module):
         entry, masters = state_dict.get(prefix + name), copies.link.masters_with(tensor)

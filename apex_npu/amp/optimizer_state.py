@@ -330,6 +330,9 @@ class AmpOptimizerState:
             RuntimeError: They are scaled, or of one process alone, or blocks of other optimizers have left them.
         """
         doubt = None
+        for link in self.links:
+            if link.showing:
+                link.load_written()
         if self.stage is not Stage.UNSCALED:
             doubt = self._begin_without_block(optimizer)
         if self.masters.masters:

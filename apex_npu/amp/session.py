@@ -104,6 +104,12 @@ class ConvertedModel:
                 state.links.append(link)
             link.add(model, state.masters)
 
+    def load_written(self) -> None:
+        """Have it take what scripts have written to the float32 copies that its ``state_dict()`` has shown."""
+        link = self._link()
+        if link is not None and link.showing:
+            link.load_written()
+
     def shield(self, ambient: Ambient, device_types: Sequence[str]) -> None:
         """Keep the casts of a later session out of it, unless it is one of O1's own."""
         self._cast.shield(ambient, device_types)
@@ -176,7 +182,7 @@ class Session:
     models: list[ConvertedModel] = field(default_factory=list)
     casts: CastHandle | None = None
     skip_alarm: int | None = 50
-    ambient: Ambient = field(default_factory=lambda: Ambient(before_forward=write_models))
+    ambient: Ambient = field(default_factory=lambda: Ambient(before_forward=before_forward))
     thread: threading.Thread = field(default_factory=threading.current_thread)
     overflow_group: GroupReference | None = None
     held: HeldGradients | None = None
@@ -309,7 +315,7 @@ class Session:
         if self.policy.enabled:
             watch_clipping(self._undo, self.adopted, self.warn_once)
             average_in_float32(self._undo)
-            watch = DDPWatch(self.ddps, self._check_averaged_once)
+            watch = DDPWatch(self.ddps, self._begin_wrapping)
             self._undo.callback(watch.close)
             watch.open()
             patch_attribute(self._undo, DistributedDataParallel, "__setstate__", adding_to(self.ddps))
@@ -359,6 +365,12 @@ class Session:
         for model in self.models:
             self._undo.callback(model.undo)
         self._undo.close()
+
+    def _begin_wrapping(self, module: nn.Module) -> None:
+        """A DistributedDataParallel is made around ``module``, and will broadcast the values that the model has."""
+        self._check_averaged_once(module)
+        for model in self.models:
+            model.load_written()
 
     def _check_averaged_once(self, module: nn.Module) -> None:
         """Refuse a DistributedDataParallel around parameters whose gradients combine_ddp averages.
@@ -558,9 +570,16 @@ def master_of(model_param: Tensor) -> Tensor | None:
 
 
 def write_models(shown: Sequence[Tensor] = ()) -> None:
-    """Have what scripts have written to masters reach the models: before a forward, or before some are ``shown``."""
+    """Have what scripts have written to masters reach the models, before some are ``shown``."""
     for optimizer in [] if _current is None else list(_current.adopted):
         optimizer._amp_state.masters.write_model(shown)
+
+
+def before_forward() -> None:
+    """Have what scripts have written to masters, and to state dicts, reach the models."""
+    for model in [] if _current is None else _current.models:
+        model.load_written()
+    write_models()
 
 
 def own_rank() -> int:

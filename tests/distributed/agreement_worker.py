@@ -183,6 +183,26 @@ def masters_that_were_written():
     assert_equal_on_all([*model.parameters(), weight, bias])
 
 
+def state_dicts_that_were_written():
+    """What the first process alone has loaded in part before DistributedDataParallel, all have after it."""
+    rank = dist.get_rank()
+    for level, written in (("O2", 1 / 3), ("O3", 0.25), ("O5", 1 / 3)):
+        torch.manual_seed(rank)
+        model = nn.Sequential(nn.Linear(6, 4).requires_grad_(False), nn.Linear(4, 2)).to(DEVICE)
+        optimizer = optimizers.NpuFusedSGD(model[1].parameters(), lr=0.1)
+        model, optimizer = start(model, optimizer, level=level, combine_ddp=False)
+        if rank == 0:
+            for value in model.state_dict().values():
+                value.copy_(torch.full_like(value, written))
+        ddp = nn.parallel.DistributedDataParallel(model)
+        for tensor in (*ddp.state_dict().values(), *model.parameters()):
+            assert torch.equal(tensor, torch.full_like(tensor, written))
+        backward(loss_on(data(0, 0, rank))(ddp), optimizer)
+        optimizer.step()
+        assert_equal_on_all([*model.parameters(), *model.state_dict().values()])
+        amp.shutdown()
+
+
 def averaged_twice():
     model, optimizer = start(mlp(), level="O2")
     with pytest.raises(RuntimeError, match=r"combine_ddp=True.*averages the gradients of its SGD already"):

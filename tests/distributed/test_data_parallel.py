@@ -48,6 +48,7 @@ TOGETHER = {
         "failure_of_a_second_initialize",
         "another_seed",
         "masters_that_were_written",
+        "state_dicts_that_were_written",
         "averaged_twice",
         "smaller_group",
         "misuse",

@@ -1,0 +1,65 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Float32 copies that ``state_dict()`` shows of low-precision tensors, and what scripts write to them.
+
+In torch the tensors of a state dict share the memory of the model's, so that ``own[name].copy_(value)`` loads a value.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+
+class ShownCopy:
+    """A float32 copy of one tensor of a model.
+
+    Attributes:
+        value: It has the memory and the version counter of what scripts have been given; None once these tensors are
+            gone, and nothing has been written to them.
+    """
+
+    def __init__(self, value: Tensor, tensor: Tensor) -> None:
+        """``value`` is the model's ``tensor`` in float32."""
+        self.value: Tensor | None = value
+        self._users = 0
+        self.note(tensor)
+
+    def note(self, tensor: Tensor) -> None:
+        """The model's ``tensor`` and the copy agree."""
+        assert self.value is not None
+        self._version, self._model_version = self.value._version, tensor._version
+
+    @property
+    def is_written(self) -> bool:
+        """A script has written to it."""
+        return self.value is not None and self.value._version != self._version
+
+    def is_outdated(self, tensor: Tensor) -> bool:
+        """The model's ``tensor`` has been written since they agreed."""
+        return tensor._version != self._model_version
+
+    def is_same(self, value: Tensor, tensor: Tensor) -> bool:
+        """Whether it can be shown again, where ``value`` is to be shown of the model's ``tensor``."""
+        if self.value is None or self.is_outdated(tensor) or self.value.device != value.device:
+            return False
+        return torch.equal(self.value, value)
+
+    def show(self) -> Tensor:
+        """A tensor for a script."""
+        assert self.value is not None
+        shown = self.value.detach()
+        self._users += 1
+        weakref.finalize(shown, self._end_use).atexit = False
+        return shown
+
+    def _end_use(self) -> None:
+        self._users -= 1
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Free the copy if no script has it."""
+        if not self._users and not self.is_written:
+            self.value = None
