@@ -32,6 +32,7 @@ RULES: dict[str, tuple[type[optimizers.FusedOptimizer], dict[str, Any]]] = {
     "FusedLAMB": (optimizers.FusedLAMB, {"max_grad_norm": 1.0}),
     "AdamP": (optimizers.NpuFusedAdamP, {"weight_decay": 0.1, "nesterov": True}),
     "Muon": (optimizers.NpuFusedMuon, {"use_muon": "auto"}),
+    "SGD without momentum": (optimizers.NpuFusedSGD, {}),
 }
 FORMATS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bfloat16": (torch.float32, {"state_dtype": torch.bfloat16}),
@@ -41,6 +42,7 @@ FORMATS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 }
 # With each rule, and each format.
 SOME = [(rule, list(FORMATS)[i % len(FORMATS)]) for i, rule in enumerate(RULES)]
+SOME[-1] = ("SGD without momentum", "stochastic")  # the only format that it has
 STEPS, CAPTURED, OVERFLOWS = 7, 3, (0, 1, 4)
 APPLIED = STEPS - len(OVERFLOWS)
 _SCALE = 4.0

@@ -326,7 +326,22 @@ def encode_states(
     *,
     stochastic: bool,
     decodes_runs: bool,
-) -> None:
-    """From now on, before any state is there, keep the states of ``group`` in ``formats``; see ``GroupEncoding``."""
-    group.encoding = GroupEncoding(group, formats, positions, stochastic=stochastic, decodes_runs=decodes_runs)
-    group.make_run = EncodedRun
+) -> bool:
+    """From now on keep the states of ``group`` in ``formats``; see ``GroupEncoding``.
+
+    States that are there already can only become float32, and parameters can get other positions.
+
+    Returns:
+        True where runs have to be cut again.
+    """
+    encoding = group.encoding
+    if encoding is None:
+        group.encoding = GroupEncoding(group, formats, positions, stochastic=stochastic, decodes_runs=decodes_runs)
+        group.make_run, group.counts_always = EncodedRun, group.encoding.stochastic_param
+        return True
+    before, widened = encoding.segments, encoding.formats.keys() - formats.keys()
+    encoding.segments = [s._replace(position=position) for s, position in zip(before, positions, strict=True)]
+    for name in widened:
+        del encoding.formats[name]
+        group.drop_state(name)
+    return bool(widened) or encoding.segments != before

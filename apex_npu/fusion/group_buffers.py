@@ -32,11 +32,13 @@ class GroupBuffers:
         has_buffer: ``param_flat`` has been made for them; else it is where a parameter was before.
         encoding: A ``GroupEncoding``, where states are kept in fewer bytes than float32.
         make_run: What makes its runs, instead of ``Run``; likewise.
+        counts_always: Steps are counted for rules without state, too: stochastic rounding draws its bits by the count.
     """
 
     has_buffer = True
     encoding: Any = None
     make_run: Any = None
+    counts_always = False
 
     def __init__(self, params: Sequence[Tensor], param_flat: Tensor, offsets: Sequence[int]) -> None:
         """Wrap ``param_flat``, which holds ``params``: those of one param group, until ``places`` are set."""
@@ -123,6 +125,10 @@ class GroupBuffers:
             views = buffer.numbers() if scalar else buffer.views_like(self.params, self.grads.offsets)
             state = self._states[name] = _State(buffer.flat, views, initial)
         return state
+
+    def drop_state(self, name: str) -> None:
+        """Have state ``name`` get another buffer; what it holds is in the views that have been shown."""
+        self._states.pop(name, None)
 
     def use(self, index: int) -> None:
         """From now on the states of one parameter may hold anything."""

@@ -94,6 +94,14 @@ def mesh_groups(param: Any, *, along: Along = Along.ALL) -> list[tuple[Any, str]
     ]
 
 
+def part_number(param: Any) -> int:
+    """The number of this process's part among all parts of ``param``; replicas have the same. 0 for a plain tensor."""
+    number = 0
+    for group, _ in mesh_groups(param):
+        number = number * dist.get_world_size(group) + dist.get_rank(group)
+    return number
+
+
 def cut_of(tensor: Any) -> tuple[int, ...] | None:
     """Over which processes ``tensor`` is cut: equal where parts add up alike; None for a plain tensor."""
     return tuple(id(group) for group, _ in mesh_groups(tensor)) if is_sharded(tensor) else None

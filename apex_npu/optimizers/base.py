@@ -356,7 +356,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         groups, names = self.param_groups, self._fused.state_names
         for fused, states in gathered:
             first = fused.places[0][0]  # all have the same states
-            addend: float | Tensor = 1.0 if names[first] or self.shows_step(groups[first]) else 0.0
+            counts = names[first] or fused.counts_always or self.shows_step(groups[first])
+            addend: float | Tensor = 1.0 if counts else 0.0
             if found_inf is not None and addend:
                 addend = (found_inf == 0).to(torch.float32)
             model_params = fused.model_params()
@@ -464,7 +465,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         Raises:
             AttributeError: It is assigned.
         """
-        return dict(self.state_formats.dtypes)
+        each = (self.state_formats.beside(self.state_names(group)) for group in self.param_groups)
+        return {name: dtype for dtypes in each for name, dtype in dtypes.items()}
 
     @state_dtype.setter
     def state_dtype(self, value: object) -> None:
@@ -589,8 +591,9 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         self._end_fusing(with_state=changed or for_step)
 
     def _end_fusing(self, *, with_state: bool = True) -> None:
-        self.state_formats.apply(self._fused.groups, self.param_groups, decodes_runs=self.adds_up_parts)
         groups, with_gaps = self._fused.groups, set(map(id, self._fused.copies()))
+        names = self._fused.state_names
+        self.state_formats.apply(groups, self.param_groups, names, decodes_runs=self.adds_up_parts)
         self._flat_grads = [fused.grads for fused in groups if id(fused.params[0]) not in with_gaps]
         self._lending = [fused.grads.memory for fused in groups if fused.grads.memory.lends]
         self._all_in_slots = all(fused.in_slots for fused in groups)

@@ -13,8 +13,8 @@ from torch import Tensor
 from apex_npu.fusion import MASTER_PARAM, EncodedView, FusedGroup
 from apex_npu.fusion.shards import local_part_as, sharded_like
 
-# How many steps a state has seen, of a rule whose state dict has no `step`. A device may have skipped all of them, and
-# then the next one is still the first.
+# How many steps a parameter has had, of a rule whose state dict has no `step`. A device may have skipped all of them,
+# and then the next one is still the first. Random bits depend on it, too.
 _COUNT = "applied_steps"
 
 
@@ -75,10 +75,10 @@ class ShownState:
         slots = list(slots)
         self.entries, self.views = [], ([], [], [])  # if memory runs out below, the next step copies again
         for slot in slots:
-            if not slot.names and not rule.shows_step(slot.group):
+            if not _is_counted(rule, slot):
                 continue  # a state that is switched on again is as old as it was
             entry = rule.state.get(slot.param, {})
-            count = _count_of(rule, slot.group, entry)
+            count = _count_of(rule, slot, entry)
             slot.fused.set_step(slot.position, count)
             if not count:
                 if MASTER_PARAM in slot.names and entry.get(MASTER_PARAM) is not None:
@@ -167,8 +167,12 @@ def _copied(view: Tensor, value: Any, param: Tensor) -> Tensor:
     """``view``, with ``value`` in it."""
     value = local_part_as(value, param)
     if value is not view:
-        view.copy_(value)
+        view.copy_(value if isinstance(view, EncodedView) else _as_tensor(value))
     return view
+
+
+def _as_tensor(value: Any) -> Any:
+    return value.dequantize() if isinstance(value, EncodedView) else value
 
 
 def _view(rule: Rule, slot: StateSlot, name: str) -> Tensor:
@@ -197,24 +201,30 @@ def _reset(rule: Rule, slot: StateSlot, name: str) -> None:
     slot.fused.reset_state(name, slot.position, initial, scalar=scalar)
 
 
-def _count_of(rule: Rule, group: dict[str, Any], entry: dict[str, Any]) -> float:
+def _is_counted(rule: Rule, slot: StateSlot) -> bool:
+    return bool(slot.names) or slot.fused.counts_always or rule.shows_step(slot.group)
+
+
+def _count_of(rule: Rule, slot: StateSlot, entry: dict[str, Any]) -> float:
     """Steps that the state ``entry`` stands for; a rule without a count only tells the first from later ones."""
-    has_state = any(entry.get(name) is not None for name in rule.state_names(group))
-    if rule.shows_step(group):
+    names = rule.state_names(slot.group)
+    has_state = any(entry.get(name) is not None for name in names)
+    if rule.shows_step(slot.group):
         # NVIDIA's optimizers keep one count for the whole group.
-        count: Any = entry.get("step", group.get("step", 0) if has_state else 0)
+        count: Any = entry.get("step", slot.group.get("step", 0) if has_state else 0)
         return float(count)
-    return float(entry.get(_COUNT, 1.0)) if has_state else 0.0
+    if names or not slot.fused.counts_always:
+        return float(entry.get(_COUNT, 1.0)) if has_state else 0.0
+    return float(entry.get(_COUNT, 0.0))  # there is a count alone
 
 
 def _show(rule: Rule, slot: StateSlot) -> None:
     """Let the parameter's entry of ``state`` show the buffers' views, beside whatever else a user put there."""
-    views = {name: _shown_view(rule, slot, name) for name in slot.names}
-    shows_step = rule.shows_step(slot.group)
-    if not views and not shows_step:
+    if not _is_counted(rule, slot):
         return
+    views = {name: _shown_view(rule, slot, name) for name in slot.names}
     entry, count = rule.state[slot.param], slot.fused.runs.counts.view(slot.position)
-    if shows_step:
+    if rule.shows_step(slot.group):
         entry["step"] = count
     elif _COUNT in entry or count.device.type != "cpu" or slot.fused.encoding is not None:  # random bits depend on it
         entry[_COUNT] = count

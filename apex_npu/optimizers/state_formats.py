@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.fusion import MASTER_PARAM, EncodedView, FusedGroup, encode_states
-from apex_npu.fusion.shards import is_sharded
+from apex_npu.fusion.shards import is_sharded, part_number
 from apex_npu.ops import LOW_PRECISION
 from apex_npu.optimizers.checks import check_bool
 
@@ -28,6 +28,9 @@ _FORMATS: dict[torch.dtype | str, str] = {
 }
 # What can be stored without a sign.
 _NEVER_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
+# What the positions of parameters are below: parts of a sharded one, whose elements have the same numbers, draw other
+# random bits.
+_PART = 1 << 20
 _CHOICES = "torch.float32, torch.bfloat16 or 'int8'"
 
 
@@ -81,10 +84,20 @@ class StateFormats:
                 "store_param_remainders=True keeps parameters exact, stochastic_rounding=True rounds them: pass one"
             )
         dtypes = {name: _dtype(kept, name in _NEVER_NEGATIVE) for name, kept in _by_name(states, state_dtype).items()}
+        for name in _in_bfloat16_at_least(states, dtypes):
+            if dtypes.get(name, torch.bfloat16).itemsize == 1:
+                dtypes[name] = torch.bfloat16
         found = {name: dtype for name, dtype in dtypes.items() if dtype != torch.float32}
         if store_param_remainders:
             found[MASTER_PARAM] = torch.int16
         return cls(found, stochastic_rounding=stochastic_rounding)
+
+    def beside(self, names: Sequence[str]) -> dict[str, torch.dtype]:
+        """``dtypes`` of parameters that have the states ``names``."""
+        if "grad_avg" not in names:
+            return dict(self.dtypes)
+        # A centered rule divides by the root of square_avg - grad_avg². Rounding of either makes that negative or 0.
+        return {name: dtype for name, dtype in self.dtypes.items() if name not in ("square_avg", "grad_avg")}
 
     @property
     def are_special(self) -> bool:
@@ -121,18 +134,36 @@ class StateFormats:
                     "store_param_remainders does not support; leave it out, state_dtype can stay"
                 )
 
-    def apply(self, groups: Iterable[FusedGroup], param_groups: list[dict[str, Any]], *, decodes_runs: bool) -> None:
-        """Have new ``groups`` keep their states so; ``decodes_runs``: see ``GroupEncoding``."""
+    def apply(
+        self,
+        groups: Iterable[FusedGroup],
+        param_groups: list[dict[str, Any]],
+        state_names: Sequence[Sequence[str]],
+        *,
+        decodes_runs: bool,
+    ) -> None:
+        """Have ``groups`` keep their states so.
+
+        Args:
+            groups: All of the optimizer.
+            param_groups: Where their parameters are listed.
+            state_names: The states of each of ``param_groups``.
+            decodes_runs: See ``GroupEncoding``.
+        """
         if not self.are_special:
             return
         before = [0]
         for group in param_groups:
             before.append(before[-1] + len(group["params"]))
         for fused in groups:
-            if fused.encoding is None:
-                positions = [before[index] + place for index, place in fused.places]
-                stochastic = self.stochastic_rounding
-                encode_states(fused, self.dtypes, positions, stochastic=stochastic, decodes_runs=decodes_runs)
+            positions = [
+                before[index] + place + part_number(param_groups[index]["params"][place]) * _PART
+                for index, place in fused.places
+            ]
+            dtypes = self.beside([name for index, _ in fused.places for name in state_names[index]])
+            stochastic = self.stochastic_rounding
+            if encode_states(fused, dtypes, positions, stochastic=stochastic, decodes_runs=decodes_runs):
+                fused.runs.forget()
 
     def with_remainders(self) -> StateFormats:
         """These, and that of remainders."""
@@ -156,6 +187,18 @@ def _by_name(states: Sequence[str], state_dtype: StateDtype) -> dict[str, torch.
         known = ", ".join(states)
         raise ValueError(f"state_dtype names {unknown[0]!r}, which is no state of this rule; it has {known}")
     return dict(state_dtype)
+
+
+def _in_bfloat16_at_least(states: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> tuple[str, ...]:
+    """Those of the ``states`` of a rule that 8 bits are too few for, where all are kept in ``dtypes``."""
+    if "acc_delta" in states:
+        # Each step is squared into acc_delta, by which the next is multiplied: errors grow exponentially.
+        return ("square_avg", "acc_delta")
+    if "exp_avg_sq" in states and dtypes.get("exp_avg_sq") != torch.uint8:
+        # The least code of exp_avg belongs to the largest element of its block, and that of exp_avg_sq would bound what
+        # a step makes of it.
+        return ("exp_avg",)
+    return ()
 
 
 def _dtype(kept: torch.dtype | str, nonnegative: bool) -> torch.dtype:

@@ -52,7 +52,7 @@ FORMATS = [torch.bfloat16, "int8"]
 # Options of the rule of SGD.
 STILL = {"momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False, "step": 1}
 # Of a value relative to itself, or to the largest of its block.
-ROUNDING = {torch.bfloat16: 2.0**-7, torch.int8: 1 / 127, torch.uint8: 2.1 / 255}
+ROUNDING = {torch.bfloat16: 2.0**-7, torch.int8: 1 / 127, torch.uint8: 2.1 / 255, torch.float32: 1e-6}
 
 
 def make_params(dtype=torch.float32, device=DEVICE):
@@ -285,7 +285,8 @@ def test_a_step_is_that_of_float32_state_but_for_the_rounding(rule, options, sta
     for i, (kept, expected) in enumerate(zip(values_of(optimizer), values_of(exact), strict=True)):
         assert kept.keys() == expected.keys()
         for name, value in kept.items():
-            stored = optimizer.state[params[i]][name].stored_dtype
+            shown = optimizer.state[params[i]][name]
+            stored = getattr(shown, "stored_dtype", torch.float32)  # of a centered rule
             bound = expected[name].abs() if stored == torch.bfloat16 else expected[name].abs().max()
             assert ((value - expected[name]).abs() <= ROUNDING[stored] * bound + 1e-12).all()
 
@@ -548,6 +549,130 @@ def test_stochastic_rounding_moves_parameters_by_less_than_their_last_bit():
         moved[stochastic] = float(1 - param.detach().float().mean())
     assert moved[False] == 0
     assert moved[True] == pytest.approx(64 * 2.0**-12, rel=0.05)
+
+
+# Rules without state, whose only count of steps is that of the random bits.
+STATELESS = [
+    pytest.param(optimizers.NpuFusedSGD, {}, id="SGD"),
+    pytest.param(optimizers.NpuFusedSGD, {"weight_decay": 1e-9}, id="SGD, weight decay"),
+    pytest.param(optimizers.FusedSGD, {"wd_after_momentum": True}, id="FusedSGD"),
+    pytest.param(optimizers.NpuFusedSGD, {"state_dtype": "int8"}, id="SGD, int8"),
+]
+TENTH_OF_AN_ULP = 0.1 * 2.0**-7
+
+
+def ones(count, numel=2048):
+    return [nn.Parameter(torch.ones(numel, dtype=torch.bfloat16, device=DEVICE)) for _ in range(count)]
+
+
+def step_up(optimizer, *params):
+    """One step in which ``params`` grow by 1 · lr, and others have no gradient."""
+    optimizer.zero_grad(set_to_none=True)
+    for p in params:
+        p.grad = -torch.ones_like(p)
+    optimizer.step()
+
+
+def share_of_same_bits(first, second):
+    """How many elements of two parameters have been rounded alike."""
+    return float((first.detach() == second.detach()).float().mean())
+
+
+@pytest.mark.parametrize(("rule", "options"), STATELESS)
+def test_each_step_of_a_rule_without_state_draws_other_bits(rule, options):
+    (param,) = ones(1)
+    optimizer = rule([param], lr=TENTH_OF_AN_ULP, stochastic_rounding=True, **options)
+    for _ in range(100):
+        step_up(optimizer, param)
+    moved = (param.detach().float() - 1) * 2**7
+    assert float(moved.mean()) == pytest.approx(10, abs=0.5)
+    assert float(moved.std()) == pytest.approx(3, abs=0.5)  # of 100 draws that are 1 in 10 times
+    assert optimizer.state_dict()["state"][0].keys() == {"applied_steps"}
+
+
+@pytest.mark.parametrize("kind", ["loaded", "deepcopied", "pickled"])
+@pytest.mark.parametrize(("rule", "options"), [*STATELESS, pytest.param(optimizers.NpuFusedSGD, {"momentum": 0.5})])
+def test_random_bits_go_on_where_an_optimizer_is_loaded_or_copied(rule, options, kind):
+    params = ones(3)
+    optimizer = rule(params, lr=TENTH_OF_AN_ULP, stochastic_rounding=True, **options)
+    for step in range(4):
+        step_up(optimizer, *params[: 2 if step < 3 else 3])  # the last one is late
+    if kind == "loaded":
+        again = [nn.Parameter(p.detach().clone()) for p in params]
+        other = rule(again, lr=TENTH_OF_AN_ULP, stochastic_rounding=True, **options)
+        step_up(other, *again)
+        for p, q in zip(again, params, strict=True):
+            p.data.copy_(q)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    elif kind == "deepcopied":
+        other = copy.deepcopy(optimizer)
+    else:
+        file = io.BytesIO()
+        torch.save(optimizer, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    copied = params_of(other)
+    for _ in range(3):
+        step_up(optimizer, *params)
+        step_up(other, *copied)
+    assert all(map(torch.equal, params, copied))
+    counts = [float(entry["applied_steps"]) for entry in other.state_dict()["state"].values()]
+    assert counts == [7, 7, 4]
+
+
+def test_random_bits_go_on_where_buffers_are_made_again_and_momentum_comes_and_goes():
+    params = ones(2)
+    optimizer = optimizers.NpuFusedSGD(params, lr=TENTH_OF_AN_ULP, momentum=0.5, stochastic_rounding=True)
+    for momentum in (0.5, 0.0, 0.0, 0.5, 0.0):
+        optimizer.param_groups[0].update(momentum=momentum)
+        step_up(optimizer, *params)
+        params[0].data = params[0].data.clone()
+    assert [float(entry["applied_steps"]) for entry in optimizer.state.values()] == [5, 5]
+
+
+def test_a_step_that_fails_or_is_skipped_draws_no_bits(monkeypatch):
+    params, expected = ones(1), ones(1)
+    optimizer, other = (optimizers.NpuFusedSGD(p, lr=TENTH_OF_AN_ULP, stochastic_rounding=True) for p in (params, expected))
+    for step in range(4):
+        step_up(other, *expected)
+        optimizer.found_inf = torch.ones((), device=DEVICE)
+        if step % 2 == 0:
+            step_up(optimizer, *params)
+        del optimizer.found_inf
+        with monkeypatch.context() as failing, pytest.raises(ZeroDivisionError):
+            failing.setattr(optimizer, "before_updates", lambda runs: 1 / 0)
+            step_up(optimizer, *params)
+        step_up(optimizer, *params)
+    assert torch.equal(params[0], expected[0])
+
+
+def test_state_dicts_of_rules_without_state_go_to_and_from_torch():
+    params = ones(1)
+    optimizer = optimizers.NpuFusedSGD(params, lr=TENTH_OF_AN_ULP, stochastic_rounding=True)
+    step_up(optimizer, *params)
+    in_torch = torch.optim.SGD(params, lr=1.0)
+    in_torch.load_state_dict(optimizer.state_dict())
+    step_up(in_torch, *params)
+    assert in_torch.param_groups[0]["lr"] == TENTH_OF_AN_ULP
+    optimizer.load_state_dict(torch.optim.SGD(params, lr=0.5).state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    step_up(optimizer, *params)
+    plain = optimizers.NpuFusedSGD(params, lr=0.5)
+    plain.load_state_dict(optimizer.state_dict())
+    step_up(plain, *params)
+
+
+def test_parameters_do_not_share_random_bits():
+    first, second, third, fourth = ones(4)
+    optimizer = optimizers.NpuFusedSGD(
+        [{"params": [first]}, {"params": [second, third]}], lr=0.5 * 2.0**-7, stochastic_rounding=True
+    )
+    step_up(optimizer, first)
+    del optimizer.param_groups[0]  # the others are in other positions from now on
+    optimizer.add_param_group({"params": [fourth]})
+    step_up(optimizer, second, third, fourth)
+    for a, b in ((second, third), (second, fourth), (third, fourth)):
+        assert share_of_same_bits(a, b) == pytest.approx(0.5, abs=0.05)
 
 
 # amp
