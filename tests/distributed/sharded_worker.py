@@ -421,6 +421,37 @@ def same_as_whole():
             torch.testing.assert_close(part.full_tensor(), whole_param.detach(), rtol=1e-6, atol=1e-7)
 
 
+def random_bits():
+    """Parts of a parameter draw different bits, replicas the same, and what is loaded goes on with the next ones."""
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+    model = nn.Module()
+    for name, placement in ("cut", Shard(0)), ("replica", Replicate()):
+        whole_of = torch.ones(4096, dtype=torch.bfloat16, device=DEVICE)
+        model.register_parameter(name, nn.Parameter(distribute_tensor(whole_of, mesh, [placement])))
+    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.5 * 2.0**-7, stochastic_rounding=True)
+
+    def step():
+        for p in model.parameters():
+            p.grad = -torch.ones_like(p)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    parts = model.cut.full_tensor().chunk(dist.get_world_size())
+    assert 0.4 < float((parts[0] == parts[1]).float().mean()) < 0.6
+    gathered = [torch.empty_like(local_part(model.replica)) for _ in parts]
+    dist.all_gather(gathered, local_part(model.replica).detach())
+    assert torch.equal(gathered[0], gathered[1])
+    saved = copy.deepcopy((get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)))
+    step()
+    expected = [p.full_tensor() for p in model.parameters()]
+    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.5 * 2.0**-7, stochastic_rounding=True)
+    set_model_state_dict(model, saved[0])
+    set_optimizer_state_dict(model, optimizer, saved[1])
+    step()
+    assert all(map(torch.equal, [p.full_tensor() for p in model.parameters()], expected))
+
+
 def refusals():
     model = sharded()
     before = [p.full_tensor() for p in model.parameters()]

@@ -82,6 +82,7 @@ def test_distributed_data_parallel_and_distributed_checkpoints_work():
 SHARDED = {
     2: (
         "parts_are_fused",
+        "random_bits",
         "refusals",
         "private_names_of_torch_have_moved",
         "steps_leave_nothing",
