@@ -465,7 +465,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         Raises:
             AttributeError: It is assigned.
         """
-        each = (self.state_formats.beside(self.state_names(group)) for group in self.param_groups)
+        each = (self.state_formats.kept_in([group], self.state_names(group)) for group in self.param_groups)
         return {name: dtype for dtypes in each for name, dtype in dtypes.items()}
 
     @state_dtype.setter

@@ -6,7 +6,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from apex_npu.ops.state_codec import SCALE_NUMEL
 from apex_npu.optimizers.base import FusedOptimizer
+from apex_npu.optimizers.state_formats import StateFormats
 
 _BF16 = "state_dtype=torch.bfloat16"
 _INT8 = 'state_dtype="int8"'
@@ -57,23 +61,30 @@ def memory_choices(optimizer: FusedOptimizer) -> list[MemoryChoice]:
         [16, 20, 16, 14, 10, 8.0625, 8]
     """
     names = [name for name in optimizer.state_names(optimizer.param_groups[0]) if name not in optimizer.scalar_states]
-    encoded = sum(name in optimizer.encodable_states for name in names)
 
-    def state(nbytes: float) -> float:
-        return 4 * (len(names) - encoded) + nbytes * encoded
+    def state(state_dtype: torch.dtype | str | None = None) -> float:
+        formats = StateFormats.of(optimizer.encodable_states, state_dtype=state_dtype)
+        dtypes = formats.kept_in([optimizer.param_groups[0]], names)
+        return sum(map(_nbytes, (dtypes.get(name, torch.float32) for name in names)))
 
     widened = 4 if optimizer.widens_grads(optimizer.param_groups[0]) else 0
     found = [
-        MemoryChoice("O0", 4, 4, 0, 0, state(4)),
-        MemoryChoice("O2, O5", 2, 2, 4, 4, state(4)),
-        MemoryChoice("O2, O5, fuse_unscale=True", 2, 2, 4, widened, state(4)),
+        MemoryChoice("O0", 4, 4, 0, 0, state()),
+        MemoryChoice("O2, O5", 2, 2, 4, 4, state()),
+        MemoryChoice("O2, O5, fuse_unscale=True", 2, 2, 4, widened, state()),
     ]
     if not optimizer.encodable_states or optimizer.reads_param_grads:
         return found
-    found.append(MemoryChoice(f"O5, {_REMAINDERS}", 2, 2, 2, 0, state(4)))
-    if encoded:
-        found.append(MemoryChoice(f"O5, {_REMAINDERS}, {_BF16}", 2, 2, 2, 0, state(2)))
-        found.append(MemoryChoice(f"O5, {_REMAINDERS}, {_INT8}", 2, 2, 2, 0, state(1 + 4 / 128)))
-    options = ["O5, master_weights=False, stochastic_rounding=True", *([_BF16] if encoded else [])]
-    found.append(MemoryChoice(", ".join(options), 2, 2, 0, 0, state(2)))
+    found.append(MemoryChoice(f"O5, {_REMAINDERS}", 2, 2, 2, 0, state()))
+    if state(torch.bfloat16) < state():
+        found.append(MemoryChoice(f"O5, {_REMAINDERS}, {_BF16}", 2, 2, 2, 0, state(torch.bfloat16)))
+    if state("int8") < state(torch.bfloat16):
+        found.append(MemoryChoice(f"O5, {_REMAINDERS}, {_INT8}", 2, 2, 2, 0, state("int8")))
+    options = ["O5, master_weights=False, stochastic_rounding=True"]
+    options += [_BF16] if state(torch.bfloat16) < state() else []
+    found.append(MemoryChoice(", ".join(options), 2, 2, 0, 0, state(torch.bfloat16)))
     return found
+
+
+def _nbytes(dtype: torch.dtype) -> float:
+    return dtype.itemsize + (4 / SCALE_NUMEL if dtype.itemsize == 1 else 0)

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from apex_npu.fusion import MASTER_PARAM, EncodedView, FusedGroup, encode_states
 from apex_npu.fusion.shards import is_sharded, part_number
 from apex_npu.ops import LOW_PRECISION
+from apex_npu.ops.state_codec import LEAST_SCALE
 from apex_npu.optimizers.checks import check_bool
 
 # A format for all states, or for some by their name.
@@ -28,6 +29,9 @@ _FORMATS: dict[torch.dtype | str, str] = {
 }
 # What can be stored without a sign.
 _NEVER_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
+# A block of 8 bits whose largest element is below LEAST_SCALE is zeros. Where eps is no more than the root of that, a
+# step would divide by what is lost.
+_LEAST_EPS = 32 * LEAST_SCALE**0.5
 # What the positions of parameters are below: parts of a sharded one, whose elements have the same numbers, draw other
 # random bits.
 _PART = 1 << 20
@@ -92,12 +96,15 @@ class StateFormats:
             found[MASTER_PARAM] = torch.int16
         return cls(found, stochastic_rounding=stochastic_rounding)
 
-    def beside(self, names: Sequence[str]) -> dict[str, torch.dtype]:
-        """``dtypes`` of parameters that have the states ``names``."""
-        if "grad_avg" not in names:
-            return dict(self.dtypes)
-        # A centered rule divides by the root of square_avg - grad_avg². Rounding of either makes that negative or 0.
-        return {name: dtype for name, dtype in self.dtypes.items() if name not in ("square_avg", "grad_avg")}
+    def kept_in(self, groups: Iterable[Mapping[str, Any]], names: Collection[str]) -> dict[str, torch.dtype]:
+        """``dtypes`` for the parameters of ``groups``, which have the states ``names``: some are too narrow there."""
+        found = dict(self.dtypes)
+        if "grad_avg" in names:
+            # A centered rule divides by the root of square_avg - grad_avg². Rounding of either makes that negative or 0.
+            found = {name: dtype for name, dtype in found.items() if name not in ("square_avg", "grad_avg")}
+        if torch.uint8 in found.values() and any(float(group.get("eps", 1.0)) < _LEAST_EPS for group in groups):
+            found = {name: torch.bfloat16 if dtype.itemsize == 1 else dtype for name, dtype in found.items()}
+        return found
 
     @property
     def are_special(self) -> bool:
@@ -160,7 +167,9 @@ class StateFormats:
                 before[index] + place + part_number(param_groups[index]["params"][place]) * _PART
                 for index, place in fused.places
             ]
-            dtypes = self.beside([name for index, _ in fused.places for name in state_names[index]])
+            indices = {index for index, _ in fused.places}
+            names = {name for index in indices for name in state_names[index]}
+            dtypes = self.kept_in(map(param_groups.__getitem__, indices), names)
             stochastic = self.stochastic_rounding
             if encode_states(fused, dtypes, positions, stochastic=stochastic, decodes_runs=decodes_runs):
                 fused.runs.forget()
