@@ -39,7 +39,7 @@ class NpuFusedAdadelta(FusedOptimizer):
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
         capturable: Likewise.
-        state_dtype: See ``FusedOptimizer``.
+        state_dtype: See ``FusedOptimizer``; ``"int8"`` is kept in bfloat16.
         stochastic_rounding: Likewise.
 
     Raises:

@@ -72,6 +72,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     (with one float32 scale for 128 elements), or a dict of these by the names of states. All rounding is stochastic,
     with random numbers that depend on the step, the parameter and the element alone. ``optimizer.state`` shows objects
     with ``dequantize()`` then, and ``state_dict()`` float32 tensors, which can be loaded with every ``state_dtype``.
+    Where a format is too narrow for a rule, a state is kept in a wider one: docs/memory.md has the list.
     ``stochastic_rounding`` rounds bfloat16 parameters so, too, which then need no masters.
 
     Those that take ``capturable`` can be captured in a CUDA graph with it, as torch's can: steps are counted on the

@@ -47,7 +47,8 @@ class FusedAdam(FusedOptimizer):
         capturable: See ``FusedOptimizer``.
         master_weights: Keep float32 masters of float16 and bfloat16 parameters, unless amp does.
         fuse_grad_scaler: See ``FusedOptimizer``.
-        exp_avg_dtype: Transformer Engine's name for ``state_dtype={"exp_avg": ...}``.
+        exp_avg_dtype: Transformer Engine's name for ``state_dtype={"exp_avg": ...}``. ``"int8"`` is kept in bfloat16
+            unless ``exp_avg_sq`` has 8 bits, too.
         exp_avg_sq_dtype: Likewise, of ``exp_avg_sq``.
         master_weight_dtype: Must be torch.float32.
         store_param_remainders: Keep the masters of bfloat16 parameters as the 16 bits that these lack of a float32;

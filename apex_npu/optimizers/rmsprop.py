@@ -42,7 +42,7 @@ class NpuFusedRMSprop(FusedOptimizer):
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
         capturable: Likewise.
-        state_dtype: See ``FusedOptimizer``.
+        state_dtype: See ``FusedOptimizer``; with ``centered`` both averages stay float32.
         stochastic_rounding: Likewise.
 
     Raises:

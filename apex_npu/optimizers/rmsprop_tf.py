@@ -45,7 +45,7 @@ class NpuFusedRMSpropTF(NpuFusedRMSprop):
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
         capturable: Likewise.
-        state_dtype: See ``FusedOptimizer``.
+        state_dtype: See ``FusedOptimizer``; with ``centered`` both averages stay float32.
         stochastic_rounding: Likewise.
 
     Raises:

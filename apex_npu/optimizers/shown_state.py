@@ -167,12 +167,9 @@ def _copied(view: Tensor, value: Any, param: Tensor) -> Tensor:
     """``view``, with ``value`` in it."""
     value = local_part_as(value, param)
     if value is not view:
-        view.copy_(value if isinstance(view, EncodedView) else _as_tensor(value))
+        # A state may have been in fewer bytes before, and not be any more.
+        view.copy_(value.dequantize() if isinstance(value, EncodedView) and isinstance(view, Tensor) else value)
     return view
-
-
-def _as_tensor(value: Any) -> Any:
-    return value.dequantize() if isinstance(value, EncodedView) else value
 
 
 def _view(rule: Rule, slot: StateSlot, name: str) -> Tensor:

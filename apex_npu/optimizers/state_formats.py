@@ -100,7 +100,7 @@ class StateFormats:
         """``dtypes`` for the parameters of ``groups``, which have the states ``names``: some are too narrow there."""
         found = dict(self.dtypes)
         if "grad_avg" in names:
-            # A centered rule divides by the root of square_avg - grad_avg². Rounding of either makes that negative or 0.
+            # A centered rule divides by the root of square_avg - grad_avg²: rounding makes that negative or 0.
             found = {name: dtype for name, dtype in found.items() if name not in ("square_avg", "grad_avg")}
         if torch.uint8 in found.values() and any(float(group.get("eps", 1.0)) < _LEAST_EPS for group in groups):
             found = {name: torch.bfloat16 if dtype.itemsize == 1 else dtype for name, dtype in found.items()}

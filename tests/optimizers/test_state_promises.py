@@ -120,10 +120,12 @@ def check(rule, state_dtype, steps):
         in_block = wanted_step.view(-1, 128).amax(1).repeat_interleave(128)
         assert (step <= 10 * in_block).all(), f"{name}: a step is {float((step / in_block).max()):.3g} times as long"
         ratio = root_mean_square(way[~SMALL]) / max(root_mean_square(wanted_way[~SMALL]), 1e-30)
-        assert ratio == 0 == root_mean_square(wanted_way[~SMALL]) or 0.2 < ratio < 5, f"{name}: {ratio:.3g} times as far"
+        assert ratio == 0 == root_mean_square(wanted_way[~SMALL]) or 0.2 < ratio < 5, (
+            f"{name}: {ratio:.3g} times as far"
+        )
         # Second moments of small ones may be upper bounds.
         small = root_mean_square(way[SMALL])
-        assert small <= 10 * root_mean_square(wanted_way[SMALL]) or small <= 1e-3 * root_mean_square(wanted_way[~SMALL])
+        assert small <= 10 * root_mean_square(wanted_way[SMALL]) or small <= root_mean_square(wanted_way[~SMALL]) / 127
 
 
 @pytest.mark.parametrize("rule", RULES)
