@@ -14,7 +14,7 @@ from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.group_buffers import GroupBuffers
 from apex_npu.fusion.layout import is_dense
 from apex_npu.fusion.run import Run, StepCounts
-from apex_npu.ops import Call, EncodedState, RunEncoding, prepared_encoded
+from apex_npu.ops import LOW_PRECISION, Call, EncodedState, RunEncoding, prepared_encoded
 from apex_npu.ops.state_codec import (
     Piece,
     Segment,
@@ -29,7 +29,7 @@ from apex_npu.ops.state_codec import (
 
 # What rules decode at once, a larger parameter aside.
 _RUN_NUMEL = 1 << 24
-# The state that shows the float32 masters of bfloat16 parameters with remainders.
+# The state that shows the float32 masters of 16-bit parameters with remainders.
 MASTER_PARAM = "master_param"
 
 
@@ -54,9 +54,9 @@ class GroupEncoding:
     ) -> None:
         """Of ``group``, whose parameters have these ``positions`` in the optimizer."""
         self.decodes_runs = decodes_runs
-        is_bfloat16 = group.param_flat.dtype == torch.bfloat16
-        self.formats = {name: dtype for name, dtype in formats.items() if name != MASTER_PARAM or is_bfloat16}
-        self.stochastic_param = stochastic and is_bfloat16
+        dtype = group.param_flat.dtype
+        self.formats = {name: kept for name, kept in formats.items() if name != MASTER_PARAM or dtype in LOW_PRECISION}
+        self.stochastic_param = stochastic and dtype == torch.bfloat16
         self.segments: list[Segment] = []
         first_scale = 0
         for param, offset, position in zip(group.params, group.grads.offsets, positions, strict=True):
@@ -121,7 +121,7 @@ class EncodedView:
         span = slice(segment.begin, segment.begin + segment.numel)
         self._values, self._scales, self._param = values[span], scales, param
         self._segment = segment._replace(begin=0)
-        self._size, self._stride = like.size(), like.stride()
+        self._size, self._stride, self._dtype = like.size(), like.stride(), like.dtype
         self._taken_by: tuple[int, int] | None = None
 
     @classmethod
@@ -175,7 +175,7 @@ class EncodedView:
         """The values: a new float32 tensor, with the strides of the parameter."""
         if self._param is not None:
             param = self._param.detach()
-            if param.shape != self._size or param.dtype != torch.bfloat16:  # a script has replaced its data
+            if param.shape != self._size or param.dtype != self._dtype:  # a script has replaced its data
                 return param.to(torch.float32, copy=True)
             return decode_remainder(param, self._remainder().to(param.device))
         flat = torch.empty(self._segment.numel, dtype=torch.float32, device=self._values.device)
@@ -197,7 +197,7 @@ class EncodedView:
         shaped = torch.empty(self._segment.numel, dtype=torch.float32, device=self._values.device)
         shaped.as_strided(self._size, self._stride).copy_(source)
         if self._param is not None:
-            rounded, remainder = encode_remainder(shaped)
+            rounded, remainder = encode_remainder(shaped, self._dtype)
             self._param.copy_(rounded.as_strided(self._size, self._stride))
             self._values.copy_(remainder)
             self._taken_by = self._param._version, self._param.data_ptr()
@@ -314,7 +314,7 @@ class EncodedRun(Run):
 
 
 def remainders_of(optimizer: Any) -> dict[Tensor, EncodedView]:
-    """The masters of the bfloat16 parameters of ``optimizer`` of which remainders are kept, by parameter."""
+    """The masters of the 16-bit parameters of ``optimizer`` of which remainders are kept, by parameter."""
     shown = {param: entry.get(MASTER_PARAM) for param, entry in optimizer.state.items()}
     return {param: view for param, view in shown.items() if isinstance(view, EncodedView)}
 

@@ -213,7 +213,7 @@ class Rule(Op[_P, None]):
 # The rules by the names that torch has for them.
 rules: dict[str, Rule[...]] = {}
 
-# What the overload `encoded` takes in addition: the remainders of bfloat16 parameters; the scales of each 8-bit state;
+# What the overload `encoded` takes in addition: the remainders of 16-bit parameters; the scales of each 8-bit state;
 # int64 rows (first element, elements, position, first scale), one for each parameter; the step, for random bits; and
 # whether bfloat16 parameters are rounded stochastically.
 _ENCODING = "Tensor(y!)? remainder, Tensor(z!)[] scales, Tensor table, int count, bool stochastic_param"

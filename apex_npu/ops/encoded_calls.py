@@ -59,7 +59,7 @@ class RunEncoding(_Operand):
 
     Attributes:
         model_param: The operand in whose place it is.
-        remainder: Of bfloat16 parameters that have any.
+        remainder: Of bfloat16 or float16 parameters, if these have any.
         stochastic_param: bfloat16 parameters are rounded stochastically.
         count: The number of the step, for random bits.
     """
@@ -109,7 +109,7 @@ class RunEncoding(_Operand):
             return
         stored = [(index, state.values, state.scales, wide) for index, state, wide in states]
         if self.remainder is not None:
-            param[:], self.remainder[:] = encode_remainder(values)
+            param[:], self.remainder[:] = encode_remainder(values, param.dtype)
         elif self.stochastic_param:
             stored.append((2 * PARAM_PAIR, param, None, values))
         for index, kept, scales, wide in stored:
@@ -118,7 +118,7 @@ class RunEncoding(_Operand):
     def encode_param(self, values: Tensor, param: Tensor, piece: Piece) -> None:
         """Write what ``decode_param`` has given, and a rule has changed, to a piece of ``param``."""
         if self.remainder is not None:
-            param[piece.span], self.remainder[piece.span] = encode_remainder(values)
+            param[piece.span], self.remainder[piece.span] = encode_remainder(values, param.dtype)
         elif self.stochastic_param:
             half = half_of(piece.random(PARAM_PAIR, self.count), 0)
             param[piece.span] = round_stochastically(values, half)

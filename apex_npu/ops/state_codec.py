@@ -14,8 +14,11 @@ int8, uint8
     and is 0 only where the value is, since a step divides by its root. Both are rounded stochastically in the code.
     A block with an inf or a nan is nan as a whole; one without a magnitude of 2⁻⁹⁰ is zeros.
 remainder
-    The 16 bits that a bfloat16 parameter lacks of a float32 master: ``master = (parameter << 16) + remainder``, the
-    remainder being signed. This is exact where the parameter is rounded to nearest with halves away from zero.
+    What a 16-bit parameter lacks of a float32 master, int16. A bfloat16 parameter is the upper half of its master:
+    ``master = (parameter << 16) + remainder``. This is exact where the parameter is rounded to nearest with halves away
+    from zero. For float16, ``master = parameter + remainder · ulp(parameter) · 2⁻¹⁵``, where ulp is the distance to the
+    next larger magnitude and 2⁻²⁴ for subnormal numbers. This is exact for magnitudes of 2⁻¹⁶ and more, and else off by
+    at most 2⁻³⁹.
 
 Random bits are Philox4x32-10's under a fixed key. The counter is made of ``element // 64``, the pair that a state
 belongs to, the step, and the position of the parameter in the optimizer. One word serves 16 elements, the k-th of which
@@ -265,23 +268,68 @@ def round_stochastically(values: Tensor, half: Tensor) -> Tensor:
 
 
 def decode_remainder(param: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 masters of bfloat16 parameters.
+    """The float32 masters of bfloat16 or float16 parameters.
 
-    What a script has written to a parameter is the truth: a remainder that stayed as it was moves its master by half of
-    the last bit at most, and one that would make nan, inf or 0 something else is ignored.
+    A script may write to a parameter and leave its remainder as it is. The master then rounds to the parameter that was
+    written: remainders that would round to another number are clamped (float16), and those that would change a bfloat16
+    nan, inf or 0 are ignored.
     """
+    if param.dtype == torch.float16:
+        return _decode_half(param, remainder)
     upper = param.view(torch.int16).to(torch.int64) & 0xFFFF
     magnitude, lower = upper & 0x7FFF, remainder.to(torch.int64)
     stale = (magnitude > 0x7F80) | ((magnitude == 0) & (lower < 0)) | ((magnitude == 0x7F80) & (lower > 0))
     return _as_float32((upper << 16) + torch.where(stale, 0, lower))
 
 
-def encode_remainder(values: Tensor) -> tuple[Tensor, Tensor]:
-    """bfloat16 parameters, rounded to nearest with halves away from zero, and int16 remainders; a nan is quiet."""
+def encode_remainder(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Parameters of ``dtype``, bfloat16 or float16, rounded to nearest, and their int16 remainders; a nan is quiet."""
+    if dtype == torch.float16:
+        return _encode_half(values)
     bits = values.contiguous().view(torch.int32).to(torch.int64) & _WORD
     kept = torch.where(values.isnan(), (bits | 0x00400000) & 0xFFFF0000, bits)
     lower = kept & 0xFFFF
     return _as_bfloat16(_shifted(kept + 0x8000, 16)), (lower - (_shifted(lower, 15) << 16)).to(torch.int16)
+
+
+def _decode_half(param: Tensor, remainder: Tensor) -> Tensor:
+    magnitude, exponent = _half_magnitude(param)
+    outward = _largest_remainder(magnitude)
+    inward = torch.where((magnitude % 1024 == 0) & (magnitude > 1024), 1 << 13, outward)
+    negative, units = param.signbit(), remainder.to(torch.int32)
+    away = torch.minimum(torch.maximum(torch.where(negative, -units, units), -inward), outward)
+    away = torch.where(magnitude < 0x7C00, away, 0)  # inf and nan have none
+    master = param.abs().to(torch.float32) + away.to(torch.float32) * _power_of_two(exponent - 40)
+    return torch.where(negative, -master, master)
+
+
+def _encode_half(values: Tensor) -> tuple[Tensor, Tensor]:
+    param = values.to(torch.float16)
+    magnitude, exponent = _half_magnitude(param)
+    remainder = ((values - param.to(torch.float32)) * _power_of_two(40 - exponent)).round()
+    largest = _largest_remainder(magnitude).to(torch.float32)
+    remainder = torch.minimum(torch.maximum(remainder, -largest), largest)
+    return param, torch.where(magnitude < 0x7C00, remainder, 0.0).to(torch.int16)
+
+
+def _largest_remainder(magnitude: Tensor) -> Tensor:
+    """Half of the last bit. This is a tie, which is for even numbers; for odd ones, the next float32 below it.
+
+    Toward zero from a power of two, it is half of that.
+    """
+    odd = magnitude % 2
+    return (1 << 14) - odd - odd * (magnitude >= 0x200) - 2 * odd * (magnitude >= 0x400)
+
+
+def _half_magnitude(param: Tensor) -> tuple[Tensor, Tensor]:
+    """The bits of float16 ``param`` without the sign, and the biased exponent, 1 for subnormal numbers."""
+    magnitude = param.contiguous().view(torch.int16).to(torch.int32) & 0x7FFF
+    return magnitude, (magnitude // 1024).clamp_(min=1)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent in float32, of normal numbers."""
+    return ((exponent + 127) * (1 << 23)).to(torch.int32).view(torch.float32)
 
 
 def _as_bfloat16(words: Tensor) -> Tensor:

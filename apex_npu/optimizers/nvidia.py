@@ -51,8 +51,9 @@ class FusedAdam(FusedOptimizer):
             unless ``exp_avg_sq`` has 8 bits, too.
         exp_avg_sq_dtype: Likewise, of ``exp_avg_sq``.
         master_weight_dtype: Must be torch.float32.
-        store_param_remainders: Keep the masters of bfloat16 parameters as the 16 bits that these lack of a float32;
-            parameters are rounded to nearest, with halves away from zero. ``master_weights`` is not needed for it.
+        store_param_remainders: Keep, in place of float32 masters, the 16 bits that float16 and bfloat16 parameters lack
+            of them. ``master_weights`` is not needed for it. Parameters are rounded to nearest; halves are rounded away
+            from zero in bfloat16, and to even in float16. Masters of float16 below 2⁻¹⁶ are off by at most 2⁻³⁹.
         state_dtype: See ``FusedOptimizer``.
         stochastic_rounding: Likewise.
 
@@ -100,7 +101,7 @@ class FusedAdam(FusedOptimizer):
         if master_weight_dtype != torch.float32:
             raise ValueError(
                 f"FusedAdam: master_weight_dtype must be torch.float32, got {master_weight_dtype}; "
-                "store_param_remainders=True keeps such masters of bfloat16 parameters in 2 bytes"
+                "store_param_remainders=True keeps such masters of 16-bit parameters in 2 bytes"
             )
         by_name = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
         if any(kept is not None for kept in by_name.values()):

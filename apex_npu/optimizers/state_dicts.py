@@ -13,6 +13,7 @@ from torch import Tensor
 
 from apex_npu.fusion import MASTER_PARAM
 from apex_npu.fusion.shards import is_sharded
+from apex_npu.ops import LOW_PRECISION
 from apex_npu.optimizers.checks import as_number, naming
 
 # Options of torch's optimizers that change the rule, and that some of the same name lack here.
@@ -98,7 +99,7 @@ def copy_loaded(optimizer: Any, state_dict: dict[str, Any]) -> None:
             continue
         for param in group["params"]:
             # A master that is not stepped here would be an old value in the next state dict.
-            if not optimizer.state_formats.has_remainders or param.dtype != torch.bfloat16:
+            if not optimizer.state_formats.has_remainders or param.dtype not in LOW_PRECISION:
                 optimizer.state.get(param, {}).pop(MASTER_PARAM, None)
     for index, param in _indexed_params(state_dict, optimizer.param_groups):
         for name, value in state_dict["state"].get(index, {}).items():

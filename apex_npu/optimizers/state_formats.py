@@ -113,14 +113,14 @@ class StateFormats:
 
     @property
     def has_remainders(self) -> bool:
-        """bfloat16 parameters have masters, of which the bits that they lack themselves are kept."""
+        """16-bit parameters have float32 masters, of which the bits that they lack are kept."""
         return MASTER_PARAM in self.dtypes
 
     def check(self, params: Iterable[Tensor]) -> None:
         """Require parameters whose states can be kept so.
 
         Raises:
-            TypeError: One is float64 or complex; or float16 where there are remainders.
+            TypeError: One is float64 or complex.
             ValueError: One is sharded where there are remainders.
         """
         for p in params if self.are_special else ():
@@ -129,11 +129,6 @@ class StateFormats:
                     f"a parameter of shape {tuple(p.shape)} is {p.dtype}, whose states are kept in {p.dtype}: "
                     "state_dtype, store_param_remainders and stochastic_rounding are for float32, bfloat16 and float16 "
                     "parameters; give it to an optimizer without them"
-                )
-            if self.has_remainders and p.dtype == torch.float16:
-                raise TypeError(
-                    f"a parameter of shape {tuple(p.shape)} is float16: store_param_remainders is for bfloat16 "
-                    "parameters, which are the upper half of a float32; use bfloat16 (opt_level O5), or float32 masters"
                 )
             if self.has_remainders and is_sharded(p):
                 raise ValueError(
@@ -182,7 +177,7 @@ class StateFormats:
         """Keep the remainders of float32 masters that have come into ``state``: what a script writes later counts."""
         for p, entry in state.items() if self.has_remainders else ():
             master = entry.get(MASTER_PARAM)
-            if isinstance(master, Tensor) and p.dtype == torch.bfloat16:
+            if isinstance(master, Tensor) and p.dtype in LOW_PRECISION:
                 entry[MASTER_PARAM] = EncodedView.remainder_of(p, master)
 
 

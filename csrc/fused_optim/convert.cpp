@@ -13,18 +13,6 @@ namespace {
 
 using c10::ScalarType;
 
-APEX_NPU_INLINE uint16_t to_half(float value) {
-  const auto bits = bit_cast<uint32_t>(value);
-  const auto magnitude = static_cast<int32_t>(bits & 0x7fffffffu);  // signed, as vectors compare them
-  const auto rounded = (magnitude - static_cast<int32_t>(kBias) + 0x0fff + ((magnitude >> 13) & 1)) >> 13;
-  // 0.5 has the last bit that float16's subnormal numbers have, so that this addition rounds to it.
-  const auto subnormal = bit_cast<int32_t>(bit_cast<float>(magnitude) + 0.5f) - bit_cast<int32_t>(0.5f);
-  int32_t half = magnitude < 0x38800000 ? subnormal : rounded;  // below 2^-14
-  half = magnitude >= 0x477ff000 ? 0x7c00 : half;               // 65520 and more round to inf
-  half = value != value ? 0x7e00 : half;
-  return static_cast<uint16_t>(static_cast<uint32_t>(half) | ((bits >> 16) & 0x8000u));
-}
-
 // Elements ahead. What is converted is a block of a stream: the next block is not fetched elsewhere.
 constexpr int64_t kAhead = 4 * kBlockNumel;
 

@@ -41,6 +41,9 @@ APEX_NPU_INLINE uint32_t mask_of(bool condition) { return 0u - static_cast<uint3
 struct BFloat16 {
   uint16_t bits;
 };
+struct Half {
+  uint16_t bits;
+};
 
 APEX_NPU_INLINE float to_float(BFloat16 value) { return bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
 
@@ -60,6 +63,18 @@ APEX_NPU_INLINE float from_half(uint16_t half) {
   const uint32_t subnormal = bit_cast<uint32_t>(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
   const uint32_t sign = (half & 0x8000u) << 16;
   return bit_cast<float>((magnitude < 0x0400u ? subnormal : normal) | sign);
+}
+
+APEX_NPU_INLINE uint16_t to_half(float value) {
+  const auto bits = bit_cast<uint32_t>(value);
+  const auto magnitude = static_cast<int32_t>(bits & 0x7fffffffu);  // signed, as vectors compare them
+  const auto rounded = (magnitude - static_cast<int32_t>(kBias) + 0x0fff + ((magnitude >> 13) & 1)) >> 13;
+  // 0.5 has the last bit that float16's subnormal numbers have, so that this addition rounds to it.
+  const auto subnormal = bit_cast<int32_t>(bit_cast<float>(magnitude) + 0.5f) - bit_cast<int32_t>(0.5f);
+  int32_t half = magnitude < 0x38800000 ? subnormal : rounded;  // below 2^-14
+  half = magnitude >= 0x477ff000 ? 0x7c00 : half;               // 65520 and more round to inf
+  half = value != value ? 0x7e00 : half;
+  return static_cast<uint16_t>(static_cast<uint32_t>(half) | ((bits >> 16) & 0x8000u));
 }
 
 // dst[i] = src[i]; `dtype`, of src, is float16 or bfloat16.

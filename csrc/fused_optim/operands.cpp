@@ -111,14 +111,14 @@ Operands::Operands(const char* op, const at::Tensor& param, const at::Tensor& gr
     if (state.tensor != nullptr) states_[k] = {state.tensor->mutable_data_ptr(), state.tensor->scalar_type()};
     ++k;
   }
-  if (encoding.given()) check_encoding(op, param, states);
+  if (encoding.given()) check_encoding(op, states);
   if (grad_list_ == nullptr) grad_ = grad.const_data_ptr();
   model_param_ = model_param.has_value() ? model_param->mutable_data_ptr() : nullptr;
   if (model_param_ != nullptr && param_dtype_ == at::kFloat) copies_ = rounded_copy_of(*model_param);
   if (copies_ != nullptr) first_copy_ = copies_->offset_of(model_param_, numel_);
 }
 
-void Operands::check_encoding(const char* op, const at::Tensor& param, std::initializer_list<State> states) {
+void Operands::check_encoding(const char* op, std::initializer_list<State> states) {
   TORCH_CHECK_TYPE(!is_double(), op, ": states of float64 parameters cannot be encoded");
   TORCH_CHECK_VALUE(encoding_.end() <= numel_, op, ": table has elements up to ", encoding_.end(), ", param has ",
                     numel_);
@@ -137,8 +137,10 @@ void Operands::check_encoding(const char* op, const at::Tensor& param, std::init
     buffer.scales = scales.mutable_data_ptr<float>();
   }
   const bool has_remainder = encoding_.remainder().has_value();
-  TORCH_CHECK_TYPE(!(has_remainder || encoding_.stochastic_param()) || param_dtype_ == at::kBFloat16, op,
-                   ": remainders and stochastic rounding are for bfloat16 parameters, got ", param.scalar_type());
+  TORCH_CHECK_TYPE(!encoding_.stochastic_param() || param_dtype_ == at::kBFloat16, op,
+                   ": stochastic rounding is for bfloat16 parameters, got ", param_dtype_);
+  TORCH_CHECK_TYPE(!has_remainder || param_dtype_ == at::kBFloat16 || param_dtype_ == at::kHalf, op,
+                   ": remainders are for bfloat16 and float16 parameters, got ", param_dtype_);
   TORCH_CHECK_VALUE(!(has_remainder && encoding_.stochastic_param()), op,
                     ": parameters with remainders are exact, and not rounded stochastically");
   if (has_remainder) {
@@ -172,7 +174,7 @@ float* Operands::param(int64_t begin, int64_t n, float* copy) const {
     return data;
   }
   if (remainder_ != nullptr) {
-    decode_remainder({narrow_param(begin), remainder_ + begin}, copy, n);
+    decode_remainder(static_cast<uint16_t*>(param_) + begin, param_dtype_, remainder_ + begin, copy, n);
     return copy;
   }
   widen(static_cast<const uint16_t*>(param_) + begin, param_dtype_, copy, n);
@@ -195,7 +197,7 @@ const BFloat16* Operands::narrow_grad(int64_t begin, int64_t n) const {
 template <>
 void Operands::write_back(int64_t begin, int64_t n, const float* param) const {
   if (remainder_ != nullptr) {
-    encode_remainder(param, {narrow_param(begin), remainder_ + begin}, n);
+    encode_remainder(param, static_cast<uint16_t*>(param_) + begin, param_dtype_, remainder_ + begin, n);
   } else if (param_dtype_ != at::kFloat) {
     narrow(param, static_cast<uint16_t*>(param_) + begin, param_dtype_, n);
   }

@@ -46,7 +46,7 @@ struct Gradient {
 // float64, else any of the other three), states (float64 beside float64, else float32), and, beside parameters that are
 // not float64, model_param (float16 or bfloat16), which gets a rounded copy of the new parameters; and grad_scale, one
 // number that gradients are divided by. Gradients may be a list of tensors, too. With an encoding states may also be
-// bfloat16, or of 8 bits with scales, and bfloat16 parameters may have remainders. Where model_param is in a watched
+// bfloat16, or of 8 bits with scales, and parameters of 16 bits may have remainders. Where model_param is in a watched
 // buffer (rounded_copy.h), parameters first take what scripts have written there.
 class Operands {
  public:
@@ -105,8 +105,9 @@ class Operands {
   const BFloat16* narrow_grad(int64_t begin, int64_t n) const;
 
   // bfloat16 parameters that are encoded, rather than rounded to nearest, and have no copy.
-  bool is_param_encoded() const {
-    return (remainder_ != nullptr || encoding_.stochastic_param()) && model_param_ == nullptr;
+  bool is_bfloat16_encoded() const {
+    const bool is_encoded = remainder_ != nullptr || encoding_.stochastic_param();
+    return is_encoded && param_dtype_ == at::kBFloat16 && model_param_ == nullptr;
   }
   BFloat16* narrow_param(int64_t begin) const { return static_cast<BFloat16*>(param_) + begin; }
   // Of parameters that have any; else null.
@@ -123,7 +124,7 @@ class Operands {
   void write_back_model(int64_t begin, int64_t n, const float* param) const;
   bool is_double() const { return param_dtype_ == at::kDouble; }
 
-  void check_encoding(const char* op, const at::Tensor& param, std::initializer_list<State> states);
+  void check_encoding(const char* op, std::initializer_list<State> states);
 
   const Encoding& encoding_;
   StateBuffer states_[kMaxStates];

@@ -291,12 +291,20 @@ void encode_state(const StateBuffer& state, int64_t at, int64_t scale, float* va
   }
 }
 
-void decode_remainder(RemainderValues<> stored, float* values, int64_t n) {
-  vectorized_wide(Copy(), stored, values, n);
+void decode_remainder(void* param, at::ScalarType dtype, int16_t* remainder, float* values, int64_t n) {
+  if (dtype == at::kHalf) {
+    vectorized_wide(Copy(), RemainderValues<Half>{static_cast<Half*>(param), remainder}, values, n);
+  } else {
+    vectorized_wide(Copy(), RemainderValues<BFloat16>{static_cast<BFloat16*>(param), remainder}, values, n);
+  }
 }
 
-void encode_remainder(const float* values, RemainderValues<> stored, int64_t n) {
-  vectorized_wide(Copy(), values, stored, n);
+void encode_remainder(const float* values, void* param, at::ScalarType dtype, int16_t* remainder, int64_t n) {
+  if (dtype == at::kHalf) {
+    vectorized_wide(Copy(), values, RemainderValues<Half>{static_cast<Half*>(param), remainder}, n);
+  } else {
+    vectorized_wide(Copy(), values, RemainderValues<BFloat16>{static_cast<BFloat16*>(param), remainder}, n);
+  }
 }
 
 void narrow_stochastically(const float* values, BFloat16* rounded, const RandomWords& random, int64_t n) {

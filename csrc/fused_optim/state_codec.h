@@ -160,46 +160,86 @@ APEX_NPU_INLINE RoundedValues<kHalf, 2 * kGroup> widened(const RoundedValues<kHa
   return {values.data, values.words};
 }
 
-// A float32 as a bfloat16, rounded to nearest with halves away from zero, and the 16 bits that it lacks.
-template <uint32_t kLength = kGroup>
+// The float32 master of a bfloat16 parameter and the 16 bits that it lacks.
+APEX_NPU_INLINE float join(BFloat16 param, int16_t remainder) {
+  const uint32_t upper = static_cast<uint32_t>(param.bits) << 16, magnitude = upper & 0x7fffffffu;
+  const auto lower = static_cast<uint32_t>(static_cast<int32_t>(remainder));
+  // A script may have written the parameter: a remainder that would make 0, inf or nan something else belongs to another
+  // value.
+  const uint32_t stale = mask_of(magnitude + lower > kFloatInf);  // or below 0, which is far above
+  return bit_cast<float>(upper + (lower & ~stale));
+}
+
+// The largest remainder of a float16: half of its last bit. This is a tie, which is for even numbers; for odd ones, the
+// next float32 below it.
+APEX_NPU_INLINE int32_t largest_remainder(int32_t magnitude) {
+  const int32_t odd = -(magnitude & 1);
+  return 0x4000 - (odd & (1 + static_cast<int32_t>(magnitude >= 0x200) + 2 * static_cast<int32_t>(magnitude >= 0x400)));
+}
+
+// Likewise of a float16 parameter: the remainder is in units of ulp(param) * 2^-15, and clamped to what rounds to it.
+APEX_NPU_INLINE float join(Half param, int16_t remainder) {
+  const auto magnitude = static_cast<int32_t>(param.bits & 0x7fffu);
+  const int32_t exponent = std::max(magnitude >> 10, 1), outward = largest_remainder(magnitude);
+  const bool is_power = (magnitude & 0x3ff) == 0 && magnitude > 0x0400;
+  const int32_t inward = is_power ? 0x2000 : outward, negative = -static_cast<int32_t>(param.bits >> 15);
+  const int32_t away = std::min(std::max((remainder ^ negative) - negative, -inward), outward);
+  const int32_t units = away & -static_cast<int32_t>(magnitude < 0x7c00);
+  const float unit = bit_cast<float>((exponent + 87) << 23);
+  const float master = from_half(static_cast<uint16_t>(magnitude)) + static_cast<float>(units) * unit;
+  return bit_cast<float>(bit_cast<uint32_t>(master) ^ (static_cast<uint32_t>(negative) << 31));
+}
+
+// Rounds `value` to bfloat16, to nearest with halves away from zero; what it lacks is the remainder.
+APEX_NPU_INLINE void split(float value, BFloat16* param, int16_t* remainder) {
+  const uint32_t nan = mask_of(value != value);
+  const uint32_t kept = (bit_cast<uint32_t>(value) | (nan & 0x00400000u)) & ~(nan & 0xffffu);
+  param->bits = static_cast<uint16_t>((kept + 0x8000u) >> 16);
+  *remainder = static_cast<int16_t>(kept);
+}
+
+// Likewise to float16, ties to even.
+APEX_NPU_INLINE void split(float value, Half* param, int16_t* remainder) {
+  const uint16_t half = to_half(value);
+  const auto magnitude = static_cast<int32_t>(half & 0x7fffu);
+  const int32_t exponent = std::max(magnitude >> 10, 1);
+  const float units = (value - from_half(half)) * bit_cast<float>((167 - exponent) << 23);
+  // The addition rounds to a whole number, which is then in the last bits.
+  const int32_t rounded = bit_cast<int32_t>(units + 0x1.8p23f) - bit_cast<int32_t>(0x1.8p23f);
+  const int32_t largest = largest_remainder(magnitude);
+  const int32_t kept = std::min(std::max(rounded, -largest), largest);
+  param->bits = half;
+  *remainder = static_cast<int16_t>(kept & -static_cast<int32_t>(magnitude < 0x7c00));
+}
+
+// float32 masters, as parameters of 16 bits and remainders.
+template <typename Param, uint32_t kLength = kGroup>
 struct RemainderValues {
   static constexpr uint32_t kLine = kLength;
 
-  BFloat16* rounded;
+  Param* param;
   int16_t* remainder;
 
   struct Reference {
-    BFloat16* rounded;
+    Param* param;
     int16_t* remainder;
 
-    APEX_NPU_INLINE operator float() const {
-      const uint32_t upper = static_cast<uint32_t>(rounded->bits) << 16, magnitude = upper & 0x7fffffffu;
-      const auto lower = static_cast<uint32_t>(static_cast<int32_t>(*remainder));
-      // What a script has written to the parameter is the truth: a remainder that would make 0, inf or nan something
-      // else belongs to another value, and is none.
-      const uint32_t stale = mask_of(magnitude + lower > kFloatInf);  // or below 0, which is far above
-      return bit_cast<float>(upper + (lower & ~stale));
-    }
-
-    APEX_NPU_INLINE void operator=(float value) const {
-      const uint32_t nan = mask_of(value != value);
-      const uint32_t kept = (bit_cast<uint32_t>(value) | (nan & 0x00400000u)) & ~(nan & 0xffffu);
-      rounded->bits = static_cast<uint16_t>((kept + 0x8000u) >> 16);
-      *remainder = static_cast<int16_t>(kept);
-    }
+    APEX_NPU_INLINE operator float() const { return join(*param, *remainder); }
+    APEX_NPU_INLINE void operator=(float value) const { split(value, param, remainder); }
   };
 
-  APEX_NPU_INLINE Reference operator[](int64_t i) const { return {rounded + i, remainder + i}; }
+  APEX_NPU_INLINE Reference operator[](int64_t i) const { return {param + i, remainder + i}; }
 };
 
-template <uint32_t count, uint32_t kLength>
-APEX_NPU_INLINE void prefetch(const RemainderValues<kLength>& values, int64_t at) {
-  prefetch<count>(values.rounded, at);
+template <uint32_t count, typename Param, uint32_t kLength>
+APEX_NPU_INLINE void prefetch(const RemainderValues<Param, kLength>& values, int64_t at) {
+  prefetch<count>(values.param, at);
   prefetch<count>(values.remainder, at);
 }
 
-APEX_NPU_INLINE RemainderValues<2 * kGroup> widened(const RemainderValues<>& values) {
-  return {values.rounded, values.remainder};
+template <typename Param>
+APEX_NPU_INLINE RemainderValues<Param, 2 * kGroup> widened(const RemainderValues<Param>& values) {
+  return {values.param, values.remainder};
 }
 
 // The states of a rule, in the order of its operands; null where there is none.
@@ -248,8 +288,9 @@ void decode_state(const StateBuffer& state, int64_t at, int64_t scale, float* va
 void encode_state(const StateBuffer& state, int64_t at, int64_t scale, float* values, const RandomWords& random,
                   int half, int64_t n);
 
-void decode_remainder(RemainderValues<> stored, float* values, int64_t n);
-void encode_remainder(const float* values, RemainderValues<> stored, int64_t n);
+// n masters from, or to, parameters of `dtype` (bfloat16 or float16) and their remainders.
+void decode_remainder(void* param, at::ScalarType dtype, int16_t* remainder, float* values, int64_t n);
+void encode_remainder(const float* values, void* param, at::ScalarType dtype, int16_t* remainder, int64_t n);
 
 void narrow_stochastically(const float* values, BFloat16* rounded, const RandomWords& random, int64_t n);
 

@@ -261,6 +261,7 @@ def results():
     for kept in ((BF16, BF16), (torch.int8, torch.uint8), (torch.int8, BF16)):
         yield from encoded_results(numel, F32, kept)
         yield from encoded_results(numel, BF16, kept, has_remainder=True)
+        yield from encoded_results(numel, F16, kept, has_remainder=True)
         yield from encoded_results(numel, BF16, kept, stochastic_param=True)
 
 

@@ -64,12 +64,12 @@ class Call:
         self.segments = [Segment(begin, length, position, scale) for (begin, length), position, scale in pairs]
         self.encoding = RunEncoding(self.segments)
         self.encoding.count = count
-        dtype = torch.float32 if param_format is None else torch.bfloat16
+        dtype = {None: torch.float32, "float16 remainder": torch.float16}.get(param_format, torch.bfloat16)
         param, grad, *states = operands(op, NUMEL, dtype, without=without)
         generator = torch.Generator().manual_seed(seed)
         grad = grad.float().mul(torch.exp(3 * torch.randn(NUMEL, generator=generator))).to(dtype)
-        if param_format == "remainder":
-            param, remainder = encode_remainder(torch.randn(NUMEL, generator=generator))
+        if param_format in ("remainder", "float16 remainder"):
+            param, remainder = encode_remainder(torch.randn(NUMEL, generator=generator), dtype)
             self.encoding.remainder = remainder.to(DEVICE)
         self.encoding.stochastic_param = param_format == "stochastic"
         self.param, self.grad = param.to(DEVICE), grad.to(DEVICE)
@@ -154,7 +154,7 @@ def counted(monkeypatch):
 
 
 FORMATS = [[torch.bfloat16], [torch.int8], [torch.bfloat16, torch.float32, torch.int8]]
-PARAM_FORMATS = [None, "remainder", "stochastic"]
+PARAM_FORMATS = [None, "remainder", "float16 remainder", "stochastic"]
 PLACES = [ALIGNED, ANYWHERE]
 COMBINED = list(itertools.product(FORMATS, PARAM_FORMATS, PLACES))
 
@@ -210,7 +210,7 @@ def test_blocks_of_any_magnitude(dtype):
 def test_codes_and_remainders_are_kept_where_nothing_moves():
     """A step that changes nothing encodes what it has decoded."""
     still = {**OPTIONS["adam_"], "lr": 0.0, "beta1": 1.0, "beta2": 1.0, "bias_correction": False, "weight_decay": 0.0}
-    for param_format in ("remainder", "stochastic"):
+    for param_format in PARAM_FORMATS[1:]:
         call = Call("adam_", [torch.bfloat16], param_format, without=(4,))
         assert all(map(torch.equal, call.bits(), call.step(still, apart=False)))
 

@@ -121,7 +121,7 @@ def test_remainders_are_exact():
     upper = torch.arange(-(2**15), 2**15).to(torch.int16)
     for lower in (0, 1, 0x7FFF, -0x8000, -0x7FFF, -1):
         master = torch.stack([torch.full_like(upper, lower), upper], 1).view(torch.float32).flatten()
-        rounded, remainder = encode_remainder(master)
+        rounded, remainder = encode_remainder(master, torch.bfloat16)
         again = decode_remainder(rounded, remainder)
         is_nan = master.isnan()
         assert torch.equal(again[~is_nan].view(torch.int32), master[~is_nan].view(torch.int32))
@@ -145,6 +145,70 @@ def test_a_stale_remainder_makes_nothing_else_of_what_a_script_has_written():
             assert torch.equal(master[2**15 :], written[2**15 :].float())  # whose remainder is not negative
 
 
+def steps_that_change_nothing(param, remainder):
+    """What the kernel of the device makes of ``param`` and ``remainder`` as it reads and writes them."""
+    encoding = RunEncoding([Segment(0, param.numel(), 0, 0)])
+    param, encoding.remainder = param.to(DEVICE, copy=True), remainder.to(DEVICE, copy=True)
+    sgd_(param, torch.zeros_like(param), None, encoding, lr=0.0, **{**STILL, "momentum": 0.0})
+    return param.cpu(), encoding.remainder.cpu()
+
+
+def test_remainders_of_float16_are_exact_from_two_to_the_minus_16_on():
+    """In float64: ties of float16 and their neighbours, powers of two, and random magnitudes in each binade."""
+    generator = torch.Generator().manual_seed(0)
+    halves = torch.arange(0x7C00).to(torch.int16).view(torch.float16)
+    middles = (halves[1:].double() + halves[:-1].double()).float() / 2
+    exponents = torch.arange(-40, 16).repeat_interleave(4096)
+    random = torch.ldexp(1 + torch.rand(exponents.numel(), generator=generator), exponents)
+    masters = torch.cat([halves.float(), middles, random])
+    masters = torch.cat([masters, masters.nextafter(torch.tensor(0.0)), masters.nextafter(torch.tensor(1e9))])
+    masters = torch.cat([masters, -masters])
+    masters = masters[masters.abs() < 65520.0]
+    rounded, remainder = encode_remainder(masters, torch.float16)
+    assert torch.equal(rounded.view(torch.int16), masters.half().view(torch.int16))
+    assert remainder.to(torch.int32).abs().max() <= 2**14
+    again, error = decode_remainder(rounded, remainder), masters.double()
+    error = (again.double() - error).abs()
+    assert not error[masters.abs() >= 2.0**-16].any()
+    assert error.max() <= 2.0**-39
+    kept = steps_that_change_nothing(rounded, remainder)
+    assert torch.equal(kept[0].view(torch.int16), rounded.view(torch.int16))
+    assert torch.equal(kept[1], remainder)
+
+
+def test_a_float16_that_a_script_has_written_stays_whatever_its_remainder_is():
+    written = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)
+    is_nan = written.isnan()
+    for stale in (
+        -(2**15),
+        -(2**14) - 1,
+        -(2**14),
+        -(2**13) - 1,
+        -1,
+        0,
+        1,
+        2**13,
+        2**13 + 1,
+        2**14 - 1,
+        2**14,
+        2**15 - 1,
+    ):
+        remainder = torch.full(written.shape, stale, dtype=torch.int16)
+        master = decode_remainder(written, remainder)
+        assert torch.equal(master.half()[~is_nan], written[~is_nan])
+        assert master[is_nan].isnan().all()
+        kept, _ = steps_that_change_nothing(written, remainder)
+        assert torch.equal(kept[~is_nan], written[~is_nan])
+        assert kept[is_nan].isnan().all()
+
+
+@pytest.mark.parametrize("value", [65520.0, 1e30, float("inf"), -float("inf"), float("nan")])
+def test_what_is_too_large_for_float16_is_inf(value):
+    rounded, remainder = encode_remainder(torch.tensor([value]), torch.float16)
+    assert torch.equal(rounded, torch.tensor([value]).half()) or rounded.isnan() == (value != value)
+    assert not remainder.any()
+
+
 @pytest.mark.slow
 def test_remainders_are_exact_in_each_stretch_of_float32():
     upper = torch.arange(-(2**15), 2**15).to(torch.int16)
@@ -152,16 +216,13 @@ def test_remainders_are_exact_in_each_stretch_of_float32():
         lower = torch.arange(first, first + 2**6).to(torch.int16)
         pairs = torch.stack(torch.broadcast_tensors(lower[None, :], upper[:, None]), -1)
         master = pairs.contiguous().view(torch.float32).flatten()
-        rounded, remainder = encode_remainder(master)
+        rounded, remainder = encode_remainder(master, torch.bfloat16)
         again, is_nan = decode_remainder(rounded, remainder), master.isnan()
         assert torch.equal(again[~is_nan].view(torch.int32), master[~is_nan].view(torch.int32))
         assert again[is_nan].isnan().all()
-        # A step that changes nothing, by the kernel of the device.
-        encoding = RunEncoding([Segment(0, rounded.numel(), 0, 0)])
-        encoding.remainder, kept = remainder.clone(), rounded.clone()
-        sgd_(kept, torch.zeros_like(kept), None, encoding, lr=0.0, **{**STILL, "momentum": 0.0})
+        kept, kept_remainder = steps_that_change_nothing(rounded, remainder)
         assert torch.equal(kept.view(torch.int16)[~is_nan], rounded.view(torch.int16)[~is_nan])
-        assert torch.equal(encoding.remainder[~is_nan], remainder[~is_nan])
+        assert torch.equal(kept_remainder[~is_nan], remainder[~is_nan])
         assert kept[is_nan].isnan().all()
 
 
@@ -441,15 +502,16 @@ def test_the_bits_do_not_depend_on_threads_or_on_what_else_is_fused(state_dtype)
 # Parameters
 
 
-def test_remainders_are_masters_in_two_bytes():
-    mastered, _ = train(optimizers.FusedAdam, {}, dtype=torch.bfloat16, master_weights=True)
-    optimizer, same = train(optimizers.FusedAdam, {}, dtype=torch.bfloat16, store_param_remainders=True)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_remainders_are_masters_in_two_bytes(dtype):
+    mastered, _ = train(optimizers.FusedAdam, {}, dtype=dtype, master_weights=True)
+    optimizer, same = train(optimizers.FusedAdam, {}, dtype=dtype, store_param_remainders=True)
     for expected, kept in zip(values_of(mastered), values_of(optimizer), strict=True):
         # In pure torch a step with bfloat16 gradients, as those masters have, rounds otherwise in the last bit.
         rtol = 1e-6 if extension is None and DEVICE.type == "cpu" else 0
         torch.testing.assert_close(kept["master_param"], expected["master_param"], rtol=rtol, atol=rtol)
     for p, kept in zip(same, values_of(optimizer), strict=True):
-        assert torch.equal(p.detach().cpu(), encode_remainder(kept["master_param"].cpu())[0])
+        assert torch.equal(p.detach().cpu(), encode_remainder(kept["master_param"].cpu(), p.dtype)[0])
     resumed_params = [nn.Parameter(torch.zeros_like(p)) for p in same]  # which the masters are loaded into, too
     resumed = optimizers.FusedAdam(resumed_params, lr=1e-2, store_param_remainders=True)
     resumed.load_state_dict(optimizer.state_dict())
@@ -460,8 +522,9 @@ def test_remainders_are_masters_in_two_bytes():
         assert torch.equal(p, q)
 
 
-def test_what_a_script_writes_to_parameters_with_remainders_is_the_truth():
-    optimizer, params = train(optimizers.FusedAdam, {}, dtype=torch.bfloat16, store_param_remainders=True)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_a_script_writes_to_parameters_with_remainders_is_the_truth(dtype):
+    optimizer, params = train(optimizers.FusedAdam, {}, dtype=dtype, store_param_remainders=True)
     with torch.no_grad():
         params[0].fill_(3.0)
     params[1].data = torch.ones_like(params[1])  # in other memory
@@ -473,13 +536,14 @@ def test_what_a_script_writes_to_parameters_with_remainders_is_the_truth():
     assert torch.equal(params[1], torch.ones_like(params[1]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["loaded", "deepcopied", "pickled"])
-def test_what_is_written_after_masters_have_been_loaded_or_copied_counts(kind):
-    optimizer, params = train(optimizers.FusedAdam, {}, dtype=torch.bfloat16, store_param_remainders=True)
+def test_what_is_written_after_masters_have_been_loaded_or_copied_counts(kind, dtype):
+    optimizer, params = train(optimizers.FusedAdam, {}, dtype=dtype, store_param_remainders=True)
     expected = values_of(optimizer)
     if kind == "loaded":
         params = [nn.Parameter(torch.zeros_like(p)) for p in params]
-        params[1] = nn.Parameter(torch.zeros(2 * len(params[1]), dtype=torch.bfloat16, device=DEVICE)[::2])  # with gaps
+        params[1] = nn.Parameter(torch.zeros(2 * len(params[1]), dtype=dtype, device=DEVICE)[::2])  # with gaps
         loaded = optimizers.FusedAdam(params, lr=1e-2, store_param_remainders=True)
         loaded.load_state_dict(optimizer.state_dict())
         optimizer = loaded
@@ -492,7 +556,7 @@ def test_what_is_written_after_masters_have_been_loaded_or_copied_counts(kind):
         optimizer = torch.load(file, weights_only=False)
     params = params_of(optimizer)
     for p, kept in zip(params, expected, strict=True):
-        assert torch.equal(p.detach().cpu(), encode_remainder(kept["master_param"].cpu())[0])
+        assert torch.equal(p.detach().cpu(), encode_remainder(kept["master_param"].cpu(), p.dtype)[0])
     with torch.no_grad():
         params[0].fill_(3.0)
     set_grads(params, 4, scale=0.0)
@@ -509,7 +573,7 @@ def test_a_state_dict_has_masters_of_what_has_been_written_to_other_memory():
     params[0].data = torch.full_like(params[0], 3.0)
     params[2].data = params[2].data.contiguous()
     saved = values_of(optimizer)
-    assert torch.equal(encode_remainder(saved[0]["master_param"].cpu())[0], params[0].detach().cpu())
+    assert torch.equal(encode_remainder(saved[0]["master_param"].cpu(), torch.bfloat16)[0], params[0].detach().cpu())
     for i in (1, 2):
         assert torch.equal(saved[i]["master_param"], expected[i]["master_param"])
 
@@ -973,8 +1037,6 @@ def test_the_format_is_not_changed_by_assignment():
 def test_parameters_without_such_states_are_refused():
     with pytest.raises(TypeError, match=r"is torch.float64, whose states are kept in torch.float64"):
         optimizers.NpuFusedAdam([nn.Parameter(torch.zeros(2, dtype=torch.float64))], state_dtype="int8")
-    with pytest.raises(TypeError, match="is float16: store_param_remainders is for bfloat16"):
-        optimizers.FusedAdam([nn.Parameter(torch.zeros(2, dtype=torch.float16))], store_param_remainders=True)
     with pytest.raises(ValueError, match="pass state_dtype, or exp_avg_dtype and exp_avg_sq_dtype"):
         optimizers.FusedAdam(make_params(), exp_avg_dtype=torch.bfloat16, state_dtype="int8")
     with pytest.raises(ValueError, match=r"master_weight_dtype must be torch\.float32, got torch\.float16"):

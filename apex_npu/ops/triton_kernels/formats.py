@@ -44,7 +44,7 @@ class Encoding(NamedTuple):
             first in its parameter; the position of that among all parameters of the optimizer; the index of its first
             scale.
         step: Its number, where only the device has it; else None, and the kernel is given it.
-        remainder: Of bfloat16 parameters that have any.
+        remainder: Of bfloat16 or float16 parameters, if these have any.
         scales: For each state of the rule the scales of an 8-bit one.
         rows: ``Chunks.rows``, where gradients are listed.
         addresses: int64: see ``grad_lists.Addresses``.
@@ -156,16 +156,57 @@ def load_decayed(
 
 @triton.jit
 def load_param(param, encoding, offsets, mask, DTYPE: tl.constexpr):
-    """The parameters, or the masters that these are the upper halves of."""
+    """The parameters, or the masters that remainders make of them."""
     p = tl.load(param + offsets, mask=mask, other=0.0)
     if encoding.remainder is None:
         return p.to(DTYPE)
     else:
-        upper = p.to(tl.int16, bitcast=True).to(tl.int32)
-        lower = tl.load(encoding.remainder + offsets, mask=mask, other=0).to(tl.int32)
-        magnitude = upper & 0x7FFF
-        stale = (magnitude > 0x7F80) | ((magnitude == 0) & (lower < 0)) | ((magnitude == 0x7F80) & (lower > 0))
-        return ((upper << 16) + tl.where(stale, 0, lower)).to(tl.float32, bitcast=True)
+        remainder = tl.load(encoding.remainder + offsets, mask=mask, other=0).to(tl.int32)
+        return join(p, remainder)
+
+
+@triton.jit
+def join(param, remainder):
+    """The float32 masters of bfloat16 or float16 parameters."""
+    bits = param.to(tl.int16, bitcast=True).to(tl.int32)
+    magnitude = bits & 0x7FFF
+    if param.dtype == tl.bfloat16:
+        stale = (magnitude > 0x7F80) | ((magnitude == 0) & (remainder < 0)) | ((magnitude == 0x7F80) & (remainder > 0))
+        return ((bits << 16) + tl.where(stale, 0, remainder)).to(tl.float32, bitcast=True)
+    else:
+        outward = largest_remainder(magnitude)
+        inward = tl.where(((magnitude & 0x3FF) == 0) & (magnitude > 0x400), 0x2000, outward)
+        away = tl.minimum(tl.maximum(tl.where(bits < 0, -remainder, remainder), -inward), outward)
+        away = tl.where(magnitude < 0x7C00, away, 0)
+        unit = ((tl.maximum(magnitude >> 10, 1) + 87) << 23).to(tl.float32, bitcast=True)
+        master = tl.abs(param).to(tl.float32) + away.to(tl.float32) * unit
+        return tl.where(bits < 0, -master, master)
+
+
+@triton.jit
+def largest_remainder(magnitude):
+    """Of a float16 with these bits, see ``state_codec.py``."""
+    below_tie = tl.where(magnitude >= 0x400, 4, tl.where(magnitude >= 0x200, 2, 1))
+    return 0x4000 - tl.where((magnitude & 1) != 0, below_tie, 0)
+
+
+@triton.jit
+def split(value, DTYPE: tl.constexpr):
+    """Parameters of DTYPE, bfloat16 or float16, and their remainders."""
+    if tl.bfloat16 == DTYPE:
+        bits = value.to(tl.uint32, bitcast=True)
+        bits = tl.where(value != value, (bits | _QUIET) & 0xFFFF0000, bits)
+        param = ((bits + 0x8000) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        return param, bits.to(tl.uint16).to(tl.int16, bitcast=True)
+    else:
+        param = value.to(tl.float16)
+        magnitude = param.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
+        per_unit = ((167 - tl.maximum(magnitude >> 10, 1)) << 23).to(tl.float32, bitcast=True)
+        # The addition of 1.5 · 2²³ rounds to a whole number, which is then in the last bits.
+        rounded = ((value - param.to(tl.float32)) * per_unit + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+        largest = largest_remainder(magnitude)
+        rounded = tl.minimum(tl.maximum(rounded, -largest), largest)
+        return param, tl.where(magnitude < 0x7C00, rounded, 0).to(tl.int16)
 
 
 @triton.jit
@@ -190,11 +231,9 @@ def store_param(
     elif encoding.remainder is None:
         tl.store(param + offsets, value.to(param.dtype.element_ty), mask=mask)
     else:
-        bits = value.to(tl.uint32, bitcast=True)
-        bits = tl.where(value != value, (bits | _QUIET) & 0xFFFF0000, bits)
-        rounded = ((bits + 0x8000) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        rounded, remainder = split(value, param.dtype.element_ty)
         tl.store(param + offsets, rounded, mask=mask)
-        tl.store(encoding.remainder + offsets, bits.to(tl.uint16).to(tl.int16, bitcast=True), mask=mask)
+        tl.store(encoding.remainder + offsets, remainder, mask=mask)
     if model_param is not None:
         tl.store(model_param + offsets, value.to(model_param.dtype.element_ty), mask=mask)
 
