@@ -13,10 +13,12 @@ from torch.optim import Optimizer
 
 from apex_npu.amp.block import Block, BlockPart, DelayingBlock
 from apex_npu.amp.data_parallel import DataParallel, GradSync, LocalGrads, Reduction, agree_on_overflow
+from apex_npu.amp.grad_groups import GradGroup
+from apex_npu.amp.master_grads import MasterGradGroup
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
 from apex_npu.amp.session import require
 from apex_npu.backends import for_device
-from apex_npu.distributed.torch_ddp import LocalBackward
+from apex_npu.distributed.torch_ddp import LocalBackward, rebuild_buckets
 
 
 @contextmanager
@@ -153,6 +155,35 @@ def _device(block: Block, device_type: str | None) -> torch.device:
     if device_type is not None and all(group.device.type != device_type for group in block.groups):
         return torch.device(device_type)  # not the CPU that parameters are offloaded to
     return block.groups[0].device if block.groups else torch.device("cpu")
+
+
+class BucketViews(BlockPart):
+    """DistributedDataParallel leaves gradients in its buckets (``gradient_as_bucket_view``), which it writes again."""
+
+    def __init__(self, ddps: Sequence[Any], groups: Sequence[GradGroup]) -> None:
+        """``ddps``: around models of the block, whose gradients are in ``groups``."""
+        self._ddps = ddps
+        self._copying = [group for group in groups if isinstance(group, MasterGradGroup)]
+
+    def begun(self, block: Block) -> None:
+        for group in self._copying:
+            group.begin_in_buckets()
+
+    def before_unscale(self, block: Block) -> None:
+        self._rebuild()
+        for group in self._copying:
+            group.end_in_buckets()
+
+    def drops(self, block: Block, error: BaseException) -> bool:
+        if isinstance(error, Exception):
+            self._rebuild()
+        for group in self._copying:
+            group.copied.restore_put_aside(ended=False)
+        return False
+
+    def _rebuild(self) -> None:
+        for ddp in self._ddps:
+            rebuild_buckets(ddp)
 
 
 class UnknownAverages(BlockPart):

@@ -87,6 +87,7 @@ class CopiedGrads:
         self.kept: set[int] = set()
         self.alike: set[int] = set()
         self.stepped = self.replaceable = False
+        self._saved: dict[int, tuple[Tensor, Tensor]] = {}  # of what is aside, and a backward writes: it, and a copy
 
     def note(self) -> None:
         """Record that all gradients that are there now have been copied."""
@@ -182,6 +183,21 @@ class CopiedGrads:
             self._model_params[i].grad = self.grads[i]
         return absent
 
+    def save_put_aside(self) -> None:
+        """Copy what has been put aside: the next backward writes to its memory."""
+        absent = _absent(grads_of(self._model_params)) if self.grads else set()
+        self._saved = {i: (grad, grad.detach().clone()) for i in absent if (grad := self.grads[i]) is not None}
+
+    def restore_put_aside(self, *, ended: bool) -> None:
+        """After that backward, which has ``ended``, or failed: give it the values that were saved."""
+        now = grads_of(self._model_params)
+        for i, (grad, saved) in self._saved.items():
+            if ended and now[i] is not None:
+                self.grads[i] = saved
+            else:
+                grad.data.copy_(saved)
+        self._saved = {}
+
     def forget_kept(self) -> None:
         """Record that what was ``kept`` has been put back without having been copied."""
         for i in self.kept - self.zeros:
@@ -193,7 +209,7 @@ class CopiedGrads:
         now = grads_of(self._model_params)
         aside = {i: known for i in _absent(now) if (known := (self.grads or self._none)[i]) is not None}
         if aside:
-            torch._foreach_zero_(list(aside.values()))
+            torch._foreach_zero_([*aside.values(), *(saved for _, saved in self._saved.values())])
         for i, grad in aside.items():
             now[i] = grad
         self._set(now)
@@ -293,6 +309,22 @@ class MasterGradGroup(GradGroup):
         if self.copied.kept:
             self._add_kept(self.kept_scale)
         self.copied.note_delayed()
+
+    def begin_in_buckets(self) -> None:
+        """Before a backward that writes buckets: copy what masters share with them, and what has been put aside."""
+        self.materialize_grads()
+        self.copied.save_put_aside()
+
+    def end_in_buckets(self) -> None:
+        """After it: replace views of buckets by other tensors in the same memory.
+
+        DistributedDataParallel gives a parameter the same view after each backward, and all views of a bucket count
+        writes together. New tensors tell gradients of one backward from those of another.
+        """
+        self.copied.restore_put_aside(ended=True)
+        for param in self._model_params:
+            if param.grad is not None:
+                param.grad = param.grad.data
 
     @torch.no_grad()
     def scale_sources_(self, factor: float) -> None:

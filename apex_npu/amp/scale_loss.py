@@ -28,7 +28,7 @@ from apex_npu.amp.block import (
 )
 from apex_npu.amp.capture import check_block
 from apex_npu.amp.fused_unscale import DeferringBlock, check_fusible, unpack_others
-from apex_npu.amp.grad_sync import Agreement, UnknownAverages
+from apex_npu.amp.grad_sync import Agreement, BucketViews, UnknownAverages
 from apex_npu.amp.loss_graph import FirstLook
 from apex_npu.amp.master_params import MasterParams
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, adopted_inside, inner_optimizer
@@ -36,7 +36,7 @@ from apex_npu.amp.session import Session, require, settings
 from apex_npu.amp.sharding import HeldBack
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo, torch_profiler
-from apex_npu.distributed.torch_ddp import ddps_of, may_keep_grads
+from apex_npu.distributed.torch_ddp import ddps_of, may_keep_grads, with_bucket_views
 from apex_npu.fusion.shards import groups_over
 from apex_npu.ops import LOW_PRECISION
 
@@ -216,6 +216,9 @@ def _special_block(args: BlockArgs, loss: Tensor, given: Any, delay: Delay | Non
         parts.append(FirstLook(session, loss))
     if ddps:
         parts.append(UnknownAverages(ddps))
+    views = _with_bucket_views(session, work)
+    if views:
+        parts.append(BucketViews(views, [group for _, groups in work for group in groups]))
     meshes = list(dict.fromkeys(mesh for state in states for mesh in state.grads.meshes))
     held = session.held if meshes and not ddps else None
     if held is not None:
@@ -246,6 +249,14 @@ def _may_keep_grads(session: Session, work: Work) -> list[Any]:
     """The DistributedDataParallel instances that may not average what this block's backward gives."""
     known = may_keep_grads(session.ddps) if session.ddps else []
     if not known or any(state.sync is not None for state, _ in work):
+        return []
+    return ddps_of(known, [source for _, groups in work for group in groups for source in group.sources])
+
+
+def _with_bucket_views(session: Session, work: Work) -> list[Any]:
+    """The DistributedDataParallel instances whose buckets have gradients that are looked at again after this block."""
+    known = with_bucket_views(session.ddps) if session.ddps else []
+    if not known or not any(state.masters.masters or state.pending is not None for state, _ in work):
         return []
     return ddps_of(known, [source for _, groups in work for group in groups for source in group.sources])
 

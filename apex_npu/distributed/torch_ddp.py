@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -134,6 +135,23 @@ def may_keep_grads(known: KnownDDPs) -> KnownDDPs:
         return bool(ddp.require_backward_grad_sync and ddp.require_forward_param_sync)
 
     return [ref for ref in known if (ddp := ref()) is not None and hasattr(ddp, "reducer") and not averages(ddp)]
+
+
+def with_bucket_views(known: KnownDDPs) -> KnownDDPs:
+    """Those of ``known`` that leave gradients in their buckets."""
+    return [ref for ref in known if (ddp := ref()) is not None and getattr(ddp, "gradient_as_bucket_view", False)]
+
+
+def rebuild_buckets(ddp: Any) -> None:
+    """Have ``ddp`` build its buckets again now, and not in its next forward.
+
+    It does so once, in the order of the gradients of a backward, and gives parameters other gradients of the same
+    values. Between two blocks these could not be told from those of a backward.
+    """
+    # In join() a process without data does what the others do in their forward, at that place.
+    if not ddp._join_config.enable:
+        with suppress(RuntimeError):  # a reduction has not ended: the next forward says so
+            ddp.reducer._rebuild_buckets()
 
 
 class LocalBackward:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from devices import DEVICE
 from interrupting import Interrupt
 from small_programs import (
+    KINDS,
     WITH_MASTERS,
     Weights,
     assert_values,
@@ -381,6 +382,65 @@ def two_wrappers_of_one_optimizer(level, kind):
             assert_values(one, *expected)
     assert len(refusals) == 1
     assert "no_sync()" in refusals[0]
+
+
+@check(*itertools.product(WITH_MASTERS, KINDS), ("O0", "fuse_unscale"), ("O1", "fuse_unscale"))
+def gradients_in_buckets(level, kind):
+    """What one backward leaves in buckets counts once and unscaled, though another one writes there; no warning."""
+    x = own_input(dist.get_rank())
+    scale = {"loss_scale": "dynamic", "dynamic_init_scale": 64.0}
+    moved, moved_alone, texts, shown = [], [], [], []
+
+    def block(wrapped, optimizer, only=None, error=None):
+        with amp.scale_loss(wrapped(x, only), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            if error is not None:
+                raise error
+
+    def programs(model, wrapped, optimizer):
+        """Each with the number of its average gradients, which all are 2."""
+        yield [functools.partial(optimizer.zero_grad, set_to_none=False)], 1, "block"
+        yield [functools.partial(optimizer.zero_grad, set_to_none=False)], 1, "block"
+        yield [optimizer.zero_grad, lambda: wrapped(x).backward()], 2, "block"
+        yield [optimizer.zero_grad, lambda: block(wrapped, optimizer)], 2, "block"
+        if level in WITH_MASTERS:
+            yield [optimizer.zero_grad, lambda: block(wrapped, optimizer)], 1, "failure"
+            yield [], 1, "block"  # a step has taken what is there
+            yield [model.zero_grad, lambda: wrapped(x).backward()], 2, "block"
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # In the first forward after the first backward buckets are laid out again, but for those of the last.
+        for first, options in ((0, {}), (3, {}), (3, {"static_graph": True}), (0, {"find_unused_parameters": True})):
+            model, optimizer = start(Weights(100.0), kind=kind, level=level, **scale)
+            wrapped = DDP(model, gradient_as_bucket_view=True, **options)
+            listed = list(programs(model, wrapped, optimizer))
+            for before, count, last in listed[first:] + listed[:first]:
+                weight = values(model.parameters())[0]
+                for action in before:
+                    action()
+                if last == "block":
+                    block(wrapped, optimizer)
+                else:
+                    with pytest.raises(ZeroDivisionError):
+                        block(wrapped, optimizer, error=ZeroDivisionError())
+                optimizer.step()
+                moved.append((weight - values(model.parameters())[0], 2.0 * count))
+            amp.shutdown()
+        model, optimizer = start(Weights(100.0, 200.0), kind=kind, level=level, **scale)
+        wrapped = DDP(model, gradient_as_bucket_view=True, find_unused_parameters=True)
+        block(wrapped, optimizer)
+        (before,) = values([model.w[1].grad])
+        block(wrapped, optimizer, only=[0])
+        shown = [before, *values([model.w[1].grad])]
+        optimizer.step()
+        moved_alone = values(model.parameters())
+    texts = [str(warning.message) for warning in caught if "find_unused" not in str(warning.message)]
+    for found, expected in moved:
+        assert_values([found], expected)
+    assert_values(moved_alone, 96.0, 198.0)
+    assert torch.equal(*shown)
+    assert not texts
 
 
 def pickled(objects):
