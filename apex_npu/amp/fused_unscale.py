@@ -124,6 +124,7 @@ class DeferringBlock(DelayingBlock):
             return
         for group in groups:
             group.abandon_block(1.0)
+        state.pending.scaled = ScaledGrads(groups)
         self._end_abandoned(state)
 
 

@@ -295,6 +295,21 @@ def test_blocks_alone_leave_gradients_scaled(clear):
             clear(model, optimizer)
 
 
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_a_block_that_fails_leaves_gradients_scaled(level):
+    model, optimizer = make(level, optimizers.NpuFusedSGD, loss_scale=64.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        backward(model, optimizer, 0)
+        optimizer.step()
+        model.zero_grad()
+        loss = model(torch.ones(8, 6, device=DEVICE)).float().sum()
+        with pytest.raises(ZeroDivisionError), amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+            raise ZeroDivisionError
+        backward(model, optimizer, 1)
+
+
 @pytest.mark.parametrize("way", ["prepared", "declared"])
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_manually_scaled_backwards_are_added_to_scaled_gradients(level, way):
