@@ -271,6 +271,14 @@ class AmpOptimizerMixin(OptimizerAccessors):
         if made and session is not None:
             session.register(self, state)
 
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a state dict, as the optimizer's own does; all processes have the remainders that it loads."""
+        result = super().load_state_dict(*args, **kwargs)
+        masters = self._amp_state.masters
+        if not masters.masters:
+            masters.own_values = []
+        return result
+
     def join_hook(self, **kwargs: Any) -> Any:
         """What torch.distributed.algorithms.Join requires; optimizers that torch has made joinable have it.
 

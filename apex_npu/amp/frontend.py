@@ -371,6 +371,8 @@ def _set_up(
         if parallel is not None:
             _start_alike(parallel, models, optimizers, before)
         states = [optimizer._amp_state for optimizer in optimizers]  # type: ignore[attr-defined]
+        for state in states:
+            state.masters.keep_values_of({id(p) for ddp in ddps for p in ddp.parameters()})
         with_master = {id(param) for state in states for param in state.masters.model_params}
         with_master.update(id(param) for optimizer in optimizers for param in remainders_of(optimizer))
         keeps = keeps and (bool(policy.master_weights) or policy.store_param_remainders)
@@ -404,6 +406,7 @@ def _start_alike(
     broadcast_values(exact, parallel.group)
     copy_masters_to_model(pairs)
     for optimizer in optimizers:
+        optimizer._amp_state.masters.keep_values_of(set(map(id, tensors)))  # type: ignore[attr-defined]
         optimizer._amp_state.masters.end_broadcast()  # type: ignore[attr-defined]
     for t, value in zip(tensors, exact, strict=True):
         if id(t) not in masters and t.dtype != value.dtype:

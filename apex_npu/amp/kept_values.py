@@ -176,5 +176,7 @@ def follow_broadcast(session: Session, module: nn.Module, sent: Sequence[Tensor]
     for copies, name, tensor in named:
         if copies is not None and copies.keeps and id(tensor) not in masters and id(tensor) not in remainders:
             copies.keep(name, tensor, values[id(tensor)])
+    for optimizer in session.adopted:
+        optimizer._amp_state.masters.keep_values_of(rounded.keys())
     for optimizer in concerned:
         optimizer._amp_state.masters.end_broadcast()

@@ -76,6 +76,7 @@ class CopiedGrads:
         """Of ``model_params``, none so far."""
         self._model_params = list(model_params)
         self._none: list[Tensor | None] = [None] * len(self._model_params)
+        self._saved: dict[int, tuple[Tensor, Tensor]] = {}  # of what is aside, and a backward writes: it, and a copy
         self.forget()
 
     def forget(self) -> None:
@@ -87,7 +88,6 @@ class CopiedGrads:
         self.kept: set[int] = set()
         self.alike: set[int] = set()
         self.stepped = self.replaceable = False
-        self._saved: dict[int, tuple[Tensor, Tensor]] = {}  # of what is aside, and a backward writes: it, and a copy
 
     def note(self) -> None:
         """Record that all gradients that are there now have been copied."""
@@ -191,7 +191,7 @@ class CopiedGrads:
     def restore_put_aside(self, *, ended: bool) -> None:
         """After that backward, which has ``ended``, or failed: give it the values that were saved."""
         now = grads_of(self._model_params)
-        for i, (grad, saved) in self._saved.items():
+        for i, (grad, saved) in self._saved.items() if self.grads else ():  # a script may have cleared all
             if ended and now[i] is not None:
                 self.grads[i] = saved
             else:

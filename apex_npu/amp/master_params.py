@@ -79,6 +79,8 @@ class MasterParams:
         model_params: Low-precision parameters of the model.
         masters: For each the fp32 parameter that the optimizer steps in its stead.
         first_new: Those before have been compared with what the model held at their first block.
+        own_values: Parameters of the model whose float32 values, in masters or remainders, this process had before the
+            cast. Until their first block other processes may send rounded ones.
         retired: There are none any more, as their model has been passed to another ``initialize``.
         model_writes: Of ``model_params``, as of the last step.
         master_writes: Of ``masters``, likewise.
@@ -91,6 +93,7 @@ class MasterParams:
         self.model_params = [pair.model_param for pair in pairs]
         self.masters = [pair.master_param for pair in pairs]
         self.first_new = len(pairs)
+        self.own_values: list[Tensor] = []
         self._model_when_shown: dict[int, Tensor] = {}
         self._forget_memory()
 
@@ -105,7 +108,7 @@ class MasterParams:
     def __getstate__(self) -> dict[str, Any]:
         """Without buffers and what belongs to memory: a copy makes its own."""
         self.write_model(self.model_params)
-        names = ("retired", "model_params", "masters", "_model_when_shown")
+        names = ("retired", "model_params", "masters", "own_values", "_model_when_shown")
         return {**{name: getattr(self, name) for name in names}, "first_new": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -181,6 +184,7 @@ class MasterParams:
         masters: list[Tensor] = [_make_master(p, fp32_values.get(id(p))) for p in model_params]
         # Pairs first, and both columns at once: what an interrupt then leaves to do the next call does.
         self.model_params, self.masters = [*self.model_params, *model_params], [*self.masters, *masters]
+        self.own_values = [*self.own_values, *model_params]
         self.model_writes.add(self.model_params)
         self.master_writes.add(self.masters)
         self._note_copies(range(len(self.masters) - len(masters), len(self.masters)))
@@ -277,6 +281,23 @@ class MasterParams:
     def show(self) -> str | None:
         """Masters are about to be read: they get what has been written to the model, where that is counted."""
         return self.follow_model() if self.model_writes.written(self.model_params) else None
+
+    @torch.no_grad()
+    def round_own_values(self) -> None:
+        """Have the masters of ``own_values`` be what they are in the model."""
+        own = set(map(id, self.own_values))
+        rounded = [k for k, param in enumerate(self.model_params) if id(param) in own and self._may_agree(k)]
+        for k in rounded:
+            master, param = self.masters[k], self.model_params[k]
+            value = _in_base_format(master).to(param.dtype)  # which a script may have written, and the model lacks
+            param.data.copy_(value)
+            master.data.copy_(value)
+        self._note(rounded)
+        self._moved = True  # maybe
+
+    def keep_values_of(self, params: Collection[int]) -> None:
+        """The float32 values of ``params``, identities of parameters of the model, are those of all processes."""
+        self.own_values = [param for param in self.own_values if id(param) not in params]
 
     @torch.no_grad()
     def end_broadcast(self) -> None:
@@ -429,8 +450,9 @@ class MasterParams:
         if by_value:
             others = [k for k, param in enumerate(self.model_params) if id(param) in ids and k not in of_model]
             of_model.update(self._unlike_model(others)[1])
-        written = {*of_model, *self.master_writes.written(self.masters)}
-        written = {k for k in written if id(self.model_params[k]) in ids}
+        of_masters = self.master_writes.written(self.masters)
+        self.keep_values_of(ids.intersection(id(self.model_params[k]) for k in of_masters))
+        written = {k for k in {*of_model, *of_masters} if id(self.model_params[k]) in ids}
         for k in written.intersection(of_model):
             if self._may_agree(k):
                 follow_(self.masters[k], self.model_params[k])

@@ -20,7 +20,7 @@ from apex_npu.amp.master_grads import MasterGradGroup
 from apex_npu.amp.master_params import MasterPair, MasterParams
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.saturation import saturates
-from apex_npu.amp.session import current, warn_once
+from apex_npu.amp.session import current, has_peers, warn_once
 from apex_npu.amp.step_decision import StepDecision, StepReport
 from apex_npu.backends.patching import Undo
 from apex_npu.fusion import (
@@ -32,6 +32,7 @@ from apex_npu.fusion import (
     combined,
     drop_grads,
     low_precision_of,
+    remainders_of,
     zero_grads,
 )
 from apex_npu.fusion.grad_memory import GradMemory
@@ -269,6 +270,22 @@ class AmpOptimizerState:
             or masters.copies.glance(masters.masters, masters.model_params)
         )
 
+    def forget_own_values(self, optimizer: Optimizer) -> None:
+        """At a first block: with several processes, start from the low-precision weights, as Apex does.
+
+        A script that broadcasts ``p.data`` after ``initialize`` reaches neither masters nor remainders, which would
+        stay those of each process. The process that sends has written nothing, so that all of them do this.
+        """
+        if has_peers():
+            if self.masters.masters:
+                self.masters.follow(optimizer)
+                self.masters.round_own_values()
+            own = set(map(id, self.masters.own_values))
+            for param, remainder in remainders_of(optimizer).items():
+                if id(param) in own:
+                    remainder.fill_(0.0)
+        self.masters.own_values = []
+
     def grad_groups(self, optimizer: Optimizer) -> list[GradGroup]:
         """How the gradients of ``optimizer`` get to its parameters."""
         return self.grads.fit(optimizer, self)
@@ -362,6 +379,8 @@ class AmpOptimizerState:
         if self.stage is not Stage.READY:
             return None
         self.check_has_model(optimizer, "step()")
+        if self.masters.own_values:
+            self.forget_own_values(optimizer)
         session = current()
         named = None if session is None else session.reached.get(optimizer)
         if self.masters.masters:

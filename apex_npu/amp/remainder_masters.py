@@ -51,6 +51,7 @@ class RemainderMasters(MasterParams):
         optimizer.state_formats = optimizer.state_formats.with_remainders()
         self.belong_to(optimizer)
         self.take_values(fp32_values)
+        self.own_values = [param for param in self._params() if id(param) in fp32_values]
         return False
 
     def has(self, param: Tensor) -> bool:
@@ -90,6 +91,7 @@ class RemainderMasters(MasterParams):
     def end_loading(self, loaded: Collection[Tensor], *, by_value: bool = False) -> None:
         """See ``MasterParams``."""
         ids = set(map(id, loaded))
+        self.keep_values_of(ids.intersection(map(id, self._loaded)))
         self._note_params([param for param in self._loaded if id(param) in ids])
         self._loaded = [param for param in self._loaded if id(param) not in ids]
 

@@ -30,7 +30,6 @@ from apex_npu.amp.capture import check_block
 from apex_npu.amp.fused_unscale import DeferringBlock, check_fusible, unpack_others
 from apex_npu.amp.grad_sync import Agreement, BucketViews, UnknownAverages
 from apex_npu.amp.loss_graph import FirstLook
-from apex_npu.amp.master_params import MasterParams
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, adopted_inside, inner_optimizer
 from apex_npu.amp.session import Session, require, settings
 from apex_npu.amp.sharding import HeldBack
@@ -159,7 +158,7 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
         if written or optimizer not in session.adopted:
             session.register(optimizer, state)
         if written:
-            _follow_writes(session, optimizer, state.masters)
+            _follow_writes(session, optimizer, state)
         work.append((state, state.grad_groups(optimizer)))
         ordinary = ordinary and not state.grads.special and state.report is not None
     if len(work) > 1:
@@ -168,8 +167,10 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
     return _special_block(args, loss, optimizers, delay) if not ordinary or capturing or session.ddps else Block(args)
 
 
-def _follow_writes(session: Session, optimizer: Optimizer, masters: MasterParams) -> None:
-    doubt = masters.begin_block(optimizer)
+def _follow_writes(session: Session, optimizer: Optimizer, state: AmpOptimizerState) -> None:
+    doubt = state.masters.begin_block(optimizer)
+    if state.masters.own_values:
+        state.forget_own_values(optimizer)
     if doubt is not None:
         session.warn_once(optimizer, doubt)
 
@@ -191,6 +192,8 @@ def _state_for_block(optimizer: Optimizer) -> AmpOptimizerState:
         raise RuntimeError(
             f"{type(optimizer).__name__} was not passed to amp.initialize; pass it there, and use what that returns"
         )
+    if state.masters.own_values and not state.masters.masters:
+        state.forget_own_values(optimizer)
     if state.masters.retired:
         state.check_has_model(optimizer, "amp.scale_loss")
     if state.stage is Stage.SCALED:

@@ -588,6 +588,12 @@ def own_rank() -> int:
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
+def has_peers() -> bool:
+    """True where torch.distributed has other processes."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
 def is_first_rank() -> bool:
     """True on rank 0, and without torch.distributed."""
     return own_rank() == 0

@@ -115,6 +115,114 @@ def weights_are_broadcast_after_a_step(level, kind):
         assert [("does not count" in str(warning.message)) for warning in caught] == [True] * dist.get_rank()
 
 
+def start_exact(value, level, kind, params=slice(None)):
+    """A model with weights of ``value``, more than low precision holds, and what gives their float32 values."""
+    options = {"store_param_remainders": True} if kind == "remainders" else {}
+    model = Weights(value, value)
+    kind = "fused" if kind == "remainders" else kind
+    model, optimizer = start(model, list(model.parameters())[params], kind, level, loss_scale=1.0, **options)
+
+    def exact():
+        shown = [entry.get("master_param") for entry in optimizer.state_dict()["state"].values()]
+        return shown if options else list(amp.master_params(optimizer))
+
+    return model, optimizer, exact
+
+
+EXACT = [*itertools.product(WITH_MASTERS, ("torch", "fused")), ("O5", "remainders")]
+ROUNDED = {"O2": 1.0 + 2.0**-9, "O5": 1.0 + 2.0**-6}
+
+
+def own_value(level):
+    """Of both processes it is rounded to ROUNDED, in float16 or bfloat16; the rest is their own."""
+    return ROUNDED[level] + 2.0 ** -(14 + dist.get_rank())
+
+
+def send_weights(model):
+    for p in model.parameters():
+        dist.broadcast(p.data, src=0)
+
+
+@check(*EXACT)
+def weights_are_broadcast_before_the_first_block(level, kind):
+    """Nothing of the values that a process had itself is left in what is trained, whoever wrote, and what it wrote."""
+
+    def by_parameters(model, optimizer):
+        send_weights(model)
+
+    def by_masters(model, optimizer):
+        for master in amp.master_params(optimizer):
+            dist.broadcast(master.data, src=0)
+
+    found = []
+    for send in (by_parameters, by_masters):
+        for step_without_block in (False, True):
+            model, optimizer, exact = start_exact(own_value(level), level, kind)
+            send(model, optimizer)
+            if step_without_block:
+                (0.0 * model(own_input(0))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            for _ in range(2):  # what the second finds has been trained
+                backward(0.0 * model(own_input(0)), optimizer)
+                found.append(gathered(exact()))
+            amp.shutdown()
+    for ranks in found:
+        for tensors in ranks:
+            assert_values(tensors, ROUNDED[level], ROUNDED[level])
+
+
+@check(*[case for case in EXACT if "remainders" not in case])
+def weights_are_broadcast_and_unfrozen_later(level, kind):
+    model, optimizer, exact = start_exact(own_value(level), level, kind, params=slice(1))
+    model.w[1].requires_grad_(False)
+    send_weights(model)
+    backward(0.0 * model(own_input(0)), optimizer)
+    model.w[1].requires_grad_(True)
+    optimizer.add_param_group({"params": [model.w[1]]})
+    backward(0.0 * model(own_input(0)), optimizer)
+    for tensors in gathered(exact()):
+        assert_values(tensors, ROUNDED[level], ROUNDED[level])
+
+
+@check(*EXACT)
+def float32_values_that_all_processes_have_are_kept(level, kind):
+    """Those that they have loaded since ``initialize``, that DistributedDataParallel has sent, or that are copied."""
+    loaded = own_value(level) if dist.get_rank() == 0 else 0.0
+    loaded = torch.tensor(loaded, dtype=torch.float64)
+    dist.broadcast(loaded, src=0)
+    loaded = loaded.item()
+    found = []
+
+    def train_on(model, optimizer, exact):
+        backward(0.0 * model(own_input(0)), optimizer)
+        found.append(gathered(exact()))
+        amp.shutdown()
+
+    saved = start_exact(loaded, level, kind)
+    checkpoint = copy.deepcopy((saved[0].state_dict(), saved[1].state_dict()))
+    amp.shutdown()
+    model, optimizer, exact = start_exact(own_value(level), level, kind)
+    model.load_state_dict(checkpoint[0])
+    optimizer.load_state_dict(checkpoint[1])
+    send_weights(model)
+    train_on(model, optimizer, exact)
+
+    model, optimizer, exact = start_exact(own_value(level), level, kind)
+    train_on(DDP(model).module, optimizer, exact)
+
+    model = Weights(loaded, loaded)
+    wrapped = DDP(model)
+    options = {"store_param_remainders": True} if kind == "remainders" else {}
+    model, optimizer = start(model, kind="fused" if options else kind, level=level, loss_scale=1.0, **options)
+    backward(0.0 * wrapped(own_input(0)), optimizer)
+    shown = optimizer.state_dict()["state"].values()
+    found.append(gathered([entry["master_param"] for entry in shown] if options else amp.master_params(optimizer)))
+    for ranks in found:
+        for tensors in ranks:
+            assert_values(tensors, loaded, loaded)
+
+
 @check(("O1",), ("O2",))
 def combine_ddp_follows_its_attributes(level):
     rank = dist.get_rank()
