@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import current, settings
 from apex_npu.amp.shared_memory import sharing_memory
 from apex_npu.backends._torch_private import is_fake
+from apex_npu.backends.live_objects import instances_of
 from apex_npu.distributed.consistency import check_group
 from apex_npu.distributed.torch_ddp import obstacle_to_rebuilding
 from apex_npu.fusion import HasFusedGroups, wraps_tensors
@@ -170,6 +172,7 @@ def check_own_groups(policy: Policy, optimizers: list[Optimizer]) -> None:
     """
     if not policy.master_weights:
         return
+    _check_not_partitioned(policy, optimizers)
     for optimizer in optimizers:
         for inner in optimizers_inside(optimizer):
             if not shares_groups(optimizer, inner):
@@ -178,6 +181,23 @@ def check_own_groups(policy: Policy, optimizers: list[Optimizer]) -> None:
                     f"of its own: at {policy.opt_level} those keep the low-precision parameters, whose gradients are "
                     "with the fp32 masters. Pass the inner optimizers to amp.initialize, as a list, or use O1 or O4"
                 )
+
+
+def _check_not_partitioned(policy: Policy, optimizers: list[Optimizer]) -> None:
+    """Refuse ZeroRedundancyOptimizer and the optimizer inside, whose step sends what is in the groups of that.
+
+    Raises:
+        RuntimeError: There is one.
+    """
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    for zero in [] if module is None else instances_of(module.ZeroRedundancyOptimizer):
+        if any(optimizer in (zero, getattr(zero, "optim", None)) for optimizer in optimizers):
+            raise RuntimeError(
+                f"{type(zero).__name__} sends what the optimizer inside of it steps to the other processes: at "
+                f"{policy.opt_level} that would be fp32 masters, where they expect low-precision weights. Use O1 or "
+                "O4; or O5 with a fused optimizer inside: amp.initialize(model, zero.optim, opt_level='O5', "
+                "store_param_remainders=True), with zero.optim in amp.scale_loss, too, and step by zero.step()"
+            )
 
 
 def check_masters(optimizers: list[Optimizer]) -> None:
