@@ -146,7 +146,7 @@ class Block:
 
     def _keep(self, state: AmpOptimizerState, group: GradGroup) -> None:
         """Backward has left gradients outside of blocks: they are added to masters when this one ends, and checked."""
-        if state.is_reached_by_others:
+        if state.grads.scaled_by:
             group.edited = OF_OTHER_BLOCKS
             group.drop_kept()
         else:

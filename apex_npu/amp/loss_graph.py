@@ -7,6 +7,7 @@ It is looked at before an optimizer's first step alone: what a script has wrong 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -60,6 +61,37 @@ class FirstLook(BlockPart):
             )
 
 
+class Reaching(BlockPart):
+    """A block whose backward may give gradients to parameters of optimizers that it does not name.
+
+    Until they are cleared, or a block of their own has unscaled others, these gradients are multiplied by the loss
+    scale of this block.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._reached = session.reached
+
+    def begun(self, block: Block) -> None:
+        """See ``BlockPart``."""
+        self._mark(block)  # before backward, which may raise
+
+    def before_unscale(self, block: Block) -> None:
+        """See ``BlockPart``."""
+        self._mark(block)  # after it: a block inside of this one, or zero_grad(), may have removed the mark
+        for state in block.states:
+            state.grads.scaled_by = ""
+
+    def _mark(self, block: Block) -> None:
+        if block.scale != 1.0:
+            for other in {o for optimizer in block.optimizers for o in self._reached.get(optimizer, ())}:
+                if other._amp_state not in block.states:
+                    other._amp_state.grads.scaled_by = _names(block.optimizers)
+
+
+def _names(optimizers: Sequence[Optimizer]) -> str:
+    return " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
+
+
 def _nodes(loss: Tensor) -> Iterator[Any]:
     """Those of the graph, the nearest first."""
     waiting = [loss.grad_fn]
@@ -75,8 +107,8 @@ def _nodes(loss: Tensor) -> Iterator[Any]:
 def check_optimizers(session: Session, loss: Tensor, optimizers: Sequence[Optimizer], scale: float) -> None:
     """Look whether ``optimizers``, which a block names, step what ``loss`` reaches.
 
-    It is noted which other optimizers it reaches, for their ``step`` (``Session.reached``); they may be meant to, as a
-    generator's loss reaches the discriminator. Those that amp does not know are warned of, unless ``scale`` is 1.
+    ``Session.reached`` notes which other optimizers it reaches, for ``Reaching``; this may be intended: a generator's
+    loss reaches the discriminator. Those that amp does not know are warned of, unless ``scale`` is 1.
 
     Raises:
         RuntimeError: It reaches none of theirs, but some of another optimizer's.
@@ -87,16 +119,15 @@ def check_optimizers(session: Session, loss: Tensor, optimizers: Sequence[Optimi
             return  # such as a checkpoint's: what it reaches is not known before it runs
         if (leaf := getattr(node, "variable", None)) is not None:
             reached.add(id(leaf))
-    names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
     named = set().union(*map(_gets_gradients, optimizers))
     others = [o for o in session.adopted if o not in optimizers and _gets_gradients(o) & reached - named]
     if others and not named & reached:
         raise RuntimeError(
-            f"amp.scale_loss was given {names}, but the loss reaches none of its parameters; it reaches those of "
-            f"{' and '.join(sorted({type(o).__name__ for o in others}))}: pass the optimizer that steps them"
+            f"amp.scale_loss was given {_names(optimizers)}, but the loss reaches none of its parameters; it reaches "
+            f"those of {' and '.join(sorted({type(o).__name__ for o in others}))}: pass the optimizer that steps them"
         )
-    for optimizer in others:
-        session.reached.setdefault(optimizer, names)
+    for optimizer in optimizers if others else ():
+        session.reached.setdefault(optimizer, weakref.WeakSet()).update(others)
     unknown = reached.difference(named, *map(_gets_gradients, session.adopted))
     if unknown and scale != 1.0:
         for optimizer in instances_of(Optimizer):

@@ -307,19 +307,13 @@ class AmpOptimizerState:
         """Bring gradients that a script has left on the model, outside of blocks, to the masters of ``group``."""
         if self.stage in (Stage.DELAYED, Stage.LOCAL):
             return  # a later block does
-        if self.is_reached_by_others:
+        if self.grads.scaled_by:
             group.edited = OF_OTHER_BLOCKS
             return
         if self.stage is Stage.READY and self.policy.loss_scale != 1.0 and group.has_uncopied():
             group.edited = OUTSIDE_BLOCKS
         group.copy_uncopied(self.grad_scale)
         self.grads.unchecked = True
-
-    @property
-    def is_reached_by_others(self) -> bool:
-        """Blocks of other optimizers give gradients to what this one steps."""
-        session = current()
-        return session is not None and any(optimizer._amp_state is self for optimizer in session.reached)
 
     def drop_overflowed(self) -> None:
         """Before a block, where the step is to be skipped: what the block finds to be inf shall be its own.
@@ -381,18 +375,16 @@ class AmpOptimizerState:
         self.check_has_model(optimizer, "step()")
         if self.masters.own_values:
             self.forget_own_values(optimizer)
-        session = current()
-        named = None if session is None else session.reached.get(optimizer)
         if self.masters.masters:
             has_grads = any([group.has_uncopied() for group in self.grad_groups(optimizer)])
         else:
             has_grads = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
-        if has_grads and named is not None:
+        if has_grads and self.grads.scaled_by:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() was called with gradients that no amp.scale_loss block of its own "
-                f"has unscaled: a block that names {named} alone reaches its parameters, too, and leaves their "
-                "gradients multiplied by the loss scale. Pass all optimizers that the loss reaches to scale_loss, as a "
-                "list, or call zero_grad() and then backward() in a block of its own"
+                f"has unscaled: a block that names {self.grads.scaled_by} alone reaches its parameters, too, and "
+                "leaves their gradients multiplied by the loss scale. Pass all optimizers that the loss reaches to "
+                "scale_loss, as a list, or call zero_grad() and then backward() in a block of its own"
             )
         return OUTSIDE_BLOCKS if has_grads and self.policy.loss_scale == "dynamic" else None
 
@@ -481,6 +473,7 @@ class AmpOptimizerState:
             self.grads.forget_copied(set_to_none)
         self.decision = None
         self.grads.unchecked = self.grads.saturated = False
+        self.grads.scaled_by = ""
         if self.stage is not Stage.SCALED:  # there, what backward is about to add is scaled
             self.stage, self.grad_scale = Stage.READY, 1.0
         for memory in self.grads.lending:
@@ -501,6 +494,8 @@ class OptimizerGrads:
         lending: The memory that gradients own between steps.
         saturated: There: some have overflowed, and they have not been cleared.
         unchecked: Some have been brought to the optimizer's parameters without a check for inf or NaN.
+        scaled_by: Names of the optimizers whose block has given gradients to the parameters of this one, multiplied by
+            its loss scale; empty: no such gradients are left.
     """
 
     def __init__(self) -> None:
@@ -509,6 +504,7 @@ class OptimizerGrads:
         self.meshes: list[Any] = []
         self.lending: list[GradMemory] = []
         self.unchecked = False
+        self.scaled_by = ""
         self._device: torch.device | None = None
         self._fitted_to: list[list[Any]] = []
         self._own_flats: list[FlatGrads] = []

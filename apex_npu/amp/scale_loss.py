@@ -29,7 +29,7 @@ from apex_npu.amp.block import (
 from apex_npu.amp.capture import check_block
 from apex_npu.amp.fused_unscale import DeferringBlock, check_fusible, unpack_others
 from apex_npu.amp.grad_sync import Agreement, BucketViews, UnknownAverages
-from apex_npu.amp.loss_graph import FirstLook
+from apex_npu.amp.loss_graph import FirstLook, Reaching
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, adopted_inside, inner_optimizer
 from apex_npu.amp.session import Session, require, settings
 from apex_npu.amp.sharding import HeldBack
@@ -164,7 +164,8 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
     if len(work) > 1:
         work = _without_repeats(work)
     args = BlockArgs(session, listed, work, scaler, loss_id)
-    return _special_block(args, loss, optimizers, delay) if not ordinary or capturing or session.ddps else Block(args)
+    ordinary = ordinary and not (capturing or session.ddps or session.reached)
+    return Block(args) if ordinary else _special_block(args, loss, optimizers, delay)
 
 
 def _follow_writes(session: Session, optimizer: Optimizer, state: AmpOptimizerState) -> None:
@@ -215,8 +216,11 @@ def _special_block(args: BlockArgs, loss: Tensor, given: Any, delay: Delay | Non
     if ddps and is_capturing() and any(state.masters.masters for state in states):
         check_block(args.optimizers, args.scaler, delays=True)
     parts: list[BlockPart] = []
-    if any(state.report is None for state in states):
+    first = any(state.report is None for state in states)
+    if first:
         parts.append(FirstLook(session, loss))
+    if first or session.reached:
+        parts.append(Reaching(session))
     if ddps:
         parts.append(UnknownAverages(ddps))
     views = _with_bucket_views(session, work)

@@ -168,7 +168,7 @@ class Session:
         ddps: The DistributedDataParallel instances of this process.
         after_broadcast: Called with this session after DistributedDataParallel has broadcast what a module has.
         observer: Is told of blocks and skipped steps; None: nothing is looked at.
-        reached: Optimizers to whose parameters the blocks of others give gradients, and what those are called.
+        reached: For each optimizer the others to whose parameters its blocks give gradients, too.
         sharing: Optimizers whose masters may share gradients with the model, and the thread of their last block.
         spare_flags: For each device a flag that a block has found to be 0, for the next one.
     """
@@ -193,7 +193,7 @@ class Session:
     after_broadcast: AfterBroadcast = lambda *_: None
     observer: Observer | None = field(default_factory=lambda: settings.observer)
     open_checks: dict[LossScaler, Any] = field(default_factory=dict)
-    reached: weakref.WeakKeyDictionary[Any, str] = field(default_factory=weakref.WeakKeyDictionary)
+    reached: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = field(default_factory=weakref.WeakKeyDictionary)
     sharing: weakref.WeakKeyDictionary[Any, threading.Thread] = field(default_factory=weakref.WeakKeyDictionary)
     spare_flags: dict[torch.device, Tensor] = field(default_factory=dict)
     _undo: Undo = field(default_factory=Undo)

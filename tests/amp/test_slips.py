@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from devices import DEVICE
+from small_programs import KINDS, LEVELS, WITH_MASTERS, values
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -197,3 +198,145 @@ def test_an_optimizer_that_amp_does_not_know():
         scaled_loss.backward()
     assert len(said) == 1
     assert len(unknown.param_groups) == len(other.param_groups) == 1
+
+
+# What guards around blocks and steps must let through: each a program of two models, of which one reads the other's
+# output, and of their optimizers. ``block`` is amp.scale_loss, or backward alone; ``step`` calls the optimizer's.
+
+
+def in_turns_stepped_twice(block, step, loss, models, first, second):
+    for optimizer in (first, first, second, second, first):
+        optimizer.zero_grad()
+        block(loss(2), optimizer)
+        step(optimizer)
+        step(optimizer)
+
+
+def second_without_a_block(block, step, loss, models, first, second):
+    block(loss(2), first)
+    step(first)
+    second.zero_grad()
+    loss(2).backward()
+    step(second)
+
+
+def each_cleared_through_its_model(block, step, loss, models, first, second):
+    for _ in range(2):
+        for optimizer, other, others_model in ((second, first, models[0]), (first, second, models[1])):
+            block(loss(2), optimizer)
+            others_model.zero_grad()
+            step(other)
+            step(optimizer)
+            optimizer.zero_grad()
+
+
+def second_frozen_in_blocks_of_the_first(block, step, loss, models, first, second):
+    for _ in range(2):
+        models[1].requires_grad_(False)
+        first.zero_grad()
+        block(loss(2), first)
+        models[1].requires_grad_(True)
+        step(first)
+        step(second)
+        second.zero_grad()
+        block(loss(2), second)
+        step(second)
+
+
+def both_after_one_alone(block, step, loss, models, first, second):
+    block(loss(2), first)
+    first.zero_grad()
+    second.zero_grad()
+    for _ in range(2):
+        block(loss(2), [first, second])
+        step(first)
+        step(second)
+        step(second)
+
+
+def a_block_inside_of_another(block, step, loss, models, first, second):
+    def train_second():
+        block(loss(2, detach=True), second)
+        clip = getattr(second, "clip_optimizer_grad_norm_fused", None)  # which optimizers under amp have
+        clip(0.5) if clip else nn.utils.clip_grad_norm_(models[1].parameters(), 0.5)
+        step(second)
+
+    for _ in range(2):
+        block(loss(1), first, train_second)
+        step(first)
+        first.zero_grad()
+        second.zero_grad()
+
+
+def gradients_kept_and_added_to(block, step, loss, models, first, second):
+    for _ in range(3):  # the first is cleared once only
+        block(loss(1), first)
+        step(first)
+        second.zero_grad()
+        block(loss(2, detach=True), second)
+        step(second)
+
+
+def after_an_exception(block, step, loss, models, first, second):
+    with contextlib.suppress(ZeroDivisionError):
+        block(loss(2), first, lambda: 1 / 0)
+    first.zero_grad()
+    second.zero_grad()
+    block(loss(2), second)
+    step(second)
+
+
+PROGRAMS = [
+    in_turns_stepped_twice,
+    second_without_a_block,
+    each_cleared_through_its_model,
+    second_frozen_in_blocks_of_the_first,
+    both_after_one_alone,
+    a_block_inside_of_another,
+    gradients_kept_and_added_to,
+    after_an_exception,
+]
+
+
+def outcome(program, cls, level=None, drops=False, **options):
+    torch.manual_seed(0)
+    models = [nn.Linear(3, 3).to(DEVICE) for _ in range(2)]
+    stepped = [cls(model.parameters(), lr=0.1, momentum=0.5) for model in models]
+    if level is not None:
+        models, stepped = amp.initialize(models, stepped, opt_level=level, verbosity=0, **options)
+
+    def loss(last, detach=False):
+        output = models[0](X)
+        if last == 2:
+            output = models[1]((output.detach() if detach else output).to(models[1].weight.dtype))
+        return (output.float() - 1.0).square().mean()
+
+    def block(of, optimizer, inside=lambda: None):
+        with contextlib.nullcontext(of) if level is None else amp.scale_loss(of, optimizer) as scaled_loss:
+            inside()
+            scaled_loss.backward()
+
+    def step(optimizer):
+        optimizer.step()
+        if drops:
+            for param in (p for group in optimizer.param_groups for p in group["params"]):
+                param.grad = None
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program(block, step, loss, models, *stepped)
+    found = values(p for model in models for p in model.parameters())
+    amp.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_programs_that_guards_let_through(program, kind, level):
+    cls, options = KINDS[kind]
+    found = outcome(program, cls, level, loss_scale=128.0, **options)
+    # A step drops the gradients of masters: there is none for another.
+    want = outcome(program, SGD, drops=level in WITH_MASTERS)
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.0, atol={"O0": 1e-6, "O1": 2e-3, "O2": 2e-3}.get(level, 1e-2))
