@@ -198,14 +198,17 @@ def make(rule: str, shapes: Shapes, comparison: str, name: str, **options: Any) 
 
 
 def count(variant: Variant) -> Any:
-    """What ``host_cann`` counts of an iteration, or of its step, after two that set up."""
+    """What ``host_cann`` counts of an iteration, or of its step.
+
+    It is the fifth: two set up, and the first four look for what a script has written, as few later ones do.
+    """
     import host_cann
 
     def iteration() -> None:
         variant.backward()
         variant.step()
 
-    for _ in range(3):
+    for _ in range(5):
         variant.trained.prepare()
         if not variant.whole:
             variant.backward()

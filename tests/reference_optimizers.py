@@ -375,7 +375,7 @@ class Muon(ReferenceOptimizer):
         o = (1 - momentum) * g + momentum * b if group["nesterov"] else b
         o = orthogonalized(o, group["ns_coefficients"], group["ns_steps"], group["eps"])
         rows, columns = p.shape
-        ratio = max(1, rows / columns) ** 0.5
+        ratio = max(1, rows / max(1, columns)) ** 0.5
         if group["adjust_lr_fn"] == "match_rms_adamw":
             ratio = 0.2 * max(rows, columns) ** 0.5
         elif group["adjust_lr_fn"] == "spectral_unclamped":

@@ -43,6 +43,18 @@ class Weights(nn.Module):
         return sum((w * x).sum() for i, w in enumerate(self.w) if only is None or i in only)
 
 
+class OddShapes(nn.Module):
+    """Passes its input on, with parameters that are 0-d, of one element, and empty."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(1))
+        self.empty = nn.ParameterList([nn.Parameter(torch.empty(shape)) for shape in ((0,), (3, 0))])
+
+    def forward(self, x):
+        return x * self.scale + self.shift + sum(p.sum() for p in self.empty)
+
+
 class Saturating(IeeeBackend):
     """A device that clamps instead of giving inf: overflow is known by its sticky flag alone, which tests raise."""
 

@@ -34,7 +34,7 @@ class FirstLook(BlockPart):
         """See ``BlockPart``."""
         check_optimizers(self._session, self._loss, block.optimizers, block.scale)
         for optimizer in block.optimizers:
-            doubt = optimizer._amp_state.masters.look_there()  # type: ignore[attr-defined]
+            doubt = optimizer._amp_state.masters.look_there(in_step=False)  # type: ignore[attr-defined]
             if doubt is not None:
                 self._session.warn_once(optimizer, doubt)
 

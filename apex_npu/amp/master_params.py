@@ -332,7 +332,7 @@ class MasterParams:
         else:
             _, of_masters, others = self.copies.take(*self._flat_model.loose)
         if others or (self._flat_model is not None and self._flat_model.unwatched):
-            doubt = self.look_there() or doubt
+            doubt = self.look_there(in_step=True) or doubt
         return UNCOUNTED if of_masters and not self._written and not masters_moved else doubt
 
     def _without_moved(self, written: Sequence[int]) -> list[int]:
@@ -355,13 +355,16 @@ class MasterParams:
         self._note_copies(sorted(indices))
         self._moved = True  # maybe
 
-    def look_there(self) -> str | None:
+    def look_there(self, *, in_step: bool) -> str | None:
         """Look on accelerators for writes that are not counted; what is to be said of those found by earlier looks."""
         uncounted, flat = self._uncounted, self._flat_model
+        if not self.masters:
+            return None
         capturing = is_capturing()  # what has come is not asked for then
         if not capturing and uncounted.found():
             return UNCOUNTED_THERE
-        if uncounted.is_found or uncounted.passes_over or capturing:
+        due = uncounted.is_due(self.masters[0].device, in_step=in_step)
+        if not due or uncounted.is_found or uncounted.passes_over or capturing:
             uncounted.passes_over = False
             return None
         if flat is not None and not self._fused_again and not self.master_writes.written(self.masters):

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -60,10 +61,12 @@ def grad_operands(
 
 def norm_of(grads: Sequence[Tensor], norm_type: float, found_inf: Tensor | None = None) -> Tensor:
     """The norm of ``grads`` together, 0-dim; with ``found_inf`` see ``ops.norm``."""
+    norm_type = float(norm_type)
+    # A gradient without elements has neither a largest nor a smallest one.
+    grads = [grad for grad in grads if grad.numel() or 0 <= norm_type < math.inf]
     if not grads:
         return torch.tensor(0.0)
-    norm_type = float(norm_type)
-    norms = [_norm(grad, norm_type, found_inf) for grad in grads if grad.numel() or norm_type >= 0]
+    norms = [_norm(grad, norm_type, found_inf) for grad in grads]
     if len(norms) == 1 and norm_type != 0.0:  # which counts tensors
         return norms[0]
     device, dtype = norms[0].device, max((n.dtype for n in norms), key=lambda d: d.itemsize)

@@ -33,6 +33,11 @@ class PlainScaler:
         return {"loss_scale": self.scale, "unskipped": self.unskipped}
 
 
+def clip_with_torch(params, max_norm, norm_type):
+    """By torch's function, which takes the largest element of each gradient, where there is one."""
+    return torch.nn.utils.clip_grad_norm_([p for p in params if p.numel()], max_norm, norm_type)
+
+
 class PlainAmp:
     """amp of some optimizers.
 
@@ -157,7 +162,7 @@ class PlainAmp:
 
     def clip(self, o, max_norm, norm_type):
         self.check(o)
-        return torch.nn.utils.clip_grad_norm_(self.params(o), max_norm, norm_type)
+        return clip_with_torch(self.params(o), max_norm, norm_type)
 
     def state(self):
         self.check()

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import processes
 import torch
 import torch.distributed as dist
-from amp.plain_amp import INITIAL_SCALE, MAX_SCALE, WINDOW, PlainAmp, Refused
+from amp.plain_amp import INITIAL_SCALE, MAX_SCALE, WINDOW, PlainAmp, Refused, clip_with_torch
 from devices import DEVICE, SAME_KERNELS, lacks
 from torch import nn
 
@@ -35,7 +35,8 @@ from apex_npu import amp, optimizers
 
 LOW = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
 WITH_MASTERS = ("O2", "O5")
-SHAPES = ((3,), (65, 64), (), (3, 2))  # the second is large enough to be read in place, the last is transposed
+# The second is large enough to be read in place, the fourth is transposed, the last comes after those of BATCH_NORM.
+SHAPES = ((3,), (65, 64), (), (3, 2), (0,))
 BATCH_NORM = (4, 5)  # the indices of its parameters, which stay float32
 PARAMS = len(SHAPES) + len(BATCH_NORM)
 BOTH = (0, 1)
@@ -80,7 +81,7 @@ class Net(nn.Module):
         self.patterns = [pattern(p.shape, 5 - i, device).contiguous() for i, p in enumerate(self.in_order())]
 
     def in_order(self):
-        return [*self.w, self.bn.weight, self.bn.bias]
+        return [*self.w[:4], self.bn.weight, self.bn.bias, *self.w[4:]]
 
     def forward(self, factor, reached):
         return sum(self._product(i, factor.reshape(())) for i in reached)
@@ -367,7 +368,7 @@ class Plain(Script):
 
     def max_norm(self, o, norm_type, halves):
         """So large that nothing is clipped, or half of a norm whose reciprocal is exact."""
-        grads = [grad.float() for grad in self.amp.grads(o)]
+        grads = [grad.float() for grad in self.amp.grads(o) if grad.numel()]
         norm = torch.nn.utils.get_total_norm(grads, norm_type).item() if grads else 0.0
         if not norm < torch.inf:
             return 1.0
@@ -471,7 +472,7 @@ class Amp(Script):
     def clip_grads(self, o, by, norm_type, max_norm):
         if by == "fused":
             return self.optimizers[o].clip_optimizer_grad_norm_fused(max_norm, norm_type)
-        return torch.nn.utils.clip_grad_norm_(amp.master_params(self.optimizers[o]), max_norm, norm_type)
+        return clip_with_torch(amp.master_params(self.optimizers[o]), max_norm, norm_type)
 
     def amp_state(self):
         return amp.state_dict()

@@ -22,7 +22,7 @@ import warnings
 from dataclasses import dataclass
 
 import torch
-from amp.plain_amp import INITIAL_SCALE, MAX_SCALE, WINDOW, PlainAmp
+from amp.plain_amp import INITIAL_SCALE, MAX_SCALE, WINDOW, PlainAmp, clip_with_torch
 from amp.random_programs import (
     BATCH_NORM,
     LOW,
@@ -380,7 +380,7 @@ class Amp(Script):
         if by == "fused":
             self.norm = self.optimizer.clip_optimizer_grad_norm_fused(max_norm, norm_type)
         else:
-            self.norm = torch.nn.utils.clip_grad_norm_(amp.master_params(self.optimizer), max_norm, norm_type)
+            self.norm = clip_with_torch(amp.master_params(self.optimizer), max_norm, norm_type)
 
     def write_model(self, idiom, which, change):
         for some in of_one_dtype(which):

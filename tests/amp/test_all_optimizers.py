@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lockstep import assert_equal_params
 from optimizer_specs import CASE_IDS, CASES, SPECS
+from small_programs import OddShapes
 from torch import nn
 
 from apex_npu import amp
@@ -23,7 +24,7 @@ from apex_npu import amp
 
 def make_model():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9), nn.ReLU(), nn.Linear(9, 3)).to(DEVICE)
+    return nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9), OddShapes(), nn.ReLU(), nn.Linear(9, 3)).to(DEVICE)
 
 
 def loss_of(model, step):
@@ -55,7 +56,7 @@ def test_steps_by_its_rule_on_what_amp_leaves(spec, level):
         reference.step()
     rounding = torch.finfo(torch.float16).eps if level == "O3" else 2 * spec.tolerance
     for p, q in zip(stepped, twins, strict=True):
-        assert (p.detach().float() - q).abs().max() <= rounding * q.abs().max()
+        assert p.numel() == 0 or (p.detach().float() - q).abs().max() <= rounding * q.abs().max()
     for p, model_param in zip(stepped, model.parameters(), strict=True):
         assert torch.equal(p.detach().to(model_param.dtype), model_param)
 
