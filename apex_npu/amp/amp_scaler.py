@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from apex_npu.amp.grad_groups import any_raised, look_for_overflow
 from apex_npu.amp.optimizer_state import adopted_inside, state_of
 from apex_npu.amp.scale_loss import scale_loss
 from apex_npu.amp.session import require
@@ -28,7 +29,7 @@ class AmpScaler:
     As with GradScaler, ``step`` calls ``optimizer.step`` unless a gradient is inf or NaN, and ``get_scale`` changes
     with ``update`` alone, so that either shows whether a step was skipped. Unlike there, one overflow skips the step of
     all optimizers that the block has had gradients for, ``unscale_`` may be called repeatedly, and what
-    ``state_dict`` returns is ``amp.state_dict()``. At O2 and O5, between ``scale`` and its backward, gradients are
+    ``state_dict`` returns is ``amp.state_dict()``. Gradients whose step was skipped are zeroed by the next ``scale``. At O2 and O5, between ``scale`` and its backward, gradients are
     cleared by ``optimizer.zero_grad()`` alone, as inside of a ``scale_loss`` block.
 
     Args:
@@ -67,6 +68,7 @@ class AmpScaler:
         self._backward_begun = False
         self._scale = 1.0
         self._scale_until_update: float | None = None
+        self._skipped: set[Optimizer] = set()  # since the last block has begun
 
     def scale(self, outputs: Any) -> Any:
         """Open a ``scale_loss`` block, and multiply ``outputs`` with the loss scale.
@@ -102,6 +104,7 @@ class AmpScaler:
     def _open(self, loss: Tensor) -> Tensor:
         # A discriminator's gradients are left alone where it is frozen for the generator's loss.
         trained = [o for o in self.optimizers if any(p.requires_grad for g in o.param_groups for p in g["params"])]
+        self._drop_overflowed()
         scale = require("amp.AmpScaler").scaler(self._loss_id).scale
         block = scale_loss(loss, trained or self.optimizers, loss_id=self._loss_id)
         scaled = block.__enter__()
@@ -109,6 +112,19 @@ class AmpScaler:
         if self._scale_until_update is None:
             self._scale_until_update = scale
         return scaled
+
+    def _drop_overflowed(self) -> None:
+        """Zero gradients whose step was skipped and that are not cleared: the next block would find them again.
+
+        That block is over all optimizers, and its backward may be for another than these.
+        """
+        while self._skipped:
+            optimizer = self._skipped.pop()
+            state = state_of(optimizer)
+            groups = [] if state is None else state.grad_groups(optimizer)
+            if state is not None and (state.grads.saturated or any_raised(look_for_overflow(groups))):
+                for group in groups:
+                    group.zero_()
 
     def _note_backward(self, _: Tensor) -> None:
         self._backward_begun = True
@@ -169,6 +185,7 @@ class AmpScaler:
         state = state_of(optimizer)
         if state is not None and state.skip:
             # What a framework has put over step on the instance is to see that it is not called.
+            self._skipped.add(optimizer)
             return type(optimizer).step(optimizer)
         return optimizer.step(*args, **kwargs)
 

@@ -64,10 +64,9 @@ class UncountedWrites:
     """Looks for float16 or bfloat16 copies that are not what their float32 parameters are rounded to.
 
     One launch for each buffer on a GPU, before a step overwrites it, which writes what it finds into memory of the
-    host; elsewhere three, in the steps 1, 2, 3, 4, 6, 9, 13 and so on, whose answer is copied to the host asynchronously.
-    A later step has it: none waits. Of a
-    buffer of more than ``WHOLE`` elements one line in four is looked at, or in as many as leave ``MOST`` elements, and
-    other lines the next time.
+    host. Elsewhere three launches, in the steps 1, 2, 3, 4, 6, 9, 13 and so on, whose answer is copied to the host
+    asynchronously. A later step has it: none waits. Of a buffer of more than ``WHOLE`` elements one line in four is
+    looked at, or in as many as leave ``MOST`` elements, and other lines the next time.
 
     Attributes:
         is_found: There was one; nothing is looked for any more.

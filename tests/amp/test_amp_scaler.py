@@ -9,13 +9,12 @@ import math
 import pytest
 import torch
 from devices import DEVICE, needs
-from small_programs import Weights, assert_values, backward, start, values, vector
+from small_programs import KINDS, Weights, assert_values, backward, start, values, vector
 from torch import nn
 
 from apex_npu import amp, optimizers
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
-KINDS = ("torch", "combine_grad", "fused", "fuse_unscale")
 DYNAMIC = {"loss_scale": "dynamic", "dynamic_init_scale": 64.0, "scale_window": 3}
 
 
@@ -231,6 +230,37 @@ def test_several_optimizers_some_of_them_frozen(level):
     scaler.update()
     assert_values([p.grad for p in amp.master_params(second)], 5.0)
     assert_values(both.parameters(), [9.0, 8.0, 6.0], 20.0)
+
+
+def in_turns(models, steppers, scaler):
+    """Each optimizer clears its own gradients before it has some again; the first overflows twice, the second once."""
+    for turn, overflows in zip((0, 1, 1, 0, 1, 0, 1, 0), (1, 0, 0, 1, 0, 0, 1, 0), strict=True):
+        steppers[turn].zero_grad()
+        scaler.scale(models[turn](vector(1.0, 2.0, 4.0)) * (math.inf if overflows else 1.0)).backward()
+        scaler.step(steppers[turn])
+        scaler.update()
+        yield [*values([p for model in models for p in model.parameters()]), scaler.get_scale()]
+
+
+@needs("inf")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_overflow_of_one_of_two_optimizers_costs_the_other_no_step(level, kind):
+    """Its infinite gradients are still there in the blocks of the other."""
+    cls, options = KINDS[kind]
+    found = []
+    for under_amp in (True, False):
+        models = [Weights(10.0), Weights(64.0)]
+        steppers = [(cls if under_amp else torch.optim.SGD)(model.parameters(), lr=1.0) for model in models]
+        if under_amp:
+            models, steppers = amp.initialize(
+                models, steppers, opt_level=level, verbosity=0, **options, **DYNAMIC | {"scale_window": 1000}
+            )
+        scaler = amp.AmpScaler(steppers) if under_amp else torch.amp.GradScaler(DEVICE.type, init_scale=64.0)
+        found.append(list(in_turns(models, steppers, scaler)))
+    for ours, theirs in zip(*found, strict=True):
+        assert all(map(torch.equal, ours[:-1], theirs[:-1]))
+        assert ours[-1] == theirs[-1]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
