@@ -29,8 +29,9 @@ class AmpScaler:
     As with GradScaler, ``step`` calls ``optimizer.step`` unless a gradient is inf or NaN, and ``get_scale`` changes
     with ``update`` alone, so that either shows whether a step was skipped. Unlike there, one overflow skips the step of
     all optimizers that the block has had gradients for, ``unscale_`` may be called repeatedly, and what
-    ``state_dict`` returns is ``amp.state_dict()``. Gradients whose step was skipped are zeroed by the next ``scale``. At O2 and O5, between ``scale`` and its backward, gradients are
-    cleared by ``optimizer.zero_grad()`` alone, as inside of a ``scale_loss`` block.
+    ``state_dict`` returns is ``amp.state_dict()``. The next ``scale`` zeroes gradients whose step was skipped. At O2
+    and O5, between ``scale`` and its backward, gradients are cleared by ``optimizer.zero_grad()`` alone, as inside of a
+    ``scale_loss`` block.
 
     Args:
         optimizers: One, or a list: those that were passed to ``amp.initialize``, or a framework's wrappers of them.

@@ -2,30 +2,36 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What the graph of a loss tells of a ``scale_loss`` block: which optimizers it is for, and what backward has run on.
 
-It is looked at before an optimizer's first step alone: what a script has wrong it has wrong from the start.
+It is looked at before an optimizer's first step alone: what a script has wrong it has wrong from the start. That holds
+for the dtypes of parameters, too.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.optim import Optimizer
 
 from apex_npu.amp.block import Block, BlockPart
-from apex_npu.amp.session import Session
+from apex_npu.amp.optimizer_state import AmpOptimizerState
+from apex_npu.amp.scaler import LossScaler
+from apex_npu.amp.session import Session, settings
 from apex_npu.backends._torch_private import disable_dynamo
 from apex_npu.backends.live_objects import instances_of
+from apex_npu.ops import LOW_PRECISION
 
 
 class FirstLook(BlockPart):
     """A block before the first step of one of its optimizers: is it for the right ones, and used as it has to be."""
 
-    def __init__(self, session: Session, loss: Tensor) -> None:
-        self._session, self._loss = session, loss
+    def __init__(self, session: Session, loss: Tensor, scaler: LossScaler) -> None:
+        self._session, self._loss, self._scaler = session, loss, scaler
         # What backward has brought to the scaled loss, and to the loss itself.
         self._scaled: list[Tensor] = []
         self._unscaled: list[Tensor] = []
@@ -37,6 +43,14 @@ class FirstLook(BlockPart):
             doubt = optimizer._amp_state.masters.look_there(in_step=False)  # type: ignore[attr-defined]
             if doubt is not None:
                 self._session.warn_once(optimizer, doubt)
+        if any(map(_computes_outside, block.states)) and (dtype := rounded_to(self._loss)) is not None:
+            name, bits = str(dtype).removeprefix("torch."), 1 - int(math.log2(torch.finfo(dtype).eps))
+            self._session.warn_once(
+                self._scaler,
+                f"the loss has been rounded to {name}, {bits} bits: it is computed from {name} tensors, as inside of "
+                "the model's forward. Compute it in float32: there by loss_fn(logits.float(), target), or outside from "
+                "the model's outputs, which are float32",
+            )
 
     @disable_dynamo
     def multiplied(self, block: Block, scaled_loss: Tensor) -> None:
@@ -86,6 +100,47 @@ class Reaching(BlockPart):
             for other in {o for optimizer in block.optimizers for o in self._reached.get(optimizer, ())}:
                 if other._amp_state not in block.states:
                     other._amp_state.grads.scaled_by = _names(block.optimizers)
+
+
+# Nodes of a loss that is divided by the number of micro-batches, or converted.
+_PASSING = ("ToCopyBackward", "DivBackward", "MulBackward", "NegBackward")
+
+
+def rounded_to(loss: Tensor) -> torch.dtype | None:
+    """The low-precision dtype that ``loss`` is in, or was converted from, as the outputs of a cast model are."""
+    if loss.dtype in LOW_PRECISION:
+        return loss.dtype
+    node: Any = loss.grad_fn
+    while node is not None and node.name().startswith(_PASSING):
+        node = next((function for function, _ in node.next_functions if function is not None), None)
+        results: Any = getattr(node, "_input_metadata", ())
+        if len(results) == 1 and len(results[0].shape) == 0 and results[0].dtype in LOW_PRECISION:
+            dtype: torch.dtype = results[0].dtype
+            return dtype
+    return None
+
+
+def _computes_outside(state: AmpOptimizerState) -> bool:
+    """The model computes in low precision, and float32 is to be had outside of it: not so at O3."""
+    return state.policy.model_dtype in LOW_PRECISION and state.policy.opt_level != "O3"
+
+
+def warn_of_dtypes(session: Session, optimizer: Optimizer, state: AmpOptimizerState) -> None:
+    """Warn where ``optimizer`` steps float16 or bfloat16 parameters at a level that keeps parameters in float32."""
+    if state.policy.model_dtype in LOW_PRECISION or settings.accept_low_precision_models:
+        return
+    formats = getattr(optimizer, "state_formats", None)
+    if formats is not None and (formats.has_remainders or formats.stochastic_rounding):
+        return
+    dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}.intersection(LOW_PRECISION)
+    if dtypes:
+        session.warn_once(
+            optimizer,
+            f"{type(optimizer).__name__} steps parameters in {', '.join(map(str, dtypes))}, which have no float32 "
+            f"masters at opt_level {state.policy.opt_level}: updates that are small beside them are lost. If the model "
+            "was converted after amp.initialize, as by model.half() or model.to(dtype), leave that out; O2 and O5 "
+            "convert it, and keep masters",
+        )
 
 
 def _names(optimizers: Sequence[Optimizer]) -> str:

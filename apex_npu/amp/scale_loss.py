@@ -29,7 +29,7 @@ from apex_npu.amp.block import (
 from apex_npu.amp.capture import check_block
 from apex_npu.amp.fused_unscale import DeferringBlock, check_fusible, unpack_others
 from apex_npu.amp.grad_sync import Agreement, BucketViews, UnknownAverages
-from apex_npu.amp.loss_graph import FirstLook, Reaching
+from apex_npu.amp.loss_graph import FirstLook, Reaching, warn_of_dtypes
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, adopted_inside, inner_optimizer
 from apex_npu.amp.session import Session, require, settings
 from apex_npu.amp.sharding import HeldBack
@@ -147,6 +147,8 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
     states = []
     for optimizer in listed:
         state = _state_for_block(optimizer)
+        if state.report is None:
+            warn_of_dtypes(session, optimizer, state)
         ordinary = ordinary and state.pending is None and state.sync is None and not state.policy.combine_ddp
         unscaled = unscaled and state.is_unscaled
         states.append(state)
@@ -218,7 +220,7 @@ def _special_block(args: BlockArgs, loss: Tensor, given: Any, delay: Delay | Non
     parts: list[BlockPart] = []
     first = any(state.report is None for state in states)
     if first:
-        parts.append(FirstLook(session, loss))
+        parts.append(FirstLook(session, loss, args.scaler))
     if first or session.reached:
         parts.append(Reaching(session))
     if ddps:

@@ -72,6 +72,7 @@ NAMES: dict[str, str] = {
     "torch.autograd.function.BackwardCFunction()._sequence_nr": "likewise",
     "torch.Tensor._base": "what a view is of, such as the transposed weight of a linear layer",
     "torch.autograd._engine_run_backward": "patched, so that backward runs without ambient autocast",
+    "torch.autograd.function.BackwardCFunction()._input_metadata": "the dtype of a result that was converted since",
     "torch.autograd.function.BackwardCFunction()._forward_cls": "whose backward runs: a user's or torch's",
     "torch.utils.checkpoint._CheckpointFrame": "patched, so that models are computed again with the casts they had",
     "torch.nn.utils.clip_grad._no_grad": "wraps the clipping functions; what the wrapper calls is patched",

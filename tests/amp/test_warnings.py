@@ -170,3 +170,80 @@ def test_the_step_by_which_torch_makes_state_is_not_warned_of(make):
         get_optimizer_state_dict(model, amp.checkpoint_view(optimizer))
     assert not said.about("no amp.scale_loss")
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+class OwnLoss(torch.nn.Module):
+    """Computes its loss itself, of logits in the dtype of the model or in float32."""
+
+    def __init__(self, dtype=None):
+        super().__init__()
+        self.layer, self.dtype = torch.nn.Linear(4, 8), dtype
+
+    def forward(self, x, target=None):
+        logits = self.layer(x).to(self.dtype)
+        return logits if target is None else (logits, torch.nn.functional.cross_entropy(logits, target))
+
+
+INPUT, TARGET = torch.ones(3, 4), torch.tensor([1, 2, 3])
+ROUNDED = {
+    "inside": (None, lambda model: model(INPUT.to(DEVICE), TARGET.to(DEVICE))[1]),
+    "of micro-batches": (None, lambda model: model(INPUT.to(DEVICE), TARGET.to(DEVICE))[1] / 4 * 2.0),
+    "outside, in 16 bits": (
+        None,
+        lambda model: torch.nn.functional.cross_entropy(
+            model(INPUT.to(DEVICE)).to(model.layer.weight.dtype), TARGET.to(DEVICE)
+        ),
+    ),
+}
+FLOAT32 = {
+    "inside, of float32 logits": (torch.float32, lambda model: model(INPUT.to(DEVICE), TARGET.to(DEVICE))[1]),
+    "outside": (None, lambda model: torch.nn.functional.cross_entropy(model(INPUT.to(DEVICE)), TARGET.to(DEVICE)) / 4),
+    "mean": (None, lambda model: -model(INPUT.to(DEVICE)).mean()),
+    "with a penalty": (
+        None,
+        lambda model: model(INPUT.to(DEVICE)).square().mean() + 0.1 * sum(p.norm() for p in model.parameters()),
+    ),
+}
+
+
+@levels(LEVELS)
+@pytest.mark.parametrize("way", [*ROUNDED, *FLOAT32])
+def test_a_loss_that_has_been_rounded_is_named_once(way, level):
+    dtype, loss = (ROUNDED | FLOAT32)[way]
+    model = OwnLoss(dtype).to(DEVICE)
+    model, optimizer = initialize(model, optimizers.NpuFusedSGD(model.parameters(), lr=0.1), level)
+    with Said() as said:
+        for _ in range(3):
+            with amp.scale_loss(loss(model), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+    found = said.about("the loss has been rounded to")
+    if level in ("O2", "O5") and way in ROUNDED:
+        assert_points_here(found)
+        assert ("bfloat16, 8 bits" if level == "O5" else "float16, 11 bits") in str(found[0].message)
+    else:
+        assert not found
+
+
+CONVERSIONS = {
+    "half": torch.nn.Module.half,
+    "bfloat16": torch.nn.Module.bfloat16,
+    "to": lambda model: model.to(torch.bfloat16),
+    "of a layer": lambda model: model.layer.half() and model,
+}
+
+
+@levels(("O1", "O4"))
+@pytest.mark.parametrize("make", [optimizers.NpuFusedSGD, torch.optim.SGD])
+@pytest.mark.parametrize("conversion", CONVERSIONS)
+def test_a_model_that_is_converted_after_initialize_is_named_once(conversion, make, level):
+    model = OwnLoss(torch.float32).to(DEVICE)
+    model, optimizer = initialize(model, make(model.parameters(), lr=0.1), level)
+    CONVERSIONS[conversion](model)
+    with Said() as said:
+        for _ in range(3):
+            logits = model(INPUT.to(DEVICE, model.layer.weight.dtype))
+            with amp.scale_loss(logits.float().square().mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+    assert_points_here(said.about(f"which have no float32 masters at opt_level {level}"))
