@@ -194,9 +194,27 @@ def dense_grad(grad: Tensor | None, param: Tensor) -> Tensor:
     if grad.layout != torch.strided:
         raise RuntimeError(
             f"a parameter of shape {tuple(param.shape)} has a sparse gradient ({grad.layout}), which amp cannot "
-            "unscale; use a layer with sparse=False, or leave it to an optimizer that is not passed to amp"
+            "unscale here: use a layer with sparse=False"
         )
     return grad.detach() if grad.requires_grad else grad
+
+
+def sparse_grad(grad: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
+    """``grad``, which ``param`` has and which is sparse, in ``dtype``, with each index once.
+
+    Raises:
+        RuntimeError: It is in another layout than torch.sparse_coo.
+    """
+    if grad.layout != torch.sparse_coo:
+        dense_grad(grad, param)  # says so
+    return grad.detach().to(dtype).coalesce()
+
+
+def _sparse_values(param: Tensor) -> Tensor:
+    """The values of the sparse gradient of ``param``, which is coalesced first."""
+    assert param.grad is not None
+    param.grad = sparse_grad(param.grad, param, param.grad.dtype)
+    return param.grad.values()
 
 
 def writable_grads(params: Iterable[Tensor]) -> list[Tensor]:
@@ -204,15 +222,20 @@ def writable_grads(params: Iterable[Tensor]) -> list[Tensor]:
 
     Of a sharded parameter it is this process's part: each process unscales its own, and they agree on overflow
     elsewhere. A gradient whose elements share memory, with each other or with those of another, is replaced by a copy:
-    autograd leaves two views of one tensor for ``a.view(-1) + b.view(-1)``.
+    autograd leaves two views of one tensor for ``a.view(-1) + b.view(-1)``. A sparse gradient is coalesced, and its
+    values are to be written.
     """
     found = [p for p in params if p.grad is not None]
-    grads = [local_part(dense_grad(p.grad, p)) for p in found]
+    grads = [
+        local_part(dense_grad(p.grad, p)) if p.grad.layout == torch.strided else _sparse_values(p)  # type: ignore[union-attr]
+        for p in found
+    ]
     shared = overlapping([_span(g) for g in grads])
     shared += [i for i, g in enumerate(grads) if not g.is_contiguous() and torch._debug_has_internal_overlap(g)]
     for i in shared:
-        copy = dense_grad(found[i].grad, found[i]).clone()
-        found[i].grad, grads[i] = copy, local_part(copy)
+        grad: Tensor = found[i].grad  # type: ignore[assignment]
+        found[i].grad = grad.detach().clone()
+        grads[i] = local_part(found[i].grad) if grad.layout == torch.strided else _sparse_values(found[i])
     return grads
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.amp.clip_guard import SHARED_WRITTEN, WRITTEN
-from apex_npu.amp.grad_groups import GradGroup, dense_grad, writable_grads
+from apex_npu.amp.grad_groups import GradGroup, dense_grad, sparse_grad, writable_grads
 from apex_npu.distributed import GradReducer
 from apex_npu.fusion import (
     FlatGrads,
@@ -402,12 +402,20 @@ class MasterGradGroup(GradGroup):
         """Add what is recorded as copied to masters, multiplied by ``scale``."""
         for k in indices:
             i = self._masters[k]
-            wide = dense_grad(self.copied.grads[k], self._model_params[k]).to(self.params[i].dtype) * scale
+            grad, source = self.copied.grads[k], self._model_params[k]
+            if grad is not None and grad.layout != torch.strided:
+                self._add_sparse(i, sparse_grad(grad, source, self.params[i].dtype) * scale)
+                continue
+            wide = dense_grad(grad, source).to(self.params[i].dtype) * scale
             if self.params[i].grad is None:
                 self._made[i] = self.params[i].grad = self._new_grads([i])[0].copy_(wide)
             else:
                 self.materialize_grads()
                 writable_grads([self.params[i]])[0].add_(wide)
+
+    def _add_sparse(self, i: int, wide: Tensor) -> None:
+        former = self.params[i].grad
+        self._made[i] = self.params[i].grad = wide if former is None else former + wide
 
     def end_step(self) -> None:
         # Zeros stay gradients, as they stay on the model.
@@ -432,8 +440,10 @@ class MasterGradGroup(GradGroup):
     def _copy_each(self, inv_scale: float, found_inf: Tensor | None) -> None:
         given, held = grads_of(self.sources), grads_of(self.params)
         fresh = [i for i in self._masters if given[i] is not None]
-        later = [i for i in fresh if held[i] is not None]
-        first = [i for i in fresh if held[i] is None]
+        later = [i for i in fresh if held[i] is not None and given[i].layout == torch.strided]  # type: ignore[union-attr]
+        first = [i for i in fresh if held[i] is None and given[i].layout == torch.strided]  # type: ignore[union-attr]
+        if len(first) + len(later) < len(fresh):
+            self._copy_sparse(set(fresh).difference(first, later), inv_scale, found_inf)
         self._alone = not later and not self.copied.kept
         if first:
             grads = self._new_grads(first)
@@ -447,6 +457,16 @@ class MasterGradGroup(GradGroup):
             new = [dense_grad(given[i], self.sources[i]).to(self.params[i].dtype) for i in later]
             unscale_grads(new, inv_scale, found_inf)
             torch._foreach_add_(writable_grads(self.params[i] for i in later), new)
+
+    def _copy_sparse(self, indices: Iterable[int], inv_scale: float, found_inf: Tensor | None) -> None:
+        for i in indices:
+            grad, source = self.sources[i].grad, self.sources[i]
+            assert grad is not None
+            if self.flat is not None:
+                dense_grad(grad, source)  # says that it cannot be in a buffer
+            wide = sparse_grad(grad, source, self.params[i].dtype)
+            unscale_grads([wide.values()], inv_scale, found_inf)
+            self._add_sparse(i, wide)
 
     def _scale_some_(self, indices: Sequence[int], inv_scale: float, found_inf: Tensor | None) -> None:
         unscale_grads(writable_grads(self.params[i] for i in indices), inv_scale, found_inf)

@@ -81,8 +81,9 @@ def scale_loss(
 
     Raises:
         RuntimeError: amp, or one of ``optimizers``, has not been initialized, or is in another such block already; a
-            gradient is sparse; ``fuse_unscale`` cannot be done for these ``optimizers`` together; a CUDA graph is being
-            captured, which could not repeat the block; another process has raised, or has another loss scale.
+            gradient is sparse, of an optimizer with flat buffers; ``fuse_unscale`` cannot be done for these
+            ``optimizers`` together; a CUDA graph is being captured, which could not repeat the block; another process
+            has raised, or has another loss scale.
         TypeError: ``loss`` is no tensor, ``optimizers`` no optimizer.
         IndexError: ``loss_id`` is not below ``num_losses``.
 

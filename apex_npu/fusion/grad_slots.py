@@ -272,7 +272,7 @@ def check_grad(index: int, param: Tensor, grad: Tensor | None, *, own: bool) -> 
     if grad.layout != torch.strided:
         raise RuntimeError(
             f"parameter {index} of shape {tuple(param.shape)} has a sparse gradient ({grad.layout}), which cannot "
-            "be fused; use a layer with sparse=False, or torch.optim.SparseAdam or SGD for it"
+            "be fused; use a layer with sparse=False, or torch.optim.SparseAdam or SGD for it, without combine_grad"
         )
     if grad.device != param.device:
         raise RuntimeError(

@@ -683,3 +683,54 @@ def test_an_overflow_on_a_saturating_device_moves_the_scale_of_its_own_loss(satu
     assert scales == [2.0**7, 2.0**8]
     optimizer.step()
     assert amp.last_step(optimizer).skipped
+
+
+SPARSE = {"SGD": torch.optim.SGD, "Adagrad": torch.optim.Adagrad, "SparseAdam": torch.optim.SparseAdam}
+
+
+def train_table(maker, level=None, **options):
+    """The weights after steps with an embedding whose gradients are sparse; the fourth overflows under amp."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Linear(4, 3)).to(DEVICE)
+    stepped = [SPARSE[maker](list(model[0].parameters()), lr=0.05), torch.optim.SGD(model[1].parameters(), lr=0.1)]
+    if level is not None:
+        model, stepped = amp.initialize(model, stepped, opt_level=level, loss_scale="dynamic", verbosity=0, **options)
+    for step in range(8):
+        for rows in ([1, 2, 2, step], [step, 5, 5, 19]):  # some of them twice
+            loss = model(torch.tensor(rows, device=DEVICE)).float().square().mean()
+            if level is None:
+                loss.backward()
+            else:
+                with amp.scale_loss(loss * (float("inf") if step == 3 else 1.0), stepped) as scaled_loss:
+                    scaled_loss.backward()
+        for optimizer in stepped:
+            if level is not None or step != 3:
+                optimizer.step()
+            optimizer.zero_grad()
+    found = [p.detach().float().cpu() for p in (model if level is None else amp.float32_copy(model)).parameters()]
+    amp.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("fuse_unscale", [False, True])
+@pytest.mark.parametrize("maker", SPARSE)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_sparse_gradients_are_stepped_as_in_torch(level, maker, fuse_unscale):
+    tolerance = {"O0": 1e-6, "O1": 1e-3, "O2": 1e-3}.get(level, 1e-2)
+    for found, want in zip(train_table(maker, level, fuse_unscale=fuse_unscale), train_table(maker), strict=True):
+        torch.testing.assert_close(found, want, rtol=0.0, atol=tolerance)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_sparse_gradients_of_backwards_outside_of_blocks_are_added(level):
+    """Before a block, at a loss scale of its own; and then masters have the sum, unscaled."""
+    table = nn.Embedding(5, 2, sparse=True).to(DEVICE)
+    table, optimizer = amp.initialize(
+        table, torch.optim.SGD(table.parameters(), lr=1.0), opt_level=level, loss_scale=64.0, verbosity=0
+    )
+    table(torch.tensor([1, 1, 3], device=DEVICE)).sum().backward()
+    with amp.scale_loss(table(torch.tensor([3, 4], device=DEVICE)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    (param,) = amp.master_params(optimizer)
+    assert param.grad.is_sparse
+    assert param.grad.to_dense().sum(1).tolist() == [0.0, 4.0, 0.0, 4.0, 2.0]
