@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import LBFGS, Optimizer
 
 from apex_npu.amp.accessors import OptimizerAccessors
@@ -260,6 +261,25 @@ class AmpOptimizerMixin(OptimizerAccessors):
     def combine_ddp(self, value: bool) -> None:
         self._amp_state.combine(combine_ddp=bool(value))
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """As the optimizer has it. ``GradScaler.step`` asks for this before anything else, and is told of AmpScaler.
+
+        Raises:
+            RuntimeError: It does, and would look for the gradients of masters, which only a block gives them.
+        """
+        frame = inspect.currentframe()
+        caller = None if frame is None else frame.f_back
+        if caller is not None and isinstance(caller.f_locals.get("self"), GradScaler):
+            _name_amp_scaler(self, self._amp_state)
+        own, name = vars(self), "_step_supports_amp_scaling"
+        supports: bool = own[name] if name in own else getattr(super(), name)
+        return supports
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        vars(self)["_step_supports_amp_scaling"] = value
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; those in low precision get masters where the level has any."""
         super().add_param_group(param_group)
@@ -351,6 +371,19 @@ def _combined_grads(optimizer: Optimizer, state: AmpOptimizerState) -> list[Flat
         for group in groups:
             group.drop_cleared()
     return state.grads.combined(optimizer, state)
+
+
+def _name_amp_scaler(optimizer: Optimizer, state: AmpOptimizerState) -> None:
+    """Warn of a GradScaler that is about to step ``optimizer``, or refuse it where there are masters."""
+    if current() is None:
+        return
+    text = (
+        f"torch.amp.GradScaler.step was called with {type(optimizer).__name__}, whose gradients amp scales, unscales "
+        "and checks: use scaler = amp.AmpScaler(optimizer) in its place, which has the same methods"
+    )
+    if state.policy.master_weights:
+        raise RuntimeError(f"{text}. At {state.policy.opt_level} it steps fp32 masters, which have no gradients")
+    warn_once(optimizer, text)
 
 
 @functools.cache

@@ -5,6 +5,7 @@
 import copy
 import gc
 import math
+import warnings
 
 import pytest
 import torch
@@ -261,6 +262,40 @@ def test_an_overflow_of_one_of_two_optimizers_costs_the_other_no_step(level, kin
     for ours, theirs in zip(*found, strict=True):
         assert all(map(torch.equal, ours[:-1], theirs[:-1]))
         assert ours[-1] == theirs[-1]
+
+
+class OwnScaler(torch.amp.GradScaler):
+    """As torch_npu has one."""
+
+
+@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, OwnScaler])
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_a_grad_scaler_beside_amp_is_told_of_this(level, kind, unscale, scaler_class):
+    """It is right without masters, and finds no gradients with them."""
+    model, optimizer = start(Weights(10.0), level=level, kind=kind)
+    scaler = scaler_class(DEVICE.type, init_scale=64.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        supports = getattr(optimizer, "_step_supports_amp_scaling", False)  # as frameworks ask
+    scaler.scale(model(vector(1.0, 2.0, 4.0)).float()).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+    if level in ("O2", "O5"):
+        with pytest.raises(RuntimeError, match=r"GradScaler.*use scaler = amp.AmpScaler\(optimizer\)"):
+            scaler.step(optimizer)
+        assert_values(model.parameters(), 10.0)
+        return
+    with pytest.warns(RuntimeWarning, match=r"GradScaler.*use scaler = amp.AmpScaler\(optimizer\)"):
+        scaler.step(optimizer)
+    assert_values(model.parameters(), [9.0, 8.0, 6.0])
+    assert getattr(copy.deepcopy(optimizer), "_step_supports_amp_scaling", False) == supports
+    amp.shutdown()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        scaler.update()
+        scaler.step(optimizer)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
