@@ -31,11 +31,13 @@ from apex_npu.amp.step_decision import StepReport
 from apex_npu.autocast.casting import CastHandle, ModelCast, enable_casts
 from apex_npu.autocast.float32_view import average_in_float32
 from apex_npu.autocast.forward_cast import Ambient
+from apex_npu.autocast.monkey_patches import compute_matrix_exp_in_float32
 from apex_npu.backends.patching import Patch, Undo, patch_attribute
 from apex_npu.backends.script_warnings import warn
 from apex_npu.distributed.fully_sharded import HeldGradients, Unit, units_of
 from apex_npu.distributed.group_reference import GroupReference
 from apex_npu.distributed.torch_ddp import DDPWatch, KnownDDPs, adding_to, dtypes_of, follow_dtypes, followed_by
+from apex_npu.ops import LOW_PRECISION
 
 
 class HasMasters(Protocol):
@@ -315,6 +317,8 @@ class Session:
         if self.policy.enabled:
             watch_clipping(self._undo, self.adopted, self.warn_once)
             average_in_float32(self._undo)
+            if self.policy.model_dtype in LOW_PRECISION and "cpu" in self.device_types:
+                compute_matrix_exp_in_float32(self._undo)
             watch = DDPWatch(self.ddps, self._begin_wrapping)
             self._undo.callback(watch.close)
             watch.open()

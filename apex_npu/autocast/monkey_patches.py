@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Names of torch that are patched as attributes while O1 is on, since no single operator can keep their promise.
 
-They act only where autocast is enabled for the tensor's device, so switching autocast off switches them off. Each
-function registers how to undo itself on the ``Undo`` it is given.
+They act only where autocast is enabled for the tensor's device, so switching autocast off switches them off. One name
+is patched for models that are cast, instead. Each function registers how to undo itself on the ``Undo`` it is given.
 """
 
 from __future__ import annotations
@@ -51,6 +51,32 @@ def install_attribute_overlay(undo: Undo, device_types: tuple[str, ...], *, allo
         patch_attribute(undo, Tensor, name, functools.partial(_refusing_method, low_precision))
     patch_attribute(undo, Tensor, "__ipow__", functools.partial(_widening_ipow, low_precision))
     patch_attribute(undo, Tensor, "cpu", functools.partial(_widening_cpu, low_precision))
+
+
+def compute_matrix_exp_in_float32(undo: Undo) -> None:
+    """Have ``matrix_exp`` of float16 and bfloat16 tensors on a CPU compute in float32: torch gives NaN or garbage.
+
+    Orthogonal parametrizations call it. Other functions of linear algebra are right there, or refuse these dtypes.
+
+    Args:
+        undo: Takes the callbacks that restore torch's functions.
+    """
+
+    def low_precision(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.dtype in LOW_PRECISION and value.device.type == "cpu"
+
+    def in_float32(original: Function) -> Function:
+        widening = _float_function(low_precision, original)
+
+        def matrix_exp(*args: Any, **kwargs: Any) -> Any:
+            result = widening(*args, **kwargs)
+            given = next(filter(low_precision, (*args, *kwargs.values())), result)
+            return result.to(given.dtype)
+
+        return matrix_exp
+
+    for owner in (torch, torch.linalg, Tensor):
+        patch_attribute(undo, owner, "matrix_exp", in_float32)
 
 
 Test = Callable[[Any], bool]

@@ -7,6 +7,7 @@ The reference is the same computation with the casts off, in float32.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -563,3 +564,44 @@ def test_the_workers_of_a_data_loader_do_not_cast(context: str) -> None:
     o1()
     loader = DataLoader(Products(), num_workers=1, multiprocessing_context=context)
     assert {batch.dtype for batch in loader} == {FLOAT}
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="of CPUs")
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("owner", [torch, torch.linalg, Tensor], ids=["torch", "linalg", "Tensor"])
+def test_matrix_exp_of_a_cast_model_computes_in_float(owner: Any, level: str) -> None:
+    call = owner.matrix_exp
+    dtype = torch.float16 if level == "O2" else torch.bfloat16
+    amp.initialize(nn.Linear(1, 1), opt_level=level, verbosity=0)
+    given = (SQUARE / 4).to(dtype).requires_grad_()
+    found = owner.matrix_exp(given)
+    wide = given.detach().double().requires_grad_()
+    expected = call(wide)
+    for result in (found, expected):
+        result.sum().backward()
+    assert found.dtype == dtype
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=0.0)
+    torch.testing.assert_close(given.grad.double(), wide.grad, rtol=tolerance, atol=0.0)
+    amp.shutdown()
+    assert owner.matrix_exp is call
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="of CPUs")
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_orthogonal_layer_of_a_cast_model_trains(level: str) -> None:
+    torch.manual_seed(0)
+    layer = orthogonal("matrix_exp")(nn.Linear(6, 6, bias=False))
+    twin, x = copy.deepcopy(layer), torch.randn(8, 6)
+    layer, optimizer = amp.initialize(
+        layer, torch.optim.SGD(layer.parameters(), lr=0.1), opt_level=level, loss_scale=64.0, verbosity=0
+    )
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for _ in range(5):
+        with amp.scale_loss((layer(x) - x).square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        (twin(x) - x).square().mean().backward()
+        for stepped in (optimizer, plain):
+            stepped.step()
+            stepped.zero_grad()
+    torch.testing.assert_close(layer.weight.float(), twin.weight, rtol=0.0, atol=5e-3 if level == "O2" else 4e-2)
