@@ -18,7 +18,7 @@ from apex_npu.migrate.parallel import convert as data_parallel
 from apex_npu.migrate.rules import apex, device, fused, on_request, own, strings
 from apex_npu.migrate.rules.catalogue import RULES
 from apex_npu.migrate.rules.tables import TRAINERS
-from apex_npu.migrate.rules.targets import missing_imports, target_of, torch_import, torch_name
+from apex_npu.migrate.rules.targets import missing_imports, target_of, torch_import
 
 __all__ = ["TRIGGER", "Rewritten", "rewrite"]
 
@@ -275,7 +275,8 @@ def _add_first_lines(program: Program) -> None:
     lines: dict[str, list[str]] = {}
     needed = any(draft.rule in _NPU_NAMES for draft in program.changes())
     needed &= portable or program.options.has("D113")
-    if needed and ("ACCELERATOR" if portable else "torch_npu") not in program.names.module.bindings:
+    first_lines = target_of(program).first_lines(program) if needed else []
+    if first_lines:
         first = min(draft.start for draft in program.changes() if draft.rule in _NPU_NAMES)
         if portable and (node is None or first < program.source.span(node)[1]):
             program.refuse(
@@ -285,7 +286,7 @@ def _add_first_lines(program: Program) -> None:
         elif node is None:
             program.drafts.append(Draft("D113", "note", first, first, message=RULES["D113"].message))
         else:
-            lines["D113"] = [target_of(program).first_line(torch_name(program) or "torch")]
+            lines["D113"] = first_lines
     rules = {draft.rule[0] for draft in program.changes()}
     parts = [part for part, families in (("amp", {"A", "T"}), ("optimizers", {"O"})) if rules & families]
     if parts:

@@ -5,6 +5,8 @@
 import re
 
 import pytest
+import torch
+from devices import DEVICE
 from migrate import golden, guide
 
 from apex_npu.migrate import rewrite
@@ -29,6 +31,17 @@ def test_tables_are_current(path):
 @pytest.mark.parametrize(("options", "before", "after"), PAIRS[ENGLISH])
 def test_an_example(options, before, after):
     assert rewrite(before, options=golden.options_of(f"# options: {options}")).source == after
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="without an accelerator")
+def test_the_portable_example_runs_on_the_cpu(monkeypatch):
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    (program,) = (after for options, _, after in PAIRS[ENGLISH] if options == "portable")
+    try:
+        exec(program, {})
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_all_examples_are_tested():

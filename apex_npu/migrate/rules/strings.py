@@ -12,7 +12,7 @@ from apex_npu.migrate.engine.program import Program
 from .catalogue import RULES
 from .device import missing
 from .tables import ANSWERS, DEVICE_ARGUMENTS, DEVICE_KEYWORDS, ENVIRONMENT
-from .targets import target_of
+from .targets import SEARCHES, target_of
 
 _DEVICE = re.compile(r"cuda(:\d*)?")
 _COMPOSED = re.compile(r"cuda:(%[dsi]|\{\w*\})")
@@ -118,7 +118,7 @@ def _fstring(program: Program, node: ast.JoinedStr) -> None:
     if found is None or isinstance(program.parent(node), ast.FormattedValue):
         program.report("D107", "refused", node, message=RULES["D107"].message)
         return
-    edit = target_of(program).fstring(node, found.span(3))
+    edit = target_of(program).fstring(program, node, found.span(3))
     program.report("D107", "changed", (start, found.end(3)), [edit])
 
 
@@ -236,6 +236,6 @@ class Devices:
         if (dotted or "").startswith(_MODULES) or name == "to" or _speaks_of_device(name):
             return True
         if isinstance(call.func, ast.Attribute) and self._has_device(call.func.value):
-            return name in ("startswith", "endswith", "index", "find", "count", "__eq__", "split", "replace")
+            return name in SEARCHES
         before = call.args[:place]
         return any(isinstance(one, ast.Constant) and _speaks_of_device(one.value) for one in before)

@@ -14,10 +14,19 @@ from apex_npu.migrate.engine.source import Edit
 
 from .tables import RENAMED, SIMILAR
 
-# Of torch.cuda, what torch.accelerator has by the same name since torch 2.6; it is False, or 0, without an accelerator.
-_ACCELERATOR_NAMES = frozenset({"current_stream", "device_count", "is_available", "set_stream", "synchronize"})
+# torch.accelerator has these names of torch.cuda since torch 2.6. They return 0 and False without an accelerator.
+_ACCELERATOR_NAMES = frozenset({"device_count", "is_available"})
+# torch.cpu has these names of torch.cuda since torch 2.6. Its functions do nothing.
+_CPU_NAMES = frozenset(
+    {"current_device", "current_stream", "Event", "set_device", "stream", "Stream", "StreamContext", "synchronize"}
+)
 _OTHER_NAMES = RENAMED | {name: new for name, (new, _) in SIMILAR.items()}
-_ACCELERATOR = "ACCELERATOR"
+# Names in portable code. Without an accelerator, the first one is "cpu": the device to compute on. The second one is
+# "cuda": the functions of torch.cuda answer without a GPU, and a comparison with "cuda" fails as in the old program.
+_ACCELERATOR, _OR_CUDA = "ACCELERATOR", "ACCELERATOR_OR_CUDA"
+_FIRST_LINE = '{} = {}.accelerator.current_accelerator().type if {}.accelerator.is_available() else "{}"'
+# Methods of texts that look for a text.
+SEARCHES = ("startswith", "endswith", "index", "find", "count", "__eq__", "split", "replace")
 _LITERAL = re.compile(r"""([uUrR]?)(\"""|'''|"|')""")
 _OPEN = re.compile(r"[\s\\]*\(")
 # What may be next to a comparison without parentheses around it.
@@ -34,9 +43,9 @@ class Npu:
 
     imports, environment = True, True
 
-    def first_line(self, torch: str) -> str:
-        """The statement that goes with the import of torch, which is called ``torch``."""
-        return "import torch_npu  # noqa: F401"
+    def first_lines(self, program: Program) -> list[str]:
+        """The statements that go with the import of torch, without those that the program has."""
+        return [] if "torch_npu" in program.names.module.bindings else ["import torch_npu  # noqa: F401"]
 
     def device(self, program: Program, node: ast.Constant, prefix: str = "") -> Edit | None:
         """A literal that begins with ``prefix`` and "cuda"; one of several processes has no "cuda:0"."""
@@ -44,7 +53,7 @@ class Npu:
             return program.restring(node, "npu")
         return program.restring(node, f"{prefix}npu", len(f"{prefix}cuda"))
 
-    def fstring(self, node: ast.JoinedStr, span: tuple[int, int]) -> Edit:
+    def fstring(self, program: Program, node: ast.JoinedStr, span: tuple[int, int]) -> Edit:
         """An f-string that begins with "cuda:", where ``span`` is that of "cuda"."""
         return Edit(*span, "npu")
 
@@ -95,9 +104,16 @@ class Portable(Npu):
 
     imports, environment = False, False
 
-    def first_line(self, torch: str) -> str:
+    def first_lines(self, program: Program) -> list[str]:
         """See ``Npu``."""
-        return f'{_ACCELERATOR} = getattr({torch}.accelerator.current_accelerator(), "type", "cpu")'
+        torch, bound = torch_name(program) or "torch", program.names.module.bindings
+        drafts = [draft for draft in program.drafts if draft.status in ("changed", "unsure")]
+        written = " ".join(edit.text for draft in drafts for edit in draft.edits)
+        lines = {
+            _ACCELERATOR: _FIRST_LINE.format(_ACCELERATOR, torch, torch, "cpu"),
+            _OR_CUDA: _FIRST_LINE.format(_OR_CUDA, torch, torch, "cuda") + "  # migrate: keep",
+        }
+        return [line for name, line in lines.items() if name not in bound and re.search(rf"\b{name}\b", written)]
 
     def device(self, program: Program, node: ast.Constant, prefix: str = "") -> Edit | None:
         """See ``Npu``."""
@@ -109,20 +125,21 @@ class Portable(Npu):
         rest = node.value[len(f"{prefix}cuda") :]
         rest = "" if rest == ":0" and program.options.data_parallel else rest
         rest = rest.replace("{", "{{").replace("}", "}}")
-        raw = quote[1] if quote[1] in "rR" else ""
-        text = f"f{raw}{quote[2]}{prefix}{{{_ACCELERATOR}}}{rest}{quote[2]}" if prefix or rest else _ACCELERATOR
+        raw, name = quote[1] if quote[1] in "rR" else "", _device_name(program, node)
+        text = f"f{raw}{quote[2]}{prefix}{{{name}}}{rest}{quote[2]}" if prefix or rest else name
         return replaced(program, node, text)
 
-    def fstring(self, node: ast.JoinedStr, span: tuple[int, int]) -> Edit:
+    def fstring(self, program: Program, node: ast.JoinedStr, span: tuple[int, int]) -> Edit:
         """See ``Npu``."""
-        return Edit(*span, f"{{{_ACCELERATOR}}}")
+        return Edit(*span, f"{{{_device_name(program, node)}}}")
 
     def backend(self, program: Program, node: ast.Constant) -> Edit | None:
         """See ``Npu``."""
         torch = torch_name(program)
         if node.value != "nccl" or torch is None or program.restring(node, "") is None:
             return None
-        return replaced(program, node, f"{torch}.distributed.get_default_backend_for_device({_ACCELERATOR})")
+        device = _device_name(program, node)
+        return replaced(program, node, f"{torch}.distributed.get_default_backend_for_device({device})")
 
     def nccl_check(self, program: Program, node: ast.Attribute) -> Edit | None:
         """See ``Npu``."""
@@ -132,6 +149,8 @@ class Portable(Npu):
         """See ``Npu``."""
         if parts and (parts[0] in RENAMED or parts[0] == "amp"):
             return [None]  # by another name on each device, or called otherwise
+        call = program.parent(node)
+        given = [*call.args, *call.keywords] if isinstance(call, ast.Call) and call.func is node else []
         while program.names.dotted(node) != "torch.cuda":
             if not isinstance(node, ast.Attribute):
                 return []  # by another name
@@ -140,7 +159,10 @@ class Portable(Npu):
             return []
         text, (start, end) = program.source.text, program.source.span(node)
         root = text[start:end].rpartition(".")[0].rstrip()
-        module = "accelerator" if parts and parts[0] in _ACCELERATOR_NAMES else f"get_device_module({_ACCELERATOR})"
+        device = _ACCELERATOR if parts and parts[0] in _CPU_NAMES else _OR_CUDA
+        if parts == ["Event"] and given:
+            device = _OR_CUDA  # torch.cpu.Event takes no arguments
+        module = "accelerator" if parts and parts[0] in _ACCELERATOR_NAMES else f"get_device_module({device})"
         if not root.isidentifier() or program.rename(node, "") is None:
             return [None]
         return [replaced(program, node, f"{root}.{module}")]
@@ -175,7 +197,7 @@ class Portable(Npu):
         bare = bare or (isinstance(parent, ast.Call) and node in parent.args)
 
         placed = program.rename(node, "") is not None
-        text = f".device.type == {_ACCELERATOR}{'' if bare else ')'}"
+        text = f".device.type == {_OR_CUDA}{'' if bare else ')'}"
         edits: list[tuple[tuple[int, int], Edit | None]] = [(span, Edit(*span, text) if placed else None)]
         if not bare and placed:
             start = program.source.span(node)[0]
@@ -184,7 +206,7 @@ class Portable(Npu):
 
     def profiled(self) -> str:
         """See ``Npu``."""
-        return _ACCELERATOR
+        return _OR_CUDA
 
     def group_lines(self, torch: str) -> list[str]:
         """See ``Npu``."""
@@ -195,6 +217,23 @@ class Portable(Npu):
             f'        {torch}.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))',
             f"    {torch}.distributed.init_process_group({backend})",
         ]
+
+
+def _device_name(program: Program, node: ast.expr) -> str:
+    """The name that takes the place of "cuda": whether ``node`` is compared or looked up, rather than computed on."""
+    at: ast.AST = node
+    parent = program.parent(at)
+    while isinstance(parent, (ast.Tuple, ast.List, ast.Set, ast.Starred, ast.BinOp, ast.IfExp)) or (
+        isinstance(parent, ast.Attribute) and parent.attr == "format"
+    ):
+        at, parent = parent, program.parent(parent)
+        if isinstance(parent, ast.Call) and parent.func is at:
+            at, parent = parent, program.parent(parent)
+    compared = isinstance(parent, ast.Compare) or (isinstance(parent, ast.Dict) and at in parent.keys)
+    compared |= isinstance(parent, ast.Subscript) and parent.slice is at
+    if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Attribute) and at in parent.args:
+        compared = parent.func.attr in SEARCHES
+    return _OR_CUDA if compared else _ACCELERATOR
 
 
 TARGETS: dict[str, Npu] = {"npu": Npu(), "portable": Portable()}
