@@ -273,15 +273,15 @@ def _add_first_lines(program: Program) -> None:
     portable = program.options.to == "portable"
     node = torch_import(program)
     lines: dict[str, list[str]] = {}
-    needed = any(draft.rule in _NPU_NAMES for draft in program.changes())
+    needed = any(_has_npu_name(draft) for draft in program.changes())
     needed &= portable or program.options.has("D113")
     first_lines = target_of(program).first_lines(program) if needed else []
     if first_lines:
-        first = min(draft.start for draft in program.changes() if draft.rule in _NPU_NAMES)
+        first = min(draft.start for draft in program.changes() if _has_npu_name(draft))
         if portable and (node is None or first < program.source.span(node)[1]):
             program.refuse(
                 "portable code asks torch for the accelerator: import torch at the top level, before this",
-                lambda draft: draft.rule in _NPU_NAMES and draft.status in ("changed", "unsure"),
+                lambda draft: _has_npu_name(draft) and draft.status in ("changed", "unsure"),
             )
         elif node is None:
             program.drafts.append(Draft("D113", "note", first, first, message=RULES["D113"].message))
@@ -295,6 +295,12 @@ def _add_first_lines(program: Program) -> None:
         lines["P606"] = ["import os"]
     if node is not None and lines:
         _beside_torch(program, node, lines)
+
+
+def _has_npu_name(draft: Draft) -> bool:
+    """Whether it brings a name of npu's, or of portable code, into the file: amp.initialize may get one as well."""
+    moved = (edit.text for edit in draft.edits if draft.rule == "A301")
+    return draft.rule in _NPU_NAMES or any(re.search(r"\bnpu\b|\bACCELERATOR", text) for text in moved)
 
 
 def _beside_torch(program: Program, node: ast.stmt, lines: dict[str, list[str]]) -> None:

@@ -82,9 +82,9 @@ def why_left(files: Iterable[Sequence[Finding]]) -> str:
 
 
 def drop_covered(program: Program) -> None:
-    """Forget what other rules say of text that is removed with torch.amp."""
-    removed = [draft for draft in program.changes() if draft.rule[0] == "T"]
-    spans = [(edit.start, edit.end) for draft in removed for edit in draft.edits]
+    """Forget what other rules say of text that is removed with torch.amp, or from the call of an optimizer."""
+    edits = [(draft.rule[0], edit) for draft in program.changes() for edit in draft.edits]
+    spans = [(edit.start, edit.end) for family, edit in edits if family == "T" or (family == "O" and not edit.text)]
     program.drafts = [
         draft
         for draft in program.drafts

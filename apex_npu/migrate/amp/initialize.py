@@ -81,11 +81,14 @@ def put_initialize(put: Insertion) -> None:
     options = [f'opt_level="{put.level}"', *([program.options.amp_args] if program.options.amp_args else [])]
     if put.combines:
         options.append(COMBINE.format(torch_name(program)))
-    if put.torch_amp.enabled:
-        _check_bound(put, place)
-        options.append(f"enabled={put.torch_amp.enabled}")
+    links = ["amp", PARALLEL] if put.combines else ["amp"]
+    if put.torch_amp.switch is not None:
+        _check_bound(put, place, put.torch_amp.switch)
+        enabled, others = put.torch_amp.moved()
+        options.append(f"enabled={enabled}")
+        links += others
     call = f"{assigned}{put.amp}.initialize({_listed(models)}, {_listed([*made])}, {', '.join(options)})"
-    put.put_after("A301", place, [call], links=["amp", PARALLEL] if put.combines else ["amp"])
+    put.put_after("A301", place, [call], links)
 
 
 def place_of(put: Insertion) -> ast.stmt:
@@ -115,15 +118,15 @@ def _begins(put: Insertion, node: ast.stmt, word: str) -> bool:
     return put.source.text.startswith(word, put.source.span(node)[0])
 
 
-def _check_bound(put: Insertion, place: ast.stmt) -> None:
+def _check_bound(put: Insertion, place: ast.stmt, switch: ast.expr) -> None:
     """Refuse an ``enabled`` that is not known yet where ``initialize`` is called."""
-    name = put.torch_amp.enabled.partition(".")[0]
-    home = put.program.names.scope(place).find(name)
-    stored = [node for node in put.program.names.nodes if isinstance(node, ast.Name) and node.id == name]
-    ours = [node for node in stored if not isinstance(node.ctx, ast.Load) and put.program.names.scope(node) is home]
-    late = any(put.training.offset(node) > put.training.offset(place) for node in ours)
-    if home is None or (late and home is put.program.names.scope(place)):
-        raise UnclearError(place, "A355", f"{put.torch_amp.enabled} is not known where the optimizer is made")
+    for name in {node.id for node in ast.walk(switch) if isinstance(node, ast.Name)}:
+        home = put.program.names.scope(place).find(name)
+        stored = [node for node in put.program.names.nodes if isinstance(node, ast.Name) and node.id == name]
+        ours = [node for node in stored if not isinstance(node.ctx, ast.Load) and put.program.names.scope(node) is home]
+        late = any(put.training.offset(node) > put.training.offset(place) for node in ours)
+        if home is None or (late and home is put.program.names.scope(place)):
+            raise UnclearError(place, "A355", f"{put.torch_amp.enabled} is not known where the optimizer is made")
 
 
 def _is_wrapped(put: Insertion, model: str, place: ast.stmt) -> bool:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from apex_npu.migrate.engine.program import Program
-from apex_npu.migrate.engine.source import Edit
+from apex_npu.migrate.engine.source import Edit, apply_edits
 from apex_npu.migrate.engine.syntax import around, body_of, given_to, has_own_lines, text
 from apex_npu.migrate.rules.targets import replaced
 
@@ -17,6 +17,12 @@ from .training import UnclearError
 
 _PREFIX = r"torch(_npu)?\.(cuda\.|npu\.)?(amp\.)?(autocast_mode\.|grad_scaler\.)?"
 _AUTOCAST, _SCALER = re.compile(_PREFIX + "autocast"), re.compile(_PREFIX + "GradScaler")
+# Functions without effects, whose answer does not change.
+_ASKS = re.compile(r"torch\.([\w.]+\.)?is_\w+")
+_SIMPLE = (
+    *(ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.Compare, ast.BoolOp, ast.UnaryOp),
+    *(ast.expr_context, ast.cmpop, ast.boolop, ast.unaryop),
+)
 
 
 class TorchAmp:
@@ -25,7 +31,7 @@ class TorchAmp:
     Attributes:
         scalers: The names of its GradScalers.
         is_bfloat16: Whether it casts to bfloat16.
-        enabled: The expression that switches it on; "": it is on.
+        enabled: The expression that switches it on, as written; "": it is on. ``switch`` is its node.
 
     Raises:
         UnclearError: A part of it cannot be moved over.
@@ -33,6 +39,7 @@ class TorchAmp:
 
     def __init__(self, program: Program) -> None:
         self.program, self.is_bfloat16, self.enabled = program, False, ""
+        self.switch: ast.expr | None = None
         nodes = program.names.nodes
         uses = [
             node for node in nodes if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load)
@@ -42,6 +49,11 @@ class TorchAmp:
         self.scalers |= {name for name, _ in self._passed()}
         self.passed = {node for _, node in self._passed()}
         self.blocks = [self._block(node) for node in uses if _AUTOCAST.fullmatch(program.names.dotted(node) or "")]
+        calls = [item.context_expr for _, item in self.blocks]
+        # A loss in bfloat16 is not scaled: whether the scaler is on makes no difference.
+        for call in calls if self.is_bfloat16 else [*(made.value for made in self.made), *calls]:
+            assert isinstance(call, ast.Call)
+            self._enable(call)
         self.uses = [node for node in uses if text(node) in self.scalers]
 
     def _passed(self) -> list[tuple[str, ast.expr]]:
@@ -67,13 +79,12 @@ class TorchAmp:
             raise UnclearError(node, "A355", "the scaler is not made and assigned to a name here")
         if (
             len(statement.targets) > 1
-            or len(call.args) > 1
+            or len(call.args) > (not self._is_for_cuda(call))
             or {one.arg for one in call.keywords} - {"device", "enabled"}
         ):
             raise UnclearError(
                 node, "A355", "its scale has settings of its own: give amp those by --amp-args, and drop them"
             )
-        self._enable(call)
         return statement
 
     def _block(self, node: ast.expr) -> tuple[ast.With, ast.withitem]:
@@ -85,7 +96,7 @@ class TorchAmp:
         if item.optional_vars is not None or {one.arg for one in call.keywords} - {"device_type", "dtype", "enabled"}:
             raise UnclearError(node, "A355", "autocast has a name, or settings that amp lacks")
         given = {one.arg: one.value for one in call.keywords}
-        device = next(iter(call.args), given.get("device_type"))
+        device = next(iter([] if self._is_for_cuda(call) else call.args), given.get("device_type"))
         if isinstance(device, ast.Constant) and device.value == "cpu":
             raise UnclearError(node, "A355", "autocast is for the CPU")
         if len(call.args) > 1:
@@ -94,17 +105,44 @@ class TorchAmp:
         if dtype not in ("torch.float16", "torch.half", "torch.bfloat16"):
             raise UnclearError(node, "A355", "which dtype autocast casts to cannot be told")
         self.is_bfloat16 |= dtype == "torch.bfloat16"
-        self._enable(call)
         return block, item
 
+    def _is_for_cuda(self, call: ast.Call) -> bool:
+        """Whether the class is that of torch.cuda.amp, whose first argument is not the device."""
+        dotted = self.program.names.dotted(call.func) or ""
+        return ".cuda." in dotted or ".npu." in dotted
+
     def _enable(self, call: ast.Call) -> None:
-        for value in (one.value for one in call.keywords if one.arg == "enabled"):
+        given = [one.value for one in call.keywords if one.arg == "enabled"]
+        for value in given or (call.args if self._is_for_cuda(call) else []):
             if isinstance(value, ast.Constant) and value.value is True:
                 continue
-            simple = all(isinstance(one, (ast.Name, ast.Attribute, ast.expr_context)) for one in ast.walk(value))
-            if not simple or self.enabled not in ("", ast.unparse(value)):
+            if not self._is_simple(value) or self.enabled not in ("", ast.unparse(value)):
                 raise UnclearError(call, "A355", "whether it is enabled is said in several ways, or computed here")
-            self.enabled = ast.unparse(value)
+            self.enabled, self.switch = ast.unparse(value), value
+
+    def _is_simple(self, value: ast.expr) -> bool:
+        """Whether an expression can be computed at another place as well."""
+        if isinstance(value, ast.Constant):
+            return False
+        names = self.program.names
+        called = {one: names.dotted(one.func) or "" for one in ast.walk(value) if isinstance(one, ast.Call)}
+        plain = all(isinstance(one, _SIMPLE) or one in called for one in ast.walk(value))
+        return plain and all(
+            _ASKS.fullmatch(name) and not (call.args or call.keywords) for call, name in called.items()
+        )
+
+    def moved(self) -> tuple[str, list[str]]:
+        """The expression that switches amp on, as other rules change it, and what is changed together with it."""
+        assert self.switch is not None
+        program, (start, end) = self.program, self.program.source.span(self.switch)
+        statuses = ("changed", "unsure") if program.options.unsure else ("changed",)
+        drafts = [one for one in program.drafts if start <= one.start and one.end <= end and one.status in statuses]
+        drafts = [one for one in drafts if program.options.has(one.rule)]
+        written = apply_edits(program.source.text, [edit for one in drafts for edit in one.edits], start, end)
+        links = [link for one in drafts for link in one.links]
+        written = " ".join(written.split()) if "\n" in written else written
+        return f"({written})" if isinstance(self.switch, (ast.Compare, ast.BoolOp)) else written, links
 
     def report(self, amp: str, removed: dict[int, list[ast.stmt]]) -> None:
         """Say what becomes of it, but for what follows ``scaler.scale``. ``removed``: statements, by their body."""

@@ -8,6 +8,7 @@ Imports that had no use before stay.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Sequence
 from pathlib import PurePath
 
@@ -16,7 +17,7 @@ from apex_npu.migrate.engine.source import Edit
 from apex_npu.migrate.engine.syntax import around, body_of, has_own_lines
 
 from .catalogue import RULES
-from .tables import FUSED, FUSED_KEYWORDS
+from .tables import FUSED, FUSED_CHOICES, FUSED_KEYWORDS
 from .targets import UNNAMED, name_of, replaced, torch_import
 
 
@@ -63,8 +64,12 @@ def _use(program: Program, node: ast.expr, name: str, optimizers: str | None, sp
     refusal = UNNAMED if optimizers is None else _lacking(call, name)
     if sparse is not None:
         refusal = f"gradients are sparse (line {program.source.place(sparse)[0]}), which fused optimizers do not take"
-    edit = replaced(program, node, f"{optimizers}.{FUSED[name][0]}")
-    program.report("O501", "refused" if refusal else "changed", node, [] if refusal else [edit], refusal, links)
+    if refusal:
+        program.report("O501", "refused", node, message=refusal, links=links)
+        return
+    edits = [replaced(program, node, f"{optimizers}.{FUSED[name][0]}"), *_dropped(program, call)]
+    span = program.source.span(node)[0], max(program.source.span(node)[1], *(edit.end for edit in edits))
+    program.report("O501", "changed", span if len(edits) > 1 else node, edits, links=links)
 
 
 def _asks(parent: ast.AST | None) -> bool:
@@ -82,11 +87,36 @@ def _lacking(call: ast.Call, name: str) -> str:
     known = places.split()
     if any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords):
         return "its arguments cannot be told: * or **"
-    unknown = [one.arg for one in call.keywords if one.arg not in {*known, *FUSED_KEYWORDS}]
+    unknown = [one.arg for one in call.keywords if one.arg not in {*known, *FUSED_KEYWORDS, *FUSED_CHOICES}]
     unknown += [f"number {len(known) + 1}"] if len(call.args) > len(known) else []
     return f"{ours} has no argument {unknown[0]}" if unknown else ""
 
 
+def _dropped(program: Program, call: ast.Call) -> list[Edit]:
+    """Without the arguments that choose between implementations: a fused optimizer has one."""
+    source = program.source
+    given: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
+    given.sort(key=source.span)
+    gone = [isinstance(one, ast.keyword) and one.arg in FUSED_CHOICES for one in given]
+    last = len(gone) - gone[::-1].index(False)  # all that follow are dropped
+    edits = [
+        Edit(source.span(one)[0], source.span(given[at + 1])[0], "") for at, one in enumerate(given[:last]) if gone[at]
+    ]
+    if last == len(given):
+        return edits
+    before, start = source.span(given[last - 1])[1], source.span(given[last])[0]
+    end = source.span(given[-1])[1]
+    between = source.text[before:start]
+    if "\n" not in between:
+        return [*edits, Edit(before + between.index(","), end, "")]
+    # A comment may follow the argument before it, whose comma stays.
+    end += len(_COMMA.match(source.text, end)[0])  # type: ignore[index]
+    if _END.match(source.text, end) and not between.rpartition("\n")[2].strip():
+        start, end = before + between.rindex("\n"), source.line_end(source.place(end)[0])
+    return [*edits, Edit(start, end, "")]
+
+
+_COMMA, _END = re.compile(r"(\s*,)?"), re.compile(r"[ \t]*(#.*)?$", re.MULTILINE)
 _FAMILIES = ("O501", "T", "D110")
 
 

@@ -138,5 +138,7 @@ FUSED = {
     "SGD": ("NpuFusedSGD", "params lr momentum dampening weight_decay nesterov"),
 }
 FUSED_KEYWORDS = frozenset({"maximize", "capturable"})
+# Arguments that choose one of torch's implementations of a rule.
+FUSED_CHOICES = frozenset({"foreach", "fused"})
 # Libraries whose own loop calls backward and step.
 TRAINERS = frozenset({"accelerate", "composer", "deepspeed", "fastai", "ignite", "lightning", "pytorch_lightning"})
