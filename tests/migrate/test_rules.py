@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Each rule's example and each golden case; the tables against what they are about."""
 
+import re
 from dataclasses import replace
 from operator import attrgetter
 
@@ -15,18 +16,24 @@ from apex_npu.migrate import rewrite
 from apex_npu.migrate.files import reports
 from apex_npu.migrate.rules import apex
 from apex_npu.migrate.rules.catalogue import RULES
+from apex_npu.migrate.rules.own import EXAMPLES
 from apex_npu.migrate.rules.tables import NPU_PROPERTIES, PROFILER_NAMES, RENAMED, SAME_NAMES, SIMILAR, SUBMODULES
 
 CASES = sorted(golden.CASES.glob("*.txt"))
 
 
-@pytest.mark.parametrize(
-    "rule", [rule for rule in RULES.values() if rule.id[0] not in "FR" and rule.id != "D170"], ids=lambda rule: rule.id
-)
+# Rules for files that an example cannot be.
+WITHOUT_EXAMPLE = ("F905", "F906", "F908", "F909")
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.id)
 def test_the_example_of_a_rule(rule):
-    rewritten = rewrite(rule.example, options=rule.options)
-    assert rule.id in {finding.rule for finding in rewritten.findings}
-    assert rewrite(rewritten.source, options=rule.options).source == rewritten.source
+    assert (rule.example == "") == (rule.id in WITHOUT_EXAMPLE)
+    if rule.example:
+        options = replace(rule.options, own=EXAMPLES if rule.id[0] == "R" or rule.id == "D170" else ())
+        rewritten = rewrite(rule.example.encode(), options=options)
+        assert rule.id in {finding.rule for finding in rewritten.findings}
+        assert rewrite(rewritten.source, options=options).source == rewritten.source
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.stem)
@@ -95,12 +102,33 @@ def test_properties_of_an_npu():
         assert torch.npu.get_device_capability() is None
 
 
-def test_explanations_have_no_placeholders():
-    for rule in RULES.values():
-        message = rule.message.format(*rule.found)
-        assert "{}" not in message
-        assert bool(rule.found) == ("{}" in rule.message)
-        assert message in reports.explanation(rule)
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.id)
+def test_an_explanation_is_that_of_its_rule(rule):
+    text = reports.explanation(rule)
+    assert text.startswith(f"{rule.id}: {rule.title}\n")
+    assert "{}" not in text
+    assert bool(rule.found) == ("{}" in rule.message)
+    options = replace(rule.options, own=EXAMPLES if rule.id[0] == "R" or rule.id == "D170" else ())
+    found = rewrite(rule.example.encode(), options=options).findings
+    said = {finding.message for finding in found if finding.rule == rule.id} - {""}
+    others = {finding.message for finding in found} - said - {""}
+    assert all(message in text for message in said)
+    assert not any(message in text for message in others)
+    # What is not said of the example is marked as such.
+    message = rule.message.format(*rule.found)
+    beside = message and rule.example and not any(message in one for one in said)
+    assert (f"In other places: {message}" in text) == bool(beside)
+    assert ("\nbecomes\n" in text) == any(one.status == "changed" for one in found)
+
+
+@pytest.mark.parametrize("family", [("A35", "torch_amp_refused_*.txt"), ("P", "parallel_refused_*.txt")])
+def test_explanations_have_more_than_their_example(family):
+    prefix, cases = family
+    for case in golden.CASES.glob(cases):
+        rules = set(re.findall(rf"\b({prefix}\w+) refused", golden.parts(case)[2]))
+        assert rules, case
+        assert all("It refuses:" in reports.explanation(RULES[rule]) for rule in rules)
+    assert "enabled=" in reports.explanation(RULES["A355"])
 
 
 def test_an_explanation_shows_the_example():

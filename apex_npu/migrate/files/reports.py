@@ -9,13 +9,14 @@ import difflib
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import PurePath
 
 from apex_npu.migrate.engine.program import Finding, count
 from apex_npu.migrate.engine.source import Source, UnreadableError
 from apex_npu.migrate.rewriting import rewrite
 from apex_npu.migrate.rules.catalogue import RULES, Rule
+from apex_npu.migrate.rules.own import EXAMPLES
 
 from .planning import Plan
 
@@ -125,7 +126,10 @@ def _json(findings: Sequence[Finding]) -> str:
 
 def _sarif(findings: Sequence[Finding]) -> str:
     used = [RULES[name] for name in sorted({finding.rule for finding in findings})]
-    rules = [{"id": rule.id, "shortDescription": {"text": rule.title}, "helpUri": rule.source} for rule in used]
+    rules = [
+        {"id": rule.id, "shortDescription": {"text": rule.title}} | ({"helpUri": rule.source} if rule.source else {})
+        for rule in used
+    ]
     driver = {"name": "apex_npu migrate", "rules": rules}
     run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": [_result(f) for f in findings]}
     return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1) + "\n"
@@ -153,13 +157,21 @@ def _result(finding: Finding) -> dict[str, object]:
 
 
 def explanation(rule: Rule) -> str:
-    """A rule with its example."""
-    new = rewrite(rule.example, options=rule.options).source
-    after = "" if new == rule.example else f"\nbecomes\n\n{_indented(str(new))}"
-    example = f"\n{_indented(rule.example)}{after}" if rule.example.strip() else ""
-    message = f"\n{rule.message.format(*rule.found)}\n" if rule.message else ""
-    return f"{rule.id}: {rule.title}\n{example}{message}\n{rule.source}"
+    """A rule with its example, what a report says of that, and where else the rule applies."""
+    options = replace(rule.options, own=EXAMPLES) if rule.id[0] == "R" or rule.id == "D170" else rule.options
+    rewritten = rewrite(rule.example.encode(), options=options)
+    assert isinstance(rewritten.source, bytes)
+    new = rewritten.source.decode()
+    found = [one for one in rewritten.findings if one.rule == rule.id and one.message]
+    lines = [f"{rule.id}: {rule.title}", *([_indented(rule.example)] if rule.example else [])]
+    lines += ["becomes", _indented(new)] if new != rule.example else []
+    lines += [f"{one.status}: {one.message}" for one in found]
+    message = rule.message.format(*rule.found)
+    if message and not any(message in one.message for one in found):
+        lines.append(f"In other places: {message}" if rule.example else message)
+    lines += ["It refuses:\n" + "\n".join(f"- {one}" for one in rule.refused)] if rule.refused else []
+    return "\n\n".join(filter(None, [*lines, rule.source]))
 
 
 def _indented(text: str) -> str:
-    return "".join(f"    {line}\n" for line in text.splitlines())
+    return "\n".join(f"    {line}" for line in text.splitlines())

@@ -16,8 +16,11 @@ _SOURCES = {
     "O501": _TORCH + "optim.html",
     "X": "https://nvidia.github.io/apex/",
     "A": "https://nvidia.github.io/apex/amp.html",
-    "T": "https://nvidia.github.io/apex/amp.html",
+    "A355": _TORCH + "amp.html",
+    "T": _TORCH + "amp.html",
     "P": _TORCH + "notes/ddp.html",
+    "R": "",
+    "F": "",
     "": "https://www.hiascend.com/document/detail/zh/Pytorch/",
 }
 
@@ -117,24 +120,27 @@ _RULES: dict[str, tuple[str, str]] = {
     "N702": ("shapes that change", "import torch\ndata = torch.utils.data.DataLoader(points, 8)"),
     "N703": ("int64", "y = y.long()"),
     "N704": ("channels_last", "import torch\nmodel = model.to(memory_format=torch.channels_last)"),
-    "R801": ("names that --rules gives", "import mylib"),
-    "R802": ("arguments that --rules gives", "import mylib"),
-    "R803": ("names that --rules refuses", "import mylib"),
-    "R804": ("names that --rules keeps", "import mylib"),
-    "D170": ("names of --api-list", "import mylib"),
-    "F901": ("a file that does not parse", "x = ("),
-    "F902": ("a file for Python 2", "print 1"),
-    "F903": ("a file in another encoding", "# -*- coding: nosuch -*-"),
+    "R801": ("names that --rules gives", "import mylib\nx = mylib.to_cuda(x)"),
+    "R802": (
+        "arguments that --rules gives",
+        "import torch\ndata = torch.utils.data.DataLoader(points, pin_memory=True)",
+    ),
+    "R803": ("names that --rules refuses", "import mylib\nmylib.kernel(x)"),
+    "R804": ("names that --rules keeps", "import torch\ntorch.cuda.empty_cache()"),
+    "D170": ("names of --api-list", "import torch\nfold = torch.nn.Fold(4, 2)"),
+    "F901": ("a file that does not parse", "torch.cuda.synchronize("),
+    "F902": ("a file for Python 2", "print torch.cuda.is_available()"),
+    "F903": ("a file in another encoding", "# -*- coding: nosuch -*-\nimport torch.cuda"),
     "F904": (
         "a file that is nested too deeply",
-        "((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((",
+        "torch.cuda.seed(\n" + 3 * ("(" * 70 + "\n") + 3 * (")" * 70 + "\n") + ")",
     ),
     "F905": ("a file above 5 MB", ""),
     "F906": ("a file that cannot be read", ""),
     "F908": ("other files that name CUDA, nccl or apex", ""),
     "F909": ("a fault of this program", ""),
 }
-# What reports say; what fills in ``{}`` in an explanation comes after it.
+# Messages of reports. What fills in ``{}`` in an explanation comes after it.
 _MESSAGES: dict[str, tuple[str, ...]] = {
     "D103": ("{} is a library with arrays of its own", "cupy"),
     "D106": ("whether this is a device's name cannot be told here. --unsure applies it",),
@@ -173,8 +179,60 @@ _MESSAGES: dict[str, tuple[str, ...]] = {
     "R803": ("{} is refused by a rule of --rules", "mylib.kernel"),
     "R804": ("a rule of --rules says so",),
     "D170": ("{} is in the list of APIs that are not supported", "torch.nn.Fold"),
+    "F905": ("it has more than 5000000 bytes",),
+    "F906": ("{}", "[Errno 13] Permission denied: 'train.py'"),
     "F908": ("{}: it is not changed", "CUDA_VISIBLE_DEVICES=0"),
     "F909": (NOT_THE_SAME,),
+}
+# What a rule refuses, if that is more than its example and its message say.
+_REFUSED: dict[str, tuple[str, ...]] = {
+    "O501": (
+        "arguments that the fused optimizer does not take, * and **",
+        "classes that are passed on or subclassed",
+        "optimizers of a program with sparse gradients",
+    ),
+    "A351": (
+        "optimizers that are made at several places, in a loop, or by a function that is called several times",
+        "a name that also gets an optimizer from elsewhere, or None",
+        "an optimizer that is used before amp.initialize can be called",
+    ),
+    "A352": (
+        "parameters that are not those of whole models with a name",
+        "a model that is moved, cast or wrapped in the wrong order. The order is: the model on its device, the "
+        "optimizer, amp.initialize, DistributedDataParallel",
+    ),
+    "A353": (
+        "a backward that is not a statement of its own, or without a step of an optimizer after it in its function",
+        "a step that gets a closure, and gradients by torch.autograd",
+        "gradients of another loss that zero_grad has not cleared",
+    ),
+    "A354": (
+        "a library that trains, sharded parameters, and gradients that the program averages itself",
+        "a BCELoss whose calls cannot be seen",
+        "at O2 and O5, gradients that are read, or clipped in a way that cannot be told",
+    ),
+    "A355": (
+        "a scaler that is passed on, other than to functions of this file that scale, step and update with it",
+        "a scaler with settings of its own, or that is asked for its scale",
+        "autocast that is kept in a variable, is for the CPU, is inside of autocast, or contains the backward",
+        "autocast with settings that amp lacks, or to a dtype that cannot be told",
+        "a switch (enabled=...) that calls other functions than torch's is_..., has several expressions, or is not "
+        "known where the optimizer is made",
+    ),
+    "P601": (
+        "a program that trains on several cards already, or is given one card by its number",
+        "models, optimizers and DataLoaders that are made before the processes join",
+    ),
+    "P602": (
+        "a DataLoader with a sampler, of an IterableDataset, made in another file, or made in the loop",
+        "data that are split without a seed",
+    ),
+    "P603": ("a loop over epochs without range",),
+    "P604": (
+        "DataParallel, and models that move after their optimizer is made",
+        "attributes of a model that DistributedDataParallel hides",
+    ),
+    "P605": ("torch.save that is part of another statement, or gets an open file",),
 }
 
 
@@ -188,6 +246,7 @@ class Rule:
         example: A whole program.
         message: What the report says; ``{}`` is filled in with what was found.
         found: What fills it in an explanation.
+        refused: What else it leaves for a person.
     """
 
     id: str
@@ -195,10 +254,11 @@ class Rule:
     example: str
     message: str = ""
     found: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
 
     @property
     def source(self) -> str:
-        """Where the behaviour is documented."""
+        """Where the behaviour is documented; "": nowhere else."""
         return next(_SOURCES[key] for key in (self.id, self.id[0], "") if key in _SOURCES)
 
     @property
@@ -213,7 +273,7 @@ class Rule:
 
 def _rule(id: str) -> Rule:
     message, *found = _MESSAGES.get(id, ("",))
-    return Rule(id, *_RULES[id], message, tuple(found))
+    return Rule(id, *_RULES[id], message, tuple(found), _REFUSED.get(id, ()))
 
 
 RULES = {id: _rule(id) for id in _RULES}

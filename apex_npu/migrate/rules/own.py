@@ -62,6 +62,14 @@ class Keep:
 
 
 OwnRule = Rename | Argument | Refuse | Keep
+# With which the examples of the rules R801 to R804 and D170 are rewritten.
+EXAMPLES: tuple[OwnRule, ...] = (
+    Rename("mylib.to_cuda", "mylib.to_npu"),
+    Argument("torch.utils.data.DataLoader", "False", keyword="pin_memory"),
+    Refuse("mylib.kernel", "it is written in CUDA"),
+    Keep("torch.cuda.empty_cache"),
+    Refuse("torch.nn.Fold", "it has no kernel", listed=True),
+)
 _KINDS: dict[str, type[OwnRule]] = {"rename": Rename, "argument": Argument, "refuse": Refuse, "keep": Keep}
 # Rules of Ascend's form: the kind, and what their keys are called here.
 _ASCEND = {
