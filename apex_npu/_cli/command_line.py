@@ -1,135 +1,70 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``Command`` and ``Argument``: command lines as tables of data, which argparse reads."""
+"""The parser of commands. Each command has a function ``add_parser`` in its own package."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import difflib
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
-HELP = ("-h", "--help")
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
-@dataclass(frozen=True)
-class Argument:
-    """One argument of a command.
+def did_you_mean(given: object, known: Iterable[str]) -> str:
+    """The end of an error message: the known name that is nearest to a wrong one, or nothing.
 
-    Attributes:
-        name: Of an option with its dashes ("--out"); of what is given by its place without ("folder").
-        help: What it is for.
-        flag: An option without a value: True where it is given.
-        type: Makes the value of the text.
-        metavar: What stands for the value in the help.
-        default: The value of an option that is not given.
-        required: An option that has to be given.
-        bare: The value of an option that is given without one; with one it is ``--name=value``.
-        many: What is given by its place may be given any number of times; an option may be repeated.
+    Example::
+
+        >>> did_you_mean("o2", ["O1", "O2"])
+        "; did you mean 'O2'?"
     """
-
-    name: str
-    help: str | None = None
-    flag: bool = False
-    type: Callable[[str], Any] = str
-    metavar: str | None = None
-    default: Any = None
-    required: bool = False
-    bare: Any = None
-    many: bool = False
-
-    def add_to(self, parser: argparse.ArgumentParser) -> None:
-        """Let ``parser`` accept it."""
-        if self.flag:
-            parser.add_argument(self.name, action="store_true", help=self.help)
-            return
-        several: dict[str, Any] = {} if self.bare is None else {"nargs": "?", "const": self.bare}
-        metavar = self.metavar if self.bare is None else f"={self.metavar}"
-        if self.many:
-            several = {"action": "append"} if self.name.startswith("-") else {"nargs": "*"}
-        added = parser.add_argument(
-            self.name, type=self.type, metavar=metavar, default=self.default, help=self.help, **several
-        )
-        added.required |= self.required
+    names = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(str(given).lower(), names, 1)
+    return f"; did you mean {names[near[0]]!r}?" if near else ""
 
 
-@dataclass(frozen=True)
-class Command:
-    """A command: what it is called, what it accepts, what it does.
+class Parser(argparse.ArgumentParser):
+    """argparse's parser without abbreviated options. Errors name the nearest valid value."""
 
-    Attributes:
-        name: The word after the program.
-        help: One line on what it does.
-        run: Does it, given the values of the arguments; returns the exit status. Imports what it needs itself.
-        arguments: In the order of the help.
-        usage: How it is called, without the program, in one line for each way.
-        passes_rest: From the first argument without a dash on, all belongs to what the command runs, as ``rest``.
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            hint = did_you_mean(value, action.choices)
+            raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(action.choices)}{hint}")
+
+
+def add_command(commands: Commands, name: str, run: Callable[[argparse.Namespace], int], help: str) -> Parser:
+    """Add a command. ``run`` gets the options and returns the exit status."""
+    parser = commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+def run_command(parser: Parser, arguments: Sequence[str], alone: Mapping[str, str] | None = None) -> int:
+    """Run the command that ``arguments`` choose. Wrong arguments exit with status 2.
+
+    Args:
+        parser: The parser of all commands.
+        arguments: The words of the command line.
+        alone: Options of ``run`` that may stand without a value, and the value then. argparse would take the next word.
     """
-
-    name: str
-    help: str
-    run: Callable[[argparse.Namespace], int]
-    arguments: tuple[Argument, ...] = ()
-    usage: tuple[str, ...] = ()
-    passes_rest: bool = False
-
-
-def parse(
-    commands: Sequence[Command], program: str | None, description: str, arguments: Sequence[str]
-) -> argparse.Namespace:
-    """The chosen command's ``run`` and the values of its arguments; argparse exits where these are wrong."""
-    parser = argparse.ArgumentParser(prog=program, description=description)
-    chosen = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in commands:
-        calls = [f"{program} {command.name} {usage}" for usage in command.usage]
-        one = chosen.add_parser(
-            command.name,
-            help=command.help,
-            description=f"{command.help[0].upper()}{command.help[1:]}.",
-            usage="\n       ".join(calls) if command.passes_rest else None,
-            epilog="Options come in this order, before what is run." if command.passes_rest else None,
-        )
-        for argument in command.arguments:
-            argument.add_to(one)
-        one.set_defaults(run=command.run, refuse=one.error)
-    options, unknown = parser.parse_known_args(arguments)
-    if unknown:  # parse_args shows the usage of the program, and not of the command
-        options.refuse(f"unrecognized arguments: {' '.join(unknown)}")
-    return options
+    valued = [f"{word}={alone[word]}" if alone and word in alone else word for word in arguments]
+    options, unknown = parser.parse_known_args(valued)
+    if rest := getattr(options, "command", None):
+        options.command = list(arguments[-len(rest) :])  # the words of the script, as they are
+    if unknown:
+        hint = did_you_mean(unknown[0].partition("=")[0], options.parser._option_string_actions)
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    status: int = options.run(options)
+    return status
 
 
-def split_rest(command: Command, arguments: Sequence[str]) -> argparse.Namespace | None:
-    """The values of a command that ``passes_rest``, with ``rest``: what comes after its own options.
-
-    Returns:
-        None: Help is asked for.
-
-    Raises:
-        ValueError: An option is unknown, lacks its value, is given twice without being ``many``, or is out of order;
-            the text says which.
-    """
-    places = {argument.name: place for place, argument in enumerate(command.arguments)}
-    parser = argparse.ArgumentParser(add_help=False)
-    for argument in command.arguments:
-        argument.add_to(parser)
-    rest, given, next_place = list(arguments), [], 0
-    while rest and rest[0].startswith("-"):
-        word = rest.pop(0)
-        name, assigned, value = word.partition("=")
-        if word in HELP:
-            return None
-        if name not in places or (assigned and command.arguments[places[name]].flag):
-            raise ValueError(f"unknown option {word!r}")
-        argument = command.arguments[places[name]]
-        if places[name] < next_place:
-            raise ValueError(f"{name} is given twice, or out of order")
-        if not (assigned or argument.flag or argument.bare is not None):
-            if rest and rest[0] in HELP:
-                return None
-            value = rest.pop(0) if rest and not rest[0].startswith("-") else ""
-            assigned, word = "=", f"{name}={value}"
-        if assigned and not value:
-            raise ValueError(f"{name} needs a value, {argument.metavar}")
-        given.append(word)
-        next_place = places[name] + (not argument.many)
-    return parser.parse_args(given, argparse.Namespace(rest=rest))
+def fail(options: argparse.Namespace, reason: object) -> int:
+    """Print why a command cannot do its work, and return its exit status."""
+    print(f"{options.parser.prog}: error: {reason}", file=sys.stderr)
+    return 2

@@ -1,24 +1,41 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What packages above amp and optimizers do when these call for it: ``apex_npu`` registers it, by its name.
+"""Calls from amp and optimizers to the packages above them.
 
-Nothing here imports torch. What a hook does is imported when it is called.
+amp and optimizers may not import those packages (see the contracts in pyproject.toml). Each function imports its
+package when it is called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
-_HOOKS: dict[str, Callable[..., Any]] = {}
+from .options import of_environment
 
 
-def register(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Have ``call`` find ``hook`` by its name."""
-    _HOOKS[hook.__name__] = hook
-    return hook
+def amp_imported() -> None:
+    """``apex_npu.amp`` has been imported: add Apex's other names, and look at the steps that variables ask for."""
+    import_module("apex_npu.compat.amp")
+    if asked := of_environment():
+        import_module("apex_npu.debug.script").look(asked)
 
 
-def call(name: str, *args: Any) -> Any:
-    """Call the hook of that name."""
-    return _HOOKS[name](*args)
+def debug() -> Any:
+    """The package ``amp.debug``."""
+    return import_module("apex_npu.debug")
+
+
+def group_steps() -> Any:
+    """The module that follows the ``_group_step`` of a subclass of an optimizer."""
+    return import_module("apex_npu.compat.group_steps")
+
+
+def step_skipped(*args: Any) -> None:
+    """Name the gradients for which a step was skipped."""
+    import_module("apex_npu.debug.gradients").explain_skip(*args)
+
+
+def profiler_changed() -> None:
+    """Open or close the ranges of amp for a profiler."""
+    import_module("apex_npu.debug.profiling.labels").follow_profiler()

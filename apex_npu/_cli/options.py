@@ -1,62 +1,53 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``OPTIONS``: what ``python -m apex_npu run`` looks at in a script, each with the variable of the environment.
+"""Options of ``run`` that look at the steps of a script, and environment variables of the same meaning.
 
-The command line sets the variables, and ``apex_npu.debug`` reads them when ``apex_npu.amp`` is imported. A script to
-which a variable is given needs no command.
+The variables are for scripts that are started without ``run``, and for processes that a script spawns.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import os
+import re
+from argparse import ArgumentTypeError
+
+# The variable of each option, a pattern of its value, and what the pattern means.
+OPTIONS = {
+    "explain_overflows": ("APEX_NPU_EXPLAIN_OVERFLOWS", r"0*[1-9]\d*(,replay)?", "N, a positive integer"),
+    "profile": ("APEX_NPU_PROFILE", r"\d+:\d+", "A:B, from step A, counted from 0, to before step B"),
+    "trace": ("APEX_NPU_PROFILE_TRACE", r".+", "a folder"),
+    "gradient_range": ("APEX_NPU_GRADIENT_RANGE", r"\d+", "a step, counted from 0"),
+    "check_operators": ("APEX_NPU_CHECK_OPERATORS", r"\d+", "a step, counted from 0"),
+    "record": ("APEX_NPU_RECORD", r"\d+:.+", "STEP:FILE, a step, counted from 0, and a file"),
+    "model_report": ("APEX_NPU_MODEL_REPORT", r".+", "1"),
+}
 
 
-class Option(NamedTuple):
-    """One option.
+def checked(name: str, text: str) -> str:
+    """``text``, if it is a value of the option.
 
-    Attributes:
-        name: On the command line.
-        variable: In the environment.
-        help: For ``--help``.
-        metavar: What its value is called; None: it has none, and the variable is ``1``.
-        bare: The value where the option stands alone; None: it needs one.
+    Raises:
+        ArgumentTypeError: It is none.
     """
-
-    name: str
-    variable: str
-    help: str
-    metavar: str | None = None
-    bare: str | None = None
-
-    @property
-    def attribute(self) -> str:
-        """Where the parser leaves its value."""
-        return self.name.removeprefix("--").replace("-", "_")
+    _, pattern, form = OPTIONS[name]
+    first, _, last = text.partition(":")
+    if not re.fullmatch(pattern, text) or (name == "profile" and int(first) >= int(last)):
+        raise ArgumentTypeError(f"{text!r}: give {form}")
+    return text
 
 
-EXPLAIN_OVERFLOWS = Option(
-    "--explain-overflows",
-    "APEX_NPU_EXPLAIN_OVERFLOWS",
-    "after N skipped steps in a row (2, or as in --explain-overflows=5) watch the next iteration, and log what "
-    "overflowed",
-    "N",
-    "2",
-)
-PROFILE = Option(
-    "--profile",
-    "APEX_NPU_PROFILE",
-    "print where the time goes of the steps from A, counted from 0, to before B",
-    "A:B",
-)
-TRACE = Option("--trace", "APEX_NPU_PROFILE_TRACE", "with --profile: also write a trace into this folder", "DIR")
-GRADIENT_RANGE = Option(
-    "--gradient-range", "APEX_NPU_GRADIENT_RANGE", "print what float16 loses of the gradients of this step", "STEP"
-)
-CHECK_OPERATORS = Option(
-    "--check-operators", "APEX_NPU_CHECK_OPERATORS", "print how far operators of this step are from float64", "STEP"
-)
-RECORD = Option("--record", "APEX_NPU_RECORD", "write what this step computes to a file, for compare", "STEP:FILE")
-MODEL_REPORT = Option(
-    "--model-report", "APEX_NPU_MODEL_REPORT", "print what each opt_level makes of the script's model"
-)
-OPTIONS = (EXPLAIN_OVERFLOWS, PROFILE, TRACE, GRADIENT_RANGE, CHECK_OPERATORS, RECORD, MODEL_REPORT)
+def of_environment() -> dict[str, str]:
+    """The texts of the environment variables, by the names of the options.
+
+    Raises:
+        ValueError: A text is wrong.
+    """
+    texts = {name: os.environ.get(variable, "").strip() for name, (variable, *_) in OPTIONS.items()}
+    if texts["explain_overflows"] == "0":
+        del texts["explain_overflows"]
+    for name, text in texts.items():
+        try:
+            _ = text and checked(name, text)
+        except ArgumentTypeError as error:
+            raise ValueError(f"{OPTIONS[name][0]}={error}") from None
+    return {name: text for name, text in texts.items() if text}

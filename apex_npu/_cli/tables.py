@@ -35,20 +35,15 @@ def show(
         torch  2.13
     """
     file = file or sys.stdout
-    if not rows or not file.isatty() or not _print_rich(head, rows, title, styles, file):
-        print("\n".join([*lines, ""]), end="", file=file)
-
-
-def _print_rich(
-    head: Sequence[str], rows: Sequence[Sequence[str]], title: str, styles: Sequence[str], file: TextIO
-) -> bool:
-    """False, and nothing printed, where rich is missing."""
-    try:
-        from rich.console import Console
-    except ImportError:
-        return False
-    Console(file=file).print(as_rich(head, rows, title, styles))
-    return True
+    if rows and file.isatty():
+        try:
+            from rich.console import Console
+        except ImportError:
+            pass
+        else:
+            Console(file=file).print(as_rich(head, rows, title, styles))
+            return
+    print("\n".join([*lines, ""]), end="", file=file)
 
 
 def as_rich(

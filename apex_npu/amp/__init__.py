@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from apex_npu._cli.hooks import call
+from apex_npu._cli import hooks
 from apex_npu.amp.amp_scaler import AmpScaler
 from apex_npu.amp.checkpoint_view import checkpoint_view
 from apex_npu.amp.float32_copies import float32_copy
@@ -67,10 +67,10 @@ __all__ = [
 # (``accessors.py``). What is above this package does so in a hook, since nothing here may depend on it.
 init: Callable[..., Any]
 _amp_state: Any
-call("amp_imported")
+hooks.amp_imported()
 
 
 def __getattr__(name: str) -> Any:
     if name == "debug":  # above amp, and imported when it is asked for
-        return call("diagnostics")
+        return hooks.debug()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

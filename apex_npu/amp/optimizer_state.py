@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from apex_npu._cli.hooks import call
+from apex_npu._cli import hooks
 from apex_npu.amp.accessors import OptimizerAccessors
 from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.amp.grad_layout import combine_grads, make_grad_groups, trainable
@@ -427,7 +427,7 @@ class AmpOptimizerState:
         if session is not None:
             session.tell_skipped(report)
             if report.skips_in_a_row == session.skip_alarm or session.verbosity > 0:
-                call("step_skipped", session, optimizer, self, report)
+                hooks.step_skipped(session, optimizer, self, report)
         if self.masters.masters:
             self._drop_master_grads()
         if self.holds_scaled:

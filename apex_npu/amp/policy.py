@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from apex_npu._cli.command_line import did_you_mean
 from apex_npu.autocast.cast_policy import CastPolicy
 
 LossScale = float | Literal["dynamic"]
@@ -88,9 +89,11 @@ def resolve(opt_level: str, **overrides: Any) -> Policy:
         TypeError: A flag is not True or False, a dtype is none.
     """
     if opt_level not in OPT_LEVELS:
+        given = str(opt_level)
+        nearest = did_you_mean(f"O{given[-1]}" if 0 < len(given) < 3 else given, OPT_LEVELS)  # "o2", "02" and 2
         raise RuntimeError(
             f"Unexpected optimization level {opt_level!r}. Options are {', '.join(map(repr, OPT_LEVELS))}. "
-            "Note that in `O0`, `O1`, etc., the prefix O is the letter O, not the number zero."
+            f"Note that in `O0`, `O1`, etc., the prefix O is the letter O, not the number zero{nearest}"
         )
     checked = {name: _CHECKS[name](name, value) for name, value in overrides.items() if value is not None}
     level = OPT_LEVELS[opt_level]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex_npu._cli.hooks import call
+from apex_npu._cli import hooks
 from apex_npu.amp.accessors import OptimizerAccessors
 from apex_npu.amp.block import (
     Block,
@@ -102,7 +102,7 @@ def scale_loss(
     if not isinstance(loss, Tensor):
         raise TypeError(f"loss must be a tensor, got {type(loss).__name__}")
     if torch_profiler._is_profiler_enabled is (settings.labels is None):  # on without ranges, or off with them
-        call("profiler_changed")
+        hooks.profiler_changed()
     delay: Delay | None = "delay_unscale" if delay_unscale else "delay_overflow_check" if delay_overflow_check else None
     block = _open_block(session, loss, optimizers, loss_id, delay)
     if not loss.requires_grad:

@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 from typing import Any
@@ -15,15 +14,6 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 
-from apex_npu._cli.options import (
-    CHECK_OPERATORS,
-    GRADIENT_RANGE,
-    MODEL_REPORT,
-    PROFILE,
-    RECORD,
-    TRACE,
-    Option,
-)
 from apex_npu.amp.amp_optimizer import AmpOptimizerMixin
 from apex_npu.amp.session import current, is_first_rank, settings
 from apex_npu.backends._torch_private import dispatch_modes
@@ -32,7 +22,7 @@ from apex_npu.debug.comparison.check_operators import check_operators
 from apex_npu.debug.comparison.record import record
 from apex_npu.debug.gradient_range.measure import gradient_range
 from apex_npu.debug.model_report.script import FirstForward
-from apex_npu.debug.overflow.explain import explain_as_environment_says
+from apex_npu.debug.overflow.explain import explain_script
 from apex_npu.debug.profiling.profile import profile
 from apex_npu.debug.watching.watch import Watch
 
@@ -73,7 +63,7 @@ class Part:
 class ProfilePart(Part):
     """Where the time goes."""
 
-    option = PROFILE.name
+    option = "--profile"
 
     def __init__(self, first: int, last: int, trace: str | None = None) -> None:
         """See ``profile`` for ``trace``."""
@@ -99,7 +89,7 @@ class ProfilePart(Part):
 class GradientRangePart(Part):
     """The range of the gradients of a step."""
 
-    option = GRADIENT_RANGE.name
+    option = "--gradient-range"
     _found: object = "--gradient-range: no optimizer of amp has stepped"
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -147,7 +137,7 @@ class WatchingPart(Part):
 class CheckOperatorsPart(WatchingPart):
     """The operators of a step."""
 
-    option = CHECK_OPERATORS.name
+    option = "--check-operators"
 
     def begin(self, module: nn.Module | None, args: Any) -> None:
         """See ``Part``."""
@@ -166,7 +156,7 @@ class CheckOperatorsPart(WatchingPart):
 class RecordPart(WatchingPart):
     """A file of a step."""
 
-    option = RECORD.name
+    option = "--record"
 
     def __init__(self, first: int, path: str) -> None:
         """See ``record`` for ``path``."""
@@ -279,41 +269,23 @@ class ScriptSteps:
             self._finish(part)
 
 
-def look_as_environment_says() -> None:
-    """Begin what the variables of ``OPTIONS`` ask for.
-
-    Raises:
-        ValueError: One is not ``A:B`` with 0 ≤ A < B, or no step, or not ``STEP:FILE``, or no number of skips.
-    """
-    explain_as_environment_says()
+def look(asked: Mapping[str, str]) -> None:
+    """Begin to look at the steps of the script, as the texts of ``OPTIONS`` (``_cli/options.py``) say."""
     parts: list[Part] = []
-    if _given(PROFILE):
-        parts.append(ProfilePart(*_steps_of(PROFILE), _given(TRACE) or None))
-    if _given(GRADIENT_RANGE):
-        parts.append(GradientRangePart(*_steps_of(GRADIENT_RANGE)))
-    if _given(CHECK_OPERATORS):
-        parts.append(CheckOperatorsPart(*_steps_of(CHECK_OPERATORS)))
-    if text := _given(RECORD):
+    if text := asked.get("explain_overflows"):
+        after, comma, _ = text.partition(",")
+        explain_script(int(after), replay=bool(comma))
+    if text := asked.get("profile"):
+        first, _, last = text.partition(":")
+        parts.append(ProfilePart(int(first), int(last), asked.get("trace") or None))
+    if text := asked.get("gradient_range"):
+        parts.append(GradientRangePart(int(text), int(text) + 1))
+    if text := asked.get("check_operators"):
+        parts.append(CheckOperatorsPart(int(text), int(text) + 1))
+    if text := asked.get("record"):
         step, _, path = text.partition(":")
-        if not step.strip().isdecimal() or not path:
-            raise ValueError(f"{RECORD.variable} is STEP:FILE, a step, counted from 0, and a file; got {text!r}")
         parts.append(RecordPart(int(step), path))
     if parts:
         ScriptSteps(parts)
-    if _given(MODEL_REPORT):
+    if asked.get("model_report"):
         FirstForward()
-
-
-def _given(option: Option) -> str:
-    return os.environ.get(option.variable, "")
-
-
-def _steps_of(option: Option) -> tuple[int, int]:
-    """The numbers of ``A:B``, or of a step and the next."""
-    text = _given(option).strip()
-    first, colon, last = text.partition(":")
-    if not first.isdecimal() or not (last if colon else first).isdecimal() or (colon and int(first) >= int(last)):
-        raise ValueError(
-            f"{option.variable} is A:B, from step A, counted from 0, to before step B, or a step; got {text!r}"
-        )
-    return int(first), int(last) if colon else int(first) + 1

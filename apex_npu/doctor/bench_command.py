@@ -9,7 +9,7 @@ import sys
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from apex_npu._cli.command_line import Argument, Command
+from apex_npu._cli.command_line import Commands, add_command, fail
 from apex_npu._cli.tables import show
 
 if TYPE_CHECKING:
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 def _run(options: argparse.Namespace) -> int:
     if not options.seconds > 0:
-        return _fail(f"--seconds {options.seconds:g}: a positive number is expected")
+        return fail(options, f"--seconds {options.seconds:g}: a positive number is expected")
     try:
         from apex_npu._extension import extension
         from apex_npu.doctor.bench import comparisons, measure
     except ImportError as error:
-        return _fail(f"{error}: torch 2.6 or newer is needed, see https://pytorch.org")
-    names = [comparison.name for comparison in comparisons()]
+        return fail(options, f"{error}: torch 2.6 or newer is needed, see https://pytorch.org")
     chosen = [comparison for comparison in comparisons() if fnmatchcase(comparison.name, f"*{options.only}*")]
     if not chosen:
-        return _fail(f"--only {options.only}: no comparison has this in its name:\n" + "\n".join(names))
+        names = "\n".join(comparison.name for comparison in comparisons())
+        return fail(options, f"--only {options.only}: no comparison has this in its name:\n{names}")
     print(
         f"{len(chosen)} comparisons, about {options.seconds:g} s; a ratio of 2 means half of torch's time", flush=True
     )
@@ -49,25 +49,10 @@ def _spread(spread: Spread) -> str:
     return f"{spread.middle:.2f} ({spread.low:.2f} .. {spread.high:.2f})"
 
 
-def _fail(reason: str) -> int:
-    print(f"apex_npu bench: {reason}", file=sys.stderr)
-    return 2
-
-
-BENCH = Command(
-    "bench",
-    "time the optimizers beside torch's on this CPU, with the published figures",
-    _run,
-    (
-        Argument(
-            "--seconds", "how long to measure, all rounds together (default 60)", type=float, metavar="N", default=60.0
-        ),
-        Argument(
-            "--only",
-            "measure only the comparisons whose names contain TEXT, for instance Adam",
-            metavar="TEXT",
-            default="",
-        ),
-    ),
-    usage=("[--seconds N] [--only TEXT]",),
-)
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    parser = add_command(commands, "bench", _run, "time the optimizers and torch's on this CPU, with the published figures")
+    seconds = "how long to measure, all rounds together (default 60)"
+    parser.add_argument("--seconds", type=float, metavar="N", default=60.0, help=seconds)
+    only = "measure only the comparisons whose names contain TEXT, for instance Adam"
+    parser.add_argument("--only", metavar="TEXT", default="", help=only)

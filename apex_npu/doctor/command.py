@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from apex_npu._cli.command_line import Argument, Command
+from apex_npu._cli.command_line import Commands, add_command
 from apex_npu._cli.tables import show
 
 if TYPE_CHECKING:
@@ -58,10 +58,10 @@ def _show(sections: Sequence[Section]) -> None:
         show(lines, ("", "", "", ""), rows, title=section.title, styles=styles)
 
 
-DOCTOR = Command(
-    "doctor",
-    "examine this machine: versions, devices, kernels, and what is in the way (exit status 1: something is broken)",
-    _run,
-    (Argument("--json", "print the same as JSON, for programs", flag=True),),
-    usage=("[--json]",),
-)
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    help = (
+        "examine this machine: versions, devices, kernels, and what is in the way (exit status 1: something is broken)"
+    )
+    parser = add_command(commands, "doctor", _run, help)
+    parser.add_argument("--json", action="store_true", help="print the same as JSON, for programs")

@@ -5,20 +5,19 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
-from apex_npu._cli.command_line import Argument, Command
+from apex_npu._cli.command_line import Commands, add_command, fail
 from apex_npu._cli.tables import show
 
 
 def _run(options: argparse.Namespace) -> int:
     if options.rows < 1:
-        return _fail(f"--rows {options.rows}: a positive number is expected")
+        return fail(options, f"--rows {options.rows}: a positive number is expected")
     try:
         from apex_npu.debug.comparison.compare import compare
         from apex_npu.debug.comparison.report import HEAD, lines_after, lines_before, rows_to_show, table_of
     except ImportError as error:
-        return _fail(f"{error}: torch 2.6 or newer is needed, see https://pytorch.org")
+        return fail(options, f"{error}: torch 2.6 or newer is needed, see https://pytorch.org")
     try:
         found = compare(options.reference, options.candidate, floor=options.floor)
         if options.html:
@@ -26,7 +25,7 @@ def _run(options: argparse.Namespace) -> int:
         if options.png:
             found.plot(options.png)
     except (OSError, ValueError, ImportError) as error:
-        return _fail(str(error))
+        return fail(options, str(error))
     rows = rows_to_show(found, options.rows)
     print("\n".join(lines_before(found)), end="\n\n")
     styles = ["red" if row is found.first else "" for row in rows]
@@ -36,22 +35,12 @@ def _run(options: argparse.Namespace) -> int:
     return 1 if found.parts else 0
 
 
-def _fail(reason: str) -> int:
-    print(f"apex_npu compare: {reason}", file=sys.stderr)
-    return 2
-
-
-COMPARE = Command(
-    "compare",
-    "compare two files of run --record; status 1 where the runs part",
-    _run,
-    (
-        Argument("reference", "a file of record, as of O0 on the CPU"),
-        Argument("candidate", "another, as of O1 on an NPU"),
-        Argument("--floor", "a file of the candidate's level on a device that is trusted", metavar="FILE"),
-        Argument("--html", "write a page with all rows", metavar="FILE"),
-        Argument("--png", "draw the errors of all rows", metavar="FILE"),
-        Argument("--rows", "how many rows are shown", type=int, metavar="N", default=20),
-    ),
-    usage=("REFERENCE CANDIDATE [--floor FILE] [--html FILE] [--png FILE] [--rows N]",),
-)
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    parser = add_command(commands, "compare", _run, "compare two files of run --record; status 1 where the runs part")
+    parser.add_argument("reference", help="a file of run --record, for instance of O0 on the CPU")
+    parser.add_argument("candidate", help="another file, for instance of O1 on an NPU")
+    parser.add_argument("--floor", metavar="FILE", help="a file of the candidate's level on a device that is trusted")
+    parser.add_argument("--html", metavar="FILE", help="write a page with all rows")
+    parser.add_argument("--png", metavar="FILE", help="draw the errors of all rows")
+    parser.add_argument("--rows", type=int, metavar="N", default=20, help="how many rows are shown (default 20)")

@@ -5,23 +5,22 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from apex_npu._cli.command_line import Argument, Command
+from apex_npu._cli.command_line import Commands, add_command, fail
 from apex_npu._cli.tables import show
 
 
 def _run(options: argparse.Namespace) -> int:
     if (options.to is None) != (options.out is None):
-        return _fail("--to and --out belong together; without either the contents are shown")
+        return fail(options, "--to and --out belong together; without either the contents are shown")
     if options.strip_module and options.to is None:
-        return _fail("--strip-module belongs to --to and --out")
+        return fail(options, "--strip-module belongs to --to and --out")
     path, out = Path(options.file), options.out and Path(options.out)
     if out is not None and not out.parent.is_dir():
-        return _fail(f"--out {out}: there is no folder {out.parent}")
+        return fail(options, f"--out {out}: there is no folder {out.parent}")
     if out is not None and out.exists() and not out.is_dir() and not options.force:
-        return _fail(f"--out {out}: the file exists; --force replaces it")
+        return fail(options, f"--out {out}: the file exists; --force replaces it")
 
     from apex_npu.export.contents import parts_of
     from apex_npu.export.conversion import convert
@@ -36,29 +35,20 @@ def _run(options: argparse.Namespace) -> int:
         converted, changes = convert(checkpoint, options.to, strip_module=options.strip_module)
         write(converted, out)
     except (CheckpointError, ImportError, ValueError) as error:
-        return _fail(str(error))
+        return fail(options, str(error))
     print("\n".join(changes) or "nothing had to be changed")
     print(f"written: {out}")
     return 0
 
 
-def _fail(reason: str) -> int:
-    print(f"apex_npu convert: {reason}", file=sys.stderr)
-    return 2
-
-
-CONVERT = Command(
-    "convert",
-    "show what is in a checkpoint, or with --to and --out convert it between apex and torch",
-    _run,
-    (
-        Argument("file", "a file of torch.save, .safetensors, or an index of shards", metavar="FILE"),
-        Argument("--to", "whose form NEW gets: apex's, which apex_npu loads as well, or torch's", metavar="apex|torch"),
-        Argument("--out", "the file to write", metavar="NEW"),
-        Argument(
-            "--strip-module", "take the prefixes of DistributedDataParallel and torch.compile off the names", flag=True
-        ),
-        Argument("--force", "replace NEW where it exists", flag=True),
-    ),
-    usage=("FILE", "FILE --to torch --out NEW"),
-)
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    help = "show what is in a checkpoint, or with --to and --out convert it between apex and torch"
+    parser = add_command(commands, "convert", _run, help)
+    parser.add_argument("file", metavar="FILE", help="a file of torch.save, .safetensors, or an index of shards")
+    to = "the format of NEW: apex, which apex_npu loads as well, or torch"
+    parser.add_argument("--to", choices=["apex", "torch"], help=to)
+    parser.add_argument("--out", metavar="NEW", help="the file to write")
+    strip = "remove the prefixes of DistributedDataParallel and torch.compile from the names"
+    parser.add_argument("--strip-module", action="store_true", help=strip)
+    parser.add_argument("--force", action="store_true", help="replace NEW if it exists")

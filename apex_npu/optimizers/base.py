@@ -127,7 +127,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         """A subclass may have a ``_group_step``, as those of Ascend's optimizers do; see ``compat/group_steps.py``."""
         super().__init_subclass__(**kwargs)
         if hasattr(cls, "_group_step"):
-            hooks.call("group_steps").follow_group_step(cls)
+            hooks.group_steps().follow_group_step(cls)
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         self.set_grad_none = set_grad_none
         self.capturable = capturable
         if hasattr(self, "_group_step"):
-            hooks.call("group_steps").check_group_step(self)
+            hooks.group_steps().check_group_step(self)
         # The first is the name by which torch.amp.GradScaler asks.
         fuses = capturable if fuse_grad_scaler is None else fuse_grad_scaler
         self._step_supports_amp_scaling = fuses and not self.reads_param_grads

@@ -56,7 +56,9 @@ def test_overrides(given, field, value):
     [
         ("02", {}, RuntimeError, "Unexpected optimization level '02'.*the letter O, not the number zero"),
         ("O9", {}, RuntimeError, "Options are 'O0', 'O1', 'O2', 'O3'"),
-        (2, {}, RuntimeError, "Unexpected optimization level 2"),
+        (2, {}, RuntimeError, "Unexpected optimization level 2.*did you mean 'O2'"),
+        ("o2", {}, RuntimeError, "did you mean 'O2'"),
+        ("o0", {}, RuntimeError, "did you mean 'O0'"),
         ("O2", {"loss_scale": "banana"}, ValueError, "loss_scale must be \"dynamic\" or a positive number.*'banana'"),
         ("O2", {"loss_scale": 0}, ValueError, "got 0"),
         ("O2", {"loss_scale": -2.0}, ValueError, "got -2.0"),

@@ -1,162 +1,195 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m apex_npu run --explain-overflows[=N] --profile A:B``: how the options are read."""
+"""``python -m apex_npu run``: how its options are read, and what they have looked at."""
 
+import itertools
 import os
-import re
+import sys
 
 import pytest
 
-from apex_npu.__main__ import RUN, main
+from apex_npu.__main__ import main
+from apex_npu._cli.options import OPTIONS, of_environment
+
+VARIABLES = [variable for variable, *_ in OPTIONS.values()]
 
 
 @pytest.fixture
-def environment(monkeypatch, tmp_path):
-    monkeypatch.setattr("sys.argv", ["apex_npu"])
-    monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
-    monkeypatch.setattr("apex_npu.__main__.install_as_apex", lambda force: None)
-    monkeypatch.setenv("APEX_NPU_EXPLAIN_OVERFLOWS", "7")
-    script = tmp_path / "script.py"
-    script.write_text("import os, sys; print(os.environ.get('APEX_NPU_EXPLAIN_OVERFLOWS'), *sys.argv[1:])")
-    return str(script)
+def script(monkeypatch, tmp_path):
+    """A script that prints its arguments; the current folder is its folder, and there are no variables."""
+    for variable in VARIABLES:
+        monkeypatch.setenv(variable, "")
+    monkeypatch.setattr(sys, "argv", ["apex_npu"])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setattr("apex_npu.migrate.run.command.install_as_apex", lambda force: None)
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "script.py"
+    path.write_text("import sys; print(*sys.argv[1:])")
+    return str(path)
+
+
+@pytest.fixture
+def looked(monkeypatch):
+    """What ``run`` has looked at."""
+    found = {}
+    monkeypatch.setattr("apex_npu.debug.script.look", found.update)
+    return found
+
+
+def refused(capsys, *arguments):
+    """What wrong arguments print."""
+    try:
+        status = main(arguments)
+    except SystemExit as left:
+        status = left.code
+    assert status == 2
+    return capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "value"),
     [
-        ([], "7"),
+        ([], None),
         (["--explain-overflows"], "2"),
         (["--explain-overflows=5"], "5"),
         (["--force", "--explain-overflows"], "2"),
         (["--explain-overflows=1", "--replay"], "1,replay"),
+        (["--replay", "--explain-overflows=1"], "1,replay"),
     ],
 )
-def test_the_script_finds_the_variable(options, value, environment, capsys):
-    assert main(["run", *options, environment, "--explain-overflows=9"]) == 0
-    assert capsys.readouterr().out == f"{value} --explain-overflows=9\n"
+def test_an_option_with_a_value_of_its_own(options, value, script, looked, capsys):
+    assert main(["run", *options, script, "--explain-overflows=9", "--", "--replay", "--explain-overflows"]) == 0
+    assert capsys.readouterr().out == "--explain-overflows=9 -- --replay --explain-overflows\n"
+    assert looked.get("explain_overflows") == value
 
 
-def test_steps_to_profile(environment, capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("APEX_NPU_PROFILE", "")
-    monkeypatch.setenv("APEX_NPU_PROFILE_TRACE", "")
-    script = tmp_path / "profiled.py"
-    script.write_text("import os; print(os.environ['APEX_NPU_PROFILE'], os.environ['APEX_NPU_PROFILE_TRACE'])")
-    monkeypatch.chdir(tmp_path)
-    assert main(["run", "--profile", "10:13", "--trace", "traces", str(script)]) == 0
-    assert main(["run", "--profile", "0:1", str(script)]) == 0
-    assert capsys.readouterr().out == f"10:13 {tmp_path / 'traces'}\n0:1 \n"
+def test_options_are_taken_in_any_order(script, looked, tmp_path):
+    words = [["--profile", "1:2"], ["--explain-overflows"], ["--force"], ["--record=7:a:b.pt"], ["--trace", "t"]]
+    for order in itertools.permutations(words):
+        looked.clear()
+        assert main(["run", *itertools.chain(*order), script]) == 0
+        files = {"record": f"7:{tmp_path / 'a:b.pt'}", "trace": str(tmp_path / "t")}
+        assert looked == {"profile": "1:2", "explain_overflows": "2", **files}
 
 
-def test_steps_to_look_at(environment, capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("APEX_NPU_GRADIENT_RANGE", "")
-    monkeypatch.setenv("APEX_NPU_CHECK_OPERATORS", "")
-    script = tmp_path / "looked_at.py"
-    script.write_text("import os; print(os.environ['APEX_NPU_GRADIENT_RANGE'], os.environ['APEX_NPU_CHECK_OPERATORS'])")
-    assert main(["run", "--gradient-range", "7", "--check-operators", "0", str(script)]) == 0
-    assert capsys.readouterr().out == "7 0\n"
+def test_the_last_of_two_counts(script, looked):
+    assert main(["run", "--gradient-range", "1", "--check-operators=0", "--gradient-range", "7", script]) == 0
+    assert looked == {"gradient_range": "7", "check_operators": "0"}
 
 
-def test_a_step_to_record(environment, capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("APEX_NPU_RECORD", "")
-    script = tmp_path / "recorded.py"
-    script.write_text("import os; print(os.environ['APEX_NPU_RECORD'])")
-    monkeypatch.chdir(tmp_path)
-    assert main(["run", "--record", "7:a:b.pt", str(script)]) == 0
-    assert capsys.readouterr().out == f"7:{tmp_path / 'a:b.pt'}\n"
-
-
-def test_a_report_on_the_model(environment, capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("APEX_NPU_MODEL_REPORT", "")
-    script = tmp_path / "reported.py"
-    script.write_text("import os; print(os.environ['APEX_NPU_MODEL_REPORT'])")
-    assert main(["run", "--model-report", str(script)]) == 0
-    assert capsys.readouterr().out == "1\n"
+def test_an_option_comes_before_a_variable(script, looked, monkeypatch):
+    monkeypatch.setenv("APEX_NPU_EXPLAIN_OVERFLOWS", "7")
+    monkeypatch.setenv("APEX_NPU_PROFILE", "1:9")
+    monkeypatch.setenv("APEX_NPU_PROFILE_TRACE", "traces")
+    assert main(["run", "--profile", "0:1", "--model-report", script]) == 0
+    assert looked == {"explain_overflows": "7", "profile": "0:1", "trace": "", "model_report": "1"}
+    # A process that the script spawns finds the same.
+    assert of_environment() == {"explain_overflows": "7", "profile": "0:1", "model_report": "1"}
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--profile", "10"], "--profile 10: give A:B, from step A"),
-        (["--profile", "3:3"], "--profile 3:3: give A:B"),
-        (["--profile", "a:b"], "--profile a:b: give A:B"),
+        (["--profile", "10"], "--profile: '10': give A:B"),
+        (["--profile", "3:3"], "--profile: '3:3': give A:B"),
+        (["--profile", "a:b"], "--profile: 'a:b': give A:B"),
         (["--trace", "traces"], "--trace goes with --profile"),
         (["--profile", "1:3", "--trace", __file__], "test_command.py: no folder can be made there (File exists)"),
         (["--profile", "1:3", "--trace", __file__ + "/below"], "no folder can be made there (Not a directory)"),
-        (["--gradient-range", "1:2"], "--gradient-range 1:2: give a step, counted from 0"),
-        (["--check-operators", "x"], "--check-operators x: give a step, counted from 0"),
-        (["--record", "x:a.pt"], "--record x:a.pt: give STEP:FILE, a step, counted from 0, and a file"),
-        (["--record", "3"], "--record 3: give STEP:FILE"),
-        (["--record", "3:no/a.pt"], "--record 3:no/a.pt: there is no folder 'no'"),
+        (["--gradient-range", "1:2"], "--gradient-range: '1:2': give a step"),
+        (["--check-operators", "x"], "--check-operators: 'x': give a step"),
+        (["--record", "x:a.pt"], "--record: 'x:a.pt': give STEP:FILE"),
+        (["--record", "3"], "--record: '3': give STEP:FILE"),
+        (["--record", "3:no/a.pt"], "3:no/a.pt: there is no folder 'no'"),
         (["--check-operators", "03", "--record", "3:a.pt"], "--record and --check-operators cannot look at the same"),
-        (["--explain-overflows=0"], "--explain-overflows=0: N is a positive integer"),
-        (["--explain-overflows=x"], "--explain-overflows=x: N is a positive integer"),
+        (["--explain-overflows=0"], "--explain-overflows: '0': give N"),
+        (["--explain-overflows=x"], "--explain-overflows: 'x': give N"),
         (["--replay"], "--replay goes with --explain-overflows"),
-        (["--explain-overflow"], "unknown option '--explain-overflow'"),
-        (["--force=1"], "unknown option '--force=1'"),
+        (["--explain-overflow"], "--explain-overflow; did you mean '--explain-overflows'?"),
+        (["--profil=1:3"], "--profil=1:3; did you mean '--profile'?"),
+        (["--host", "tim"], "did you mean 'timm'?"),
+        (["--host", "timm", "--host", "keras"], "'keras' is none of deepspeed"),
+        (["--device", "xpu"], "'xpu' is none of npu"),
+        (["--force=1"], "--force"),
     ],
 )
-def test_bad_input(options, said, environment, capsys):
-    assert main(["run", *options, environment]) == 2
-    assert said in capsys.readouterr().err
-    assert os.environ["APEX_NPU_EXPLAIN_OVERFLOWS"] == "7"
+def test_bad_input(options, said, script, looked, capsys):
+    assert said in refused(capsys, "run", *options, script)
+    assert not looked
+    assert {os.environ[variable] for variable in VARIABLES} == {""}
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--record"], "--record needs a value, STEP:FILE"),
-        (["--record", "-m", "tool"], "--record needs a value, STEP:FILE"),
-        (["--trace=", "s.py"], "--trace needs a value, DIR"),
-        (["--profile", "s.py"], "--profile s.py: give A:B, from step A"),
-        (["--record", "s.py"], "--record s.py: give STEP:FILE"),
+        (["--record"], "--record: expected one argument"),
+        (["--record", "-m", "tool"], "--record: expected one argument"),
+        (["--trace=", "s.py"], "--trace: '': give a folder"),
+        (["--profile", "s.py"], "--profile: 's.py': give A:B"),
+        ([], "a script is missing"),
         (["-m"], "a module is missing"),
-        (["--profile", "1:3", "--force", "s.py"], "--force is given twice, or out of order"),
+        (["not_there.py"], "can't open file 'not_there.py'"),
     ],
 )
-def test_options_without_what_they_need(words, said, environment, capsys):
-    assert main(["run", *words]) == 2
-    errors = capsys.readouterr().err
-    assert errors.startswith(f"apex_npu: {said}")
-    assert errors.count("[--force] [--host NAME]...") == 1
+def test_options_without_what_they_need(words, said, script, capsys):
+    assert said in refused(capsys, "run", *words)
 
 
-def test_options_are_taken_in_the_order_in_which_the_usage_shows_them():
-    shown = [name for name in re.findall(r"--[a-z-]+", RUN.usage[0]) if name != "--device"]
-    assert shown == [name for a in RUN.arguments if (name := a.name) in shown]
-
-
-def test_nothing_is_set_before_all_options_are_checked(environment, capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("APEX_NPU_PROFILE", "")
+def test_nothing_is_set_before_all_options_are_checked(script, looked, capsys, tmp_path):
     folder = tmp_path / "traces"
-    assert main(["run", "--explain-overflows=3", "--profile", "1:3", "--trace", str(folder), "not_there.py"]) == 2
-    assert (os.environ["APEX_NPU_EXPLAIN_OVERFLOWS"], os.environ["APEX_NPU_PROFILE"]) == ("7", "")
+    refused(capsys, "run", "--explain-overflows=3", "--profile", "1:3", "--trace", str(folder), "not_there.py")
+    assert not looked
+    assert {os.environ[variable] for variable in VARIABLES} == {""}
     assert not folder.exists()
 
 
-def test_values_may_be_assigned(environment, capsys, tmp_path, monkeypatch):
-    for name in ("PROFILE", "PROFILE_TRACE", "RECORD"):
-        monkeypatch.setenv(f"APEX_NPU_{name}", "")
-    script = tmp_path / "assigned.py"
-    script.write_text("import os; print(os.environ['APEX_NPU_PROFILE_TRACE'], os.environ['APEX_NPU_RECORD'])")
-    monkeypatch.chdir(tmp_path)
-    assert main(["run", "--profile=1:3", "--trace=-a=b", "--record=7:a.pt", str(script)]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / '-a=b'} 7:{tmp_path / 'a.pt'}\n"
+@pytest.mark.parametrize("text", ["10", "3:3", "a:b"])
+def test_a_wrong_variable(text, script, monkeypatch, capsys):
+    monkeypatch.setenv("APEX_NPU_PROFILE", text)
+    assert f"APEX_NPU_PROFILE='{text}': give A:B" in refused(capsys, "run", script)
 
 
-@pytest.mark.parametrize("words", [["--force", "--help"], ["--model-report", "-h", "s.py"], ["--record", "--help"]])
+@pytest.mark.parametrize("words", [["--force", "--help"], ["--model-report", "-h", "s.py"]])
 def test_help_is_an_option_among_others(words, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["run", *words])
-    printed = capsys.readouterr().out
     assert ended.value.code == 0
-    assert "--explain-overflows [=N]\n" in printed
+    assert "--explain-overflows" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["bench", "doctor"])
 def test_a_command_shows_its_own_usage(command, capsys):
+    errors = refused(capsys, command, "x")
+    assert f" {command} [-h] " in errors
+    assert "unrecognized arguments: x" in errors
+
+
+def test_a_wrong_command(capsys):
+    assert "did you mean 'migrate'?" in refused(capsys, "migrat", "train.py")
+    assert "COMMAND" in refused(capsys)
+
+
+def test_a_wrong_value(capsys):
+    assert "did you mean 'O2'?" in refused(capsys, "migrate", "--amp", "o2", "train.py")
+    assert "did you mean 'torch'?" in refused(capsys, "convert", "a.pt", "--to", "torhc", "--out", "b.pt")
+    assert "did you mean 'A355'?" in refused(capsys, "migrate", "--explain", "A335")
+
+
+def test_the_version(capsys):
     with pytest.raises(SystemExit) as ended:
-        main([command, "x"])
-    errors = capsys.readouterr().err
-    assert ended.value.code == 2
-    assert errors.startswith(f"usage: python -m apex_npu {command} [-h] ")
-    assert errors.endswith(f"python -m apex_npu {command}: error: unrecognized arguments: x\n")
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == "apex_npu 0.1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/usr/bin/apex-npu", "apex-npu"),
+        ("/usr/bin/apex_npu", "apex_npu"),
+        ("/site-packages/apex_npu/__main__.py", "python -m apex_npu"),
+    ],
+)
+def test_the_program_has_the_name_by_which_it_is_called(path, name, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [path])
+    assert refused(capsys, "doctor", "x").startswith(f"usage: {name} doctor ")

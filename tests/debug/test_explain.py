@@ -16,8 +16,9 @@ from debug.test_watching import hooks_of_torch, iterate, set_up
 from devices import DEVICE, SIMULATOR, START_SCRIPT, needs_counts
 
 from apex_npu import amp, optimizers
+from apex_npu._cli.options import of_environment
 from apex_npu.amp import session as amp_session
-from apex_npu.debug.overflow.explain import explain_as_environment_says
+from apex_npu.debug.script import look
 
 ROOT = Path(__file__).parents[2]
 
@@ -223,17 +224,17 @@ def test_bad_input(after):
 @pytest.mark.parametrize("text", ["2", " 2", "2\n"])
 def test_the_variable(text, monkeypatch):
     monkeypatch.setenv("APEX_NPU_EXPLAIN_OVERFLOWS", text)
-    explain_as_environment_says()
+    look(of_environment())
     assert amp_session.settings.observer is not None
     amp.debug.explain_overflows(None)
     for off in ("0", " 0 ", " ", ""):
         monkeypatch.setenv("APEX_NPU_EXPLAIN_OVERFLOWS", off)
-        explain_as_environment_says()
+        look(of_environment())
         assert amp_session.settings.observer is None
     for wrong in ("two", "2,", "2,replays", "replay", "-1"):
         monkeypatch.setenv("APEX_NPU_EXPLAIN_OVERFLOWS", wrong)
-        with pytest.raises(ValueError, match=f"how many skips in a row it takes, .*got '{wrong}'"):
-            explain_as_environment_says()
+        with pytest.raises(ValueError, match=f"APEX_NPU_EXPLAIN_OVERFLOWS='{wrong}': give N"):
+            of_environment()
 
 
 # ---- what each row of skips begins with ------------------------------------------------------------------------------

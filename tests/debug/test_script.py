@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 from torch.utils.flop_counter import FlopCounterMode
 
 from apex_npu import amp
+from apex_npu._cli.options import of_environment
 from apex_npu.amp.amp_optimizer import AmpOptimizerMixin
 from apex_npu.amp.session import settings
 from apex_npu.backends._torch_private import dispatch_modes
@@ -26,7 +27,7 @@ from apex_npu.debug.script import (
     ProfilePart,
     RecordPart,
     ScriptSteps,
-    look_as_environment_says,
+    look,
 )
 from apex_npu.debug.watching.watch import Watch
 
@@ -267,15 +268,15 @@ def test_a_folder_that_is_missing(capsys, tmp_path):
 @pytest.mark.parametrize("value", ["x", "3", "3:", ":a.pt", "-1:a.pt"])
 def test_bad_records(value, monkeypatch):
     monkeypatch.setenv("APEX_NPU_RECORD", value)
-    with pytest.raises(ValueError, match=f"APEX_NPU_RECORD is STEP:FILE, .* got '{value}'"):
-        look_as_environment_says()
+    with pytest.raises(ValueError, match=f"APEX_NPU_RECORD='{value}': give STEP:FILE"):
+        of_environment()
 
 
 def test_all_of_them_in_one_step(capsys, monkeypatch):
     for name in ("PROFILE", "GRADIENT_RANGE", "CHECK_OPERATORS"):
         monkeypatch.setenv(f"APEX_NPU_{name}", {"PROFILE": "1:2"}.get(name, "1"))
     model, optimizer = set_up(healthy.LSTM, "O2", dynamic_init_scale=16.0)
-    look_as_environment_says()
+    look(of_environment())
     for _ in range(3):
         iterate(model, optimizer)
     said = capsys.readouterr().out
@@ -286,5 +287,5 @@ def test_all_of_them_in_one_step(capsys, monkeypatch):
 @pytest.mark.parametrize("value", ["x", "3:3", "1:", ":2", "-1", "1:2:3"])
 def test_bad_input(value, monkeypatch):
     monkeypatch.setenv("APEX_NPU_PROFILE", value)
-    with pytest.raises(ValueError, match=f"APEX_NPU_PROFILE is A:B, .* got '{value}'"):
-        look_as_environment_says()
+    with pytest.raises(ValueError, match=f"APEX_NPU_PROFILE='{value}': give A:B"):
+        of_environment()

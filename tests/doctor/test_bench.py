@@ -95,7 +95,7 @@ def test_without_the_extension_it_says_so(measured, monkeypatch, capsys):
 )
 def test_bad_arguments(arguments, words, capsys):
     assert main(["bench", *arguments]) == 2
-    assert f"apex_npu bench: {words}" in capsys.readouterr().err
+    assert f" bench: error: {words}" in capsys.readouterr().err
 
 
 def test_steps_are_measured(monkeypatch):

@@ -7,9 +7,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from apex_npu._cli.command_line import parse
+from apex_npu._cli.command_line import Parser, run_command
 
-from .commands import COMMANDS
+from .commands import add_other_parsers, add_parser
 
 
 def main(arguments: Sequence[str], program: str | None = None) -> int:
@@ -18,9 +18,11 @@ def main(arguments: Sequence[str], program: str | None = None) -> int:
     Returns:
         The exit status: 0, 1 after a refusal, 130 after Ctrl-C; argparse exits with 2 itself.
     """
-    options = parse(COMMANDS, program, "Patches checkouts of NVIDIA's Apex.", arguments)
-    status: int = options.run(options)
-    return status
+    parser = Parser(prog=program, description="Patch checkouts of NVIDIA's Apex.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_parser(commands)
+    add_other_parsers(commands)
+    return run_command(parser, arguments)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The table of commands: ``scripts/*.sh`` call all of them, ``python -m apex_npu`` calls ``PATCH``."""
+"""The commands of ``scripts/*.sh``. ``python -m apex_npu`` has ``patch`` as well."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from apex_npu._cli.command_line import Argument, Command
+from apex_npu._cli.command_line import Commands, add_command
 
 from .errors import PipelineError
 
@@ -75,37 +75,25 @@ def _check(options: argparse.Namespace) -> str:
     return check(options.source)
 
 
-PATCH = Command(
-    "patch",
-    "patch a checkout of NVIDIA's Apex, so that it answers with apex_npu, or take the patch out",
-    _printed(_patch),
-    (
-        Argument("folder", "a git checkout of NVIDIA's Apex", type=Path, metavar="DIR"),
-        Argument("--reverse", "take the patch out, byte for byte", flag=True),
-    ),
-    usage=("[--reverse] DIR",),
-)
-GEN = Command(
-    "gen",
-    "clone Apex and patch the copy",
-    _printed(_gen),
-    (
-        Argument("--source", "a local checkout, or a URL; otherwise upstream's", metavar="DIR|URL"),
-        Argument("--ref", "a commit, tag or branch, or an era of ERAS.toml; otherwise a checkout's own"),
-        Argument("--out", "default: %(default)s", type=Path, metavar="DIR", default=Path("build/apex")),
-        Argument("--reverse", "take the patch out of --out again, byte for byte", flag=True),
-    ),
-)
-MAKE_PATCH = Command(
-    "make-patch",
-    "write patch/<era>/npu.patch from an edited checkout of its commit",
-    _printed(_make_patch),
-    (Argument("folder", type=Path, metavar="DIR"),),
-)
-CHECK = Command(
-    "check",
-    "check every patch whose commit is at hand",
-    _printed(_check),
-    (Argument("--source", "a checkout or mirror of NVIDIA's Apex", metavar="DIR|URL", required=True),),
-)
-COMMANDS = (PATCH, GEN, MAKE_PATCH, CHECK)
+def add_parser(commands: Commands) -> None:
+    """Add ``patch``."""
+    help = "patch a checkout of NVIDIA's Apex, so that it answers with apex_npu, or take the patch out"
+    parser = add_command(commands, "patch", _printed(_patch), help)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a git checkout of NVIDIA's Apex")
+    parser.add_argument("--reverse", action="store_true", help="take the patch out, byte for byte")
+
+
+def add_other_parsers(commands: Commands) -> None:
+    """Add the other commands of ``scripts``: gen, make-patch and check."""
+    gen = add_command(commands, "gen", _printed(_gen), "clone Apex and patch the copy")
+    gen.add_argument("--source", metavar="DIR|URL", help="a local checkout, or a URL; default: upstream's")
+    ref = "a commit, tag or branch, or an era of ERAS.toml; default: a checkout's own"
+    gen.add_argument("--ref", help=ref)
+    gen.add_argument("--out", type=Path, metavar="DIR", default=Path("build/apex"), help="default: %(default)s")
+    gen.add_argument("--reverse", action="store_true", help="take the patch out of --out again, byte for byte")
+    help = "write patch/<era>/npu.patch from an edited checkout of its commit"
+    make_patch = add_command(commands, "make-patch", _printed(_make_patch), help)
+    make_patch.add_argument("folder", type=Path, metavar="DIR")
+    check = add_command(commands, "check", _printed(_check), "check every patch whose commit is at hand")
+    source = "a checkout or mirror of NVIDIA's Apex"
+    check.add_argument("--source", metavar="DIR|URL", required=True, help=source)

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from multiprocessing import parent_process
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from apex_npu._cli.options import EXPLAIN_OVERFLOWS
 from apex_npu.amp.optimizer_state import AmpOptimizerState, state_of
 from apex_npu.amp.session import Session, current, is_first_rank, settings
 from apex_npu.amp.step_decision import StepReport
@@ -33,8 +31,6 @@ from apex_npu.debug.watching.operators import is_measurable
 from apex_npu.fusion.shards import local_part
 
 logger = logging.getLogger("apex_npu.debug")
-
-VARIABLE = EXPLAIN_OVERFLOWS.variable
 
 
 class Explainer:
@@ -329,22 +325,9 @@ def watch_next_iteration() -> None:
         explainer.arm()
 
 
-def explain_as_environment_says() -> None:
-    """Call ``explain_overflows`` where ``APEX_NPU_EXPLAIN_OVERFLOWS`` is set: to ``N`` or ``N,replay``.
-
-    Raises:
-        ValueError: N is no positive integer, or something else follows.
-    """
-    text = os.environ.get(VARIABLE, "").strip()
-    if text in ("", "0"):
-        return
-    after, comma, word = text.partition(",")
-    if not after.isdecimal() or (comma and word != "replay"):
-        raise ValueError(
-            f"{VARIABLE} must be a positive integer, how many skips in a row it takes, which ',replay' may follow; "
-            f"got {text!r}"
-        )
-    explain_overflows(int(after), replay=bool(comma))
+def explain_script(after: int, *, replay: bool) -> None:
+    """Call ``explain_overflows``, and say at the end of the script what has been found."""
+    explain_overflows(after, replay=replay)
     explainer = settings.observer
     assert isinstance(explainer, Explainer)
     is_first = parent_process() is None  # not of processes that load data

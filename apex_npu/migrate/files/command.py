@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from apex_npu._cli.command_line import Argument, Command
+from apex_npu._cli.command_line import Commands, add_command, did_you_mean, fail
 from apex_npu._cli.tables import show
 from apex_npu.compat.pipeline.errors import PipelineError
 from apex_npu.migrate.amp.check import LEVELS, arguments_of_initialize
@@ -37,8 +37,7 @@ def _run(options: argparse.Namespace) -> int:
             return 0
         return _migrate(options)
     except (PipelineError, ValueError) as error:
-        print(f"apex_npu: {error}", file=sys.stderr)
-        return 2
+        return fail(options, error)
     except KeyboardInterrupt:
         print("apex_npu: interrupted; all files are as they were, or all are changed", file=sys.stderr)
         return 130
@@ -52,7 +51,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _rule(name: str) -> Rule:
     if name not in RULES:
-        raise ValueError(f"there is no rule {name}: --list-rules lists them")
+        raise ValueError(f"there is no rule {name}: --list-rules lists them{did_you_mean(name, RULES)}")
     return RULES[name]
 
 
@@ -66,12 +65,6 @@ def _chosen(text: str) -> tuple[str, ...]:
                 f"{name}: the rules of amp apply together, with --amp, those for several cards with --data-parallel"
             )
     return names
-
-
-def _level(text: str) -> str:
-    if text not in LEVELS:
-        raise argparse.ArgumentTypeError(f"there is no level {text} to put in: give one of {', '.join(LEVELS)}")
-    return text
 
 
 def _amp_args(text: str) -> str:
@@ -94,15 +87,13 @@ def _migrate(options: argparse.Namespace) -> int:
     if options.model and not options.data_parallel:
         raise ValueError("--model goes with --data-parallel")
     if not options.paths and not options.data_parallel:
-        raise ValueError("a path is missing: python -m apex_npu migrate PATH...")
+        raise ValueError("a path is missing")
     if options.write and options.out:
         raise ValueError("--write changes files in place, --out writes a copy: give one of them")
     if options.out and len(options.paths) > 1:
         raise ValueError("--out copies one folder or file: give one path")
     if options.report:
         reports.write_report(options.report, [])
-    if options.to not in TARGETS:
-        raise ValueError(f"--to {options.to}: give one of {', '.join(TARGETS)}")
     if options.amp_args and not options.amp:
         raise ValueError("--amp-args goes with --amp")
     own = [rule for path in options.rules or () for rule in read_rules(path)]
@@ -149,48 +140,33 @@ def _status(made: Plan, *, check: bool) -> int:
     return int(bool(left or (check and made.files)))
 
 
-MIGRATE = Command(
-    "migrate",
-    "rewrite training scripts for CUDA and apex, so that they run on npu",
-    _run,
-    (
-        Argument(
-            "paths", "files, or folders that are searched for .py and .ipynb", type=Path, metavar="PATH", many=True
-        ),
-        Argument("--diff", "print a unified diff in place of the report", flag=True),
-        Argument("--write", "change files in place: all of them or none", flag=True),
-        Argument("--out", "write a copy with the changes, a new folder", type=Path, metavar="DIR"),
-        Argument("--check", "exit status 1 if something would change", flag=True),
-        Argument(
-            "--select",
-            "rules or families that apply; default: D,X,O",
-            type=_chosen,
-            metavar="D,X201",
-            default=("D", "X", "O"),
-        ),
-        Argument("--ignore", "rules or families that do not", type=_chosen, metavar="RULES", default=()),
-        Argument("--to", "npu, or portable: for npu, cuda, xpu and cpu", metavar="npu|portable", default="npu"),
-        Argument("--amp", "put amp in, or in torch.amp's place, at O1, O2, O4 or O5", type=_level, metavar="O1"),
-        Argument(
-            "--amp-args",
-            "further arguments of amp.initialize",
-            type=_amp_args,
-            metavar="'loss_scale=128.0'",
-        ),
-        Argument("--data-parallel", "make a script for one card one for several", type=Path, metavar="MAIN"),
-        Argument("--model", "with --data-parallel: the one model that is trained so", metavar="NAME"),
-        Argument("--unsure", "also apply what is unsure", flag=True),
-        Argument("--similar", "also apply what is only similar", flag=True),
-        Argument("--rules", "more rules, .toml or .json (repeatable)", metavar="FILE", many=True),
-        Argument("--api-list", "report uses of names that a list has, .json (repeatable)", metavar="FILE", many=True),
-        Argument("--report", "write all findings; the name ends with .csv, .json or .sarif", metavar="FILE"),
-        Argument("--explain", "print a rule with its example", metavar="RULE"),
-        Argument("--list-rules", "print all rules", flag=True),
-        Argument("--exclude", "skip paths, as in '*/data/*' (repeatable)", metavar="GLOB", many=True),
-        Argument("--allow-dirty", "with --write: also files that are not committed in git", flag=True),
-        Argument("--backup", "with --write: keep FILE.orig, and allow the same", flag=True),
-        Argument("--force", "also change files that speak of npu already", flag=True),
-        Argument("-q", "print only what is left for a person", flag=True),
-    ),
-    usage=("[--diff] [--write] [--out DIR] PATH...",),
-)
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    help = "rewrite training scripts for CUDA and apex, so that they run on npu"
+    add = add_command(commands, "migrate", _run, help).add_argument
+    add("paths", type=Path, metavar="PATH", nargs="*", help="files, or folders that are searched for .py and .ipynb")
+    add("--diff", action="store_true", help="print a unified diff instead of the report")
+    add("--write", action="store_true", help="change files in place: all of them or none")
+    add("--out", type=Path, metavar="DIR", help="write a copy with the changes to a new folder")
+    add("--check", action="store_true", help="exit with status 1 if something would change")
+    every = ("D", "X", "O")
+    add("--select", type=_chosen, metavar="D,X201", default=every, help="apply these rules or families; default: D,X,O")
+    add("--ignore", type=_chosen, metavar="RULES", default=(), help="do not apply these rules or families")
+    add("--to", choices=TARGETS, default="npu", help="what the code is for; portable: npu, cuda, xpu and cpu")
+    add("--amp", choices=LEVELS, help="add amp, or replace torch.amp by it, at this opt_level")
+    add("--amp-args", type=_amp_args, metavar="'loss_scale=128.0'", help="more arguments of amp.initialize")
+    add("--data-parallel", type=Path, metavar="MAIN", help="make a script for one card also train on several")
+    add("--model", metavar="NAME", help="with --data-parallel: the one model that is trained on several cards")
+    add("--unsure", action="store_true", help="also apply what is unsure")
+    add("--similar", action="store_true", help="also apply what is only similar")
+    add("--rules", action="append", metavar="FILE", help="add rules from a .toml or .json file (repeatable)")
+    unsupported = "report uses of the names in a .json file (repeatable)"
+    add("--api-list", action="append", metavar="FILE", help=unsupported)
+    add("--report", metavar="FILE", help="write all findings to a .csv, .json or .sarif file")
+    add("--explain", metavar="RULE", help="print a rule with its example")
+    add("--list-rules", action="store_true", help="print all rules")
+    add("--exclude", action="append", metavar="GLOB", help="skip paths, for instance '*/data/*' (repeatable)")
+    add("--allow-dirty", action="store_true", help="with --write: also change files that are not committed in git")
+    add("--backup", action="store_true", help="with --write: keep FILE.orig, and allow the same")
+    add("--force", action="store_true", help="also change files that name npu already")
+    add("-q", action="store_true", help="print only what is left for a person")
