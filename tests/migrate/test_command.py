@@ -133,7 +133,6 @@ def test_a_copy(tree, tmp_path):
         (("--out", "x", "a", "b"), "give one path"),
         (("--report", "a.txt", "."), "names no format"),
         (("--explain", "D999"), "no rule D999"),
-        (("--to", "xpu", "."), "one of npu, portable"),
         (("--out", "inner", "."), "inner exists"),
         (("--out", "inner/new", "."), "is inside"),
         (("link",), "is a link"),
@@ -149,10 +148,13 @@ def test_wrong_usage(tree, monkeypatch, capsys, arguments, words):
     assert contents(tree) == before
 
 
-def test_an_unknown_rule_is_wrong_usage(tree, capsys):
+@pytest.mark.parametrize(
+    ("option", "value", "words"), [("--select", "D,Q", "no rule or family Q"), ("--to", "xpu", "none of npu, portable")]
+)
+def test_an_unknown_value_is_wrong_usage(option, value, words, tree, capsys):
     with pytest.raises(SystemExit, match="2"):
-        migrate("--select", "D,Q", tree)
-    assert "no rule or family Q" in capsys.readouterr().err
+        migrate(option, value, tree)
+    assert words in capsys.readouterr().err
 
 
 def test_exit_statuses(tree):
