@@ -51,7 +51,8 @@ def _spread(spread: Spread) -> str:
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
-    parser = add_command(commands, "bench", _run, "time the optimizers and torch's on this CPU, with the published figures")
+    help = "time the optimizers and torch's on this CPU, with the published figures"
+    parser = add_command(commands, "bench", _run, help)
     seconds = "how long to measure, all rounds together (default 60)"
     parser.add_argument("--seconds", type=float, metavar="N", default=60.0, help=seconds)
     only = "measure only the comparisons whose names contain TEXT, for instance Adam"
