@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from apex_npu.__main__ import main
-from apex_npu.compat.pipeline import files
 from apex_npu.migrate import Options, plan
 from apex_npu.migrate.files import command
 
@@ -246,28 +245,32 @@ def test_notes_come_once_for_a_file(tree, capsys):
     assert "; 2 notes." in printed
 
 
-@pytest.mark.parametrize("call", range(1, 7))
-@pytest.mark.parametrize("name", ["write", "rename"])
+@pytest.mark.parametrize(("owner", "name", "calls"), [(Path, "write_bytes", 6), (os, "replace", 4)])
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device", "a.py"), KeyboardInterrupt()])
-def test_a_failure_leaves_all_files_old_or_all_new(tree, monkeypatch, capsys, name, call, error):
-    before, calls, real = contents(tree), [], getattr(files, name)
+@pytest.mark.parametrize("after", [False, True])
+def test_a_failure_at_any_write_leaves_all_files_as_they_were(tree, monkeypatch, owner, name, calls, error, after):
+    before, real, left = contents(tree), getattr(owner, name), [0]
 
     def fails(*arguments):
-        calls.append(1)
-        if len(calls) == call:
+        left[0] -= 1
+        if left[0] == 0:
+            if after:
+                real(*arguments)
             raise error
         return real(*arguments)
 
-    monkeypatch.setattr(files, name, fails)
-    status = migrate("--write", "--backup", tree)
-    monkeypatch.undo()
-    # Two copies of old files are written, then the new ones.
-    if call <= {"write": 4, "rename": 2}[name]:
-        assert status == (130 if isinstance(error, KeyboardInterrupt) else 2)
+    monkeypatch.setattr(owner, name, fails)
+    for call in range(1, calls + 1):
+        left[0] = call
+        assert migrate("--write", "--backup", tree) == (130 if isinstance(error, KeyboardInterrupt) else 2)
         assert contents(tree) == before
-    else:
-        assert status == 0
-        assert contents(tree)["a.py"] == contents(tree)["inner/b.py"] == AFTER.encode()
+    left[0] = calls + 1
+    assert migrate("--write", "--backup", tree) == 0
+    assert contents(tree) == {
+        **before,
+        **dict.fromkeys(("a.py", "inner/b.py"), AFTER.encode()),
+        **dict.fromkeys(("a.py.orig", "inner/b.py.orig"), BEFORE.encode()),
+    }
 
 
 def test_a_read_only_file_leaves_all(tree, monkeypatch, capsys):

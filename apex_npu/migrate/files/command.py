@@ -13,7 +13,6 @@ from types import FrameType
 
 from apex_npu._cli.command_line import Commands, add_command, did_you_mean, fail
 from apex_npu._cli.tables import show
-from apex_npu.compat.pipeline.errors import PipelineError
 from apex_npu.migrate.amp.check import LEVELS, arguments_of_initialize
 from apex_npu.migrate.engine.program import Options, count
 from apex_npu.migrate.rules.catalogue import RULES, Rule
@@ -36,7 +35,7 @@ def _run(options: argparse.Namespace) -> int:
             print(reports.explanation(_rule(options.explain)))
             return 0
         return _migrate(options)
-    except (PipelineError, ValueError) as error:
+    except ValueError as error:
         return fail(options, error)
     except KeyboardInterrupt:
         print("apex_npu: interrupted; all files are as they were, or all are changed", file=sys.stderr)
@@ -132,7 +131,7 @@ def _save(path: str, content: bytes) -> None:
     try:
         Path(path).write_bytes(content)
     except OSError as error:
-        raise PipelineError(f"{path} cannot be written ({error.strerror}); nothing has been changed") from error
+        raise ValueError(f"{path} cannot be written ({error.strerror}); nothing has been changed") from error
 
 
 def _status(made: Plan, *, check: bool) -> int:

@@ -4,17 +4,17 @@
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import os
 import re
+import stat
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from apex_npu.compat.pipeline import files
-from apex_npu.compat.pipeline.errors import PipelineError
 from apex_npu.migrate.engine.program import Finding, Options
 from apex_npu.migrate.engine.source import UnreadableError
 from apex_npu.migrate.rewriting import Rewritten, concerns, owned_names, rewrite, rewrite_part, unreadable
@@ -40,6 +40,17 @@ class Target:
     def shown(self) -> str:
         """The path in reports."""
         return os.path.normpath(self.root / self.path)
+
+    def read(self) -> bytes:
+        """The contents.
+
+        Raises:
+            OSError: The file is missing, is a link or a named pipe, or cannot be read.
+        """
+        path = self.root / self.path
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return path.read_bytes()
 
 
 @dataclass(frozen=True)
@@ -81,7 +92,7 @@ def plan(
         data_parallel: A script among the files that becomes one for several cards.
 
     Raises:
-        PipelineError: A path does not exist, or is a link.
+        ValueError: A path does not exist, or is a link.
 
     Example::
 
@@ -94,8 +105,8 @@ def plan(
     findings: list[Finding] = []
     for target in dict.fromkeys(found):
         try:
-            contents[target] = files.read(target.root, target.path) or b""
-        except PipelineError as error:
+            contents[target] = target.read()
+        except OSError as error:
             findings.append(unreadable(target.shown, "F906", str(error)))
     programs = {target.shown: target for target in contents if _is_program(target.path)}
     work = _Work({shown: contents[target] for shown, target in programs.items()}, options or Options())
@@ -149,7 +160,7 @@ class _Work:
         """Have a script train on several cards, with the files that it imports."""
         script = Path(os.path.normpath(main))
         if script not in self.modules:
-            raise PipelineError(f"--data-parallel {main}: it is no Python file among those that are given")
+            raise ValueError(f"--data-parallel {main}: it is no Python file among those that are given")
         for path in with_imports(script, self.modules):
             role = "main" if path == script else "other"
             self.options[str(path)] = replace(self.general, data_parallel=role)
@@ -201,12 +212,12 @@ def _is_program(path: str) -> bool:
 def _targets(path: Path, exclude: Sequence[str]) -> Iterator[Target]:
     """The files that ``path``, which the user gave, stands for."""
     if path.is_symlink():
-        raise PipelineError(f"{path} is a link: links are not followed. Give what it points to")
+        raise ValueError(f"{path} is a link: links are not followed. Give what it points to")
     if path.is_file():
         yield Target(path.parent, path.name)
         return
     if not path.is_dir():
-        raise PipelineError(f"{path} is neither a file nor a folder")
+        raise ValueError(f"{path} is neither a file nor a folder")
     known = _known_to_git(path)
     for folder, folders, names in os.walk(path):
         at = Path(folder)

@@ -4,15 +4,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-
-from apex_npu.compat.pipeline import files
-from apex_npu.compat.pipeline.errors import PipelineError
 
 from .planning import _SKIPPED, FileChange, git
 
@@ -26,37 +24,53 @@ def write_in_place(changes: Sequence[FileChange], *, allow_dirty: bool = False, 
         backup: Keep the old content of FILE as FILE.orig. Allows the same.
 
     Raises:
-        PipelineError: A file may not be written, cannot be, or has been edited since it was read. All are as they were.
+        ValueError: A file may not be written, cannot be, or has been edited since it was read. All are as they were.
     """
     if not (allow_dirty or backup):
         _check_committed(changes)
-    for change in changes:
-        _check_unchanged(change)
-        if backup and os.path.lexists(change.target.root / f"{change.target.path}.orig"):
-            raise PipelineError(f"{change.target.shown}.orig exists: move it away, nothing has been changed")
-    copies: list[FileChange] = []
     try:
-        for change in changes if backup else ():
-            copies.append(change)
-            mode = files.mode(change.target.root, change.target.path)
-            files.write(change.target.root, f"{change.target.path}.orig", change.before, mode)
-        files.replace_all([files.Change(one.target.root, one.target.path, one.before, one.after) for one in changes])
-    except BaseException as error:
-        for change in copies:
-            with contextlib.suppress(OSError):
-                files.remove(change.target.root, f"{change.target.path}.orig")
-        if isinstance(error, OSError):
-            raise PipelineError(
-                f"{error.filename} cannot be written ({error.strerror}): nothing has changed"
-            ) from error
-        raise
+        for change in changes:
+            _check_unchanged(change)
+            if backup and os.path.lexists(change.target.root / f"{change.target.path}.orig"):
+                raise ValueError(f"{change.target.shown}.orig exists: move it away, nothing has been changed")
+        _replace(changes, backup)
+    except OSError as error:
+        raise ValueError(
+            f"{error.filename} cannot be written ({error.strerror}): nothing has been changed. Look at the free space "
+            "and at the permissions of the folder"
+        ) from error
+
+
+def _replace(changes: Sequence[FileChange], backup: bool) -> None:
+    """Write all contents beside the files, so that only renames are left to do, or to undo."""
+    with ExitStack() as stack:
+        asides: list[tuple[Path, Path]] = []
+        for change in changes:
+            path = change.target.root / change.target.path
+            aside = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".apex_npu-", dir=path.parent)))
+            asides.append((path, aside))
+            for name, content in (("new", change.after), ("old", change.before), ("orig", change.before)):
+                (aside / name).write_bytes(content)
+                shutil.copymode(path, aside / name)
+        try:
+            for path, aside in asides:
+                if backup:
+                    os.replace(aside / "orig", f"{path}.orig")
+                os.replace(aside / "new", path)
+        except BaseException:
+            for path, aside in asides:
+                if not (aside / "new").exists():
+                    os.replace(aside / "old", path)
+                if not (aside / "orig").exists():
+                    os.unlink(f"{path}.orig")
+            raise
 
 
 def _check_unchanged(change: FileChange) -> None:
-    if files.read(change.target.root, change.target.path) != change.before:
-        raise PipelineError(f"{change.target.shown} has been edited since it was read: nothing has been changed")
+    if change.target.read() != change.before:
+        raise ValueError(f"{change.target.shown} has been edited since it was read: nothing has been changed")
     if not os.access(change.target.root / change.target.path, os.W_OK):
-        raise PipelineError(f"{change.target.shown} is read-only: nothing has been changed")
+        raise ValueError(f"{change.target.shown} is read-only: nothing has been changed")
 
 
 def _check_committed(changes: Sequence[FileChange]) -> None:
@@ -69,7 +83,7 @@ def _check_committed(changes: Sequence[FileChange]) -> None:
             changed = next((path for path in paths if (dirty or "").split("\0")[0].endswith(path)), paths[0])
             name = root / (untracked[0] if untracked else changed)
             what = "is not in git" if untracked else "has changes that are not committed"
-            raise PipelineError(
+            raise ValueError(
                 f"{name} {what}: commit first, or give --backup or --allow-dirty; nothing has been changed"
             )
 
@@ -82,27 +96,30 @@ def write_copy(source: Path, changes: Sequence[FileChange], out: Path) -> None:
     """Make a copy of the file or folder ``source`` in the folder ``out``, with the new contents.
 
     Raises:
-        PipelineError: ``out`` is there already, is inside ``source``, or cannot be written; there is no ``out`` then.
+        ValueError: ``out`` is there already, is inside ``source``, or cannot be written; there is no ``out`` then.
     """
     if os.path.lexists(out):
-        raise PipelineError(f"{out} exists: give the name of a new folder")
+        raise ValueError(f"{out} exists: give the name of a new folder")
     if source.resolve() in out.resolve().parents and source.is_dir():
-        raise PipelineError(f"{out} is inside {source}: give a folder elsewhere")
-    staged = out.with_name(files.temporary_name(out.name))
+        raise ValueError(f"{out} is inside {source}: give a folder elsewhere")
     try:
-        shutil.rmtree(staged, ignore_errors=True)
-        if source.is_dir():
-            shutil.copytree(source, staged, symlinks=True, ignore=_not_copied)
-        else:
-            staged.mkdir(parents=True)
-            shutil.copy(source, staged)
-        for change in changes:
-            files.write(staged, change.target.path, change.after, files.mode(staged, change.target.path))
-        staged.rename(out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".apex_npu-", dir=out.parent) as folder:
+            staged = Path(folder, "copy")
+            if source.is_dir():
+                shutil.copytree(source, staged, symlinks=True, ignore=_not_copied)
+            else:
+                staged.mkdir()
+                shutil.copy(source, staged)
+            for change in changes:
+                path = staged / change.target.path
+                mode = path.stat().st_mode
+                path.unlink()  # it may be read-only
+                path.write_bytes(change.after)
+                path.chmod(stat.S_IMODE(mode))
+            staged.rename(out)
     except (OSError, shutil.Error) as error:
-        raise PipelineError(f"{out} cannot be written ({error}); look at the free space and permissions") from error
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
+        raise ValueError(f"{out} cannot be written ({error}); look at the free space and permissions") from error
 
 
 def _not_copied(folder: str, names: list[str]) -> set[str]:
