@@ -100,9 +100,9 @@ def write(folder: Path, contents: dict[str, str]) -> Path:
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """All files with their modes; of git's own only whether something was left there."""
+    """All files with their modes, but for git's own."""
     return {
         path.relative_to(folder).as_posix(): (path.stat().st_mode, path.read_bytes())
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and (".git" not in path.parts or "apex_npu" in path.as_posix().rpartition("/.git/")[2])
+        if path.is_file() and ".git" not in path.parts
     }

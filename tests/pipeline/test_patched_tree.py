@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from apex_npu.compat.pipeline.checkout import Checkout
-from apex_npu.compat.pipeline.patching import State, set_state
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,7 +76,7 @@ def output(tree: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def patched(tree) -> Path:
-    set_state(Checkout(tree), State.PATCHED)
+    Checkout(tree).patch()
     return tree
 
 
@@ -90,7 +89,7 @@ def test_no_module_of_upstreams_amp_answers(patched, era):
 
 @pytest.fixture
 def patched_2025(tree_2025) -> Path:
-    set_state(Checkout(tree_2025), State.PATCHED)
+    Checkout(tree_2025).patch()
     return tree_2025
 
 

@@ -4,11 +4,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,114 +14,121 @@ from pipeline import synthetic
 from pipeline.synthetic import git, snapshot
 
 from apex_npu.__main__ import main
-from apex_npu.compat.pipeline import eras, files, make_patch
+from apex_npu.compat.pipeline import PipelineError, eras, maintaining
 from apex_npu.compat.pipeline.checkout import Checkout
-from apex_npu.compat.pipeline.errors import PipelineError
-from apex_npu.compat.pipeline.patching import State, set_state
-
-ROOT = Path(__file__).parents[2]
 
 
-def refused(folder: Path, wanted: State = State.PATCHED) -> str:
+def refused(folder: Path, *, reverse: bool = False) -> str:
     """The error for a tree that is not changed."""
     before = snapshot(folder)
     with pytest.raises(PipelineError) as said:
-        set_state(Checkout(folder), wanted)
+        Checkout(folder).patch(reverse=reverse)
     assert snapshot(folder) == before
     return str(said.value)
 
 
-def test_there_and_back_leaves_every_byte(tree, era):
-    before = snapshot(tree)
-    assert f"now patched: {tree}, Apex " in (said := set_state(Checkout(tree), State.PATCHED))
+def test_there_and_back_leaves_every_byte(tree, era, tmp_path):
+    before, other = snapshot(tree), shutil.copytree(tree, tmp_path / "other")
+    said = Checkout(tree).patch()
+    assert said.startswith(f"now patched: {tree}, Apex ")
     assert said.endswith(f"(era {era})")
     patched = snapshot(tree)
-    assert {path for path in patched if patched[path] != before.get(path)} == {
-        "apex/__init__.py",
-        "apex/optimizers/__init__.py",
-        "change_data_ptr.py",
-        "setup.py",
-    }
-    assert set_state(Checkout(tree), State.PATCHED).startswith("already patched: ")
+    git(other, "apply", str(eras.FOLDER / era / "npu.patch"))
+    assert patched == snapshot(other) != before
+    assert Checkout(tree).patch().startswith("already patched: ")
     assert snapshot(tree) == patched
-    assert set_state(Checkout(tree), State.ORIGINAL).startswith("now as upstream has it: ")
+    assert Checkout(tree).patch(reverse=True).startswith("now as upstream has it: ")
+    assert Checkout(tree).patch(reverse=True).startswith("already as upstream has it: ")
     assert snapshot(tree) == before
-    assert set_state(Checkout(tree), State.ORIGINAL).startswith("already as upstream has it: ")
     assert git(tree, "status", "--porcelain", "--ignored") == ""
 
 
-def test_modes_are_kept(tree_2025):
+def test_modes_and_files_that_git_does_not_know_are_kept(tree_2025):
     (tree_2025 / "setup.py").chmod(0o750)
-    git(tree_2025, "commit", "-qam", "executable")
-    set_state(Checkout(tree_2025), State.PATCHED)
-    assert (tree_2025 / "setup.py").stat().st_mode & 0o777 == 0o750
-
-
-def test_git_apply_gives_the_same_bytes(tree, era, tmp_path):
-    other = shutil.copytree(tree, tmp_path / "other")
-    set_state(Checkout(tree), State.PATCHED)
-    # With positions that are off: the synthetic files are shorter.
-    git(other, "apply", str(eras.FOLDER / era / "npu.patch"))
-    assert snapshot(other) == snapshot(tree)
-
-
-def test_a_patch_that_was_committed_is_recognised(tree_2025):
+    for name in ("build", "notes"):  # the first is in .gitignore
+        (tree_2025 / name).mkdir()
+        (tree_2025 / name / "file").write_text("mine\n")
     before = snapshot(tree_2025)
-    set_state(Checkout(tree_2025), State.PATCHED)
-    git(tree_2025, "add", "--all")
-    git(tree_2025, "commit", "-qm", "patched")
-    assert set_state(Checkout(tree_2025), State.PATCHED).startswith("already patched")
-    set_state(Checkout(tree_2025), State.ORIGINAL)
+    Checkout(tree_2025).patch()
+    assert (tree_2025 / "setup.py").stat().st_mode & 0o777 == 0o750
+    Checkout(tree_2025).patch(reverse=True)
     assert snapshot(tree_2025) == before
 
 
-def test_what_git_ignores_or_does_not_know_is_no_dirt(tree_2025):
-    (tree_2025 / "build").mkdir()
-    (tree_2025 / "build" / "file").write_text("")
-    (tree_2025 / "notes.txt").write_text("mine")
-    set_state(Checkout(tree_2025), State.PATCHED)
-    set_state(Checkout(tree_2025), State.ORIGINAL)
-    assert (tree_2025 / "notes.txt").read_text() == "mine"
+def test_a_patch_that_was_committed_is_recognized(tree_2025):
+    before = snapshot(tree_2025)
+    Checkout(tree_2025).patch()
+    git(tree_2025, "add", "--all")
+    git(tree_2025, "commit", "-qm", "patched")
+    assert Checkout(tree_2025).patch().startswith("already patched")
+    Checkout(tree_2025).patch(reverse=True)
+    assert snapshot(tree_2025) == before
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "worktree", "submodule", "folder of a repository"])
+def test_git_folders_elsewhere_are_read_and_not_written(tree_2025, tmp_path, kind):
+    tree, repository = tree_2025, tree_2025 / ".git"
+    if kind in ("file", "link"):
+        repository = repository.rename(tmp_path / "mine.git")
+        if kind == "file":
+            (tree / ".git").write_text(f"gitdir: {repository}\n")
+        else:
+            (tree / ".git").symlink_to(repository)
+    elif kind == "worktree":
+        tree = tmp_path / "linked"
+        git(tree_2025, "worktree", "add", "--quiet", str(tree))
+    else:
+        outer = synthetic.write(tmp_path / "outer", {"file": "text"})
+        tree, repository = outer / "apex", outer / ".git"
+        if kind == "submodule":
+            git(outer, "-c", "protocol.file.allow=always", "submodule", "--quiet", "add", str(tree_2025), "apex")
+        else:
+            synthetic.write(tree, synthetic.files("2025"))
+    before = {path: path.read_bytes() for path in repository.rglob("*") if path.is_file()}
+    upstream = snapshot(tree)
+    Checkout(tree).patch()
+    assert "serve(__file__)" in (tree / "apex" / "__init__.py").read_text()
+    Checkout(tree).patch(reverse=True)
+    assert snapshot(tree) == upstream
+    assert {path: path.read_bytes() for path in repository.rglob("*") if path.is_file()} == before
+
+
+def test_the_users_settings_and_variables_do_not_matter(tree_2025, tmp_path, monkeypatch):
+    expected = shutil.copytree(tree_2025, tmp_path / "expected")
+    Checkout(expected).patch()
+    settings = tmp_path / ".gitconfig"
+    settings.write_text("[diff]\nnoprefix = true\ncontext = 9\n[core]\nautocrlf = true\n")
+    for name, value in (
+        ("HOME", tmp_path),
+        ("GIT_CONFIG_GLOBAL", settings),
+        ("GIT_DIR", synthetic.write(tmp_path / "other", {"file": "text"}) / ".git"),  # as in its hooks
+        ("GIT_INDEX_FILE", tmp_path / "index"),
+    ):
+        monkeypatch.setenv(name, str(value))
+    Checkout(tree_2025).patch()
+    assert snapshot(tree_2025) == snapshot(expected)
+    assert b"\n--- a/setup.py\n" in maintaining.difference(Checkout(tree_2025))
 
 
 # -------------------------------------------------------------------------------------------------------------- refused
 
 
-@pytest.mark.parametrize("path", ["README.md", "setup.py"])
-@pytest.mark.parametrize("staged", [False, True])
-def test_a_dirty_tree(tree_2025, path, staged):
+@pytest.mark.parametrize("path", ["README.md", "setup.py", "change_data_ptr.py"])
+@pytest.mark.parametrize("patched", [False, True])
+def test_other_changes(tree_2025, path, patched):
+    Checkout(tree_2025).patch(reverse=not patched)
     with (tree_2025 / path).open("a") as file:
         file.write("# edited\n")
-    if staged:
-        git(tree_2025, "add", path)
-    said = refused(tree_2025)
-    assert f"{tree_2025} is dirty: expected the files of its commit" in said
-    assert f"found other changes in {path}" in said
-
-
-def test_a_dirty_patched_tree_is_not_taken_back(tree_2025):
-    set_state(Checkout(tree_2025), State.PATCHED)
-    with (tree_2025 / "apex" / "__init__.py").open("a") as file:
-        file.write("# edited\n")
-    assert "other changes in apex/__init__.py" in refused(tree_2025, State.ORIGINAL)
-
-
-def test_a_file_in_the_way_of_a_new_one(tree_2025):
-    (tree_2025 / "change_data_ptr.py").write_text("mine = True\n")
-    assert "other changes in change_data_ptr.py" in refused(tree_2025)
+    assert f"has other changes in {path};" in refused(tree_2025, reverse=patched)
+    git(tree_2025, "stash", "--include-untracked")  # as the error says
+    assert Checkout(tree_2025).patch().startswith("now patched")
 
 
 def test_a_half_patched_tree(tree_2025):
-    set_state(Checkout(tree_2025), State.PATCHED)
+    Checkout(tree_2025).patch()
     git(tree_2025, "checkout", "--", "setup.py")
-    said = refused(tree_2025)
-    assert "is half patched: " in said
-    assert "setup.py as upstream" in said
-    assert "git checkout -- " in said
-    assert "delete change_data_ptr.py" in said
-    git(tree_2025, "checkout", "--", *said.partition("git checkout -- ")[2].partition(")")[0].split())
-    (tree_2025 / "change_data_ptr.py").unlink()
-    assert set_state(Checkout(tree_2025), State.PATCHED).startswith("now patched")
+    assert "is half patched" in refused(tree_2025)
+    assert "is half patched" in refused(tree_2025, reverse=True)
 
 
 def test_a_tree_newer_than_known_names_the_hunks_that_fail(tmp_path):
@@ -131,192 +136,88 @@ def test_a_tree_newer_than_known_names_the_hunks_that_fail(tmp_path):
     files["setup.py"] = files["setup.py"].replace("setup(\n", "call_setup(\n").replace("raw_output", "printed")
     files["apex/optimizers/__init__.py"] = "from .novel import Novel\n"
     said = refused(synthetic.write(tmp_path / "apex", files))
-    assert "the patch of era master, made for 6424da3b, does not fit the commit" in said
-    assert "searching for:\n  from .fused_sgd import FusedSGD\n" in said
+    assert "the patch of era master does not fit" in said
+    assert "Check out 6424da3b" in said
+    assert "searching for:\nfrom .fused_sgd import FusedSGD\n" in said
     assert "patch failed: apex/optimizers/__init__.py:1\n" in said
     assert "patch failed: setup.py:65\n" in said
-    assert "Nothing has been changed" in said
 
 
-@pytest.mark.parametrize("sign", ["apex/optimizers/npu_fused_adam.py", "setup.py"])
-def test_a_tree_with_ascends_patch_is_named(tmp_path, sign):
-    tree = synthetic.write(tmp_path / "apex", synthetic.files("2020"))
-    with (tree / sign).open("a") as file:
-        file.write("version = '0.1-ascend'\n")
-    said = refused(tree)
-    assert "has been patched by Ascend's apex patch" in said
-    assert sign in said
-    assert "fresh clone" in said
-
-
-def test_another_project(tmp_path):
-    tree = synthetic.write(tmp_path / "other", {"setup.py": "import setuptools\n"})
-    assert "is not NVIDIA's Apex: expected apex/multi_tensor_apply/multi_tensor_apply.py" in refused(tree)
-
-
-def test_an_apex_of_no_known_era(tmp_path):
-    files = {path: text for path, text in synthetic.files("master").items() if "normalization" not in path}
-    assert "is of no known era: expected one of 2020 has apex/amp" in refused(synthetic.write(tmp_path / "a", files))
-
-
-def test_folders_that_are_no_git_tree(tmp_path, tree_2025):
-    plain = tmp_path / "plain"
-    plain.mkdir()
+def test_folders_that_are_no_apex(tmp_path, tree_2025, monkeypatch):
+    for name in ("plain", "empty"):
+        (tmp_path / name).mkdir()
+    git(tmp_path / "empty", "init", "--quiet")
+    other = synthetic.write(tmp_path / "other", {"setup.py": "import setuptools\n"})
     for folder, said in (
-        (plain, "is not a git tree"),
-        (tmp_path / "nowhere", "is no folder"),
-        (tree_2025 / "apex", "is not a git tree of its own but a folder of"),
-        (tree_2025 / ".git", "is not a git tree"),
+        (tmp_path / "plain", "not a git repository"),
+        (tmp_path / "nowhere", "is not a folder"),
+        (tmp_path / "empty", "git tree with a commit"),
+        (tree_2025 / "apex", "is a folder of the git tree"),
+        (tree_2025 / ".git", "work tree"),
+        (other, "is of no known era"),
     ):
         with pytest.raises(PipelineError, match=said):
-            Checkout(folder)
-    git(plain, "init", "--quiet")
-    with pytest.raises(PipelineError, match="has no commit yet"):
-        Checkout(plain)
-
-
-def test_a_link_in_place_of_a_file(tree_2025):
-    (tree_2025 / "setup.py").rename(tree_2025 / "real.py")
-    (tree_2025 / "setup.py").symlink_to("real.py")
-    with pytest.raises(PipelineError, match=r"setup.py is a link"):
-        set_state(Checkout(tree_2025), State.PATCHED)
-
-
-def test_git_missing(tree_2025, monkeypatch, tmp_path):
+            Checkout(folder).patch()
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(PipelineError, match="install git"):
         Checkout(tree_2025)
 
 
-def test_another_repository_in_the_environment_is_not_meant(tree_2025, tmp_path, monkeypatch):
-    monkeypatch.setenv("GIT_DIR", str(ROOT / ".git"))
-    monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "index"))
-    assert set_state(Checkout(tree_2025), State.PATCHED).startswith("now patched")
-
-
-@pytest.mark.parametrize("era", ["2025"])
-def test_settings_for_all_repositories_do_not_matter(tree, tmp_path, monkeypatch):
-    expected = shutil.copytree(tree, tmp_path / "expected")
-    set_state(Checkout(expected), State.PATCHED)
-    (tmp_path / "config").write_text("[apply]\nwhitespace = error-all\nignoreWhitespace = change\n[core]\neol = crlf\n")
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "config"))
-    set_state(Checkout(tree), State.PATCHED)
-    assert snapshot(tree) == snapshot(expected)
-    set_state(Checkout(tree), State.ORIGINAL)
-    (tree / "setup.py").write_bytes((tree / "setup.py").read_bytes().replace(b"    raw_output", b"\traw_output"))
-    git(tree, "commit", "-qam", "tabs")
-    assert "patch failed: setup.py" in refused(tree)
-
-
-def test_a_tree_in_a_folder_of_another_repository(tmp_path):
-    synthetic.write(tmp_path / "outer", {"file": "text"})
-    tree = synthetic.write(tmp_path / "outer" / "apex", synthetic.files("2025"))
-    assert set_state(Checkout(tree), State.PATCHED).startswith("now patched")
-    assert "serve(__file__)" in (tree / "apex" / "__init__.py").read_text()
-
-
 # ---------------------------------------------------------------------------------------------------------- interrupted
 
 
-def outcome(function) -> BaseException | None:
-    """What ``function`` raises."""
-    try:
-        function()
-    except (KeyboardInterrupt, PipelineError) as error:
-        return error
-    return None
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    ("name", "calls", "failure"),
+    [
+        ("write_bytes", 7, "full disk"),
+        ("replace", 3, "full disk"),
+        ("replace", 3, "signal before"),
+        ("replace", 3, "signal after"),
+    ],
+)
+def test_a_failure_anywhere_leaves_the_tree_as_it_was(tree_2025, monkeypatch, reverse, name, calls, failure):
+    """The command ends with 1 or 130. SIGTERM comes before or after a file is written or renamed."""
+    Checkout(tree_2025).patch(reverse=not reverse)
+    before, real, left = snapshot(tree_2025), getattr(Path, name), [0]
 
+    def fails(*arguments):
+        left[0] -= 1
+        if left[0] == 0 and failure == "full disk":
+            raise OSError(28, "No space left on device")
+        if left[0] == 0 and failure == "signal before":
+            os.kill(os.getpid(), signal.SIGTERM)
+        result = real(*arguments)
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
 
-class _Nth:
-    """``function``, whose ``n``-th call fails."""
-
-    def __init__(self, function, n, error):
-        self.function, self.left, self.error = function, n, error
-
-    def __call__(self, *arguments, **options):
-        self.left -= 1
-        if self.left == 0:
-            raise self.error
-        return self.function(*arguments, **options)
-
-
-@pytest.mark.parametrize("wanted", State)
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device", "x")])
-@pytest.mark.parametrize(("owner", "name", "calls"), [(files, "write", 5), (files, "rename", 5)])
-def test_an_interruption_anywhere_is_undone(tree_2025, monkeypatch, wanted, error, owner, name, calls):
-    set_state(Checkout(tree_2025), State.PATCHED if wanted is State.ORIGINAL else State.ORIGINAL)
-    before = snapshot(tree_2025)
-    failed = 0
-    for n in range(1, calls + 1):
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, _Nth(getattr(owner, name), n, error))
-            said = outcome(lambda: set_state(Checkout(tree_2025), wanted))
-        if said is not None:
-            failed += 1
-            assert isinstance(said, KeyboardInterrupt) or "No space left on device" in str(said)
-            assert snapshot(tree_2025) == before
-            continue
-        set_state(Checkout(tree_2025), State.PATCHED if wanted is State.ORIGINAL else State.ORIGINAL)
+    monkeypatch.setattr(Path, name, fails)
+    arguments = ["patch", str(tree_2025), *["--reverse"] * reverse]
+    for call in range(1, calls + 1):
+        left[0] = call
+        assert main(arguments) == (1 if failure == "full disk" else 130)
         assert snapshot(tree_2025) == before
-    assert failed >= 3
+    assert main(arguments) == 0
+    assert snapshot(tree_2025) != before
 
 
-SIGNALLED = """
-import os, signal, sys
-sys.path.insert(0, sys.argv[1])
-from apex_npu.compat.pipeline import files
-from apex_npu.compat.pipeline.__main__ import main
-left, rename = 2, files.rename
-def signalling(*arguments):
-    global left
-    left -= 1
-    if left == 0:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return rename(*arguments)
-files.rename = signalling
-sys.exit(main(["patch", sys.argv[2]]))
-"""
+# ----------------------------------------------------------------------------------------------------------------- make
 
 
-def test_sigterm_while_files_are_replaced_is_undone(tree_2025):
-    before = snapshot(tree_2025)
-    command = [sys.executable, "-c", SIGNALLED, str(ROOT), str(tree_2025)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.returncode == 130, done.stderr
-    assert "interrupted; every tree is whole" in done.stderr
-    assert snapshot(tree_2025) == before
-
-
-# -------------------------------------------------------------------------------------------------------- command, make
-
-
-def test_the_command_of_the_package(tree_2025, capsys, monkeypatch):
-    before = snapshot(tree_2025)
-    assert main(["patch", str(tree_2025)]) == 0
-    assert "now patched" in capsys.readouterr().out
-    monkeypatch.chdir(tree_2025)
-    assert main(["patch", "--reverse", "."]) == 0
-    assert snapshot(tree_2025) == before
-    assert main(["patch", str(tree_2025 / "apex")]) == 1
-    assert capsys.readouterr().err.startswith("apex_npu: ")
-    with pytest.raises(SystemExit):
-        main(["patch"])
-
-
-def test_an_edited_tree_gives_the_same_patch_each_time(tree, era, tmp_path):
-    folder = shutil.copytree(eras.FOLDER, tmp_path / "patch")
-    table = folder / "ERAS.toml"
-    pin = eras.load().named(era).commit
+def test_an_edited_tree_gives_the_same_patch_each_time(tree, era, tmp_path, monkeypatch):
+    original = (eras.FOLDER / era / "npu.patch").read_bytes().splitlines()
+    Checkout(tree).patch()
+    with pytest.raises(PipelineError, match="check out the commit of an era, 4ef930c1"):
+        maintaining.make_patch(Checkout(tree))
+    monkeypatch.setattr(eras, "FOLDER", shutil.copytree(eras.FOLDER, tmp_path / "patch"))
+    pin = next(known.commit for known in eras.load() if known.name == era)
+    table = eras.FOLDER / "ERAS.toml"
     table.write_text(table.read_text().replace(pin, git(tree, "rev-parse", "HEAD")))
-    set_state(Checkout(tree), State.PATCHED)
-    assert make_patch.make_patch(Checkout(tree), folder).startswith("written: ")
-    patch = (folder / era / "npu.patch").read_bytes()
-    assert make_patch.make_patch(Checkout(tree), folder).startswith("unchanged: ")
-    assert os.listdir(folder / era) == ["npu.patch"]
+    assert maintaining.make_patch(Checkout(tree)).startswith("written: ")
+    patch = (eras.FOLDER / era / "npu.patch").read_bytes()
+    assert maintaining.make_patch(Checkout(tree)).startswith("unchanged: ")
+    assert git(tree, "diff", "--cached") == ""
     # Only the places differ from the patch that is made from upstream's longer files.
     kept = [line for line in patch.splitlines() if not line.startswith((b"@@", b"index"))]
-    original = (eras.FOLDER / era / "npu.patch").read_bytes().splitlines()
     assert kept == [line for line in original if not line.startswith((b"@@", b"index"))]
-    assert git(tree, "diff", "--cached") == ""
-    with pytest.raises(PipelineError, match="expected a checkout at 4ef930c1"):
-        make_patch.make_patch(Checkout(tree))

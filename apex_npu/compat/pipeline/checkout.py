@@ -1,6 +1,10 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A git checkout: what its commit holds, and what has been changed since."""
+"""A checkout of Apex, which is not trusted: its era, whether it is patched, and the change from one state to the other.
+
+git may run programs that a tree's git folder names. That folder is therefore asked for names alone: of commits, and of
+the folder of objects. All else uses a temporary git folder, which reads these objects and has its own settings.
+"""
 
 from __future__ import annotations
 
@@ -9,84 +13,73 @@ import shutil
 import subprocess
 import tempfile
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 
-from . import files
-from .errors import PipelineError
-from .files import Change
+from . import PipelineError, eras
 
-# Neither hooks nor a file system monitor run, nothing is fetched to complete a partial clone, and no index is written.
-_OPTIONS = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
-_VARIABLES = {"GIT_NO_LAZY_FETCH": "1", "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
-# For a repository that is only asked for names: nothing is fetched, and no object stands for another.
-_NOTHING_ELSE = {"GIT_ALLOW_PROTOCOL": "none", "GIT_NO_REPLACE_OBJECTS": "1"}
+# The user's variables for the network. Others are dropped: GIT_DIR and the like may mean another repository.
 _KEPT = {"GIT_SSH", "GIT_SSH_COMMAND", "GIT_SSL_CAINFO", "GIT_PROXY_COMMAND", "GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM"}
+_OPTIONS = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
+_OFFLINE = {"GIT_ALLOW_PROTOCOL": "none"}
+_NO_SETTINGS = _OFFLINE | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+# Files are bytes, whatever filter, conversion or diff program .gitattributes asks for.
+_ATTRIBUTES = "* -text !eol !filter !ident !working-tree-encoding !diff !whitespace\n"
 
 
-def git(*arguments: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> bytes:
-    """What ``git arguments`` prints.
+def git(folder: Path, *arguments: str | Path, env: Mapping[str, str] | None = None, data: bytes = b"") -> bytes:
+    """What ``git arguments`` prints in ``folder``.
 
     Raises:
         PipelineError: It fails, or there is no git.
     """
-    # A hook or an alias that runs us has set GIT_DIR and the like, for another repository than the one meant here.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_") or name in _KEPT}
-    environment.update({**_VARIABLES, **(env or {})})
+    environment |= {"LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0", **(env or {})}
+    command = ["git", "-C", folder, *_OPTIONS, *arguments]
     try:
-        command = ["git", *_OPTIONS, *arguments]
-        done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, check=False)
+        done = subprocess.run(command, input=data, env=environment, capture_output=True, check=False)
     except FileNotFoundError:
-        raise PipelineError("git is not there, and trees of Apex are read with it: install git") from None
+        raise PipelineError("there is no program git: install git") from None
     if done.returncode:
-        said = done.stderr.decode("utf-8", "replace").strip() or f"status {done.returncode}"
-        raise PipelineError(f"git {arguments[0]} failed: {said}")
+        raise PipelineError(f"git {arguments[0]} failed: {done.stderr.decode(errors='replace').strip()}")
     return done.stdout
 
 
 class Checkout:
-    """The checkout in ``folder``, whose ``.git`` is not trusted: git may run what a configuration in there names.
+    """The git checkout in ``folder``.
 
-    Only names of commits are read there. All else is done with a temporary git folder, which has the objects of the
-    checkout, and neither its configuration nor its hooks, attributes, index or replaced objects.
-
-    Attributes:
-        folder: Its absolute path.
-        head: The commit.
+    Args:
+        folder: Its top folder.
+        shown: The folder that messages name instead.
 
     Raises:
-        PipelineError: ``folder`` is none, or a part of one.
+        PipelineError: There is no checkout, it has no commit, or ``folder`` is not its top folder.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, shown: Path | None = None) -> None:
+        self.folder, self.shown = folder.resolve(), (shown or folder).resolve()
         if not folder.is_dir():
-            raise PipelineError(f"{folder} is no folder: name a checkout of NVIDIA's Apex")
-        self.folder = folder.resolve()
+            raise PipelineError(f"{self.shown} is not a folder: name a git clone of NVIDIA's Apex")
         try:
-            top = self._ask("--show-toplevel")
-        except PipelineError as error:
-            if "not a git repository" not in str(error) and "work tree" not in str(error):
-                raise
-            raise PipelineError(
-                f"{folder} is not a git tree (an unpacked archive, perhaps), so it cannot be told what has been "
-                "changed in it: clone it instead"
-            ) from None
-        if Path(top).resolve() != self.folder:
-            raise PipelineError(f"{folder} is not a git tree of its own but a folder of {top}: clone Apex instead")
-        try:
+            top, objects = self._ask("--show-toplevel"), self._ask("--git-path", "objects")
             self.head = self._ask("--verify", "HEAD^{commit}")
-        except PipelineError:
-            raise PipelineError(f"{folder} has no commit yet: it is not a clone of NVIDIA's Apex") from None
-        self._own = _git_folder_of(self.folder / self._ask("--git-path", "objects"), self.head)
+        except PipelineError as error:
+            said = f"{self.shown} cannot be read as a git tree with a commit: name a git clone of NVIDIA's Apex"
+            raise PipelineError(f"{said} ({error})") from None
+        if Path(top).resolve() != self.folder:
+            raise PipelineError(f"{self.shown} is a folder of the git tree {top}: name a git clone of NVIDIA's Apex")
+        self._own = Path(tempfile.mkdtemp(prefix="apex_npu-git."))
         weakref.finalize(self, shutil.rmtree, self._own, ignore_errors=True)
+        for name in ("info", "objects/info", "refs"):
+            (self._own / name).mkdir(parents=True)
+        (self._own / "objects/info/alternates").write_bytes(os.fsencode(self.folder / objects) + b"\n")
+        (self._own / "info/attributes").write_text(_ATTRIBUTES, encoding="ascii")
+        (self._own / "config").write_text("[core]\n\tfileMode = false\n", encoding="ascii")
+        (self._own / "HEAD").write_text(f"{self.head}\n", encoding="ascii")
 
     def _ask(self, *arguments: str) -> str:
-        """What ``git rev-parse`` says of the checkout's own git folder."""
-        said = git("rev-parse", *arguments, cwd=self.folder, env=_NOTHING_ELSE)
-        return os.fsdecode(said).removesuffix("\n")
-
-    def git(self, *arguments: str) -> bytes:
-        """What git prints of the checkout's commit and files, with an index of its own."""
-        return git(*arguments, cwd=self.folder, env={"GIT_DIR": str(self._own), "GIT_WORK_TREE": str(self.folder)})
+        """The answer of the checkout's own git folder."""
+        return os.fsdecode(git(self.folder, "rev-parse", *arguments, env=_OFFLINE)).removesuffix("\n")
 
     def resolve(self, ref: str) -> str | None:
         """The commit that ``ref`` names, if any."""
@@ -97,68 +90,109 @@ class Checkout:
                 continue
         return None
 
-    def has_committed(self, path: str) -> bool:
-        """Whether HEAD has ``path``."""
-        return self._content("HEAD", path) is not None
+    def git(self, *arguments: str | Path, data: bytes = b"") -> bytes:
+        """What git prints of the checkout's objects and files, with the temporary git folder and no other settings."""
+        own = str(self._own)
+        paths = {"GIT_DIR": own, "GIT_WORK_TREE": str(self.folder), "HOME": own, "XDG_CONFIG_HOME": own}
+        return git(self.folder, *arguments, env=_NO_SETTINGS | paths, data=data)
 
-    def _content(self, tree: str, path: str) -> bytes | None:
-        entry = self.git("ls-tree", tree, "--", path).split()
-        return self.git("cat-file", "blob", entry[2].decode()) if entry[1:2] == [b"blob"] else None
+    def _names(self, *arguments: str) -> list[str]:
+        """The paths that ``git arguments`` lists."""
+        return [os.fsdecode(name) for name in self.git(arguments[0], "-z", *arguments[1:]).split(b"\0") if name]
 
-    def misfit(self, patch: Path, *options: str) -> str:
-        """Why ``git apply`` refuses the file ``patch``, with the lines that it has searched for; "" where it fits.
+    def patch(self, *, reverse: bool = False) -> str:
+        """Patch the checkout, or take the patch out.
 
-        Args:
-            patch: For the files of the commit; those of the checkout do not matter.
-            options: Further ones of ``git apply``: ``--reverse``.
+        Returns:
+            A line that says what has been done.
+
+        Raises:
+            PipelineError: The checkout is neither as upstream has it nor patched, or cannot be written. It stays as is.
         """
-        self.git("read-tree", "HEAD")
+        era, (upstream, patched), is_patched = self.inspect()
+        said = f"{'as upstream has it' if reverse else 'patched'}: {self.shown}, Apex {self.head[:8]} (era {era.name})"
+        if is_patched is not reverse:
+            return f"already {said}"
         try:
-            self.git("apply", "--cached", "--check", "--verbose", *options, str(patch))
-        except PipelineError as error:
-            said = str(error).removeprefix("git apply failed: ").splitlines()
-            return "\n".join(
-                f"  {line}".rstrip() for line in said if not line.startswith(("Checking patch ", "Hunk #"))
-            )
-        return ""
+            self._replace(*((patched, upstream) if reverse else (upstream, patched)))
+        except OSError as error:
+            raise PipelineError(f"{self.shown} cannot be written, and is as it was: {error}") from error
+        return f"now {said}"
 
-    def applied(self, patch: Path, *options: str) -> str:
-        """The tree that a patch which fits makes of the commit."""
-        self.git("read-tree", "HEAD")
-        self.git("apply", "--cached", *options, str(patch))
+    def inspect(self) -> tuple[eras.Era, tuple[str, str], bool]:
+        """Compare the files with the commit.
+
+        Returns:
+            The era, git's trees as upstream has it and patched, and whether the files are those of the second tree.
+
+        Raises:
+            PipelineError: The era is unknown, its patch does not fit the commit, or there are other changes.
+        """
+        at = f"{self.shown}, commit {self.head[:12]},"
+        files = set(self._names("ls-tree", "-r", "--name-only", self.head))
+        era = next((era for era in eras.load() if era.matches(files)), None)
+        if era is None:
+            expected = "; ".join(f"{era.name} has {', '.join(era.has)}" for era in eras.load())
+            url = eras.tables()["upstream"]["url"]
+            raise PipelineError(f"{at} is of no known era of NVIDIA's Apex ({expected}): name a clone of {url}")
+        try:
+            upstream, patched = self.head, self._applied(era.patch_file)
+        except PipelineError as misfit:
+            try:
+                upstream, patched = self._applied(era.patch_file, "--reverse"), self.head
+            except PipelineError:
+                raise PipelineError(
+                    f"the patch of era {era.name} does not fit {at} so nothing has been changed. Check out "
+                    f"{era.commit[:12]}, or adapt the patch (patch/README.md says how). {misfit}"
+                ) from None
+        added = self._names("diff-tree", "-r", "--name-only", "--diff-filter=A", upstream, patched)
+        from_upstream = self._differing(upstream) | {path for path in added if os.path.lexists(self.folder / path)}
+        from_patched = self._differing(patched)
+        if from_upstream and from_patched:
+            edited = sorted(from_upstream & from_patched)
+            what = f"has other changes in {', '.join(edited)}" if edited else "is half patched"
+            raise PipelineError(
+                f"{at} {what}; it has to be as upstream has it, or patched. Set the changes aside (git stash "
+                "--include-untracked), or make a fresh clone"
+            )
+        return era, (upstream, patched), not from_patched
+
+    def _applied(self, patch: Path, *options: str) -> str:
+        """The tree that ``patch`` makes of the commit."""
+        self.git("read-tree", self.head)
+        self.git("apply", "--cached", "--verbose", *options, patch)
         return self.git("write-tree").decode().strip()
 
-    def between(self, before: str, after: str) -> tuple[Change, ...]:
-        """The files in which two trees differ."""
-        listed = self.git("diff-tree", "-r", "-z", "--name-only", "--no-renames", before, after)
-        paths = [os.fsdecode(path) for path in listed.split(b"\0") if path]
-        return tuple(Change(self.folder, p, self._content(before, p), self._content(after, p)) for p in paths)
+    def _differing(self, tree: str) -> set[str]:
+        """The files of ``tree`` for which the folder has other contents, something else or nothing."""
+        self.git("read-tree", tree)
+        return set(self._names("diff", "--name-only", "--no-renames", "--ignore-submodules=all"))
 
-    def present(self, path: str) -> bytes | None:
-        """The contents of the file at ``path``, None where there is no file."""
-        return files.read(self.folder, path)
+    def _replace(self, before: str, after: str) -> None:
+        """Give the files that differ between two trees the contents of the second: all of them, or none.
 
-    def modified(self) -> set[str]:
-        """The files of HEAD that differ from it."""
-        self.git("read-tree", "HEAD")
-        listed = self.git("diff", "HEAD", "--name-only", "-z", "--no-renames", "--ignore-submodules=all")
-        return {os.fsdecode(name) for name in listed.split(b"\0") if name}
+        Both contents are written beside the files first, so that only renames are left to do, or to undo: a full disk
+        changes no file. A rename replaces a link, and never follows it.
+        """
+        paths = self._names("diff-tree", "-r", "--name-only", before, after)
+        with tempfile.TemporaryDirectory(prefix=".apex_npu-", dir=self.folder) as aside:
+            for tree in (before, after):
+                for path in self._names("ls-tree", "-r", "--name-only", tree, *paths):
+                    file = Path(aside, tree, path)
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.write_bytes(self.git("cat-file", "blob", f"{tree}:{path}"))
+                    if os.path.lexists(self.folder / path):
+                        shutil.copymode(self.folder / path, file)
 
-    def describe(self) -> str:
-        """The commit for people: hash, day and first line."""
-        said = self.git("log", "--no-walk", "--date=short", "--format=%h of %ad (%s)")
-        return said.decode("utf-8", "replace").strip()
+            def place(tree: str) -> None:
+                for path in paths:
+                    if Path(aside, tree, path).exists():
+                        Path(aside, tree, path).replace(self.folder / path)
+                    else:
+                        (self.folder / path).unlink(missing_ok=True)
 
-
-def _git_folder_of(objects: Path, head: str) -> Path:
-    """A temporary git folder at the commit ``head``, which reads ``objects`` and writes its own."""
-    folder = Path(tempfile.mkdtemp(prefix="apex_npu-git."))
-    (folder / "refs").mkdir()
-    (folder / "objects" / "info").mkdir(parents=True)
-    (folder / "objects" / "info" / "alternates").write_bytes(os.fsencode(objects) + b"\n")
-    (folder / "HEAD").write_text(f"{head}\n", encoding="ascii")
-    # A file is compared by its contents: not every file system has modes. Patches fit to the byte, whatever is set
-    # for all repositories.
-    settings = "[core]\n\tbare = false\n\tfileMode = false\n[apply]\n\twhitespace = nowarn\n\tignoreWhitespace = no\n"
-    (folder / "config").write_text(settings, encoding="ascii")
-    return folder
+            try:
+                place(after)
+            except BaseException:
+                place(before)
+                raise

@@ -9,22 +9,23 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 from apex_npu._cli.command_line import Commands, add_command
 
-from .errors import PipelineError
+from . import PipelineError
 
 
 def _printed(work: Callable[[argparse.Namespace], str]) -> Callable[[argparse.Namespace], int]:
     """``work``, whose result or refusal is printed; its exit status is 0, 1 after a refusal, 130 after Ctrl-C."""
 
     def run(options: argparse.Namespace) -> int:
-        before = signal.signal(signal.SIGTERM, _interrupt)
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             print(work(options), flush=True)
-        except PipelineError as error:
-            print(f"apex_npu: {_printable(str(error))}", file=sys.stderr)
+        except (PipelineError, OSError) as error:
+            # The names of files in a tree that is not trusted may have control characters.
+            said = "".join(c if c.isprintable() or c == "\n" else "?" for c in str(error))
+            print(f"apex_npu: {said}", file=sys.stderr)
             return 1
         except KeyboardInterrupt:
             print("apex_npu: interrupted; every tree is whole, patched or as it was", file=sys.stderr)
@@ -36,41 +37,30 @@ def _printed(work: Callable[[argparse.Namespace], str]) -> Callable[[argparse.Na
     return run
 
 
-def _printable(text: str) -> str:
-    """``text`` without control characters: it may quote names of files and commits of a tree that is not trusted."""
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 def _patch(options: argparse.Namespace) -> str:
     from .checkout import Checkout
-    from .patching import State, set_state
 
-    return set_state(Checkout(options.folder), State.ORIGINAL if options.reverse else State.PATCHED)
+    return Checkout(options.folder).patch(reverse=options.reverse)
 
 
 def _gen(options: argparse.Namespace) -> str:
     from .checkout import Checkout
     from .fetching import generate
-    from .patching import State, set_state
 
     if options.reverse:
-        return set_state(Checkout(options.out), State.ORIGINAL)
+        return Checkout(options.out).patch(reverse=True)
     return generate(options.source, options.ref, options.out)
 
 
 def _make_patch(options: argparse.Namespace) -> str:
     from .checkout import Checkout
-    from .make_patch import make_patch
+    from .maintaining import make_patch
 
     return make_patch(Checkout(options.folder))
 
 
 def _check(options: argparse.Namespace) -> str:
-    from .checking import check
+    from .maintaining import check
 
     return check(options.source)
 
