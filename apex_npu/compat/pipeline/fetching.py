@@ -35,13 +35,13 @@ def generate(source: str | None, ref: str | None, out: Path) -> str:
         return there.patch()
     if source is None or not Path(source).exists():
         source, commit = source or upstream["url"], commit or commits[upstream["default"]]
-    else:
-        if commit is None and Path(source, ".git").exists():
-            Checkout(Path(source)).inspect()  # other changes would not be in the clone
-        commit = commit or "HEAD"
+    elif commit is None and Path(source, ".git").exists():
+        checkout = Checkout(Path(source))
+        checkout.inspect()  # other changes would not be in the clone
+        commit = checkout.head
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent.resolve()) as folder:
-        unfinished = clone(source, commit, Path(folder, "apex"))
+        unfinished = clone(source, commit or "HEAD", Path(folder, "apex"))
         said = Checkout(unfinished, shown=out).patch()
         unfinished.rename(out)
     return said
