@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from apex_npu.amp.block import Block, BlockPart, DelayingBlock
 from apex_npu.amp.optimizer_state import Stage
 from apex_npu.amp.policy import Policy, resolve
-from apex_npu.autocast.forward_cast import is_batch_norm
+from apex_npu.autocast.forward_cast import is_affine_batch_norm
 from apex_npu.distributed.fully_sharded import HeldGradients, Unit, ensure_averages, unit_around, units_of
 from apex_npu.fusion.shards import groups_over, is_sharded, meshes_of
 from apex_npu.ops import LOW_PRECISION
@@ -168,7 +168,7 @@ def _check_unit(unit: Unit, policy: Policy) -> None:
         )
     float32 = {None, torch.float32}
     outputs: set[torch.dtype | None] = {None, policy.cast_model_outputs or torch.float32}
-    if dtype is None or (policy.keep_batchnorm_fp32 and _is_affine_batch_norm(unit.module)):
+    if dtype is None or (policy.keep_batchnorm_fp32 and is_affine_batch_norm(unit.module)):
         dtypes = float32
     else:
         dtypes = {dtype} if unit.is_outermost else {dtype, torch.float32}
@@ -187,13 +187,9 @@ def _check_unit(unit: Unit, policy: Policy) -> None:
             )
 
 
-def _is_affine_batch_norm(module: nn.Module) -> bool:
-    return is_batch_norm(module) and bool(module.affine)
-
-
 def _check_batch_norms(model: nn.Module, units: list[Unit], policy: Policy) -> None:
     for name, module in model.named_modules():
-        if not _is_affine_batch_norm(module):
+        if not is_affine_batch_norm(module):
             continue
         unit = unit_around(units, name)
         if unit is not None and unit.policy.param_dtype in LOW_PRECISION:

@@ -90,6 +90,11 @@ def is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm)
 
 
+def is_affine_batch_norm(module: nn.Module) -> bool:
+    """Whether ``module`` is a batch norm that has weights."""
+    return is_batch_norm(module) and bool(module.affine)
+
+
 def convert_model(
     model: nn.Module, policy: CastPolicy, device_types: Sequence[str], ambient: Ambient | None = None
 ) -> ModelCast:
@@ -121,7 +126,7 @@ def convert_model(
         inner = model.forward  # its class has no forward to call
     settings = _forward_settings(policy, device_types, ambient or Ambient())
     if policy.enabled and policy.model_dtype is not None:
-        cast_parameters(model, policy.model_dtype, keep_batchnorm=bool(policy.keep_batchnorm_fp32))
+        cast_parameters(model, policy.model_dtype, keeps=is_batch_norm if policy.keep_batchnorm_fp32 else None)
     forward = CastForward(model, inner, settings, looks_around=settings is not None and not settings.device_types)
     if settings is not None:
         of = ModelRef(model)
@@ -478,17 +483,19 @@ class _Replicate:
 # ---------------------------------------------------------------------------------------------------------- parameters
 
 
-def cast_parameters(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool) -> None:
+def cast_parameters(
+    model: nn.Module, dtype: torch.dtype, *, keeps: Callable[[nn.Module], bool] | None = None
+) -> None:
     """Cast the floating parameters, buffers and gradients of ``model`` in place; all of them, or none if that fails.
 
     Args:
         model: Its parameters keep their identity.
         dtype: What to cast to.
-        keep_batchnorm: Leave batch norms as they are, those without weights, which have running statistics, included.
+        keeps: True for the modules whose own tensors are not cast.
     """
     before: list[tuple[Tensor, Tensor]] = []
     try:
-        modules = [m for m in model.modules() if not (keep_batchnorm and is_batch_norm(m))]
+        modules = [m for m in model.modules() if keeps is None or not keeps(m)]
         casts = _casts_of_lists([t for m in modules for t in _own_tensors(m)], dtype)
         for module in modules:
             cast_own_parameters(module, dtype, before, casts)

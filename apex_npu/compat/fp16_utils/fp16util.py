@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_
 
-from apex_npu.autocast.forward_cast import cast_own_parameters, cast_parameters
+from apex_npu.autocast.forward_cast import cast_own_parameters, cast_parameters, is_affine_batch_norm
 
 __all__ = [
     "BN_convert_float",
@@ -59,7 +58,7 @@ def BN_convert_float(module: nn.Module) -> nn.Module:
         torch.float32
     """
     for child in module.modules():
-        if isinstance(child, _BatchNorm) and child.affine:
+        if is_affine_batch_norm(child):
             child.float()
     return module
 
@@ -90,7 +89,10 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast ``network``, in place, but for its batch norms, and return it.
+    """Cast ``network``, in place, but for its affine batch norms, and return it.
+
+    As in Apex, a batch norm without weights is cast, running statistics included. ``amp.initialize`` leaves both kinds
+    in float32.
 
     Example::
 
@@ -98,12 +100,12 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
         >>> [p.dtype for p in network[0].parameters()]
         [torch.float16, torch.float16]
     """
-    cast_parameters(network, dtype, keep_batchnorm=True)
+    cast_parameters(network, dtype, keeps=is_affine_batch_norm)
     return network
 
 
 class FP16Model(nn.Module):
-    """A network in float16, batch norms excepted; inputs are cast, outputs are not.
+    """A network in float16, affine batch norms excepted; inputs are cast, outputs are not.
 
     Args:
         network: Converted in place.
