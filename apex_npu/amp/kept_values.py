@@ -130,7 +130,7 @@ def _any_inf(tensors: Sequence[Tensor]) -> bool:
             by_device.setdefault(tensor.device, []).append(tensor.data)
     found = []
     for device, some in by_device.items():
-        found.append(torch.zeros(1, device=device))
+        found.append(torch.zeros(1, dtype=torch.float32, device=device))
         unscale_grads(some, 1.0, found[-1])
     return any(map(bool, found))
 

@@ -118,7 +118,7 @@ def _with_steps(part: Part, to: str) -> tuple[dict[str, Any], list[str]]:
         if "step" in group:
             for entry in entries:
                 if "step" not in entry:
-                    entry["step"] = torch.tensor(float(_count(group["step"])))
+                    entry["step"] = torch.tensor(float(_count(group["step"])), dtype=torch.float32)
                     said["steps of the groups copied to the states"] = None
         elif len(steps) == 1 and to == "apex":
             group["step"] = steps.pop()

@@ -17,6 +17,7 @@ from apex_npu.ops import Call, lamb_, segment_add_, segment_dot, wide_dtype
 from apex_npu.ops.reference_segments import trust_ratio, update_moments_
 from apex_npu.optimizers.base import ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, naming
+from apex_npu.optimizers.state_dicts import copies_of_loaded
 from apex_npu.optimizers.state_formats import StateDtype
 from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts
 
@@ -263,6 +264,22 @@ class Lamb(Optimizer):
             self._step(p, group)
         return loss
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict()`` of this optimizer, or of ``NpuFusedLamb``, has returned.
+
+        State of 16-bit parameters stays float32; torch's own method rounds it to their dtype.
+        """
+        loaded: dict[str, Any] = {}
+        # The last of the pre-hooks, so that it gets the state dict as a user's own hooks have changed it.
+        handle = self.register_load_state_dict_pre_hook(lambda _, final: loaded.update(final))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        for param, name, value in copies_of_loaded(self, loaded):
+            dtype = torch.float32 if name == "step" else wide_dtype(param.dtype)
+            self.state[param][name] = value.to(self.state[param][name].device, dtype)
+
     def _step(self, p: Tensor, group: ParamGroup) -> None:
         beta1, beta2 = group["betas"]
         state = self.state[p]
@@ -271,7 +288,7 @@ class Lamb(Optimizer):
         assert p.grad is not None
         grad = p.grad.to(wide)
         if not state:
-            state["step"] = torch.zeros((), device="cpu")
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state["exp_avg"] = torch.zeros_like(param)
             state["exp_avg_sq"] = torch.zeros_like(param)
         state["step"] += 1

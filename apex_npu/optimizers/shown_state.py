@@ -156,7 +156,7 @@ def decoded(rule: Rule) -> dict[Any, Any]:
 
 def _state_before_first_step(rule: Rule, group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
     like = torch.empty_like(param, dtype=torch.float32, requires_grad=False)
-    state = {"step" if rule.shows_step(group) else _COUNT: torch.zeros(())}
+    state = {"step" if rule.shows_step(group) else _COUNT: torch.zeros((), dtype=torch.float32)}
     for name in rule.state_names(group):
         shaped = like.new_empty(()) if name in rule.scalar_states else like.clone()
         state[name] = shaped.fill_(rule.initial_state(name, group))

@@ -101,12 +101,17 @@ def copy_loaded(optimizer: Any, state_dict: dict[str, Any]) -> None:
             # A master that is not stepped here would be an old value in the next state dict.
             if not optimizer.state_formats.has_remainders or param.dtype not in LOW_PRECISION:
                 optimizer.state.get(param, {}).pop(MASTER_PARAM, None)
+    for param, name, value in copies_of_loaded(optimizer, state_dict):
+        optimizer.state[param][name] = value
+    optimizer.state_formats.take_masters(optimizer.state)
+
+
+def copies_of_loaded(optimizer: Any, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, str, Tensor]]:
+    """Copies of the tensors in ``state_dict``, which ``optimizer`` has loaded: the parameter, the name and the copy."""
     for index, param in _indexed_params(state_dict, optimizer.param_groups):
         for name, value in state_dict["state"].get(index, {}).items():
             if isinstance(value, Tensor) and name in optimizer.state[param]:
-                target = param.device if value.dim() else value.device
-                optimizer.state[param][name] = value.detach().to(target, copy=True)
-    optimizer.state_formats.take_masters(optimizer.state)
+                yield param, name, value.detach().to(param.device if value.dim() else value.device, copy=True)
 
 
 def _state_shapes(optimizer: Any, group: dict[str, Any], param: Tensor) -> dict[str, torch.Size]:

@@ -124,6 +124,27 @@ def test_trains_like_float32(level, maker, loss_scale, combine_grad):
     assert losses[-1] < 0.7 * losses[0]
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_default_dtype_makes_no_difference(level, default):
+    trained = []
+    for dtype in (torch.float32, default):
+        model, optimizer = make(None)
+        batches = list(map(batch, range(3)))
+        torch.set_default_dtype(dtype)
+        try:
+            model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+            for x, y in batches:
+                with amp.scale_loss(nn.functional.cross_entropy(model(x), y), optimizer) as scaled_loss:
+                    scaled_loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        trained.append([*model.parameters(), *amp.master_params(optimizer)])
+    assert all(map(torch.equal, *trained))
+
+
 @pytest.mark.parametrize("maker", MAKERS)
 def test_combine_grad_changes_no_bit(maker):
     for level in LEVELS[:3] if maker == "torch Adam" else LEVELS:

@@ -99,6 +99,50 @@ def test_unfused_lamb_shows_its_norms():
     assert math.isfinite(state["adam_norm"].item())
 
 
+def _train_lamb(optimizer, params, steps):
+    for step in steps:
+        for p in params:
+            generator = torch.Generator().manual_seed(step)
+            p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float32).to(p.dtype) * 1e-3
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("saved_by", [Lamb, NpuFusedLamb])
+def test_unfused_lamb_loads_state_in_full_precision(saved_by, dtype):
+    """Squares of gradients of 1e-3 are 0 in float16."""
+    params = [nn.Parameter(torch.full(shape, 0.5, dtype=dtype)) for shape in [(5, 3), ()]]
+    first = saved_by(params, lr=1e-2)
+    _train_lamb(first, params, range(3))
+    resumed = [nn.Parameter(p.detach().clone()) for p in params]
+    second = Lamb(resumed, lr=1e-2)
+    second.load_state_dict(first.state_dict())
+    for p, twin in zip(params, resumed, strict=True):
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            assert second.state[twin][name].dtype == first.state[p][name].dtype
+            assert torch.equal(second.state[twin][name], first.state[p][name])
+            assert second.state[twin][name] is not first.state[p][name]
+    unfused = Lamb(params, lr=1e-2)
+    unfused.state.update({p: {k: v.clone() for k, v in state.items()} for p, state in first.state.items()})
+    _train_lamb(unfused, params, range(3, 6))
+    _train_lamb(second, resumed, range(3, 6))
+    assert all(map(torch.equal, params, resumed))
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_unfused_lamb_counts_in_float32_whatever_the_default_dtype(default):
+    """bfloat16 counts no further than 256."""
+    param = nn.Parameter(torch.ones(2))
+    torch.set_default_dtype(default)
+    try:
+        optimizer = Lamb([param])
+        _train_lamb(optimizer, [param], range(258))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert optimizer.state[param]["step"].dtype == torch.float32
+    assert optimizer.state[param]["step"].item() == 258
+
+
 def test_unfused_lamb_refuses():
     with pytest.raises(ValueError, match="Invalid weight_decay value: -1"):
         Lamb([nn.Parameter(torch.ones(1))], weight_decay=-1)
