@@ -40,6 +40,7 @@ CASES = [
     ("adam_", {**ADAM, "weight_decay": 0.0, "maximize": True}, (1, 1, None)),
     ("rmsprop_", RMSPROP, 3),
     ("rmsprop_", {**RMSPROP, "decoupled": True, "eps_inside_sqrt": True, "lr_in_momentum": True}, (1, None, 1)),
+    ("rmsprop_", {**RMSPROP, "decoupled": True, "lr": 0.0}, (1, None, None)),
     ("rmsprop_", {**RMSPROP, "weight_decay": 0.0, "maximize": True}, (1, None, None)),
     ("rmsprop_", {**RMSPROP, "eps_inside_sqrt": True}, (1, 1, None)),
     ("adadelta_", ADADELTA, 2),

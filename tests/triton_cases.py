@@ -41,6 +41,7 @@ CHANGES: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
     ("adam_", {"bias_correction": False, "weight_decay": 0.0, "beta1": 0.3}, (4,)),
     ("rmsprop_", {}, ()),
     ("rmsprop_", {"eps_inside_sqrt": True, "lr_in_momentum": True, "decoupled": True}, (3,)),
+    ("rmsprop_", {"decoupled": True, "lr": 0.0}, (3, 4)),
     ("rmsprop_", {"weight_decay": 0.0, "maximize": True}, (4,)),
     ("rmsprop_", {"lr_in_momentum": True, "eps_inside_sqrt": True}, (3, 4)),
     ("adadelta_", {}, ()),

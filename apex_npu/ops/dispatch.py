@@ -187,8 +187,8 @@ class Rule(Op[_P, None]):
         def default(*operands: Any, found_inf: Tensor | None = None, **options: Any) -> None:
             if found_inf is not None and bool(found_inf):
                 return
-            for name, number in self.numbers.items():
-                options[name] = number(options[name])
+            for name in self.numbers.keys() & options.keys():  # the others have defaults
+                options[name] = self.numbers[name](options[name])
             self.overload(*operands, **options)
 
         return self.device_scalars(default)

@@ -203,7 +203,7 @@ def rmsprop_(
 
     ::
 
-        p ← p − weight_decay · p           if decoupled,   else  g ← ±g + weight_decay · p
+        p ← p − weight_decay · p           if decoupled and lr ≠ 0;   unless decoupled  g ← ±g + weight_decay · p
         s ← alpha · s + (1 − alpha) · g²
         a ← alpha · a + (1 − alpha) · g    where grad_avg is given (centered); then s below is s − a²
         d ← sqrt(s + eps)                  if eps_inside_sqrt,   else  sqrt(s) + eps
@@ -221,7 +221,8 @@ def rmsprop_(
         lr: Learning rate.
         alpha: Decay of s and a.
         eps: See above.
-        weight_decay: L2 penalty, or decoupled decay; the latter is not multiplied with lr.
+        weight_decay: L2 penalty, or decoupled decay; the latter is not multiplied with lr, but a step with an lr of 0
+            must not move parameters: torch.distributed.checkpoint takes one to make state.
         momentum: Of b.
         eps_inside_sqrt: TensorFlow's way.
         decoupled: Decay the parameter instead of adding to the gradient.
@@ -235,7 +236,7 @@ def rmsprop_(
         p = p_chunk.to(square_avg.dtype)
         g = in_dtype(g_chunk, square_avg.dtype, maximize, grad_scale)
         if weight_decay and decoupled:
-            p.mul_(1 - weight_decay)
+            p.mul_(1 - weight_decay * (lr != 0))
         elif weight_decay:
             g = g.add(p, alpha=weight_decay)
         s.mul_(alpha).addcmul_(g, g, value=1 - alpha)

@@ -20,7 +20,8 @@ class NpuFusedRMSpropTF(NpuFusedRMSprop):
 
     ::
 
-        p ← p − weight_decay · p  if decoupled_decay,   else  g ← g + weight_decay · p
+        p ← p − weight_decay · p                     if decoupled_decay and lr ≠ 0
+        g ← g + weight_decay · p                     unless decoupled_decay
         s ← s + (1 − α) · (g² − s)
         a ← a + (1 − α) · (g − a)                    if centered
         d ← sqrt(s + eps),  or  sqrt(s − a² + eps)    if centered
@@ -28,7 +29,8 @@ class NpuFusedRMSpropTF(NpuFusedRMSprop):
         b ← momentum · b + g / d;  p ← p − lr · b     with momentum, else
         p ← p − lr · g / d                           without momentum
 
-    The decoupled decay is not multiplied with ``lr``, as in Ascend's optimizer of this name.
+    The decoupled decay is not multiplied with ``lr``, as in Ascend's optimizer of this name. Only at an ``lr`` of 0
+    there is none: torch.distributed.checkpoint takes a step at 0 to make state, and such a step must not move weights.
     https://github.com/huggingface/pytorch-image-models, timm/optim/rmsprop_tf.py. State as of ``NpuFusedRMSprop``.
 
     Args:

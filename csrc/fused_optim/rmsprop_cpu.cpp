@@ -92,7 +92,7 @@ void rmsprop_cpu(const Encoding& encoding, const at::Tensor& param, const at::Te
     using T = decltype(zero);
     RmsProp<T> rule;
     rule.gradient = operands.gradient<T>(decoupled ? 0 : weight_decay);
-    rule.keep = static_cast<T>(decoupled ? 1 - weight_decay : 1);
+    rule.keep = static_cast<T>(decoupled && lr != 0 ? 1 - weight_decay : 1);
     rule.alpha = static_cast<T>(alpha);
     rule.alpha_rest = static_cast<T>(1 - alpha);
     rule.eps_inside = static_cast<T>(eps_inside_sqrt ? eps : 0);

@@ -151,20 +151,11 @@ def rmsprop(
     """``share``: 1 − alpha."""
     offsets, mask = element_offsets(encoding, numbers, numel, ALIGNED, BLOCK)
     place = find_place(encoding, numbers, count)
+    rate, decay = chosen(numbers, LR, lr, DTYPE), number(weight_decay, DTYPE)
+    if DECOUPLED:
+        decay = tl.where(rate == 0, 1.0, decay)
     p, g = load_decayed(
-        param,
-        grad,
-        grad_scale,
-        encoding,
-        offsets,
-        mask,
-        number(weight_decay, DTYPE),
-        L2,
-        DECOUPLED,
-        MAXIMIZE,
-        DTYPE,
-        ALIGNED,
-        BLOCK,
+        param, grad, grad_scale, encoding, offsets, mask, decay, L2, DECOUPLED, MAXIMIZE, DTYPE, ALIGNED, BLOCK
     )
     s = load_state(square_avg, encoding, place, 0, offsets, mask, BLOCK)
     s = number(alpha, DTYPE) * s + number(share, DTYPE) * g * g
@@ -176,13 +167,13 @@ def rmsprop(
     denom = root(s + number(eps, DTYPE)) if EPS_INSIDE_SQRT else root(s) + number(eps, DTYPE)
     update = divide(g, denom)
     if LR_IN_MOMENTUM:
-        update = chosen(numbers, LR, lr, DTYPE) * update
+        update = rate * update
     if momentum_buffer is not None:
         b = load_state(momentum_buffer, encoding, place, 2, offsets, mask, BLOCK)
         update = number(momentum, DTYPE) * b + update
         store_state(momentum_buffer, encoding, place, 2, offsets, update, mask, BLOCK)
     if not LR_IN_MOMENTUM:
-        update = chosen(numbers, LR, lr, DTYPE) * update
+        update = rate * update
     p = p - update
     store_param(param, model_param, encoding, place, offsets, p, mask, STOCHASTIC, BLOCK)
 
