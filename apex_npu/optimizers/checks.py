@@ -125,7 +125,7 @@ def check_adam(group: dict[str, Any]) -> None:
 
 
 def check_params(params: Sequence[Tensor], *, shards: bool = True) -> None:
-    """Require trainable parameters of a dtype that can be fused, each once.
+    """Require parameters of a dtype that can be fused, where they are trainable or have a gradient, each once.
 
     Args:
         params: Of one group.
@@ -144,10 +144,15 @@ def check_params(params: Sequence[Tensor], *, shards: bool = True) -> None:
                 f"parameter {i} of shape {tuple(p.shape)} is a {type(p.data).__name__}, which wraps tensors and has no "
                 "memory that could be fused. Use torch.optim's optimizer of the same rule for it"
             )
-        if p.requires_grad and not can_be_stepped(p):
+        if takes_part(p) and not can_be_stepped(p):
             check_dtype(f"parameter {i} of shape {tuple(p.shape)}", p)
     if len({id(p) for p in params}) != len(params):
         raise ValueError("a parameter is listed twice in one group; pass each parameter once")
+
+
+def takes_part(param: Tensor) -> bool:
+    """True where a step concerns ``param``: as torch's do, it steps frozen parameters that have a gradient."""
+    return param.requires_grad or param.grad is not None
 
 
 def can_be_stepped(tensor: Tensor) -> bool:

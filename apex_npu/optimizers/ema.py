@@ -20,7 +20,7 @@ from apex_npu.optimizers.checks import check_dtype, check_unit_interval
 
 
 class FusedEMA:
-    """Exponential moving averages of a model's floating-point parameters and buffers.
+    """Exponential moving averages of a model's floating-point and complex parameters and buffers.
 
     ::
 
@@ -28,7 +28,7 @@ class FusedEMA:
 
     Averages are float32 for float16 and bfloat16 tensors, else of the tensor's dtype; those of one device and dtype are
     in one flat buffer, and are updated together. Where amp keeps fp32 masters of the model, these are averaged, as
-    ``model.state_dict()`` shows them. The model is not moved. Tensors without floating dtype (batch counts) are copied.
+    ``model.state_dict()`` shows them. The model is not moved. Tensors of integers (batch counts) are copied.
     Of sharded parameters (DTensor) each process averages its part, and averages are DTensors as well.
     Polyak & Juditsky 1992, https://doi.org/10.1137/0330046.
 
@@ -93,12 +93,12 @@ class FusedEMA:
             reshard(self.model)
         tensors = float32_tensors(self.model)
         self._check(tensors)
-        floating = [name for name, t in tensors.items() if t.is_floating_point()]
+        floating = [name for name, t in tensors.items() if _is_averaged(t)]
         averages = [local_part(self._averages[name]) for name in floating]
         values = [local_part(tensors[name]).to(a.dtype) for name, a in zip(floating, averages, strict=True)]
         if averages:
             torch._foreach_lerp_(averages, values, 1.0 - self.decay)
-        self._copy(tensors, {name: t for name, t in self._averages.items() if not t.is_floating_point()})
+        self._copy(tensors, {name: t for name, t in self._averages.items() if not _is_averaged(t)})
 
     def _check(self, tensors: dict[str, Tensor]) -> None:
         kinds, mine = ({name: (t.shape, is_sharded(t)) for name, t in of.items()} for of in (tensors, self._averages))
@@ -139,3 +139,7 @@ class FusedEMA:
         self._check(state_dict["averages"])
         self.decay = state_dict["decay"]
         self._copy(state_dict["averages"], self._averages)
+
+
+def _is_averaged(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -32,7 +32,7 @@ from apex_npu.fusion import (
     step_in_place,
 )
 from apex_npu.fusion.shards import cut_of, is_sharded, local_part
-from apex_npu.optimizers.checks import can_be_stepped, check_params
+from apex_npu.optimizers.checks import can_be_stepped, check_params, takes_part
 
 
 class FusedParams:
@@ -117,7 +117,7 @@ class FusedParams:
             True where buffers have been replaced, or their states are others: then state has to be brought along.
 
         Raises:
-            TypeError: A trainable parameter has a dtype that cannot be fused.
+            TypeError: A parameter that is trainable, or has a gradient, has a dtype that cannot be fused.
         """
         params = list(chain.from_iterable(lists))
         known = {id(p) for group in self.groups for p in group.params}
@@ -129,9 +129,9 @@ class FusedParams:
         kind_of = {part: (state_names[index], cut_of(full_params.get(part))) for part, (index, _) in place_of.items()}
         groups = self._still_fit(moved, kind_of)
         unfused = _without_members(parts, groups)
-        if any(full_params.get(id(p), p).requires_grad and not can_be_stepped(p) for p in unfused):
-            check_params(params)  # says which
         ready = _ready(unfused, full_params)
+        if not all(map(can_be_stepped, ready)):
+            check_params(params)  # says which
 
         def is_copy(part: Tensor) -> bool:
             return id(part) in full_params and not is_sharded(full_params[id(part)])
@@ -242,7 +242,7 @@ class FusedParams:
             copy = found.get(id(p), p)
             if copy is not p and (copy.size(), copy.dtype, copy.device) == (p.size(), p.dtype, p.device):
                 continue
-            found[id(p)] = torch.empty_like(p, requires_grad=False) if _takes_part(p) and can_be_stepped(p) else p
+            found[id(p)] = torch.empty_like(p, requires_grad=False) if takes_part(p) and can_be_stepped(p) else p
         held = {id(p) for p in copied}
         return [found[id(p)] if id(p) in held else local_part(p) for p in params]
 
@@ -303,7 +303,7 @@ def check_elements(params: list[Tensor]) -> None:
 
 def _sharing(params: list[Tensor]) -> list[list[Tensor]]:
     """Of those that take part in a step each one with gaps, together with all in the same storage."""
-    stepped = [p for p in params if _takes_part(p) and not is_sharded(p) and can_be_stepped(p)]
+    stepped = [p for p in params if takes_part(p) and not is_sharded(p) and can_be_stepped(p)]
     by_storage: dict[int, list[Tensor]] = {
         p.untyped_storage()._cdata: [] for p in stepped if not is_dense(p.size(), p.stride())
     }
@@ -369,8 +369,4 @@ def _without_members(params: list[Tensor], groups: list[FusedGroup]) -> list[Ten
 
 def _ready(unfused: list[Tensor], full_params: dict[int, Tensor]) -> list[Tensor]:
     """Those that take part in a step, or have."""
-    return [p for p in unfused if _takes_part(full_params.get(id(p), p)) and can_be_stepped(p)]
-
-
-def _takes_part(param: Tensor) -> bool:
-    return param.requires_grad or param.grad is not None
+    return [p for p in unfused if takes_part(full_params.get(id(p), p))]

@@ -277,16 +277,17 @@ class Lamb(Optimizer):
         finally:
             handle.remove()
         for param, name, value in copies_of_loaded(self, loaded):
-            dtype = torch.float32 if name == "step" else wide_dtype(param.dtype)
+            dtype = torch.float32 if name == "step" else wide_dtype(param.dtype.to_real())
             self.state[param][name] = value.to(self.state[param][name].device, dtype)
 
     def _step(self, p: Tensor, group: ParamGroup) -> None:
         beta1, beta2 = group["betas"]
         state = self.state[p]
-        wide = wide_dtype(p.dtype)
-        param = p.to(wide)
         assert p.grad is not None
-        grad = p.grad.to(wide)
+        # Complex numbers are pairs of real ones, as in torch.optim.
+        weight, grad = (torch.view_as_real(t) if t.is_complex() else t for t in (p, p.grad))
+        wide = wide_dtype(weight.dtype)
+        param, grad = weight.to(wide), grad.to(wide)
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state["exp_avg"] = torch.zeros_like(param)
@@ -301,4 +302,4 @@ class Lamb(Optimizer):
         usable = (weight_norm != 0) & (adam_norm != 0) & (not group["adam"])
         ratio = torch.where(usable, weight_norm / adam_norm, torch.ones_like(adam_norm))
         state["weight_norm"], state["adam_norm"], state["trust_ratio"] = weight_norm, adam_norm, ratio
-        p.copy_(param - direction * (ratio * float(group["lr"])))
+        weight.copy_(param - direction * (ratio * float(group["lr"])))

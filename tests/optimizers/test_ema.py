@@ -23,6 +23,7 @@ def step(model, number):
 
 def test_same_as_torchs_averaged_model():
     model = make_model()
+    model.register_buffer("phase", torch.ones(3, dtype=torch.complex64) * 1j)
     ema = FusedEMA(model, decay=0.9)
     reference = torch.optim.swa_utils.AveragedModel(
         model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
@@ -34,7 +35,7 @@ def test_same_as_torchs_averaged_model():
         reference.update_parameters(model)
     expected = reference.module.state_dict()
     for name, average in ema.state_dict()["averages"].items():
-        if average.is_floating_point():
+        if average.is_floating_point() or average.is_complex():
             torch.testing.assert_close(average, expected[name])
         else:
             assert torch.equal(average, model.state_dict()[name])

@@ -624,11 +624,56 @@ def test_bad_arguments(spec, kwargs, error, message):
         assert len(optimizer.param_groups) == groups
 
 
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_step_at_a_learning_rate_of_zero_moves_no_weight(spec, capturable):
+    """torch.distributed.checkpoint takes such a step, with gradients of zero, to make state that it can load into."""
+    if capturable and not spec.cls.supports_capture:
+        pytest.skip("it has no capturable")
+    for kwargs in ({}, *spec.variants):
+        for lr in (0.0, torch.tensor(0.0, device=DEVICE)):
+            params = make_params()
+            before = [p.detach().clone() for p in params]
+            options = {"weight_decay": 0.1, "lr": 0.1, **kwargs, **({"capturable": True} if capturable else {})}
+            optimizer = spec.cls(params, **options)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            for p in params:
+                p.grad = torch.zeros_like(p)
+            optimizer.step()
+            assert all(map(torch.equal, params, before)), kwargs
+
+
 def test_dtypes_that_cannot_be_fused():
     with pytest.raises(
         TypeError, match=r"parameter 1 of shape \(3,\) is torch.complex64; fused optimizers take float32"
     ):
         NpuFusedAdam([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3, dtype=torch.complex64))])
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_frozen_parameter_with_a_gradient_counts_as_torchs_do(late):
+    """torch steps it; what cannot be fused is named, rather than passed over."""
+    params = [nn.Parameter(torch.ones(3, device=DEVICE, dtype=dtype)) for dtype in (torch.float32, torch.complex64)]
+    params[1].requires_grad_(False)
+    twin = nn.Parameter(torch.ones(3))
+    if not late:
+        params[1].grad = torch.ones_like(params[1])
+        with pytest.raises(TypeError, match=r"NpuFusedAdam: parameter 1 of shape \(3,\) is torch.complex64.*torch.optim"):
+            NpuFusedAdam(params)
+        return
+    optimizer, plain = NpuFusedAdam(params, lr=0.1), torch.optim.Adam([twin], lr=0.1)
+    params[0].requires_grad_(False)
+    for step in range(3):
+        params[0].grad, twin.grad = torch.ones_like(params[0]), torch.ones(3)
+        if step == 2:
+            params[1].grad = torch.ones_like(params[1])
+            with pytest.raises(TypeError, match="parameter 1 of shape .* is torch.complex64"):
+                optimizer.step()
+            params[1].grad = None
+        optimizer.step()
+        plain.step()
+    torch.testing.assert_close(params[0].detach().cpu(), twin.detach())
 
 
 def test_frozen_parameters_may_have_any_dtype():

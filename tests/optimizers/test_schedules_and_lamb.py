@@ -143,6 +143,20 @@ def test_unfused_lamb_counts_in_float32_whatever_the_default_dtype(default):
     assert optimizer.state[param]["step"].item() == 258
 
 
+def test_unfused_lamb_takes_complex_numbers_as_pairs():
+    """As torch.optim does."""
+    value, grad = torch.randn(2, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    param, pairs = nn.Parameter(value.clone()), nn.Parameter(torch.view_as_real(value).clone())
+    first, second = Lamb([param], lr=0.1), Lamb([pairs], lr=0.1)
+    for _ in range(3):
+        param.grad, pairs.grad = grad.clone(), torch.view_as_real(grad).clone()
+        first.step()
+        second.step()
+        first.load_state_dict(first.state_dict())
+    assert torch.equal(torch.view_as_real(param.detach()), pairs.detach())
+    assert torch.equal(first.state[param]["exp_avg_sq"], second.state[pairs]["exp_avg_sq"])
+
+
 def test_unfused_lamb_refuses():
     with pytest.raises(ValueError, match="Invalid weight_decay value: -1"):
         Lamb([nn.Parameter(torch.ones(1))], weight_decay=-1)
