@@ -483,9 +483,7 @@ class _Replicate:
 # ---------------------------------------------------------------------------------------------------------- parameters
 
 
-def cast_parameters(
-    model: nn.Module, dtype: torch.dtype, *, keeps: Callable[[nn.Module], bool] | None = None
-) -> None:
+def cast_parameters(model: nn.Module, dtype: torch.dtype, *, keeps: Callable[[nn.Module], bool] | None = None) -> None:
     """Cast the floating parameters, buffers and gradients of ``model`` in place; all of them, or none if that fails.
 
     Args:

@@ -8,11 +8,12 @@ from typing import ClassVar
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from apex_npu.fusion import Run
 from apex_npu.ops import Call, adadelta_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
-from apex_npu.optimizers.checks import check_non_negative, check_unit_interval
+from apex_npu.optimizers.checks import OfTorch, check_non_negative, check_unit_interval
 from apex_npu.optimizers.state_formats import StateDtype
 
 
@@ -41,6 +42,7 @@ class NpuFusedAdadelta(FusedOptimizer):
         capturable: Likewise.
         state_dtype: See ``FusedOptimizer``; ``"int8"`` is kept in bfloat16.
         stochastic_rounding: Likewise.
+        of_torch: Likewise.
 
     Raises:
         ValueError: A value is out of range.
@@ -72,6 +74,7 @@ class NpuFusedAdadelta(FusedOptimizer):
         capturable: bool = False,
         state_dtype: StateDtype = None,
         stochastic_rounding: bool = False,
+        **of_torch: Unpack[OfTorch],
     ) -> None:
         defaults = {"lr": lr, "rho": rho, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(
@@ -81,6 +84,7 @@ class NpuFusedAdadelta(FusedOptimizer):
             capturable=capturable,
             state_dtype=state_dtype,
             stochastic_rounding=stochastic_rounding,
+            **of_torch,
         )
 
     def validate(self, group: ParamGroup) -> None:

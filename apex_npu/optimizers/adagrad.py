@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from apex_npu.fusion import Run
 from apex_npu.ops import Call, adagrad_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
-from apex_npu.optimizers.checks import check_bool, check_non_negative
+from apex_npu.optimizers.checks import OfTorch, check_bool, check_non_negative
 from apex_npu.optimizers.state_formats import StateDtype
 
 # Options of torch.optim.Adagrad's groups; NVIDIA's has no arguments for them.
@@ -43,6 +44,7 @@ class FusedAdagrad(FusedOptimizer):
         fuse_grad_scaler: Likewise; None: where it is capturable.
         state_dtype: See ``FusedOptimizer``.
         stochastic_rounding: Likewise.
+        of_torch: Likewise.
 
     Raises:
         ValueError: A value is out of range.
@@ -73,6 +75,7 @@ class FusedAdagrad(FusedOptimizer):
         fuse_grad_scaler: bool | None = None,
         state_dtype: StateDtype = None,
         stochastic_rounding: bool = False,
+        **of_torch: Unpack[OfTorch],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -89,6 +92,7 @@ class FusedAdagrad(FusedOptimizer):
             set_grad_none=set_grad_none,
             state_dtype=state_dtype,
             stochastic_rounding=stochastic_rounding,
+            **of_torch,
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -10,11 +10,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from apex_npu.fusion import Run
 from apex_npu.ops import Call, adam_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
-from apex_npu.optimizers.checks import check_adam, check_bool
+from apex_npu.optimizers.checks import OfTorch, check_adam, check_bool
 from apex_npu.optimizers.state_formats import StateDtype
 
 
@@ -46,6 +47,8 @@ class NpuFusedAdam(FusedOptimizer):
         capturable: Likewise.
         state_dtype: See ``FusedOptimizer``.
         stochastic_rounding: Likewise.
+        decoupled_weight_decay: Must be False; ``NpuFusedAdamW`` has the decoupled decay.
+        of_torch: See ``FusedOptimizer``.
 
     Raises:
         ValueError: A value is out of range.
@@ -82,7 +85,11 @@ class NpuFusedAdam(FusedOptimizer):
         capturable: bool = False,
         state_dtype: StateDtype = None,
         stochastic_rounding: bool = False,
+        decoupled_weight_decay: bool = False,
+        **of_torch: Unpack[OfTorch],
     ) -> None:
+        if decoupled_weight_decay:
+            raise ValueError(f"{type(self).__name__}: decoupled_weight_decay=True is the rule of NpuFusedAdamW; use it")
         super().__init__(
             params,
             {
@@ -97,6 +104,7 @@ class NpuFusedAdam(FusedOptimizer):
             capturable=capturable,
             state_dtype=state_dtype,
             stochastic_rounding=stochastic_rounding,
+            **of_torch,
         )
 
     def validate(self, group: ParamGroup) -> None:

@@ -8,8 +8,10 @@ from typing import ClassVar
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from apex_npu.optimizers.adam import NpuFusedAdam
+from apex_npu.optimizers.checks import OfTorch
 from apex_npu.optimizers.state_formats import StateDtype
 
 
@@ -34,6 +36,7 @@ class NpuFusedAdamW(NpuFusedAdam):
         capturable: Likewise.
         state_dtype: See ``FusedOptimizer``.
         stochastic_rounding: Likewise.
+        of_torch: Likewise.
 
     Example::
 
@@ -59,6 +62,7 @@ class NpuFusedAdamW(NpuFusedAdam):
         capturable: bool = False,
         state_dtype: StateDtype = None,
         stochastic_rounding: bool = False,
+        **of_torch: Unpack[OfTorch],
     ) -> None:
         super().__init__(
             params,
@@ -72,4 +76,5 @@ class NpuFusedAdamW(NpuFusedAdam):
             capturable=capturable,
             state_dtype=state_dtype,
             stochastic_rounding=stochastic_rounding,
+            **of_torch,
         )

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer, ParamsT
+from typing_extensions import Unpack
 
 from apex_npu._cli import hooks
 from apex_npu.backends import is_capturing
@@ -38,7 +39,7 @@ from apex_npu.fusion.grad_memory import GradMemory
 from apex_npu.fusion.grad_slots import InPlace
 from apex_npu.ops import Call, call_of_all, masks_writes
 from apex_npu.optimizers.capture import check_capture, check_captured_gradients, refusal
-from apex_npu.optimizers.checks import check_bool, check_params, naming
+from apex_npu.optimizers.checks import OfTorch, check_bool, check_of_torch, check_params, naming
 from apex_npu.optimizers.combined_accessors import CombinedAccessors
 from apex_npu.optimizers.failed_steps import end_failed_step
 from apex_npu.optimizers.fused_params import FusedParams, check_elements
@@ -67,6 +68,9 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     Every fused optimizer takes ``fuse_grad_scaler``: True lets ``torch.amp.GradScaler.step`` pass its scale and
     its overflow flag, so that unscaling is part of the step. Then ``.grad`` stays scaled, before and after the step,
     and tools that clip in between must be told (``scaler.unscale_``), as with torch's own fused optimizers.
+
+    The rules of torch.optim take ``fused``, ``foreach`` and ``differentiable=False``, too, so that a call of torch's
+    optimizer need not be changed. There is one implementation here, so that they choose nothing.
 
     Those that take ``state_dtype`` can keep their states in fewer bytes than float32's: ``torch.bfloat16``, ``"int8"``
     (with one float32 scale for 128 elements), or a dict of these by the names of states. All rounding is stochastic,
@@ -140,7 +144,9 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         state_dtype: StateDtype = None,
         store_param_remainders: bool = False,
         stochastic_rounding: bool = False,
+        **of_torch: Unpack[OfTorch],
     ) -> None:
+        check_of_torch(type(self).__name__, of_torch)
         check_bool("fuse_grad_scaler", fuse_grad_scaler is None or fuse_grad_scaler)
         check_bool("capturable", capturable)
         check_bool("set_grad_none", set_grad_none)
@@ -431,6 +437,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             TypeError: A hyper-parameter or a parameter has the wrong type. The optimizer is unchanged in either case.
         """
         if isinstance(param_group, dict):
+            check_of_torch(type(self).__name__, {"differentiable": param_group.get("differentiable")})
             with naming(type(self).__name__):
                 self.validate({**self.group_defaults(param_group), **param_group})
         super().add_param_group(param_group)

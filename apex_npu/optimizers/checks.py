@@ -5,9 +5,9 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -16,6 +16,14 @@ from apex_npu.backends import for_device
 from apex_npu.fusion import wraps_tensors
 from apex_npu.fusion.shards import is_partial, is_sharded
 from apex_npu.ops import FLOATS
+
+
+class OfTorch(TypedDict, total=False):
+    """Arguments by which torch's optimizers choose among their implementations; here they choose nothing."""
+
+    fused: bool | None
+    foreach: bool | None
+    differentiable: bool
 
 
 @contextmanager
@@ -109,6 +117,23 @@ def check_bool(name: str, value: Any) -> None:
     """
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_of_torch(optimizer: str, given: Mapping[str, Any]) -> None:
+    """Require that ``given`` arguments are those of ``OfTorch``, and refuse the one that asks for more.
+
+    Raises:
+        TypeError: There is another argument.
+        ValueError: ``differentiable`` is asked for.
+    """
+    for name in given:
+        if name not in OfTorch.__annotations__:
+            raise TypeError(f"{optimizer} got an unexpected keyword argument {name!r}")
+    if given.get("differentiable"):
+        raise ValueError(
+            f"{optimizer}: differentiable=True: autograd cannot follow a step that writes flat buffers. Use "
+            "torch.optim's optimizer of the same rule, with differentiable=True"
+        )
 
 
 def check_adam(group: dict[str, Any]) -> None:

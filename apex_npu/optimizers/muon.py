@@ -11,12 +11,13 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from apex_npu.fusion import Run
 from apex_npu.ops import Matrices, orthogonalize_, sgd_
 from apex_npu.optimizers.adamw import NpuFusedAdamW
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
-from apex_npu.optimizers.checks import as_number, check_bool, naming
+from apex_npu.optimizers.checks import OfTorch, as_number, check_bool, naming
 from apex_npu.optimizers.state_formats import StateDtype
 
 # What a group with use_muon=False has where it does not say otherwise: AdamW's defaults.
@@ -73,6 +74,7 @@ class NpuFusedMuon(NpuFusedAdamW):
         capturable: Likewise.
         state_dtype: Likewise.
         stochastic_rounding: Likewise.
+        of_torch: Likewise.
 
     Raises:
         ValueError: A value is out of range, or a parameter of a group with ``use_muon=True`` is no matrix.
@@ -111,6 +113,7 @@ class NpuFusedMuon(NpuFusedAdamW):
         capturable: bool = False,
         state_dtype: StateDtype = None,
         stochastic_rounding: bool = False,
+        **of_torch: Unpack[OfTorch],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -131,6 +134,7 @@ class NpuFusedMuon(NpuFusedAdamW):
             capturable=capturable,
             state_dtype=state_dtype,
             stochastic_rounding=stochastic_rounding,
+            **of_torch,
         )
 
     def update(self, run: Run, group: ParamGroup) -> None:

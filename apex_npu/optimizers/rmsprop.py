@@ -8,11 +8,12 @@ from typing import ClassVar
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from apex_npu.fusion import Run
 from apex_npu.ops import Call, rmsprop_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
-from apex_npu.optimizers.checks import check_bool, check_non_negative
+from apex_npu.optimizers.checks import OfTorch, check_bool, check_non_negative
 from apex_npu.optimizers.state_formats import StateDtype
 
 
@@ -44,6 +45,7 @@ class NpuFusedRMSprop(FusedOptimizer):
         capturable: Likewise.
         state_dtype: See ``FusedOptimizer``; with ``centered`` both averages stay float32.
         stochastic_rounding: Likewise.
+        of_torch: Likewise.
 
     Raises:
         ValueError: A value is out of range.
@@ -78,6 +80,7 @@ class NpuFusedRMSprop(FusedOptimizer):
         capturable: bool = False,
         state_dtype: StateDtype = None,
         stochastic_rounding: bool = False,
+        **of_torch: Unpack[OfTorch],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -95,6 +98,7 @@ class NpuFusedRMSprop(FusedOptimizer):
             capturable=capturable,
             state_dtype=state_dtype,
             stochastic_rounding=stochastic_rounding,
+            **of_torch,
         )
 
     def validate(self, group: ParamGroup) -> None:

@@ -8,11 +8,12 @@ from typing import ClassVar
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from apex_npu.fusion import FusedGroup, Run
 from apex_npu.ops import Call, sgd_, sgd_list_, takes_sgd_lists
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
-from apex_npu.optimizers.checks import as_number, check_bool, check_non_negative
+from apex_npu.optimizers.checks import OfTorch, as_number, check_bool, check_non_negative
 from apex_npu.optimizers.state_formats import StateDtype
 
 
@@ -41,6 +42,7 @@ class NpuFusedSGD(FusedOptimizer):
         capturable: Likewise.
         state_dtype: See ``FusedOptimizer``.
         stochastic_rounding: Likewise.
+        of_torch: Likewise.
 
     Raises:
         ValueError: A value is out of range.
@@ -75,6 +77,7 @@ class NpuFusedSGD(FusedOptimizer):
         capturable: bool = False,
         state_dtype: StateDtype = None,
         stochastic_rounding: bool = False,
+        **of_torch: Unpack[OfTorch],
     ) -> None:
         super().__init__(
             params,
@@ -90,6 +93,7 @@ class NpuFusedSGD(FusedOptimizer):
             capturable=capturable,
             state_dtype=state_dtype,
             stochastic_rounding=stochastic_rounding,
+            **of_torch,
         )
 
     def validate(self, group: ParamGroup) -> None:

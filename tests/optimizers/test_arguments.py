@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Arguments and states that torch's optimizers accept, or refuse."""
 
+import inspect
 import math
 
 import pytest
@@ -17,6 +18,11 @@ def parameter():
     return nn.Parameter(torch.ones(3, device=DEVICE))
 
 
+def matrix():
+    """For Muon, too."""
+    return nn.Parameter(parameter().detach()[None])
+
+
 ALL = {name: cls for name, cls in vars(optimizers).items() if isinstance(cls, type) and name != "FusedOptimizer"}
 FUSED = {name: cls for name, cls in ALL.items() if issubclass(cls, optimizers.FusedOptimizer)}
 
@@ -24,7 +30,7 @@ FUSED = {name: cls for name, cls in ALL.items() if issubclass(cls, optimizers.Fu
 @needs("inf")  # torch's GradScaler finds overflows by it
 @pytest.mark.parametrize("name", FUSED)
 def test_every_fused_optimizer_takes_fuse_grad_scaler(name):
-    param, other = (nn.Parameter(parameter().detach()[None]) for _ in range(2))  # matrices, for Muon
+    param, other = matrix(), matrix()
     optimizer = FUSED[name]([param], lr=0.1, fuse_grad_scaler=True)
     scaler = torch.amp.GradScaler(DEVICE.type, init_scale=64.0)
     plain = FUSED[name]([other], lr=0.1)
@@ -59,6 +65,45 @@ def test_the_state_of_fused_adagrad_goes_on_in_torchs():
     second.step()
     reference.step()
     torch.testing.assert_close(ours, theirs)
+
+
+SAME_RULE = ("SGD", "Adam", "AdamW", "RMSprop", "Adadelta", *(["Muon"] if hasattr(torch.optim, "Muon") else []))
+
+
+@pytest.mark.parametrize("name", SAME_RULE)
+def test_a_call_of_torchs_optimizer_need_not_be_changed(name):
+    theirs, ours = getattr(torch.optim, name), getattr(optimizers, f"NpuFused{name}")
+    arguments = {p.name: p.default for p in list(inspect.signature(theirs).parameters.values())[1:]}
+    one, other, twin = (matrix() for _ in range(3))
+    made = {
+        one: theirs([one], **arguments),
+        other: ours([other], **arguments),
+        twin: ours([twin], fused=True, foreach=True, differentiable=False),
+    }
+    for param, optimizer in made.items():
+        (param * vector(*X)).sum().backward()
+        optimizer.step()
+    assert torch.equal(other, twin)
+    if name != "Muon":  # whose products are bfloat16's
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", SAME_RULE)
+def test_torchs_arguments_that_ask_for_more_are_refused(name):
+    cls = getattr(optimizers, f"NpuFused{name}")
+    with pytest.raises(ValueError, match=rf"NpuFused{name}: differentiable=True.*torch\.optim"):
+        cls([matrix()], differentiable=True)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'fuzed'"):
+        cls([matrix()], fuzed=True)
+    optimizer = cls([matrix()])
+    with pytest.raises(ValueError, match=f"NpuFused{name}: differentiable=True"):
+        optimizer.add_param_group({"params": [matrix()], "differentiable": True})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_adam_names_the_class_with_a_decoupled_decay():
+    with pytest.raises(ValueError, match=r"NpuFusedAdam: decoupled_weight_decay=True.*NpuFusedAdamW"):
+        optimizers.NpuFusedAdam([parameter()], decoupled_weight_decay=True)
 
 
 def test_the_default_learning_rate_of_sgd_is_torchs():

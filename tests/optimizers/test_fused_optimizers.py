@@ -659,7 +659,7 @@ def test_a_frozen_parameter_with_a_gradient_counts_as_torchs_do(late):
     twin = nn.Parameter(torch.ones(3))
     if not late:
         params[1].grad = torch.ones_like(params[1])
-        with pytest.raises(TypeError, match=r"NpuFusedAdam: parameter 1 of shape \(3,\) is torch.complex64.*torch.optim"):
+        with pytest.raises(TypeError, match=r"NpuFusedAdam: parameter 1 .* torch\.complex64.*torch\.optim"):
             NpuFusedAdam(params)
         return
     optimizer, plain = NpuFusedAdam(params, lr=0.1), torch.optim.Adam([twin], lr=0.1)
@@ -668,7 +668,7 @@ def test_a_frozen_parameter_with_a_gradient_counts_as_torchs_do(late):
         params[0].grad, twin.grad = torch.ones_like(params[0]), torch.ones(3)
         if step == 2:
             params[1].grad = torch.ones_like(params[1])
-            with pytest.raises(TypeError, match="parameter 1 of shape .* is torch.complex64"):
+            with pytest.raises(TypeError, match=r"parameter 1 of shape .* is torch\.complex64"):
                 optimizer.step()
             params[1].grad = None
         optimizer.step()
