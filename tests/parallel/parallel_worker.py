@@ -4,6 +4,7 @@
 
 import copy
 import sys
+import warnings
 
 import processes
 import pytest
@@ -182,9 +183,11 @@ def sync_batchnorm():
         for _ in range(2):
             for tensor in (whole, own, *plain.parameters(), *norm.parameters()):
                 tensor.grad = None
-            expected, found = plain(whole), norm(own)
-            (expected.sin() * weight).sum().backward()
-            (found.sin() * weight).sum().backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                expected, found = plain(whole), norm(own)
+                (expected.sin() * weight).sum().backward()
+                (found.sin() * weight).sum().backward()
         rows = slice(6 * dist.get_rank(), 6 * dist.get_rank() + 6)
         torch.testing.assert_close(found, expected[rows])
         torch.testing.assert_close(own.grad, whole.grad[rows])

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
@@ -71,11 +70,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         over = [d for d in range(input.dim()) if d != 1]
         shape = [1, -1] + [1] * (input.dim() - 2)
         wide = input.float() if input.dtype in LOW_PRECISION else input
-        # all_reduce from torch.distributed.nn: backward sums over the processes as well.
-        count = all_reduce(wide.new_tensor(float(wide.numel() // wide.size(1))), group=self.process_group)
-        mean = all_reduce(wide.sum(over), group=self.process_group) / count
+        count = _sum(wide.new_tensor(float(wide.numel() // wide.size(1))), self.process_group)
+        mean = _sum(wide.sum(over), self.process_group) / count
         centred = wide - mean.view(shape)
-        variance = all_reduce(centred.square().sum(over), group=self.process_group) / count
+        variance = _sum(centred.square().sum(over), self.process_group) / count
         self._track(mean.detach(), variance.detach() * count / (count - 1))
         output = (centred * torch.rsqrt(variance + self.eps).view(shape)).to(input.dtype)
         if self.weight is not None:
@@ -90,6 +88,26 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
         self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
+
+
+class _SumOverProcesses(torch.autograd.Function):
+    """The sum of a tensor over the processes of a group; so is its gradient, since every process uses the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _sum(grads[0], ctx.group), None
+
+
+def _sum(tensor: Tensor, group: Any) -> Tensor:
+    total: Tensor = _SumOverProcesses.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return total
 
 
 def _has_peers(group: Any) -> bool:
