@@ -114,6 +114,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
         state.clear(set_to_none)
         return result
 
+    @disable_dynamo
     def clip_optimizer_grad_norm_fused(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:

@@ -142,23 +142,21 @@ class AmpScaler:
     def unscale_(self, optimizer: Optimizer) -> None:
         """Unscale the gradients of all optimizers, those of ``optimizer`` among them, for clipping.
 
-        Those that count are on ``amp.masters_of(model.parameters())``.
+        Those that count are on ``amp.masters_of(model.parameters())``. With ``fuse_unscale`` they are unscaled here
+        rather than in ``step``.
 
         Raises:
-            RuntimeError: ``fuse_unscale=True`` keeps them scaled until ``step``; or DistributedDataParallel has not
-                averaged them yet, as in its ``no_sync``.
+            RuntimeError: DistributedDataParallel has not averaged them yet, as in its ``no_sync``.
         """
         self._close()
-        state = state_of(adopted_inside(optimizer))
+        optimizer = adopted_inside(optimizer)
+        state = state_of(optimizer)
         if state is None:
             return
-        if state.policy.fuse_unscale:
-            raise RuntimeError(
-                "unscale_() cannot unscale gradients that fuse_unscale=True keeps multiplied with the loss scale until "
-                "step(): leave fuse_unscale out of amp.initialize, or clip with "
-                "optimizer.clip_optimizer_grad_norm_fused(max_norm) instead"
-            )
         state.check_unscaled("unscale_()")
+        if state.holds_scaled:
+            state.pending.start()
+            state.pending.unscale_now_(state, state.grad_groups(optimizer))
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step ``optimizer``, unless its gradients have overflowed; ``amp.last_step(optimizer)`` says which.

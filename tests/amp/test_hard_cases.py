@@ -289,6 +289,52 @@ def test_a_compiled_training_step(level, maker, combine_grad):
     assert courses[1] == pytest.approx(courses[0], rel=1e-5)
 
 
+USES = {
+    "clip": lambda model, optimizer: optimizer.clip_optimizer_grad_norm_fused(0.01),
+    "clip by torch": lambda model, optimizer: nn.utils.clip_grad_value_(amp.master_params(optimizer), 10.0),
+    "combined": lambda model, optimizer: [
+        flat.mul_(0.5)
+        for flat, mask in zip(
+            optimizer.get_optimizer_combined_grads(), optimizer.get_optimizer_combined_grad_masks(), strict=True
+        )
+        if mask.any()
+    ],
+    "buffers": lambda model, optimizer: (
+        optimizer.get_optimizer_combined_params(),
+        optimizer.get_model_combined_params(),
+    ),
+    "outcome": lambda model, optimizer: (amp.will_skip(optimizer), amp.last_step(optimizer), amp.state_dict()),
+}
+
+
+@pytest.mark.parametrize(
+    ("use", "level", "fuse_unscale"),
+    [
+        pytest.param(*case, marks=[] if case == ("clip", "O0", True) else pytest.mark.slow)
+        for case in itertools.product(USES, ("O0", "O2"), (True, False))
+    ],
+)
+def test_what_a_compiled_training_step_may_call(use, level, fuse_unscale):
+    found = []
+    for compiled in (False, True):
+        model, optimizer = make(level, optimizers.NpuFusedSGD, fuse_unscale=fuse_unscale)
+
+        def step(x):
+            optimizer.zero_grad()  # noqa: B023
+            with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:  # noqa: B023
+                scaled_loss.backward()
+            USES[use](model, optimizer)  # noqa: B023
+            optimizer.step()  # noqa: B023
+
+        run = torch.compile(step, backend="eager") if compiled else step
+        for i in range(3):
+            run(torch.full((2, 3), 0.25 * i))
+        found.append(model.weight.detach().clone())
+        torch._dynamo.reset()
+        amp.shutdown()
+    assert torch.equal(*found)
+
+
 class Spectral(torch.nn.Module):
     """A convolution in the frequency domain, as Fourier neural operators have it."""
 
