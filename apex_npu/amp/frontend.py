@@ -43,7 +43,6 @@ from apex_npu.amp.session import (
     check_thread,
     current,
     install,
-    is_first_rank,
     master_of,
     require,
     warn_once,
@@ -56,6 +55,7 @@ from apex_npu.backends._torch_private import onednn_computes
 from apex_npu.backends.patching import Undo
 from apex_npu.distributed import GroupReference, ReduceOptions
 from apex_npu.distributed.consistency import Description, broadcast_values, describe, failing_together
+from apex_npu.distributed.rank_progress import is_first_rank
 from apex_npu.distributed.torch_ddp import ddps_of, find_ddps, rebuild_reducer
 from apex_npu.fusion import remainders_of
 from apex_npu.ops import LOW_PRECISION

@@ -20,9 +20,10 @@ from apex_npu.amp.master_grads import MasterGradGroup
 from apex_npu.amp.master_params import MasterPair, MasterParams
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.saturation import saturates
-from apex_npu.amp.session import current, has_peers, warn_once
+from apex_npu.amp.session import current, warn_once
 from apex_npu.amp.step_decision import StepDecision, StepReport
 from apex_npu.backends.patching import Undo
+from apex_npu.distributed.rank_progress import has_peers
 from apex_npu.fusion import (
     FlatGrads,
     FusedGroup,
@@ -426,8 +427,9 @@ class AmpOptimizerState:
         session = current()
         if session is not None:
             session.tell_skipped(report)
-            if report.skips_in_a_row == session.skip_alarm or session.verbosity > 0:
-                hooks.step_skipped(session, optimizer, self, report)
+            alarms = report.skips_in_a_row == session.skip_alarm
+            if alarms or session.verbosity > 0:
+                hooks.step_skipped(optimizer, report, alarms, session.verbosity > 0)
         if self.masters.masters:
             self._drop_master_grads()
         if self.holds_scaled:

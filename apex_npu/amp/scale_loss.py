@@ -107,21 +107,21 @@ def scale_loss(
     block = _open_block(session, loss, optimizers, loss_id, delay)
     if not loss.requires_grad:
         _warn_of_constant_loss(session, loss_id)
-    observer = session.observer
+    observers = session.observers
     try:
-        if observer is not None:
+        for observer in observers:
             observer.block_begins(loss, optimizers, loss_id, block.scale, session.scaler(loss_id).dynamic)
         block.begin()
         # Held here, the scaled loss would keep what a script hooks to it.
         yield block.multiplied((loss.float() if loss.dtype in LOW_PRECISION else loss) * block.scale)
-        if observer is not None:
+        for observer in observers:
             observer.backward_ended()
         block.end()
     except BaseException as error:
         block.abandon(error)
         raise
     finally:
-        if observer is not None:
+        for observer in observers:
             observer.block_ended()
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
-import torch.distributed
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -54,24 +54,20 @@ class HasMasters(Protocol):
         ...
 
 
-class Observer(Protocol):
+class Observer:
     """What a package above amp, which looks at iterations, is told of their blocks and steps."""
 
     def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
         """A ``scale_loss`` block is about to begin: its arguments, and its loss scale."""
-        ...
 
     def backward_ended(self) -> None:
         """The user's code in it has ended: gradients are as backward has left them."""
-        ...
 
     def block_ended(self) -> None:
         """It has ended, after an exception, too."""
-        ...
 
     def step_skipped(self, report: StepReport) -> None:
         """A step has been skipped."""
-        ...
 
 
 class ConvertedModel:
@@ -169,7 +165,7 @@ class Session:
         no_sync_depth: How many ``no_sync`` contexts are open.
         ddps: The DistributedDataParallel instances of this process.
         after_broadcast: Called with this session after DistributedDataParallel has broadcast what a module has.
-        observer: Is told of blocks and skipped steps; None: nothing is looked at.
+        observers: Are told of blocks and skipped steps, in this order; another list takes the place of this one.
         reached: For each optimizer the others to whose parameters its blocks give gradients, too.
         sharing: Optimizers whose masters may share gradients with the model, and the thread of their last block.
         spare_flags: For each device a flag that a block has found to be 0, for the next one.
@@ -193,7 +189,7 @@ class Session:
     no_sync_depth: int = 0
     ddps: KnownDDPs = field(default_factory=list)
     after_broadcast: AfterBroadcast = lambda *_: None
-    observer: Observer | None = field(default_factory=lambda: settings.observer)
+    observers: list[Observer] = field(default_factory=lambda: [] if settings.observer is None else [settings.observer])
     open_checks: dict[LossScaler, Any] = field(default_factory=dict)
     reached: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = field(default_factory=weakref.WeakKeyDictionary)
     sharing: weakref.WeakKeyDictionary[Any, threading.Thread] = field(default_factory=weakref.WeakKeyDictionary)
@@ -401,13 +397,13 @@ class Session:
             warn(text)
 
     def tell_skipped(self, report: StepReport) -> None:
-        """Tell the user, and the observer, that a step was skipped."""
+        """Tell the user, and the observers, that a step was skipped."""
         self.say(
             f"Gradient overflow.  Skipping step, loss scaler {report.loss_id} reducing loss scale to "
             f"{report.scale_after}"
         )
-        if self.observer is not None:
-            self.observer.step_skipped(report)
+        for observer in self.observers:
+            observer.step_skipped(report)
 
     def say(self, text: str) -> None:
         """Print ``text`` unless ``verbosity`` is 0."""
@@ -584,20 +580,3 @@ def before_forward() -> None:
     for model in [] if _current is None else _current.models:
         model.load_written()
     write_models()
-
-
-def own_rank() -> int:
-    """That of this process; 0 without torch.distributed."""
-    distributed = torch.distributed
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
-
-
-def has_peers() -> bool:
-    """True where torch.distributed has other processes."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
-def is_first_rank() -> bool:
-    """True on rank 0, and without torch.distributed."""
-    return own_rank() == 0

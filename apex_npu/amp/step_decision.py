@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -56,26 +55,3 @@ class StepReport:
 
 # Of a step with ``enabled=False``, where amp decides nothing.
 APPLIED = StepReport(True, None, None, None, 0, 0)
-
-
-def explain_skips(report: StepReport, bad: Sequence[str], total: int) -> str:
-    """Where to look after many skipped steps.
-
-    Args:
-        report: Of the last of them.
-        bad: The names of the parameters whose gradients are not finite.
-        total: How many gradients there are.
-    """
-    if bad and len(bad) == total:
-        where = f"the gradients of all {len(bad)} parameters are not finite, so look at the loss itself"
-    elif bad:
-        shown = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
-        where = f"not finite are the gradients of {shown}; all others are, so look at these layers"
-    else:
-        where = "the gradients are finite by now; look at the loss itself"
-    return (
-        f"{report.skips_in_a_row} steps in a row have been skipped, because gradients held inf or nan; the scale of "
-        f"loss {report.loss_id} is down to {report.scale_after}. Of the last backward {where}: a logarithm, root or "
-        "division at 0, a learning rate that has already ruined the weights, nan in the data. To find the operation, "
-        "run an iteration inside of `with amp.debug.find_overflow(model) as found:`, and print(found)"
-    )

@@ -1,53 +1,54 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which gradients of an optimizer are not finite, found with few launches and one wait."""
+"""Which gradients of an optimizer are not finite, found with few launches."""
 
 from __future__ import annotations
 
 import logging
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.grad_groups import GradGroup
-from apex_npu.amp.optimizer_state import AmpOptimizerState, adopted_inside, inner_optimizer, state_of
-from apex_npu.amp.session import Session, current
-from apex_npu.amp.step_decision import StepReport, explain_skips
+from apex_npu.amp import StepReport
+from apex_npu.amp.inspect import gradients, parameter_names, policy, policy_of, stepped
+from apex_npu.amp.policy import Policy
 from apex_npu.debug.overflow.explain import watch_next_iteration
 from apex_npu.debug.text import listed
-from apex_npu.fusion import FlatGrads
-from apex_npu.fusion.grad_slots import IN_BUFFER
 from apex_npu.fusion.shards import local_part
 from apex_npu.ops import Segments, as_real, segment_dot
 
 logger = logging.getLogger("apex_npu.amp")
 
+# How many elements are joined, more or less: all at once would take memory that training needs.
+_BATCH = 1 << 24
 
-def adopted_state(optimizer: Optimizer, caller: str) -> AmpOptimizerState:
-    """Amp's state of ``optimizer``.
+
+def adopted_policy(optimizer: Optimizer, caller: str) -> Policy:
+    """The policy of ``optimizer``.
 
     Raises:
         RuntimeError: It was not passed to ``amp.initialize``, or with ``enabled=False``; the message names ``caller``.
     """
-    state = state_of(optimizer)
-    if state is None:
-        session, name = current(), type(optimizer).__name__
-        if session is not None and not session.policy.enabled:
+    own, current = policy_of(optimizer), policy()
+    if own is None:
+        if current is not None and not current.enabled:
             raise RuntimeError(f"{caller} needs amp, which amp.initialize was called without: enabled=False")
-        raise RuntimeError(f"{name} was not passed to amp.initialize, which {caller} needs")
-    return state
+        raise RuntimeError(f"{type(optimizer).__name__} was not passed to amp.initialize, which {caller} needs")
+    return own
 
 
 def bad_gradients(optimizer: Optimizer) -> dict[str, tuple[int, int]]:
     """The gradients of ``optimizer`` that are not finite, after a skipped step until they are cleared.
 
-    Takes few launches and one wait, one more for each gradient that is not finite. Where there is no gradient at all,
-    as after ``zero_grad``, it warns.
+    Takes few launches, and copies some of the gradients at a time. Where there is no gradient at all, as after
+    ``zero_grad``, it warns.
 
     Returns:
         Name of the parameter → how many of its gradient's elements are nan, and how many are inf.
@@ -65,111 +66,106 @@ def bad_gradients(optimizer: Optimizer) -> dict[str, tuple[int, int]]:
         >>> sorted(amp.debug.bad_gradients(optimizer))
         ['bias', 'weight']
     """
-    optimizer = inner_optimizer(adopted_inside(optimizer))
-    state = adopted_state(optimizer, "bad_gradients")
-    bad = find_bad_gradients(current(), optimizer, state)
-    if not bad.total:
+    (optimizer,) = stepped(optimizer)
+    adopted_policy(optimizer, "bad_gradients")
+    counts, total = find_bad_gradients(optimizer)
+    if not total:
         warnings.warn(
             "bad_gradients found no gradient: call it after backward, and before zero_grad() clears them", stacklevel=2
         )
-    return bad.counts
-
-
-@dataclass(frozen=True)
-class BadGradients:
-    """The gradients of an optimizer that are not finite.
-
-    Attributes:
-        counts: Name of the parameter → how many elements are nan, and how many inf.
-        total: How many gradients there are.
-    """
-
-    counts: dict[str, tuple[int, int]]
-    total: int
+    return counts
 
 
 @torch.no_grad()
-def find_bad_gradients(session: Session | None, optimizer: Optimizer, state: AmpOptimizerState) -> BadGradients:
-    """Look at the gradients as backward, or the last block, has left them. Waits for the device."""
-    name_of = names_of(session)
-    total = 0
+def find_bad_gradients(optimizer: Optimizer) -> tuple[dict[str, tuple[int, int]], int]:
+    """Look at the gradients as backward, or the last block, has left them. Waits for the device.
+
+    Returns:
+        Name of the parameter → how many elements are nan, and how many inf; and how many gradients there are.
+    """
+    name_of = names_of()
+    present = list(gradients_in(optimizer))
     counts: dict[str, tuple[int, int]] = {}
-    for group in state.grad_groups(optimizer):
-        present = list(gradients_in(group))
-        total += len(present)
-        for (i, _), (nans, infs) in zip(present, _counts(group.flat, present), strict=True):
-            if nans or infs:
-                name = name_of(group.sources[i])
-                counts[name if name not in counts else f"{name} ({len(counts)})"] = (nans, infs)
-    return BadGradients(counts, total)
+    for (param, _, _), (nans, infs) in zip(present, _counts([grad for _, grad, _ in present]), strict=True):
+        if nans or infs:
+            name = name_of(param)
+            counts[name if name not in counts else f"{name} ({len(counts)})"] = (nans, infs)
+    return counts, len(present)
 
 
-def names_of(session: Session | None) -> Callable[[Tensor], str]:
-    """What names a parameter: by the models of ``session``, or by its shape."""
-    names = {} if session is None else session.parameter_names()
+def names_of() -> Callable[[Tensor], str]:
+    """What names a parameter: by the models of the session, or by its shape."""
+    names = parameter_names()
     return lambda param: names.get(param) or f"a parameter of shape {tuple(param.shape)}"
 
 
-def gradients_in(group: GradGroup) -> Iterator[tuple[int, Tensor]]:
-    """Indices and gradients, those of the model where masters have none."""
-    for i, (param, source) in enumerate(zip(group.params, group.sources, strict=True)):
-        grad = source.grad if param.grad is None else param.grad
+def gradients_in(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor, float]]:
+    """See ``amp.inspect.gradients``: those whose elements can be looked at, real, and of this process."""
+    for param, grad, scale in gradients(optimizer):
         if grad is not None and grad.layout == torch.strided and grad.numel():
-            yield i, as_real(grad) if grad.is_complex() else local_part(grad)
+            yield param, as_real(grad) if grad.is_complex() else local_part(grad), scale
 
 
-def _counts(flat: FlatGrads | None, present: Sequence[tuple[int, Tensor]]) -> list[tuple[int, int]]:
-    """How many elements of each gradient are nan, and inf."""
-    if not present:
-        return []
-    # Where masters have no gradients, and the model's are looked at, these are in no buffer.
-    on_buffer = flat is not None and flat.dtype == torch.float32 and flat.has_buffer
-    if flat is not None and on_buffer and all(flat.states()[i] == IN_BUFFER for i, _ in present):
-        return _counts_in_buffer(flat, [i for i, _ in present])
-    grads = [grad for _, grad in present]
-    norms: list[float] = torch.stack(torch._foreach_norm(grads)).tolist()
-    # A sum of squares overflows earlier than its terms.
-    suspects = [grad for grad, norm in zip(grads, norms, strict=True) if not math.isfinite(norm)]
-    sums = [count for grad in suspects for count in (grad.isnan().sum(), grad.isinf().sum())]
-    numbers = iter(torch.stack(sums).tolist() if sums else [])
-    return [(0, 0) if math.isfinite(norm) else (next(numbers), next(numbers)) for norm in norms]
+def _counts(grads: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """How many elements of each gradient are nan, and inf; many are joined, and counted in few launches."""
+    batches: dict[Any, list[int]] = {}
+    elements: Counter[Any] = Counter()
+    for i, grad in enumerate(grads):
+        kind = grad.device, grad.dtype
+        batches.setdefault((kind, elements[kind] // _BATCH), []).append(i)
+        elements[kind] += grad.numel()
+    found: dict[int, tuple[int, int]] = {}
+    for batch in batches.values():
+        joined = torch.cat([grads[i].reshape(-1) for i in batch])
+        lengths = [grads[i].numel() for i in batch]
+        segments = Segments.of([0, *accumulate(lengths[:-1])], lengths, joined.numel(), joined.device)
+        if not math.isfinite(joined.norm()):  # a sum of squares overflows earlier than its terms
+            sums = zip(_sums_of(joined.isnan(), segments), _sums_of(joined.isinf(), segments), strict=True)
+            found.update(zip(batch, ((int(nans), int(infs)) for nans, infs in sums), strict=True))
+    return [found.get(i, (0, 0)) for i in range(len(grads))]
 
 
-def _counts_in_buffer(flat: FlatGrads, slots: Sequence[int]) -> list[tuple[int, int]]:
-    lengths = [flat.params[i].numel() for i in slots]
-    segments = Segments.of([flat.offsets[i] for i in slots], lengths, flat.flat.numel(), flat.device)
-
-    def sums_of(x: Tensor) -> list[float]:
-        found: list[float] = segment_dot(x, x, *segments).tolist()
-        return found
-
-    if all(map(math.isfinite, sums_of(flat.flat))):
-        return [(0, 0)] * len(slots)
-    nans, infs = sums_of(flat.flat.isnan().float()), sums_of(flat.flat.isinf().float())
-    return [(int(nan), int(inf)) for nan, inf in zip(nans, infs, strict=True)]
+def _sums_of(flags: Tensor, segments: Segments) -> list[float]:
+    """How many of ``flags`` are set in each segment."""
+    ones = flags.float()
+    sums: list[float] = segment_dot(ones, ones, *segments).tolist()
+    return sums
 
 
-def _describe(report: StepReport, optimizer: Optimizer, bad: BadGradients) -> str:
+def _describe(report: StepReport, optimizer: Optimizer, bad: list[str], total: int) -> str:
     """What the first skip of a row was for."""
-    which = (
-        f"{len(bad.counts)} of {bad.total} gradients ({listed(list(bad.counts))}) were"
-        if bad.counts
-        else "gradients were"
-    )
+    which = f"{len(bad)} of {total} gradients ({listed(bad)}) were" if bad else "gradients were"
     return (
         f"{type(optimizer).__name__}.step() was skipped: {which} not finite at loss scale {report.scale_before:g}; "
         "normal while the scale settles"
     )
 
 
-def explain_skip(session: Session, optimizer: Optimizer, state: AmpOptimizerState, report: StepReport) -> None:
-    """Name the gradients once in a row of skips, and again where the row is long."""
-    alarms = report.skips_in_a_row == session.skip_alarm
-    if not alarms and (report.skips_in_a_row > 1 or session.verbosity < 1):
+def explain_skip(optimizer: Optimizer, report: StepReport, alarms: bool, is_verbose: bool) -> None:
+    """Name the gradients once in a row of skips, and again where the row is so long that it ``alarms``."""
+    is_first = report.skips_in_a_row == 1 and is_verbose
+    if not alarms and not is_first:
         return
-    bad = find_bad_gradients(session, optimizer, state)
-    if report.skips_in_a_row == 1 and session.verbosity > 0:
-        logger.warning("%s", _describe(report, optimizer, bad))
+    counts, total = find_bad_gradients(optimizer)
+    if is_first:
+        logger.warning("%s", _describe(report, optimizer, list(counts), total))
     if alarms:
-        logger.error("%s: %s", type(optimizer).__name__, explain_skips(report, list(bad.counts), bad.total))
+        logger.error("%s: %s", type(optimizer).__name__, _explain_skips(report, list(counts), total))
         watch_next_iteration()
+
+
+def _explain_skips(report: StepReport, bad: Sequence[str], total: int) -> str:
+    """Where to look after many skipped steps; in the last one ``bad`` of ``total`` gradients were not finite."""
+    if bad and len(bad) == total:
+        where = f"the gradients of all {len(bad)} parameters are not finite, so look at the loss itself"
+    elif bad:
+        shown = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+        where = f"not finite are the gradients of {shown}; all others are, so look at these layers"
+    else:
+        where = "the gradients are finite by now; look at the loss itself"
+    return (
+        f"{report.skips_in_a_row} steps in a row have been skipped, because gradients held inf or nan; the scale of "
+        f"loss {report.loss_id} is down to {report.scale_after}. Of the last backward {where}: a logarithm, root or "
+        "division at 0, a learning rate that has already ruined the weights, nan in the data. To find the operation, "
+        "run an iteration inside of `with amp.debug.find_overflow(model) as found:`, and print(found)"
+    )

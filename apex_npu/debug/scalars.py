@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from apex_npu.amp.session import require
+from apex_npu.amp import last_step, state_dict
+from apex_npu.amp.inspect import optimizers, require
 from apex_npu.debug.gradient_range.report import GradientRange
 
 
@@ -32,15 +33,11 @@ def scalars(gradients: GradientRange | None = None) -> dict[str, float]:
         >>> amp.debug.scalars()
         {'amp/loss_scale0': 65536.0, 'amp/skipped_steps': 0.0, 'amp/skips_in_a_row': 0.0}
     """
-    session = require("scalars")
+    require("scalars")
     if gradients is not None and not isinstance(gradients, GradientRange):
         raise TypeError(f"gradients must be what gradient_range returns, got {type(gradients).__name__}")
-    found = {f"amp/loss_scale{i}": float(scaler.scale) for i, scaler in enumerate(session.scalers)}
-    states = [optimizer._amp_state for optimizer in session.adopted]
-    for state in states:
-        if state.pending is not None:
-            state.pending.resolve_step()
-    reports = [state.report for state in states if state.report is not None]
+    found = {f"amp/loss_scale{i}": float(loss["loss_scale"]) for i, loss in enumerate(state_dict().values())}
+    reports = [report for optimizer in optimizers() if (report := last_step(optimizer)) is not None]
     found["amp/skipped_steps"] = float(sum(report.skipped_steps for report in reports))
     found["amp/skips_in_a_row"] = float(max((report.skips_in_a_row for report in reports), default=0))
     return {**found, **({} if gradients is None else gradients.shares())}

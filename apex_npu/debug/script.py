@@ -14,10 +14,9 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 
-from apex_npu.amp.amp_optimizer import AmpOptimizerMixin
-from apex_npu.amp.session import current, is_first_rank, settings
+from apex_npu.amp.inspect import optimizers, patch_step, policy, settings
 from apex_npu.backends._torch_private import dispatch_modes
-from apex_npu.backends.patching import Undo, patch_attribute
+from apex_npu.backends.patching import Undo
 from apex_npu.debug.comparison.check_operators import check_operators
 from apex_npu.debug.comparison.record import record
 from apex_npu.debug.gradient_range.measure import gradient_range
@@ -25,6 +24,7 @@ from apex_npu.debug.model_report.script import FirstForward
 from apex_npu.debug.overflow.explain import explain_script
 from apex_npu.debug.profiling.profile import profile
 from apex_npu.debug.watching.watch import Watch
+from apex_npu.distributed.rank_progress import is_first_rank
 
 
 class Part:
@@ -94,8 +94,7 @@ class GradientRangePart(Part):
 
     def before_step(self, optimizer: Optimizer) -> None:
         """See ``Part``."""
-        session = current()
-        others = 0 if session is None else len(session.adopted) - 1
+        others = len(optimizers()) - 1
         try:
             found = gradient_range(optimizer)
             if others > 0:
@@ -200,7 +199,7 @@ class ScriptSteps:
         self._leader: int | None = None
         self._is_first_rank = True
         self._undo = Undo()
-        patch_attribute(self._undo, AmpOptimizerMixin, "step", self._counting)
+        patch_step(self._undo, self._counting)
         if any(part.first == 0 for part in parts):
             hook = torch_module.register_module_forward_pre_hook(self._forward_begins)
             self._undo.callback(hook.remove)
@@ -223,7 +222,7 @@ class ScriptSteps:
         return step
 
     def _forward_begins(self, module: nn.Module, args: Any) -> None:
-        if self._count == 0 and current() is not None and torch.is_grad_enabled():
+        if self._count == 0 and policy() is not None and torch.is_grad_enabled():
             self._begin(module, args)
 
     def _begin(self, module: nn.Module | None, args: Any) -> None:

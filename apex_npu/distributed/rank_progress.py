@@ -15,6 +15,21 @@ import torch.distributed as dist
 _INTERVAL_SECONDS = 1.0
 
 
+def own_rank() -> int:
+    """The rank of this process; 0 without torch.distributed."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def is_first_rank() -> bool:
+    """True on rank 0, and without torch.distributed."""
+    return own_rank() == 0
+
+
+def has_peers() -> bool:
+    """True where torch.distributed has other processes."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def store_for(name: str) -> Any:
     """The part, under ``name``, of the store that the processes have met at; None where there is no store."""
     find_store = getattr(dist.distributed_c10d, "_get_default_store", None)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from apex_npu import amp
-from apex_npu.amp.optimizer_state import adopted_inside, state_of
+from apex_npu.amp.inspect import adopted_inside, is_retired, policy_of
 from apex_npu.integrations.requirements import require
 
 require("accelerate", "accelerate", "1.10")
@@ -113,7 +113,7 @@ class ApexAccelerator(Accelerator):
     def _prepare_sharded(self, models: list[nn.Module], optimizers: list[Any], args: Any, kwargs: Any) -> Any:
         """Shard the model first, which replaces the parameters that amp is to see."""
         level = self._amp_options["opt_level"]
-        new = [o for o in map(adopted_inside, optimizers) if state_of(o) is None]
+        new = [o for o in map(adopted_inside, optimizers) if policy_of(o) is None]
         if new:
             _check_new(models, optimizers, new, level)
         plugin = self.state.fsdp_plugin
@@ -128,7 +128,7 @@ class ApexAccelerator(Accelerator):
 
     def _initialize(self, models: list[nn.Module], optimizers: Sequence[Any]) -> None:
         inner = list(map(adopted_inside, optimizers))
-        new = [o for o in inner if state_of(o) is None]
+        new = [o for o in inner if policy_of(o) is None]
         if new:
             _check_new(models, inner, new, self._amp_options["opt_level"])
             for model in models if self.device_placement else []:
@@ -139,9 +139,7 @@ class ApexAccelerator(Accelerator):
         if prepared:
             self.scaler = prepared[0]
         elif self._optimizers and self.scaler is not None:
-            states = {o: state_of(o) for o in self.scaler.optimizers}
-            others = [o for o, state in states.items() if state is None or not state.masters.retired]
-            self.scaler.optimizers = [*others, *inner]
+            self.scaler.optimizers = [*(o for o in self.scaler.optimizers if not is_retired(o)), *inner]
         else:
             self.scaler = amp.AmpScaler(inner)
 

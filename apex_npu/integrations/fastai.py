@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from apex_npu import amp
-from apex_npu.amp.optimizer_state import adopted_inside, state_of
+from apex_npu.amp.inspect import adopted_inside, masters, policy_of
 from apex_npu.integrations.optimizer_names import optimizer_class
 from apex_npu.integrations.requirements import require
 
@@ -75,13 +75,12 @@ class ApexAmp(Callback):
         """Initialize amp, unless an earlier ``fit`` has done so for this optimizer."""
         optimizer = getattr(self.learn.opt, "opt", None)
         _check(self.learn.cbs, self.learn.opt, optimizer, self.amp_options)
-        if state_of(optimizer) is None:
+        if policy_of(optimizer) is None:
             amp.initialize(self.learn.model, optimizer, **self.amp_options)
-        state = state_of(optimizer)
-        assert state is not None
-        for pair in state.pairs:  # freeze() and unfreeze() see what the optimizer steps
-            pair.model_param.requires_grad_(pair.master_param.requires_grad)
-        if state.pairs and any(isinstance(cb, GradientClip) for cb in self.learn.cbs):
+        pairs = masters(optimizer)
+        for param, master in pairs:  # freeze() and unfreeze() see what the optimizer steps
+            param.requires_grad_(master.requires_grad)
+        if pairs and any(isinstance(cb, GradientClip) for cb in self.learn.cbs):
             raise ValueError(
                 f"GradientClip clips the gradients of the model, while {self.amp_options['opt_level']} steps fp32 "
                 f"masters: take GradientClip away, and use ApexAmp({self.amp_options['opt_level']!r}, clip=max_norm)"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from apex_npu import amp
-from apex_npu.amp.optimizer_state import adopted_inside, state_of
+from apex_npu.amp.inspect import adopted_inside, policy_of
 from apex_npu.integrations.requirements import require
 
 require("lightning", "lightning", "2.6.6")
@@ -75,7 +75,7 @@ class _Amp:
             raise ValueError(
                 f"LBFGS calls its closure repeatedly, which opt_level={level!r} does not take: use another"
             )
-        if any(state_of(optimizer) is None for optimizer in optimizers):
+        if any(policy_of(optimizer) is None for optimizer in optimizers):
             amp.initialize(model, list(optimizers), **self.amp_options)
         self.optimizers = list(optimizers)
         if self._loaded is not None:

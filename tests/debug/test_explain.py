@@ -3,6 +3,7 @@
 """What is said of skipped steps without a change to the script: the first line, and the table after some skips."""
 
 import functools
+import math
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ from devices import DEVICE, SIMULATOR, START_SCRIPT, needs_counts
 from apex_npu import amp, optimizers
 from apex_npu._cli.options import of_environment
 from apex_npu.amp import session as amp_session
+from apex_npu.debug import gradients as debug_gradients
 from apex_npu.debug.script import look
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +108,7 @@ def test_the_alarm_has_the_iteration_after_it_watched(caplog):
     (table,) = tables(caplog)
     assert "4 skips in a row" in table
     assert f"planted.py:{planted.MARKED['squared']} " in table
-    assert amp_session.current().observer is None
+    assert not amp_session.current().observers
 
 
 @pytest.mark.parametrize("shut_down", [True, False])
@@ -290,6 +292,27 @@ def test_wrappers_of_frameworks():
 def test_gradients_of_another_optimizer():
     with pytest.raises(RuntimeError, match=r"SGD was not passed to amp\.initialize"):
         amp.debug.bad_gradients(torch.optim.SGD([torch.zeros(1)]))
+
+
+def test_bad_gradients_of_several_dtypes_are_joined_some_at_a_time(monkeypatch):
+    monkeypatch.setattr(debug_gradients, "_BATCH", 6)
+    torch.manual_seed(0)
+    shapes = [(4, 3), (), (5,), (2, 0), (7,), (1,)]
+    params = [
+        torch.nn.Parameter(torch.ones(s, dtype=[torch.float32, torch.float64][i % 2])) for i, s in enumerate(shapes)
+    ]
+    model = torch.nn.ParameterList(params).to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
+    for p in model:
+        p.grad = torch.tensor([1e4, math.nan, math.inf, -math.inf], dtype=p.dtype)[torch.randint(4, p.shape)].to(DEVICE)
+    expected = {
+        name: (int(p.grad.isnan().sum()), int(p.grad.isinf().sum()))
+        for name, p in model.named_parameters()
+        if not p.grad.isfinite().all()
+    }
+    assert len(expected) > 2
+    assert amp.debug.bad_gradients(optimizer) == expected
 
 
 @needs_counts("stand_in_counts")

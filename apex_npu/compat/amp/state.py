@@ -10,10 +10,11 @@ from typing import Any
 from apex_npu.amp.frontend import master_params
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.scaler import DynamicScaleOptions
-from apex_npu.amp.session import Session, current, is_first_rank, settings
+from apex_npu.amp.session import Session, current, settings
 from apex_npu.backends.script_warnings import warn
 from apex_npu.compat.amp.handle import AmpHandle
 from apex_npu.compat.amp.scaler import LossScaler
+from apex_npu.distributed.rank_progress import is_first_rank
 
 __all__ = ["AmpState", "_amp_state", "container_abcs", "master_params", "maybe_print", "warn_or_err"]
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from apex_npu.amp.session import Session, current, own_rank
+from apex_npu.amp.inspect import leave, observe, policy
 from apex_npu.backends.patching import Undo
 from apex_npu.debug.comparison.grad_scalers import follow_grad_scalers
 from apex_npu.debug.comparison.recorded import Recorded, digest_of
 from apex_npu.debug.comparison.recorder import Recorder
-from apex_npu.debug.observers import leave, observe
 from apex_npu.debug.watching.opening import WatchingContext, inside_of
 from apex_npu.debug.watching.places import Names
+from apex_npu.distributed.rank_progress import own_rank
 
 
 class record(WatchingContext):
@@ -71,17 +71,16 @@ class record(WatchingContext):
         if not os.access(self.path if os.path.exists(self.path) else folder, os.W_OK) or os.path.isdir(self.path):
             raise PermissionError(f"record cannot write {self.path!r}: give a file in a folder that can be written to")
         self._samples = samples
-        self._session: Session | None = None
         self._undo = Undo()
 
     def __enter__(self) -> Recorded:
         given = self.models_to_watch()
         models = list(map(inside_of, given))
-        session = self._session = current()
+        level = policy()
         recorder = self.watch = Recorder(Names(models), self._samples)
         recorded = recorder.recorded
-        if session is not None and session.policy.enabled:
-            recorded.level = session.policy.opt_level
+        if level is not None and level.enabled:
+            recorded.level = level.opt_level
         devices = [parameter.device for model in models for parameter in model.parameters()]
         recorded.device = devices[0].type if devices else "cpu"
         recorded.versions = {"torch": str(torch.__version__)}
@@ -90,8 +89,7 @@ class record(WatchingContext):
             recorded.notes.append("torch.compile was off while this was recorded: what it has compiled ran eagerly")
         try:
             recorder.note_weights()
-            if session is not None:
-                observe(session, recorder)
+            observe(recorder)
             follow_grad_scalers(self._undo, recorder.scales, recorder.unscaled)
             recorder.attach()
         except BaseException:  # as an interrupt
@@ -101,13 +99,11 @@ class record(WatchingContext):
 
     def leave(self) -> bool:
         """End, and write no file; False: operators are missing, as a mode that was entered before was left before."""
-        recorder, session = self.watch, self._session
-        self.watch = self._session = None
+        recorder, self.watch = self.watch, None
         self._undo.close()
         if recorder is None:
             return True
-        if session is not None:
-            leave(session, recorder)
+        leave(recorder)
         return recorder.detach()
 
     def __exit__(

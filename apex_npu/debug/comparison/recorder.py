@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,12 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from apex_npu.amp.optimizer_state import AmpOptimizerState, state_of
-from apex_npu.amp.session import current, master_of
-from apex_npu.amp.step_decision import StepReport
+from apex_npu.amp.inspect import Observer, averages, float32_of, gradients, stepped
 from apex_npu.backends._torch_private import autograd_node, has_python_dispatch
 from apex_npu.debug.comparison.recorded import Held, Kind, Recorded, Samples, digest_of, on_host, row_of
-from apex_npu.debug.observers import stepped
 from apex_npu.debug.text import first_line, name_of
 from apex_npu.debug.watching.calls import Call
 from apex_npu.debug.watching.lineage import Lineage
@@ -40,7 +37,7 @@ _DRAWS = {"bernoulli", "rand_like", "randn_like", "randint_like", "multinomial",
 _MASKS = (torch.bool, torch.uint8)
 
 
-class Recorder(Watch):
+class Recorder(Watch, Observer):
     """Keeps samples of what operators and modules return, and of the gradients of parameters.
 
     Attributes:
@@ -56,7 +53,7 @@ class Recorder(Watch):
         self._calls: Counter[tuple[Any, ...]] = Counter()
         self._made: Lineage[bool] = Lineage()  # whether it descends from the loss times its scale
         self._given: dict[int, list[tuple[str, Tensor]]] = {}  # by storage, for the outermost forward that runs
-        self._states: list[tuple[Optimizer, AmpOptimizerState]] = []
+        self._optimizers: list[Optimizer] = []
         self._is_averaged = False
         self._losses: list[Tensor] = []
         self._scaling: list[Call] = []
@@ -68,8 +65,7 @@ class Recorder(Watch):
     def note_weights(self) -> None:
         """Keep the parameters, or their masters, and the buffers, as they are before the iteration."""
         for tensor in self._tensors:
-            master = master_of(tensor) if tensor.requires_grad else None
-            held = self._held(tensor if master is None else master)
+            held = self._held(float32_of(tensor) if tensor.requires_grad else tensor)
             if held is not None:
                 name = self.names.of_tensor(tensor) or ""
                 host = on_host(held)
@@ -103,39 +99,23 @@ class Recorder(Watch):
 
     def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
         """See ``Observer``."""
-        states = [(o, state_of(o)) for o in stepped(optimizers)]
-        self._states = [(o, state) for o, state in states if state is not None]
-        session = current()
-        is_local = session is None or session.no_sync_depth > 0
-        self._is_averaged = not is_local and any(state.averages for _, state in self._states)
+        self._optimizers, self._is_averaged = stepped(optimizers), averages(optimizers)
         self.recorded.scale, self._losses, self._scaling = scale, [loss], []
         self.begin_block(scale, [])
 
     def backward_ended(self) -> None:
         """See ``Observer``."""
         if not self._is_averaged:
-            sources = [s for o, state in self._states for group in state.grad_groups(o) for s in group.sources]
             with torch.no_grad():
-                self._note_parameters([(s, s.grad, self.scale) for s in sources])
+                self._note_parameters(gradients(self._optimizers))
 
     def block_ended(self) -> None:
         """See ``Observer``."""
         if self._is_averaged:  # the block has waited for the averages, and has unscaled them
             with torch.no_grad():
-                self._note_parameters([found for o, state in self._states for found in self._averages(o, state)])
-        self._states, self._losses = [], []
+                self._note_parameters(gradients(self._optimizers))
+        self._optimizers, self._losses = [], []
         self.end_block([])
-
-    def _averages(
-        self, optimizer: Optimizer, state: AmpOptimizerState
-    ) -> Iterator[tuple[Tensor, Tensor | None, float]]:
-        for group in state.grad_groups(optimizer):
-            for param, source in zip(group.params, group.sources, strict=True):
-                is_scaled = param is not source and param.grad is None
-                yield source, source.grad if is_scaled else param.grad, self.scale if is_scaled else state.grad_scale
-
-    def step_skipped(self, report: StepReport) -> None:
-        """See ``Observer``."""
 
     # ---- what GradScalers do ---------------------------------------------------------------------------------------
 
@@ -259,8 +239,8 @@ class Recorder(Watch):
         address = held.data_ptr()
         for tensor in self._tensors:
             if tensor.is_leaf:
-                master = master_of(tensor)
-                for known in (tensor.grad, master, None if master is None else master.grad):
+                wide = float32_of(tensor)
+                for known in (tensor.grad, wide, wide.grad):
                     local = None if known is None else self._held(known)
                     if local is not None and local.device == held.device:
                         begin = local.data_ptr()

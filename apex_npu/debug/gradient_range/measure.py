@@ -14,32 +14,28 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.optimizer_state import AmpOptimizerState, adopted_inside, inner_optimizer
+from apex_npu.amp.inspect import Observer, decision_of, leave, loss_scale, models, observe, parameters, require, stepped
 from apex_npu.amp.policy import Policy
-from apex_npu.amp.session import Session, current, require
-from apex_npu.amp.step_decision import StepReport
 from apex_npu.backends import for_device
 from apex_npu.debug.gradient_range.census import ZERO, exponent_census
 from apex_npu.debug.gradient_range.report import GradientRange, ParameterRange, exponent_of
-from apex_npu.debug.gradients import adopted_state, gradients_in, names_of
-from apex_npu.debug.observers import leave, observe, stepped
+from apex_npu.debug.gradients import adopted_policy, gradients_in, names_of
 from apex_npu.debug.text import listed
-from apex_npu.debug.watching.opening import session_models
 from apex_npu.debug.watching.operators import is_measurable
 from apex_npu.debug.watching.watch import Watch
 from apex_npu.fusion.shards import local_part
 from apex_npu.ops import LOW_PRECISION
 
 
-class _Probe:
+class _Probe(Observer):
     """An observer of amp that measures the gradients of one block at its scale and at a larger one.
 
     They are computed besides: nothing accumulates them, and the block finds everything as it was. Where autograd cannot
     compute them besides, those that the block leaves are measured.
     """
 
-    def __init__(self, found: GradientRange, optimizer: Optimizer, state: AmpOptimizerState, factor: float) -> None:
-        self._found, self._optimizer, self._state, self._factor = found, optimizer, state, factor
+    def __init__(self, found: GradientRange, optimizer: Optimizer, factor: float) -> None:
+        self._found, self._optimizer, self._factor = found, optimizer, factor
         self._measures_end = False
 
     def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
@@ -49,22 +45,15 @@ class _Probe:
             with _as_before(loss.device):
                 self._measure(loss, scale)
 
-    def backward_ended(self) -> None:
-        """Gradients are still to be unscaled."""
-
     def block_ended(self) -> None:
         if self._measures_end:
             with suppress(RuntimeError):  # an exception has ended the block, before there were gradients
-                _measure_present(self._found, self._optimizer, self._state)
-
-    def step_skipped(self, report: StepReport) -> None:
-        """What is measured is that of a block."""
+                _measure_present(self._found, self._optimizer)
 
     def _measure(self, loss: Tensor, scale: float) -> None:
-        sources = [s for group in self._state.grad_groups(self._optimizer) for s in group.sources if s.requires_grad]
+        sources = [param for param, _ in parameters(self._optimizer) if param.requires_grad]
         if not sources:
             return
-        session = current()
         wide = loss.float() if loss.dtype in LOW_PRECISION else loss
         try:
             grads = _gradients(wide * scale, sources)
@@ -76,17 +65,17 @@ class _Probe:
             self._note(f"what is lost could not be measured: {str(error).splitlines()[0]}")
             self._measures_end = True
             return
-        _fill(self._found, session, measured, scale, 2.0 ** -exponent_of(scale))
+        _fill(self._found, measured, scale, 2.0 ** -exponent_of(scale))
         missed = [s for s, g in zip(sources, grads, strict=True) if g is None]
         if missed:
-            shown = listed(list(map(names_of(session), missed)))
+            shown = listed(list(map(names_of(), missed)))
             self._note(f"not measured: {shown}, which this loss does not use, or only within reentrant checkpoints")
         zeros = {id(s): g == 0 for s, g in measured}
-        parameters = iter(self._found.parameters.values())
+        ranges = iter(self._found.parameters.values())
         factor = 2.0 ** -exponent_of(scale) / self._factor
         for source, grad in zip(sources, larger, strict=True):
             if id(source) in zeros:
-                one = next(parameters)
+                one = next(ranges)
                 if one.lost is None and grad is not None and not _overflowed(grad):
                     lost = torch.where(zeros[id(source)], grad, torch.zeros_like(grad))
                     counts = exponent_census([lost], factor)[0]
@@ -101,8 +90,7 @@ class _Probe:
 @contextmanager
 def _as_before(device: torch.device) -> Iterator[None]:
     """Checkpoints call forwards once more: buffers and random numbers are as before, and nothing watches these."""
-    session = current()
-    modules = {m for model in ([] if session is None else session_models(session)) for m in model.modules()}
+    modules = {m for model in models() for m in model.modules()}
     held = [(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None and not b.is_meta]
     copies = [buffer.detach().clone() for _, _, buffer in held]
     on_host = device.type == "cpu"
@@ -127,11 +115,9 @@ def _overflowed(grad: Tensor) -> bool:
     return not bool((grad.abs() < largest).all())
 
 
-def _fill(
-    found: GradientRange, session: Session | None, grads: Sequence[tuple[Tensor, Tensor]], scale: float, factor: float
-) -> None:
+def _fill(found: GradientRange, grads: Sequence[tuple[Tensor, Tensor]], scale: float, factor: float) -> None:
     """Take the gradients of parameters in; they are unscaled by ``factor``."""
-    name_of = names_of(session)
+    name_of = names_of()
     found.scale = scale
     counts = exponent_census([grad for _, grad in grads], factor)
     for (source, _), row in zip(grads, counts, strict=True):
@@ -180,14 +166,15 @@ def gradient_range(optimizer: Optimizer, probe: float | None = None) -> Any:
         >>> r["weight"].lost
         0
     """
-    inner = inner_optimizer(adopted_inside(optimizer))
-    state = adopted_state(inner, "gradient_range")
+    (inner,) = stepped(optimizer)
+    policy = adopted_policy(inner, "gradient_range")
+    require("gradient_range")
     if probe is not None:
         if isinstance(probe, bool) or not isinstance(probe, (int, float)) or not 1 < probe < math.inf:
             raise ValueError(f"probe must be larger than 1, how many times the loss scale to try, got {probe!r}")
-        return _probing(inner, state, float(probe))
-    found = GradientRange(type(inner).__name__, state.policy.opt_level, dtype=_dtype_of(state.policy))
-    _measure_present(found, inner, state)
+        return _probing(inner, policy, float(probe))
+    found = GradientRange(type(inner).__name__, policy.opt_level, dtype=_dtype_of(policy))
+    _measure_present(found, inner)
     return found
 
 
@@ -197,28 +184,25 @@ def _dtype_of(policy: Policy) -> torch.dtype:
 
 
 @torch.no_grad()
-def _measure_present(found: GradientRange, optimizer: Optimizer, state: AmpOptimizerState) -> None:
-    session = require("gradient_range")
-    decision = state.decision
-    loss_id = 0 if decision is None else decision.loss_id
-    scale = session.scaler(loss_id).scale if decision is None else decision.scale_before
-    groups = state.grad_groups(optimizer)
-    grads = [(group.sources[i], grad) for group in groups for i, grad in gradients_in(group) if is_measurable(grad)]
+def _measure_present(found: GradientRange, optimizer: Optimizer) -> None:
+    decision = decision_of(optimizer)
+    scale = loss_scale(0) if decision is None else decision.scale_before
+    grads = [found for found in gradients_in(optimizer) if is_measurable(found[1])]
     if not grads:
         raise RuntimeError(
             "gradient_range found no gradient: call it after a scale_loss block, before step() and zero_grad(); or "
             "give it probe=2.0**8, and run an iteration in its context"
         )
-    _fill(found, session, grads, scale, scale / 2.0 ** exponent_of(scale) / state.grad_scale)
+    pairs = [(param, grad) for param, grad, _ in grads]
+    _fill(found, pairs, scale, scale / 2.0 ** exponent_of(scale) / grads[0][2])  # all have one scale
 
 
 @contextmanager
-def _probing(optimizer: Optimizer, state: AmpOptimizerState, factor: float) -> Iterator[GradientRange]:
-    session = require("gradient_range")
-    found = GradientRange(type(optimizer).__name__, state.policy.opt_level, factor, _dtype_of(state.policy))
-    probe = _Probe(found, optimizer, state, factor)
-    observe(session, probe)
+def _probing(optimizer: Optimizer, policy: Policy, factor: float) -> Iterator[GradientRange]:
+    found = GradientRange(type(optimizer).__name__, policy.opt_level, factor, _dtype_of(policy))
+    probe = _Probe(found, optimizer, factor)
+    observe(probe)
     try:
         yield found
     finally:
-        leave(session, probe)
+        leave(probe)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from apex_npu.amp.float32_copies import float32_copy
+from apex_npu.amp import float32_copy
 from apex_npu.backends._torch_private import (
     TorchDispatchMode,
     fake_modes,

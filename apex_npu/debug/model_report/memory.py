@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex_npu.amp.optimizer_state import adopted_inside
+from apex_npu.amp.inspect import adopted_inside, float32_of
 from apex_npu.amp.policy import Policy
-from apex_npu.amp.session import master_of
 from apex_npu.backends._torch_private import is_fake, tree_leaves
 from apex_npu.fusion import EncodedView
 from apex_npu.ops import LOW_PRECISION
@@ -123,9 +122,8 @@ def sizes_of(optimizer: Optimizer, model: nn.Module) -> Sizes:
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     optimizer = adopted_inside(optimizer)
     listed = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    named = ((name, p, master_of(p)) for name, p in model.named_parameters())
-    stepped = {name: p if master is None else master for name, p, master in named}
-    stepped = {name: p for name, p in stepped.items() if id(p) in listed}
+    named = ((name, float32_of(p)) for name, p in model.named_parameters())
+    stepped = {name: p for name, p in named if id(p) in listed}
     title = type(optimizer).__name__
     if not stepped:
         raise ValueError(

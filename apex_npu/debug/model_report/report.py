@@ -12,11 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from apex_npu.amp.inspect import check_incoming, check_thread, trial
 from apex_npu.amp.policy import OPT_LEVELS, Policy, resolve
-from apex_npu.amp.preconditions import check_incoming
-from apex_npu.amp.session import Session, check_thread, standing_in
-from apex_npu.amp.user_casts import registered_patches
-from apex_npu.autocast.forward_cast import convert_model
 from apex_npu.backends._torch_private import tree_leaves
 from apex_npu.debug.model_report.copies import (
     KeptGradients,
@@ -104,8 +101,7 @@ def report(
         stack.enter_context(torch.enable_grad())
         sizes = {level: usual_sizes(model) if optimizer is None else sizes_of(optimizer, model) for level in policies}
         try:
-            sessions = [Session(policy, [], device_types=device_types) for policy in policies.values()]
-            results = [_try(session, model, given, loss, sizes) for session in sessions]
+            results = [_try(p, device_types, model, given, loss, sizes[level]) for level, p in policies.items()]
         except _Refused:
             raise
         except Exception as error:
@@ -159,33 +155,32 @@ def _device_types(model: nn.Module, tensors: list[Tensor]) -> list[str]:
 
 
 def _try(
-    session: Session,
+    policy: Policy,
+    device_types: list[str],
     model: nn.Module,
     given: Any,
     loss: Callable[[Any], Tensor] | None,
-    sizes: dict[str, Sizes],
+    sizes: Sizes,
 ) -> tuple[LevelReport, bool, set[int]]:
-    """One forward and backward of a copy of ``model``, whose casts are those of ``session``.
+    """One forward and backward of a copy of ``model``, whose casts are those of ``policy``.
 
     Returns:
         What it was, whether there was a backward, and the ids of the tensors that it gives gradients to.
     """
-    session.patches = registered_patches(session.policy)
     tally = Tally()
     with (
         KeptGradients(model.parameters()) as gradients,
         fake_copies(model, given) as (made, (args, kwargs)),
-        standing_in(session),
+        trial(made, policy, device_types),
     ):
-        convert_model(made, session.policy, session.device_types, session.ambient)
         with tally.counting(made, list(every_tensor((args, kwargs)))):
             outputs = made(*args, **kwargs)
             ends = _ends(outputs, loss)
             leaves = leaves_of_graph(ends)
             gradients.keep(leaves)
             torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
-        memory = measure(made, session.policy, sizes[session.policy.opt_level])
-    return LevelReport(session.policy.opt_level, tally, memory), bool(ends), {id(t) for t in leaves}
+        memory = measure(made, policy, sizes)
+    return LevelReport(policy.opt_level, tally, memory), bool(ends), {id(t) for t in leaves}
 
 
 def _ends(outputs: Any, loss: Callable[[Any], Tensor] | None) -> list[Tensor]:

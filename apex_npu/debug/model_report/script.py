@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from apex_npu.amp import inspect
 from apex_npu.amp.policy import Policy, resolve
-from apex_npu.amp.session import current, is_first_rank
 from apex_npu.autocast.cast_policy import CastPolicy
 from apex_npu.debug.model_report.report import LEVELS, report
 from apex_npu.debug.watching.opening import is_of_amp
+from apex_npu.distributed.rank_progress import is_first_rank
 
 
 class FirstForward:
@@ -31,23 +32,21 @@ class FirstForward:
 
     def _forward_ended(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Report after the forward: what the model keeps in caches then has values."""
-        session = current()
-        if torch.compiler.is_compiling() or session is None or not session.policy.enabled:
+        policy = inspect.policy()
+        if torch.compiler.is_compiling() or policy is None or not policy.enabled:
             return
         if torch.is_grad_enabled() and is_of_amp(module):
             self.end()
             if is_first_rank():
-                self._report(module, args, kwargs)
+                self._report(policy, module, args, kwargs)
 
-    def _report(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        session = current()
-        assert session is not None
-        level = session.policy.opt_level
+    def _report(self, policy: Policy, module: nn.Module, args: Any, kwargs: Any) -> None:
+        level = policy.opt_level
         plain = resolve(level)
         overrides = {
-            name: getattr(session.policy, name)
+            name: getattr(policy, name)
             for name in (*(field.name for field in fields(CastPolicy)), "master_weights")
-            if getattr(session.policy, name) != getattr(plain, name)
+            if getattr(policy, name) != getattr(plain, name)
         }
         levels: list[str | Policy] = [*LEVELS, level]
         trains = f"the script trains at {level}"
@@ -65,7 +64,7 @@ class FirstForward:
 
     def _script_ended(self) -> None:
         self.end()
-        if is_first_rank() and (current() is not None or parent_process() is None):
+        if is_first_rank() and (inspect.policy() is not None or parent_process() is None):
             print(
                 "--model-report: the script has ended, and no model of amp.initialize was called to be trained outside "
                 "of a compiled function in this process",

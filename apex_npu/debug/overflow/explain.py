@@ -14,26 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.optim import Optimizer
 
-from apex_npu.amp.optimizer_state import AmpOptimizerState, state_of
-from apex_npu.amp.session import Session, current, is_first_rank, settings
-from apex_npu.amp.step_decision import StepReport
+from apex_npu.amp import StepReport, inspect
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import dispatch_modes
-from apex_npu.debug.observers import leave, observe, observers_of, stepped
-from apex_npu.debug.overflow.finder import Finder, gradients_of, params_of
+from apex_npu.debug.overflow.finder import Finder
 from apex_npu.debug.overflow.ranks import Ranks
 from apex_npu.debug.overflow.replay import Block, Replayer
 from apex_npu.debug.overflow.report import OverflowReport
 from apex_npu.debug.text import count
-from apex_npu.debug.watching.opening import session_models
 from apex_npu.debug.watching.operators import is_measurable
+from apex_npu.distributed.rank_progress import is_first_rank
 from apex_npu.fusion.shards import local_part
 
 logger = logging.getLogger("apex_npu.debug")
 
 
-class Explainer:
+class Explainer(inspect.Observer):
     """An observer of amp that has an iteration watched after skipped steps, and logs what is found.
 
     An iteration is watched from the first forward after the skip until its step is skipped, or the forward of the next
@@ -59,7 +57,7 @@ class Explainer:
         self._optimizers: Any = None
         self._loss: Tensor | None = None
         self._is_dynamic = True
-        self._undecided: list[tuple[AmpOptimizerState, StepReport | None]] = []
+        self._undecided: list[tuple[Optimizer, StepReport | None]] = []
         self.blocks = self.skips = self.applied = self.tables = 0
 
     # ---- what amp calls --------------------------------------------------------------------------------------------
@@ -99,21 +97,21 @@ class Explainer:
         is_bad = self._loss is not None and not bool(self._loss.isfinite().all())
         self._loss, self._undecided = None, []
         if not is_bad and not self._is_dynamic:
-            grads = [local_part(grad) for _, grad in gradients_of(params_of(self._optimizers)[0])]
+            grads = [local_part(p.grad) for _, p in inspect.parameters(self._optimizers) if p.grad is not None]
             is_bad = not all(bool(grad.isfinite().all()) for grad in grads if is_measurable(grad))
         if not is_bad:
             self._row = 0
             return
-        states = [state for one in stepped(self._optimizers) if (state := state_of(one)) is not None]
-        decisions = [state.decision for state in states]
+        optimizers = inspect.stepped(self._optimizers)
+        decisions = list(map(inspect.decision_of, optimizers))
         if not self._is_dynamic or not any(decision is None or decision.skip for decision in decisions):
             self._is_applied()
         elif None in decisions:  # a later block decides, or the device
-            self._undecided = [(state, state.report) for state in states]
+            self._undecided = [(optimizer, inspect.report_of(optimizer)) for optimizer in optimizers]
 
     def _settle(self) -> None:
         """Whether the step of a bad block that had been left undecided was applied."""
-        ended = [state.report for state, before in self._undecided if state.report is not before]
+        ended = [now for optimizer, before in self._undecided if (now := inspect.report_of(optimizer)) is not before]
         if ended:
             self._undecided = []
             if any(report is not None and report.applied for report in ended):
@@ -189,9 +187,8 @@ class Explainer:
 
     def keep_forwards(self) -> None:
         """With ``replay``: keep what the models of the session are called with, from now on."""
-        session = current()
-        if self._replayer is not None and session is not None:
-            self._replayer.follow(session_models(session))
+        if self._replayer is not None and inspect.policy() is not None:
+            self._replayer.follow(inspect.models())
 
     def close(self) -> None:
         """Watch and keep nothing from now on."""
@@ -203,7 +200,7 @@ class Explainer:
 
     def end_script(self, says_nothing: bool) -> None:
         """The script has ended: print what was seen, in a sentence, unless nothing was and not ``says_nothing``."""
-        if settings.observer is not self:  # the script has ended or replaced it
+        if inspect.settings.observer is not self:  # the script has ended or replaced it
             return
         self._guarded(self._settle)
         self.close()
@@ -240,9 +237,8 @@ class Explainer:
         if self._start is not None:
             self._start.remove()
             self._start = None
-        session = current()
-        if self._once and session is not None:
-            leave(session, self)
+        if self._once:
+            inspect.leave(self)
 
     def _forward_begins(self, module: nn.Module, args: Any) -> None:
         if self._finder is not None:
@@ -250,17 +246,16 @@ class Explainer:
                 self._guarded(self._settle)
                 self.end()
             return
-        session = current()
         # Within another mode, which might be left first, operators are not watched; nor in the capture of a graph.
-        if session is None or not torch.is_grad_enabled() or dispatch_modes() or is_capturing():
+        if inspect.policy() is None or not torch.is_grad_enabled() or dispatch_modes() or is_capturing():
             return
-        if self in observers_of(session):
-            self._guarded(self._begin, session, module, args)
+        if self in inspect.observers():
+            self._guarded(self._begin, module, args)
         else:  # a later session, whose blocks and steps it does not hear of
             self.end()
 
-    def _begin(self, session: Session, module: nn.Module, args: Any) -> None:
-        finder = self._finder = Finder(session_models(session))
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        finder = self._finder = Finder(inspect.models())
         finder.watch.make_way = self.end
         finder.attach()
         finder.watch.enter_module(module, args)
@@ -303,32 +298,28 @@ def explain_overflows(after: int | None = 2, times: int = 20, *, replay: bool = 
         valid = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         if not valid and not (name == "after" and value is None):
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    session = current()
-    listed = [] if session is None else observers_of(session)
-    for known in {id(o): o for o in (settings.observer, *listed)}.values():
+    for known in {id(o): o for o in (inspect.settings.observer, *inspect.observers())}.values():
         if isinstance(known, Explainer):
             known.close()
-            if session is not None:
-                leave(session, known)
-    settings.observer = explainer = None if after is None else Explainer(after, times, replay=replay)
-    if session is not None and explainer is not None:
-        observe(session, explainer)
+            inspect.leave(known)
+    inspect.settings.observer = explainer = None if after is None else Explainer(after, times, replay=replay)
+    if explainer is not None:
+        inspect.observe(explainer)
         explainer.keep_forwards()
 
 
 def watch_next_iteration() -> None:
     """Watch the next iteration of the current session, where nothing else watches it; log what is found."""
-    session = current()
-    if session is not None and session.observer is None:
+    if not inspect.observers():
         explainer = Explainer(after=1, times=1, once=True)
-        session.observer = explainer
+        inspect.observe(explainer)
         explainer.arm()
 
 
 def explain_script(after: int, *, replay: bool) -> None:
     """Call ``explain_overflows``, and say at the end of the script what has been found."""
     explain_overflows(after, replay=replay)
-    explainer = settings.observer
+    explainer = inspect.settings.observer
     assert isinstance(explainer, Explainer)
     is_first = parent_process() is None  # not of processes that load data
     Finalize(None, lambda: explainer.end_script(is_first), exitpriority=0)

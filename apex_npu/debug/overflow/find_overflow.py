@@ -8,8 +8,7 @@ from types import TracebackType
 
 from torch import nn
 
-from apex_npu.amp.session import Session, current
-from apex_npu.debug.observers import leave, observe
+from apex_npu.amp.inspect import leave, observe, policy
 from apex_npu.debug.overflow.finder import Finder
 from apex_npu.debug.overflow.replay import ReplayFinder
 from apex_npu.debug.overflow.report import Overflows
@@ -63,11 +62,9 @@ class find_overflow(WatchingContext):
         super().__init__(models)
         self._replay = replay
         self._finder: Finder | ReplayFinder | None = None
-        self._session: Session | None = None
 
     def __enter__(self) -> Overflows:
-        session = current()
-        if self._replay and session is None:
+        if self._replay and policy() is None:
             raise RuntimeError(
                 "find_overflow(replay=True) runs steps again that amp has skipped: call amp.initialize first, or leave "
                 "replay out"
@@ -75,21 +72,17 @@ class find_overflow(WatchingContext):
         open_already = "find_overflow is open already: it covers all that runs inside of it; leave this one out"
         models = self.models_to_watch(open_already)
         finder = self._finder = ReplayFinder(models) if self._replay else Finder(models)
-        self._session = session
-        if session is not None:
-            observe(session, finder)
+        observe(finder)
         finder.attach()
         return finder.found
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        finder, session = self._finder, self._session
+        finder, self._finder = self._finder, None
         if finder is None:
             return
         finder.detach()
-        if session is not None:
-            leave(session, finder)
+        leave(finder)
         if isinstance(finder, Finder):
             finder.examine_rest(interrupted=kind is not None)
-        self._finder = self._session = None

@@ -10,21 +10,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from apex_npu.amp.optimizer_state import state_of
-from apex_npu.amp.session import Session, current
-from apex_npu.amp.step_decision import StepReport
+from apex_npu.amp import StepReport
+from apex_npu.amp.inspect import Observer, are_averaged, gradients, loss_scale, optimizers, parameters, stepped
 from apex_npu.backends import for_device
-from apex_npu.debug.observers import stepped
 from apex_npu.debug.overflow.causes import OF_ANOTHER_PROCESS, Finding, Scale, find_causes, without_operator
 from apex_npu.debug.overflow.report import OverflowReport, Overflows, note_of_dropped
 from apex_npu.debug.text import name_of
 from apex_npu.debug.watching.operators import is_measurable, vanishing_number_in
 from apex_npu.debug.watching.places import Names
 from apex_npu.debug.watching.watch import Watch
-from apex_npu.distributed.torch_ddp import ddps_of
 from apex_npu.fusion.shards import local_part
 from apex_npu.ops import LOW_PRECISION
 
@@ -37,24 +34,12 @@ OF_STATIC_SCALE = (
 Gradients = list[tuple[Tensor, Tensor]]
 
 
-def params_of(optimizers: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """The parameters that the optimizers of a ``scale_loss`` block step, and those that backward gives gradients to."""
-    params: list[Tensor] = []
-    sources: list[Tensor] = []
-    for optimizer in stepped(optimizers):
-        state = state_of(optimizer)
-        for group in [] if state is None else state.grad_groups(optimizer):
-            params += group.params
-            sources += group.sources
-    return params, sources
+def present(optimizers: Any) -> Gradients:
+    """The gradients of ``optimizers`` that are there; see ``amp.inspect.gradients``."""
+    return [(param, grad) for param, grad, _ in gradients(optimizers) if grad is not None]
 
 
-def gradients_of(sources: Sequence[Tensor]) -> Gradients:
-    """Those that are there."""
-    return [(source, source.grad) for source in sources if source.grad is not None]
-
-
-class Finder:
+class Finder(Observer):
     """An observer of amp that watches operators, and makes a report of each block.
 
     Attributes:
@@ -71,7 +56,7 @@ class Finder:
         devices = [d for d in dict.fromkeys(p.device for p in params) if d.type != "meta" and for_device(d).saturates()]
         self.watch = Watch(Names(models), devices)
         self._loss: Tensor | None = None
-        self._sources: list[Tensor] = []
+        self._optimizers: list[Optimizer] = []
         self._report: OverflowReport | None = None
         self.dynamic = False
 
@@ -87,15 +72,15 @@ class Finder:
 
     def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
         """See ``Observer``."""
-        params, self._sources = params_of(optimizers)
+        self._optimizers = stepped(optimizers)
         self._loss, self.dynamic = loss.detach(), dynamic
         self._report = OverflowReport(loss_id=loss_id, scale=scale)
         self._note_scale(loss_id, scale)
-        gradients = []
-        for i, (param, source) in enumerate(zip(params, self._sources, strict=True)):
-            name = self._name_of(i, source)
-            gradients += [(name, grad) for grad in (param.grad, source.grad) if grad is not None]
-        self.watch.begin_block(scale, gradients)
+        known = []
+        for i, (param, taking) in enumerate(parameters(self._optimizers)):
+            name = self._name_of(i, param)
+            known += [(name, grad) for grad in (taking.grad, param.grad) if grad is not None]
+        self.watch.begin_block(scale, known)
 
     def backward_ended(self) -> None:
         """See ``Observer``."""
@@ -106,7 +91,7 @@ class Finder:
         with torch.no_grad():
             if self._loss.numel() == 1:
                 report.loss = float(self._loss)
-            self.examine(report, [self._loss], gradients_of(self._sources))
+            self.examine(report, [self._loss], present(self._optimizers))
         self.found.reports.append(report)
         self.watch.flag.hand_back()
 
@@ -116,8 +101,8 @@ class Finder:
         if report is not None and all(known is not report for known in self.found.reports):
             self.watch.suspended = True
             self._examine_interrupted(report)
-        self.watch.end_block([source.grad for source in self._sources if source.grad is not None])
-        self._loss, self._report, self._sources = None, None, []
+        self.watch.end_block([param.grad for param, _ in parameters(self._optimizers) if param.grad is not None])
+        self._loss, self._report, self._optimizers = None, None, []
         self.watch.suspended = False
 
     def step_skipped(self, report: StepReport) -> None:
@@ -126,10 +111,9 @@ class Finder:
         decider = next((known for known in of_loss if known.scale == report.scale_before), None)
         if decider is not None:
             decider.scale_after, decider.skips_in_a_row = report.scale_after, report.skips_in_a_row
-        session = current()
         for loss_id in {known.loss_id for known in self.found.reports if known.scale_after is None}:
-            if session is not None and loss_id is not None:  # of blocks after the one that has decided
-                self._note_scale(loss_id, session.scaler(loss_id).scale)
+            if loss_id is not None:  # of blocks after the one that has decided
+                self._note_scale(loss_id, loss_scale(loss_id))
 
     def _note_scale(self, loss_id: int, scale: float) -> None:
         """The last block of a loss has left ``scale``."""
@@ -150,7 +134,7 @@ class Finder:
         report, params = OverflowReport(), [p for model in self._models for p in model.parameters()]
         if any(p.grad is not None for p in params):
             with torch.no_grad():
-                self.examine(report, [], gradients_of(params))
+                self.examine(report, [], [(p, p.grad) for p in params if p.grad is not None])
             self.found.reports.append(report)
 
     def _examine_interrupted(self, report: OverflowReport) -> None:
@@ -182,9 +166,8 @@ class Finder:
 
     def _advised(self, cause: Finding) -> Finding:
         """``cause``, weights that are not finite, with what is known of the step that wrote them."""
-        session = current()
-        eps = "" if session is None else _vanished_eps(session)
-        if eps or session is None or self._loss is None or self.dynamic:
+        eps = _vanished_eps()
+        if eps or self._loss is None or self.dynamic:
             return replace(cause, advice=eps + cause.advice)
         return replace(cause, advice=OF_STATIC_SCALE)
 
@@ -215,16 +198,16 @@ class Finder:
             source = bad[0][0]
             name = watch.names.of_tensor(source)
             report.causes = [without_operator("written", "block", source, name, why, advice)]
-        if _are_averaged([source for source, _ in gradients]):
+        if are_averaged([source for source, _ in gradients]):
             report.causes = [_of_average(cause) for cause in report.causes]
         report.not_measured = dict(watch.not_measured) if report.overflowed else {}
         if watch.dropped_bad:
             report.notes.append(note_of_dropped(watch.dropped_bad))
 
 
-def _vanished_eps(session: Session) -> str:
+def _vanished_eps() -> str:
     """Of an optimizer whose eps the dtype of its parameters rounds to 0: the beginning of an advice; or empty."""
-    for optimizer in session.adopted:
+    for optimizer in optimizers():
         for group in optimizer.param_groups:
             dtypes = {p.dtype for p in group["params"] if p.dtype in LOW_PRECISION}
             for dtype in dtypes:
@@ -234,13 +217,6 @@ def _vanished_eps(session: Session) -> str:
                         "divides by 0 where the second moment is 0: eps=1e-4, or O2, whose masters are float32. Else "
                     )
     return ""
-
-
-def _are_averaged(sources: Sequence[Tensor]) -> bool:
-    session = current()
-    if session is None or not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return False
-    return session.data_parallel is not None or bool(ddps_of(session.ddps, sources))
 
 
 def _of_average(cause: Finding) -> Finding:

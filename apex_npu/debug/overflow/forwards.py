@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import unserializable_hook
 
-from apex_npu.amp.session import current
+from apex_npu.amp.inspect import ambient
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import tree_map
 from apex_npu.debug.model_report.copies import every_tensor
@@ -56,8 +56,8 @@ class Forward:
         tensors = list(every_tensor(self.given))
         self._versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
         self._autocast = _autocast_of({"cpu", *(t.device.type for t in tensors if t.device.type != "meta")})
-        session = current()
-        self._casts_around = session is not None and session.ambient.is_inside()
+        casts = ambient()
+        self._casts_around = casts is not None and casts.is_inside()
 
     def why_not(self) -> str | None:
         """Why it cannot be called with the same result; None: it can."""
@@ -110,7 +110,7 @@ class Forward:
 
         args, kwargs = tree_map(leaf, self.given)
         call = functools.partial(self._call, args, kwargs)
-        session = current()
+        casts = ambient()
         with ExitStack() as stack:
             written = stack.enter_context(self.state.put_back())
             stack.enter_context(torch.enable_grad())
@@ -118,8 +118,8 @@ class Forward:
             for device_type, state in self._autocast.items():
                 if state != here[device_type]:
                     stack.enter_context(torch.autocast(device_type, *state))
-            if session is not None:
-                call = functools.partial(session.ambient.call_as_if, self._casts_around, call)
+            if casts is not None:
+                call = functools.partial(casts.call_as_if, self._casts_around, call)
             yield call, inputs
         if written:
             raise NotReplayedError(f"forward writes a parameter, of shape {list(written[0].shape)}")

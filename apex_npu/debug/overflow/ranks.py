@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from apex_npu.amp.step_decision import StepReport
+from apex_npu.amp import StepReport
 from apex_npu.debug.overflow.report import OverflowReport
 from apex_npu.distributed.rank_progress import store_for
 

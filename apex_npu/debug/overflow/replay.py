@@ -14,19 +14,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from apex_npu.amp.session import current
-from apex_npu.amp.step_decision import StepReport
+from apex_npu.amp import StepReport
+from apex_npu.amp.inspect import Observer, at_end, gradients, parameters, stepped
 from apex_npu.backends._torch_private import without_modes
 from apex_npu.debug.model_report.copies import nodes_of
-from apex_npu.debug.observers import stepped
 from apex_npu.debug.overflow.causes import Finding, without_operator
-from apex_npu.debug.overflow.finder import Finder, Gradients, params_of
+from apex_npu.debug.overflow.finder import Finder, Gradients
 from apex_npu.debug.overflow.forwards import Forward, Forwards, outputs_of
 from apex_npu.debug.overflow.report import OverflowReport, Overflows
 from apex_npu.debug.text import first_line
 from apex_npu.debug.watching.calls import NotReplayedError
 from apex_npu.debug.watching.watch import GIVEN, Watch
-from apex_npu.fusion import grads_of
 from apex_npu.fusion.shards import local_part
 
 # Gradients may be accumulated over as many blocks.
@@ -55,8 +53,7 @@ class Block:
         optimizers: Likewise.
         scale: The loss scale.
         dynamic: It moves.
-        params: What the optimizers step.
-        sources: What backward gives gradients to, for each.
+        params: What backward gives gradients to, and what the optimizers step for each.
         runs: In the order of backward.
     """
 
@@ -65,22 +62,22 @@ class Block:
     optimizers: list[Optimizer]
     scale: float
     dynamic: bool
-    params: list[Tensor]
-    sources: list[Tensor]
+    params: list[tuple[Tensor, Tensor]]
     runs: list[Run] = field(default_factory=list)
     _left: tuple[Tensor, int] | None = None
 
     def note_gradients(self) -> None:
         """Its gradients are complete."""
-        grads = [grad for grad in [*grads_of(self.sources), *grads_of(self.params)] if grad is not None]
-        self._left = (grads[0], grads[0]._version) if grads else None
+        first = next((grad for grad in self._gradients() if grad is not None), None)
+        self._left = None if first is None else (first, first._version)
 
     def is_cleared(self) -> bool:
         """Whether its gradients have been dropped or written since, as by ``zero_grad``."""
-        grads = [*grads_of(self.sources), *grads_of(self.params)]
-        return (
-            self._left is None or self._left[0]._version != self._left[1] or all(g is not self._left[0] for g in grads)
-        )
+        left = self._left
+        return left is None or left[0]._version != left[1] or all(grad is not left[0] for grad in self._gradients())
+
+    def _gradients(self) -> list[Tensor | None]:
+        return [param.grad for params in zip(*self.params, strict=True) for param in params]
 
 
 class Replayer:
@@ -99,11 +96,9 @@ class Replayer:
     def follow(self, models: Sequence[nn.Module]) -> None:
         """Keep the forwards of ``models``, and of no others."""
         self._forwards.follow(models)
-        session = current()
         if self._hook is None:
             self._hook = register_optimizer_step_post_hook(self._stepped)
-            if session is not None:
-                session.at_end(_ending(weakref.ref(self)))
+            at_end(_ending(weakref.ref(self)))
 
     def end(self) -> None:
         """Keep nothing."""
@@ -116,8 +111,7 @@ class Replayer:
     def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
         """A block begins."""
         self._forwards.close_interrupted()
-        params, sources = params_of(optimizers)
-        block = Block(loss_id, loss.detach(), stepped(optimizers), scale, dynamic, params, sources)
+        block = Block(loss_id, loss.detach(), stepped(optimizers), scale, dynamic, parameters(optimizers))
         before = self._of(block.optimizers)
         if before and before[-1].is_cleared():  # without a step
             self.release(self._drop(block.optimizers))
@@ -244,7 +238,7 @@ class Replayer:
 
     def _run(self, block: Block, run: Run, found: OverflowReport) -> tuple[Finder, Gradients]:
         """Run one forward and its backward again, with ``found`` as what is found; returns the gradients, too."""
-        sources = [source for source in block.sources if source.requires_grad]
+        sources = [source for source, _ in block.params if source.requires_grad]
         with run.forward.as_it_was() as (call, inputs), self._forwards.paused():
             finder = Finder(self._forwards.models)
             finder.dynamic, watch = block.dynamic, finder.watch
@@ -371,9 +365,9 @@ def _of_sum(parameter: str) -> Finding:
 def _compared(blocks: Sequence[Block], totals: dict[Tensor, Tensor]) -> tuple[str, bool]:
     """What is to be said of the gradients beside those that the skipped step has left; whether they tell its cause."""
     is_same, is_bad_alike, is_told, bad = True, True, False, 0
-    pairs = {s: (p, block.scale) for block in blocks for p, s in zip(block.params, block.sources, strict=True)}
-    for source, (param, scale) in pairs.items():
-        grad, again = source.grad if param.grad is None else param.grad, totals.get(source)
+    left = {param: (grad, block.scale) for block in blocks for param, grad, _ in gradients(block.optimizers)}
+    for param, (grad, scale) in left.items():
+        again = totals.get(param)
         if grad is None or again is None:
             is_same &= grad is again
             is_bad_alike &= all(one is None or bool(local_part(one).isfinite().all()) for one in (grad, again))
@@ -411,7 +405,7 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
-class ReplayFinder(Replayer):
+class ReplayFinder(Replayer, Observer):
     """An observer of amp that has skipped steps run again, and keeps what is found.
 
     Attributes:

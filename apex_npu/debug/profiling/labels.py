@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.profiler import record_function
 
-from apex_npu.amp.session import settings
+from apex_npu.amp.inspect import settings
 from apex_npu.backends._torch_private import torch_profiler
 from apex_npu.backends.patching import Undo, patch_attribute
 from apex_npu.debug.watching.opening import is_of_amp

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from apex_npu.amp.session import own_rank
 from apex_npu.backends._torch_private import torch_profiler
 from apex_npu.debug.profiling.labels import profiler_ranges
 from apex_npu.debug.profiling.phases import BEFORE_FORWARD, ELSEWHERE, OperatorTime, Phase, Steps, events_of, summarize
 from apex_npu.debug.text import aligned, count
+from apex_npu.distributed.rank_progress import own_rank
 
 _SHOWN = 10
 # Less than this share of a step, in percent, is not worth an advice.

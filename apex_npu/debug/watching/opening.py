@@ -10,14 +10,9 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from apex_npu.amp.session import Session, current
+from apex_npu.amp.inspect import models
 from apex_npu.backends import is_capturing
 from apex_npu.debug.watching.watch import Watch
-
-
-def session_models(session: Session) -> list[nn.Module]:
-    """The models that amp knows, and that are still there."""
-    return [model for converted in session.models if (model := converted.model) is not None]
 
 
 def inside_of(model: nn.Module) -> nn.Module:
@@ -34,8 +29,8 @@ def inside_of(model: nn.Module) -> nn.Module:
 
 def is_of_amp(module: nn.Module) -> bool:
     """Whether ``module`` is, or holds, a model that was passed to ``amp.initialize``."""
-    session, inner = current(), inside_of(module)
-    return session is not None and any(inside_of(model) is inner for model in session_models(session))
+    inner = inside_of(module)
+    return any(inside_of(model) is inner for model in models())
 
 
 class WatchingContext:
@@ -79,8 +74,7 @@ class WatchingContext:
         if Watch.is_open():
             others = [name for name in ("check_operators", "find_overflow", "record") if name != caller]
             raise ValueError(open_already or f"{caller}, {others[0]} or {others[1]} is open already: leave that before")
-        session = current()
-        found = list(self._models) or ([] if session is None else session_models(session))
+        found = list(self._models) or models()
         if not found:
             raise ValueError(f"{caller} needs a model: pass it, or call amp.initialize first")
         return found

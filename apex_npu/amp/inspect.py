@@ -1,0 +1,193 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What packages above amp see of a session, its optimizers and their gradients.
+
+They import this module, ``policy.py`` and the names of ``apex_npu.amp``, and no other module of amp. Nothing here keeps
+a state. Optimizers are given as ``scale_loss`` takes them: one or several, in wrappers or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from apex_npu.amp.amp_optimizer import AmpOptimizerMixin
+from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, inner_optimizer, state_of
+from apex_npu.amp.optimizer_state import adopted_inside as adopted_inside
+from apex_npu.amp.policy import Policy
+from apex_npu.amp.preconditions import check_incoming as check_incoming
+from apex_npu.amp.session import Observer as Observer
+from apex_npu.amp.session import Session, current, master_of, standing_in
+from apex_npu.amp.session import check_thread as check_thread
+from apex_npu.amp.session import require as require
+from apex_npu.amp.session import settings as settings
+from apex_npu.amp.step_decision import StepDecision, StepReport
+from apex_npu.amp.user_casts import registered_patches
+from apex_npu.autocast.forward_cast import Ambient, convert_model
+from apex_npu.backends.patching import Undo, patch_attribute
+from apex_npu.distributed.torch_ddp import ddps_of
+
+
+def policy() -> Policy | None:
+    """The policy of the current session; None: there is no session."""
+    session = current()
+    return None if session is None else session.policy
+
+
+def models() -> list[nn.Module]:
+    """The models that were passed to ``initialize``, and that are still there."""
+    session = current()
+    return [] if session is None else [m for converted in session.models if (m := converted.model) is not None]
+
+
+def parameter_names() -> dict[Tensor, str]:
+    """The names of all parameters of ``models()``."""
+    session = current()
+    return {} if session is None else session.parameter_names()
+
+
+def optimizers() -> list[Optimizer]:
+    """The optimizers that were passed to ``initialize``, and that are still there."""
+    session = current()
+    return [] if session is None else list(session.adopted)
+
+
+def loss_scale(loss_id: int) -> float:
+    """The scale of one loss after all of its blocks that have ended."""
+    return require("loss_scale").scaler(loss_id).scale
+
+
+def ambient() -> Ambient | None:
+    """Where the casts of O1 are on; None: there is no session."""
+    session = current()
+    return None if session is None else session.ambient
+
+
+def at_end(call: Callable[[], object]) -> None:
+    """Have ``call`` called when the current session ends."""
+    session = current()
+    if session is not None:
+        session.at_end(call)
+
+
+@contextmanager
+def trial(model: nn.Module, tried: Policy, device_types: list[str]) -> Iterator[None]:
+    """Convert ``model``, a copy, for the policy ``tried``, whose casts are on in the block; the session stays."""
+    session = Session(tried, [], device_types=device_types, patches=registered_patches(tried))
+    with standing_in(session):
+        convert_model(model, tried, device_types, session.ambient)
+        yield
+
+
+def observers() -> list[Observer]:
+    """The observers of the current session, the latest first."""
+    session = current()
+    return [] if session is None else session.observers
+
+
+def observe(observer: Observer) -> None:
+    """Tell ``observer``, too, of the blocks and skipped steps of the current session."""
+    session = current()
+    if session is not None:
+        session.observers = [observer, *session.observers]
+
+
+def leave(observer: Observer) -> None:
+    """Tell ``observer`` no longer; the others stay, in whichever order they came."""
+    session = current()
+    if session is not None:
+        session.observers = [other for other in session.observers if other is not observer]
+
+
+def stepped(given: Any) -> list[Optimizer]:
+    """The optimizers of a block without what is around them."""
+    listed = given if isinstance(given, (list, tuple)) else [given]
+    return list(map(inner_optimizer, map(adopted_inside, listed)))
+
+
+def policy_of(optimizer: Any) -> Policy | None:
+    """The policy of an optimizer; None: it was never passed to ``initialize``."""
+    state = state_of(optimizer)
+    return None if state is None else state.policy
+
+
+def is_retired(optimizer: Any) -> bool:
+    """Whether another optimizer steps the model of ``optimizer`` now, or amp was shut down."""
+    state = state_of(optimizer)
+    return state is not None and state.masters.retired
+
+
+def decision_of(optimizer: Any) -> StepDecision | None:
+    """What blocks have decided about the next step; None: nothing since the last one, as far as is known."""
+    state = state_of(optimizer)
+    return None if state is None else state.decision
+
+
+def report_of(optimizer: Any) -> StepReport | None:
+    """The outcome of the last step whose outcome has arrived; ``amp.last_step`` waits for it."""
+    state = state_of(optimizer)
+    return None if state is None else state.report
+
+
+def patch_step(undo: Undo, around: Callable[[Any], Any]) -> None:
+    """Replace ``step`` of all optimizers of amp by ``around(step)``, until ``undo`` is closed."""
+    patch_attribute(undo, AmpOptimizerMixin, "step", around)
+
+
+def float32_of(param: Tensor) -> Tensor:
+    """What holds the float32 value of a model's parameter: what an optimizer steps for it, or the parameter itself."""
+    master = master_of(param)
+    return param if master is None else master
+
+
+def parameters(given: Any) -> list[tuple[Tensor, Tensor]]:
+    """Each parameter of the model that optimizers step, and what they step for it."""
+    return [pair for optimizer, state in _states(given) for pair in _pairs(optimizer, state)]
+
+
+def masters(given: Any) -> list[tuple[Tensor, Tensor]]:
+    """Each parameter of the model that has an fp32 master, frozen ones too, and this master."""
+    return [(pair.model_param, pair.master_param) for _, state in _states(given) for pair in state.pairs]
+
+
+def gradients(given: Any) -> list[tuple[Tensor, Tensor | None, float]]:
+    """Each parameter of the model that optimizers step, its gradient if it has one, and what that is multiplied with.
+
+    The gradient is in a block what backward leaves, and else what ``step`` takes. Where the step has none to take yet,
+    as after a block with ``delay_unscale``, it is the model's.
+    """
+    return [
+        (param, param.grad if state.stage is Stage.SCALED or taking.grad is None else taking.grad, state.grad_scale)
+        for optimizer, state in _states(given)
+        for param, taking in _pairs(optimizer, state)
+    ]
+
+
+def _states(given: Any) -> list[tuple[Optimizer, AmpOptimizerState]]:
+    return [(one, state) for one in stepped(given) if (state := state_of(one)) is not None]
+
+
+def _pairs(optimizer: Optimizer, state: AmpOptimizerState) -> list[tuple[Tensor, Tensor]]:
+    groups = state.grad_groups(optimizer)
+    return [pair for group in groups for pair in zip(group.sources, group.params, strict=True)]
+
+
+def averages(given: Any) -> bool:
+    """Whether blocks of these optimizers average gradients over processes as they end (``combine_ddp``)."""
+    session = current()
+    if session is None or session.no_sync_depth > 0:
+        return False
+    return any(state.averages for _, state in _states(given))
+
+
+def are_averaged(params: Sequence[Tensor]) -> bool:
+    """Whether amp or DistributedDataParallel averages the gradients of ``params`` over processes."""
+    session = current()
+    if session is None or not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return False
+    return session.data_parallel is not None or bool(ddps_of(session.ddps, params))
