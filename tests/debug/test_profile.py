@@ -3,6 +3,7 @@
 """The ranges that profilers see, and the table of where the time of a step goes."""
 
 import json
+import sys
 import threading
 from collections import Counter
 from contextlib import suppress
@@ -393,3 +394,17 @@ def test_a_profiler_that_is_on_already():
         with pytest.raises(RuntimeError, match="entered while a profiler is on"), amp.debug.profile():
             pass
     assert settings.labels is None
+
+
+def test_functions_have_their_range_wherever_amp_has_imported_them():
+    listed = {}
+    for path, name, _ in labels._LABELLED:
+        if ":" not in path:
+            listed.setdefault(getattr(labels._owner(path), name), set()).add(f"apex_npu.{path}")
+    for function, places in listed.items():
+        found = {
+            name
+            for name, module in sys.modules.items()
+            if name.startswith("apex_npu.amp.") and vars(module).get(function.__name__) is function
+        }
+        assert places >= found - {function.__module__}
