@@ -29,6 +29,7 @@ from apex_npu.debug.watching.opening import is_of_amp
 # Where a function is looked up, its name there, and its label. A function that several modules have imported is listed
 # for each.
 _LABELLED = (
+    ("amp.amp_scaler", "any_raised", "amp.wait"),
     ("amp.block", "any_raised", "amp.wait"),
     ("amp.block", "read_and_clear_saturation", "amp.wait"),
     ("amp.fused_unscale", "any_raised", "amp.wait"),
