@@ -42,6 +42,10 @@ def test_gradients_in_a_block_after_it_and_delayed(level, cls, fuse_unscale):
     assert inspect.optimizers() == [optimizer]
     assert inspect.models() == [model]
     assert inspect.report_of(optimizer) is None
+    model.bias.requires_grad_(False)  # frozen parameters have masters, too
+    wide = [(p, inspect.float32_of(p)) for p in model.parameters()]
+    assert {(id(p), id(m)) for p, m in inspect.masters(optimizer)} == {(id(p), id(m)) for p, m in wide if p is not m}
+    model.bias.requires_grad_(True)
     before = [inspect.float32_of(p).detach().clone() for p in model.parameters()]
     optimizer.step()
     assert inspect.report_of(optimizer).applied
@@ -77,3 +81,15 @@ def test_several_observers_hear_of_a_block_and_leave_in_any_order():
     inspect.leave(second)
     block()
     assert (first.heard, second.heard) == ([], ["block_begins", "backward_ended", "block_ended"])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_after_shutdown_an_optimizer_with_masters_has_no_model(level):
+    model = nn.Linear(2, 1).to(DEVICE)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    assert inspect.policy().opt_level == inspect.policy_of(optimizer).opt_level == level
+    assert not inspect.is_retired(optimizer)
+    amp.shutdown()
+    assert inspect.is_retired(optimizer) is (level == "O2")
+    assert inspect.policy() is None
+    assert inspect.models() == inspect.optimizers() == inspect.observers() == []
