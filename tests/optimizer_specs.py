@@ -299,6 +299,24 @@ SPECS = [
         tolerance=_AGAINST_FLOAT64,
     ),
     OptimizerSpec(
+        optimizers.FusedMixedPrecisionLamb,
+        reference.NvidiaLamb,
+        (
+            {},
+            {"lr": 1e-2, "weight_decay": 0.0, "use_nvlamb": True, "grad_averaging": False},
+            {"lr": 1e-2, "adam_w_mode": False, "max_grad_norm": 0.5},
+        ),
+        (
+            *_BAD_ADAM[:8],
+            ({"max_grad_norm": -1.0}, ValueError, "Invalid max_grad_norm: -1.0"),
+            ({"step": 0.5}, ValueError, "Invalid step: 0.5"),
+            ({"amsgrad": True}, RuntimeError, "FusedMixedPrecisionLamb does not support the AMSGrad variant"),
+            ({"reduced_precision_dtype": "half"}, ValueError, "reduced_precision_dtype must be .* got 'half'"),
+        ),
+        in_torch=False,
+        tolerance=_AGAINST_FLOAT64,
+    ),
+    OptimizerSpec(
         optimizers.FusedNovoGrad,
         reference.NvidiaNovoGrad,
         (

@@ -42,6 +42,7 @@ APEX = {
     "apex.optimizers.fused_adagrad": "apex_npu.optimizers.adagrad",
     "apex.optimizers.fused_adam": "apex_npu.optimizers.nvidia",
     "apex.optimizers.fused_lamb": "apex_npu.optimizers.nvidia",
+    "apex.optimizers.fused_mixed_precision_lamb": "apex_npu.optimizers.mixed_precision_lamb",
     "apex.optimizers.fused_novograd": "apex_npu.optimizers.novograd",
     "apex.optimizers.fused_sgd": "apex_npu.optimizers.nvidia",
     "apex.optimizers.lamb": "apex_npu.optimizers.lamb",

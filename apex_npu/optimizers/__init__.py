@@ -11,6 +11,7 @@ from apex_npu.optimizers.base import FusedOptimizer
 from apex_npu.optimizers.bert_adam import NpuFusedBertAdam
 from apex_npu.optimizers.ema import FusedEMA
 from apex_npu.optimizers.lamb import Lamb, NpuFusedLamb
+from apex_npu.optimizers.mixed_precision_lamb import FusedMixedPrecisionLamb
 from apex_npu.optimizers.muon import NpuFusedMuon
 from apex_npu.optimizers.novograd import FusedNovoGrad
 from apex_npu.optimizers.nvidia import FusedAdam, FusedLAMB, FusedSGD
@@ -24,6 +25,7 @@ __all__ = [
     "FusedAdam",
     "FusedEMA",
     "FusedLAMB",
+    "FusedMixedPrecisionLamb",
     "FusedNovoGrad",
     "FusedOptimizer",
     "FusedSGD",

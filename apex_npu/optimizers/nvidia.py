@@ -10,6 +10,7 @@ https://github.com/NVIDIA/apex, apex/optimizers.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -171,15 +172,13 @@ class FusedAdam(FusedOptimizer):
     def call(self, run: Run, group: ParamGroup) -> Call:
         """The rule."""
         beta1, beta2 = group["betas"]
-        mastered = "master_param" in self.state_names(group)
-        low = mastered and run.param.dtype in LOW_PRECISION
-        op, operands, options = adam_.bind(
-            _current_masters(run) if low else run.param,
+        call = adam_.bind(
+            run.param,
             run.scaled_grad,
             run.state("exp_avg"),
             run.state("exp_avg_sq"),
             None,
-            run.param if low else run.model_param(),
+            run.model_param(),
             lr=self.learning_rate(run, group),
             beta1=beta1,
             beta2=beta2,
@@ -192,9 +191,7 @@ class FusedAdam(FusedOptimizer):
             grad_scale=run.grad_scale,
             found_inf=run.found_inf,
         )
-        if not mastered or low:
-            return op, operands, options
-        return _update_own_masters, (run, *operands), options  # of a group that has both
+        return on_masters(run, call) if "master_param" in self.state_names(group) else call
 
 
 def _is_mastered(param: Tensor | int) -> bool:
@@ -202,9 +199,20 @@ def _is_mastered(param: Tensor | int) -> bool:
     return isinstance(param, Tensor) and param.requires_grad and param.dtype in LOW_PRECISION
 
 
-def _update_own_masters(run: Run, *operands: Any, **options: Any) -> None:
-    """``adam_`` for parameters that need no masters: these are their own."""
-    adam_(*operands, **options)
+def on_masters(run: Run, call: Call) -> Call:
+    """``call``, which steps the parameters of ``run``, for their masters, or beside them where these need none."""
+    op: Any  # with the names of its operands
+    op, operands, options = call
+    if run.param.dtype not in LOW_PRECISION:  # of a group that has both
+        return _update_own_masters, (op, run, *operands), options
+    changed = {"param": _current_masters(run), "model_param": run.param}
+    named = zip(op.operands, operands, strict=True)
+    return op, tuple(changed.get(name, operand) for name, operand in named), options
+
+
+def _update_own_masters(op: Callable[..., None], run: Run, *operands: Any, **options: Any) -> None:
+    """``op`` for parameters that need no masters: these are their own."""
+    op(*operands, **options)
     run.state("master_param").copy_(run.param)
 
 
