@@ -39,7 +39,7 @@ from apex_npu.fusion.grad_memory import GradMemory
 from apex_npu.fusion.grad_slots import InPlace
 from apex_npu.ops import Call, call_of_all, masks_writes
 from apex_npu.optimizers.capture import check_capture, check_captured_gradients, refusal
-from apex_npu.optimizers.checks import OfTorch, check_bool, check_of_torch, check_params, naming
+from apex_npu.optimizers.checks import OfTorch, as_number, check_bool, check_of_torch, check_params, naming
 from apex_npu.optimizers.combined_accessors import CombinedAccessors
 from apex_npu.optimizers.failed_steps import end_failed_step
 from apex_npu.optimizers.fused_params import FusedParams, check_elements
@@ -227,8 +227,12 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     def learning_rate(self, run: Run, group: ParamGroup) -> float | Tensor:
         """``group["lr"]``: a tensor where that is one, and the device can read it by itself."""
         lr: float | Tensor = group["lr"]
-        readable = self.capturable and isinstance(lr, Tensor) and lr.device == run.param.device
-        return lr if readable else float(lr)
+        if type(lr) is float:
+            return lr
+        if self.capturable and isinstance(lr, Tensor) and lr.device == run.param.device:
+            return lr
+        with naming(type(self).__name__):
+            return as_number("lr of a parameter group", lr)
 
     # What users call
 
@@ -433,7 +437,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         """Add parameters, at any time; they are fused at the next step and move nothing that is already fused.
 
         Raises:
-            ValueError: A hyper-parameter is out of range, or a parameter is listed twice.
+            ValueError: A hyper-parameter is out of range.
             TypeError: A hyper-parameter or a parameter has the wrong type. The optimizer is unchanged in either case.
         """
         if isinstance(param_group, dict):
@@ -441,6 +445,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             with naming(type(self).__name__):
                 self.validate({**self.group_defaults(param_group), **param_group})
         super().add_param_group(param_group)
+        _drop_repeated(self.param_groups[-1])
         self.add_torch_options(self.param_groups[-1])
         try:
             with naming(type(self).__name__):
@@ -632,6 +637,14 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         for i in positions:
             index, param = fused.places[i][0], self._fused.full_param_of(fused.params[i])
             yield StateSlot(groups[index], fused, i, param, (*names[index], *own) if own else names[index])
+
+
+def _drop_repeated(group: ParamGroup) -> None:
+    """List each parameter once, which has one slot; torch has warned of those that are listed again."""
+    first = {id(p): i for i, p in reversed(list(enumerate(group["params"])))}
+    if len(first) < len(group["params"]):
+        for name in group.keys() & {"params", "param_names"}:
+            group[name] = [group[name][i] for i in sorted(first.values())]
 
 
 @functools.lru_cache(maxsize=64)

@@ -150,7 +150,7 @@ def check_adam(group: dict[str, Any]) -> None:
 
 
 def check_params(params: Sequence[Tensor], *, shards: bool = True) -> None:
-    """Require parameters of a dtype that can be fused, where they are trainable or have a gradient, each once.
+    """Require parameters of a dtype that can be fused, where they are trainable or have a gradient.
 
     Args:
         params: Of one group.
@@ -159,7 +159,6 @@ def check_params(params: Sequence[Tensor], *, shards: bool = True) -> None:
     Raises:
         TypeError: One has another dtype, is a subclass that has no memory of its own, or a DTensor that cannot be
             stepped part by part; or it is float64 on an NPU.
-        ValueError: One is listed twice.
     """
     for i, p in enumerate(params):
         if is_sharded(p):
@@ -171,8 +170,6 @@ def check_params(params: Sequence[Tensor], *, shards: bool = True) -> None:
             )
         if takes_part(p) and not can_be_stepped(p):
             check_dtype(f"parameter {i} of shape {tuple(p.shape)}", p)
-    if len({id(p) for p in params}) != len(params):
-        raise ValueError("a parameter is listed twice in one group; pass each parameter once")
 
 
 def takes_part(param: Tensor) -> bool:

@@ -8,6 +8,7 @@ Two models run side by side, one with each optimizer, on the same gradients, and
 import copy
 import io
 import pickle
+import re
 import warnings
 from itertools import zip_longest
 
@@ -687,9 +688,37 @@ def test_frozen_parameters_may_have_any_dtype():
 
 
 def test_a_parameter_listed_twice():
-    param = nn.Parameter(torch.zeros(3))
-    with pytest.warns(UserWarning, match="duplicate"), pytest.raises(ValueError, match="listed twice"):
-        NpuFusedAdam([param, param])
+    """torch warns, and so do we; it is stepped once, by torch's rule for one."""
+    param, other, twin = (nn.Parameter(torch.zeros(3)) for _ in range(3))
+    with pytest.warns(UserWarning, match="duplicate"):
+        optimizer = NpuFusedAdam([param, other, param], lr=0.5)
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(param), id(other)]
+    reference = torch.optim.Adam([twin], lr=0.5)
+    param.grad, twin.grad = torch.ones(3), torch.ones(3)
+    optimizer.step()
+    reference.step()
+    torch.testing.assert_close(param, twin)
+    named = [("a", param), ("b", other), ("a again", param)]
+    with pytest.warns(UserWarning, match="duplicate"):
+        (group,) = NpuFusedAdam(named).param_groups
+    assert group["param_names"] == ["a", "b"]
+
+
+@pytest.mark.parametrize("lr", ["0.1", None, [0.1], True])
+def test_a_learning_rate_that_becomes_no_number_is_refused_before_the_step(lr):
+    params = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    optimizer = NpuFusedAdam([{"params": [p]} for p in params], lr=0.5)
+    for p in params:
+        p.grad = torch.ones(3)
+    optimizer.step()
+    before = [p.detach().clone() for p in params], copy.deepcopy(optimizer.state_dict()["state"])
+    optimizer.param_groups[1]["lr"] = lr
+    with pytest.raises(
+        TypeError, match=f"NpuFusedAdam: lr of a parameter group must be a number, got {re.escape(repr(lr))}"
+    ):
+        optimizer.step()
+    assert all(map(torch.equal, params, before[0]))
+    torch.testing.assert_close(optimizer.state_dict()["state"], before[1], rtol=0, atol=0)
 
 
 def stepped(optimizer):
