@@ -46,11 +46,17 @@ def group_of_unit():
     return unit_of_fsdp()._get_fsdp_state()._fsdp_param_group
 
 
+def parallel_module():
+    with group_of_one():
+        return torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+
+
 # The meaning of "()".
 INSTANCES = {
     "torch.nn.Module": torch.nn.Module,
     "torch.optim.Optimizer": lambda: torch.optim.SGD([torch.zeros(1)]),
     "torch.amp.GradScaler": lambda: torch.amp.GradScaler("cpu"),
+    "torch.nn.parallel.DistributedDataParallel": parallel_module,
     "torch.distributed.fsdp.FSDPModule": unit_of_fsdp,
     "torch.distributed.fsdp.FSDPState": lambda: unit_of_fsdp()._get_fsdp_state(),
     "torch.distributed.fsdp.FSDPStateContext": lambda: unit_of_fsdp()._get_fsdp_state()._state_ctx,

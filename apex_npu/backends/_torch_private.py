@@ -115,7 +115,9 @@ NAMES: dict[str, str] = {
     # Distributed
     "torch.distributed.distributed_c10d._get_default_store": "progress of ranks, without a collective",
     "torch._C._distributed_c10d.Reducer.get_backward_stats": "whether DistributedDataParallel has averaged a backward",
+    "torch._C._distributed_c10d.Reducer._rebuild_buckets": "buckets are built again in a block, not between two",
     "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data": "whether it has a communication hook",
+    "torch.nn.parallel.DistributedDataParallel()._join_config": "whether this is inside of join()",
     "torch.distributed.fsdp.FSDPModule()._get_fsdp_state": "the policy of a unit, and whether it has reduced gradients",
     "torch.distributed.fsdp.FSDPState()._mp_policy": "likewise",
     "torch.distributed.fsdp.FSDPState()._fsdp_param_group": "likewise; since torch 2.12 there may be several",
