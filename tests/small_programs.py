@@ -40,7 +40,7 @@ class Weights(nn.Module):
         self.w = nn.ParameterList([nn.Parameter(torch.full((3,), float(v), device=DEVICE)) for v in values])
 
     def forward(self, x, only=None):
-        return sum((w * x).sum() for i, w in enumerate(self.w) if only is None or i in only)
+        return sum((w * x).float().sum() for i, w in enumerate(self.w) if only is None or i in only)
 
 
 class OddShapes(nn.Module):

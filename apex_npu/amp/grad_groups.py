@@ -153,7 +153,7 @@ class GradGroup:
             share: Masters may share the model's gradients, in its dtype, where no conversion is needed.
 
         Raises:
-            RuntimeError: A gradient is sparse.
+            RuntimeError: A gradient is sparse, and is to be in a flat buffer.
         """
         # Written, or separated from others in the same memory, so that the next backward may add to them.
         unscale_grads(writable_grads(self.params), inv_scale, found_inf)
@@ -193,27 +193,21 @@ def dense_grad(grad: Tensor | None, param: Tensor) -> Tensor:
     assert grad is not None
     if grad.layout != torch.strided:
         raise RuntimeError(
-            f"a parameter of shape {tuple(param.shape)} has a sparse gradient ({grad.layout}), which amp cannot "
-            "unscale here: use a layer with sparse=False"
+            f"a parameter of shape {tuple(param.shape)} has a sparse gradient ({grad.layout}), which cannot be in a "
+            "flat buffer: use a layer with sparse=False, or torch.optim.SparseAdam or SGD for it, without combine_grad"
         )
     return grad.detach() if grad.requires_grad else grad
 
 
-def sparse_grad(grad: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
-    """``grad``, which ``param`` has and which is sparse, in ``dtype``, with each index once.
-
-    Raises:
-        RuntimeError: It is in another layout than torch.sparse_coo.
-    """
-    if grad.layout != torch.sparse_coo:
-        dense_grad(grad, param)  # says so
+def sparse_grad(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """``grad``, which is sparse, in ``dtype`` and without its graph; each index is in it once."""
     return grad.detach().to(dtype).coalesce()
 
 
 def _sparse_values(param: Tensor) -> Tensor:
     """The values of the sparse gradient of ``param``, which is coalesced first."""
     assert param.grad is not None
-    param.grad = sparse_grad(param.grad, param, param.grad.dtype)
+    param.grad = sparse_grad(param.grad, param.grad.dtype)
     return param.grad.values()
 
 

@@ -404,7 +404,7 @@ class MasterGradGroup(GradGroup):
             i = self._masters[k]
             grad, source = self.copied.grads[k], self._model_params[k]
             if grad is not None and grad.layout != torch.strided:
-                self._add_sparse(i, sparse_grad(grad, source, self.params[i].dtype) * scale)
+                self._add_sparse(i, sparse_grad(grad, self.params[i].dtype) * scale)
                 continue
             wide = dense_grad(grad, source).to(self.params[i].dtype) * scale
             if self.params[i].grad is None:
@@ -464,7 +464,7 @@ class MasterGradGroup(GradGroup):
             assert grad is not None
             if self.flat is not None:
                 dense_grad(grad, source)  # says that it cannot be in a buffer
-            wide = sparse_grad(grad, source, self.params[i].dtype)
+            wide = sparse_grad(grad, self.params[i].dtype)
             unscale_grads([wide.values()], inv_scale, found_inf)
             self._add_sparse(i, wide)
 

@@ -126,7 +126,8 @@ def test_gradients_whose_elements_share_memory():
 def test_a_gradient_that_cannot_be_scaled_up_changes_nothing():
     params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.float64))]
     optimizer = torch.optim.SGD(params, lr=0.1)
-    _, optimizer = amp.initialize(nn.Identity(), optimizer, opt_level="O1", loss_scale=4.0, verbosity=0)
+    options = {"opt_level": "O1", "loss_scale": 4.0, "combine_grad": True, "verbosity": 0}
+    _, optimizer = amp.initialize(nn.Identity(), optimizer, **options)
     params[0].grad = torch.ones(3)
     params[1].grad = torch.ones(3, dtype=torch.float64).to_sparse()
     with (
