@@ -91,6 +91,13 @@ class Muon(optimizers.NpuFusedMuon):
             super().update(run, group)
 
 
+class FusedMixedPrecisionLamb(optimizers.FusedMixedPrecisionLamb):
+    """Counts on the host, where corrections are computed in float64."""
+
+    def __init__(self, params, lr=1e-3, *, fuse_grad_scaler=None, capturable=False, **options):
+        super().__init__(params, lr, fuse_grad_scaler=fuse_grad_scaler, capturable=capturable, **options)
+
+
 SPECS = [
     OptimizerSpec(
         optimizers.NpuFusedSGD,
@@ -299,7 +306,7 @@ SPECS = [
         tolerance=_AGAINST_FLOAT64,
     ),
     OptimizerSpec(
-        optimizers.FusedMixedPrecisionLamb,
+        FusedMixedPrecisionLamb,
         reference.NvidiaLamb,
         (
             {},

@@ -277,7 +277,7 @@ class NvidiaLamb(ReferenceOptimizer):
         ratio = 1.0
         if (decay or group["use_nvlamb"]) and p.norm() != 0 and u.norm() != 0:
             ratio = p.norm() / u.norm()
-        return p - group["lr"] * ratio * u
+        return p - float(group["lr"]) * ratio * u  # FusedMixedPrecisionLamb's is a tensor on the device
 
 
 class NvidiaNovoGrad(ReferenceOptimizer):

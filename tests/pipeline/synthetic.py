@@ -72,8 +72,10 @@ def files(era: str) -> dict[str, str]:
         # As upstream had it: no newline at the end.
         tree |= {"apex/optimizers/__init__.py": optimizers, "apex/pyprof/__init__.py": ""}
     else:
-        tree["apex/optimizers/__init__.py"] = f"{optimizers}\nfrom .fused_mixed_precision_lamb import Lamb32\n"
-        tree["apex/optimizers/fused_mixed_precision_lamb.py"] = "class Lamb32:\n    pass\n"
+        tree["apex/optimizers/__init__.py"] = (
+            f"{optimizers}\nfrom .fused_mixed_precision_lamb import FusedMixedPrecisionLamb\n"
+        )
+        tree["apex/optimizers/fused_mixed_precision_lamb.py"] = "class FusedMixedPrecisionLamb:\n    pass\n"
     if era == "2025":
         tree["apex/transformer/__init__.py"] = "from apex.normalization import MixedFusedLayerNorm\n"
     if era != "master":
