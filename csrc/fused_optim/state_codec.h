@@ -164,8 +164,8 @@ APEX_NPU_INLINE RoundedValues<kHalf, 2 * kGroup> widened(const RoundedValues<kHa
 APEX_NPU_INLINE float join(BFloat16 param, int16_t remainder) {
   const uint32_t upper = static_cast<uint32_t>(param.bits) << 16, magnitude = upper & 0x7fffffffu;
   const auto lower = static_cast<uint32_t>(static_cast<int32_t>(remainder));
-  // A script may have written the parameter: a remainder that would make 0, inf or nan something else belongs to another
-  // value.
+  // A script may have written the parameter: a remainder that would make 0, inf or nan something else belongs to
+  // another value.
   const uint32_t stale = mask_of(magnitude + lower > kFloatInf);  // or below 0, which is far above
   return bit_cast<float>(upper + (lower & ~stale));
 }
