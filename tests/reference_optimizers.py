@@ -379,7 +379,7 @@ class Muon(ReferenceOptimizer):
         if group["adjust_lr_fn"] == "match_rms_adamw":
             ratio = 0.2 * max(rows, columns) ** 0.5
         elif group["adjust_lr_fn"] == "spectral_unclamped":
-            ratio = (rows / columns) ** 0.5
+            ratio = (rows / max(1, columns)) ** 0.5
         return (1 - lr * decay) * p - lr * ratio * o
 
 

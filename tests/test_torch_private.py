@@ -70,7 +70,6 @@ OPERATORS = ("_foreach_", "_fused_", "_amp_foreach_", "_debug_has_internal_overl
 NOT_YET = {
     "autocast/forward_cast.py": {"torch.nn.modules.batchnorm._BatchNorm"},
     "compat/flattening.py": {"torch._utils._flatten_dense_tensors", "torch._utils._unflatten_dense_tensors"},
-    "compat/fp16_utils/fp16util.py": {"torch.nn.modules.batchnorm._BatchNorm"},
     "compat/parallel/sync_batchnorm.py": {"torch.nn.modules.batchnorm._BatchNorm"},
 }
 

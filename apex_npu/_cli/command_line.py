@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -58,7 +59,7 @@ def run_command(parser: Parser, arguments: Sequence[str], alone: Mapping[str, st
     if rest := getattr(options, "command", None):
         options.command = list(arguments[-len(rest) :])  # the words of the script, as they are
     if unknown:
-        hint = did_you_mean(unknown[0].partition("=")[0], options.parser._option_string_actions)
+        hint = did_you_mean(unknown[0].partition("=")[0], re.findall(r"--[a-z-]+", options.parser.format_help()))
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     status: int = options.run(options)
     return status
