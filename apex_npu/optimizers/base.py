@@ -330,6 +330,10 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     def _updates(self, runs: list[tuple[Run, ParamGroup]]) -> list[tuple[int, Call]]:
         """The calls that update ``runs``, in order, each with how many of them it updates."""
         if getattr(self.update, "__func__", None) is not FusedOptimizer.update:
+            for _, group in runs:  # before the first of several updates
+                lr = group.get("lr", 0.0)  # rules of users may have none
+                if not isinstance(lr, (float, Tensor)):
+                    as_number("lr of a parameter group", lr)
             return [(1, (self.update, pair, {})) for pair in runs]
         calls = list(starmap(self.call, runs))
         if self._prepares:

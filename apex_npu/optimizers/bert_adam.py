@@ -185,7 +185,7 @@ def _clipped(run: Run, max_norm: float, squares: Tensor) -> Tensor:
 
 
 def _scheduled_lr(group: ParamGroup, steps_done: float) -> float:
-    lr = float(group["lr"])
+    lr = as_number("lr of a parameter group", group["lr"])
     if group["t_total"] == -1:
         return lr
     return lr * SCHEDULES[group["schedule"]](steps_done / group["t_total"], group["warmup"])

@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 from apex_npu.fusion import Run
 from apex_npu.ops import segment_add_, segment_dot, sgd_
 from apex_npu.optimizers.base import ParamGroup
-from apex_npu.optimizers.checks import check_adam, check_bool, check_no_amsgrad
+from apex_npu.optimizers.checks import as_number, check_adam, check_bool, check_no_amsgrad
 from apex_npu.optimizers.state_formats import StateDtype
 from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts, alone
 
@@ -145,7 +145,7 @@ class FusedNovoGrad(NormOptimizer):
         bias_correction2 = 1 - beta2**run.step if corrected else 1.0
         beta3 = 1 - beta1 if group["grad_averaging"] else 1.0
         param, grad, exp_avg, segments = run.wide_param(), run.wide_grad(), run.wide_state("exp_avg"), run.segments()
-        lr, weight_decay = float(group["lr"]), group["weight_decay"]
+        lr, weight_decay = as_number("lr of a parameter group", group["lr"]), group["weight_decay"]
         euclidean = group["norm_type"] == 2
         found = segment_dot(grad, grad, *segments) if euclidean else _largest(run, grad)
         found = (yield Addend(found.unsqueeze(0), largest=not euclidean))[0]

@@ -123,7 +123,8 @@ class NpuFusedSGD(FusedOptimizer):
         if run.is_listed and run.grad_scale is None and run.found_inf is None:
             operands = (run.params, run.grads, run.states("momentum_buffer"))
             numbers = {name: group[name] for name in ("momentum", "dampening", "weight_decay", "nesterov", "maximize")}
-            return sgd_list_, operands, {"lr": float(group["lr"]), "step": int(run.step), **numbers}
+            lr = as_number("lr of a parameter group", group["lr"])
+            return sgd_list_, operands, {"lr": lr, "step": int(run.step), **numbers}
         return sgd_.bind(
             run.param,
             run.scaled_grad,

@@ -29,6 +29,7 @@ from apex_npu.optimizers import (
     FusedOptimizer,
     NpuFusedAdam,
     NpuFusedAdamW,
+    NpuFusedBertAdam,
     NpuFusedLamb,
     NpuFusedSGD,
     shown_state,
@@ -705,17 +706,16 @@ def test_a_parameter_listed_twice():
 
 
 @pytest.mark.parametrize("lr", ["0.1", None, [0.1], True])
-def test_a_learning_rate_that_becomes_no_number_is_refused_before_the_step(lr):
+@pytest.mark.parametrize("cls", [NpuFusedAdam, NpuFusedSGD, NpuFusedBertAdam, FusedNovoGrad])
+def test_a_learning_rate_that_becomes_no_number_is_refused_before_the_step(cls, lr):
     params = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    optimizer = NpuFusedAdam([{"params": [p]} for p in params], lr=0.5)
+    optimizer = cls([{"params": [p]} for p in params], lr=0.5)
     for p in params:
         p.grad = torch.ones(3)
     optimizer.step()
     before = [p.detach().clone() for p in params], copy.deepcopy(optimizer.state_dict()["state"])
     optimizer.param_groups[1]["lr"] = lr
-    with pytest.raises(
-        TypeError, match=f"NpuFusedAdam: lr of a parameter group must be a number, got {re.escape(repr(lr))}"
-    ):
+    with pytest.raises(TypeError, match=f"lr of a parameter group must be a number, got {re.escape(repr(lr))}"):
         optimizer.step()
     assert all(map(torch.equal, params, before[0]))
     torch.testing.assert_close(optimizer.state_dict()["state"], before[1], rtol=0, atol=0)
