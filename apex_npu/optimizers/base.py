@@ -227,12 +227,9 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     def learning_rate(self, run: Run, group: ParamGroup) -> float | Tensor:
         """``group["lr"]``: a tensor where that is one, and the device can read it by itself."""
         lr: float | Tensor = group["lr"]
-        if type(lr) is float:
+        if type(lr) is float or (self.capturable and isinstance(lr, Tensor) and lr.device == run.param.device):
             return lr
-        if self.capturable and isinstance(lr, Tensor) and lr.device == run.param.device:
-            return lr
-        with naming(type(self).__name__):
-            return as_number("lr of a parameter group", lr)
+        return as_number("lr of a parameter group", lr)
 
     # What users call
 
@@ -330,10 +327,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     def _updates(self, runs: list[tuple[Run, ParamGroup]]) -> list[tuple[int, Call]]:
         """The calls that update ``runs``, in order, each with how many of them it updates."""
         if getattr(self.update, "__func__", None) is not FusedOptimizer.update:
-            for _, group in runs:  # before the first of several updates
-                lr = group.get("lr", 0.0)  # rules of users may have none
-                if not isinstance(lr, (float, Tensor)):
-                    as_number("lr of a parameter group", lr)
+            _check_learning_rates(runs)  # before the first of several updates
             return [(1, (self.update, pair, {})) for pair in runs]
         calls = list(starmap(self.call, runs))
         if self._prepares:
@@ -641,6 +635,13 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         for i in positions:
             index, param = fused.places[i][0], self._fused.full_param_of(fused.params[i])
             yield StateSlot(groups[index], fused, i, param, (*names[index], *own) if own else names[index])
+
+
+def _check_learning_rates(runs: list[tuple[Run, ParamGroup]]) -> None:
+    for _, group in runs:
+        lr = group.get("lr", 0.0)  # rules of users may have none
+        if not isinstance(lr, (float, Tensor)):
+            as_number("lr of a parameter group", lr)
 
 
 def _drop_repeated(group: ParamGroup) -> None:
