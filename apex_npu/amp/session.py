@@ -36,7 +36,7 @@ from apex_npu.backends.patching import Patch, Undo, patch_attribute
 from apex_npu.backends.script_warnings import warn
 from apex_npu.distributed.fully_sharded import HeldGradients, Unit, units_of
 from apex_npu.distributed.group_reference import GroupReference
-from apex_npu.distributed.torch_ddp import DDPWatch, KnownDDPs, adding_to, dtypes_of, follow_dtypes, followed_by
+from apex_npu.distributed.torch_ddp import DDPWatch, KnownDDPs, adding_to, around_broadcast, dtypes_of, follow_dtypes
 from apex_npu.ops import LOW_PRECISION
 
 
@@ -315,7 +315,7 @@ class Session:
             average_in_float32(self._undo)
             if self.policy.model_dtype in LOW_PRECISION and "cpu" in self.device_types:
                 compute_matrix_exp_in_float32(self._undo)
-            watch = DDPWatch(self.ddps, self._begin_wrapping)
+            watch = DDPWatch(self.ddps, self._check_averaged_once)
             self._undo.callback(watch.close)
             watch.open()
             patch_attribute(self._undo, DistributedDataParallel, "__setstate__", adding_to(self.ddps))
@@ -323,7 +323,7 @@ class Session:
                 self._undo,
                 nn.parallel.distributed,
                 "_sync_module_states",
-                followed_by(partial(self.after_broadcast, self)),
+                around_broadcast(before_forward, partial(self.after_broadcast, self)),
             )
         self.casts = enable_casts(self.policy, self.device_types, self.patches, self._undo, self.ambient)
         if self.casts.active:
@@ -365,12 +365,6 @@ class Session:
         for model in self.models:
             self._undo.callback(model.undo)
         self._undo.close()
-
-    def _begin_wrapping(self, module: nn.Module) -> None:
-        """A DistributedDataParallel is made around ``module``, and will broadcast the values that the model has."""
-        self._check_averaged_once(module)
-        for model in self.models:
-            model.load_written()
 
     def _check_averaged_once(self, module: nn.Module) -> None:
         """Refuse a DistributedDataParallel around parameters whose gradients combine_ddp averages.
@@ -576,7 +570,7 @@ def write_models(shown: Sequence[Tensor] = ()) -> None:
 
 
 def before_forward() -> None:
-    """Have what scripts have written to masters, and to state dicts, reach the models."""
+    """Have what scripts have written to masters, and to state dicts, reach the models, which are about to be read."""
     for model in [] if _current is None else _current.models:
         model.load_written()
     write_models()

@@ -84,10 +84,13 @@ def adding_to(known: KnownDDPs) -> Callable[[Callable[..., None]], Callable[...,
 FollowBroadcast = Callable[[nn.Module, Sequence[Tensor], Any, int], object]
 
 
-def followed_by(follow: FollowBroadcast) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator of the function by which DistributedDataParallel broadcasts a module's values: calls ``follow``.
+def around_broadcast(
+    before: Callable[[], None], follow: FollowBroadcast
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator of the function by which DistributedDataParallel broadcasts a module's values.
 
-    Its constructor does so unless ``init_sync=False``, and so does the end of ``join``.
+    It calls ``before``, broadcasts, and calls ``follow``. DistributedDataParallel broadcasts in its constructor, unless
+    ``init_sync=False``, and at the end of ``join``.
     """
 
     def decorator(broadcast: Callable[..., None]) -> Callable[..., None]:
@@ -100,6 +103,7 @@ def followed_by(follow: FollowBroadcast) -> Callable[[Callable[..., None]], Call
             broadcast_buffers: bool = True,
         ) -> None:
             ignored = params_and_buffers_to_ignore
+            before()
             broadcast(module, process_group, broadcast_bucket_size, src, ignored, broadcast_buffers)
             named = chain(module.named_parameters(), module.named_buffers() if broadcast_buffers else ())
             follow(module, [tensor for name, tensor in named if name not in ignored], process_group, src)
