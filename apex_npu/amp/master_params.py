@@ -319,7 +319,7 @@ class MasterParams:
         found = self.master_writes.written(self.masters)
         self._written = self.master_writes.counted(self.masters) if found else []
         doubt = None
-        if self._written or self.first_new < len(self.masters) or self.model_writes.written(self.model_params):
+        if found or self.first_new < len(self.masters) or self.model_writes.written(self.model_params):
             doubt = self.follow(optimizer)
             found = self.master_writes.written(self.masters)
         masters_moved = len(found) > len(self._written)

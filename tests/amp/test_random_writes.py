@@ -97,6 +97,10 @@ FOUND = {
     "the model, uncounted, then masters": [
         *(BLOCK, STEP, ("write_model", "data", (1,), "halve"), ("write_masters", "no_grad", (1,), "fill"), BLOCK, STEP),
     ],
+    "the model, uncounted, then masters at another address": [
+        *(BLOCK, ("write_model", "numpy", (1,), "negate"), ("write_masters", "vector", (1, 2, 4, 5), "fill")),
+        *(("forward",), STEP, BLOCK, STEP),
+    ],
     "masters, and a step without gradients": [
         *(BLOCK, STEP, ("write_masters", "no_grad", (3,), "fill"), STEP, BLOCK, STEP),
     ],
@@ -108,6 +112,7 @@ UNSEEN_THERE = (
     "masters, uncounted, then the model at another address",
     "masters, then the model, uncounted",
     "the model, uncounted, then masters",
+    "the model, uncounted, then masters at another address",
 )
 
 
