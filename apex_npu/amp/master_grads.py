@@ -102,10 +102,11 @@ class CopiedGrads:
 
     def note_delayed(self) -> None:
         """Record that those of the gradients that are there now that have not been copied will be."""
-        former, delayed = self.grads, self.delayed
+        former, delayed, zeros = self.grads, self.delayed, self.zeros
         self.note()
         known = former or self._none
         new = {i for i, (now, before) in enumerate(zip(self.grads, known, strict=True)) if now is not before}
+        self.zeros = zeros - new
         self.delayed = {i for i in new | delayed if self.grads[i] is not None}
 
     def note_added(self, indices: Collection[int]) -> None:
@@ -359,8 +360,8 @@ class MasterGradGroup(GradGroup):
                 self.params[self._masters[k]].grad, self.edited = None, given
         for k in changes.zeroed:
             zero_grads([self.params[self._masters[k]]])
-            if k not in self.copied.delayed:
-                self.copied.zeros.add(k)
+            self.copied.delayed.discard(k)  # zeros are the same in every scale
+            self.copied.zeros.add(k)
 
     def _is_shared(self, k: int) -> bool:
         """True where what is written to the gradient of model parameter ``k`` is written to that of its master, too."""

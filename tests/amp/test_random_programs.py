@@ -65,6 +65,7 @@ FOUND = {
     ],
     "one cleared after delay_unscale": [ONE, DELAYED, ("drop", 0, 1), ONE, STEP],
     "zeroed after delay_unscale": [ONE, DELAYED, ("zero", 0, 1), ONE, STEP],
+    "zeroed after delay_unscale, and not reached": [DELAYED, ZERO, block(reached=((0, 1), ALL)), STEP, STEP],
     "not reached with delay_unscale": [ONE, block(delay="delay_unscale", reached=((0, 4), ALL)), ONE, STEP],
     "an exception after delay_unscale": [DELAYED, block(fail="before"), ONE, STEP],
     "an exception after delay_unscale and backward": [ONE, DELAYED, block(fail="after"), ONE, STEP],
