@@ -302,7 +302,7 @@ class DelayingBlock(Block):
 
     def leave_to_averages(self) -> None:
         """Delay, for a block that has averages, what needs them: masters' gradients, or the decision about the step."""
-        if any(state.masters.masters for state in self.states):
+        if any(state.masters.masters or state.policy.store_param_remainders for state in self.states):
             self.set_delay("delay_unscale")
         elif self.copies_grads and self.dynamic:
             self.set_delay("no_sync")

@@ -147,10 +147,10 @@ def initialize(
             as it updates (the fused optimizers, and torch's with ``fused=True``; others in one of its own). After
             scale_loss ``.grad`` is then still scaled: clip with ``optimizer.clip_optimizer_grad_norm_fused``, which
             costs no pass either.
-        store_param_remainders: O5 with fused optimizers: in place of fp32 masters keep the 16 bits that
-            each bfloat16 parameter lacks of one: 2 bytes instead of 4, and no fp32 gradients. Exact; parameters are
-            rounded to nearest with halves away from zero. ``optimizer.state_dict()`` has the fp32 values, as
-            ``master_param``.
+        store_param_remainders: O2 and O5 with fused optimizers: in place of fp32 masters keep the 16 bits that each
+            16-bit parameter lacks of one, 2 bytes instead of 4. There is one gradient, ``param.grad``, float32 between
+            blocks. Steps are those of masters, bit for bit, for values of 2⁻¹⁶ and more; see docs/memory.md.
+            ``optimizer.state_dict()`` has the fp32 values, as ``master_param``.
         process_group: For ``combine_ddp``: the processes that train together; None: all.
         ddp_reduce_dtype: For ``combine_ddp``: torch.float32 or torch.bfloat16, what float16 and bfloat16 gradients are
             added up in; None: as they are.

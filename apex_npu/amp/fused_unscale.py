@@ -59,7 +59,8 @@ class DeferringBlock(DelayingBlock):
         super()._end_with(stage, grad_scale)
         if grad_scale != 1.0 and self._fuses and stage is not Stage.SCALED:
             for state, groups in self.work:
-                state.pending.scaled = ScaledGrads(groups)
+                # Nothing looks there while gradients are delayed.
+                state.pending.scaled = None if stage is Stage.DELAYED else ScaledGrads(groups)
 
     def _unscale(self) -> bool:
         """See ``Block``. Where the check is deferred, the result is not known yet."""

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from apex_npu.amp.grad_groups import FlatGradGroup, GradGroup
 from apex_npu.amp.master_grads import FlatMasterGradGroup, MasterGradGroup
+from apex_npu.amp.widened_grads import WidenedGrads
 from apex_npu.fusion import FlatGrads
 
 
@@ -31,8 +32,12 @@ def make_grad_groups(
 
     groups: list[GradGroup] = []
     for flat in flats:
-        has_masters = any(id(p) in model_param_of for p in flat.full_params)
-        groups.append(FlatMasterGradGroup(flat, sources_of(flat.params)) if has_masters else FlatGradGroup(flat))
+        if flat.is_widened:
+            groups.append(WidenedGrads(flat))
+        elif any(id(p) in model_param_of for p in flat.full_params):
+            groups.append(FlatMasterGradGroup(flat, sources_of(flat.params)))
+        else:
+            groups.append(FlatGradGroup(flat))
     held = {id(p) for flat in flats for p in flat.full_params}
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for p in params:

@@ -22,6 +22,7 @@ from apex_npu.amp.policy import Policy
 from apex_npu.amp.saturation import saturates
 from apex_npu.amp.session import current, warn_once
 from apex_npu.amp.step_decision import StepDecision, StepReport
+from apex_npu.amp.widened_grads import WidenedGrads
 from apex_npu.backends.patching import Undo
 from apex_npu.distributed.rank_progress import has_peers
 from apex_npu.fusion import (
@@ -204,7 +205,8 @@ class AmpOptimizerState:
     def is_unscaled(self) -> bool:
         """Gradients are as backward has left them, and stay so in a block at a scale of 1."""
         skips = self.decision is not None and self.decision.skip
-        return self.grad_scale == 1.0 and not self.policy.master_weights and not skips
+        widens = self.policy.master_weights or self.policy.store_param_remainders
+        return self.grad_scale == 1.0 and not widens and not skips
 
     @property
     def holds_scaled(self) -> bool:
@@ -216,7 +218,8 @@ class AmpOptimizerState:
     def awaits_block(self) -> bool:
         """A block has to unscale the gradients, check them, or copy them to masters, before a step or clipping."""
         if self.stage in (Stage.SCALED, Stage.DELAYED):
-            return self.grad_scale != 1.0 or self.policy.loss_scale == "dynamic" or bool(self.policy.master_weights)
+            widens = bool(self.policy.master_weights) or self.policy.store_param_remainders
+            return self.grad_scale != 1.0 or self.policy.loss_scale == "dynamic" or widens
         return self.grad_scale != 1.0 and not self.policy.fuse_unscale
 
     def check_unscaled(self, caller: str) -> None:
@@ -244,7 +247,7 @@ class AmpOptimizerState:
 
         Of sharded parameters they are on one mesh, as torch's function requires.
         """
-        buffered = all(group.flat is not None and group.params[0].dtype == torch.float32 for group in groups)
+        buffered = all(group.flat is not None and group.flat.dtype == torch.float32 for group in groups)
         return self.grad_scale == 1.0 and bool(groups) and buffered and len(self.grads.meshes) <= 1
 
     def prepare_masters(self, optimizer: Optimizer) -> bool:
@@ -347,7 +350,7 @@ class AmpOptimizerState:
                 link.load_written()
         if self.stage is not Stage.UNSCALED:
             doubt = self._begin_without_block(optimizer)
-        if self.masters.masters:
+        if self.masters.masters or self.policy.store_param_remainders:
             doubt = self.masters.take_writes(optimizer) or doubt
         if self.sync is not None:
             self.sync.check_averaged()
@@ -472,6 +475,7 @@ class AmpOptimizerState:
                     for group in self.grads.groups:
                         group.drop_cleared()  # what has been dropped does not become zeros
                 zero_grads(self.masters.model_params)
+        if self.masters.masters or self.policy.store_param_remainders:
             self.grads.forget_copied(set_to_none)
         self.decision = None
         self.grads.unchecked = self.grads.saturated = False
@@ -529,7 +533,7 @@ class OptimizerGrads:
         model_param_of = {id(pair.master_param): pair.model_param for pair in state.pairs}
         groups = make_grad_groups(params, flats, model_param_of)
         for group in groups:
-            if isinstance(group, MasterGradGroup):
+            if isinstance(group, (MasterGradGroup, WidenedGrads)):
                 group.adopt_from(self.groups)
         self.saturates, self.meshes = saturates(groups), meshes_of(params)
         self.special = self.saturates or bool(self.meshes)

@@ -16,6 +16,7 @@ import torch
 
 from apex_npu._cli.command_line import did_you_mean
 from apex_npu.autocast.cast_policy import CastPolicy
+from apex_npu.ops import LOW_PRECISION
 
 LossScale = float | Literal["dynamic"]
 
@@ -37,7 +38,7 @@ class Policy(CastPolicy):
     check_combined_tensors: bool | Literal["error"] | None = None
     # Gradients stay multiplied with the loss scale until step, which divides them in the same pass.
     fuse_unscale: bool = False
-    # In place of masters their optimizer keeps the 16 bits that bfloat16 parameters lack of a float32.
+    # In place of masters their optimizer keeps the 16 bits that 16-bit parameters lack of a float32.
     store_param_remainders: bool = False
 
     @property
@@ -140,11 +141,11 @@ def _check_against_level(level: Policy, given: dict[str, Any]) -> None:
 
 def _check_remainders(level: Policy, given: dict[str, Any]) -> None:
     dtype = given.get("cast_model_type", level.cast_model_type)
-    if level.patch_torch_functions or dtype != torch.bfloat16:
-        kept = "has no masters" if level.patch_torch_functions or dtype != torch.float16 else "casts to float16"
+    if not level.master_weights or dtype not in LOW_PRECISION:
         raise RuntimeError(
-            "store_param_remainders=True keeps, of a master, the 16 bits that a bfloat16 parameter lacks; opt_level "
-            f"{level.opt_level} {kept}. Use opt_level='O5', or leave it out"
+            "store_param_remainders=True keeps, in place of float32 masters, the 16 bits that float16 and bfloat16 "
+            f"parameters lack; opt_level {level.opt_level} here has no 16-bit parameters with masters. Use "
+            "opt_level='O2' or 'O5', or leave it out"
         )
     if "master_weights" in given:
         raise RuntimeError(

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``store_param_remainders``: the float32 values that bfloat16 parameters have with their remainders."""
+"""``store_param_remainders``: the float32 values that 16-bit parameters have with their remainders."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from apex_npu.amp.master_params import MasterParams
 from apex_npu.fusion import MASTER_PARAM, EncodedView, FusedGroup, WriteTable, remainders_of
+from apex_npu.ops import LOW_PRECISION
 
 
 class RemainderMasters(MasterParams):
@@ -47,7 +47,7 @@ class RemainderMasters(MasterParams):
         self._remember(remainders_of(optimizer))
 
     def make(self, optimizer: Any, fp32_values: Mapping[int, Tensor] = MappingProxyType({})) -> bool:
-        """Have ``optimizer``, a fused one, keep of ``fp32_values`` what its bfloat16 parameters lack."""
+        """Have ``optimizer``, a fused one, keep of ``fp32_values`` what its 16-bit parameters lack."""
         optimizer.state_formats = optimizer.state_formats.with_remainders()
         self.belong_to(optimizer)
         self.take_values(fp32_values)
@@ -106,6 +106,14 @@ class RemainderMasters(MasterParams):
         self._writes.note(self._stepped)
         return None
 
+    def take_writes(self, optimizer: Any) -> str | None:
+        """See ``MasterParams``: of a parameter whose version counter has moved the remainder becomes 0."""
+        for i in self._writes.counted(self._stepped):
+            view = self._view(self._stepped[i])
+            if view is not None and not view.is_of_param():
+                view.fill_(0.0)
+        return None
+
     @contextmanager
     def moving(self) -> Iterator[None]:
         """See ``MasterParams``."""
@@ -118,7 +126,7 @@ class RemainderMasters(MasterParams):
     def _params(self) -> list[Tensor]:
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
-        return [p for group in groups for p in group["params"] if p.dtype == torch.bfloat16]
+        return [p for group in groups for p in group["params"] if p.dtype in LOW_PRECISION]
 
     def _remember(self, views: Mapping[Tensor, EncodedView]) -> None:
         self._views.update((id(param), view) for param, view in views.items())

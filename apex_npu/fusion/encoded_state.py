@@ -326,10 +326,12 @@ def encode_states(
     *,
     stochastic: bool,
     decodes_runs: bool,
+    widens_grads: bool,
 ) -> bool:
     """From now on keep the states of ``group`` in ``formats``; see ``GroupEncoding``.
 
-    States that are there already can only become float32, and parameters can get other positions.
+    With ``widens_grads`` the slots of gradients of 16-bit parameters are float32. States that are there already can
+    only become float32, and parameters can get other positions.
 
     Returns:
         True where runs have to be cut again.
@@ -338,6 +340,8 @@ def encode_states(
     if encoding is None:
         group.encoding = GroupEncoding(group, formats, positions, stochastic=stochastic, decodes_runs=decodes_runs)
         group.make_run, group.counts_always = EncodedRun, group.encoding.stochastic_param
+        if widens_grads and group.encoding.own_states:
+            group.grads.widen()
         return True
     before, widened = encoding.segments, encoding.formats.keys() - formats.keys()
     encoding.segments = [s._replace(position=position) for s, position in zip(before, positions, strict=True)]

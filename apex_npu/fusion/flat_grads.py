@@ -68,6 +68,7 @@ class FlatGrads:
         rule_follows_addresses: On a GPU the rule reads gradients that are ELSEWHERE; for others each step copies them.
         may_pack: See ``pack``.
         is_packed: Gradients have been packed, and some may still be.
+        is_widened: Slots are float32, and parameters have 16 bits.
         memory: The buffer, and the views of its slots.
     """
 
@@ -76,6 +77,7 @@ class FlatGrads:
     rule_follows_addresses = True
     may_pack = False
     is_packed = False
+    is_widened = False
 
     def __init__(self, params: Sequence[Tensor], offsets: Sequence[int], total_numel: int) -> None:
         """Plan only; ``params`` share dtype and device."""
@@ -92,6 +94,15 @@ class FlatGrads:
         self._addressed = AddressedGrads(self.memory) if self.params and takes_addresses(self.params[0]) else None
         self._table = slot_table(self.params)
 
+    def widen(self) -> None:
+        """Have float32 slots for gradients of 16-bit parameters, before there is any memory."""
+        self.is_widened = True
+        lends = self.memory.lends
+        self.memory = GradMemory(self.params, self.offsets, self.total_numel, torch.float32)
+        self.memory.lends = lends
+        if self._addressed is not None:
+            self._addressed = AddressedGrads(self.memory)
+
     @classmethod
     def apart(cls, params: Sequence[Tensor]) -> FlatGrads:
         """Slots in the order of ``params``, one for each, independent of where the parameters are in memory."""
@@ -106,7 +117,7 @@ class FlatGrads:
     @property
     def dtype(self) -> torch.dtype:
         """Of the buffer."""
-        return self.params[0].dtype
+        return self.memory.shapes[0].dtype
 
     def _allocate(self, *, pads: bool = False) -> Tensor:
         if self.memory.is_lent:
@@ -319,7 +330,7 @@ class FlatGrads:
         if unfit is not None:
             index = taken[unfit]
             grad = sources[index].grad
-            check_grad(index, self.params[index], grad, own=sources[index] is self.params[index])
+            check_grad(index, self.params[index], grad, self.dtype, own=sources[index] is self.params[index])
             raise RuntimeError(f"parameter {index} has a gradient that cannot be fused: {grad!r}")
 
     def _take_by_address(

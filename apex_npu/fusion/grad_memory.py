@@ -42,10 +42,12 @@ class GradMemory:
         is_padded: Between slots there are zeros, or there will be when the memory is taken back.
     """
 
-    def __init__(self, params: Sequence[Tensor], offsets: Sequence[int], total_numel: int) -> None:
-        """For the gradients of ``params``, which share dtype and device; no memory is taken yet."""
+    def __init__(
+        self, params: Sequence[Tensor], offsets: Sequence[int], total_numel: int, dtype: torch.dtype | None = None
+    ) -> None:
+        """For gradients in ``dtype``, or that of ``params``, which share it and the device; takes no memory yet."""
         # Shaped like what autograd makes: a parameter's strides where they are dense, else contiguous.
-        self.shapes = [torch.empty_like(p, device="meta") for p in params]
+        self.shapes = [torch.empty_like(p, device="meta", dtype=dtype) for p in params]
         self.offsets = list(offsets)
         listed = bool(params) and reads_listed(params[0])
         self.slots = grad_slots(self.shapes, self.offsets, params[0].device if listed else None)
@@ -67,7 +69,7 @@ class GradMemory:
         if buffer is None or self.is_lent:
             like = self.params[0]
             if buffer is None:
-                buffer = FlatBuffer(self._total_numel, like.dtype, like.device)
+                buffer = FlatBuffer(self._total_numel, self.shapes[0].dtype, like.device)
             else:
                 buffer.renew()
                 is_padded = cats_lists(like.device) and not pads
@@ -138,10 +140,10 @@ class GradMemory:
         """
         alike = set(map(type, grads)) <= {Tensor} and set(map(_LAYOUT, grads)) <= {torch.strided}
         like = self.params[0]
-        same_kind = set(map(_DTYPE, grads)) <= {like.dtype} and set(map(_DEVICE, grads)) <= {like.device}
+        same_kind = set(map(_DTYPE, grads)) <= {self.shapes[0].dtype} and set(map(_DEVICE, grads)) <= {like.device}
         if not alike or not same_kind:
             for i, grad in zip(indices, grads, strict=True):
-                check_grad(i, self.params[i], grad, own=sources[i] is self.params[i])
+                check_grad(i, self.params[i], grad, self.shapes[i].dtype, own=sources[i] is self.params[i])
         if self.views and self._buffer is not None:  # else it is new memory that is written
             begin = self._buffer.flat.data_ptr()
             end = begin + self._buffer.flat.nbytes

@@ -262,11 +262,12 @@ def dispatches_in_python(tensor: Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
-def check_grad(index: int, param: Tensor, grad: Tensor | None, *, own: bool) -> None:
+def check_grad(index: int, param: Tensor, grad: Tensor | None, dtype: torch.dtype, *, own: bool) -> None:
     """Require a gradient of ``param``, number ``index``, that can be fused: its ``own``, or its model parameter's.
 
     Raises:
-        RuntimeError: It is sparse, not of the parameter's dtype or device, or a subclass such as DTensor.
+        RuntimeError: It is sparse, neither of its slot's ``dtype`` nor narrower, on another device than the parameter,
+            or a subclass such as DTensor.
     """
     assert grad is not None
     if grad.layout != torch.strided:
@@ -280,8 +281,8 @@ def check_grad(index: int, param: Tensor, grad: Tensor | None, *, own: bool) -> 
             f"{grad.device}: a part of the model has been moved since its training began. Move parts before "
             "amp.initialize, or the whole model by model.to(device)"
         )
-    narrow = param.dtype == torch.float32 and grad.dtype in LOW_PRECISION
-    if own and grad.dtype != param.dtype and not narrow:
+    narrow = dtype == torch.float32 and grad.dtype in LOW_PRECISION
+    if own and grad.dtype != dtype and not narrow:
         raise RuntimeError(
             f"parameter {index} of shape {tuple(param.shape)} is {param.dtype} and has a gradient in {grad.dtype}, "
             "which cannot be fused; leave its grad_dtype as it was, or use the unfused optimizer"

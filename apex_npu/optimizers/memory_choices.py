@@ -15,6 +15,7 @@ from apex_npu.optimizers.state_formats import StateFormats
 _BF16 = "state_dtype=torch.bfloat16"
 _INT8 = 'state_dtype="int8"'
 _REMAINDERS = "store_param_remainders=True"
+_FOLDED = f"{_REMAINDERS}, fuse_unscale=True"
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def memory_choices(optimizer: FusedOptimizer) -> list[MemoryChoice]:
 
         >>> adam = optimizers.NpuFusedAdam([torch.nn.Parameter(torch.zeros(1))])
         >>> [choice.total for choice in memory_choices(adam)]
-        [16, 20, 16, 14, 10, 8.0625, 8]
+        [16, 20, 16, 16, 14, 10, 8.0625, 8]
     """
     names = [name for name in optimizer.state_names(optimizer.param_groups[0]) if name not in optimizer.scalar_states]
 
@@ -75,11 +76,12 @@ def memory_choices(optimizer: FusedOptimizer) -> list[MemoryChoice]:
     ]
     if not optimizer.encodable_states or optimizer.reads_param_grads:
         return found
-    found.append(MemoryChoice(f"O5, {_REMAINDERS}", 2, 2, 2, 0, state()))
+    found.append(MemoryChoice(f"O2, O5, {_REMAINDERS}", 2, 4, 2, 0, state()))
+    found.append(MemoryChoice(f"O2, O5, {_FOLDED}", 2, 2, 2, widened, state()))
     if state(torch.bfloat16) < state():
-        found.append(MemoryChoice(f"O5, {_REMAINDERS}, {_BF16}", 2, 2, 2, 0, state(torch.bfloat16)))
+        found.append(MemoryChoice(f"O2, O5, {_FOLDED}, {_BF16}", 2, 2, 2, widened, state(torch.bfloat16)))
     if state("int8") < state(torch.bfloat16):
-        found.append(MemoryChoice(f"O5, {_REMAINDERS}, {_INT8}", 2, 2, 2, 0, state("int8")))
+        found.append(MemoryChoice(f"O2, O5, {_FOLDED}, {_INT8}", 2, 2, 2, widened, state("int8")))
     options = ["O5, master_weights=False, stochastic_rounding=True"]
     options += [_BF16] if state(torch.bfloat16) < state() else []
     found.append(MemoryChoice(", ".join(options), 2, 2, 0, 0, state(torch.bfloat16)))

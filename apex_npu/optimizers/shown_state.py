@@ -144,6 +144,8 @@ def decoded(rule: Rule) -> dict[Any, Any]:
     groups = {param: group for group in rule.param_groups for param in group["params"]}
     shown = {}
     for param, entry in rule.state.items():
+        if param not in groups and entry.keys() <= {MASTER_PARAM, _COUNT}:
+            continue  # a script has taken it out of all groups; of other state torch says so
         is_new = entry.keys() == {MASTER_PARAM}
         before = _state_before_first_step(rule, groups[param], param) if is_new else {}
         tensors = {

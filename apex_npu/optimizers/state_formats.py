@@ -44,7 +44,10 @@ class StateFormats:
     Attributes:
         dtypes: For each state that is not float32 what it is kept in; int16 stands for the remainders of parameters.
         stochastic_rounding: bfloat16 parameters without masters are rounded stochastically.
+        widens_grads: Gradients of 16-bit parameters with remainders have float32 slots.
     """
+
+    widens_grads = False
 
     def __init__(
         self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({}), *, stochastic_rounding: bool = False
@@ -166,12 +169,15 @@ class StateFormats:
             names = {name for index in indices for name in state_names[index]}
             dtypes = self.kept_in(map(param_groups.__getitem__, indices), names)
             stochastic = self.stochastic_rounding
-            if encode_states(fused, dtypes, positions, stochastic=stochastic, decodes_runs=decodes_runs):
+            options = {"stochastic": stochastic, "decodes_runs": decodes_runs, "widens_grads": self.widens_grads}
+            if encode_states(fused, dtypes, positions, **options):
                 fused.runs.forget()
 
     def with_remainders(self) -> StateFormats:
-        """These, and that of remainders."""
-        return StateFormats({**self.dtypes, MASTER_PARAM: torch.int16})
+        """These, and that of remainders, whose parameters have float32 gradients."""
+        found = StateFormats({**self.dtypes, MASTER_PARAM: torch.int16})
+        found.widens_grads = True
+        return found
 
     def take_masters(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Keep the remainders of float32 masters that have come into ``state``: what a script writes later counts."""

@@ -48,15 +48,17 @@ class PlainAmp:
         masters: The level has masters.
         has_master: Whether a parameter would have one.
         fuses: ``fuse_unscale``: overflow is looked for when the result is needed.
+        drops: Whether a block that fails drops what its backward has given to a parameter; None: as ``has_master``.
     """
 
-    def __init__(self, optimizers, scale, losses, masters, has_master, fuses):
+    def __init__(self, optimizers, scale, losses, masters, has_master, fuses, drops=None):
         self.optimizers = optimizers
         self.scalers = [PlainScaler(scale) for _ in range(losses)]
         self.skip, self.applied = [False] * len(optimizers), [None] * len(optimizers)
         self.delayed, self._were_delayed = [False] * len(optimizers), [False] * len(optimizers)
         self._unchecked = {}  # optimizer → scaler
         self._masters, self._has_master, self._fuses = masters, has_master, fuses
+        self._drops = drops or has_master
         # Parameters with masters: whose gradient the model has, and of those the ones that have been stepped since.
         self._shown, self._stepped, self._zeros = set(), set(), set()
 
@@ -91,9 +93,9 @@ class PlainAmp:
     def backward(self, which, loss, *, fails):
         """Backward in the block, after which it fails, maybe.
 
-        What it has given to masters is dropped then, but where ``delay_unscale`` has left gradients before it.
+        What it has given to 16-bit parameters is dropped then, unless ``delay_unscale`` has left gradients before it.
         """
-        params = [p for o in which if not self._were_delayed[o] for p in self.params(o) if self._has_master(p)]
+        params = [p for o in which if not self._were_delayed[o] for p in self.params(o) if self._drops(p)]
         before = [None if p.grad is None else p.grad.clone() for p in params]
         versions = self._versions(which)
         loss.backward()

@@ -57,7 +57,7 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
 class Config:
     level: str
     rule: str  # sgd, or adam without averages
-    how: str  # torch, combine_grad or fused
+    how: str  # torch, combine_grad, fused, or remainders: fused with store_param_remainders
     fuse_unscale: bool
     scale: float | str
     momentum: float
@@ -150,7 +150,7 @@ class Script:
         return [p for g in self.optimizers[o].param_groups for p in g["params"]][self.listed(o).index(i)]
 
     def has_master(self, i):
-        return self.config.level in WITH_MASTERS and i not in BATCH_NORM
+        return self.config.level in WITH_MASTERS and i not in BATCH_NORM and self.config.how != "remainders"
 
     def freeze_unlisted(self, o):
         for i, p in enumerate(self.params(o)):
@@ -231,13 +231,18 @@ class Script:
         if is_master and i not in self.listed(o):
             return
         p = self.stepped(o, i) if is_master else self.params(o)[i]
-        if value is None:
+        if self.config.how == "remainders":  # a write that is counted ends a remainder, one that is not may keep it
+            with torch.no_grad():
+                p.fill_(0.5 if value is None else value)
+        elif value is None:
             p.data.mul_(0.5)
         else:
             p.data = torch.full_like(p, value)
         self.stale[o] |= is_master
 
     def move(self, o):
+        if self.config.how == "remainders":
+            return  # as after other writes that are not counted, state dicts have 16 bits until the next step
         if self.stale[o] and DEVICE.type != "cpu":
             return  # there what is moved counts as written, and a warning says that the masters' values are lost
         for i in range(PARAMS):
@@ -286,6 +291,8 @@ class Script:
         if self.saved is None:
             return
         saved = copy.deepcopy(self.saved)
+        if self.config.how == "remainders" and "optimizer" in parts and "model" not in parts:
+            parts = (*parts, "model")  # an optimizer's state has master_param, which is the model's
         for part in parts:
             if part == "amp":
                 self.load_amp_state(saved["amp"])
@@ -318,8 +325,9 @@ class Plain(Script):
         index = {id(p): i for o in BOTH for i, p in enumerate(self.params(o))}
         has_master = lambda p: self.has_master(index[id(p)])  # noqa: E731
         masters = self.config.level in WITH_MASTERS
+        drops = lambda p: masters and index[id(p)] not in BATCH_NORM  # noqa: E731
         leaves_open = self.config.fuse_unscale and not lacks("flag_on_the_device")
-        self.amp = PlainAmp(self.optimizers, self.config.scale, 2, masters, has_master, leaves_open)
+        self.amp = PlainAmp(self.optimizers, self.config.scale, 2, masters, has_master, leaves_open, drops)
 
     def scale_loss(self, which, loss_id, loss, delay, clear, fail):
         self.amp.begin(which)
@@ -391,7 +399,7 @@ class Amp(Script):
 
     def optimizer_class(self):
         names = {"sgd": "SGD", "adam": "Adam"}
-        if self.config.how == "fused":
+        if self.config.how in ("fused", "remainders"):
             return getattr(optimizers, f"NpuFused{names[self.config.rule]}")
         return getattr(torch.optim, names[self.config.rule])
 
@@ -410,6 +418,7 @@ class Amp(Script):
             combine_grad=self.config.how == "combine_grad" or self.config.averages == "combine_ddp",
             combine_ddp=self.config.averages == "combine_ddp",
             fuse_unscale=self.config.fuse_unscale,
+            store_param_remainders=self.config.how == "remainders" or None,
         )
         if self.config.averages == "DistributedDataParallel":
             ddp = nn.parallel.DistributedDataParallel
@@ -511,8 +520,14 @@ def compare(ours, plain, *, grads_of):
         low = LOW.get(ours.config.level)
         for i, (p, q) in enumerate(zip(ours.params(o), plain.params(o), strict=True)):
             rounded = q if low is None or i in BATCH_NORM else q.to(low)
-            require(ours.stale[o] or same(p, rounded), f"weights: model {o}, parameter {i}:", show(p), "not", show(q))
-            if (o, i) in ours.started:
+            require(
+                ours.stale[o] or same(p, rounded) or (ours.config.how == "remainders" and is_tie(p, q, rounded)),
+                f"weights: model {o}, parameter {i}:",
+                show(p),
+                "not",
+                show(q),
+            )
+            if (o, i) in ours.started and ours.has_master(i):
                 master = ours.stepped(o, i)
                 require(
                     same(master, q) or i not in ours.listed(o),
@@ -527,6 +542,11 @@ def compare(ours, plain, *, grads_of):
                 ours.look_at_masters(o)
                 g = ours.stepped(o, i).grad
             require(same(g, h), f"gradients: model {o}, parameter {i}:", show(g), "not", show(h))
+
+
+def is_tie(p, q, rounded):
+    """Remainders round halves of the last bit away from zero, torch to even."""
+    return same((p.float() - q).abs(), (rounded.float() - q).abs())
 
 
 def show(t):
@@ -602,10 +622,12 @@ def run_both(ours, plain, name, arguments):
 
 def compare_saved(ours, plain):
     for o in BOTH:
+        mine, theirs = (script.saved["optimizer"][o]["state"] for script in (ours, plain))
+        if ours.config.how == "remainders":  # all state is there from the start, and the count of random bits
+            mine = {i: {k: v for k, v in mine[i].items() if k in entry} for i, entry in theirs.items()}
         for name, tensor in ours.saved["model"][o].items():
             wanted = plain.saved["model"][o][name]
             require(same(tensor, wanted) or not wanted.isfinite().all(), f"saved: model {o}, {name}")
-        mine, theirs = (script.saved["optimizer"][o]["state"] for script in (ours, plain))
         for i in {*mine, *theirs}:
             entries = [{k: v for k, v in state.get(i, {}).items() if v is not None} for state in (mine, theirs)]
             require(entries[0].keys() == entries[1].keys(), f"saved: state {i} of optimizer {o}: {entries}")
@@ -621,13 +643,15 @@ def draw_config(draw, processes):
     averages = draw.choice(["combine_ddp", "DistributedDataParallel"]) if processes > 1 else ""
     level = draw.choice(["O0", "O1", "O2", "O2", "O3", "O4", "O5"])
     how = draw.choice(["combine_grad" if averages == "combine_ddp" else "torch", "combine_grad", "fused", "fused"])
+    if level in WITH_MASTERS and how == "fused" and averages != "combine_ddp" and draw.random() < 0.5:
+        how = "remainders"
     rule = "sgd" if level == "O3" else draw.choice(["sgd", "sgd", "adam"])
     exact_in_half = level == "O3"
     return Config(
         level,
         rule,
         how,
-        fuse_unscale=draw.random() < (0.4 if how == "fused" else 0.15),
+        fuse_unscale=draw.random() < (0.4 if how in ("fused", "remainders") else 0.15),
         scale=draw.choice(["dynamic", "dynamic", "dynamic", 1.0, 16.0]),
         momentum=0.0 if exact_in_half else draw.choice([0.0, 0.5]),
         weight_decay=0.0 if exact_in_half else draw.choice([0.0, 2.0**-4]),

@@ -51,6 +51,7 @@ def block(which=(0,), factor=32.0, reached=EACH, delay=None, fail=None, loss_id=
 
 ONE, INF = block(), block(factor=float("inf"))
 DELAYED = block(delay="delay_unscale")
+UNREACHED = block(delay="delay_unscale", reached=((0,), ALL))
 UNCHECKED_INF = block(factor=float("inf"), delay="delay_overflow_check", reached=((0, 1), ALL))
 STEP, ZERO = ("step", 0), ("model_zero_grad", 0, False)
 FOUND = {
@@ -92,16 +93,36 @@ FOUND = {
     "zeroed before a block that fails": [ONE, ("zero_grad", 0, False), block(fail="after"), STEP, STEP],
     "zeroed before a block that does not reach it": [ONE, ZERO, block(reached=((0, 1), ALL)), STEP, STEP],
     "zeroed after an overflow, before a block that fails": [INF, block(fail="after"), ("zero", 0, 3), STEP, STEP],
+    "all of the model cleared after delay_unscale": [ONE, DELAYED, ZERO, ONE, STEP],
+    "one that delay_unscale does not reach cleared": [
+        ONE,
+        block(delay="delay_unscale", reached=((0,), ALL)),
+        ZERO,
+        ONE,
+        STEP,
+    ],
+    "zeroed after delay_unscale where it has not reached": [ONE, UNREACHED, ("zero_grad", 0, False), STEP],
+    "one dropped, the others zeroed after delay_unscale": [
+        ONE,
+        DELAYED,
+        ("freeze", 0, 0, True),
+        ("zero_grad", 0, False),
+        STEP,
+    ],
+    "clipped, and another block": [ONE, ("clip", 0, "fused", float("inf"), True), ONE, STEP],
+    "taken out of all groups and saved": [ONE, STEP, ("regroup", 0, ((3,), (5,))), ("save",)],
     "what was dropped is not zeroed": [ONE, ("model_zero_grad", 0, True), ("zero_grad", 0, False), STEP],
 }
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("scale", ["dynamic", 1.0])
-@pytest.mark.parametrize("how", ["torch", "combine_grad", "fused", "fuse_unscale"])
+@pytest.mark.parametrize("how", ["torch", "combine_grad", "fused", "fuse_unscale", "remainders"])
 @pytest.mark.parametrize("level", ["O1", *WITH_MASTERS])
 @pytest.mark.parametrize("name", FOUND)
 def test_found(name, level, how, scale):
+    if how == "remainders" and level not in WITH_MASTERS:
+        how = "fused"
     fuses = how == "fuse_unscale"
     config = Config(
         level, "sgd", "fused" if fuses else how, fuses, scale, 0.5, 2.0**-4, False, ((ALL[:3], ALL[3:]),) * 2

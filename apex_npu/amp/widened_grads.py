@@ -1,0 +1,202 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Gradients of 16-bit parameters that are float32 between blocks: ``param.grad`` is the only place of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from apex_npu.amp.grad_groups import GradGroup, dense_grad
+from apex_npu.backends import number_on
+from apex_npu.fusion import FlatGrads, any_grads, drop_grads
+from apex_npu.fusion.grad_slots import ELSEWHERE, InPlace, places_of
+from apex_npu.fusion.many_tensors import set_grads
+from apex_npu.ops import unscale_grads
+
+
+class _Aside:
+    """The float32 gradients that ``param.grad`` does not show while a block is open, or gradients are delayed.
+
+    Attributes:
+        grads: Maps a slot to the gradient in it.
+        unchecked: The slots of gradients that no block has checked for inf or NaN.
+        delayed: ``param.grad`` shows gradients multiplied by the loss scale, which a later block unscales.
+        shown: Maps a slot of ``grads`` to the delayed gradient that a script sees, and the version of that.
+        is_open: A block is open.
+    """
+
+    def __init__(self) -> None:
+        self.grads: dict[int, Tensor] = {}
+        self.unchecked: set[int] = set()
+        self.shown: dict[int, tuple[Tensor, int]] = {}
+        self.delayed = self.is_open = False
+
+
+class WidenedGrads(GradGroup):
+    """The gradients of 16-bit parameters whose slots are float32.
+
+    A block sets the gradients that are there aside while it is open, so that neither autograd nor
+    DistributedDataParallel meets one of another dtype or scale. At its end one pass widens, divides and checks what
+    backward has left, on its way into the slots; what was set aside is added. With ``fuse_unscale`` all gradients stay
+    multiplied by the loss scale, and those that nothing is added to stay as backward has left them.
+    """
+
+    def __init__(self, grads: FlatGrads, slots: Sequence[int] | None = None, aside: _Aside | None = None) -> None:
+        """A group of the parameters that have these ``slots`` of ``grads``, by default all.
+
+        Args:
+            grads: The buffer.
+            slots: Which; None: all.
+            aside: What the groups of parts of one buffer share.
+        """
+        self._grads, self._slots = grads, range(len(grads.params)) if slots is None else slots
+        super().__init__([grads.full_params[slot] for slot in self._slots])
+        self.flat = grads if slots is None else None
+        self._aside = _Aside() if aside is None else aside
+        for param in self.params if hasattr(Tensor, "grad_dtype") else ():
+            param.grad_dtype = None  # scripts assign float32 gradients, too
+
+    def adopt_from(self, former: Sequence[GradGroup]) -> None:
+        """Continue with what ``former`` groups have set aside of these parameters."""
+        slot_of = {id(p): slot for p, slot in zip(self.params, self._slots, strict=True)}
+        for group in former:
+            if isinstance(group, WidenedGrads):
+                aside = group._aside
+                self._aside.delayed |= aside.delayed
+                for slot, grad in aside.grads.items():
+                    own = slot_of.get(id(group._grads.full_params[slot]))
+                    if own is not None:
+                        self._aside.grads[own] = grad
+                        self._aside.unchecked.update({own} if slot in aside.unchecked else ())
+
+    def part(self, indices: Sequence[int]) -> GradGroup:
+        return WidenedGrads(self._grads, [self._slots[i] for i in indices], self._aside)
+
+    def begin_block(self, factor: float) -> bool:
+        """See ``GradGroup``. Gradients of a backward outside of blocks, and a script's, have not been checked."""
+        if self._aside.delayed:
+            self.scale_sources_(factor)
+        elif any_grads(self.params):
+            unchecked = places_of(ELSEWHERE, self._grads.states())
+            self._grads.gather()
+            for slot, param in zip(self._slots, self.params, strict=True):
+                if param.grad is not None:
+                    self._aside.grads[slot] = param.grad
+            self._aside.unchecked = self._aside.grads.keys() & unchecked
+            drop_grads(self.params)
+        self._aside.is_open = True
+        return bool(self._aside.unchecked)
+
+    @torch.no_grad()
+    def scale_all_(self, factor: float) -> None:
+        if factor != 1.0 and self._aside.grads:
+            torch._foreach_mul_(list(self._aside.grads.values()), factor)
+        super().scale_all_(factor)
+
+    @torch.no_grad()
+    def clip_(self, coefficient: Tensor) -> None:
+        for grad in self._aside.grads.values():
+            grad.mul_(number_on(coefficient.reshape(()), grad.device))
+        super().clip_(coefficient)
+
+    def abandon_block(self, factor: float) -> None:
+        if self._aside.delayed:
+            self.scale_sources_(factor)
+        else:
+            drop_grads(self.params)
+            self._put_back()
+
+    def note_delayed(self) -> None:
+        """See ``GradGroup``. A script clears a gradient that is set aside by clearing the delayed one."""
+        self._aside.delayed, self._aside.is_open = True, False
+        for slot in self._aside.grads:
+            param = self._grads.full_params[slot]
+            if param.grad is None:
+                param.grad = torch.zeros_like(param, requires_grad=False)
+            self._aside.shown[slot] = param.grad, param.grad._version
+
+    def drop_cleared(self) -> bool:
+        shown, self._aside.shown = self._aside.shown, {}
+        for slot, (grad, version) in shown.items():
+            now = self._grads.full_params[slot].grad
+            if now is None:
+                self._aside.grads.pop(slot, None)
+            elif slot in self._aside.grads:
+                self._aside.shown[slot] = now, now._version
+                if now is grad and now._version != version and not now.any():
+                    self._aside.grads[slot].zero_()
+        return False
+
+    def forget_copied(self, set_to_none: bool) -> None:
+        self._aside.delayed = False
+        if set_to_none:
+            self._aside.grads, self._aside.shown = {}, {}
+            return
+        if not self._aside.is_open:
+            self.drop_cleared()  # what has been dropped does not become zeros
+        self.zero_()
+        if not self._aside.is_open:
+            self._put_back()
+
+    def drop_kept(self) -> None:
+        for slot in self._aside.unchecked:
+            del self._aside.grads[slot]
+        self._aside.unchecked = set()
+
+    def has_grads(self) -> bool:
+        return bool(self._aside.grads) or any_grads(self.params)
+
+    @torch.no_grad()
+    def zero_(self) -> None:
+        super().zero_()
+        for grad in self._aside.grads.values():
+            grad.zero_()
+
+    @torch.no_grad()
+    def unscale_(self, inv_scale: float, found_inf: Tensor | None, *, share: bool = False) -> None:
+        slots = None if self.flat is not None else self._slots
+        if self._aside.grads:
+            slots = [slot for slot in self._slots if slot not in self._aside.grads]
+            self._add_to_aside(inv_scale, found_inf)
+        if not share:
+            self._grads.take(self._grads.params, inv_scale, found_inf, slots)
+        else:
+            if slots is None and not self._grads.reads_in_place:
+                self._grads.pack(self._grads.params)
+            if found_inf is not None:
+                self.check(found_inf)
+        self._aside.delayed = self._aside.is_open = False
+
+    def _add_to_aside(self, inv_scale: float, found_inf: Tensor | None) -> None:
+        """Show what was set aside again, with what backward has left there."""
+        params = self._grads.full_params
+        shown = ((grad, params[slot]) for slot, grad in self._aside.grads.items())
+        both = [(grad, dense_grad(param.grad, param)) for grad, param in shown if param.grad is not None]
+        sums = list(self._aside.grads.values())
+        self._put_back()
+        if both:
+            torch._foreach_add_([grad for grad, _ in both], [new for _, new in both], alpha=inv_scale)
+        if found_inf is not None:
+            unscale_grads(sums, 1.0, found_inf)
+
+    def _put_back(self) -> None:
+        aside, self._aside.grads, self._aside.unchecked = self._aside.grads, {}, set()
+        self._aside.shown, self._aside.is_open = {}, False
+        set_grads([self._grads.full_params[slot] for slot in aside], list(aside.values()))
+
+    @torch.no_grad()
+    def scale_(self, factor: float, found_inf: Tensor | None = None) -> None:
+        if self.flat is None:
+            super().scale_(factor, found_inf)
+        else:
+            self.flat.unscale_(factor, found_inf)
+
+    @torch.no_grad()
+    def check(self, found_inf: Tensor) -> None:
+        if self.flat is None:
+            super().check(found_inf)
+        else:
+            unscale_grads(self.flat.operands(InPlace.READ), 1.0, found_inf)
