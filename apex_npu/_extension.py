@@ -18,7 +18,7 @@ import torch
 
 _BUILT_FOR = Path(__file__).with_name("_C.torch_version")
 # Of the functions in csrc/bindings.cpp, and of what the library registers with torch.
-_API = 26
+_API = 27
 # Run in a checkout, or with the name of the sdist for the dot; without --force-reinstall pip keeps what is there.
 REBUILD = "pip install --no-build-isolation --no-deps --force-reinstall ."
 _WAY_OUT = f"using the pure-PyTorch fallback (slower); to rebuild it, in a checkout: {REBUILD}"

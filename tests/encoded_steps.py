@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from apex_npu import optimizers
 from apex_npu.ops import encoded_calls
 from apex_npu.ops.dispatch import Rule
+from apex_npu.ops.reference import bias_correction_of
+from apex_npu.optimizers import adamp
 
 RULES: dict[str, tuple[type[optimizers.FusedOptimizer], dict[str, Any]]] = {
     "Adam": (optimizers.NpuFusedAdam, {"amsgrad": True}),
@@ -154,3 +156,13 @@ def compute_on(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
         call(rule, operands, options)
 
     monkeypatch.setattr(encoded_calls, "_call", moved)
+
+    # AdamP's arithmetic is torch's.
+    def moved_rate(optimizer: optimizers.NpuFusedAdamP, run: object, group: dict[str, Any]) -> Tensor:
+        return torch.tensor(group["lr"], device=device)
+
+    def moved_correction(beta: float, step: int) -> float | Tensor:
+        return bias_correction_of(beta, torch.tensor(float(step), device=device))
+
+    monkeypatch.setattr(optimizers.NpuFusedAdamP, "learning_rate", moved_rate)
+    monkeypatch.setattr(adamp, "bias_correction_of", moved_correction)

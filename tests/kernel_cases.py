@@ -24,8 +24,6 @@ ADAGRAD = {"lr": 0.1, "eps": 1e-6, "weight_decay": 0.1, "decoupled": False, "max
 LAMB = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "beta3": 0.1, "eps": 1e-6, "step": 3,
         "bias_correction": True, "l2": 0.0, "decay": 0.1, "adapt": True, "max_weight_norm": math.inf,
         "maximize": False}  # fmt: skip
-ADAMP = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1, "wd_ratio": 0.1, "nesterov": False,
-         "maximize": False, "step": 3}  # fmt: skip
 
 # Rule, options, and which states there are: those that are None are left out.
 CASES = [
@@ -50,8 +48,6 @@ CASES = [
     ("lamb_", LAMB, 2),
     ("lamb_", {**LAMB, "max_weight_norm": 0.5, "l2": 0.1, "decay": 0.0, "maximize": True}, 2),
     ("lamb_", {**LAMB, "adapt": False, "bias_correction": False}, 2),
-    ("adamp_", ADAMP, 2),
-    ("adamp_", {**ADAMP, "nesterov": True, "maximize": True, "weight_decay": 0.0}, 2),
 ]
 # Of each rule the first, where what varies is not the rule.
 RULES = [case for i, case in enumerate(CASES) if case[0] not in {other[0] for other in CASES[:i]}]
@@ -76,24 +72,16 @@ def shapes_for(numel):
     return [(numel // 4,), many, long, (rest,)]
 
 
-def segments_of(name, shapes, numel, dtype):
-    """Segment arguments of LAMB and AdamP; a gap, such as padding, follows each parameter that leaves one."""
-    starts, lengths, owner, limits, begin = [], [], [], [(0.0, 0.0)], 0
+def segments_of(shapes, numel, dtype):
+    """Segment arguments of LAMB; a gap, such as padding, follows each parameter that leaves one."""
+    starts, lengths, begin = [], [], 0
     for i, shape in enumerate(shapes):
         size = math.prod(shape)
-        rows = shape[0] if name == "adamp_" and len(shape) > 1 else 1
-        starts += [begin + k * (size // rows) for k in range(rows)]
-        lengths += [size // rows] * rows
-        owner += [i + 1] * rows
-        # Every second matrix by its rows, the others as a whole.
-        limits.append((0.0, 0.0) if len(shape) == 1 else (1.0, 0.0) if i % 2 else (0.0, 1.0))
+        starts.append(begin)
+        lengths.append(size)
         begin += size if i % 2 else size + (numel - sum(map(math.prod, shapes))) // len(shapes)
     segments = ops.Segments.of(starts, lengths, numel, CPU)
-    extra = [torch.full((numel,), math.nan, dtype=dtype), segments.starts, segments.lengths, None]
-    if name == "adamp_":
-        extra += [torch.tensor([*owner, 0]), *torch.tensor(limits, dtype=dtype).unbind(1)]
-        extra[-2:] = [limit.contiguous() for limit in extra[-2:]]
-    return extra
+    return [torch.full((numel,), math.nan, dtype=dtype), segments.starts, segments.lengths, None]
 
 
 def operands_for(name, states, numel, mix=(F32, F32, None), seed=0):

@@ -23,11 +23,8 @@ ADAGRAD = {"lr": 0.1, "eps": 1e-8, "weight_decay": 0.1, "decoupled": False, "max
 LAMB = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "beta3": 0.1, "eps": 1e-8, "step": 3,
         "bias_correction": True, "l2": 0.0, "decay": 0.1, "adapt": True, "max_weight_norm": 40.0,
         "maximize": False}  # fmt: skip
-ADAMP = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "wd_ratio": 0.1, "nesterov": False,
-         "maximize": False, "step": 3}  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
     "sgd_": SGD, "adam_": ADAM, "rmsprop_": RMSPROP, "adadelta_": ADADELTA, "adagrad_": ADAGRAD, "lamb_": LAMB,
-    "adamp_": ADAMP,
 }  # fmt: skip
 
 # What else to try of each rule: changes of its options, and the places of the operands that are left out.
@@ -53,8 +50,6 @@ SEGMENTED_CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("lamb_", {}),
     ("lamb_", {"adapt": False, "l2": 0.1, "decay": 0.0}),
     ("lamb_", {"beta3": 1.0, "maximize": True, "max_weight_norm": float("inf"), "bias_correction": False}),
-    ("adamp_", {}),
-    ("adamp_", {"nesterov": True, "maximize": True, "weight_decay": 0.0}),
 ]
 # Of the parameter and of the gradient.
 DTYPES = [
@@ -65,7 +60,7 @@ DTYPES = [
     (torch.float32, torch.float16),
     (torch.float32, torch.bfloat16),
 ]
-_STATES = {"sgd_": 1, "adam_": 3, "rmsprop_": 3, "adadelta_": 2, "adagrad_": 1, "lamb_": 2, "adamp_": 2}
+_STATES = {"sgd_": 1, "adam_": 3, "rmsprop_": 3, "adadelta_": 2, "adagrad_": 1, "lamb_": 2}
 
 
 def operands(
@@ -93,38 +88,27 @@ def on_device(options: dict[str, Any], found_inf: Tensor | None) -> dict[str, An
     return {**options, **tensors, "found_inf": found_inf}
 
 
-# Parameters of rows longer than a tile, of short ones that start at odd places, and of one row.
-ROWS = [(0, 2500), (2500, 2500), *((5053 + 460 * i, 460) for i in range(5)), (7400, 300)]
-OWNER = [1, 1, *[2] * 5, 3, 0]
+# At odd places, and without elements.
 SEGMENTS = [(0, 5000), (5053, 2300), (7400, 300), (7800, 0)]
 NUMEL = 7_808
 # The same where kernels may read and write on, into padding, up to a multiple of 16.
-ALIGNED_ROWS = [(0, 2496), (2496, 2496), *((5056 + 460 * i, 460) for i in range(5)), (7408, 300)]
 ALIGNED_SEGMENTS = [(0, 4992), (5056, 2300), (7408, 300), (7808, 0)]
 
 
-def places(op: str, aligned: bool) -> list[tuple[int, int]]:
+def places(aligned: bool) -> list[tuple[int, int]]:
     """Start and length of each segment."""
-    if op == "adamp_":
-        return ALIGNED_ROWS if aligned else ROWS
     return ALIGNED_SEGMENTS if aligned else SEGMENTS
 
 
-def inside(op: str, aligned: bool = False) -> Tensor:
+def inside(aligned: bool = False) -> Tensor:
     """The indices of what is no padding."""
-    return torch.cat([torch.arange(start, start + length) for start, length in places(op, aligned)])
+    return torch.cat([torch.arange(b, b + n) for b, n in places(aligned)])
 
 
-def segments(op: str, dtype: torch.dtype = torch.float32, aligned: bool = False) -> list[Any]:
-    """Arguments after ``model_param``: scratch, segments, and for AdamP what is projected: rows, wholes or nothing."""
-    wide = wide_dtype(dtype)
-    starts, lengths = (torch.tensor(column) for column in zip(*places(op, aligned), strict=True))
-    common = [torch.zeros(NUMEL, dtype=wide), starts, lengths, None]
-    if op == "lamb_":
-        return common
-    row_limit = torch.tensor([0.0, 0.0, 2.0, 0.0], dtype=wide)
-    whole_limit = torch.tensor([0.0, 2.0, 0.0, 0.0], dtype=wide)
-    return [*common, torch.tensor(OWNER), row_limit, whole_limit]
+def segments(dtype: torch.dtype = torch.float32, aligned: bool = False) -> list[Any]:
+    """Arguments of LAMB after ``model_param``: scratch and segments."""
+    starts, lengths = (torch.tensor(column) for column in zip(*places(aligned), strict=True))
+    return [torch.zeros(NUMEL, dtype=wide_dtype(dtype)), starts, lengths, None]
 
 
 def apply_reference(op: str, args: list[Any], options: dict[str, Any]) -> None:

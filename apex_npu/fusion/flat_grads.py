@@ -65,7 +65,6 @@ class FlatGrads:
         reads_in_place: Kernels read gradients that are ELSEWHERE in place, all in one call.
         is_shown: A script has the buffer: gradients are always copied there, and padding may have been written.
         gathers_all: Gradients are always copied into slots: a CUDA graph has their addresses, or no kernel follows any.
-        rule_follows_addresses: On a GPU the rule reads gradients that are ELSEWHERE; for others each step copies them.
         may_pack: See ``pack``.
         is_packed: Gradients have been packed, and some may still be.
         is_widened: Slots are float32, and parameters have 16 bits.
@@ -74,7 +73,6 @@ class FlatGrads:
 
     is_sharded = False
     gathers_all = False
-    rule_follows_addresses = True
     may_pack = False
     is_packed = False
     is_widened = False
@@ -378,7 +376,7 @@ class FlatGrads:
         """
         slots, lazily = self.memory.slots, self.shares_lazily
         least_numel = grad_slots.WRITTEN_NUMEL if lazily else grad_slots.STAYS_NUMEL
-        reads = lazily or (self._addressed is not None and self.rule_follows_addresses and not is_capturing())
+        reads = lazily or (self._addressed is not None and not is_capturing())
         shared, others = False, list[int]()
         if reads and self._largest_numel >= least_numel and not (self.is_shown or self.gathers_all):
             shared, others = slots.share(sources, self.params, least_numel, lazily)

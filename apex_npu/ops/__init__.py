@@ -26,7 +26,7 @@ from apex_npu.ops.grad_lists import ListedSlots, is_grad_list
 from apex_npu.ops.lists import sgd_list_, takes_sgd_lists
 from apex_npu.ops.newton_schulz import Matrices, orthogonalize_
 from apex_npu.ops.reference import FLOATS, LOW_PRECISION, chunks, wide_dtype
-from apex_npu.ops.segmented import adamp_, clip_coefficient, lamb_, norm, norm_to_clip, segment_add_, segment_dot
+from apex_npu.ops.segmented import clip_coefficient, lamb_, norm, norm_to_clip, segment_add_, segment_dot
 from apex_npu.ops.segments import Segments
 
 __all__ = [
@@ -42,7 +42,6 @@ __all__ = [
     "adadelta_",
     "adagrad_",
     "adam_",
-    "adamp_",
     "as_real",
     "call_of_all",
     "cat_into",

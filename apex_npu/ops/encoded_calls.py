@@ -210,8 +210,7 @@ def _call(rule: Rule[...], operands: tuple[Any, ...], options: dict[str, Any]) -
     for name, number in rule.numbers.items():
         if name in options:
             options[name] = number(options[name])
-    # Rows that are no ranges of memory have ids, and the reference kernel; see kernels_cpu.cpp.
-    if cpu.available and dict(zip(rule.operands, operands, strict=False)).get("ids") is None:
+    if cpu.available:
         _run_extension(rule, encoding, of_params, operands, options)
     else:
         _run_on_pieces(rule, encoding, of_params, operands, options)

@@ -46,18 +46,16 @@ def lanes_of(numel: int, count: int, device: torch.device) -> int:
     return 1 << (lanes.bit_length() - 1)
 
 
-def segment_sums(
-    pairs: Sequence[tuple[Tensor, Tensor]], ids: Tensor, count: int, dtype: torch.dtype, zeros: int = 0
-) -> Tensor:
+def segment_sums(pairs: Sequence[tuple[Tensor, Tensor]], ids: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     """For each of ``pairs`` a row of ``dtype``: the sum of a · b over each of ``count`` segments, and over the padding.
 
-    Then comes one arbitrary number, and as many zeros as asked for.
+    Then comes one arbitrary number.
     """
     first = pairs[0][0]
     numel, lanes = first.numel(), lanes_of(first.numel(), count, first.device)
     # An NPU has no float64 to speak of; elsewhere it costs little, and long sums need it.
     wide = dtype if first.device.type == "npu" else torch.float64
-    partial = first.new_zeros(len(pairs), count + 2 + zeros, lanes, dtype=wide)
+    partial = first.new_zeros(len(pairs), count + 2, lanes, dtype=wide)
     step = max(lanes, chunk_numel(first.device) // len(pairs) // lanes * lanes)
     for begin in range(0, numel, step):
         end = min(begin + step, numel)
@@ -80,7 +78,7 @@ def update_moments_(
     beta1: float,
     beta2: float,
     beta3: float,
-    eps: float,
+    eps: float | Tensor,
     step: int | Tensor,
     correct_first: bool,
     correct_second: bool,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.ops.dispatch import Mutated, Rule, Scratch, op
-from apex_npu.ops.reference import add_, bias_correction_of, chunks, sum_of_squares, wide_dtype, write_back
+from apex_npu.ops.reference import add_, chunks, sum_of_squares, wide_dtype, write_back
 from apex_npu.ops.reference_segments import add_product_, segment_ids, segment_sums, trust_ratio, update_moments_
 
 
@@ -116,120 +116,6 @@ def lamb_(
         write_back(p_chunk, p, model_chunk)
 
 
-@Rule
-def adamp_(
-    param: Mutated,
-    grad: Tensor,
-    exp_avg: Mutated,
-    exp_avg_sq: Mutated,
-    model_param: Mutated | None,
-    direction: Scratch,
-    starts: Tensor,
-    lengths: Tensor,
-    ids: Tensor | None,
-    owner: Tensor,
-    row_limit: Tensor,
-    whole_limit: Tensor,
-    *,
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    wd_ratio: float,
-    nesterov: bool,
-    maximize: bool,
-    step: int | Tensor,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
-    """One step of AdamP (Heo et al. 2021, https://arxiv.org/abs/2006.08217).
-
-    ::
-
-        m ← beta1 · m + (1 − beta1) · ±g
-        v ← beta2 · v + (1 − beta2) · g²
-        u ← n / (sqrt(v) / sqrt(1 − beta2^step) + eps)     n = m,  or  beta1 · m + (1 − beta1) · ±g  for nesterov
-        u ← u − (p · u) / (‖p‖ + eps)² · p                 for each row, or the whole parameter, or not at all
-        p ← p − lr · weight_decay · p                      times wd_ratio where u was projected
-        p ← p − lr / (1 − beta1^step) · u
-
-    A parameter is projected row by row where the largest of its rows' |cos(g, p)| is below ``row_limit``; else as a
-    whole where its own is below ``whole_limit``. cos(g, p) = g · p / ((‖g‖ + eps) (‖p‖ + eps)). Padding between rows
-    may be written.
-
-    Args:
-        param: θ, updated in place.
-        grad: g.
-        exp_avg: m, updated in place.
-        exp_avg_sq: v, updated in place.
-        model_param: See ``elementwise.py``.
-        direction: Memory for u, of the states' dtype; what it holds before and afterwards is arbitrary.
-        starts: See ``Segments``; of each row of each parameter.
-        lengths: See ``Segments``.
-        ids: See ``Segments``.
-        owner: int64, for each row the number of its parameter, counted from 1; and a 0 at the end, for padding.
-        row_limit: Of the states' dtype; 0, then for each parameter δ / sqrt(length of a row), or 0: none is projected.
-        whole_limit: Likewise, δ / sqrt(number of elements).
-        lr: Learning rate.
-        beta1: Decay of m.
-        beta2: Decay of v.
-        eps: Added to the denominator, and to norms.
-        weight_decay: Decoupled decay.
-        wd_ratio: Share of the decay that projected parameters get.
-        nesterov: Look ahead.
-        maximize: Ascend instead.
-        step: Number of this update, from 1.
-        grad_scale: See ``elementwise.py``.
-        found_inf: See ``elementwise.py``.
-    """
-    ids = segment_ids(starts, lengths, param.numel(), param.device) if ids is None else ids
-    update_moments_(
-        direction,
-        param,
-        grad,
-        exp_avg,
-        exp_avg_sq,
-        beta1=beta1,
-        beta2=beta2,
-        beta3=1 - beta1,
-        eps=eps,
-        step=step,
-        correct_first=False,
-        correct_second=True,
-        nesterov=nesterov,
-        maximize=maximize,
-        grad_scale=grad_scale,
-    )
-
-    # Columns: every row, the padding, and after an arbitrary one what `owner` counts: no parameter, each parameter.
-    rows, whole = starts.numel() + 1, starts.numel() + 2
-    pairs = [(param, grad), (grad, grad), (param, param), (param, direction)]
-    sums = segment_sums(pairs, ids, rows - 1, exp_avg.dtype, zeros=whole_limit.numel())
-    sums[:, whole:].index_add_(1, owner, sums[:, :rows])
-    if grad_scale is not None:
-        sums[:2].div_(torch.cat([grad_scale, grad_scale.square()]).unsqueeze(1))
-    norms = sums[1:3].sqrt().add_(eps)
-    cosine = sums[0].abs().div_(norms[0] * norms[1])
-    # Rows that are not below are counted: torch_npu finds the largest value by index on the CPU alone.
-    above = (cosine[:rows] < row_limit[owner]).logical_not_().to(row_limit.dtype)
-    by_row = torch.zeros_like(row_limit).index_add_(0, owner, above) == 0
-    by_whole = cosine[whole:] < whole_limit
-    multiple = sums[3].div_(norms[1].square())  # of p, in u
-    of_whole = torch.where(by_whole, multiple[whole:], 0.0)
-    multiple = torch.where(by_row[owner], multiple[:rows], of_whole[owner])
-    if weight_decay:
-        ratio = torch.ones_like(row_limit).masked_fill_(by_row | by_whole, wd_ratio)[owner]
-    step_size = lr / bias_correction_of(beta1, step)
-    for p_chunk, u, owned, model_chunk in chunks((param, direction, ids[: param.numel()], model_param)):
-        p = p_chunk.to(exp_avg.dtype)
-        u.addcmul_(p, multiple[owned], value=-1)
-        if weight_decay:
-            add_product_(p, p, ratio[owned], -lr * weight_decay)
-        add_(p, u, -step_size)
-        write_back(p_chunk, p, model_chunk)
-
-
 @op("segment_dot", fake=lambda a, b, starts, lengths, ids: a.new_empty(starts.numel()))
 def segment_dot(a: Tensor, b: Tensor, starts: Tensor, lengths: Tensor, ids: Tensor | None) -> Tensor:
     """Sum a[j] · b[j] over each segment: squared norms, and cosines, of parameters or their rows.
@@ -324,5 +210,5 @@ def norm(x: Tensor, found_inf: Tensor | None = None) -> Tensor:
     return total
 
 
-RULES = (lamb_, adamp_)
+RULES = (lamb_,)
 SUMS = (segment_dot, segment_add_, plain_norm, checked_norm, clipping_norm)

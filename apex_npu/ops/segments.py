@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from apex_npu.ops import cpu, cuda
-from apex_npu.ops.reference_segments import segment_ids
+from apex_npu.ops.reference_segments import segment_ids, segment_sums
+from apex_npu.ops.segmented import segment_dot
 
 
 class Segments(NamedTuple):
@@ -34,3 +35,10 @@ class Segments(NamedTuple):
         start, length = (torch.tensor(given, dtype=torch.int64, device="cpu") for given in (starts, lengths))
         without_ids = (device.type == "cpu" and cpu.available) or (device.type == "cuda" and cuda.takes_ranges())
         return Segments(start, length, None if without_ids else segment_ids(start, length, numel, device))
+
+    def dots(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """For each pair (a, b) of 1-D tensors a row: the sum of a · b over each segment; see ``segment_dot``."""
+        if self.ids is None:
+            return torch.stack([segment_dot(a, b, *self) for a, b in pairs])
+        count = self.starts.numel()
+        return segment_sums(pairs, self.ids, count, pairs[0][0].dtype)[:, :count]

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import itertools
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,13 +14,13 @@ from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run, row_count
 from apex_npu.fusion.shards import Along
-from apex_npu.ops import Call, Segments, adamp_, is_grad_list, segment_add_, segment_dot, wide_dtype
-from apex_npu.ops.reference import bias_correction_of
+from apex_npu.ops import Segments, segment_add_, segment_dot, wide_dtype
+from apex_npu.ops.reference import add_, bias_correction_of
 from apex_npu.ops.reference_segments import update_moments_
 from apex_npu.optimizers.base import ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, check_non_negative
 from apex_npu.optimizers.state_formats import StateDtype
-from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts
+from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts, alone
 
 
 class NpuFusedAdamP(NormOptimizer):
@@ -68,7 +70,6 @@ class NpuFusedAdamP(NormOptimizer):
 
     encodable_states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     supports_capture = True
-    follows_addresses = False
 
     def __init__(
         self,
@@ -119,42 +120,25 @@ class NpuFusedAdamP(NormOptimizer):
 
     def widens_grads(self, group: ParamGroup) -> bool:
         """See ``FusedOptimizer``."""
-        ids = [Segments.of((), (), 0, param.device).ids for param in group["params"][:1]]
-        return self.reads_param_grads or ids != [None]
+        return True
 
-    def call(self, run: Run, group: ParamGroup) -> Call:
-        """The rule."""
-        beta1, beta2 = group["betas"]
-        delta = group["delta"]
-        segments = run.segments(rows=True)
-        return adamp_.bind(
-            run.param,
-            _grad(run, segments),
-            run.state("exp_avg"),
-            run.state("exp_avg_sq"),
-            run.model_param(),
-            run.scratch("direction"),
-            *segments,
-            *run.remember("AdamP", delta, lambda: self._owner_and_limits(run, delta)),
-            lr=self.learning_rate(run, group),
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            wd_ratio=group["wd_ratio"],
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
-            step=run.step,
-            grad_scale=run.grad_scale,
-            found_inf=run.found_inf,
-        )
+    def update(self, run: Run, group: ParamGroup) -> None:
+        """Apply the rule."""
+        alone(self.parts(run, group))
 
     def parts(self, run: Run, group: ParamGroup) -> Parts:
-        """See ``NormOptimizer``, and ``adamp_``."""
+        """See ``NormOptimizer``."""
         beta1, beta2 = group["betas"]
-        segments, delta, step = run.segments(rows=True), group["delta"], run.step
+        eps, weight_decay, delta = group["eps"], group["weight_decay"], group["delta"]
+        lr, segments = self.learning_rate(run, group), run.segments(rows=True)
+        tables = run.remember("AdamP", delta, lambda: _Tables.of(run, delta, self._fused.full_param_of))
         param, grad, direction = run.wide_param(), run.wide_grad(), run.scratch("direction")
         exp_avg, exp_avg_sq = run.wide_state("exp_avg"), run.wide_state("exp_avg_sq")
+        written = () if run.found_inf is None else (param, exp_avg, exp_avg_sq)
+        before = [t.clone() for t in written]
+        # The correction of v is left to eps and the step size, which saves a pass over u.
+        root_correction2 = bias_correction_of(beta2, run.step) ** 0.5
+        step_size = lr * root_correction2 / bias_correction_of(beta1, run.step)
         update_moments_(
             direction,
             param,
@@ -164,59 +148,84 @@ class NpuFusedAdamP(NormOptimizer):
             beta1=beta1,
             beta2=beta2,
             beta3=1 - beta1,
-            eps=group["eps"],
-            step=step,
+            eps=eps * root_correction2,
+            step=run.step,
             correct_first=False,
-            correct_second=True,
+            correct_second=False,
             nesterov=group["nesterov"],
             maximize=group["maximize"],
             grad_scale=None,
         )
-        owner, row_limit, whole_limit = run.remember("AdamP", delta, lambda: self._owner_and_limits(run, delta))
-        owner = owner[:-1]  # without padding
         pairs = [(param, grad), (grad, grad), (param, param), (param, direction)]
-        rows = yield Addend(torch.stack([segment_dot(a, b, *segments) for a, b in pairs]), Along.COLUMNS)
-        cosine, row_multiple = _cosine_and_multiple(rows, group["eps"])
-        above = (cosine < row_limit[owner]).logical_not_().to(rows.dtype)
-        wholes = rows.new_zeros(5, row_limit.numel()).index_add_(1, owner, torch.cat([rows, above.unsqueeze(0)]))
-        found = yield Addend(wholes[:, 1:], Along.ROWS)
+        rows = yield Addend(segments.dots(pairs), Along.COLUMNS)
+        cosine, row_multiple = _cosine_and_multiple(rows, eps)
+        # Rows that are not below their limit, as nan is not, are counted with -1.
+        above = cosine.lt_(tables.row_limit).sub_(1)
+        found = yield Addend(tables.sums_of_rows(torch.cat([rows, above.unsqueeze(0)])), Along.ROWS)
         by_row = found[4] == 0
-        cosine, whole_multiple = _cosine_and_multiple(found[:4], group["eps"])
-        by_whole = cosine < whole_limit[1:]
-        owner = owner - 1
+        cosine, whole_multiple = _cosine_and_multiple(found[:4], eps)
+        by_whole = cosine < tables.whole_limit
         of_whole = torch.where(by_whole, whole_multiple, 0.0)
-        multiple = torch.where(by_row[owner], row_multiple, of_whole[owner])
-        lr = self.learning_rate(run, group)
-        segment_add_(direction, param, -multiple, *segments)
-        if group["weight_decay"]:
-            ratio = torch.ones_like(whole_multiple).masked_fill_(by_row | by_whole, group["wd_ratio"])[owner]
-            segment_add_(param, param, ratio * (-lr * group["weight_decay"]), *segments)
-        param.sub_(direction * (lr / bias_correction_of(beta1, step)))
+        multiple = torch.where(by_row[tables.owner], row_multiple, of_whole[tables.owner])
+        # p ← (1 − decay + step size · multiple) · p − step size · u, which is the same as projecting u.
+        factors = multiple * step_size
+        if weight_decay:
+            ratio = torch.ones_like(whole_multiple).masked_fill_(by_row | by_whole, group["wd_ratio"])
+            factors.sub_(ratio[tables.owner] * (lr * weight_decay))
+        segment_add_(param, param, factors, *segments)
+        add_(param, direction, -step_size)
+        for now, then in zip(written, before, strict=True):
+            assert run.found_inf is not None
+            torch.where(run.found_inf.reshape(()) != 0, then, now, out=now)
         run.write_back(param, with_model=True, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
 
-    def _owner_and_limits(self, run: Run, delta: float) -> tuple[Tensor, Tensor, Tensor]:
-        """The tables of ``adamp_``: each row's parameter, and the cosines below which rows and wholes are projected."""
+
+class _Tables(NamedTuple):
+    """What a run's projections depend on beside its values.
+
+    Attributes:
+        owner: The index of each row's parameter.
+        row_limit: For each row the cosine below which it is projected; 0: never.
+        whole_limit: Likewise for each parameter as a whole.
+        ones: As many as five numbers for each row are.
+        of_params: Where the rows of each parameter are in these.
+    """
+
+    owner: Tensor
+    row_limit: Tensor
+    whole_limit: Tensor
+    ones: Tensor
+    of_params: Segments
+
+    @classmethod
+    def of(cls, run: Run, delta: float, full_param_of: Callable[[Tensor], Tensor]) -> _Tables:
+        """Those of ``run``; of a part of a parameter the limits are those of the full one."""
         counts = [row_count(p) for p in run.params]
-        owner = torch.arange(1, len(counts) + 1, device="cpu").repeat_interleave(torch.tensor(counts, device="cpu"))
-        wholes = list(map(self._fused.full_param_of, run.params))  # of a part the limits are those of the whole
-        lengths = [(max(1, p.numel() // row_count(p)), max(1, p.numel())) for p in wholes]
-        limits = [(0.0, 0.0)] + [
-            (delta / row**0.5, delta / whole**0.5) if p.dim() > 1 else (0.0, 0.0)
-            for p, (row, whole) in zip(wholes, lengths, strict=True)
+        limits = [
+            (delta / max(1, p.numel() // row_count(p)) ** 0.5, delta / max(1, p.numel()) ** 0.5)
+            if p.dim() > 1
+            else (0.0, 0.0)
+            for p in map(full_param_of, run.params)
         ]
         dtype, device = wide_dtype(run.param.dtype), run.param.device
         row_limit, whole_limit = torch.tensor(limits, dtype=dtype, device="cpu").unbind(1)
-        owner = torch.cat([owner, owner.new_zeros(1)])
-        return owner.to(device), row_limit.contiguous().to(device), whole_limit.contiguous().to(device)
+        owner = torch.arange(len(counts), device="cpu").repeat_interleave(torch.tensor(counts, device="cpu"))
+        numel = 5 * owner.numel()
+        starts = list(itertools.accumulate(5 * counts, initial=0))[:-1]
+        return cls(
+            owner.to(device),
+            row_limit[owner].to(device),
+            whole_limit.contiguous().to(device),
+            torch.ones(numel, dtype=dtype, device=device),
+            Segments.of(starts, 5 * counts, numel, device),
+        )
+
+    def sums_of_rows(self, values: Tensor) -> Tensor:
+        """Of five numbers for each row, those for each parameter."""
+        return segment_dot(values.flatten(), self.ones, *self.of_params).view(5, -1)
 
 
 def _cosine_and_multiple(sums: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """|cos(g, p)|, and how many p there are in u, from the sums of p · g, g², p² and p · u."""
     norms = sums[1:3].sqrt().add_(eps)
-    return sums[0].abs().div(norms[0] * norms[1]), sums[3].div(norms[1].square())
-
-
-def _grad(run: Run, segments: Segments) -> Tensor:
-    """The gradients of ``run``, where they are if the kernel follows them there: those of a GPU follow rows alone."""
-    grad = run.scaled_grad
-    return run.flat_grad if segments.ids is not None or (grad.is_cuda and is_grad_list(grad)) else grad
+    return sums[0].abs().div_(norms[0] * norms[1]), sums[3].div(norms[1].square())

@@ -117,8 +117,6 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     supports_capture: ClassVar[bool] = False
     # Keys that the groups of torch's optimizer have beside the rule's numbers, for state dicts: nothing reads them.
     torch_options: ClassVar[tuple[str, ...]] = ()
-    # False where a GPU's kernel of the rule does not read gradients where autograd left them.
-    follows_addresses: ClassVar[bool] = True
     # True where ``update`` reads ``p.grad`` rather than ``run.grad``: gradients are unscaled in place before.
     reads_param_grads: ClassVar[bool] = False
     # The states that can be kept in other formats than float32: of rules whose ``update`` only passes them to their own
@@ -225,9 +223,11 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         return False
 
     def learning_rate(self, run: Run, group: ParamGroup) -> float | Tensor:
-        """``group["lr"]``: a tensor where that is one, and the device can read it by itself."""
+        """``group["lr"]``: a tensor where that is one, and an accelerator can read it by itself."""
         lr: float | Tensor = group["lr"]
-        if type(lr) is float or (self.capturable and isinstance(lr, Tensor) and lr.device == run.param.device):
+        if type(lr) is float:
+            return lr
+        if self.capturable and isinstance(lr, Tensor) and lr.device == run.param.device and lr.device.type != "cpu":
             return lr
         return as_number("lr of a parameter group", lr)
 
@@ -608,8 +608,6 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         self._flat_grads = [fused.grads for fused in groups if id(fused.params[0]) not in with_gaps]
         self._lending = [fused.grads.memory for fused in groups if fused.grads.memory.lends]
         self._all_in_slots = all(fused.in_slots for fused in groups)
-        for fused in groups:
-            fused.grads.rule_follows_addresses = self.follows_addresses
         self._prepares = all(masks_writes(fused.param_flat.device) for fused in groups)
         if with_state:
             self._shown.adopt(self, self._slots())

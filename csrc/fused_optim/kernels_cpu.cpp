@@ -11,7 +11,6 @@
 #include "fused_optim/adadelta_cpu.h"
 #include "fused_optim/adagrad_cpu.h"
 #include "fused_optim/adam_cpu.h"
-#include "fused_optim/adamp_cpu.h"
 #include "fused_optim/grad_list.h"
 #include "fused_optim/lamb_cpu.h"
 #include "fused_optim/norm_cpu.h"
@@ -127,12 +126,11 @@ KernelsCpu::KernelsCpu() : library_(torch::Library::IMPL, "apex_npu", c10::Dispa
   implement_rule<&adadelta_cpu>(library_, "adadelta_");
   implement_rule<&adagrad_cpu>(library_, "adagrad_");
   implement_rule<&lamb_cpu>(library_, "lamb_");
-  implement_rule<&adamp_cpu>(library_, "adamp_");
   implement(library_, "segment_dot", segment_dot_cpu);
   implement(library_, "segment_add_", segment_add_cpu);
   implement(library_, "norm", norm_cpu);
   for (const char* name :
-       {"sgd_.runs", "adam_.runs", "rmsprop_.runs", "adadelta_.runs", "adagrad_.runs", "lamb_.runs", "adamp_.runs"}) {
+       {"sgd_.runs", "adam_.runs", "rmsprop_.runs", "adadelta_.runs", "adagrad_.runs", "lamb_.runs"}) {
     library_.impl(name, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<EachRun>()));
   }
 }

@@ -28,7 +28,7 @@ UPDATES = [
     ("Adadelta", optimizers.NpuFusedAdadelta, {}, 11, 11),
     ("BertAdam", optimizers.NpuFusedBertAdam, {"lr": 1e-3}, 7, 12),
     ("LAMB", optimizers.NpuFusedLamb, {}, 19, 20),
-    ("AdamP", optimizers.NpuFusedAdamP, {}, 39, 40),
+    ("AdamP", optimizers.NpuFusedAdamP, {}, 47, 47),
 ]
 
 # part of a step of Adam, opt_level, fuse_unscale; launches: NOW, GOAL.

@@ -523,20 +523,18 @@ def test_gradients_in_memory_that_others_have_too_are_taken_and_not_shared(launc
     check(masters, [grad.float() for grad in before], slots)
 
 
-@pytest.mark.parametrize("way", ["buckets", "a rule that follows no addresses"])
 @pytest.mark.usefixtures("may_stay")
-def test_where_none_can_be_shared_they_are_packed(way, monkeypatch, launched):
+def test_where_none_can_be_shared_they_are_packed(monkeypatch, launched):
     monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0)
     masters, sources = make_params(shapes=[(40,), (4, 5)]), make_params(torch.bfloat16, [(40,), (4, 5)])
     slots = slots_of(masters)
-    slots.may_pack, slots.rule_follows_addresses = True, way == "buckets"
+    slots.may_pack = True
     before = give(sources)
-    if way == "buckets":
-        bucket = torch.cat([grad.view(-1) for grad in before])
-        sources[0].grad, sources[1].grad = bucket[:40], bucket[40:].view(4, 5)
+    bucket = torch.cat([grad.view(-1) for grad in before])
+    sources[0].grad, sources[1].grad = bucket[:40], bucket[40:].view(4, 5)
     slots.share(sources)
     assert slots.is_packed
-    assert alike(masters, sources) == [way != "buckets"] * 2
+    assert alike(masters, sources) == [False] * 2
     assert launched == []
     for p, grad in zip(masters, before, strict=True):
         assert torch.equal(p.grad, grad)

@@ -14,7 +14,6 @@ import torch
 from devices import DEVICE
 from kernel_cases import (
     ADAM,
-    ADAMP,
     BF16,
     CASES,
     CPU,
@@ -76,7 +75,7 @@ def check(case, numel, mix=(F32, F32, None), shapes=None, grad_scale=None):
     name, options, states = case
     operands = operands_for(name, states, numel, mix)
     wide = reference.wide_dtype(mix[0])
-    extra = segments_of(name, shapes or shapes_for(numel), numel, wide) if name in ("lamb_", "adamp_") else []
+    extra = segments_of(shapes or shapes_for(numel), numel, wide) if name == "lamb_" else []
     model_param = None if mix[2] is None else torch.full((numel,), 7.0, dtype=mix[2])
     if grad_scale is not None:
         options = {**options, "grad_scale": grad_scale}
@@ -107,7 +106,7 @@ def test_memory_that_starts_anywhere(case, mix):
     """Views one element into their memory, as no vector is aligned."""
     name, options, states = case
     operands = operands_for(name, states, 5_044, mix)
-    extra = segments_of(name, shapes_for(5_043), 5_043, F32) if name in ("lamb_", "adamp_") else []
+    extra = segments_of(shapes_for(5_043), 5_043, F32) if name == "lamb_" else []
     aligned = step(name, [t[1:] for t in operands], torch.zeros(5_043, dtype=mix[2] or F16), extra, options)
     shifted = [t.clone() for t in [*operands, torch.zeros(5_044, dtype=mix[2] or F16)]]
     getattr(torch.ops.apex_npu, name)(*(t[1:] for t in shifted), *extra, **options)
@@ -123,7 +122,7 @@ def test_tiny_and_huge_values(case, scale):
     name, options, states = case
     operands = operands_for(name, states, 1_000)
     operands = [operands[0] * scale, operands[1] * scale, *operands[2:]]
-    extra = segments_of(name, [(1_000,)], 1_000, F32) if name in ("lamb_", "adamp_") else []
+    extra = segments_of([(1_000,)], 1_000, F32) if name == "lamb_" else []
     got, want = step(name, operands, None, extra, options), exact(name, operands, extra, options)
     for a, b in zip(got[:-1], want[:-1], strict=True):
         if a is not None:  # one more bit than elsewhere for sums that cancel
@@ -140,7 +139,7 @@ def test_what_is_not_finite_shows_where_it_is(case, bad):
         operands = [t.clone() for t in clean]
         operands[1][place] = bad
         # Each its own segment: norms make all of a parameter what one element is.
-        extra = segments_of(name, [(16,), (515,), (16,)], numel, F32) if name in ("lamb_", "adamp_") else []
+        extra = segments_of([(16,), (515,), (16,)], numel, F32) if name == "lamb_" else []
         got = step(name, operands, None, extra, options)
         want = step(name, operands, None, extra, options, reference=True)
         for a, b in zip(got[:-1], want[:-1], strict=True):
@@ -151,7 +150,7 @@ def test_what_is_not_finite_shows_where_it_is(case, bad):
 def test_an_infinite_parameter_without_gradient_stays():
     """As a mask has: adding 0 times it to the gradient would make nan of it."""
     for name, options, states in CASES:
-        if name in ("lamb_", "adamp_") or options["weight_decay"]:
+        if name == "lamb_" or options["weight_decay"]:
             continue
         operands = operands_for(name, states, 40)
         operands[0][:] = -math.inf
@@ -174,25 +173,10 @@ LAYOUTS = {
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("shapes", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("case", [c for c in CASES if c[0] in ("lamb_", "adamp_")], ids=name_of)
+@pytest.mark.parametrize("case", [c for c in CASES if c[0] == "lamb_"], ids=name_of)
 @pytest.mark.parametrize("mix", [(F32, F32, None), (F32, F16, F16)], ids=str)
 def test_segments_of_all_shapes(case, shapes, mix):
     check(case, sum(map(math.prod, shapes)), mix, shapes)
-
-
-@pytest.mark.parametrize("limits", [(0.0, 0.0), (0.02, 0.0), (0.5, 0.0), (0.0, 0.5), (0.02, 0.5), (1.0, 1.0)], ids=str)
-@pytest.mark.parametrize("shape", [(40, 1_000), (12, 100)])
-def test_adamp_projects_below_its_limits(shape, limits):
-    """Random directions of 1000 dimensions have cosines of about 0.03: rows under 0.5, but not all under 0.02."""
-    numel = math.prod(shape)
-    operands = operands_for("adamp_", 2, numel)
-    extra = segments_of("adamp_", [shape], numel, F32)
-    extra[-2:] = [torch.tensor([0.0, limit]) for limit in limits]
-    want = exact("adamp_", operands, extra, ADAMP)
-    agree(step("adamp_", operands, None, extra, ADAMP), want, (F32, F32, None))
-    extra[-2:] = [torch.zeros(2), torch.zeros(2)]
-    unprojected = exact("adamp_", operands, extra, ADAMP)
-    assert (limits in ((0.0, 0.0), (0.02, 0.0))) == torch.equal(want[0], unprojected[0])
 
 
 def test_lamb_takes_segments_in_any_order_and_leaves_gaps_alone():
@@ -219,17 +203,15 @@ def test_lamb_takes_full_steps_where_a_norm_is_zero_and_shows_nan():
 
 
 def test_rows_that_are_no_ranges_of_memory_go_to_the_reference():
-    operands = operands_for("adamp_", 2, 60)
-    extra = segments_of("adamp_", [(6, 10)], 60, F32)
-    ids = torch.arange(6).repeat(10)  # transposed
-    lanes = reference_segments.segment_ids(extra[1], extra[2], 60, CPU).numel()
-    extra[3] = torch.cat([ids, torch.full((lanes - 60,), 7)])
-    got = step("adamp_", operands, None, extra, ADAMP)
-    want = step("adamp_", operands, None, extra, ADAMP, reference=True)
-    assert torch.equal(got[0], want[0])
+    rows = ops.Segments.of([10 * i for i in range(6)], [10] * 6, 60, CPU)
+    ids = reference_segments.segment_ids(rows.starts, rows.lengths, 60, CPU)
+    ids[:60] = torch.arange(6).repeat(10)  # transposed
     a, b = torch.randn(60), torch.randn(60)
-    sums = torch.ops.apex_npu.segment_dot(a, b, extra[1], extra[2], extra[3])
+    before = a.clone()
+    sums = torch.ops.apex_npu.segment_dot(a, b, rows.starts, rows.lengths, ids)
     torch.testing.assert_close(sums, (a * b).view(10, 6).sum(0))
+    torch.ops.apex_npu.segment_add_(a, b, sums, rows.starts, rows.lengths, ids)
+    torch.testing.assert_close(a, before + b * sums.repeat(10))
 
 
 def test_float64_beside_another_dtype_goes_to_the_reference():
@@ -250,7 +232,7 @@ def results():
             # Of more than one piece, and of one.
             shapes = [(200, 1_000), (10_000,), (1, 16_400), (2, 16_000)]
             operands = operands_for(name, states, numel, mix, seed=1)
-            extra = segments_of(name, shapes, numel, F32) if name in ("lamb_", "adamp_") else []
+            extra = segments_of(shapes, numel, F32) if name == "lamb_" else []
             model_param = None if mix[2] is None else torch.zeros(numel, dtype=mix[2])
             yield from (t for t in step(name, operands, model_param, extra, options) if t is not None)
     x, y = operands_for("sgd_", (), numel)
@@ -441,23 +423,6 @@ def test_segments_that_do_not_fit(starts, lengths, error, message):
     with pytest.raises(error, match=message):
         torch.ops.apex_npu.segment_add_(param, grad, torch.ones(starts.numel()), starts, lengths, None)
     assert torch.equal(param, before)
-
-
-def test_geometry_that_does_not_fit_adamp():
-    operands = operands_for("adamp_", 2, 60)
-    good = segments_of("adamp_", [(6, 10)], 60, F32)
-    for index, value, error, message in (
-        (4, torch.tensor([1, 1, 1, 1, 1, 0]), ValueError, r"owner must have one entry per row \(6\) and one for padding"),
-        (4, torch.tensor([1, 1, 1, 2, 1, 1, 0]), ValueError, "row 3 is of parameter 2, but there are 1"),
-        (4, torch.tensor([2, 1, 1, 1, 1, 1, 0]), ValueError, "row 0 of 6 is not of parameter 1"),
-        (4, torch.ones(7), TypeError, "owner must be a flat int64 tensor"),
-        (5, torch.zeros(2, dtype=F64), TypeError, "row_limit must be a flat Float tensor"),
-        (6, torch.zeros(3), ValueError, "row_limit and whole_limit must have one entry for padding and one per parameter"),
-        (2, torch.tensor([10, 10, 9, 10, 10, 10]), ValueError, "row 2 has 9 elements from 20 on, and parameter 1 rows of 10"),
-    ):  # fmt: skip
-        extra = [*good[:index], value, *good[index + 1 :]]
-        with pytest.raises(error, match=message):
-            step("adamp_", operands, None, extra, ADAMP)
 
 
 def test_norm_and_segment_sums_name_what_they_are_given():

@@ -24,10 +24,6 @@ SAVED = (
     "adam_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? max_exp_avg_sq, "
     "Tensor(e!)? model_param, *, float lr, float beta1, float beta2, float eps, float weight_decay, bool "
     "decoupled, bool maximize, int step, bool bias_correction=True, Tensor? grad_scale=None) -> ()",
-    "adamp_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? model_param, "
-    "Tensor(e!) direction, Tensor starts, Tensor lengths, Tensor? ids, Tensor owner, Tensor row_limit, Tensor "
-    "whole_limit, *, float lr, float beta1, float beta2, float eps, float weight_decay, float wd_ratio, bool "
-    "nesterov, bool maximize, int step, Tensor? grad_scale=None) -> ()",
     "lamb_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? model_param, "
     "Tensor(e!) direction, Tensor starts, Tensor lengths, Tensor? ids, *, float lr, float beta1, float beta2, "
     "float beta3, float eps, int step, bool bias_correction, float l2, float decay, bool adapt, float "

@@ -98,8 +98,8 @@ def test_a_step_has_the_bits_of_one_on_a_flat_buffer(case, mix, threads):
     offsets, numel = offsets_of(NUMELS, GAPS)
     operands = operands_for(name, states, numel, (mix[0], mix[0], mix[2]))
     extra = []
-    if name in ("lamb_", "adamp_"):
-        extra = segments_of(name, [(n,) for n in NUMELS], numel, F64 if mix[0] == F64 else F32)
+    if name == "lamb_":
+        extra = segments_of([(n,) for n in NUMELS], numel, F64 if mix[0] == F64 else F32)
         extra[1] = torch.tensor(offsets)
     model_param = None if mix[2] is None else torch.full((numel,), 7.0, dtype=mix[2])
     options = {**options, "grad_scale": torch.tensor([3.0])}

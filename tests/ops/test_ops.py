@@ -109,31 +109,20 @@ RULES = {
     "adagrad_": ({"lr": 0.1, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True, "maximize": False}, 1),
     "lamb_": ({"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "beta3": 0.1, "eps": 1e-8, "decay": 0.1,
                "max_weight_norm": math.inf}, 2),
-    "adamp_": (
-        {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "wd_ratio": 0.1, "nesterov": False,
-         "maximize": False, "step": 3}, 2,
-    ),
 }  # fmt: skip
 NUMEL = 5_000
 
 
-def segments_for(name, dtype, device="cpu"):
-    """Segment arguments of the rules that have any: two parameters of 20 rows, and padding."""
+def segments_for(dtype, device="cpu"):
+    """Segment arguments of the rules that have any: two parameters, and padding."""
     direction = torch.empty(NUMEL, dtype=dtype, device=device)
-    if name == "lamb_":
-        return [direction, *ops.Segments.of([0, 2_600], [2_500, 2_300], NUMEL, direction.device)]
-    starts = [*range(0, 2_500, 125), *range(2_600, 4_900, 115)]
-    rows = ops.Segments.of(starts, [125] * 20 + [115] * 20, NUMEL, direction.device)
-    owner = torch.tensor([1] * 20 + [2] * 20 + [0], device=device)
-    # The first is projected as a whole (its rows are not: a limit of 0), the second by rows.
-    limits = torch.tensor([[0.0, 0.0, 1.0], [0.0, 1.0, 1.0]], dtype=dtype, device=device)
-    return [direction, *rows, owner, *limits]
+    return [direction, *ops.Segments.of([0, 2_600], [2_500, 2_300], NUMEL, direction.device)]
 
 
 def apply(name, operands, model_param=None, **options):
     """One step on copies of ``operands``, and what they are then, without the gradient, which must be what it was."""
     copies = [None if t is None else t.clone() for t in operands]
-    more = segments_for(name, copies[2].dtype, copies[2].device) if name in ("lamb_", "adamp_") else []
+    more = segments_for(copies[2].dtype, copies[2].device) if name == "lamb_" else []
     getattr(ops, name)(*copies, model_param, *more, **{**RULES[name][0], **options})
     torch.testing.assert_close(copies[1], operands[1], rtol=0, atol=0)
     return [copies[0], *copies[2:]]
@@ -184,7 +173,7 @@ def test_gradients_of_low_precision_beside_float32_parameters(name, dtype):
 @pytest.mark.parametrize("name", RULES)
 def test_opcheck_every_rule(name):
     operands = operands_of(name, torch.float32)
-    more = segments_for(name, torch.float32) if name in ("lamb_", "adamp_") else []
+    more = segments_for(torch.float32) if name == "lamb_" else []
     lamb = {"step": 1, "bias_correction": False, "l2": 0.0, "adapt": True, "max_weight_norm": 10.0}
     options = {**RULES[name][0], **({**lamb, "maximize": False} if name == "lamb_" else {})}
     model_param = torch.empty(NUMEL, dtype=torch.float16)
@@ -193,7 +182,7 @@ def test_opcheck_every_rule(name):
 
 @pytest.mark.parametrize("name", RULES)
 def test_opcheck_every_rule_with_numbers_on_the_device(name):
-    more = segments_for(name, torch.float32) if name in ("lamb_", "adamp_") else []
+    more = segments_for(torch.float32) if name == "lamb_" else []
     lamb = {"step": 1, "bias_correction": True, "l2": 0.0, "adapt": True, "max_weight_norm": 10.0, "maximize": False}
     options = {**RULES[name][0], **(lamb if name == "lamb_" else {})}
     tensors = {"lr_tensor": torch.tensor(0.1), "found_inf": torch.zeros(1)}
@@ -259,7 +248,7 @@ def test_numbers_that_are_tensors(name, found_inf):
     want = apply(name, before, **numbers, **corrected)
     got = apply(name, [t.to(DEVICE) for t in before], **tensors, **corrected)
     inside = torch.ones(NUMEL, dtype=torch.bool)
-    inside[2_500:2_600] = inside[4_900:] = name not in ("lamb_", "adamp_")
+    inside[2_500:2_600] = inside[4_900:] = name != "lamb_"
     for now, then, wanted in zip(got, [before[0], *before[2:]], want, strict=True):
         torch.testing.assert_close(now.cpu()[inside], (then if found_inf else wanted)[inside], rtol=1e-6, atol=1e-6)
 

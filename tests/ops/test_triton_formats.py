@@ -27,8 +27,7 @@ ALIGNED = [(0, 2300), (2352, 1), (2400, 0), (2432, 390)]
 ANYWHERE = [(3, 2300), (2353, 1), (2361, 0), (2377, 390)]
 POSITIONS = [7, 0, 1, 300]
 # For each state of a rule that is never negative.
-UNSIGNED = {"sgd_": [], "adam_": [1, 2], "rmsprop_": [0], "adadelta_": [0, 1], "adagrad_": [0], "lamb_": [1],
-            "adamp_": [1]}  # fmt: skip
+UNSIGNED = {"sgd_": [], "adam_": [1, 2], "rmsprop_": [0], "adadelta_": [0, 1], "adagrad_": [0], "lamb_": [1]}
 CASES = [*CHANGES, *((op, change, ()) for op, change in SEGMENTED_CHANGES)]
 
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")
@@ -82,24 +81,11 @@ class Call:
             self.states.append(None if state is None else self._encoded(state, kept, generator))
         self.of_params = self.encoding if param_format else None
         self.more = []
-        if op in ("lamb_", "adamp_"):
-            self.more = segments(op)
-            starts, lengths = (torch.tensor(column) for column in zip(*self._rows(), strict=True))
+        if op == "lamb_":
+            self.more = segments()
+            starts, lengths = (torch.tensor(column) for column in zip(*places, strict=True))
             self.more[0] = torch.zeros(NUMEL, device=DEVICE)
             self.more[1:3] = starts, lengths
-            if op == "adamp_":
-                owner = [i + 1 for i, _ in self._rows(owned=True)] + [0]
-                self.more[4] = torch.tensor(owner, device=DEVICE)
-                self.more[5:] = (torch.tensor(x, device=DEVICE) for x in ([0.0, 0, 2, 0, 0.0], [0.0, 2, 0, 0, 2.0]))
-
-    def _rows(self, owned=False):
-        """For AdamP rows of the first parameter begin in the middle of its blocks."""
-        found = []
-        for index, (begin, length) in enumerate(self.places):
-            count = 5 if self.op == "adamp_" and index == 0 else 1
-            for row in range(count):
-                found.append((index, 0) if owned else (begin + row * (length // count), length // count))
-        return found
 
     def _encoded(self, state, kept, generator):
         if kept == torch.float32:
@@ -171,7 +157,7 @@ def test_the_count_may_be_large_or_on_the_device():
     """Of the latter the learning rate and the flag are, too; a flag that is set leaves all as it is."""
     options = {**OPTIONS["adam_"], "weight_decay": 0.0}
     check(options, "adam_", [torch.int8], "stochastic", count=2**31 + 5)
-    for op, count in (("adam_", torch.tensor(3.0)), ("lamb_", torch.tensor([3])), ("adamp_", torch.tensor(3.0))):
+    for op, count in (("adam_", torch.tensor(3.0)), ("lamb_", torch.tensor([3]))):
         device_options = on_device(OPTIONS[op], torch.zeros(1))
         device_options = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in device_options.items()}
         check(device_options, op, [torch.int8, torch.bfloat16], "remainder", count=count.to(DEVICE))
@@ -245,7 +231,7 @@ def test_ties_of_remainders_are_rounded_away_from_zero(beside, direction):
     assert beside or (remainder == -(2**15)).mean() > 0.98  # the exact ties
 
 
-@pytest.mark.parametrize(("op", "count"), [("sgd_", 1), ("adam_", 1), ("lamb_", 3), ("adamp_", 5)])
+@pytest.mark.parametrize(("op", "count"), [("sgd_", 1), ("adam_", 1), ("lamb_", 3)])
 def test_how_many_launches_a_step_takes(op, count, counted):
     Call(op, [torch.int8], "remainder").step(OPTIONS[op], apart=False)
     assert len(counted) == count

@@ -95,9 +95,9 @@ def all_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
             for op, change in SEGMENTED_CHANGES:
                 if change and not everything:
                     continue
-                args = [*operands(op, NUMEL, *dtypes), low, *segments(op, dtypes[0], aligned)]
+                args = [*operands(op, NUMEL, *dtypes), low, *segments(dtypes[0], aligned)]
                 yield op, getattr(plans, op)(*args, **{**OPTIONS[op], **change})
-            starts, lengths = segments("lamb_", aligned=aligned)[1:3]
+            starts, lengths = segments(aligned=aligned)[1:3]
             yield "segment_dot", plans.segment_dot(a, a, starts, lengths, None)
             yield "segment_add_", plans.segment_add_(a, b, a[:4], starts, lengths, None)
     for op in ("sgd_", "adam_", "rmsprop_", "adadelta_", "adagrad_"):
@@ -106,9 +106,9 @@ def all_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
         yield op, getattr(plans, op)(*args, model_param, **OPTIONS[op], grad_scale=scale)
         yield op, getattr(plans, op)(*(a[1:] for a in args), model_param[1:], **OPTIONS[op], grad_scale=scale.double())
     for op in OPTIONS:
-        of_segments = op in ("lamb_", "adamp_")
+        of_segments = op == "lamb_"
         args = operands(op, NUMEL if of_segments else 1504)
-        more = segments(op, aligned=True) if of_segments else ()
+        more = segments(aligned=True) if of_segments else ()
         yield f"{op} on device", getattr(plans, op)(*args, None, *more, **on_device(OPTIONS[op], torch.zeros(1)))
 
 
@@ -117,8 +117,8 @@ def encoded_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
 
     Their steps are counted by the host, and on the device as in a graph.
     """
-    for op in OPTIONS if everything else ("adam_", "adamp_"):
-        more = segments(op, aligned=True) if op in ("lamb_", "adamp_") else ()
+    for op in OPTIONS if everything else ("adam_", "lamb_"):
+        more = segments(aligned=True) if op == "lamb_" else ()
         for name, dtypes in (("bfloat16", [torch.bfloat16]), ("int8", [torch.int8, torch.uint8]), ("remainder", [])):
             param, grad, *states = operands(op, NUMEL, torch.bfloat16)
             if dtypes:
@@ -163,7 +163,7 @@ def listed_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
         ListedSlots(offsets, lengths).add_addresses(grad)
         for op in OPTIONS:
             param, _, *states = operands(op, NUMEL, wide)
-            more = (None, *segments(op, aligned=True)) if op in ("lamb_", "adamp_") else (None,)
+            more = (None, *segments(aligned=True)) if op == "lamb_" else (None,)
             yield f"{op} listed {narrow}", getattr(plans, op)(param, grad, *states, *more, **OPTIONS[op])
         yield f"norm listed {narrow}", plans.plain_norm(grad)
         for name, factor, found_inf in (("checked", 1.0, torch.zeros(1)), ("scaled", 0.5, torch.zeros(1)),

@@ -55,7 +55,6 @@ def test_a_step_runs_through_few_functions(name):
 LISTED = [
     pytest.param(optimizers.NpuFusedLamb, {"betas": (0.8, 0.9)}, id="Lamb"),
     pytest.param(optimizers.FusedLAMB, {"max_grad_norm": 0.0}, id="FusedLAMB"),
-    pytest.param(optimizers.NpuFusedAdamP, {"delta": 10.0}, id="AdamP"),
     pytest.param(optimizers.NpuFusedBertAdam, {"max_grad_norm": 0.5}, id="BertAdam"),
     pytest.param(optimizers.FusedAdam, {}, id="FusedAdam"),
 ]

@@ -18,10 +18,9 @@ STEP_SIZE = tl.constexpr(1)  # lr / (1 − beta1^step)
 CORRECTION1 = tl.constexpr(2)  # 1 − beta1^step
 ROOT_CORRECTION2 = tl.constexpr(3)  # sqrt(1 − beta2^step)
 KEPT = tl.constexpr(4)  # 1 − lr · decay
-KEPT_IF_PROJECTED = tl.constexpr(5)  # the same with another decay
-LATER = tl.constexpr(6)  # 0 in the first step
-GO = tl.constexpr(7)  # 0 where gradients have overflowed
-COUNT = 8
+LATER = tl.constexpr(5)  # 0 in the first step
+GO = tl.constexpr(6)  # 0 where gradients have overflowed
+COUNT = 7
 
 
 @triton.jit
@@ -35,7 +34,6 @@ def step_numbers(
     log_beta1: tl.float64,
     log_beta2: tl.float64,
     decay: tl.float64,
-    decay_if_projected: tl.float64,
     CORRECTED: tl.constexpr,
 ):
     """All of the above. Without CORRECTED both corrections are 1."""
@@ -55,7 +53,6 @@ def step_numbers(
     tl.store(numbers + CORRECTION1, correction1)
     tl.store(numbers + ROOT_CORRECTION2, tl.sqrt(correction2))
     tl.store(numbers + KEPT, one - rate * number(decay, tl.float64))
-    tl.store(numbers + KEPT_IF_PROJECTED, one - rate * number(decay_if_projected, tl.float64))
     tl.store(numbers + LATER, tl.where(count == 1.0, number(0.0, tl.float64), one))
     go = one
     if found_inf is not None:

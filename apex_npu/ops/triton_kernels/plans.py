@@ -22,12 +22,11 @@ from apex_npu.ops import elementwise, segmented
 from apex_npu.ops.dispatch import Op
 from apex_npu.ops.grad_lists import Addresses, addresses_of, dense, is_grad_list, with_memory
 from apex_npu.ops.reference import wide_dtype
-from apex_npu.ops.triton_kernels import adamp, differences, gather, lamb, numbers, rules, sums
+from apex_npu.ops.triton_kernels import differences, gather, lamb, numbers, rules, sums
 from apex_npu.ops.triton_kernels.chunks import Chunks
 from apex_npu.ops.triton_kernels.formats import Encoding
 from apex_npu.ops.triton_kernels.launches import Launch, Plan, kind
 from apex_npu.ops.triton_kernels.operands import STORED, check_operands
-from apex_npu.ops.triton_kernels.rows import UNIT, UNITS, Rows
 
 # Elements of a program: eight for each thread, which is two loads of 16 bytes for float32.
 _BLOCK, _WARPS = 1024, 4
@@ -35,12 +34,6 @@ _BLOCK, _WARPS = 1024, 4
 _NORM_BLOCK, _NORM_PROGRAMS = 2048, 1024
 # Chunks of a segment that are added at once.
 _SUM_BLOCK, _SUM_WARPS = 1024, 4
-# Of a program that has a tile: four elements for each thread; with eight there would be registers for few programs.
-_TILE_WARPS = UNIT * UNITS // 128
-# Rows of a program that adds their parts, and how many parts of each it adds at once.
-_ROWS, _ROW_BLOCK = 8, 128
-# Constants of a kernel over tiles that it reads for chunks alone.
-_WITHOUT_CHUNKS = {"ALIGNED": False, "BLOCK": UNIT * UNITS}
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
 # Of calls whose operands are stored as declared.
 _PLAIN = Encoding()
@@ -58,20 +51,12 @@ class _Numbers(NamedTuple):
     correction1: float = 1.0
     root_correction2: float = 1.0
     kept: float = 1.0
-    kept_if_projected: float = 1.0
     first: bool = False
     on_device: Tensor | None = None
     launches: tuple[Launch, ...] = ()
 
     @classmethod
-    def of(
-        cls,
-        given: Arguments,
-        *,
-        betas: tuple[float, float] | None = None,
-        decay: float = 0.0,
-        decay_if_projected: float = 0.0,
-    ) -> _Numbers:
+    def of(cls, given: Arguments, *, betas: tuple[float, float] | None = None, decay: float = 0.0) -> _Numbers:
         """Without ``betas`` nothing is corrected."""
         lr, step, found_inf = given.lr, getattr(given, "step", 0), given.found_inf
         if isinstance(lr, Tensor) or isinstance(step, Tensor) or found_inf is not None:
@@ -80,7 +65,7 @@ class _Numbers(NamedTuple):
             step_tensor, count = (_beside(step, given.param), 0.0) if isinstance(step, Tensor) else (None, float(step))
             logs = [math.log(beta) if beta else -math.inf for beta in betas or (0.0, 0.0)]
             tensors = (on_device, lr_tensor, step_tensor, _beside(found_inf, given.param))
-            args = (*tensors, rate, count, *logs, decay, decay_if_projected)
+            args = (*tensors, rate, count, *logs, decay)
             launch = Launch(numbers.step_numbers, 1, args, {"CORRECTED": betas is not None}, 1)
             return cls(on_device=on_device, launches=(launch,))
         correction1, correction2 = (1 - betas[0] ** step, 1 - betas[1] ** step) if betas else (1.0, 1.0)
@@ -90,19 +75,15 @@ class _Numbers(NamedTuple):
             correction1=correction1,
             root_correction2=correction2**0.5,
             kept=1 - lr * decay,
-            kept_if_projected=1 - lr * decay_if_projected,
             first=step == 1,
         )
 
 
-def _planning(
-    op: Op[..., Any], *, lists: bool = True
-) -> Callable[[Callable[[Arguments], Plan | None]], Callable[..., Plan | None]]:
+def _planning(op: Op[..., Any]) -> Callable[[Callable[[Arguments], Plan | None]], Callable[..., Plan | None]]:
     """Give a plan the declared arguments of ``op`` by name, and three more.
 
     ``encoded``, an ``encoded_calls.Encoded``, or None; ``kept``, a dict of launches that were planned for the same
-    operands, or None; and ``listed``, the ``Addresses`` of gradients that are listed, whose ``grad`` is None. Where the
-    kernels do not follow ``lists``, gradients are copied.
+    operands, or None; and ``listed``, the ``Addresses`` of gradients that are listed, whose ``grad`` is None.
     """
 
     def decorate(plan: Callable[[Arguments], Plan | None]) -> Callable[..., Plan | None]:
@@ -114,7 +95,7 @@ def _planning(
             given.update(options)
             given["listed"] = None
             if is_grad_list(given["grad"]):
-                given["listed"] = addresses_of(given["grad"]) if lists else None
+                given["listed"] = addresses_of(given["grad"])
                 given["grad"] = None if given["listed"] else dense(given["grad"])
             return plan(Arguments(**given))
 
@@ -271,51 +252,6 @@ def lamb_(given: Arguments) -> Plan | None:
         launches.append(_over_segments(lamb.lamb_ratios, ratios.numel(), finish, dtype))
         launches.append(_over_chunks(lamb.lamb_step, chunks, move, dtype | rounding))
     return Plan(tuple(launches))
-
-
-@_planning(segmented.adamp_, lists=False)
-def adamp_(given: Arguments) -> Plan | None:
-    """See ``apex_npu.ops.segmented.adamp_``."""
-    if given.ids is not None:
-        return None
-    *moments, model_param, direction = _buffers(segmented.adamp_, given)
-    param, eps, encoded = given.param, given.eps, given.encoded
-    limits = (given.row_limit, given.whole_limit)
-    rows = Rows.of(given.starts, given.lengths, given.owner, *limits, param, encoded and encoded.table)
-    if rows is None:
-        return None
-    chunks, row_count, params = rows.chunks, given.starts.numel(), given.whole_limit.numel() - 1
-    encoding, step, rounding = _encoding(given, chunks)
-    dtype, parts = {"DTYPE": _dtype(param)}, param.new_empty(4 * rows.part_count, dtype=torch.float64)
-    row_sums, multiples = parts.new_empty(4 * row_count), direction.new_empty(row_count)
-    projected = direction.new_empty(params + 1)
-    beta1, beta2, decay = given.beta1, given.beta2, given.weight_decay
-    known = _Numbers.of(given, betas=(beta1, beta2), decay=decay, decay_if_projected=decay * given.wd_ratio)
-    scale = _beside(given.grad_scale, param)
-    maximize, where = {"MAXIMIZE": given.maximize}, (chunks.begins, chunks.ends)
-    flags = {"NESTEROV": given.nesterov, **maximize, **dtype}
-    rates = (step, beta1, 1 - beta1, beta2, 1 - beta2, eps, known.root_correction2)
-    operands = (*moments, scale, known.on_device, encoding, direction)
-    if encoded is None:
-        tiles = (None, None, rows.tiles, parts, rows.part_count)
-        moved = [_over_tiles(adamp.adamp_directions, rows, (*operands, *tiles, *rates), flags | _WITHOUT_CHUNKS)]
-    else:  # a row begins anywhere in a block of 8-bit codes, so sums are taken apart
-        moved = [_over_chunks(adamp.adamp_directions, chunks, (*operands, *where, None, None, 0, *rates), flags)]
-        summed = (param, given.grad, scale, known.on_device, encoding, direction, rows.tiles, parts, rows.part_count)
-        moved.append(_over_tiles(adamp.adamp_parts, rows, summed, maximize | dtype))
-    added = (parts, row_sums, rows.first_parts, rows.part_count, row_count)
-    decide = (row_sums, rows.first_rows, *limits, multiples, projected, row_count, eps)
-    finish = (param, model_param, direction, known.on_device, encoding, multiples, projected, *where, rows.chunk_rows)
-    shares = (step, known.step_size, known.kept, known.kept_if_projected)
-    return Plan(
-        (
-            *known.launches,
-            *moved,
-            Launch(adamp.adamp_rows, -(-row_count // _ROWS), added, {"ROWS": _ROWS, "BLOCK": _ROW_BLOCK}, 8),
-            _over_segments(adamp.adamp_decisions, params, decide, {}),
-            _over_chunks(adamp.adamp_step, chunks, (*finish, *shares), dtype | rounding),
-        )
-    )
 
 
 def scale_listed(grads: Tensor, factor: float | Tensor, found_inf: Tensor | None) -> Plan | None:
@@ -499,10 +435,6 @@ def _over_chunks(kernel: Any, chunks: Chunks, args: tuple[Any, ...], constants: 
     return Launch(
         kernel, chunks.begins.numel(), args, {**constants, "ALIGNED": chunks.aligned, "BLOCK": chunks.size}, warps
     )
-
-
-def _over_tiles(kernel: Any, rows: Rows, args: tuple[Any, ...], constants: dict[str, Any]) -> Launch:
-    return Launch(kernel, rows.tiles.size(0), args, constants, _TILE_WARPS)
 
 
 def _over_segments(kernel: Any, count: int, args: tuple[Any, ...], constants: dict[str, Any]) -> Launch:
