@@ -10,7 +10,7 @@ from apex_npu.fusion.fused_group import FusedGroup, HasFusedGroups
 from apex_npu.fusion.fusing import fuse, fuse_combined, give_own_storages, not_combinable, step_in_place
 from apex_npu.fusion.grad_clip import clip_coefficient
 from apex_npu.fusion.group_buffers import ModelParamBuffer
-from apex_npu.fusion.layout import extent_numel, is_dense, overlapping, overlaps_itself
+from apex_npu.fusion.layout import extent_numel, is_dense, overlapping
 from apex_npu.fusion.many_tensors import (
     RoundedCopies,
     WriteTable,
@@ -73,7 +73,6 @@ __all__ = [
     "low_precision_of",
     "not_combinable",
     "overlapping",
-    "overlaps_itself",
     "plan",
     "remainders_of",
     "round_to_copies",

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.group_buffers import GroupBuffers
-from apex_npu.fusion.layout import is_dense
 from apex_npu.fusion.run import Run, StepCounts
 from apex_npu.ops import LOW_PRECISION, Call, EncodedState, RunEncoding, prepared_encoded
 from apex_npu.ops.state_codec import (
@@ -128,19 +127,10 @@ class EncodedView:
     @torch.no_grad()
     def remainder_of(cls, param: Tensor, master: Tensor) -> EncodedView:
         """A remainder, in memory of its own, of the float32 ``master`` of ``param``, which takes its rounded value."""
-        like = param if is_dense(param.size(), param.stride()) else torch.empty_like(param, device="meta")
         values = torch.zeros(param.numel(), dtype=torch.int16, device=param.device)
-        made = cls(values, None, param, Segment(0, param.numel(), 0, 0), like)
+        made = cls(values, None, param, Segment(0, param.numel(), 0, 0), param)
         made.copy_(master)
         return made
-
-    def shown_for(self, param: Tensor) -> EncodedView:
-        """The same state; of a remainder, that of ``param``, for which a dense copy stands in the buffer."""
-        if self._param is None or self._param is param:
-            return self
-        shown = object.__new__(EncodedView)
-        shown.__dict__.update(self.__dict__, _param=param)
-        return shown
 
     @property
     def shape(self) -> torch.Size:

@@ -133,18 +133,6 @@ def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-def overlaps_itself(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """True where two elements may be in the same place: where some dimension steps within what those inside it span."""
-    span = 1
-    for n, s in sorted(((n, s) for n, s in zip(size, stride, strict=True) if n != 1), key=lambda dim: dim[1]):
-        if n == 0:
-            return False
-        if s < span:
-            return True
-        span += (n - 1) * s
-    return False
-
-
 def gaps_between(offsets: Sequence[int], numels: Sequence[int]) -> list[int]:
     """How many elements are between each range (its first element, its length) and the next; 0 for the last."""
     ends = [offset + numel for offset, numel in zip(offsets, numels, strict=True)]

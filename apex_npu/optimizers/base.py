@@ -42,7 +42,7 @@ from apex_npu.optimizers.capture import check_capture, check_captured_gradients,
 from apex_npu.optimizers.checks import OfTorch, as_number, check_bool, check_of_torch, check_params, naming
 from apex_npu.optimizers.combined_accessors import CombinedAccessors
 from apex_npu.optimizers.failed_steps import end_failed_step
-from apex_npu.optimizers.fused_params import FusedParams, check_elements
+from apex_npu.optimizers.fused_params import FusedParams
 from apex_npu.optimizers.scaler_argument import grad_scaler_of, handing_over
 from apex_npu.optimizers.shown_state import ShownState, StateSlot, decoded
 from apex_npu.optimizers.state_dicts import check_state_dict, copy_loaded, with_ranges
@@ -317,8 +317,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
                 self._shown.hide_unstepped(self, self._slots())
             raise
         finally:
-            if self._fused.full_params:
-                self._fused.hand_back(lambda: [part for run, _ in runs[:updated] for part in run.params])
+            for grads in self._fused.shards:
+                grads.end_step()
             for memory in self._lending:
                 memory.let_go()
         if self._shown.shows_new:
@@ -338,8 +338,6 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     def _gather(self) -> list[tuple[FusedGroup, bytes]]:
         """Bring gradients where ``update`` can read them: for each group, which of its slots have one, and where."""
         found: list[tuple[FusedGroup, bytes]] = []
-        if self._fused.full_params:
-            self._fused.bring_values()
         # A gradient may alias a parameter, which is about to be written: it is copied, unless it certainly does not.
         in_place = InPlace.READ if self._all_in_slots else InPlace.WRITE
         for fused in self._fused.groups:
@@ -435,7 +433,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         """Add parameters, at any time; they are fused at the next step and move nothing that is already fused.
 
         Raises:
-            ValueError: A hyper-parameter is out of range.
+            ValueError: A hyper-parameter is out of range, or the memory of a parameter has gaps.
             TypeError: A hyper-parameter or a parameter has the wrong type. The optimizer is unchanged in either case.
         """
         if isinstance(param_group, dict):
@@ -454,7 +452,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             raise
 
     def flat_grads(self) -> list[FlatGrads]:
-        """The gradient buffers of all parameters but those with gaps, in order; fuses what is not."""
+        """The gradient buffers of all parameters, in order; fuses what is not."""
         if not self._is_fused(for_step=False):
             self._fuse_outside_of_step()
         return self._flat_grads
@@ -563,7 +561,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             return False
         if not all(map(are_same, map(_PARAMS, groups), record.listed)):
             return False
-        if (record.full_params or record.unfused) and record.is_rarely_outdated(groups):
+        if (record.full_params or record.unfused) and record.is_rarely_outdated():
             return False
         for fused in record.groups:
             if fused.kept:
@@ -588,9 +586,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         # An interrupt leaves what follows to the next call: by then there are new buffers, which have no state yet.
         changed, self._all_fused = not self._all_fused, False
         self._fused.capturable = self.capturable
-        params = [p for group in self.param_groups for p in group["params"]]
         with naming(type(self).__name__):
-            check_elements(params)
             # Once more after a change: fusing moves storages, and with them what groups share that stay where they are.
             for stayed in (bool(self._fused.groups), False):
                 if not self._fused.follow(self._lists(), list(map(self.state_names, self.param_groups)), self._report):
@@ -598,14 +594,12 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
                 changed = True
                 if not stayed and all(fused.has_buffer for fused in self._fused.groups):
                     break
-        self._fused.note_places(params)
         self._end_fusing(with_state=changed or for_step)
 
     def _end_fusing(self, *, with_state: bool = True) -> None:
-        groups, with_gaps = self._fused.groups, set(map(id, self._fused.copies()))
-        names = self._fused.state_names
+        groups, names = self._fused.groups, self._fused.state_names
         self.state_formats.apply(groups, self.param_groups, names, decodes_runs=self.adds_up_parts)
-        self._flat_grads = [fused.grads for fused in groups if id(fused.params[0]) not in with_gaps]
+        self._flat_grads = [fused.grads for fused in groups]
         self._lending = [fused.grads.memory for fused in groups if fused.grads.memory.lends]
         self._all_in_slots = all(fused.in_slots for fused in groups)
         self._prepares = all(masks_writes(fused.param_flat.device) for fused in groups)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.backends import for_device
-from apex_npu.fusion import wraps_tensors
+from apex_npu.fusion import is_dense, wraps_tensors
 from apex_npu.fusion.shards import is_partial, is_sharded
 from apex_npu.ops import FLOATS
 
@@ -150,7 +150,7 @@ def check_adam(group: dict[str, Any]) -> None:
 
 
 def check_params(params: Sequence[Tensor], *, shards: bool = True) -> None:
-    """Require parameters of a dtype that can be fused, where they are trainable or have a gradient.
+    """Require parameters of a dtype and a layout that can be fused, where they are trainable or have a gradient.
 
     Args:
         params: Of one group.
@@ -159,6 +159,7 @@ def check_params(params: Sequence[Tensor], *, shards: bool = True) -> None:
     Raises:
         TypeError: One has another dtype, is a subclass that has no memory of its own, or a DTensor that cannot be
             stepped part by part; or it is float64 on an NPU.
+        ValueError: The memory of one has gaps, or its elements share memory.
     """
     for i, p in enumerate(params):
         if is_sharded(p):
@@ -170,6 +171,12 @@ def check_params(params: Sequence[Tensor], *, shards: bool = True) -> None:
             )
         if takes_part(p) and not can_be_stepped(p):
             check_dtype(f"parameter {i} of shape {tuple(p.shape)}", p)
+        elif takes_part(p) and not is_sharded(p) and not is_dense(p.size(), p.stride()):
+            raise ValueError(
+                f"parameter {i} of shape {tuple(p.shape)} and strides {p.stride()} does not fill its memory: its "
+                "elements have gaps between them, or share memory. Fused optimizers cannot step it. Replace it in the "
+                "module by a dense copy before you make the optimizer: nn.Parameter(p.detach().contiguous())"
+            )
 
 
 def takes_part(param: Tensor) -> bool:

@@ -17,7 +17,6 @@ from apex_npu.fusion import (
     by_kind,
     combined,
     fuse_combined,
-    not_combinable,
 )
 from apex_npu.optimizers.fused_params import FusedParams
 
@@ -50,9 +49,7 @@ class CombinedAccessors(HasFusedGroups):
         Returns:
             The norm before clipping, 0-dim.
         """
-        flats = self.flat_grads()
-        with_gaps = list(map(self._fused.full_param_of, self._fused.copies()))
-        return clip_grad_norm_(flats, with_gaps, max_norm, norm_type, error_if_nonfinite)
+        return clip_grad_norm_(self.flat_grads(), [], max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_norm_fused_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """``clip_optimizer_grad_norm_fused`` by the name that ``torch_npu.optim`` has for it."""
@@ -72,8 +69,6 @@ class CombinedAccessors(HasFusedGroups):
                 "would hold a part. Work on the parameters and gradients themselves, as DTensors, or on their "
                 "to_local(); clip_optimizer_grad_norm_fused takes the norm over all processes"
             )
-        for p in self._fused.full_params.values():
-            raise not_combinable(p)
         leading = {id(p) for p in self.leading_params()}
         found = combined(self._fused.groups, leading)
         if found is None:

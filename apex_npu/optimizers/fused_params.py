@@ -2,9 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What an optimizer's parameters have been fused into, and how that follows what users do to them.
 
-Two kinds of parameters are not fused themselves, but a part that stands for each, the full one: of a sharded
-parameter this process's part; of one whose memory has gaps (``nn.Parameter(t[..., 0])``) a dense copy, which takes its
-values before a step and gives them back after it.
+A sharded parameter is not fused itself, but this process's part of it, for which it is the full one.
 """
 
 from __future__ import annotations
@@ -12,23 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from apex_npu.backends import is_capturing
 from apex_npu.distributed.shard_grads import ShardGrads, memory_of_parts, wait_for_moved_parts
 from apex_npu.fusion import (
     FusedGroup,
     are_same,
-    extent_numel,
     fuse,
     give_own_storages,
     is_dense,
     is_slot,
     not_combinable,
-    overlaps_itself,
     step_in_place,
 )
 from apex_npu.fusion.shards import cut_of, is_sharded, local_part
@@ -59,45 +52,16 @@ class FusedParams:
         self.unfused: list[Tensor] = []
         self.state_names: list[tuple[str, ...]] = []
         self._params: list[Tensor] = []
-        self._copies: list[Tensor] = []
         self._combined = False
         self._moving: set[int] = set()
-        self._places: list[tuple[object, ...]] = []
 
     def full_param_of(self, param: Tensor) -> Tensor:
         """What the user has where ``groups`` have ``param``: that itself, or the parameter that it is a part of."""
         return self.full_params.get(id(param), param)
 
-    def copies(self) -> list[Tensor]:
-        """The dense copies that stand for parameters with gaps."""
-        return self._copies
-
     def is_any_sharded(self) -> bool:
         """True where one of the parameters is a DTensor."""
         return any(map(is_sharded, self.full_params.values()))
-
-    def bring_values(self) -> None:
-        """Give the copies that stand for parameters with gaps the values and the gradients that these have.
-
-        Raises:
-            RuntimeError: A CUDA graph is being captured.
-        """
-        for part in self._copies:
-            full = self.full_param_of(part)
-            if is_capturing():
-                raise _has_gaps(full, "its step cannot be captured in a CUDA graph")
-            part.copy_(full)
-            part.grad = full.grad
-
-    def hand_back(self, updated: Callable[[], list[Tensor]]) -> None:
-        """A step has ended that has ``updated`` these parts: let the parameters that they stand for have that."""
-        for grads in self.shards:
-            grads.end_step()
-        copies = {id(part) for part in self._copies}
-        for part in updated() if copies else ():
-            if id(part) in copies:
-                self.full_param_of(part).copy_(part)
-                part.grad = None
 
     def follow(
         self,
@@ -118,32 +82,27 @@ class FusedParams:
 
         Raises:
             TypeError: A parameter that is trainable, or has a gradient, has a dtype that cannot be fused.
+            ValueError: The memory of one has gaps.
         """
         params = list(chain.from_iterable(lists))
         known = {id(p) for group in self.groups for p in group.params}
         moved = [group.broken() for group in self.groups]
         self._report(moved, report)
-        parts = self._parts_of(params)
+        parts = list(map(local_part, params))
         full_params = {id(part): p for part, p in zip(parts, params, strict=True) if part is not p}
         place_of = _places_in(lists, parts)
         kind_of = {part: (state_names[index], cut_of(full_params.get(part))) for part, (index, _) in place_of.items()}
         groups = self._still_fit(moved, kind_of)
         unfused = _without_members(parts, groups)
         ready = _ready(unfused, full_params)
-        if not all(map(can_be_stepped, ready)):
+        if not all(can_be_stepped(p) and is_dense(p.size(), p.stride()) for p in ready):
             check_params(params)  # says which
-
-        def is_copy(part: Tensor) -> bool:
-            return id(part) in full_params and not is_sharded(full_params[id(part)])
 
         # What replaces a parameter may do so in every step (partial FC): the others keep a group without it.
         self._moving = {id(p) for p in ready}
-        copies, movable = ([p for p in ready if is_copy(p) is held] for held in (True, False))
-        there, others = ([p for p in movable if (id(p) in known) is held] for held in (True, False))
+        there, others = ([p for p in ready if (id(p) in known) is held] for held in (True, False))
         aliases = memory_of_parts(params)
         groups += fuse(there, apart=others, kind_of=kind_of, capturable=self.capturable, aliases=aliases)
-        # Apart: their gradients are in none of amp's buffers.
-        groups += fuse(copies, kind_of=kind_of, capturable=self.capturable)
         unfused = _without_members(unfused, groups)
         # Parameters that share memory are stepped one after the other: in the order of the list, as torch does.
         groups.sort(key=lambda group: min(place_of[id(p)] for p in group.params))
@@ -157,7 +116,6 @@ class FusedParams:
             _number(group, place_of)
         # All at once: an interrupt between two of them would leave parameters that no later call steps, or twice.
         self.groups, self.unfused, self.full_params, self.shards = groups, unfused, full_params, shards
-        self._copies = [part for part in parts if is_copy(part)]
         self.listed, self._params, self.state_names, self._moving = listed, parts, state_names, set()
         return not same
 
@@ -217,34 +175,12 @@ class FusedParams:
         self._combined = True
         self.groups, self.unfused = groups, _without_members(self.unfused, groups)
 
-    def note_places(self, params: list[Tensor]) -> None:
-        """Remember where those are that ``check_elements`` has looked at, of ``params`` of all parameter groups."""
-        self._places = _places(params) if self.copies() else []
-
-    def is_rarely_outdated(self, param_groups: list[dict[str, Any]]) -> bool:
-        """True where a sharded parameter has another part now, one that was frozen takes part, or one with gaps moved.
+    def is_rarely_outdated(self) -> bool:
+        """True where a sharded parameter has another part now, or one that was frozen takes part.
 
         Called only where there are such.
         """
-        if not all(grads.have_parts() for grads in self.shards) or _ready(self.unfused, self.full_params):
-            return True
-        if self._copies and not are_same(self._parts_of(list(chain.from_iterable(self.listed))), self._params):
-            return True
-        return bool(self._places) and self._places != _places([p for group in param_groups for p in group["params"]])
-
-    def _parts_of(self, params: list[Tensor]) -> list[Tensor]:
-        """What stands for each of ``params`` in a step: usually itself."""
-        copied = [p for p in params if not is_sharded(p) and not is_dense(p.size(), p.stride())]
-        if not copied:
-            return list(map(local_part, params))
-        found = dict(zip(map(id, chain.from_iterable(self.listed)), self._params, strict=True))
-        for p in copied:
-            copy = found.get(id(p), p)
-            if copy is not p and (copy.size(), copy.dtype, copy.device) == (p.size(), p.dtype, p.device):
-                continue
-            found[id(p)] = torch.empty_like(p, requires_grad=False) if takes_part(p) and can_be_stepped(p) else p
-        held = {id(p) for p in copied}
-        return [found[id(p)] if id(p) in held else local_part(p) for p in params]
+        return not all(grads.have_parts() for grads in self.shards) or bool(_ready(self.unfused, self.full_params))
 
     def _still_fit(self, moved: list[list[int]], kind_of: Mapping[int, object]) -> list[FusedGroup]:
         """The groups whose parameters are all listed, of one kind unless they are combined, and have not ``moved``.
@@ -266,72 +202,6 @@ class FusedParams:
             taken = [p for p in others if is_slot(p) and id(p) in kind_of]
             groups.extend(step_in_place(p, capturable=self.capturable) for p in taken)
         return groups
-
-
-def check_elements(params: list[Tensor]) -> None:
-    """Require that no element of a parameter with gaps is in the same memory as another, of any that takes part.
-
-    Args:
-        params: Those of all parameter groups: what stands for such a parameter would not see what another one's step
-            writes.
-
-    Raises:
-        ValueError: One is.
-    """
-    for sharing in _sharing(params):
-        with_gaps = [p for p in sharing if not is_dense(p.size(), p.stride())]
-        for p in with_gaps:
-            if overlaps_itself(p.size(), p.stride()):
-                raise _has_gaps(p, "elements of it share their memory, so that a step cannot write them", ValueError)
-        if len(sharing) == 1:
-            continue
-        unit = min(p.element_size() for p in sharing)
-        layouts = [_layout(p, unit) for p in sharing]
-        begin = min(offset for _, _, offset in layouts)
-        end = max(offset + extent_numel(size, stride) for size, stride, offset in layouts)
-        users = torch.zeros(end - begin, dtype=torch.int16, device="cpu")
-        places = {
-            id(p): users.as_strided(size, stride, offset - begin)
-            for p, (size, stride, offset) in zip(sharing, layouts, strict=True)
-        }
-        for place in places.values():
-            place += 1
-        for p in with_gaps:
-            if p.numel() and places[id(p)].max() > 1:
-                raise _has_gaps(p, "another parameter shares elements with it", ValueError)
-
-
-def _sharing(params: list[Tensor]) -> list[list[Tensor]]:
-    """Of those that take part in a step each one with gaps, together with all in the same storage."""
-    stepped = [p for p in params if takes_part(p) and not is_sharded(p) and can_be_stepped(p)]
-    by_storage: dict[int, list[Tensor]] = {
-        p.untyped_storage()._cdata: [] for p in stepped if not is_dense(p.size(), p.stride())
-    }
-    for p in stepped if by_storage else ():
-        by_storage.get(p.untyped_storage()._cdata, []).append(p)
-    return list(by_storage.values())
-
-
-def _places(params: list[Tensor]) -> list[tuple[object, ...]]:
-    """What ``check_elements`` depends on."""
-    return [
-        (id(p), p.untyped_storage()._cdata, p.storage_offset(), p.size(), p.stride(), p.dtype)
-        for sharing in _sharing(params)
-        for p in sharing
-    ]
-
-
-def _layout(param: Tensor, unit: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Size, stride and offset in units of so many bytes, several to an element where that is larger."""
-    units = param.element_size() // unit
-    return (*param.size(), units), (*(s * units for s in param.stride()), 1), int(param.storage_offset()) * units
-
-
-def _has_gaps(param: Tensor, because: str, error: type[Exception] = RuntimeError) -> Exception:
-    return error(
-        f"a parameter of size {tuple(param.size())} and stride {param.stride()} does not fill its memory without gap "
-        f"or overlap, and {because}; make it dense first: p.data = p.data.contiguous()"
-    )
 
 
 def _places_in(lists: Sequence[list[Tensor]], parts: list[Tensor]) -> dict[int, tuple[int, int]]:

@@ -182,7 +182,7 @@ def _shown_view(rule: Rule, slot: StateSlot, name: str) -> Any:
     """What users get."""
     view: Any = _view(rule, slot, name)
     if isinstance(view, EncodedView):
-        return view.shown_for(slot.param)
+        return view
     return view if name in rule.scalar_states else sharded_like(view, slot.param)
 
 
