@@ -245,10 +245,13 @@ def test_notes_come_once_for_a_file(tree, capsys):
     assert "; 2 notes." in printed
 
 
-@pytest.mark.parametrize(("owner", "name", "calls"), [(Path, "write_bytes", 6), (os, "replace", 4)])
+@pytest.mark.parametrize("keeps", ["--backup", "--allow-dirty"])
+@pytest.mark.parametrize(("owner", "name", "calls"), [(Path, "write_bytes", 4), (os, "replace", 2)])
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device", "a.py"), KeyboardInterrupt()])
 @pytest.mark.parametrize("after", [False, True])
-def test_a_failure_at_any_write_leaves_all_files_as_they_were(tree, monkeypatch, owner, name, calls, error, after):
+def test_a_failure_at_any_write_leaves_all_files_as_they_were(
+    tree, monkeypatch, owner, name, calls, error, after, keeps
+):
     before, real, left = contents(tree), getattr(owner, name), [0]
 
     def fails(*arguments):
@@ -262,14 +265,14 @@ def test_a_failure_at_any_write_leaves_all_files_as_they_were(tree, monkeypatch,
     monkeypatch.setattr(owner, name, fails)
     for call in range(1, calls + 1):
         left[0] = call
-        assert migrate("--write", "--backup", tree) == (130 if isinstance(error, KeyboardInterrupt) else 2)
+        assert migrate("--write", keeps, tree) == (130 if isinstance(error, KeyboardInterrupt) else 2)
         assert contents(tree) == before
     left[0] = calls + 1
-    assert migrate("--write", "--backup", tree) == 0
+    assert migrate("--write", keeps, tree) == 0
     assert contents(tree) == {
         **before,
         **dict.fromkeys(("a.py", "inner/b.py"), AFTER.encode()),
-        **dict.fromkeys(("a.py.orig", "inner/b.py.orig"), BEFORE.encode()),
+        **dict.fromkeys(("a.py.orig", "inner/b.py.orig") if keeps == "--backup" else (), BEFORE.encode()),
     }
 
 

@@ -37,20 +37,20 @@ class Target:
     path: str
 
     @property
+    def file(self) -> Path:
+        """The whole path."""
+        return self.root / self.path
+
+    @property
     def shown(self) -> str:
         """The path in reports."""
-        return os.path.normpath(self.root / self.path)
+        return os.path.normpath(self.file)
 
     def read(self) -> bytes:
-        """The contents.
-
-        Raises:
-            OSError: The file is missing, is a link or a named pipe, or cannot be read.
-        """
-        path = self.root / self.path
-        if not stat.S_ISREG(path.lstat().st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        return path.read_bytes()
+        """The contents; an OSError for links and named pipes, too."""
+        if not stat.S_ISREG(self.file.lstat().st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(self.file))
+        return self.file.read_bytes()
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,13 @@ def plan(
     work = _Work({shown: contents[target] for shown, target in programs.items()}, options or Options())
     if data_parallel is not None:
         work.choose_script(Path(data_parallel))
-    work.rewrite_all()
+    for shown, data in work.programs.items():
+        if concerns(data, work.options[shown]):
+            work.again(shown)
     if data_parallel is not None:
         work.leave_one_card()
     if work.general.amp:
-        work.follow_factories()
-        work.leave_amp_out()
+        work.settle_amp()
     if data_parallel is not None:
         work.leave_one_card()
     changes = []
@@ -141,16 +142,21 @@ class _Work:
         self.options = dict.fromkeys(programs, self.general)
         self.done: dict[str, Rewritten] = {}
 
-    def rewrite_all(self) -> None:
-        """Rewrite the programs that the rules could have anything to say of."""
-        for shown, data in self.programs.items():
-            if concerns(data, self.options[shown]):
-                self.again(shown)
-
     def again(self, shown: str, **told: Any) -> None:
         """Rewrite one, with other options."""
-        self.options[shown] = replace(self.options[shown], **told)
-        self.done[shown] = _rewritten(shown, self.programs[shown], self.options[shown])
+        self.options[shown] = options = replace(self.options[shown], **told)
+        data = self.programs[shown]
+
+        def rewrite_cells(program: str) -> Rewritten:
+            return rewrite(program, shown, replace(options, exports=exports(Path(shown), program.encode())))
+
+        if not shown.endswith(".ipynb"):
+            self.done[shown] = rewrite_part(data, shown, replace(options, exports=exports(Path(shown), data)))
+            return
+        try:
+            self.done[shown] = rewrite_notebook(data, shown, rewrite_cells)
+        except UnreadableError as error:
+            self.done[shown] = Rewritten(data, (unreadable(shown, error.rule, error.reason),))
 
     def findings(self) -> dict[Path, Sequence[Finding]]:
         """What was said of each module."""
@@ -165,16 +171,14 @@ class _Work:
             role = "main" if path == script else "other"
             self.options[str(path)] = replace(self.general, data_parallel=role)
 
-    def follow_factories(self) -> None:
-        """Rewrite files whose optimizers come from functions of other files with the knowledge of these."""
-        known, found = factories(self.modules, self.findings()), self.findings()
+    def settle_amp(self) -> None:
+        """Rewrite what depends on other files: with their factories of optimizers, or without amp."""
+        found = self.findings()
+        known = factories(self.modules, found)
         self.options = {shown: replace(one, factories=known) for shown, one in self.options.items()}
         for path in found if known else ():
             if any(one.rule == "A351" for one in found[path]):
                 self.again(str(path))
-
-    def leave_amp_out(self) -> None:
-        """Rewrite the programs that amp cannot be put into as a whole without it."""
         for path, reason in left_out(self.modules, self.findings()).items():
             self.again(str(path), amp_left=reason)
 
@@ -185,24 +189,12 @@ class _Work:
         left = next((one for one in found if one.status in ("refused", "kept")), None)
         if left is None and any(one.rule == "P601" and one.status == "changed" for one in found):
             return
-        reason = "it trains on several cards already"
-        reason = f"{left.path}:{left.line} ({left.rule}): {left.message}" if left else reason
+        reason = (
+            f"{left.path}:{left.line} ({left.rule}): {left.message}" if left else "it trains on several cards already"
+        )
         for shown in of_script:
             if any(one.rule[0] == "P" and one.status == "changed" for one in self.done[shown].findings):
                 self.again(shown, parallel_left=reason)
-
-
-def _rewritten(shown: str, data: bytes, options: Options) -> Rewritten:
-    if not shown.endswith(".ipynb"):
-        return rewrite_part(data, shown, replace(options, exports=exports(Path(shown), data)))
-
-    def rewrite_cells(program: str) -> Rewritten:
-        return rewrite(program, shown, replace(options, exports=exports(Path(shown), program.encode())))
-
-    try:
-        return rewrite_notebook(data, shown, rewrite_cells)
-    except UnreadableError as error:
-        return Rewritten(data, (unreadable(shown, error.rule, error.reason),))
 
 
 def _is_program(path: str) -> bool:
@@ -218,10 +210,11 @@ def _targets(path: Path, exclude: Sequence[str]) -> Iterator[Target]:
         return
     if not path.is_dir():
         raise ValueError(f"{path} is neither a file nor a folder")
-    known = _known_to_git(path)
+    listed = git(path, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    known = set((listed or "").split("\0")) - {""} or None
     for folder, folders, names in os.walk(path):
         at = Path(folder)
-        inner = (name for name in folders if name not in _SKIPPED and not (at / name / "pyvenv.cfg").exists())
+        inner = (name for name in folders if not is_skipped(at / name))
         folders[:] = sorted(name for name in inner if not _excluded(at.relative_to(path) / name, exclude))
         for name in sorted(names):
             relative = at.relative_to(path) / name
@@ -230,6 +223,11 @@ def _targets(path: Path, exclude: Sequence[str]) -> Iterator[Target]:
                 continue
             if known is None or relative.as_posix() in known:
                 yield Target(path, relative.as_posix())
+
+
+def is_skipped(folder: Path) -> bool:
+    """Whether neither the search nor a copy looks into a folder."""
+    return folder.name in _SKIPPED or (folder / "pyvenv.cfg").exists()
 
 
 def _excluded(path: Path, patterns: Sequence[str]) -> bool:
@@ -244,12 +242,6 @@ def git(folder: Path, *arguments: str) -> str | None:
     except OSError:
         return None
     return os.fsdecode(done.stdout) if done.returncode == 0 else None
-
-
-def _known_to_git(folder: Path) -> set[str] | None:
-    """The files that git tracks or would, or None where that does not matter."""
-    listed = git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    return set(listed.split("\0")) - {""} or None if listed else None
 
 
 def _other(target: Target, data: bytes) -> Iterator[Finding]:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Files are replaced together: all are new, or all are as they were, also after Ctrl-C. Links are not followed."""
+"""Writes a plan: in place, where git or ``FILE.orig`` has the old contents, or as a copy. All files change, or none."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
-from .planning import _SKIPPED, FileChange, git
+from .planning import FileChange, git, is_skipped
 
 
 def write_in_place(changes: Sequence[FileChange], *, allow_dirty: bool = False, backup: bool = False) -> None:
@@ -30,8 +29,12 @@ def write_in_place(changes: Sequence[FileChange], *, allow_dirty: bool = False, 
         _check_committed(changes)
     try:
         for change in changes:
-            _check_unchanged(change)
-            if backup and os.path.lexists(change.target.root / f"{change.target.path}.orig"):
+            path = change.target.file
+            if change.target.read() != change.before:
+                raise ValueError(f"{change.target.shown} has been edited since it was read: nothing has been changed")
+            if not os.access(path, os.W_OK):
+                raise ValueError(f"{change.target.shown} is read-only: nothing has been changed")
+            if backup and os.path.lexists(f"{path}.orig"):
                 raise ValueError(f"{change.target.shown}.orig exists: move it away, nothing has been changed")
         _replace(changes, backup)
     except OSError as error:
@@ -43,53 +46,45 @@ def write_in_place(changes: Sequence[FileChange], *, allow_dirty: bool = False, 
 
 def _replace(changes: Sequence[FileChange], backup: bool) -> None:
     """Write all contents beside the files, so that only renames are left to do, or to undo."""
-    with ExitStack() as stack:
-        asides: list[tuple[Path, Path]] = []
-        for change in changes:
-            path = change.target.root / change.target.path
-            aside = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".apex_npu-", dir=path.parent)))
-            asides.append((path, aside))
-            for name, content in (("new", change.after), ("old", change.before), ("orig", change.before)):
-                (aside / name).write_bytes(content)
-                shutil.copymode(path, aside / name)
-        try:
-            for path, aside in asides:
-                if backup:
-                    os.replace(aside / "orig", f"{path}.orig")
-                os.replace(aside / "new", path)
-        except BaseException:
-            for path, aside in asides:
-                if not (aside / "new").exists():
-                    os.replace(aside / "old", path)
-                if not (aside / "orig").exists():
-                    os.unlink(f"{path}.orig")
-            raise
-
-
-def _check_unchanged(change: FileChange) -> None:
-    if change.target.read() != change.before:
-        raise ValueError(f"{change.target.shown} has been edited since it was read: nothing has been changed")
-    if not os.access(change.target.root / change.target.path, os.W_OK):
-        raise ValueError(f"{change.target.shown} is read-only: nothing has been changed")
+    files = []
+    for change in changes:
+        path = change.target.file
+        old = path.with_name(f"{path.name}.orig" if backup else f".{path.name}.apex_npu-old")
+        files.append((change, path, path.with_name(f".{path.name}.apex_npu-new"), old))
+    keep = False
+    try:
+        for change, path, new, old in files:
+            for beside, content in ((new, change.after), (old, change.before)):
+                beside.write_bytes(content)
+                shutil.copymode(path, beside)
+        for _, path, new, _ in files:
+            os.replace(new, path)
+        keep = backup
+    except BaseException:
+        for _, path, new, old in files:
+            if old.exists() and not new.exists():
+                os.replace(old, path)
+        raise
+    finally:
+        for _, _, new, old in files:
+            new.unlink(missing_ok=True)
+            if not keep:
+                old.unlink(missing_ok=True)
 
 
 def _check_committed(changes: Sequence[FileChange]) -> None:
     for root in dict.fromkeys(change.target.root for change in changes):
         paths = [change.target.path for change in changes if change.target.root == root]
-        tracked = git(root, "ls-files", "-z", "--", *map(_literal, paths))
-        dirty = git(root, "status", "--porcelain", "-z", "--", *map(_literal, paths))
-        untracked = sorted(set(paths) - set((tracked or "").split("\0")))
+        literal = [f":(literal){path}" for path in paths]
+        tracked = (git(root, "ls-files", "-z", "--", *literal) or "").split("\0")
+        dirty = (git(root, "status", "--porcelain", "-z", "--", *literal) or "").partition("\0")[0]
+        untracked = sorted(set(paths) - set(tracked))
         if untracked or dirty:
-            changed = next((path for path in paths if (dirty or "").split("\0")[0].endswith(path)), paths[0])
-            name = root / (untracked[0] if untracked else changed)
+            name = untracked[0] if untracked else next((path for path in paths if dirty.endswith(path)), paths[0])
             what = "is not in git" if untracked else "has changes that are not committed"
             raise ValueError(
-                f"{name} {what}: commit first, or give --backup or --allow-dirty; nothing has been changed"
+                f"{root / name} {what}: commit first, or give --backup or --allow-dirty; nothing has been changed"
             )
-
-
-def _literal(path: str) -> str:
-    return f":(literal){path}"
 
 
 def write_copy(source: Path, changes: Sequence[FileChange], out: Path) -> None:
@@ -124,12 +119,8 @@ def write_copy(source: Path, changes: Sequence[FileChange], out: Path) -> None:
 
 def _not_copied(folder: str, names: list[str]) -> set[str]:
     """Folders that the search skips, too, and what is neither a file nor a folder nor a link."""
-
-    def is_copied(name: str) -> bool:
-        path = Path(folder, name)
-        mode = path.lstat().st_mode
-        if stat.S_ISDIR(mode):
-            return name not in _SKIPPED and not (path / "pyvenv.cfg").exists()
-        return stat.S_ISREG(mode) or stat.S_ISLNK(mode)
-
-    return {name for name in names if not is_copied(name)}
+    modes = {name: Path(folder, name).lstat().st_mode for name in names}
+    special = {
+        name for name, mode in modes.items() if stat.S_IFMT(mode) not in (stat.S_IFREG, stat.S_IFLNK, stat.S_IFDIR)
+    }
+    return special | {name for name, mode in modes.items() if stat.S_ISDIR(mode) and is_skipped(Path(folder, name))}
