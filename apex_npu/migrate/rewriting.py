@@ -6,17 +6,17 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeGuard
+from typing import Any
 
 from apex_npu.migrate.amp import check as amp
 from apex_npu.migrate.engine.names import Names
 from apex_npu.migrate.engine.program import Draft, Finding, Options, Program
 from apex_npu.migrate.engine.source import Source, UnreadableError
 from apex_npu.migrate.parallel import convert as data_parallel
-from apex_npu.migrate.rules import apex, device, fused, on_request, own, strings
-from apex_npu.migrate.rules.catalogue import RULES
+from apex_npu.migrate.rules import apex, device, fused, own, strings
+from apex_npu.migrate.rules.catalogue import RULES, note
 from apex_npu.migrate.rules.tables import TRAINERS
 from apex_npu.migrate.rules.targets import missing_imports, target_of, torch_import
 
@@ -27,29 +27,19 @@ TRIGGER = re.compile(
     rb"cuda|CUDA|nccl|NCCL|apex|amp_C|change_data_ptr|DataParallel|data_parallel|backends\.cudnn|flash_attn|xformers"
     rb"|bitsandbytes|cupy|pynvml|tensorrt|torch2trt|transformer_engine|nvidia\.dali"
 )
-# Likewise for those for optimizers and amp.
+# The same for optimizers and amp, and for advice.
 _TRAINING = re.compile(
     rb"optim|backward|\.grad\b|autocast|torch\.save|GradScaler|fully_shard|FullyShard|"
     + b"|".join(map(str.encode, TRAINERS))
 )
-# And for advice.
 _ADVICE = re.compile(rb"DataLoader|\.long\b|int64|channels_last")
 # What may define a name, that rules rename, as the program's own.
 _DEFINES = re.compile(rb"\bis_cuda\s*[:=]|\bdef\s+(is_)?cuda\b|[\"']-{1,2}is[-_]cuda")
 _SHARED_LINE = "what follows the import of torch on its line needs another line in between: give it a line of its own"
-_FAMILIES: tuple[Callable[[Program], None], ...] = (
-    *(
-        device.check,
-        on_request.check_similar,
-        strings.check,
-        apex.check,
-        fused.check,
-        amp.check,
-        data_parallel.check,
-        on_request.check_advice,
-        own.check,
-    ),
-)
+# What is called for each node of a type, and then for the program as a whole.
+_Handler = Callable[[Program, Any], None]
+_HANDLERS: tuple[Mapping[type[ast.AST], _Handler], ...] = (device.HANDLERS, apex.HANDLERS)  # type: ignore[assignment]
+_FAMILIES = (strings.check, fused.check, amp.check, data_parallel.check, own.check)
 # Devices by their names.
 _STRINGS = ("D105", "D106", "D107")
 # What brings a name of npu's into the file.
@@ -137,6 +127,10 @@ def examined(source: str | bytes, options: Options, path: str = "") -> Program:
         UnreadableError: It cannot be read.
     """
     program = Program(Source(source), options)
+    for node in program.names.nodes:
+        for handlers in _HANDLERS:
+            if type(node) in handlers:
+                handlers[type(node)](program, node)
     for check in _FAMILIES:
         check(program)
     unsure = {draft.start for draft in program.drafts if draft.status == "unsure"}
@@ -158,19 +152,19 @@ def owned_names(data: bytes) -> frozenset[str]:
         tree = Source(data).parse()
     except UnreadableError:
         return frozenset()
-    names: set[object] = set()
-    methods: set[object] = set()
+    names: set[str] = set()
+    methods: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
-            methods.update(getattr(one, "name", None) for one in node.body)
+            methods.update(getattr(one, "name", "") for one in node.body)
             assigned = [one for one in node.body if isinstance(one, (ast.Assign, ast.AnnAssign))]
             targets = [target for one in assigned for target in getattr(one, "targets", [getattr(one, "target", None)])]
-            names.update(getattr(target, "id", None) for target in targets)
+            names.update(getattr(target, "id", "") for target in targets)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             names.add(node.attr)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("-"):
             names.add(node.value.lstrip("-").replace("-", "_"))  # args.is_cuda
-    return frozenset(name for name in ("cuda", "is_cuda") if name in methods or (name == "is_cuda" and name in names))
+    return frozenset(methods & {"cuda", "is_cuda"} | names & {"is_cuda"})
 
 
 def unreadable(path: str, rule: str, reason: str, line: int = 1) -> Finding:
@@ -182,31 +176,23 @@ def _refuse_gated(program: Program) -> None:
     """Leave device strings in the arms of a conditional whose test stays as it is."""
     left = [draft for draft in program.drafts if draft.status in ("refused", "kept")]
     stay = [draft for draft in left if draft.rule in ("D101", "D151", "D156")]
-    if not stay:
-        return
-    for node in program.names.nodes:
-        if not isinstance(node, (ast.If, ast.IfExp)):
-            continue
+    for node in program.every(ast.If, ast.IfExp) if stay else ():
         (gate, gate_end), (start, end) = program.source.span(node.test), program.source.span(node)
         cause = next((draft for draft in stay if gate <= draft.start < gate_end), None)
-        if cause is None:
-            continue
-        message = f"its condition stays as it is (line {program.source.place(cause.start)[0]}, {cause.rule})"
-
-        def is_inside(draft: Draft, arms: range = range(start, end)) -> bool:
-            return draft.rule in _STRINGS and draft.start in arms
-
-        program.refuse(message, is_inside)
+        if cause is not None:
+            message = f"its condition stays as it is (line {program.source.place(cause.start)[0]}, {cause.rule})"
+            program.refuse(message, lambda one, arms=range(start, end): one.rule in _STRINGS and one.start in arms)  # type: ignore[misc]
 
 
 def _respect_unread(program: Program) -> None:
     """Leave a file that gets torch by way of a file that is not read: a part of its places would be changed."""
     names = program.names
-    places = [node for node in names.nodes if isinstance(node, ast.Name) and node.id in ("torch", "cuda")]
-    places = [node for node in places if _is_unread(names, node)]
+    places = [
+        node for node in program.every(ast.Name) if node.id in ("torch", "cuda") and _is_unread(program.names, node)
+    ]
     cuda = any(node.id == "cuda" or getattr(program.parent(node), "attr", "") == "cuda" for node in places)
     if places and (cuda or _device_changes(program)):
-        module = names.stars[0] if names.stars else (names.dotted(places[0]) or "").rpartition(".")[0]
+        module = names.stars[0] if names.stars else program.dotted(places[0]).rpartition(".")[0]
         message = f"{places[0].id} comes by an import from {module}, which is not read here: import it by its name"
         _leave_file(program, "D102", program.source.span(places[0])[0], message)
 
@@ -245,27 +231,18 @@ def _respect_npu(program: Program, unsure: set[int]) -> None:
 def _speaks_of_npu(program: Program, *, ours: bool) -> int | None:
     """Where the program names an NPU in code, as an offset; with ``ours``, in a way that the sure rules do not."""
     devices = strings.Devices(program)
-    for node in program.names.nodes if ours else ():
-        if _is_npu(node):
-            devices.follow(node)
-    for node in program.names.nodes:
-        found = False
-        if isinstance(node, ast.Constant):
-            found = _is_npu(node) and not (ours and devices.is_place(node))
-        elif isinstance(node, ast.Import) and not ours:
-            found = any(alias.name.partition(".")[0] == "torch_npu" for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not ours:
-            found = (node.module or "").partition(".")[0] == "torch_npu"
-        elif isinstance(node, ast.Attribute) and not ours:
-            found = node.attr in ("npu", "is_npu")
-        if found:
-            assert isinstance(node, (ast.stmt, ast.expr))
-            return program.source.span(node)[0]
-    return None
-
-
-def _is_npu(node: ast.AST) -> TypeGuard[ast.Constant]:
-    return isinstance(node, ast.Constant) and re.fullmatch(r"npu(:\d+)?", str(node.value)) is not None
+    texts = {one for one in program.every(ast.Constant) if re.fullmatch(r"npu(:\d+)?", str(one.value))}
+    for text in [one for one in program.every(ast.Constant) if one in texts] if ours else ():
+        devices.follow(text)
+    places = [text for text in program.every(ast.Constant) if text in texts and not (ours and devices.is_place(text))]
+    names = [node for node in program.every(ast.Attribute) if node.attr in ("npu", "is_npu")]
+    imports = []
+    for node in program.every(ast.Import, ast.ImportFrom):
+        modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names]
+        imports += [node] if any(module.partition(".")[0] == "torch_npu" for module in modules) else []
+    return min(
+        (program.source.span(node)[0] for node in (places if ours else [*places, *names, *imports])), default=None
+    )
 
 
 def _add_first_lines(program: Program) -> None:
@@ -273,18 +250,17 @@ def _add_first_lines(program: Program) -> None:
     portable = program.options.to == "portable"
     node = torch_import(program)
     lines: dict[str, list[str]] = {}
-    needed = any(_has_npu_name(draft) for draft in program.changes())
-    needed &= portable or program.options.has("D113")
-    first_lines = target_of(program).first_lines(program) if needed else []
+    named = [draft for draft in program.changes() if _has_npu_name(draft)]
+    first_lines = target_of(program).first_lines(program) if named and (portable or program.options.has("D113")) else []
     if first_lines:
-        first = min(draft.start for draft in program.changes() if _has_npu_name(draft))
+        first = min(draft.start for draft in named)
         if portable and (node is None or first < program.source.span(node)[1]):
             program.refuse(
                 "portable code asks torch for the accelerator: import torch at the top level, before this",
                 lambda draft: _has_npu_name(draft) and draft.status in ("changed", "unsure"),
             )
         elif node is None:
-            program.drafts.append(Draft("D113", "note", first, first, message=RULES["D113"].message))
+            note(program, "D113", (first, first))
         else:
             lines["D113"] = first_lines
     rules = {draft.rule[0] for draft in program.changes()}
@@ -305,18 +281,16 @@ def _has_npu_name(draft: Draft) -> bool:
 
 def _beside_torch(program: Program, node: ast.stmt, lines: dict[str, list[str]]) -> None:
     assert node.end_lineno is not None
-    source, first, last, body = program.source, node.lineno, node.end_lineno, program.tree.body
-    used = any(first <= source.place(draft.start)[0] <= last for draft in program.changes())
+    first, last, body = node.lineno, node.end_lineno, program.tree.body
+    used = any(first <= program.source.place(draft.start)[0] <= last for draft in program.changes())
     index = body.index(node)
     while used and index and (body[index - 1].end_lineno or 0) >= first:
         index -= 1  # a statement of this line comes before
-    anchor = body[index]
     while not used and index + 1 < len(body) and body[index + 1].lineno <= last:
         index += 1  # statements of this line come after
-        anchor = body[index]
-        last = anchor.end_lineno or last
+        last = body[index].end_lineno or last
     if used and program.options.to == "portable":
         raise UnreadableError("F909", _SHARED_LINE, first)
     for rule, statements in lines.items():
-        edit = program.lines(anchor, statements, before=used)
+        edit = program.lines(body[index], statements, before=used)
         program.drafts += [Draft(rule, "changed", edit.start, edit.end, (edit,))] if statements else []

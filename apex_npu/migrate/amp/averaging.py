@@ -27,11 +27,12 @@ class Averages:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._calls = [node for node in program.names.nodes if isinstance(node, ast.Call)]
-        self._functions = {node.name: node for node in program.names.nodes if isinstance(node, ast.FunctionDef)}
+        self._calls = [*program.every(ast.Call)]
+        self._functions = {node.name: node for node in program.every(ast.FunctionDef)}
         self._variables: set[_Variable] = set()
         self._makers: set[str] = set()  # functions that return gradients
-        flows = [flow for node in program.names.nodes for flow in self._flows(node)] if self._has_gradients() else []
+        has_gradients = any(node.attr == "grad" for node in program.every(ast.Attribute))
+        flows = [flow for node in program.names.nodes for flow in self._flows(node)] if has_gradients else []
         size = -1
         while size != (size := len(self._variables) + len(self._makers)):
             for value, targets, maker in flows:
@@ -39,13 +40,10 @@ class Averages:
                     self._variables |= targets
                     self._makers |= maker
 
-    def _has_gradients(self) -> bool:
-        return any(isinstance(node, ast.Attribute) and node.attr == "grad" for node in self.program.names.nodes)
-
     def calls(self) -> Iterator[ast.Call]:
         """The collectives that get gradients, and functions elsewhere that are called so."""
         for call in self._calls:
-            dotted = self.program.names.dotted(call.func) or ""
+            dotted = self.program.dotted(call.func)
             name = getattr(call.func, "attr", getattr(call.func, "id", ""))
             elsewhere = name not in self._functions and not dotted.startswith("torch.")
             collective = _COLLECTIVE.fullmatch(dotted) or (elsewhere and _NAMED_SO.search(name))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from apex_npu.migrate.engine.program import Finding, Program
 from apex_npu.migrate.engine.syntax import around
-from apex_npu.migrate.rules.catalogue import RULES
+from apex_npu.migrate.rules.catalogue import note
 from apex_npu.migrate.rules.tables import TRAINERS
 from apex_npu.migrate.rules.targets import UNNAMED
 
@@ -40,7 +40,7 @@ def check(program: Program) -> None:
         return
     has_amp = _has_amp(program)
     if has_amp is not None:
-        program.report("A350", "note", has_amp, message=RULES["A350"].message)
+        note(program, "A350", has_amp)
         return
     before = len(program.drafts)
     try:
@@ -93,16 +93,13 @@ def drop_covered(program: Program) -> None:
 
 
 def _has_amp(program: Program) -> ast.stmt | None:
-    """The first import of an amp of Apex's form."""
-    for node in program.names.nodes:
-        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and not node.level:
-            modules = [f"{node.module}.{alias.name}" for alias in node.names] + [node.module or ""]
-        if any(_OURS.fullmatch(module) for module in modules):
-            assert isinstance(node, ast.stmt)
+    """The first import of an amp of Apex's form, or the first statement that uses it."""
+    for node in program.every(ast.Import, ast.ImportFrom):
+        before = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        modules = [before + alias.name for alias in node.names] + [before.rstrip(".")]
+        if not getattr(node, "level", 0) and any(map(_OURS.fullmatch, modules)):
             return node
-    names = (node for node in program.names.nodes if isinstance(node, ast.Attribute))
-    used = next((node for node in names if _OURS.fullmatch(program.names.dotted(node) or "")), None)
+    used = next((node for node in program.every(ast.Attribute) if _OURS.fullmatch(program.dotted(node))), None)
     return None if used is None else next(one for one in around(program, used) if isinstance(one, ast.stmt))
 
 
@@ -119,7 +116,7 @@ def _report(put: Insertion) -> None:
     for backward in training.backwards:
         scale(put, backward)
     for call in training.calls:
-        name = put.program.names.dotted(call.func) or ""
+        name = put.program.dotted(call.func)
         if _CLIP.fullmatch(name):
             clip(put, call)
         elif _BCE.fullmatch(name):
@@ -130,22 +127,21 @@ def _report(put: Insertion) -> None:
 
 
 def _check_libraries(put: Insertion) -> None:
-    training, names = put.training, put.program.names
+    training, program = put.training, put.program
     averaged = next(Averages(put.program).calls(), None)
     if averaged is not None:
         raise UnclearError(averaged, "A354", _AVERAGED)
-    for node in names.nodes:
-        if isinstance(node, (ast.Name, ast.Attribute)):
-            dotted = names.dotted(node) or ""
-            if _SHARDED.fullmatch(dotted):
-                raise UnclearError(node, "A354", "parameters are sharded: use torch's own mixed precision")
-            if dotted.partition(".")[0] in TRAINERS and (training.made or training.backwards):
-                raise UnclearError(node, "A354", f"{dotted.partition('.')[0]} trains: use its own mixed precision")
-            if dotted in ("torch.autograd.grad", "torch.autograd.backward"):
-                raise UnclearError(node, "A353", f"{dotted} is used, whose gradients amp does not scale")
-            used = node.attr if isinstance(node, ast.Attribute) else ""
-            if used in ("grad", "share_memory") and put.casts_model and (training.made or training.backwards):
-                raise UnclearError(node, "A354", f"{used} of parameters is used: at this level masters are stepped")
     statements = [one.statement for one in training.made] + [one.statement for one in training.backwards]
+    for node in program.every(ast.Name, ast.Attribute):
+        dotted, used = program.dotted(node), node.attr if isinstance(node, ast.Attribute) else ""
+        package = dotted.partition(".")[0]
+        if _SHARDED.fullmatch(dotted):
+            raise UnclearError(node, "A354", "parameters are sharded: use torch's own mixed precision")
+        if package in TRAINERS and statements:
+            raise UnclearError(node, "A354", f"{package} trains: use its own mixed precision")
+        if dotted in ("torch.autograd.grad", "torch.autograd.backward"):
+            raise UnclearError(node, "A353", f"{dotted} is used, whose gradients amp does not scale")
+        if used in ("grad", "share_memory") and put.casts_model and statements:
+            raise UnclearError(node, "A354", f"{used} of parameters is used: at this level masters are stepped")
     if statements and not put.amp:
         raise UnclearError(statements[0], "A354", UNNAMED)

@@ -49,7 +49,7 @@ class Insertion:
             return False
         fused = {one.start for one in self.program.drafts if one.rule == "O501" and one.status == "changed"}
         calls = [one.call for one in self.training.made]
-        made = {self.source.span(call.func)[0]: self.program.names.dotted(call.func) or "" for call in calls}
+        made = {self.source.span(call.func)[0]: self.program.dotted(call.func) for call in calls}
         starts = {start for start, name in made.items() if not name.startswith("apex_npu.optimizers.NpuFused")}
         left = any(one.rule == "O501" and one.status == "refused" for one in self.program.drafts)
         return starts <= fused and not left and options.has("O501")
@@ -109,21 +109,19 @@ def place_of(put: Insertion) -> ast.stmt:
     if common is None or len(bodies) < len(made) or not alike:
         raise UnclearError(last, "A351", "optimizers are made at several places: make them at one")
     parent = program.parent(common)
-    while isinstance(parent, ast.If) and parent.orelse == [common] and _begins(put, common, "elif"):
+    while isinstance(parent, ast.If) and parent.orelse == [common]:
+        if not put.source.text.startswith("elif", put.source.span(common)[0]):
+            break
         common, parent = parent, program.parent(parent)
     return common
-
-
-def _begins(put: Insertion, node: ast.stmt, word: str) -> bool:
-    return put.source.text.startswith(word, put.source.span(node)[0])
 
 
 def _check_bound(put: Insertion, place: ast.stmt, switch: ast.expr) -> None:
     """Refuse an ``enabled`` that is not known yet where ``initialize`` is called."""
     for name in {node.id for node in ast.walk(switch) if isinstance(node, ast.Name)}:
         home = put.program.names.scope(place).find(name)
-        stored = [node for node in put.program.names.nodes if isinstance(node, ast.Name) and node.id == name]
-        ours = [node for node in stored if not isinstance(node.ctx, ast.Load) and put.program.names.scope(node) is home]
+        stored = [one for one in put.program.every(ast.Name) if one.id == name and not isinstance(one.ctx, ast.Load)]
+        ours = [node for node in stored if put.program.names.scope(node) is home]
         late = any(put.training.offset(node) > put.training.offset(place) for node in ours)
         if home is None or (late and home is put.program.names.scope(place)):
             raise UnclearError(place, "A355", f"{put.torch_amp.enabled} is not known where the optimizer is made")
@@ -132,12 +130,12 @@ def _check_bound(put: Insertion, place: ast.stmt, switch: ast.expr) -> None:
 def _is_wrapped(put: Insertion, model: str, place: ast.stmt) -> bool:
     """Whether a model can be inside of DistributedDataParallel already."""
     wraps = []
-    for node in put.program.names.nodes:
-        if isinstance(node, ast.Assign) and model in map(text, node.targets):
+    for node in put.program.every(ast.Assign):
+        if model in map(text, node.targets):
             value = node.value
             while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in MOVES:
                 value = value.func.value
-            name = put.program.names.dotted(value.func) or "" if isinstance(value, ast.Call) else ""
+            name = put.program.dotted(value.func) if isinstance(value, ast.Call) else ""
             before = put.training.offset(node) < put.training.offset(place) or "." in model
             wraps += [(node, name)] if _WRAPPER.fullmatch(name) and before else []
     for node, name in wraps:
@@ -150,13 +148,9 @@ def check_moves(put: Insertion, models: list[str], place: ast.stmt) -> None:
     """Refuse models that move after their optimizers are made."""
     for call in put.training.calls:
         owner, method = method_of(call)
-        if owner in models and method in MOVES and _is_after(put, call, place):
+        here = function_of(put.program, call) is function_of(put.program, place)
+        if owner in models and method in MOVES and here and put.training.offset(call) > put.source.span(place)[1]:
             raise UnclearError(call, "A352", f"{owner} is moved or cast after its optimizer is made: do that before")
-
-
-def _is_after(put: Insertion, call: ast.Call, place: ast.stmt) -> bool:
-    here = function_of(put.program, call) is function_of(put.program, place)
-    return here and put.training.offset(call) > put.source.span(place)[1]
 
 
 def _check_loaded(put: Insertion, place: ast.stmt) -> None:

@@ -9,7 +9,7 @@ import ast
 from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.source import Edit
 from apex_npu.migrate.engine.syntax import body_of, function_of, has_own_lines, is_argument, method_of, text
-from apex_npu.migrate.rules.catalogue import RULES
+from apex_npu.migrate.rules.catalogue import note
 from apex_npu.migrate.rules.targets import replaced
 
 from .initialize import Insertion
@@ -47,19 +47,15 @@ def clip(put: Insertion, call: ast.Call) -> None:
     """Clip the masters' gradients. Without masters the model's are the same."""
     given = [*call.args[:1], *(one.value for one in call.keywords if one.arg == "parameters")]
     lists = given[0] if given and isinstance(given[0], ast.Call) else None
-    model = text(lists.func.value) if lists is not None and isinstance(lists.func, ast.Attribute) else ""
-    is_all = lists is not None and isinstance(lists.func, ast.Attribute) and lists.func.attr == "parameters"
-    steps = [
-        backward
-        for backward in put.training.backwards
-        if function_of(put.program, backward.call) is function_of(put.program, call)
-        and put.training.offset(backward.call) < put.training.offset(call)
-    ]
+    model, method = ("", "") if lists is None else method_of(lists)
+    here, at = function_of(put.program, call), put.training.offset(call)
+    steps = [one for one in put.training.backwards if function_of(put.program, one.call) is here]
+    steps = [one for one in steps if put.training.offset(one.call) < at]
     optimizer = put.training.stepped_by(steps[-1]) if steps else ""
     made = [one for one in put.training.made if one.target == optimizer and put.training.is_same(one, call)]
     passed = is_argument(put.program, call, optimizer) and is_argument(put.program, call, model)
-    if is_all and model and (any(one.parts == (model,) for one in made) or (not made and passed)):
-        assert lists is not None
+    whole = any(one.parts == (model,) for one in made) or (not made and passed)
+    if lists is not None and model and method == "parameters" and whole:
         edit = replaced(put.program, lists, f"{put.amp}.master_params({optimizer})")
         put.program.report("A303", "changed", lists, [edit], links=["amp"])
     elif put.casts_model:
@@ -73,15 +69,10 @@ def float_inputs(put: Insertion, call: ast.Call) -> None:
         float_input(put, at)
         return
     target = text(at.targets[0]) if isinstance(at, ast.Assign) else ""
-    nodes = (node for node in program.names.nodes if isinstance(node, (ast.Name, ast.Attribute)))
-    home = put.training.scope_of(call, target)
-    uses = [
-        node
-        for node in nodes
-        if text(node) == target and ("." in target or put.training.scope_of(node, target) is home)
-    ]
-    calls = []
-    for node in uses if target else ():
+    home, calls = put.training.scope_of(call, target), []
+    for node in program.every(ast.Name, ast.Attribute) if target else ():
+        if text(node) != target or not ("." in target or put.training.scope_of(node, target) is home):
+            continue
         parent = program.parent(node)
         if isinstance(parent, ast.Call) and parent.func is node:
             calls.append(parent)
@@ -143,7 +134,7 @@ def put_checkpoints(put: Insertion) -> None:
                     put.put_after("A305", statement, [f'if "amp" in {file}:', load])
                 done.add(body)
             else:
-                put.program.report("A305", "note", call, message=RULES["A305"].message)
+                note(put.program, "A305", call)
 
 
 def _save(put: Insertion, call: ast.Call, parent: ast.AST | None) -> None:
@@ -169,4 +160,4 @@ def _save(put: Insertion, call: ast.Call, parent: ast.AST | None) -> None:
         if file:
             put.put_after("A304", parent, [f'{file}["amp"] = {put.amp}.state_dict()'])
     else:
-        put.program.report("A304", "note", call, message=RULES["A304"].message)
+        note(put.program, "A304", call)

@@ -40,15 +40,12 @@ class TorchAmp:
     def __init__(self, program: Program) -> None:
         self.program, self.is_bfloat16, self.enabled = program, False, ""
         self.switch: ast.expr | None = None
-        nodes = program.names.nodes
-        uses = [
-            node for node in nodes if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load)
-        ]
-        self.made = [self._made(node) for node in uses if _SCALER.fullmatch(program.names.dotted(node) or "")]
+        uses = [*program.loaded()]
+        self.made = [self._made(node) for node in uses if _SCALER.fullmatch(program.dotted(node))]
         self.scalers = frozenset(text(statement.targets[0]) for statement in self.made)
         self.scalers |= {name for name, _ in self._passed()}
         self.passed = {node for _, node in self._passed()}
-        self.blocks = [self._block(node) for node in uses if _AUTOCAST.fullmatch(program.names.dotted(node) or "")]
+        self.blocks = [self._block(node) for node in uses if _AUTOCAST.fullmatch(program.dotted(node))]
         calls = [item.context_expr for _, item in self.blocks]
         # A loss in bfloat16 is not scaled: whether the scaler is on makes no difference.
         for call in calls if self.is_bfloat16 else [*(made.value for made in self.made), *calls]:
@@ -58,18 +55,15 @@ class TorchAmp:
 
     def _passed(self) -> list[tuple[str, ast.expr]]:
         """What functions of this file, that get a scaler as an argument, call it, and the places that pass it on."""
-        nodes = self.program.names.nodes
         functions: dict[str, list[ast.FunctionDef]] = {}
-        for node in nodes:
-            if isinstance(node, ast.FunctionDef) and isinstance(self.program.parent(node), ast.Module):
+        for node in self.program.every(ast.FunctionDef):
+            if isinstance(self.program.parent(node), ast.Module):
                 functions.setdefault(node.name, []).append(node)
         found: list[tuple[str, ast.expr]] = []
-        for call in (node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+        for call in self.program.every(ast.Call):
             defined = functions.get(call.func.id, []) if isinstance(call.func, ast.Name) else []
-            if len(defined) != 1 or any(isinstance(one, ast.Starred) for one in call.args):
-                continue
-            given = given_to(defined[0], call).items()
-            found += [(name, value) for name, value in given if text(value) in self.scalers]
+            if len(defined) == 1 and not any(isinstance(one, ast.Starred) for one in call.args):
+                found += [one for one in given_to(defined[0], call).items() if text(one[1]) in self.scalers]
         return found
 
     def _made(self, node: ast.expr) -> ast.Assign:
@@ -77,14 +71,10 @@ class TorchAmp:
         statement = None if call is None else self.program.parent(call)
         if not isinstance(call, ast.Call) or not isinstance(statement, ast.Assign) or not text(statement.targets[0]):
             raise UnclearError(node, "A355", "the scaler is not made and assigned to a name here")
-        if (
-            len(statement.targets) > 1
-            or len(call.args) > (not self._is_for_cuda(call))
-            or {one.arg for one in call.keywords} - {"device", "enabled"}
-        ):
-            raise UnclearError(
-                node, "A355", "its scale has settings of its own: give amp those by --amp-args, and drop them"
-            )
+        settings = {one.arg for one in call.keywords} - {"device", "enabled"}
+        if len(statement.targets) > 1 or len(call.args) > (not self._is_for_cuda(call)) or settings:
+            reason = "its scale has settings of its own: give amp those by --amp-args, and drop them"
+            raise UnclearError(node, "A355", reason)
         return statement
 
     def _block(self, node: ast.expr) -> tuple[ast.With, ast.withitem]:
@@ -109,7 +99,7 @@ class TorchAmp:
 
     def _is_for_cuda(self, call: ast.Call) -> bool:
         """Whether the class is that of torch.cuda.amp, whose first argument is not the device."""
-        dotted = self.program.names.dotted(call.func) or ""
+        dotted = self.program.dotted(call.func)
         return ".cuda." in dotted or ".npu." in dotted
 
     def _enable(self, call: ast.Call) -> None:
@@ -125,12 +115,10 @@ class TorchAmp:
         """Whether an expression can be computed at another place as well."""
         if isinstance(value, ast.Constant):
             return False
-        names = self.program.names
-        called = {one: names.dotted(one.func) or "" for one in ast.walk(value) if isinstance(one, ast.Call)}
-        plain = all(isinstance(one, _SIMPLE) or one in called for one in ast.walk(value))
-        return plain and all(
-            _ASKS.fullmatch(name) and not (call.args or call.keywords) for call, name in called.items()
-        )
+        nodes = [*ast.walk(value)]
+        called = [one for one in nodes if isinstance(one, ast.Call)]
+        asks = (_ASKS.fullmatch(self.program.dotted(one.func)) and not (one.args or one.keywords) for one in called)
+        return all(isinstance(one, _SIMPLE) or one in called for one in nodes) and all(asks)
 
     def moved(self) -> tuple[str, list[str]]:
         """The expression that switches amp on, as other rules change it, and what is changed together with it."""
@@ -162,22 +150,20 @@ class TorchAmp:
             if name in ("update", "unscale_") and isinstance(statement, ast.Expr):
                 self._remove("T404", statement, removed)
             elif name == "step":
-                self._step(call)
+                (start, end), (first, last) = program.source.span(call), program.source.span(call.args[0])
+                edits = [Edit(start, first, ""), Edit(last, end, ".step()")]
+                program.report("T403", "changed", call, edits, links=["amp"])
             elif name in ("state_dict", "load_state_dict"):
                 program.report("T405", "changed", node, [replaced(program, node, amp)], links=["amp"])
             elif name != "scale" or not isinstance(statement, ast.Attribute) or statement.attr != "backward":
                 raise UnclearError(node, "A355", f"amp has nothing like {name} of a scaler, as it is used here")
         for block, item in self.blocks:
             self._remove_item(block, item)
-        imports = [node for node in program.names.nodes if isinstance(node, ast.ImportFrom)]
-        for imported in imports:
-            if self._is_import(imported) and has_own_lines(program, imported):
+        for imported in program.every(ast.ImportFrom):
+            names = [f"{imported.module}.{alias.name}" for alias in imported.names]
+            moved = not imported.level and all(_AUTOCAST.fullmatch(name) or _SCALER.fullmatch(name) for name in names)
+            if moved and has_own_lines(program, imported):
                 self._remove("T401", imported, removed)
-
-    def _is_import(self, node: ast.ImportFrom) -> bool:
-        """Whether all that a statement imports has been moved over."""
-        names = [f"{node.module}.{alias.name}" for alias in node.names]
-        return not node.level and all(_AUTOCAST.fullmatch(name) or _SCALER.fullmatch(name) for name in names)
 
     def _remove(self, rule: str, statement: ast.stmt, removed: dict[int, list[ast.stmt]]) -> None:
         program, source = self.program, self.program.source
@@ -194,13 +180,6 @@ class TorchAmp:
             start, end = source.line_start(statement.lineno), end + len(source.newline(statement.end_lineno or 0))
         edit = Edit(start, min(end, len(source.text)), "")
         program.report(rule, "changed", (start, edit.end), [edit], links=["amp"])
-
-    def _step(self, call: ast.Call) -> None:
-        source, optimizer = self.program.source, call.args[0]
-        (start, end), (first, last) = source.span(call), source.span(optimizer)
-
-        edits = [Edit(start, first, ""), Edit(last, end, ".step()")]
-        self.program.report("T403", "changed", call, edits, links=["amp"])
 
     def _remove_item(self, block: ast.With, item: ast.withitem) -> None:
         program, source = self.program, self.program.source

@@ -35,32 +35,18 @@ class UnclearError(Exception):
 
 @dataclass(frozen=True)
 class Made:
-    """An optimizer that is made and assigned.
-
-    Attributes:
-        call: The call of its class.
-        statement: The assignment.
-        target: The name or attribute, as in the program; ``models`` likewise, those of its parameters.
-        models: See ``target``.
-        parts: What its parameters are of: the models, or modules in them.
-    """
+    """An optimizer: the call of its class, which is assigned to ``target``. Names are written as in the program."""
 
     call: ast.Call
     statement: ast.Assign
     target: str
     models: tuple[str, ...]
-    parts: tuple[str, ...]
+    parts: tuple[str, ...]  # that have its parameters: the models, or modules in them
 
 
 @dataclass(eq=False)
 class Backward:
-    """A call of ``backward``.
-
-    Attributes:
-        call: The call.
-        statement: That is all of this statement.
-        steps: The calls of ``step`` that follow before another backward does.
-    """
+    """A call of ``backward``, which is a statement, and the calls of ``step`` that follow before another backward."""
 
     call: ast.Call
     statement: ast.Expr
@@ -68,15 +54,7 @@ class Backward:
 
 
 class Training:
-    """The parts of a program's training.
-
-    Args:
-        program: The program.
-        scalers: The names of its GradScalers.
-
-    Attributes:
-        made: Optimizers.
-        backwards: Calls of ``backward``.
+    """The optimizers that a program makes, its calls of ``backward``, and what belongs to each.
 
     Raises:
         UnclearError: One of them cannot be told.
@@ -84,9 +62,9 @@ class Training:
 
     def __init__(self, program: Program, scalers: frozenset[str]) -> None:
         self.program, self.scalers = program, scalers
-        self.calls = [node for node in program.names.nodes if isinstance(node, ast.Call)]
+        self.calls = [*program.every(ast.Call)]
         self.cleared = {method_of(call)[0] for call in self._methods("zero_grad")} - {""}
-        self.made = [self._made(call) for call in self.calls if self._makes(call)]
+        self.made = [self._made(call) for call in self.calls if _OPTIMIZER.fullmatch(program.dotted(call.func))]
         self.targets = {one.target for one in self.made}
         self._check_made()
         self.backwards = list(self._backwards())
@@ -99,25 +77,19 @@ class Training:
         """Where ``node`` begins."""
         return self.program.source.span(node)[0]
 
-    def _makes(self, call: ast.Call) -> bool:
-        return _OPTIMIZER.fullmatch(self.program.names.dotted(call.func) or "") is not None
-
     def _made(self, call: ast.Call) -> Made:
         program, statement = self.program, self.program.parent(call)
         if text(call.func).endswith("LBFGS"):
             raise UnclearError(call, "A353", "LBFGS computes gradients inside of step: leave amp out")
         if not isinstance(statement, ast.Assign) or len(statement.targets) != 1 or not text(statement.targets[0]):
             raise UnclearError(call, "A351", "the optimizer is not assigned to a name: assign it first")
-        self._check_alone(statement)
+        if not has_own_lines(program, statement):
+            raise UnclearError(statement, "A351", "the statement shares its line: give it one of its own")
         if any(isinstance(one, _LOOPS) for one in around(program, call)):
             raise UnclearError(call, "A351", "an optimizer is made in a loop: call amp.initialize for one of them")
         parts = tuple(dict.fromkeys(self._parts(call)))
         models = tuple(dict.fromkeys(self._model_of(part, call) for part in parts))
         return Made(call, statement, text(statement.targets[0]), models, parts)
-
-    def _check_alone(self, statement: ast.stmt) -> None:
-        if not has_own_lines(self.program, statement):
-            raise UnclearError(statement, "A351", "the statement shares its line: give it one of its own")
 
     def _parts(self, call: ast.Call) -> Iterator[str]:
         """The modules whose ``parameters()`` the optimizer is made of."""
@@ -129,7 +101,8 @@ class Training:
                 raise UnclearError(call, "A352", f"whose parameters {given[0].id} are cannot be told")
             given = [stores[0].value]
         found = [node for one in given[:1] for node in ast.walk(one) if isinstance(node, ast.Call)]
-        named = [node.func.value for node in found if isinstance(node.func, ast.Attribute) and _lists(node.func.attr)]
+        methods = [node.func for node in found if isinstance(node.func, ast.Attribute)]
+        named = [one.value for one in methods if one.attr in ("parameters", "named_parameters")]
         for model in named:
             if text(model) in ("", "self"):
                 raise UnclearError(call, "A352", _NOT_WHOLE.format(ast.unparse(model)))
@@ -168,9 +141,9 @@ class Training:
             home = self.scope_of(one.statement, one.target)
             ours = sum(other.target == one.target and self.is_same(other, one.statement) for other in self.made)
             if "." in one.target:
-                stored = [node for node in self.program.names.nodes if isinstance(node, ast.Attribute)]
-                other = [node for node in stored if isinstance(node.ctx, ast.Store) and text(node) == one.target]
-                number = sum(not _gets_none(self.program.parent(node)) for node in other)
+                named = [node for node in self.program.every(ast.Attribute) if text(node) == one.target]
+                stored = [self.program.parent(node) for node in named if isinstance(node.ctx, ast.Store)]
+                number = sum(not _gets_none(statement) for statement in stored)
             else:
                 assert home is not None
                 number = sum(not isinstance(binding, ast.Constant) for binding in home.bindings[one.target])
@@ -181,7 +154,7 @@ class Training:
 
     def _given_back(self, one: Made) -> int:
         """How often ``amp.initialize`` gives it back, to the name that it had."""
-        calls = [call for call in self.calls if _INITIALIZE.fullmatch(self.program.names.dotted(call.func) or "")]
+        calls = [call for call in self.calls if _INITIALIZE.fullmatch(self.program.dotted(call.func))]
         statements = [at for at in map(self.program.parent, calls) if isinstance(at, ast.Assign)]
         targets = [node for at in statements for target in at.targets for node in ast.walk(target)]
         return sum(text(node) == one.target and self.is_same(one, node) for node in targets)
@@ -192,8 +165,9 @@ class Training:
         owner = self.program.parent(function)
         name = owner.name if name == "__init__" and isinstance(owner, ast.ClassDef) else name
         # A function of the module is not what an object's method of the same name is.
-        written = [text(call.func) for call in self.calls]
-        calls = [call for call, one in zip(self.calls, written, strict=True) if name and _is_call_of(one, name, owner)]
+        is_method = isinstance(owner, ast.ClassDef)
+        written = {call: text(call.func) for call in self.calls if name}
+        calls = [one for one, at in written.items() if name in (at, at.rpartition(".")[2] if is_method else at)]
         if len(calls) > 1 or any(isinstance(at, _LOOPS) for call in calls for at in around(self.program, call)):
             raise UnclearError(one.statement, "A351", f"{name}() makes an optimizer, and is called several times")
 
@@ -212,14 +186,14 @@ class Training:
         steps = [call for call in self._methods("step") if self._steps(call)]
         for function in {function_of(self.program, one.call) for one in self.backwards}:
             run: list[Backward] = []
-            events: list[Backward | ast.Call] = [*self.backwards, *steps]
-            here = [one for one in events if function_of(self.program, _call(one)) is function]
-            for event in sorted(here, key=lambda one: self.offset(_call(one))):
-                if isinstance(event, Backward):
-                    run = [*run, event] if not run or not run[-1].steps else [event]
-                    continue
-                for backward in run:
-                    backward.steps.append(event)
+            events = [*((one.call, one) for one in self.backwards), *((call, None) for call in steps)]
+            here = [event for event in events if function_of(self.program, event[0]) is function]
+            for call, begins in sorted(here, key=lambda event: self.offset(event[0])):
+                if begins is not None:
+                    run = [begins] if run and run[-1].steps else [*run, begins]
+                else:
+                    for backward in run:
+                        backward.steps.append(call)
         stepped = {text(self.stepped(call)) for one in self.backwards for call in one.steps}
         for backward in self.backwards:
             if not backward.steps:
@@ -275,20 +249,15 @@ class Training:
     def _optimizer(self, call: ast.Call, backward: Backward) -> tuple[str, bool]:
         """What is stepped, and whether that is a list: what a loop after the backward goes over."""
         program, node = self.program, self.stepped(call)
-        for loop in around(program, call):
-            if isinstance(loop, ast.For) and text(loop.target) == text(node):
-                if any(one is loop for one in around(program, backward.call)):
-                    node = loop.iter
-                    break
-                if not self._is_known_list(loop.iter):
-                    raise UnclearError(call, "A353", "what the loop goes over is not a list of optimizers by a name")
-                return text(loop.iter), True
-        else:
+        loops = (one for one in around(program, call) if isinstance(one, ast.For) and text(one.target) == text(node))
+        loop = next(loops, None)
+        if loop is None:
             self._check_known(call, text(node))
-            return text(node), False
-        if not self._is_known_list(node):
+        elif not self._is_known_list(loop.iter):
             raise UnclearError(call, "A353", "what the loop goes over is not a list of optimizers by a name")
-        return text(self.stepped(call)), False
+        if loop is None or loop in around(program, backward.call):
+            return text(node), False
+        return text(loop.iter), True
 
     def _is_known_list(self, node: ast.expr) -> bool:
         name = text(node)
@@ -300,17 +269,15 @@ class Training:
 
     def _check_known(self, call: ast.Call, name: str) -> None:
         """Refuse the step of an optimizer that may not be one of those that are made here, or an argument."""
-        known = any(one.target == name and self.is_same(one, call) for one in self.made)
-        if "." in name and not known:
-            values = [one.value for one in self.assigned(name, call) if not _gets_none(one)]
+        values = [one.value for one in self.assigned(name, call) if not _gets_none(one)]
+        known = bool(values) and all(map(self._is_factory_call, values))
+        if "." in name:
             passed = (is_argument(self.program, one, text(one)) or text(one) in self.targets for one in values)
-            known = bool(values) and (all(passed) or all(map(self._is_factory_call, values)))
-        if not known and "." not in name:
-            values = [one.value for one in self.assigned(name, call) if not _gets_none(one)]
+            known |= bool(values) and all(passed)
+        else:
             home = self.program.names.scope(call).find(name)
-            known = (
-                all(map(self._is_factory_call, values)) and len(values) == len(home.bindings[name] if home else ()) > 0
-            )
+            known &= len(values) == len(home.bindings[name] if home else ())
+        known |= any(one.target == name and self.is_same(one, call) for one in self.made)
         if not known and not is_argument(self.program, call, name):
             raise UnclearError(call, "A351", f"where {name} comes from cannot be told")
 
@@ -318,7 +285,7 @@ class Training:
         """Whether a function is called that makes an optimizer and returns it."""
         if not isinstance(value, ast.Call):
             return False
-        if ".".join((self.program.names.dotted(value.func) or "").split(".")[-2:]) in self.program.options.factories:
+        if ".".join(self.program.dotted(value.func).split(".")[-2:]) in self.program.options.factories:
             return True
         makers = {function_of(self.program, one.statement): one.target for one in self.made}
         named = {getattr(function, "name", ""): (function, target) for function, target in makers.items()}
@@ -328,9 +295,7 @@ class Training:
 
     def assigned(self, name: str, node: ast.AST) -> list[ast.Assign]:
         """The assignments of an attribute, or of a name as it is bound at ``node``."""
-        found = [
-            one for one in self.program.names.nodes if isinstance(one, ast.Assign) and name in map(text, one.targets)
-        ]
+        found = [one for one in self.program.every(ast.Assign) if name in map(text, one.targets)]
         home = self.scope_of(node, name)
         return [one for one in found if "." in name or self.scope_of(one, name) is home]
 
@@ -350,18 +315,6 @@ class Training:
     def is_same(self, one: Made, node: ast.AST) -> bool:
         """Whether its name means this optimizer at ``node``, too."""
         return "." in one.target or self.scope_of(node, one.target) is self.scope_of(one.statement, one.target)
-
-
-def _call(one: Backward | ast.Call) -> ast.Call:
-    return one.call if isinstance(one, Backward) else one
-
-
-def _is_call_of(written: str, name: str, owner: ast.AST | None) -> bool:
-    return written == name or (isinstance(owner, ast.ClassDef) and written.rpartition(".")[2] == name)
-
-
-def _lists(name: str) -> bool:
-    return name in ("parameters", "named_parameters")
 
 
 def _gets_none(node: ast.AST | None) -> bool:

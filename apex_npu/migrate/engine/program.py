@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from .names import Exports, Names
 from .source import Edit, Source, UnreadableError, apply_edits, parse, same_elsewhere, same_tree
@@ -67,7 +67,9 @@ def once(findings: Sequence[Finding]) -> Iterator[Finding]:
             yield finding
 
 
-_LITERAL = re.compile(r"""([uUrR]?)(\"""|'''|"|')""")
+_A = TypeVar("_A", bound=ast.AST)
+_B = TypeVar("_B", bound=ast.AST)
+LITERAL = re.compile(r"""([uUrR]?)(\"""|'''|"|')""")
 _FROM = re.compile(r"from[ \t\f]+([\w.]+)(?![\w.])")
 _INDENT = re.compile(r"[ \t\f]*")
 _KEEP = re.compile(r"#\s*migrate:\s*keep\b")
@@ -82,16 +84,9 @@ _UNPLACED = {
 
 @dataclass(frozen=True)
 class Draft:
-    """What a rule says of a span, before it is settled what else stands or falls with it.
+    """What a rule says of a span, before it is settled what else stands or falls with it: what has the same ``links``.
 
-    Attributes:
-        rule: Its id.
-        status: As in ``Finding``. "changed" without edits: it is right as it is if all of ``links`` are changed.
-        start: Offset of the span; ``end`` likewise.
-        end: See ``start``.
-        edits: Changes inside of the span.
-        message: As in ``Finding``.
-        links: Names of what has to be changed together.
+    "changed" without edits: it is right as it is if all that has its links is changed.
     """
 
     rule: str
@@ -100,7 +95,7 @@ class Draft:
     end: int
     edits: tuple[Edit, ...] = ()
     message: str = ""
-    links: frozenset[str] = field(default_factory=frozenset)
+    links: frozenset[str] = frozenset()
 
     def refused(self, message: str) -> Draft:
         """The same, left for a person."""
@@ -154,24 +149,13 @@ class Options:
 
     def has(self, rule: str) -> bool:
         """Whether a rule applies; the rules of amp do together."""
-        if rule[0] in "AT":
-            return bool(self.amp)
-        if rule[0] == "R":
-            return True
-        if rule[0] == "P":
-            return bool(self.data_parallel)
-        return rule.startswith(self.select) and not rule.startswith(self.ignore or ("-",))
+        by_option = {"A": bool(self.amp), "T": bool(self.amp), "R": True, "P": bool(self.data_parallel)}
+        chosen = rule.startswith(self.select) and not rule.startswith(self.ignore or ("-",))
+        return by_option.get(rule[0], chosen)
 
 
 class Program:
-    """One file.
-
-    Attributes:
-        source: Its text.
-        tree: Its syntax tree.
-        names: What its names mean.
-        options: What the rules are told.
-        drafts: What they have said.
+    """One file: its text, its syntax tree, what its names mean, and what rules have said of it (``drafts``).
 
     Raises:
         UnreadableError: It does not parse.
@@ -183,9 +167,30 @@ class Program:
         self.names = Names(self.tree, options.exports)
         self.drafts: list[Draft] = []
 
-    def parent(self, node: ast.AST) -> ast.AST | None:
+    def parent(self, node: ast.AST | None) -> ast.AST | None:
         """The node that contains ``node``."""
-        return self.names.parents.get(node)
+        return None if node is None else self.names.parents.get(node)
+
+    def dotted(self, node: ast.AST) -> str:
+        """The full name of an import that a name, or attributes of a name, refer to; "": they do not."""
+        return self.names.dotted(node) or ""
+
+    @overload
+    def every(self, one: type[_A], /) -> Iterator[_A]: ...
+    @overload
+    def every(self, one: type[_A], two: type[_B], /) -> Iterator[_A | _B]: ...
+    def every(self, *types: type[ast.AST]) -> Iterator[ast.AST]:
+        """The nodes of these types, in the order of the text."""
+        return (node for node in self.names.nodes if isinstance(node, types))
+
+    def loaded(self) -> Iterator[ast.Name | ast.Attribute]:
+        """The names and attributes that are read."""
+        return (node for node in self.every(ast.Name, ast.Attribute) if isinstance(node.ctx, ast.Load))
+
+    def is_called(self, node: ast.AST) -> bool:
+        """Whether ``node`` is what a call calls."""
+        parent = self.parent(node)
+        return isinstance(parent, ast.Call) and parent.func is node
 
     def report(
         self,
@@ -257,7 +262,7 @@ class Program:
         """Let a string literal have another value, or begin with another text than its first ``length`` characters."""
         assert isinstance(node.value, str)
         start, end = self.source.span(node)
-        quote = _LITERAL.match(self.source.text, start, end)
+        quote = LITERAL.match(self.source.text, start, end)
         if quote is None or self.source.text[quote.end() : end] != node.value + quote[2] or not self._is_exact(node):
             return None
         value += "" if length is None else node.value[length:]

@@ -15,7 +15,7 @@ from apex_npu.migrate.amp.training import UnclearError
 from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.source import Edit
 from apex_npu.migrate.engine.syntax import around, body_of, function_of, method_of, text
-from apex_npu.migrate.rules.catalogue import RULES
+from apex_npu.migrate.rules.catalogue import note
 from apex_npu.migrate.rules.targets import replaced, target_of, torch_name
 
 from .loaders import ELSEWHERE, UNSEEDED, Loaders, unseeded
@@ -54,7 +54,7 @@ def check(program: Program) -> None:
 def _convert(program: Program) -> None:
     done = next(_parallel(program), None)
     if done is not None:
-        program.report("P601", "note", done, message=RULES["P601"].message)
+        note(program, "P601", done)
         return
     first = program.tree.body[0] if program.tree.body else None
     torch = torch_name(program)
@@ -62,10 +62,9 @@ def _convert(program: Program) -> None:
         node = first or ast.parse("pass").body[0]
         raise UnclearError(node, "P601", "torch is not imported at the top level, by its name")
     put = Insertion(program)
-    if program.options.model and program.options.model not in {
-        one for made in put.training.made for one in made.models
-    }:
-        raise UnclearError(first, "P604", f"no optimizer is made of {program.options.model}.parameters()")
+    model, models = program.options.model, {one for made in put.training.made for one in made.models}
+    if model and model not in models:
+        raise UnclearError(first, "P604", f"no optimizer is made of {model}.parameters()")
     if not put.training.made:
         raise UnclearError(first, "P604", "no optimizer is made here, and so its model cannot be told")
     _check_cards(program)
@@ -80,8 +79,8 @@ def _convert(program: Program) -> None:
 
 def _convert_part(program: Program) -> None:
     """A file that the script imports."""
-    for node in program.names.nodes:
-        if isinstance(node, ast.Call) and method_of(node)[1] == "backward":
+    for node in program.every(ast.Call):
+        if method_of(node)[1] == "backward":
             raise UnclearError(node, "P602", f"{ELSEWHERE}: have both in the script that --data-parallel gives")
     for call, is_split in unseeded(program):
         if is_split:
@@ -115,54 +114,49 @@ def _last(call: ast.Call) -> str:
 
 def _parallel(program: Program) -> Iterator[ast.expr]:
     """What a script for several cards has."""
-    for node in program.names.nodes:
-        if isinstance(node, (ast.Name, ast.Attribute)):
-            dotted = program.names.dotted(node) or ""
-            if dotted in _SAMPLERS:
-                yield node
-            elif dotted.startswith(("torch.", "apex")) and dotted.rpartition(".")[2] in _WRAPPERS:
-                if dotted.endswith(".DataParallel"):
-                    raise UnclearError(node, "P604", "take DataParallel out first: each process has one card")
-                yield node
+    for node in program.every(ast.Name, ast.Attribute):
+        dotted = program.dotted(node)
+        if dotted in _SAMPLERS:
+            yield node
+        elif dotted.startswith(("torch.", "apex")) and dotted.rpartition(".")[2] in _WRAPPERS:
+            if dotted.endswith(".DataParallel"):
+                raise UnclearError(node, "P604", "take DataParallel out first: each process has one card")
+            yield node
 
 
 def _check_cards(program: Program) -> None:
     """Refuse places that name a card by its number: every process has its own."""
-    for node in program.names.nodes:
+    for node in program.every(ast.Constant, ast.Call):
         named = ""
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(("cuda:", "npu:")):
-            named = "" if node.value == "cuda:0" else repr(node.value)
-        elif isinstance(node, ast.Call):
-            dotted = program.names.dotted(node.func) or ""
+        if isinstance(node, ast.Constant):
+            if isinstance(node.value, str) and node.value.startswith(("cuda:", "npu:")) and node.value != "cuda:0":
+                named = repr(node.value)
+        else:
+            dotted = program.dotted(node.func)
             name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            module = node.func.value if isinstance(node.func, ast.Attribute) else None
+            owner = program.dotted(module.func) if isinstance(module, ast.Call) else ""
             given = [one.value for one in node.keywords if one.arg == "device"]
             numbered = [*node.args[:1], *given]
             if dotted.startswith("torch.") and dotted.rpartition(".")[2] in _INDEXED:
                 named = f"{name or dotted}()"
-            elif dotted in _CARDS or (name == "device" and _is_device_module(program, node.func)):
+            elif dotted in _CARDS or (name == "device" and owner == "torch.get_device_module"):
                 named = f"{dotted or name}()"
             elif dotted == "torch.device" and len(node.args) + len(node.keywords) > 1:
                 named = "torch.device(type, index)"
-            elif name in ("cuda", "npu") and not dotted and numbered and not _is_flag(numbered[0]):
+            elif name in ("cuda", "npu") and not dotted and numbered and _type_of(numbered[0]) is not bool:
                 named = f"{name}(device)"
-            elif any(map(_is_number, numbered if name == "to" or dotted == "torch.device" else given)):
+            elif int in map(_type_of, numbered if name == "to" or dotted == "torch.device" else given):
                 named = f"{name or dotted}() of a number"
         if named:
-            assert isinstance(node, ast.expr)
             reason = f"{named} names a card, and every process has its own: write the device without its number"
             raise UnclearError(node, "P601", reason)
 
 
-def _is_device_module(program: Program, node: ast.expr) -> bool:
-    """Whether a name is one of ``torch.get_device_module(...)``."""
-    module = node.value if isinstance(node, ast.Attribute) else None
-    return isinstance(module, ast.Call) and program.names.dotted(module.func) == "torch.get_device_module"
-
-
 def _check_visible(program: Program) -> None:
     """Refuse a script that leaves every process one card, the same one."""
-    for node in program.names.nodes:
-        if not isinstance(node, ast.Constant) or node.value not in _VISIBLE:
+    for node in program.every(ast.Constant):
+        if node.value not in _VISIBLE:
             continue
         parent = program.parent(node)
         value: ast.AST | None = None
@@ -177,12 +171,8 @@ def _check_visible(program: Program) -> None:
             raise UnclearError(node, "P601", f"{node.value} leaves every process the same card: set it in the shell")
 
 
-def _is_flag(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, bool)
-
-
-def _is_number(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and type(node.value) is int
+def _type_of(node: ast.expr) -> type:
+    return type(node.value) if isinstance(node, ast.Constant) else object
 
 
 def _enter(program: Program, torch: str) -> None:
@@ -202,7 +192,7 @@ def _leave(program: Program, torch: str) -> None:
     last = body_of(program, _start(program))[-1]
     called = last.value if isinstance(last, ast.Expr) else None
     if isinstance(last, ast.Raise) or (isinstance(called, ast.Call) and text(called.func) in _EXITS):
-        program.report("P607", "note", last, message=RULES["P607"].message, links=[PARALLEL])
+        note(program, "P607", last)
         return
     there, destroyed = (f"{torch}.distributed.{name}()" for name in ("is_initialized", "destroy_process_group"))
     edit = program.lines(last, [f"if {there}:", f"    {destroyed}"])
@@ -212,18 +202,15 @@ def _leave(program: Program, torch: str) -> None:
 def _start(program: Program) -> ast.stmt:
     """The first statement that is done when the script is started, rather than imported."""
     for node in program.tree.body:
-        if isinstance(node, ast.If) and "__name__" in [
-            one.id for one in ast.walk(node.test) if isinstance(one, ast.Name)
-        ]:
+        if isinstance(node, ast.If) and any(getattr(one, "id", "") == "__name__" for one in ast.walk(node.test)):
             return node.body[0]
     removed = [(one.start, one.end) for one in program.changes() if one.rule[0] == "T"]
     seen = False
     for node in program.tree.body:
         seen |= isinstance(node, (ast.Import, ast.ImportFrom)) and "torch" in ast.unparse(node)
-        passed = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
         start = program.source.span(node)[0]
         covered = any(begin <= start < end for begin, end in removed)
-        if seen and not isinstance(node, passed) and not covered:
+        if seen and not isinstance(node, (ast.Import, ast.ImportFrom, *_DEFINITIONS)) and not covered:
             return node
     raise UnclearError(program.tree.body[-1], "P601", "nothing is done when this file is started")
 
@@ -332,7 +319,7 @@ def _average(put: Insertion, torch: str) -> None:
 def _initialized(put: Insertion) -> ast.stmt | None:
     """The statement that calls ``amp.initialize`` in the program already."""
     for call in put.training.calls:
-        dotted = put.program.names.dotted(call.func) or ""
+        dotted = put.program.dotted(call.func)
         if dotted in ("apex.amp.initialize", "apex_npu.amp.initialize"):
             statement = next(one for one in around(put.program, call) if isinstance(one, ast.stmt))
             if isinstance(statement, (ast.Assign, ast.Expr)) and statement.value is call:
@@ -344,8 +331,8 @@ def _initialized(put: Insertion) -> ast.stmt | None:
 def _guard_saves(program: Program) -> None:
     """Let one process write files."""
     torch = torch_name(program)
-    for node in program.names.nodes:
-        if not isinstance(node, ast.Call) or program.names.dotted(node.func) != "torch.save":
+    for node in program.every(ast.Call):
+        if program.dotted(node.func) != "torch.save":
             continue
         statement, source = program.parent(node), program.source
         if torch is None or not isinstance(statement, ast.Expr):
@@ -369,14 +356,11 @@ def _is_open(program: Program, call: ast.Call) -> bool:
     if to is None:
         return False
     made = [to]
-    for node in program.names.nodes:
-        if isinstance(node, ast.Assign) and text(to) and text(to) in map(text, node.targets):
-            made.append(node.value)
-        elif isinstance(node, ast.withitem) and node.optional_vars is not None and text(to):
-            made += [node.context_expr] if text(node.optional_vars) == text(to) else []
-    return any(isinstance(one, ast.Call) and _opens(one) for one in made)
-
-
-def _opens(call: ast.Call) -> bool:
-    called = call.func.attr if isinstance(call.func, ast.Attribute) else text(call.func)
-    return called in ("open", "fdopen", "BytesIO") or called.endswith("TemporaryFile")
+    for node in program.every(ast.Assign, ast.withitem) if text(to) else ():
+        if isinstance(node, ast.Assign):
+            made += [node.value] if text(to) in map(text, node.targets) else []
+        elif node.optional_vars is not None and text(node.optional_vars) == text(to):
+            made.append(node.context_expr)
+    called = [one.func for one in made if isinstance(one, ast.Call)]
+    names = [one.attr if isinstance(one, ast.Attribute) else text(one) for one in called]
+    return any(name in ("open", "fdopen", "BytesIO") or name.endswith("TemporaryFile") for name in names)

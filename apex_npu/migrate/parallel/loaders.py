@@ -37,10 +37,10 @@ _ORDERS = {
 
 def unseeded(program: Program) -> Iterator[tuple[ast.Call, bool]]:
     """What each process draws for itself, and whether that is a split of data."""
-    calls = [node for node in program.names.nodes if isinstance(node, ast.Call)]
+    calls = [*program.every(ast.Call)]
     seeds = [(call, seeded) for call in calls if (seeded := _seeded(program, call))]
     for call in calls:
-        name = program.names.dotted(call.func) or ""
+        name = program.dotted(call.func)
         argument, library = (_SPLITS | _ORDERS).get(name, ("", ""))
         if not library or _is_fixed(call, argument):
             continue
@@ -62,7 +62,7 @@ def _is_fixed(call: ast.Call, argument: str) -> bool:
 def _seeded(program: Program, call: ast.Call) -> str:
     """The library that a call seeds; "all" for a function of the program, or of another library; "": none."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else text(call.func)
-    dotted = program.names.dotted(call.func) or ""
+    dotted = program.dotted(call.func)
     root = dotted.partition(".")[0]
     if "seed" not in name or dotted.startswith("torch.cuda") or (not dotted and name in ("manual_seed", "seed")):
         return ""
@@ -73,20 +73,19 @@ class Loaders:
     """The DataLoaders of a program.
 
     Attributes:
-        made: Calls of ``DataLoader`` whose data are trained with; ``others`` are the rest.
-        others: See ``made``.
+        made: Calls of ``DataLoader`` whose data are trained with.
+        others: The other calls.
         sampled: The names of the data sets of ``made``.
         epochs: Loops that go over such a loader several times, and what it is called there.
-
-    Raises:
-        UnclearError: Where the data of a backward come from cannot be told.
     """
 
     def __init__(self, program: Program, training: Training) -> None:
         self.program, self.training = program, training
         calls = training.calls
         self._all = [call for call in calls if program.names.dotted(call.func) in _LOADER]
-        self._check_iterable()
+        for node in program.every(ast.Name, ast.Attribute):
+            if program.dotted(node).endswith(".IterableDataset"):
+                raise UnclearError(node, "P602", "an IterableDataset has no sampler: give each process its part there")
         self.made: list[ast.Call] = []
         self.epochs: list[tuple[ast.For, str]] = []
         if not training.backwards:
@@ -113,14 +112,6 @@ class Loaders:
             return any(call in self.made for call in self._made(name, node))
         except UnclearError:
             return False
-
-    def _check_iterable(self) -> None:
-        for node in self.program.names.nodes:
-            if isinstance(node, (ast.Name, ast.Attribute)) and self._is_iterable(node):
-                raise UnclearError(node, "P602", "an IterableDataset has no sampler: give each process its part there")
-
-    def _is_iterable(self, node: ast.AST) -> bool:
-        return (self.program.names.dotted(node) or "").endswith(".IterableDataset")
 
     def _follow(self, backward: ast.Call) -> None:
         """Find the loop over a loader around a backward."""
@@ -160,9 +151,8 @@ class Loaders:
             numbers = _inside(outer.iter) if isinstance(outer, ast.For) else None
             called = text(numbers.func).rpartition(".")[2] if isinstance(numbers, ast.Call) else ""
             if not isinstance(outer, ast.For) or called not in _NUMBERED or not isinstance(outer.target, ast.Name):
-                raise UnclearError(
-                    outer, "P603", "write the loop over epochs with range: the sampler needs their number"
-                )
+                reason = "write the loop over epochs with range: the sampler needs their number"
+                raise UnclearError(outer, "P603", reason)
             if (outer, name) not in self.epochs:
                 self.epochs.append((outer, name))
             return

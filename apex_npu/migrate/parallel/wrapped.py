@@ -58,23 +58,17 @@ class Wrapped:
             UnclearError: An attribute of its own would no longer be found.
         """
         program, end = self.program, self.program.source.span(place)[1]
-        for node in program.names.nodes:
-            if not isinstance(node, (ast.Name, ast.Attribute)) or not isinstance(node.ctx, ast.Load):
-                continue
+        for node in program.loaded():
             parent = program.parent(node)
             used = parent.attr if isinstance(parent, ast.Attribute) else ""
-            if (
-                used in _SHARED.split()
-                or not (used or _looks_inside(program, node) or _kept_in(program, node))
-                or not self.is_model(node)
-            ):
+            kept = _kept_in(program, node)
+            if used in _SHARED.split() or not (used or kept or _looks_inside(program, node)) or not self.is_model(node):
                 continue
             if function_of(program, node) is function_of(program, place) and self.training.offset(node) < end:
                 continue
             if used and used not in _INSIDE:
                 reason = f"{ast.unparse(node)}.{used} is used, which is not found through DistributedDataParallel"
                 raise UnclearError(node, "P604", reason)
-            kept = _kept_in(program, node)
             if kept:
                 raise UnclearError(node, "P604", f"{kept} is saved with a whole model: save its state_dict()")
             edit = replaced(program, node, f'getattr({text(node)}, "module", {text(node)})')
@@ -96,24 +90,19 @@ def unwrap_arguments(program: Program, links: list[str]) -> None:
     """
     assigned = {
         text(target): text(one.value)
-        for one in program.names.nodes
-        if isinstance(one, ast.Assign) and is_argument(program, one, text(one.value))
+        for one in program.every(ast.Assign)
+        if is_argument(program, one, text(one.value))
         for target in one.targets
         if isinstance(target, ast.Attribute)
     }
     torch = torch_name(program)
-    for node in program.names.nodes:
-        name = text(node) if isinstance(node, (ast.Name, ast.Attribute)) else ""
-        if not name or _OTHERS.search(name.rpartition(".")[2]):
+    for node in program.every(ast.Name, ast.Attribute):
+        name, parent = text(node), program.parent(node)
+        if name in ("", "self") or _OTHERS.search(name.rpartition(".")[2]):
             continue
-        assert isinstance(node, (ast.Name, ast.Attribute))
-        parent = program.parent(node)
         states = isinstance(parent, ast.Attribute) and parent.attr in _STATES
-        if not (states or _is_saved(program, node)):
-            continue
-        if name not in assigned and not ("." not in name and is_argument(program, node, name)):
-            continue
-        if name == "self":
+        given = name in assigned or ("." not in name and is_argument(program, node, name))
+        if not (states or _is_saved(program, node)) or not given:
             continue
         if torch is None:
             raise UnclearError(node, "P604", "torch is not imported at the top level, by its name")
@@ -161,5 +150,5 @@ def _kept_in(program: Program, node: ast.expr) -> str:
     if at is node or not isinstance(parent, ast.Assign):
         return ""
     names = set(map(text, parent.targets)) - {""}
-    used = (one for one in program.names.nodes if isinstance(one, (ast.Name, ast.Attribute)) and text(one) in names)
+    used = (one for one in program.every(ast.Name, ast.Attribute) if text(one) in names)
     return next((text(one) for one in used if _is_saved(program, one)), "")

@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from apex_npu.migrate.engine.program import NOT_THE_SAME, Options
+from apex_npu.migrate.engine.program import NOT_THE_SAME, Options, Program
 
 _TORCH = "https://docs.pytorch.org/docs/stable/"
 # Where the behaviour is documented, by rule or family.
@@ -277,3 +279,18 @@ def _rule(id: str) -> Rule:
 
 
 RULES = {id: _rule(id) for id in _RULES}
+
+_Place = tuple[int, int] | ast.expr | ast.stmt | ast.alias
+
+
+def note(program: Program, rule: str, place: _Place, *found: object) -> None:
+    """Report a note with the message of its rule."""
+    program.report(rule, "note", place, message=RULES[rule].message.format(*found))
+
+
+def refuse(
+    program: Program, rule: str, place: _Place, *found: object, more: str = "", links: Iterable[str] = ()
+) -> None:
+    """Leave a place for a person, with the message of the rule, and ``more``."""
+    message = RULES[rule].message.format(*found) + (f": {more}" if more else "")
+    program.report(rule, "refused", place, message=message, links=links)

@@ -1,6 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Device rules for names: torch.cuda, its imports, methods of tensors, classes with ``cuda()`` of their own."""
+"""Rules for names of torch: torch.cuda, its imports, methods of tensors, the profiler, advice (``--select N``).
+
+``HANDLERS`` has what is called for each node of a type; ``tables.py`` has the names. ``strings.py`` has the texts.
+"""
 
 from __future__ import annotations
 
@@ -12,49 +15,21 @@ from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.source import Edit
 from apex_npu.migrate.engine.syntax import text
 
-from .catalogue import RULES
-from .tables import (
-    ANSWERS,
-    INSTEAD,
-    NEEDS_CUDA,
-    NO_EFFECT,
-    NPU_PROPERTIES,
-    OTHER_LIBRARIES,
-    RENAMED,
-    SAME_NAMES,
-    SIMILAR,
-    SUBMODULES,
-)
-from .targets import target_of
+from . import tables
+from .catalogue import RULES, note, refuse
+from .tables import SIMILAR
+from .targets import OTHER_NAMES, replaced, target_of, torch_import
 
 _DATA_PARALLEL = re.compile(r"torch\.nn\.(parallel\.)?(data_parallel\.)?(DataParallel|data_parallel)")
-_OTHER_NAMES = RENAMED | {name: new for name, (new, _) in SIMILAR.items()}
+_PROFILERS = ("torch.autograd.profiler.profile", "torch.profiler.profile", "torch.profiler.profiler.profile")
+_LOADERS = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
+_ACTIVITY = "torch.profiler.ProfilerActivity.CUDA"
+_USE_ACTIVITIES = "give it activities in place of use_cuda"
 _NOT_PORTABLE = "it names a device: portable code writes torch.get_device_module(...), or torch.amp, where it is used"
 _RANGES = "similar: msprof shows these ranges, tools of NVIDIA's do not"
+_PROFILE = "similar: its results are files for MindStudio, and it has no key_averages()"
 # Functions that take a sequence apart.
-_OF_SEQUENCES = frozenset(
-    {"all", "any", "enumerate", "iter", "len", "list", "map", "max", "min", "sum", "tuple", "zip"}
-)
-_PROFILERS = ("torch.autograd.profiler.profile", "torch.profiler.profile", "torch.profiler.profiler.profile")
-
-
-def check(program: Program) -> None:
-    """Say what the rules for names find."""
-    for node in program.names.nodes:
-        if isinstance(node, (ast.Attribute, ast.Name)):
-            parent = program.parent(node)
-            if not (isinstance(parent, ast.Attribute)):
-                _name(program, node, program.names.dotted(node))
-            if isinstance(node, ast.Attribute) and node.attr == "is_cuda":
-                _is_cuda(program, node)
-        elif isinstance(node, ast.Call):
-            _call(program, node)
-        elif isinstance(node, ast.Import):
-            _import(program, node)
-        elif isinstance(node, ast.ImportFrom):
-            _import_from(program, node)
-        elif isinstance(node, ast.ClassDef):
-            _class(program, node)
+_OF_SEQUENCES = ["all", "any", "enumerate", "iter", "len", "list", "map", "max", "min", "sum", "tuple", "zip"]
 
 
 def missing(parts: list[str], *, similar: bool = False) -> str | None:
@@ -65,12 +40,13 @@ def missing(parts: list[str], *, similar: bool = False) -> str | None:
     if similar and parts and parts[0] in SIMILAR:
         return ".".join(parts[:2]) if len(parts) > 1 and parts[1] not in SIMILAR[parts[0]][1] else None
     for count in range(len(parts)):
-        module = ".".join(parts[:count])
-        names = SUBMODULES.get(module) if module else None
-        known = names if names is not None else {*SAME_NAMES, *RENAMED, *(() if module else SUBMODULES)}
+        module, name = ".".join(parts[:count]), ".".join(parts[: count + 1])
+        known = tables.SUBMODULES.get(module)
+        if known is None:
+            known = tables.SAME_NAMES.union(tables.RENAMED, () if module else tables.SUBMODULES)
         if parts[count] not in known:
-            return ".".join(parts[: count + 1])
-        if ".".join(parts[: count + 1]) not in SUBMODULES:
+            return name
+        if name not in tables.SUBMODULES:
             return None
     return None
 
@@ -80,26 +56,48 @@ def _similar(program: Program) -> bool:
 
 
 def _without(name: str) -> str:
-    instead = INSTEAD.get(name.partition(".")[0])
+    instead = tables.INSTEAD.get(name.partition(".")[0])
     return RULES["D151"].message.format(f"torch.cuda.{name}") + (f": {instead}" if instead else "")
 
 
-def _rule_of(parts: list[str]) -> str:
-    if parts[:1] == ["amp"]:
-        return "D111"
-    return "D108" if parts and parts[0].endswith(("Tensor", "Storage")) else "D101"
-
-
-def _name(program: Program, node: ast.Attribute | ast.Name, dotted: str | None) -> None:
-    if dotted is None:
-        return
-    parts = dotted.split(".")
-    if parts[:2] == ["torch", "cuda"]:
-        _torch_cuda(program, node, parts[2:])
+def _name(program: Program, node: ast.Attribute | ast.Name) -> None:
+    dotted = program.dotted(node)
+    inner = isinstance(program.parent(node), ast.Attribute)
+    if isinstance(node.ctx, ast.Load) and dotted.removeprefix("torch.profiler.") in tables.PROFILER_NAMES:
+        _profiler_name(program, node, dotted)
+    if dotted in tables.ADVICE:
+        note(program, tables.ADVICE[dotted], node)
+    if inner or not dotted:
+        pass
+    elif f"{dotted}.".startswith("torch.cuda."):
+        _torch_cuda(program, node, dotted.split(".")[2:])
+    elif _DATA_PARALLEL.fullmatch(dotted):
+        # Making one, or a class of them; isinstance may ask for the class.
+        if program.is_called(node) or isinstance(program.parent(node), ast.ClassDef):
+            refuse(program, "D150", node, dotted.replace("torch.nn", "nn"))
     elif isinstance(node, ast.Attribute):
         _torch(program, node, dotted)
-    elif _DATA_PARALLEL.fullmatch(dotted):
-        _data_parallel(program, node, dotted)
+    if isinstance(node, ast.Attribute) and node.attr == "is_cuda" and isinstance(node.ctx, ast.Load):
+        if "is_cuda" not in program.options.owned:
+            for span, edit in target_of(program).is_on(program, node):
+                program.report("D104", "changed", span, [edit], links=[f"is_cuda at {program.method_span(node)}"])
+        elif not (isinstance(node.value, ast.Name) and node.value.id == "self"):
+            refuse(program, "D154", program.method_span(node))
+
+
+def _torch(program: Program, node: ast.Attribute, dotted: str) -> None:
+    if dotted in ("torch.Tensor.cuda", "torch.nn.Module.cuda"):
+        program.report("D103", "changed", program.method_span(node), target_of(program).move(program, node, None))
+    elif dotted == "torch.distributed.is_nccl_available":
+        program.report("D109", "changed", node, [target_of(program).nccl_check(program, node)])
+    elif dotted.startswith(_ACTIVITY) and not _similar(program):
+        refuse(program, "D110", node)
+    elif dotted == "torch.version.cuda":
+        note(program, "D156", node, "it is None on npu")
+    elif f"{dotted}.".startswith(tables.NO_EFFECT):
+        note(program, "D155", node, dotted)
+    elif dotted in tables.NEEDS_CUDA:
+        refuse(program, "D152", node, dotted, tables.NEEDS_CUDA[dotted])
 
 
 def _torch_cuda(program: Program, node: ast.Attribute | ast.Name, parts: list[str]) -> None:
@@ -109,28 +107,26 @@ def _torch_cuda(program: Program, node: ast.Attribute | ast.Name, parts: list[st
     while isinstance(at, ast.Attribute):
         at = at.value
     # A name that stands for a part of torch.cuda is an import's or an assignment's, and changes with it.
-    links = [f"name {at.id}"] if isinstance(at, ast.Name) and "." in (program.names.dotted(at) or "") else []
-    target = _assigned(program, node)
+    links = [f"name {at.id}"] if isinstance(at, ast.Name) and "." in program.dotted(at) else []
+    parent = program.parent(node)
+    targets = parent.targets if isinstance(parent, ast.Assign) and parent.value is node else []
+    target = targets[0] if len(targets) == 1 and isinstance(targets[0], ast.Name) else None
     links += [f"name {target.id}"] if target is not None else []
-    lacking = missing(parts, similar=_similar(program))
+    lacking, answer = missing(parts, similar=_similar(program)), tables.ANSWERS.get(".".join(parts), "")
     if lacking is not None:
         program.report("D151", "refused", node, message=_without(lacking), links=links)
-        return
-    if parts and parts[0] in SIMILAR:
-        edits = target_of(program).name(program, node, parts)
-        program.report("D151", "changed", node, edits, _RANGES, links)
-        return
-    if not parts and (target is None or program.names.dotted(target) != "torch.cuda"):
-        program.report("D153", "refused", node, message=RULES["D153"].message.format("torch.cuda"), links=links)
-        return
-    answer = ANSWERS.get(".".join(parts), "")
-    failing = _failing_use(program, node, parts) if answer else ""
-    if failing:
+    elif parts and parts[0] in SIMILAR:
+        program.report("D151", "changed", node, target_of(program).name(program, node, parts), _RANGES, links)
+    elif not parts and (target is None or program.dotted(target) != "torch.cuda"):
+        refuse(program, "D153", node, "torch.cuda", links=links)
+    elif answer and (failing := _failing_use(program, node, parts)):
         program.report("D156", "refused", node, message=f"{answer}, and {failing}", links=links)
-        return
-    program.report(_rule_of(parts), "changed", node, target_of(program).name(program, node, parts), links=links)
-    if answer:
-        program.report("D156", "note", node, message=answer)
+    else:
+        is_type = bool(parts) and parts[0].endswith(("Tensor", "Storage"))
+        rule = "D111" if parts[:1] == ["amp"] else "D108" if is_type else "D101"
+        program.report(rule, "changed", node, target_of(program).name(program, node, parts), links=links)
+        if answer:
+            note(program, "D156", node, answer)
 
 
 def _failing_use(program: Program, node: ast.expr, parts: list[str]) -> str:
@@ -138,7 +134,7 @@ def _failing_use(program: Program, node: ast.expr, parts: list[str]) -> str:
     for value, parent in _uses_of(program, program.parent(node)):
         line = f"(line {value.lineno}): ask for what the check is for, as is_bf16_supported() does, or leave it out"
         if parts == ["get_device_properties"]:
-            if isinstance(parent, ast.Attribute) and parent.attr not in NPU_PROPERTIES:
+            if isinstance(parent, ast.Attribute) and parent.attr not in tables.NPU_PROPERTIES:
                 return f"{parent.attr} is used {line}"
         elif _takes_apart(parent, value):
             return f"is unpacked or compared {line}"
@@ -157,8 +153,8 @@ def _uses_of(program: Program, node: ast.AST | None) -> Iterator[tuple[ast.expr,
         yield at, program.parent(at)
         at = program.parent(at)
     names |= {text(target) for target in getattr(at, "targets", [])} - {""}
-    for one in program.names.nodes if names else ():
-        if isinstance(one, (ast.Name, ast.Attribute)) and isinstance(one.ctx, ast.Load) and text(one) in names:
+    for one in program.loaded() if names else ():
+        if text(one) in names:
             scopes = [program.names.scope(each).find(text(one).partition(".")[0]) for each in (one, node)]
             if scopes[0] is scopes[1] or "." in text(one):
                 yield one, program.parent(one)
@@ -175,60 +171,35 @@ def _takes_apart(parent: ast.AST | None, value: ast.expr) -> bool:
     return isinstance(parent, (ast.Subscript, ast.Starred, ast.BinOp, ast.For, ast.comprehension, ast.Attribute))
 
 
-def _assigned(program: Program, node: ast.expr) -> ast.Name | None:
-    """The one name that ``node`` is assigned to, if it is."""
-    parent = program.parent(node)
-    if isinstance(parent, ast.Assign) and parent.value is node and len(parent.targets) == 1:
-        return parent.targets[0] if isinstance(parent.targets[0], ast.Name) else None
-    return None
-
-
-def _torch(program: Program, node: ast.Attribute, dotted: str) -> None:
-    if dotted in ("torch.Tensor.cuda", "torch.nn.Module.cuda"):
-        program.report("D103", "changed", program.method_span(node), target_of(program).move(program, node, None))
-    elif dotted == "torch.distributed.is_nccl_available":
-        program.report("D109", "changed", node, [target_of(program).nccl_check(program, node)])
-    elif dotted.startswith("torch.profiler.ProfilerActivity.CUDA") and not _similar(program):
-        program.report("D110", "refused", node, message=RULES["D110"].message)
-    elif dotted == "torch.version.cuda":
-        program.report("D156", "note", node, message="it is None on npu")
-    elif _DATA_PARALLEL.fullmatch(dotted):
-        _data_parallel(program, node, dotted)
-    elif any(dotted == name or dotted.startswith(f"{name}.") for name in NO_EFFECT):
-        program.report("D155", "note", node, message=RULES["D155"].message.format(dotted))
-    elif dotted in NEEDS_CUDA:
-        program.report("D152", "refused", node, message=RULES["D152"].message.format(dotted, NEEDS_CUDA[dotted]))
-
-
-def _data_parallel(program: Program, node: ast.expr, dotted: str) -> None:
-    """Making one, or a class of them; ``isinstance`` may ask for the class."""
-    parent = program.parent(node)
-    if (isinstance(parent, ast.Call) and parent.func is node) or isinstance(parent, ast.ClassDef):
-        name = dotted.replace("torch.nn", "nn")
-        program.report("D150", "refused", node, message=RULES["D150"].message.format(name))
-
-
-def _is_cuda(program: Program, node: ast.Attribute) -> None:
-    if not isinstance(node.ctx, ast.Load):
+def _profiler_name(program: Program, node: ast.Attribute | ast.Name, dotted: str) -> None:
+    """With ``--similar``, a name of the profiler where the program records what CUDA does."""
+    uses = {one: program.dotted(one) for one in program.loaded()} if _similar(program) else {}
+    around = uses.get(program.parent(node), "")  # type: ignore[call-overload]
+    longer = around.removeprefix("torch.profiler.") in tables.PROFILER_NAMES
+    if _ACTIVITY not in uses.values() or longer or not dotted.startswith("torch.profiler."):
         return
-    if "is_cuda" not in program.options.owned:
-        for span, edit in target_of(program).is_on(program, node):
-            program.report("D104", "changed", span, [edit], links=[f"is_cuda at {program.method_span(node)}"])
-    elif not (isinstance(node.value, ast.Name) and node.value.id == "self"):
-        program.report("D154", "refused", program.method_span(node), message=RULES["D154"].message)
+    call = program.parent(node)
+    given = call.keywords if isinstance(call, ast.Call) and call.func is node else []
+    refusal = "" if torch_import(program) else "torch is not imported at the top level"
+    if any(one.arg in ("use_cuda", "use_device") for one in given):
+        refusal = _USE_ACTIVITIES
+    new = tables.PROFILER_NAMES[dotted.removeprefix("torch.profiler.")]
+    edits = [] if refusal else [replaced(program, node, f"torch_npu.profiler.{new}")]
+    program.report("D110", "refused" if refusal else "changed", node, edits, refusal or _PROFILE, ["profiler"])
 
 
 def _call(program: Program, node: ast.Call) -> None:
-    called = node.func
-    dotted = program.names.dotted(called)
-    if isinstance(called, ast.Attribute) and called.attr == "cuda" and not (dotted or "").startswith("torch."):
-        library = _library(program, called.value)
-        if library in OTHER_LIBRARIES:
-            message = RULES["D103"].message.format(library)
-            program.report("D103", "refused", program.method_span(called), message=message)
+    called, dotted = node.func, program.dotted(node.func)
+    if isinstance(called, ast.Attribute) and called.attr == "cuda" and not dotted.startswith("torch."):
+        root = called.value
+        while isinstance(root, (ast.Attribute, ast.Call, ast.Subscript)):
+            root = root.func if isinstance(root, ast.Call) else root.value
+        library = program.dotted(root).partition(".")[0]
+        start, end = program.method_span(called)
+        if library in tables.OTHER_LIBRARIES:
+            refuse(program, "D103", (start, end), library)
         else:
             edits = target_of(program).move(program, called, node)
-            start, end = program.method_span(called)
             end = max([end, *(edit.end for edit in edits if edit is not None)])
             program.report("D103", "changed", (start, end), edits)
     elif dotted in _PROFILERS:
@@ -236,41 +207,40 @@ def _call(program: Program, node: ast.Call) -> None:
             if keyword.arg == "use_cuda":
                 _use_cuda(program, keyword, dotted)
     elif isinstance(called, ast.Name) and called.id in ("getattr", "hasattr", "setattr", "eval", "exec"):
-        _looked_up(program, node, called.id)
+        code = called.id in ("eval", "exec")
+        match, pattern = (re.search, r"\bcuda\b") if code else (re.fullmatch, r"cuda|is_cuda")
+        for one in node.args[:2]:
+            if isinstance(one, ast.Constant) and isinstance(one.value, str) and match(pattern, one.value):
+                refuse(program, "D153", node, repr(one.value))
+    if dotted in _LOADERS:
+        given = {one.arg: one.value for one in node.keywords}
+        if "pin_memory" in given and not _is_false(given["pin_memory"]):
+            note(program, "N701", given["pin_memory"])
+        if None not in given and ("drop_last" not in given or _is_false(given["drop_last"])):
+            note(program, "N702", node)
+    elif isinstance(called, ast.Attribute) and called.attr == "long" and not node.args:
+        note(program, "N703", program.method_span(called))
 
 
-def _library(program: Program, node: ast.expr) -> str:
-    """The package that the first name of an expression is imported from, if it is."""
-    while isinstance(node, (ast.Attribute, ast.Call, ast.Subscript)):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return (program.names.dotted(node) or "").partition(".")[0]
+def _is_false(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and not node.value
 
 
 def _use_cuda(program: Program, keyword: ast.keyword, called: str) -> None:
     span = program.source.span(keyword)
     if called.startswith("torch.profiler."):
-        program.report("D110", "refused", span, message="give it activities in place of use_cuda")
-        return
-    if not (isinstance(keyword.value, ast.Constant) and keyword.value.value is True):
+        program.report("D110", "refused", span, message=_USE_ACTIVITIES)
+    elif isinstance(keyword.value, ast.Constant) and keyword.value.value is True:
+        program.report("D110", "changed", span, [Edit(*span, f"use_device={target_of(program).profiled()}")])
+    else:
         message = 'write use_device="npu" where it is true, and leave the argument out where it is not'
         program.report("D110", "refused", span, message=message)
-        return
-    program.report("D110", "changed", span, [Edit(*span, f"use_device={target_of(program).profiled()}")])
-
-
-def _looked_up(program: Program, node: ast.Call, function: str) -> None:
-    found = [one.value for one in node.args[:2] if isinstance(one, ast.Constant) and isinstance(one.value, str)]
-    pattern = r"\bcuda\b" if function in ("eval", "exec") else r"cuda|is_cuda"
-    match = re.search if function in ("eval", "exec") else re.fullmatch
-    for one in found:
-        if match(pattern, one):
-            program.report("D153", "refused", node, message=RULES["D153"].message.format(repr(one)))
 
 
 def _needs_cuda(program: Program, node: ast.stmt | ast.alias, name: str) -> bool:
-    for library, instead in NEEDS_CUDA.items():
-        if name == library or name.startswith(f"{library}."):
-            program.report("D152", "refused", node, message=RULES["D152"].message.format(library, instead))
+    for library, instead in tables.NEEDS_CUDA.items():
+        if f"{name}.".startswith(f"{library}."):
+            refuse(program, "D152", node, library, instead)
             return True
     return False
 
@@ -292,18 +262,16 @@ def _import(program: Program, node: ast.Import) -> None:
         new = "torch_npu.npu." + ".".join(parts) if parts and alias.asname else "torch.npu"
         start, _ = program.source.span(alias)
         end = start + len(alias.name)
-        exact = program.source.text[start:end] == alias.name
-        edit = Edit(start, end, new) if exact else None
+        edit = Edit(start, end, new) if program.source.text[start:end] == alias.name else None
         program.report("D102", "changed", alias, [edit], _RANGES if is_similar else "", links)
 
 
 def _two_imports(program: Program, alias: ast.alias) -> str:
     """Why a module is not given another name, where something else has that name, too; else empty."""
-    meanings = program.names.meanings(alias.asname or alias.name, program.names.scope(alias))
-    if len(meanings) < 2:
-        return ""
+    name = alias.asname or alias.name
+    meanings = program.names.meanings(name, program.names.scope(alias))
     both = " or ".join(sorted(meaning or "something else" for meaning in meanings))
-    return f"{alias.asname or alias.name} is {both} here: import them by two names"
+    return f"{name} is {both} here: import them by two names" if len(meanings) > 1 else ""
 
 
 def _import_from(program: Program, node: ast.ImportFrom) -> None:
@@ -312,57 +280,54 @@ def _import_from(program: Program, node: ast.ImportFrom) -> None:
         return
     for alias in node.names:
         _needs_cuda(program, alias, f"{module}.{alias.name}")
-    if module == "torch":
-        for alias in node.names:
-            if alias.name == "cuda":
-                _from_torch(program, alias)
-    elif module == "torch.cuda" or module.startswith("torch.cuda."):
-        _from_torch_cuda(program, node, module)
+        if f"{module}.{alias.name}" == "torch.cuda":
+            name, span = alias.asname or alias.name, program.source.span(alias)
+            refusal = _two_imports(program, alias) or ("" if target_of(program).imports else _NOT_PORTABLE)
+            edits = [] if refusal else [Edit(*span, f"npu as {name}")]
+            program.report("D102", "refused" if refusal else "changed", span, edits, refusal, [f"name {name}"])
+    if f"{module}.".startswith("torch.cuda."):
+        _from_torch_cuda(program, node, module.split(".")[2:])
 
 
-def _from_torch(program: Program, alias: ast.alias) -> None:
-    name = alias.asname or alias.name
-    span = program.source.span(alias)
-    refusal = _two_imports(program, alias) or ("" if target_of(program).imports else _NOT_PORTABLE)
-    edits = [] if refusal else [Edit(*span, f"npu as {name}")]
-    program.report("D102", "refused" if refusal else "changed", span, edits, refusal, [f"name {name}"])
-
-
-def _from_torch_cuda(program: Program, node: ast.ImportFrom, module: str) -> None:
-    parts = module.split(".")[2:]
+def _from_torch_cuda(program: Program, node: ast.ImportFrom, parts: list[str]) -> None:
     links = [f"name {alias.asname or alias.name}" for alias in node.names]
-    if not target_of(program).imports:
-        program.report("D102", "refused", node, message=_NOT_PORTABLE, links=links)
-        return
-    similar = _similar(program) and not parts  # mstx is a class: nothing is imported from it
     names = [[*parts, alias.name] for alias in node.names]
-    lacking = [missing(name, similar=similar) or missing(parts) for name in names]
-    if any(name is not None for name in lacking):
-        first = next(name for name in lacking if name is not None)
-        reason = "import names one by one, rather than all of them" if first.endswith("*") else _without(first)
+    similar = _similar(program) and not parts  # mstx is a class: nothing is imported from it
+    found = (missing(name, similar=similar) or missing(parts) for name in names)
+    lacking = next((name for name in found if name is not None), None)
+    if not target_of(program).imports or lacking is not None:
+        by_star = (lacking or "").endswith("*")
+        reason = "import names one by one, rather than all of them" if by_star else _without(lacking or "")
+        reason = reason if target_of(program).imports else _NOT_PORTABLE
         program.report("D102", "refused", node, message=reason, links=links)
         return
     edits = [program.rename_module(node, "torch_npu.npu." + ".".join(parts) if parts else "torch.npu")]
-    edits += [_renamed(program, alias) for alias in node.names if not parts and alias.name in _OTHER_NAMES]
+    for alias in node.names:
+        if not parts and alias.name in OTHER_NAMES:
+            new = f"{OTHER_NAMES[alias.name]} as {alias.asname or alias.name}"
+            edits.append(Edit(*program.source.span(alias), new))
     ranges = _RANGES if any(name[0] in SIMILAR for name in names) else ""
     program.report("D102", "changed", node, edits, ranges, links)
 
 
-def _renamed(program: Program, alias: ast.alias) -> Edit:
-    return Edit(*program.source.span(alias), f"{_OTHER_NAMES[alias.name]} as {alias.asname or alias.name}")
-
-
 def _class(program: Program, node: ast.ClassDef) -> None:
+    """A class with a method ``cuda()`` gets one that is called npu."""
     methods = {one.name: one for one in node.body if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))}
-    method = methods.get("cuda")
-    if method is None or not target_of(program).imports:
-        return
-    if "npu = cuda" in map(ast.unparse, node.body):
+    if "cuda" not in methods or not target_of(program).imports or "npu = cuda" in map(ast.unparse, node.body):
         return
     assigned = [target for one in node.body if isinstance(one, ast.Assign) for target in one.targets]
-    edit = program.lines(method, ["npu = cuda"])
-    place = edit.start, edit.end
-    if "npu" in {*methods, *(target.id for target in assigned if isinstance(target, ast.Name))}:
-        program.report("D114", "refused", place, message=RULES["D114"].message)
+    edit = program.lines(methods["cuda"], ["npu = cuda"])
+    if "npu" in {*methods, *map(text, assigned)}:
+        refuse(program, "D114", (edit.start, edit.end))
     else:
-        program.report("D114", "changed", place, [edit])
+        program.report("D114", "changed", (edit.start, edit.end), [edit])
+
+
+HANDLERS = {
+    ast.Attribute: _name,
+    ast.Name: _name,
+    ast.Call: _call,
+    ast.Import: _import,
+    ast.ImportFrom: _import_from,
+    ast.ClassDef: _class,
+}

@@ -16,7 +16,7 @@ from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.source import Edit
 from apex_npu.migrate.engine.syntax import around, body_of, has_own_lines
 
-from .catalogue import RULES
+from .catalogue import refuse
 from .tables import FUSED, FUSED_CHOICES, FUSED_KEYWORDS
 from .targets import UNNAMED, name_of, replaced, torch_import
 
@@ -25,22 +25,15 @@ def check(program: Program) -> None:
     """Say what the rules for optimizers find."""
     if not program.options.has("O501"):
         return
-    uses = [node for node in program.names.nodes if isinstance(node, (ast.Attribute, ast.Name))]
-    found = [(node, name) for node in uses if (name := _optimizer(program, node)) and not _is_annotation(program, node)]
-    if not found:
-        return
-    calls = (node for node in program.names.nodes if isinstance(node, ast.Call))
-    sparse = next((program.source.span(call)[0] for call in calls if _is_sparse(call)), None)
-    optimizers = name_of(program, "optimizers")
-    for node, name in found:
-        _use(program, node, name, optimizers, sparse)
-
-
-def _optimizer(program: Program, node: ast.Attribute | ast.Name) -> str:
-    """The class of torch.optim that is used, if we have one of its rule."""
-    parts = (program.names.dotted(node) or "").split(".") if isinstance(node.ctx, ast.Load) else [""]
-    modules = [["torch", "optim"], ["torch", "optim", parts[-1].lower()]]
-    return parts[-1] if parts[-1] in FUSED and parts[:-1] in modules else ""
+    sparse = next(filter(_is_sparse, program.every(ast.Call)), None)
+    for node in program.loaded():
+        module, _, name = program.dotted(node).rpartition(".")
+        if (
+            name in FUSED
+            and module in ("torch.optim", f"torch.optim.{name.lower()}")
+            and not _is_annotation(program, node)
+        ):
+            _use(program, node, name, sparse)
 
 
 def _is_sparse(node: ast.Call) -> bool:
@@ -56,14 +49,14 @@ def _is_annotation(program: Program, node: ast.AST) -> bool:
     return node in (getattr(parent, "annotation", None), getattr(parent, "returns", None))
 
 
-def _use(program: Program, node: ast.expr, name: str, optimizers: str | None, sparse: int | None) -> None:
-    call, links = program.parent(node), [f"class {name}"]
+def _use(program: Program, node: ast.expr, name: str, sparse: ast.Call | None) -> None:
+    call, links, optimizers = program.parent(node), [f"class {name}"], name_of(program, "optimizers")
     if not isinstance(call, ast.Call) or call.func is not node:
-        program.report("O501", "refused", node, message=RULES["O501"].message, links=links if _asks(call) else ())
+        refuse(program, "O501", node, links=links if _asks(call) else ())
         return
     refusal = UNNAMED if optimizers is None else _lacking(call, name)
     if sparse is not None:
-        refusal = f"gradients are sparse (line {program.source.place(sparse)[0]}), which fused optimizers do not take"
+        refusal = f"gradients are sparse (line {sparse.lineno}), which fused optimizers do not take"
     if refusal:
         program.report("O501", "refused", node, message=refusal, links=links)
         return
@@ -127,8 +120,8 @@ def check_imports(program: Program, path: str) -> None:
     edits = [edit for draft in program.changes() if draft.rule.startswith(_FAMILIES) for edit in draft.edits]
     if not edits or PurePath(path).name == "__init__.py" or "__all__" in program.names.module.bindings:
         return
-    for node in program.names.nodes:
-        if isinstance(node, (ast.Import, ast.ImportFrom)) and node is not torch_import(program):
+    for node in program.every(ast.Import, ast.ImportFrom):
+        if node is not torch_import(program):
             unused = [alias for alias in node.names if _is_unused(program, node, alias, edits)]
             if unused and not _is_edited(program, node):
                 _remove(program, node, unused)
@@ -143,11 +136,8 @@ def _is_unused(program: Program, node: ast.Import | ast.ImportFrom, alias: ast.a
     home = program.names.scope(node).find(bound)
     if home is None or len(home.bindings[bound]) != 1:
         return False
-    uses = [
-        one
-        for one in program.names.nodes
-        if isinstance(one, ast.Name) and one.id == bound and program.names.scope(one).find(bound) is home
-    ]
+    named = (one for one in program.every(ast.Name) if one.id == bound)
+    uses = [one for one in named if program.names.scope(one).find(bound) is home]
     # Places inside of an f-string may be wrong.
     exact = not any(isinstance(at, ast.JoinedStr) for use in uses for at in around(program, use))
     starts = [program.source.span(use)[0] for use in uses]

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import ast
 import importlib
-import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.source import Edit
 from apex_npu.migrate.engine.syntax import has_own_lines
 
-from .catalogue import RULES
+from .catalogue import RULES, refuse
 from .targets import replaced
 
 _NAME = re.compile(r"\.?[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -94,7 +93,9 @@ def read_rules(path: str) -> tuple[OwnRule, ...]:
         >>> read_rules("rules.toml")
         (Rename(old='mylib.to_cuda', new='mylib.to_npu'),)
     """
-    tables = _load(path, toml=True)
+    if Path(path).suffix not in (".toml", ".json"):
+        raise RuleError(f"{path}: rules are in a file that ends with .toml or .json")
+    tables = _load(path, is_toml=path.endswith(".toml"))
     if isinstance(tables, dict) and set(tables) == {"rules"} and isinstance(tables["rules"], dict):
         tables = tables["rules"]
     if not isinstance(tables, dict):
@@ -108,42 +109,29 @@ def read_api_list(path: str) -> tuple[OwnRule, ...]:
     Raises:
         RuleError: It cannot be read, or has another form.
     """
-    read = _load(path, toml=False)
+    read = _load(path)
     listed = read.get("op_list") if isinstance(read, dict) else read
     if isinstance(listed, list):
         listed = dict.fromkeys(map(str, listed), "")
     if not isinstance(listed, dict):
         raise RuleError(f'{path}: it has no "op_list": a list is {{"op_list": {{"torch.nn.X": "why"}}}}')
-    found = []
-    for name, why in listed.items():
+    for name in listed:
         _check_name(f"{path}: op_list", "name", name)
-        found.append(Refuse(name, why if isinstance(why, str) else "", listed=True))
-    return tuple(found)
+    return tuple(Refuse(name, why if isinstance(why, str) else "", listed=True) for name, why in listed.items())
 
 
-def _load(path: str, *, toml: bool) -> Any:
-    is_toml = toml and Path(path).suffix == ".toml"
-    if toml and Path(path).suffix not in (".toml", ".json"):
-        raise RuleError(f"{path}: rules are in a file that ends with .toml or .json")
+def _load(path: str, *, is_toml: bool = False) -> Any:
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise RuleError(f"{path}: it cannot be read ({error})") from None
-    try:
-        return _toml(path).loads(text) if is_toml else json.loads(text)
-    except RecursionError:
-        raise RuleError(f"{path}: it is nested too deeply") from None
-    except RuleError:
-        raise
-    except ValueError as error:
-        raise RuleError(f"{path}: it is no {'TOML' if is_toml else 'JSON'}: {error}") from None
-
-
-def _toml(path: str) -> Any:
-    try:
-        return importlib.import_module("tomllib")
+        loads = importlib.import_module("tomllib" if is_toml else "json").loads
+        return loads(Path(path).read_text(encoding="utf-8"))
     except ImportError:
         raise RuleError(f"{path}: reading TOML needs Python 3.11; write the same rules as JSON") from None
+    except (OSError, UnicodeError) as error:
+        raise RuleError(f"{path}: it cannot be read ({error})") from None
+    except RecursionError:
+        raise RuleError(f"{path}: it is nested too deeply") from None
+    except ValueError as error:
+        raise RuleError(f"{path}: it is no {'TOML' if is_toml else 'JSON'}: {error}") from None
 
 
 def _table(path: str, name: str, entries: Any) -> Iterator[OwnRule]:
@@ -161,24 +149,24 @@ def _table(path: str, name: str, entries: Any) -> Iterator[OwnRule]:
 
 
 def _rule(place: str, kind: str, entry: Mapping[str, Any], keys: Mapping[str, str]) -> OwnRule:
-    made = _KINDS[kind]
-    names = {one.name for one in fields(made)} - {"listed"}
-    known = [*keys] or sorted(names)
-    given: dict[str, Any] = {}
-    for key, value in entry.items():
-        if key not in known:
-            raise RuleError(f"{place}: there is no key {key!r}; there are {', '.join(known)}")
-        given[keys.get(key, key)] = value
+    taken = [one for one in fields(_KINDS[kind]) if one.name != "listed"]
+    known = keys or {name: name for name in sorted(one.name for one in taken)}
+    unknown = [key for key in entry if key not in known]
+    if unknown:
+        raise RuleError(f"{place}: there is no key {unknown[0]!r}; there are {', '.join(known)}")
+    given = {known[key]: value for key, value in entry.items()}
     parent = given.pop("parent", "")
-    for name in sorted({"old", "new", "call", "name", "why"} & names - given.keys()):
-        shown = next((key for key, ours in keys.items() if ours == name), name)
-        raise RuleError(f"{place}: the key {shown!r} is missing")
+    for one in taken:
+        if one.default is MISSING and one.name not in given:
+            shown = next(key for key, ours in known.items() if ours == one.name)
+            raise RuleError(f"{place}: the key {shown!r} is missing")
     for name, value in given.items():
-        wanted = int if name == "position" else str
-        if not isinstance(value, wanted) or isinstance(value, bool):
-            raise RuleError(f"{place}: {name} is {value!r}, and has to be {'a number' if wanted is int else 'a text'}")
-    if keys and kind == "rename":
-        given = {name: _ascends(given[name], parent) for name in ("old", "new")}
+        wanted, called = (int, "a number") if name == "position" else (str, "a text")
+        if type(value) is not wanted:
+            raise RuleError(f"{place}: {name} is {value!r}, and has to be {called}")
+    if keys and kind == "rename":  # a module below its parent, or a function; one without a module is a method
+        for name in ("old", "new"):
+            given[name] = f"{parent}.{given[name]}" if parent or "." not in given[name] else given[name]
     for name in {"old", "call", "name"} & given.keys():
         _check_name(place, name, given[name])
     if kind == "rename":
@@ -189,14 +177,7 @@ def _rule(place: str, kind: str, entry: Mapping[str, Any], keys: Mapping[str, st
             raise RuleError(f"{place}: new begins with old: a second run would change it again")
     if kind == "argument":
         _check_argument(place, given)
-    return made(**given)
-
-
-def _ascends(name: str, parent: str) -> str:
-    """A name of Ascend's rules: a module below its parent, or a function; one without a module is a method."""
-    if parent:
-        return f"{parent}.{name}"
-    return name if "." in name else f".{name}"
+    return _KINDS[kind](**given)
 
 
 def _check_argument(place: str, given: Mapping[str, Any]) -> None:
@@ -215,62 +196,46 @@ def _check_name(place: str, key: str, name: str) -> None:
         raise RuleError(f"{place}: {key} is {name!r}, which is no name such as mylib.function, or .method")
 
 
-_PART = "a rule of --rules changes a part of it"
-
-
 def concerns(data: bytes, rules: tuple[OwnRule, ...]) -> bool:
     """Whether a file has a name that one of ``rules`` is about."""
-    return any(_name_of(rule).rpartition(".")[2].encode() in data for rule in rules)
-
-
-def _name_of(rule: OwnRule) -> str:
-    return rule.old if isinstance(rule, Rename) else rule.call if isinstance(rule, Argument) else rule.name
+    names = (vars(rule).get("old") or vars(rule).get("call") or vars(rule)["name"] for rule in rules)
+    return any(name.rpartition(".")[2].encode() in data for name in names)
 
 
 def check(program: Program) -> None:
     """Say what they find, and forget what other rules say of the same places."""
+    apply: dict[type[OwnRule], Any] = {Rename: _rename, Argument: _argument, Refuse: _refuse, Keep: _keep}
     for rule in program.options.own:
         before = len(program.drafts)
-        if isinstance(rule, Rename):
-            _rename(program, rule)
-        elif isinstance(rule, Argument):
-            _argument(program, rule)
-        elif isinstance(rule, Refuse):
-            _refuse(program, rule)
-        else:
-            _keep(program, rule)
-        spans = [(draft.start, draft.end) for draft in program.drafts[before:]]
+        apply[type(rule)](program, rule)
+        own = program.drafts[before:]
         others = [draft for draft in program.drafts[:before] if draft.rule[0] != "R"]
-        gone = [one for one in others if any(one.start < end and start < one.end for start, end in spans)]
+        gone = [one for one in others if any(one.start < each.end and each.start < one.end for each in own)]
         left = [draft for draft in program.drafts if draft not in gone]
         rest = {link for draft in left if draft.status == "changed" and draft.edits for link in draft.links}
-        rest -= {link for draft in program.drafts[before:] for link in draft.links}
+        rest -= {link for draft in own for link in draft.links}
         # The rest of what is changed together is not changed without it.
         broken = [one for one in gone if one.links & rest and one.status != "note"]
-        program.drafts = left + [one.refused(_PART) for one in broken]
+        program.drafts = left + [one.refused("a rule of --rules changes a part of it") for one in broken]
 
 
-def _uses(program: Program, name: str) -> Iterator[ast.Name | ast.Attribute]:
-    """Where a name is used: the node that is this name, or a name for something in it; a method that is called."""
-    for node in program.names.nodes:
-        if not isinstance(node, (ast.Name, ast.Attribute)) or not isinstance(node.ctx, ast.Load):
-            continue
-        dotted = program.names.dotted(node) or ""
+def _uses(program: Program, name: str) -> Iterator[tuple[ast.Name | ast.Attribute, tuple[int, int]]]:
+    """Where a name is used, with its span: the node that is it, or a name for something in it; a method's call."""
+    for node in program.loaded():
+        dotted = program.dotted(node)
         if name.startswith("."):
-            parent = program.parent(node)
-            called = isinstance(parent, ast.Call) and parent.func is node
-            if called and isinstance(node, ast.Attribute) and node.attr == name[1:]:
-                yield node
+            if program.is_called(node) and isinstance(node, ast.Attribute) and node.attr == name[1:]:
+                yield node, program.method_span(node)
         elif dotted == name or (isinstance(node, ast.Name) and dotted.startswith(f"{name}.")):
-            yield node
+            yield node, program.source.span(node)
 
 
 def _imports(program: Program, name: str) -> Iterator[tuple[ast.alias | ast.ImportFrom, str]]:
     """Where a name, or something in it, is imported, with the full name."""
-    for node in program.names.nodes:
+    for node in program.every(ast.Import, ast.ImportFrom):
         if isinstance(node, ast.Import):
             yield from ((one, one.name) for one in node.names if f"{one.name}.".startswith(f"{name}."))
-        elif isinstance(node, ast.ImportFrom) and not node.level:
+        elif not node.level:
             module = node.module or ""
             if f"{module}.".startswith(f"{name}."):
                 yield node, module
@@ -278,15 +243,8 @@ def _imports(program: Program, name: str) -> Iterator[tuple[ast.alias | ast.Impo
                 yield from ((one, name) for one in node.names if f"{module}.{one.name}" == name)
 
 
-def _span(program: Program, node: ast.Name | ast.Attribute, name: str) -> tuple[int, int]:
-    """The span of a name, or of the dot and the name of a method."""
-    if name.startswith(".") and isinstance(node, ast.Attribute):
-        return program.method_span(node)
-    return program.source.span(node)
-
-
 def _keep(program: Program, rule: Keep) -> None:
-    places = [_span(program, node, rule.name) for node in _uses(program, rule.name)]
+    places = [span for _, span in _uses(program, rule.name)]
     places += [program.source.span(node) for node, _ in _imports(program, rule.name)]
     for start, end in places:
         kept = [one for one in program.drafts if one.start < end and start < one.end and one.status != "note"]
@@ -296,19 +254,17 @@ def _keep(program: Program, rule: Keep) -> None:
 
 
 def _refuse(program: Program, rule: Refuse) -> None:
-    listed = "D170" if rule.listed else "R803"
-    message = RULES[listed].message.format(rule.name.removeprefix(".")) + (f": {rule.why}" if rule.why else "")
-    places = [_span(program, node, rule.name) for node in _uses(program, rule.name)]
+    places = [span for _, span in _uses(program, rule.name)]
     for node, name in _imports(program, rule.name):
         if name != rule.name or isinstance(program.parent(node), ast.Import) or isinstance(node, ast.ImportFrom):
             places.append(program.source.span(node))
     for place in places:
-        program.report(listed, "refused", place, message=message)
+        refuse(program, "D170" if rule.listed else "R803", place, rule.name.removeprefix("."), more=rule.why)
 
 
 def _argument(program: Program, rule: Argument) -> None:
     new = ast.unparse(ast.parse(rule.new.strip(), mode="eval"))
-    for node in _uses(program, rule.call):
+    for node, _ in _uses(program, rule.call):
         call = program.parent(node)
         if not isinstance(call, ast.Call) or call.func is not node:
             continue
@@ -324,25 +280,40 @@ def _argument(program: Program, rule: Argument) -> None:
 
 def _rename(program: Program, rule: Rename) -> None:
     links = [f"own {rule.old}"]
-    new_module, _, last = rule.new.rpartition(".")
-    beside = rule.old.rpartition(".")[0] == new_module
-    for node in _uses(program, rule.old):
+    (old_module, _, old), (module, _, last) = rule.old.rpartition("."), rule.new.rpartition(".")
+    beside = old_module == module
+    for node, span in _uses(program, rule.old):
         if isinstance(node, ast.Name):
             continue  # its import is changed
-        span = _span(program, node, rule.old)
-        if rule.old.startswith(".") or (beside and node.attr == rule.old.rpartition(".")[2]):
+        if rule.old.startswith(".") or (beside and node.attr == old):
             program.report("R801", "changed", span, [program.rename(node, last)], links=links)
         elif program.rename(node, "") is None:
             program.report("R801", "changed", span, [None], links=links)
         else:
             _replace(program, node, rule, links)
     for at, name in [] if rule.old.startswith(".") else _imports(program, rule.old):
-        if isinstance(at, ast.ImportFrom):
-            _rename_module(program, at, rule, links)
-        elif isinstance(program.parent(at), ast.Import):
-            _rename_import(program, at, name, rule, links)
+        statement, below = program.parent(at), rule.new + name[len(rule.old) :]
+        refusal = ""
+        if isinstance(at, ast.ImportFrom):  # from old import x
+            edit = program.rename_module(at, below)
+        elif isinstance(statement, ast.ImportFrom):  # from module import old: the name that it has here stays
+            asname = at.asname or at.name
+            written = f"{last} as {asname}" if asname != last else last
+            edit = Edit(*program.source.span(at if beside else statement), written)
+            edit = edit if beside else replace(edit, text=f"from {module} import {written}")
+            if not beside and (len(statement.names) > 1 or not module):
+                refusal = "import it by a statement of its own, for that to be changed"
+        else:  # import old, import old.part as name
+            plain = at.asname is None and "." not in name
+            if at.asname is None and not plain and not (beside and old_module):
+                refusal = f"give it a name by as, for {below} to take its place"
+            asname = name if plain else at.asname or ""
+            edit = Edit(*program.source.span(at), f"{below} as {asname}" if asname else below)
+        if refusal:
+            program.report("R801", "refused", at, message=refusal, links=links)
         else:
-            _rename_imported(program, at, rule, links, beside=beside)
+            place = at if edit is None or isinstance(at, ast.ImportFrom) else (edit.start, edit.end)
+            program.report("R801", "changed", place, [edit], links=links)
 
 
 def _replace(program: Program, node: ast.Attribute, rule: Rename, links: list[str]) -> None:
@@ -351,53 +322,15 @@ def _replace(program: Program, node: ast.Attribute, rule: Rename, links: list[st
     root = module.partition(".")[0]
     bound = program.names.module.bindings.get(root, [])
     imports = [one for one in program.tree.body if isinstance(one, (ast.Import, ast.ImportFrom))]
-    anchor = next(
-        (one for one in imports if getattr(one, "module", "") != "__future__" and has_own_lines(program, one)), None
-    )
+    lines = (one for one in imports if getattr(one, "module", "") != "__future__" and has_own_lines(program, one))
+    anchor = next(lines, None)
     taken = any(one not in (root, module) for one in bound) or (not bound and program.names.is_taken(root))
     if not module or taken or (not bound and anchor is None):
-        program.report(
-            "R801", "refused", node, message=f"import {module or rule.new} at the top level first", links=links
-        )
+        message = f"import {module or rule.new} at the top level first"
+        program.report("R801", "refused", node, message=message, links=links)
         return
     program.report("R801", "changed", node, [replaced(program, node, rule.new)], links=links)
     if not bound and anchor is not None:
         program.names.module.bindings[root] = [root]
         edit = program.lines(anchor, [f"import {module}"])
         program.report("R801", "changed", (edit.start, edit.end), [edit], links=links)
-
-
-def _rename_module(program: Program, node: ast.ImportFrom, rule: Rename, links: list[str]) -> None:
-    """``from old import x``: names that are imported from a module of another name."""
-    new = rule.new + (node.module or "")[len(rule.old) :]
-    program.report("R801", "changed", node, [program.rename_module(node, new)], links=links)
-
-
-def _rename_import(program: Program, alias: ast.alias, name: str, rule: Rename, links: list[str]) -> None:
-    """``import old``, ``import old.part as name``."""
-    new = rule.new + name[len(rule.old) :]
-    plain = alias.asname is None and "." not in name
-    beside = rule.old.rpartition(".")[0] == rule.new.rpartition(".")[0] and "." in rule.old
-    if alias.asname is None and not plain and not beside:
-        message = f"give it a name by as, for {new} to take its place"
-        program.report("R801", "refused", alias, message=message, links=links)
-        return
-    asname = name if plain else alias.asname
-    edit = Edit(*program.source.span(alias), f"{new} as {asname}" if asname else new)
-    program.report("R801", "changed", alias, [edit], links=links)
-
-
-def _rename_imported(program: Program, alias: ast.alias, rule: Rename, links: list[str], *, beside: bool) -> None:
-    """``from module import old``: the name that it has here stays."""
-    module, _, last = rule.new.rpartition(".")
-    node, asname = program.parent(alias), alias.asname or alias.name
-    assert isinstance(node, ast.ImportFrom)
-    if not beside and (len(node.names) > 1 or not module):
-        message = "import it by a statement of its own, for that to be changed"
-        program.report("R801", "refused", alias, message=message, links=links)
-        return
-    named = asname if asname != last else None
-    written = f"{last} as {asname}" if named else last
-    span = program.source.span(alias if beside else node)
-    edit = Edit(*span, written if beside else f"from {module} import {written}")
-    program.report("R801", "changed", span, [edit], links=links)

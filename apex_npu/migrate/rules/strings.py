@@ -9,7 +9,7 @@ import re
 
 from apex_npu.migrate.engine.program import Program
 
-from .catalogue import RULES
+from .catalogue import RULES, note, refuse
 from .device import missing
 from .tables import ANSWERS, DEVICE_ARGUMENTS, DEVICE_KEYWORDS, ENVIRONMENT
 from .targets import SEARCHES, target_of
@@ -26,58 +26,54 @@ _FSTRING = re.compile(r"""([fF][rR]?|[rR][fF])(\"""|'''|"|')(cuda)(?=:\{)""")
 
 def check(program: Program) -> None:
     """Say what the rules for texts find."""
-    texts = []
-    for node in program.names.nodes:
+    devices, texts = Devices(program), []
+    for node in program.every(ast.Constant, ast.JoinedStr):
         if isinstance(node, ast.JoinedStr):
             _fstring(program, node)
-        elif isinstance(node, ast.Constant) and not isinstance(program.parent(node), (ast.Expr, ast.JoinedStr)):
-            texts += [(node, node.value)] if isinstance(node.value, str) else []
-    devices = Devices(program)
-    for node, text in texts:
-        if _DEVICE.fullmatch(text):
-            devices.follow(node)
+        elif isinstance(node.value, str) and not isinstance(program.parent(node), (ast.Expr, ast.JoinedStr)):
+            texts.append((node, node.value))
+            if _DEVICE.fullmatch(node.value):
+                devices.follow(node)
     for node, text in texts:
         _text(program, devices, node, text)
 
 
 def _text(program: Program, devices: Devices, node: ast.Constant, text: str) -> None:
-    target = target_of(program)
-    if "cuda" in text:
-        if _DEVICE.fullmatch(text):
-            _device(program, devices, node, text)
-        elif _COMPOSED.fullmatch(text):
-            program.report("D107", "changed", node, [target.device(program, node)], unplaced=RULES["D107"].message)
-        elif found := _TYPE.fullmatch(text):
-            lacking = missing([found[1]]) is not None
-            edits = [] if lacking else [target.device(program, node, "torch.")]
-            message = RULES["D151"].message.format(text) if lacking else ""
-            program.report("D151" if lacking else "D108", "refused" if lacking else "changed", node, edits, message)
-        elif _NAME.fullmatch(text) and isinstance(program.parent(node), ast.Call):
-            program.report("D153", "refused", node, message=RULES["D153"].message.format(repr(text)))
-    if "nccl" in text and (text == "nccl" or (_BACKENDS.fullmatch(text) and "cuda:nccl" in text.split(","))):
-        key = _is_key(program, node)
-        message = RULES["D109"].message if key else ""
-        program.report("D109", "unsure" if key else "changed", node, [target.backend(program, node)], message)
+    target, parent = target_of(program), program.parent(node)
+    composed = isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Add) and parent.left is node
+    if _COMPOSED.fullmatch(text) or (text == "cuda:" and composed):
+        program.report("D107", "changed", node, [target.device(program, node)], unplaced=RULES["D107"].message)
+    elif _DEVICE.fullmatch(text):
+        _device(program, devices, node)
+    elif found := _TYPE.fullmatch(text):
+        if missing([found[1]]) is not None:
+            refuse(program, "D151", node, text)
+        else:
+            program.report("D108", "changed", node, [target.device(program, node, "torch.")])
+    elif _NAME.fullmatch(text) and isinstance(parent, ast.Call):
+        refuse(program, "D153", node, repr(text))
+    if text == "nccl" or (_BACKENDS.fullmatch(text) and "cuda:nccl" in text.split(",")):
+        key = isinstance(parent, ast.Subscript) or (isinstance(parent, ast.Dict) and node in parent.keys)
+        status, message = ("unsure", RULES["D109"].message) if key else ("changed", "")
+        program.report("D109", status, node, [target.backend(program, node)], message)
     elif text in ENVIRONMENT and target.environment:
         program.report("D112", "changed", node, [program.restring(node, ENVIRONMENT[text])])
     elif _VARIABLE.fullmatch(text):
-        program.report("D112", "note", node, message=RULES["D112"].message.format(text))
+        note(program, "D112", node, text)
 
 
-def _device(program: Program, devices: Devices, node: ast.Constant, text: str) -> None:
+def _device(program: Program, devices: Devices, node: ast.Constant) -> None:
     parent = program.parent(node)
-    edit = target_of(program).device(program, node)
-    if text == "cuda:" and isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Add) and parent.left is node:
-        program.report("D107", "changed", node, [edit], unplaced=RULES["D107"].message)
-        return
-    if _is_lookup(parent, node):
+    called = parent.func if isinstance(parent, ast.Call) and node in parent.args[1:2] else None
+    if isinstance(called, ast.Name) and called.id in ("getattr", "hasattr", "setattr"):
         return  # D153
+    edit = target_of(program).device(program, node)
     if edit is None:
-        program.report("D107", "refused", node, message=RULES["D107"].message)
+        refuse(program, "D107", node)
     elif devices.is_place(node):
         program.report("D105", "changed", node, [edit])
         if _decides_fused(program, node):
-            program.report("D156", "note", node, message=ANSWERS["fused"])
+            note(program, "D156", node, ANSWERS["fused"])
     else:
         program.report("D106", "unsure", node, [edit], RULES["D106"].message)
 
@@ -94,21 +90,6 @@ def _decides_fused(program: Program, node: ast.expr) -> bool:
     return any("fused" in (name or "") for name in names)
 
 
-def _is_lookup(parent: ast.AST | None, node: ast.AST) -> bool:
-    return (
-        isinstance(parent, ast.Call)
-        and isinstance(parent.func, ast.Name)
-        and parent.func.id in ("getattr", "hasattr", "setattr")
-        and len(parent.args) > 1
-        and parent.args[1] is node
-    )
-
-
-def _is_key(program: Program, node: ast.expr) -> bool:
-    parent = program.parent(node)
-    return isinstance(parent, ast.Subscript) or (isinstance(parent, ast.Dict) and node in parent.keys)
-
-
 def _fstring(program: Program, node: ast.JoinedStr) -> None:
     first = node.values[0] if node.values else None
     if len(node.values) != 2 or not (isinstance(first, ast.Constant) and first.value == "cuda:"):
@@ -116,7 +97,7 @@ def _fstring(program: Program, node: ast.JoinedStr) -> None:
     start, end = program.source.span(node)
     found = _FSTRING.match(program.source.text, start, end)
     if found is None or isinstance(program.parent(node), ast.FormattedValue):
-        program.report("D107", "refused", node, message=RULES["D107"].message)
+        refuse(program, "D107", node)
         return
     edit = target_of(program).fstring(program, node, found.span(3))
     program.report("D107", "changed", (start, found.end(3)), [edit])
@@ -213,7 +194,7 @@ class Devices:
         return name == "type" or name in self._names or _speaks_of_device(name)
 
     def _asks_for_cuda(self, test: ast.expr) -> bool:
-        return any((self.program.names.dotted(node) or "").startswith(_MODULES) for node in ast.walk(test))
+        return any((self.program.dotted(node)).startswith(_MODULES) for node in ast.walk(test))
 
     def _is_keyword(self, keyword: ast.keyword) -> bool:
         call = self.program.parent(keyword)

@@ -119,21 +119,17 @@ DEVICE_ARGUMENTS = {
 DEVICE_KEYWORDS = frozenset({"map_location"})  # and all that contain "device"
 # Environment variables.
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "ASCEND_RT_VISIBLE_DEVICES"}
-# Settings that have no effect on npu.
-NO_EFFECT = (
-    "torch.backends.cuda",
-    "torch.backends.cudnn",
-)
+# Settings that have no effect on npu begin with these.
+NO_EFFECT = ("torch.backends.cuda.", "torch.backends.cudnn.")
+# Names that advice is about, and its rule.
+ADVICE = {"torch.int64": "N703", "torch.long": "N703", "torch.channels_last": "N704"}
 
 # Optimizers of torch.optim, ours of the same rule, and their arguments: those with a place, and those by keyword alone.
 FUSED = {
     "Adadelta": ("NpuFusedAdadelta", "params lr rho eps weight_decay"),
     "Adam": ("NpuFusedAdam", "params lr betas eps weight_decay amsgrad"),
     "AdamW": ("NpuFusedAdamW", "params lr betas eps weight_decay amsgrad"),
-    "Muon": (
-        "NpuFusedMuon",
-        "params lr weight_decay momentum nesterov ns_coefficients eps ns_steps adjust_lr_fn",
-    ),
+    "Muon": ("NpuFusedMuon", "params lr weight_decay momentum nesterov ns_coefficients eps ns_steps adjust_lr_fn"),
     "RMSprop": ("NpuFusedRMSprop", "params lr alpha eps weight_decay momentum centered"),
     "SGD": ("NpuFusedSGD", "params lr momentum dampening weight_decay nesterov"),
 }

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 
 from apex_npu.migrate.engine.names import module_of
-from apex_npu.migrate.engine.program import Program
+from apex_npu.migrate.engine.program import LITERAL, Program
 from apex_npu.migrate.engine.source import Edit
 
 from .tables import RENAMED, SIMILAR
@@ -20,14 +20,13 @@ _ACCELERATOR_NAMES = frozenset({"device_count", "is_available"})
 _CPU_NAMES = frozenset(
     {"current_device", "current_stream", "Event", "set_device", "stream", "Stream", "StreamContext", "synchronize"}
 )
-_OTHER_NAMES = RENAMED | {name: new for name, (new, _) in SIMILAR.items()}
+OTHER_NAMES = RENAMED | {name: new for name, (new, _) in SIMILAR.items()}
 # Names in portable code. Without an accelerator, the first one is "cpu": the device to compute on. The second one is
 # "cuda": the functions of torch.cuda answer without a GPU, and a comparison with "cuda" fails as in the old program.
 _ACCELERATOR, _OR_CUDA = "ACCELERATOR", "ACCELERATOR_OR_CUDA"
 _FIRST_LINE = '{} = {}.accelerator.current_accelerator().type if {}.accelerator.is_available() else "{}"'
 # Methods of texts that look for a text.
 SEARCHES = ("startswith", "endswith", "index", "find", "count", "__eq__", "split", "replace")
-_LITERAL = re.compile(r"""([uUrR]?)(\"""|'''|"|')""")
 _OPEN = re.compile(r"[\s\\]*\(")
 # What may be next to a comparison without parentheses around it.
 _LOOSE = (ast.If, ast.While, ast.Assert, ast.Assign, ast.Return, ast.BoolOp, ast.keyword)
@@ -74,7 +73,7 @@ class Npu:
             if not isinstance(node, ast.Attribute):
                 break
             is_root = part == "cuda" and program.names.dotted(node) == "torch.cuda"
-            new = "npu" if is_root else _OTHER_NAMES.get(part)
+            new = "npu" if is_root else OTHER_NAMES.get(part)
             if new is not None:
                 edits.append(program.rename(node, new))
             node = node.value
@@ -100,12 +99,11 @@ class Npu:
 
 
 class Portable(Npu):
-    """Code that asks torch for the accelerator."""
+    """Code that asks torch for the accelerator. See ``Npu``."""
 
     imports, environment = False, False
 
     def first_lines(self, program: Program) -> list[str]:
-        """See ``Npu``."""
         torch, bound = torch_name(program) or "torch", program.names.module.bindings
         drafts = [draft for draft in program.drafts if draft.status in ("changed", "unsure")]
         written = " ".join(edit.text for draft in drafts for edit in draft.edits)
@@ -116,10 +114,8 @@ class Portable(Npu):
         return [line for name, line in lines.items() if name not in bound and re.search(rf"\b{name}\b", written)]
 
     def device(self, program: Program, node: ast.Constant, prefix: str = "") -> Edit | None:
-        """See ``Npu``."""
-        quote = _LITERAL.match(program.source.text, program.source.span(node)[0])
-        plain = program.restring(node, "")
-        if quote is None or plain is None or isinstance(program.parent(node), ast.MatchValue):
+        quote = LITERAL.match(program.source.text, program.source.span(node)[0])
+        if quote is None or not program.restring(node, "") or isinstance(program.parent(node), ast.MatchValue):
             return None
         assert isinstance(node.value, str)
         rest = node.value[len(f"{prefix}cuda") :]
@@ -130,11 +126,9 @@ class Portable(Npu):
         return replaced(program, node, text)
 
     def fstring(self, program: Program, node: ast.JoinedStr, span: tuple[int, int]) -> Edit:
-        """See ``Npu``."""
         return Edit(*span, f"{{{_device_name(program, node)}}}")
 
     def backend(self, program: Program, node: ast.Constant) -> Edit | None:
-        """See ``Npu``."""
         torch = torch_name(program)
         if node.value != "nccl" or torch is None or program.restring(node, "") is None:
             return None
@@ -142,11 +136,9 @@ class Portable(Npu):
         return replaced(program, node, f"{torch}.distributed.get_default_backend_for_device({device})")
 
     def nccl_check(self, program: Program, node: ast.Attribute) -> Edit | None:
-        """See ``Npu``."""
         return None
 
     def name(self, program: Program, node: ast.expr, parts: list[str]) -> list[Edit | None]:
-        """See ``Npu``."""
         if parts and (parts[0] in RENAMED or parts[0] == "amp"):
             return [None]  # by another name on each device, or called otherwise
         call = program.parent(node)
@@ -157,8 +149,7 @@ class Portable(Npu):
             node = node.value
         if not isinstance(node, ast.Attribute):
             return []
-        text, (start, end) = program.source.text, program.source.span(node)
-        root = text[start:end].rpartition(".")[0].rstrip()
+        root = program.source.text[slice(*program.source.span(node))].rpartition(".")[0].rstrip()
         device = _ACCELERATOR if parts and parts[0] in _CPU_NAMES else _OR_CUDA
         if parts == ["Event"] and given:
             device = _OR_CUDA  # torch.cpu.Event takes no arguments
@@ -168,7 +159,6 @@ class Portable(Npu):
         return [replaced(program, node, f"{root}.{module}")]
 
     def move(self, program: Program, called: ast.Attribute, call: ast.Call | None) -> list[Edit | None]:
-        """See ``Npu``."""
         first = program.rename(called, "to")
         if call is None or first is None or "cuda" in program.options.owned or len(call.args) > 1:
             return [None]
@@ -190,7 +180,6 @@ class Portable(Npu):
         return [first, Edit(opened.end(), opened.end(), text)]
 
     def is_on(self, program: Program, node: ast.Attribute) -> list[tuple[tuple[int, int], Edit | None]]:
-        """See ``Npu``."""
         span = program.method_span(node)
         parent = program.parent(node)
         bare = isinstance(parent, _LOOSE) or (isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not))
@@ -205,11 +194,9 @@ class Portable(Npu):
         return edits
 
     def profiled(self) -> str:
-        """See ``Npu``."""
         return _OR_CUDA
 
     def group_lines(self, torch: str) -> list[str]:
-        """See ``Npu``."""
         backend = f"{torch}.distributed.get_default_backend_for_device({_ACCELERATOR})"
         return [
             'if "LOCAL_RANK" in os.environ:',
@@ -246,12 +233,8 @@ def target_of(program: Program) -> Npu:
 
 def torch_name(program: Program) -> str | None:
     """What torch is called at the top level."""
-    found = (
-        name
-        for name in program.names.module.bindings
-        if program.names.meanings(name, program.names.module) == {"torch"}
-    )
-    return next(found, None)
+    module = program.names.module
+    return next((name for name in module.bindings if program.names.meanings(name, module) == {"torch"}), None)
 
 
 def replaced(program: Program, node: ast.expr, text: str) -> Edit:
