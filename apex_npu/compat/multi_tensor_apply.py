@@ -16,11 +16,7 @@ class MultiTensorApply:
     """Calls an operator on lists of tensors.
 
     ``available`` is False, on which scripts fall back to plain torch: the kernels of ``amp_C`` are not part of this
-    package. An operator of the caller's own is called.
-
-    Attributes:
-        available: Whether there is ``amp_C``.
-        chunk_size: The first argument of operators.
+    package. An operator of the caller's own is called, with ``chunk_size`` as its first argument.
 
     Example::
 
@@ -38,11 +34,7 @@ class MultiTensorApply:
         self.chunk_size = chunk_size
 
     def check_avail(self) -> None:
-        """Raise, since there is no ``amp_C``.
-
-        Raises:
-            RuntimeError: Always.
-        """
+        """Raise a RuntimeError, since there is no ``amp_C``."""
         raise RuntimeError(
             "Attempted to call MultiTensorApply method, but MultiTensorApply is not available: apex_npu has no amp_C. "
             "Look at multi_tensor_applier.available first, and use torch._foreach functions where it is False"

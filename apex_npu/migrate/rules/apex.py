@@ -22,7 +22,7 @@ _PACKAGE = Path(__file__).parents[2]
 def exports(module: str) -> frozenset[str]:
     """The public names of a module of ours, read from its source: nothing is imported."""
     path = _PACKAGE.joinpath(*module.split(".")[1:])
-    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    file = path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
     body = ast.parse(file.read_text(encoding="utf-8")).body
     for node in body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":

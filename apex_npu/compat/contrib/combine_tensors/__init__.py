@@ -14,12 +14,8 @@ from apex_npu.fusion import FlatBuffer, change_data_ptr, fills_storage, plan, st
 from apex_npu.fusion.layout import extent_numel, padded_numel
 
 __all__ = [
-    "change_data_ptr",
-    "combine_npu",
-    "get_aligned_storage_size",
-    "get_part_combined_tensor",
-    "is_combined_tensor_valid",
-]
+    "change_data_ptr", "combine_npu", "get_aligned_storage_size", "get_part_combined_tensor", "is_combined_tensor_valid"
+]  # fmt: skip
 
 
 def get_aligned_storage_size(tensor: Tensor) -> int:
@@ -77,10 +73,7 @@ def combine_npu(list_of_tensor: Sequence[Tensor], require_copy_value: bool = Tru
 
 
 def get_part_combined_tensor(combined_tensor: Tensor | None, index: int, size: int) -> Tensor | None:
-    """Elements [index, index + size) of a combined tensor, sharing its memory.
-
-    Returns:
-        A 1-D tensor, or None where there is nothing to show: no combined tensor, or size 0.
+    """Elements [index, index + size) of a combined tensor, sharing its memory; None for no tensor, or size 0.
 
     Raises:
         ValueError: The range is not inside the tensor.

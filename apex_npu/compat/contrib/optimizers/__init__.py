@@ -62,20 +62,8 @@ class _OnShards:
 class DistributedFusedAdam(_OnShards, FusedAdam):
     """``FusedAdam`` on parameters that ``fully_shard`` has sharded, with the arguments of NVIDIA's optimizer.
 
-    Args:
-        params: DTensors, or parameter groups of them.
-        lr: Learning rate.
-        bias_correction: Correct both moments for their start.
-        betas: β₁ and β₂, each in [0, 1).
-        eps: Added to the denominator.
-        adam_w_mode: Decouple the weight decay.
-        weight_decay: Decay.
-        amsgrad: Must be False.
-        dtype: Of the state: torch.float32, in which float32 parameters have it.
-        store_param_remainders: Must be False.
-        with_scaled_states: Must be False.
-        capturable: See ``FusedOptimizer``.
-        communication: NVIDIA's other arguments, without effect: ``fully_shard`` and its policy decide these.
+    The state is float32, as the parameters are. ``communication`` are NVIDIA's other arguments, without effect:
+    ``fully_shard`` and its policy decide these.
 
     Raises:
         ValueError: A value is out of range, or the state would have another precision.
@@ -101,12 +89,10 @@ class DistributedFusedAdam(_OnShards, FusedAdam):
         **communication: Any,
     ) -> None:
         _check_known(self, communication, _OF_ADAM)
-        if dtype != torch.float32 or store_param_remainders or with_scaled_states:
-            raise ValueError(
-                f"{type(self).__name__} keeps float32 state of float32 parameters: leave out dtype, "
-                f"store_param_remainders and with_scaled_states, got {dtype}, {store_param_remainders} and "
-                f"{with_scaled_states}"
-            )
+        asked = {"dtype": dtype, "store_param_remainders": store_param_remainders}
+        asked["with_scaled_states"] = with_scaled_states
+        if [*asked.values()] != [torch.float32, False, False]:
+            raise ValueError(f"{type(self).__name__} keeps float32 state of float32 parameters: leave out {asked}")
         super().__init__(
             params, lr, bias_correction, betas, eps, adam_w_mode, weight_decay, amsgrad, capturable=capturable
         )
@@ -115,19 +101,8 @@ class DistributedFusedAdam(_OnShards, FusedAdam):
 class DistributedFusedLAMB(_OnShards, FusedLAMB):
     """``FusedLAMB`` on parameters that ``fully_shard`` has sharded, with the arguments of NVIDIA's optimizer.
 
-    Args:
-        params: DTensors, or parameter groups of them.
-        lr: Learning rate.
-        bias_correction: Correct both moments for their start.
-        grad_averaging: Weigh gradients with 1 − β₁ on their way into m.
-        betas: β₁ and β₂, each in [0, 1).
-        eps: Added to the denominator.
-        weight_decay: Decay.
-        max_grad_norm: Norm of all gradients beyond which they are scaled down; 0: they are not.
-        adam_w_mode: Add the decay to the direction instead of to the gradient.
-        use_nvlamb: Adapt the steps of parameters without weight decay, too.
-        step_supports_amp_scaling: A GradScaler hands its scale over to the step.
-        communication: NVIDIA's other arguments, without effect: ``fully_shard`` and its policy decide these.
+    ``communication`` are NVIDIA's other arguments, without effect. ``step_supports_amp_scaling``: a GradScaler hands
+    its scale over to the step.
 
     Raises:
         ValueError: A value is out of range.

@@ -1,0 +1,234 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Normalization under Apex's names: torch's, which is fused. ``memory_efficient`` is accepted, without effect."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from apex_npu.backends.script_warnings import warn
+
+__all__ = [
+    "FusedLayerNorm", "FusedLayerNormAffineFunction", "FusedLayerNormAffineMixedDtypesFunction",
+    "FusedLayerNormFunction", "FusedRMSNorm", "FusedRMSNormAffineFunction",
+    "FusedRMSNormAffineMixedDtypesFunction", "FusedRMSNormFunction", "MixedFusedLayerNorm", "MixedFusedRMSNorm",
+    "fused_layer_norm", "fused_layer_norm_affine", "fused_rms_norm", "fused_rms_norm_affine", "manual_rms_norm",
+    "mixed_dtype_fused_layer_norm_affine", "mixed_dtype_fused_rms_norm_affine",
+]  # fmt: skip
+
+Shape = int | Sequence[int]
+
+
+def _shape(normalized_shape: Shape) -> list[int]:
+    return [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+
+
+def fused_layer_norm(
+    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """Layer norm without weight and bias.
+
+    Example::
+
+        >>> output = normalization.fused_layer_norm(torch.randn(8, 64), (64,))
+    """
+    return F.layer_norm(input, _shape(normalized_shape), None, None, eps)
+
+
+def fused_layer_norm_affine(
+    input: Tensor,
+    weight: Tensor | Shape,
+    bias: Tensor,
+    normalized_shape: Shape | Tensor,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """Layer norm in the dtype of ``input``; also in the order of 2020, ``(input, normalized_shape, weight, bias)``.
+
+    Example::
+
+        >>> weight, bias = torch.ones(64), torch.zeros(64)
+        >>> output = normalization.fused_layer_norm_affine(torch.randn(8, 64), weight, bias, (64,))
+    """
+    if not isinstance(weight, Tensor):
+        weight, bias, normalized_shape = bias, cast(Tensor, normalized_shape), weight
+    return F.layer_norm(input, _shape(cast(Shape, normalized_shape)), weight, bias, eps)
+
+
+def mixed_dtype_fused_layer_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """Layer norm in the dtype of ``weight``, computed in the wider one of input's and weight's.
+
+    Example::
+
+        >>> input, weight, bias = torch.randn(8, 64).bfloat16(), torch.ones(64), torch.zeros(64)
+        >>> output = normalization.mixed_dtype_fused_layer_norm_affine(input, weight, bias, (64,))
+    """
+    wide = torch.promote_types(input.dtype, weight.dtype)
+    return F.layer_norm(input.to(wide), _shape(normalized_shape), weight.to(wide), bias.to(wide), eps).to(weight.dtype)
+
+
+def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
+    """RMS norm without a weight.
+
+    Example::
+
+        >>> output = normalization.fused_rms_norm(torch.randn(8, 64), (64,))
+    """
+    return F.rms_norm(input, _shape(normalized_shape), None, eps)
+
+
+def fused_rms_norm_affine(
+    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """RMS norm times ``weight``.
+
+    Example::
+
+        >>> output = normalization.fused_rms_norm_affine(torch.randn(8, 64), torch.ones(64), (64,))
+    """
+    return F.rms_norm(input, _shape(normalized_shape), weight, eps)
+
+
+def mixed_dtype_fused_rms_norm_affine(
+    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """RMS norm in the dtype of ``weight``, computed in the wider one of input's and weight's.
+
+    Example::
+
+        >>> input, weight = torch.randn(8, 64).bfloat16(), torch.ones(64)
+        >>> output = normalization.mixed_dtype_fused_rms_norm_affine(input, weight, (64,))
+    """
+    wide = torch.promote_types(input.dtype, weight.dtype)
+    return F.rms_norm(input.to(wide), _shape(normalized_shape), weight.to(wide), eps).to(weight.dtype)
+
+
+def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float) -> Tensor:
+    """RMS norm, times ``weight`` where there is one; in the dtype of ``weight``.
+
+    Example::
+
+        >>> output = normalization.manual_rms_norm(torch.randn(8, 64), (64,), torch.ones(64), 1e-5)
+    """
+    if weight is None:
+        return fused_rms_norm(input, normalized_shape, eps)
+    return mixed_dtype_fused_rms_norm_affine(input, weight, normalized_shape, eps)
+
+
+def _autograd_function(name: str, function: Callable[..., Tensor]) -> Any:
+    """``function`` by its name in Apex, where it is an autograd function: ``name.apply``, ``name.forward``.
+
+    Megatron-LM looks for ``memory_efficient`` among the arguments of ``forward`` (``inspect.getfullargspec``).
+    """
+
+    @functools.wraps(function)
+    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return function(*args, **kwargs)
+
+    context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    signature = inspect.signature(function)
+    vars(forward)["__signature__"] = signature.replace(parameters=[context, *signature.parameters.values()])
+    doc = (function.__doc__ or "").replace(f".{function.__name__}(", f".{name}.apply(")
+    members = {"apply": staticmethod(function), "forward": staticmethod(forward)}
+    return type(name, (), {**members, "__doc__": doc, "__module__": __name__})
+
+
+FusedLayerNormFunction = _autograd_function("FusedLayerNormFunction", fused_layer_norm)
+FusedLayerNormAffineFunction = _autograd_function("FusedLayerNormAffineFunction", fused_layer_norm_affine)
+FusedLayerNormAffineMixedDtypesFunction = _autograd_function(
+    "FusedLayerNormAffineMixedDtypesFunction", mixed_dtype_fused_layer_norm_affine
+)
+FusedRMSNormFunction = _autograd_function("FusedRMSNormFunction", fused_rms_norm)
+FusedRMSNormAffineFunction = _autograd_function("FusedRMSNormAffineFunction", fused_rms_norm_affine)
+FusedRMSNormAffineMixedDtypesFunction = _autograd_function(
+    "FusedRMSNormAffineMixedDtypesFunction", mixed_dtype_fused_rms_norm_affine
+)
+
+
+class _ApexArguments(nn.Module):
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine)
+        self.memory_efficient = memory_efficient
+
+
+class FusedLayerNorm(_ApexArguments, nn.LayerNorm):
+    """``torch.nn.LayerNorm``, whose state dict it shares.
+
+    Example::
+
+        >>> output = normalization.FusedLayerNorm(64)(torch.randn(8, 64))
+    """
+
+
+class FusedRMSNorm(_ApexArguments, nn.RMSNorm):
+    """``torch.nn.RMSNorm``, whose state dict it shares.
+
+    Example::
+
+        >>> output = normalization.FusedRMSNorm(64)(torch.randn(8, 64))
+    """
+
+
+class _AlwaysAffine(_ApexArguments):
+    def __init__(
+        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **options: Any
+    ) -> None:
+        cls, affine = type(self).__name__, options.pop("elementwise_affine", None)
+        if affine is not None:
+            if not affine:
+                raise RuntimeError(
+                    f"{cls} does not support elementwise_affine=False: its output has the weight's dtype"
+                )
+            warn(f"{cls} is always elementwise affine; drop the argument elementwise_affine", UserWarning)
+        if options:
+            raise TypeError(f"{cls} has no argument {', '.join(options)}")
+        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
+
+
+class MixedFusedLayerNorm(_AlwaysAffine, FusedLayerNorm):
+    """``FusedLayerNorm`` whose output has the dtype of its weight, whatever the input's; always affine.
+
+    Example::
+
+        >>> normalization.MixedFusedLayerNorm(64)(torch.randn(8, 64).bfloat16()).dtype
+        torch.float32
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize ``input``."""
+        return mixed_dtype_fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
+
+
+class MixedFusedRMSNorm(_AlwaysAffine, FusedRMSNorm):
+    """``FusedRMSNorm`` whose output has the dtype of its weight, whatever the input's; always affine.
+
+    Example::
+
+        >>> normalization.MixedFusedRMSNorm(64)(torch.randn(8, 64).bfloat16()).dtype
+        torch.float32
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize ``x``."""
+        eps = 1e-5 if self.eps is None else self.eps
+        return mixed_dtype_fused_rms_norm_affine(x, self.weight, self.normalized_shape, eps)
