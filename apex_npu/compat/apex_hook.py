@@ -29,11 +29,10 @@ def is_served(name: str) -> bool:
 
 
 def serve(apex_file: str) -> None:
-    """Answer for modules of the Apex whose ``__init__.py`` is ``apex_file``, from now on.
+    """Answer for modules of the Apex whose ``__init__.py`` is ``apex_file``, from now on; or fail, and serve nothing.
 
     Raises:
-        ImportError: Two copies of this package are in each other's way, or a module of ours does not import; nothing
-            is served then.
+        ImportError: Two copies of this package are in each other's way, or a module of ours does not import.
     """
     _check_copies(Path(apex_file).resolve().parents[1])
     with ExitStack() as undo:

@@ -120,14 +120,6 @@ def _origin(root: str) -> str | None:
     return None if spec is None else spec.origin
 
 
-def _is_ours(root: str, origin: str) -> bool:
-    loaded = sys.modules.get(root)
-    if loaded is not None:
-        return bool(getattr(loaded, MARK, False))
-    path = Path(origin)
-    return path.suffix == ".py" and f"{MARK} = True" in path.read_text(encoding="utf-8", errors="replace")
-
-
 def _is_patched_apex() -> bool:
     """Whether what answers to ``apex``, which no other package has, does so without us: an Apex that is patched."""
     origin = _origin("apex")
@@ -136,13 +128,12 @@ def _is_patched_apex() -> bool:
 
 def _check_name_is_free(root: str) -> None:
     """Raise if ``root`` is the name of a module that is not ours, imported or not."""
-    origin = _origin(root)
-    if origin is not None and not _is_ours(root, origin):
-        raise RuntimeError(_refusal(root, origin, imported=root in sys.modules))
-
-
-def _refusal(root: str, origin: str, *, imported: bool) -> str:
-    folder = Path(origin).parent
+    origin, loaded = _origin(root), sys.modules.get(root)
+    if origin is None or getattr(loaded, MARK, False):
+        return
+    path, folder = Path(origin), Path(origin).parent
+    if loaded is None and path.suffix == ".py" and f"{MARK} = True" in path.read_text("utf-8", "replace"):
+        return
     has = [name for name in ("amp", "optimizers") if (folder / name).is_dir() or (folder / f"{name}.py").is_file()]
     if root != "apex":
         what = "another module of this name"
@@ -152,8 +143,8 @@ def _refusal(root: str, origin: str, *, imported: bool) -> str:
         what = "PyPI's apex, a toolkit for logins in web applications made with Pyramid, unrelated to NVIDIA's Apex"
     else:
         what = "a stranger: an unrelated package of this name, which has neither apex.amp nor apex.optimizers"
-    state = "has been imported already" if imported else "is installed"
-    return (
+    state = "is installed" if loaded is None else "has been imported already"
+    raise RuntimeError(
         f"{root} {state} ({origin}), {what}. Uninstall it, or pass force=True (python -m apex_npu run --force) to hide "
         "it from this process; nothing has been changed"
     )

@@ -26,11 +26,7 @@ _PROGRAMS = {"apex.parallel.multiproc"}
 
 
 class OldModules(MetaPathFinder, InspectLoader):
-    """Imports modules under old names: each shows the public names of one of ours, and has no other submodules.
-
-    Args:
-        modules: Of each old name, our module.
-    """
+    """Imports ``modules``, old names and ours: each shows the public names of ours, and has no other submodules."""
 
     def __init__(self, modules: Mapping[str, str]) -> None:
         self.modules = modules
@@ -63,24 +59,20 @@ class OldModules(MetaPathFinder, InspectLoader):
             if child in _NO_ATTRIBUTE:
                 vars(module)[name] = attribute
 
+    def _ours(self, fullname: str) -> InspectLoader:
+        spec = importlib.util.find_spec(self.modules[fullname])
+        return cast(InspectLoader, cast(ModuleSpec, spec).loader)
+
     def get_code(self, fullname: str) -> CodeType | None:
         """The code of our module: ``python -m`` runs it."""
-        return _code(importlib.util.find_spec(self.modules[fullname]))
+        return self._ours(fullname).get_code(self.modules[fullname])
 
     def get_source(self, fullname: str) -> str | None:
         """The source of our module."""
-        return _source(importlib.util.find_spec(self.modules[fullname]))
+        return self._ours(fullname).get_source(self.modules[fullname])
 
     def _children(self, old: str) -> list[str]:
         return [other for other in self.modules if other.rpartition(".")[0] == old]
-
-
-def _code(spec: ModuleSpec | None) -> CodeType | None:
-    return None if spec is None else cast(InspectLoader, spec.loader).get_code(spec.name)
-
-
-def _source(spec: ModuleSpec | None) -> str | None:
-    return None if spec is None else cast(InspectLoader, spec.loader).get_source(spec.name)
 
 
 def serve_aliases() -> None:

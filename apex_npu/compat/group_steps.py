@@ -17,14 +17,7 @@ from apex_npu.fusion import Run
 
 
 class Combined(NamedTuple):
-    """What a group has in one run.
-
-    Attributes:
-        run: What it is made of.
-        param: Its flat parameters.
-        grad: Their gradients.
-        state: The flat states by name, and how many steps there have been, as ``step``.
-    """
+    """What a group has in one run: flat parameters, gradients, states by name, and the steps until now as ``step``."""
 
     run: Run
     param: Tensor
@@ -56,11 +49,7 @@ def _goes_by_group_step(cls: Any) -> bool:
 
 
 def check_group_step(optimizer: Any) -> None:
-    """Refuse a ``_group_step`` that cannot be followed.
-
-    Raises:
-        TypeError: It was assigned after its class was made, or the step is to be captured in a CUDA graph.
-    """
+    """Raise a TypeError for a ``_group_step`` that was assigned too late, or is to be captured in a CUDA graph."""
     cls = type(optimizer)
     if "_group_step" in vars(optimizer) or (_goes_by_group_step(cls) and not cls.reads_param_grads):
         raise TypeError(
@@ -81,7 +70,8 @@ def _update(self: Any, run: Run, group: dict[str, Any]) -> None:
         return
     index = next(i for i, each in enumerate(self.param_groups) if each is group)
     names = self.state_names(group)
-    counts = [(entry, entry["step"], run) for run in runs for entry in _entries(self, run) if "step" in entry]
+    entries = [(self.state[p], run) for run in runs for p in run.params if p in self.state]
+    counts = [(entry, entry["step"], run) for entry, run in entries if "step" in entry]
     # While the method runs, and no longer: the tensors keep the memory of parameters where it is.
     self.combined_by_group = [[] for _ in self.param_groups]
     self.combined_by_group[index] = combined = [_combine(run, names, self.scalar_states) for run in runs]
@@ -96,10 +86,6 @@ def _update(self: Any, run: Run, group: dict[str, Any]) -> None:
         _take(each.run.param, each.param)
         for name in names:
             _take(_state(each.run, name, self.scalar_states), each.state[name])
-
-
-def _entries(optimizer: Any, run: Run) -> list[dict[str, Any]]:
-    return [optimizer.state[p] for p in run.params if p in optimizer.state]
 
 
 def _combine(run: Run, names: Sequence[str], scalar_states: Sequence[str]) -> Combined:

@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -65,7 +64,8 @@ class AmpHandle:
 
     def __init__(self, session: Session, has_cache: bool = True) -> None:
         self._session = session
-        self._has_cache = has_cache
+        self.has_cache = has_cache
+        self.cache: dict[Any, Any] = {}  # casts that are kept are torch's own
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, AmpHandle) and other._session is self._session
@@ -97,11 +97,7 @@ class AmpHandle:
         return OptimWrapper(optimizer, self, num_loss)
 
     def scale_loss(self, loss: Tensor, optimizer: Any) -> NoReturn:
-        """No longer there.
-
-        Raises:
-            RuntimeError: Always.
-        """
+        """Raise a RuntimeError: it is no longer there."""
         raise RuntimeError(
             "The old Amp API is no longer supported. Either call `model, optimizer = amp.initialize(model, optimizer, "
             'opt_level="O1")` and then `with amp.scale_loss(loss, optimizer) as scaled_loss`, or `optimizer = '
@@ -110,16 +106,6 @@ class AmpHandle:
 
     def _clear_cache(self) -> None:
         torch.clear_autocast_cache()
-
-    @property
-    def has_cache(self) -> bool:
-        """What ``enable_caching`` was."""
-        return self._has_cache
-
-    @property
-    def cache(self) -> dict[Any, Any]:
-        """Empty: casts that are kept are torch's own."""
-        return {}
 
     def remove_cache(self, param: Tensor) -> None:
         """Nothing: a cast that is kept ends with the forward that made it."""
@@ -133,8 +119,7 @@ class AmpHandle:
 class NoOpHandle:
     """What ``init(enabled=False)`` returns: everything passes through."""
 
-    has_cache = False
-    verbose = False
+    has_cache = verbose = False
 
     def is_active(self) -> bool:
         """False."""
@@ -147,13 +132,10 @@ class NoOpHandle:
         """A wrapper that passes through."""
         return OptimWrapper(optimizer, self, num_loss)
 
-    @contextmanager
-    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
         """Yield ``loss`` as it is."""
-        yield loss
+        return nullcontext(loss)
 
-    def _clear_cache(self) -> None:
-        pass
+    def _clear_cache(self) -> None: ...
 
-    def _deactivate(self) -> None:
-        pass
+    def _deactivate(self) -> None: ...

@@ -25,12 +25,7 @@ class OptimWrapper:
 
     ``with optimizer.scale_loss(loss) as scaled_loss: scaled_loss.backward()`` once per loss, always in the same order,
     then ``step()``. If a gradient was inf or nan the step is skipped. Once the handle is inactive, everything passes
-    through.
-
-    Args:
-        optimizer: Remains usable without the wrapper.
-        amp_handle: From ``amp.init()``.
-        num_loss: How many losses there are per step.
+    through. ``optimizer`` remains usable without the wrapper.
     """
 
     def __init__(self, optimizer: Optimizer, amp_handle: Any, num_loss: int) -> None:

@@ -40,13 +40,7 @@ _OPTIONS = {"_max_loss_scale": "max_scale", "_min_loss_scale": "min_scale", "_sc
 class LossScaler:
     """A loss scale, with the attributes and methods that Apex's scaler has.
 
-    Args:
-        loss_scale: "dynamic", or a positive number.
-        init_scale: First dynamic scale.
-        scale_factor: The scale grows and shrinks by it. (In Apex it was ignored.)
-        scale_window: Steps without overflow before the scale grows.
-        min_loss_scale: It never gets smaller; None or 0: no floor.
-        max_loss_scale: It never gets larger.
+    ``scale_factor``, by which the scale grows and shrinks, was ignored in Apex. A ``min_loss_scale`` of 0 is none.
 
     Raises:
         ValueError: A value is out of range.
@@ -90,8 +84,6 @@ class LossScaler:
     def __hash__(self) -> int:
         return id(self._own)
 
-    # ---------------------------------------------------------------------------------------------- what scripts read
-
     @property
     def dynamic(self) -> bool:
         """False: a scale that stays."""
@@ -117,8 +109,6 @@ class LossScaler:
         """What the loss is multiplied with."""
         return self._scaler.scale
 
-    # ------------------------------------------------------------------------------------------------ what scripts call
-
     def clear_overflow_state(self) -> None:
         """Forget an overflow, before the gradients of a new step are unscaled."""
         self._has_overflow = False
@@ -139,12 +129,7 @@ class LossScaler:
     ) -> None:
         """Write model gradients, divided by the scale, into master gradients; after an overflow do nothing.
 
-        Args:
-            model_grads: Gradients; where one is None, its master's stays as it is.
-            master_grads: Where to write; may be the same tensors.
-            unused_scale: Not used; accepted as in Apex.
-            models_are_masters: The two lists are the same; with a static scale of 1 there is nothing to do then.
-            scale_override: Divide by this instead of by the scale.
+        Where a model gradient is None, the master's stays. ``scale_override`` takes the place of the scale.
         """
         if self._has_overflow:
             return
@@ -169,22 +154,15 @@ class LossScaler:
     ) -> None:
         """Write model gradients divided by the scale, plus those stashed before, into master gradients.
 
-        Only the model's are checked for inf and nan. After an overflow nothing is done.
-
-        Args:
-            model_grads: New, scaled gradients.
-            stashed_master_grads: Gradients from before.
-            master_grads: Where to write the sums; may be the tensors of either list.
-            scale_override: The scales of the first, of the second, and of the sum; otherwise this scale, 1 and 1.
+        Only the model's are checked for inf and nan. After an overflow nothing is done. ``scale_override`` has the
+        scales of the first, of the second, and of the sum; otherwise they are this scale, 1 and 1.
         """
         if self._has_overflow:
             return
         model_scale, stashed_scale, out_scale = scale_override or (self._loss_scale, 1.0, 1.0)
         with torch.no_grad():
-            new = [
-                model.detach().to(master.dtype, copy=True)
-                for model, master in zip(model_grads, master_grads, strict=True)
-            ]
+            pairs = zip(model_grads, master_grads, strict=True)
+            new = [model.detach().to(master.dtype, copy=True) for model, master in pairs]
             self._unscale(new, out_scale / model_scale)
             for grad, stashed, master in zip(new, stashed_master_grads, master_grads, strict=True):
                 master.copy_(grad.add_(stashed, alpha=out_scale / stashed_scale))
@@ -199,8 +177,6 @@ class LossScaler:
                 flags[device] = torch.zeros(1, dtype=torch.float32, device=device)
             unscale_grads(members, inv_scale, flags.get(device))
         self._has_overflow = self._has_overflow or any(bool(flag) for flag in flags.values())
-
-    # ------------------------------------------------------------------------------------------- pickles, Apex's format
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("dynamic", *_NUMBERS, *_OPTIONS)}
@@ -217,25 +193,15 @@ class LossScaler:
             setattr(self, name, state[name])
 
 
-# -------------------------------------------------------------------------- Apex's functions on one gradient, in Python
-
-
 @torch.no_grad()
 def scale_check_overflow_python(
     model_grad: Tensor, master_grad: Tensor, scale: float, check_overflow: bool = False
 ) -> bool:
     """Write ``model_grad`` times ``scale`` into ``master_grad``, which may be the same tensor.
 
-    Args:
-        model_grad: A gradient.
-        master_grad: Where to write.
-        scale: The factor.
-        check_overflow: Look for inf and nan in ``model_grad`` first; waits for the device.
-
-    Returns:
-        True where one was found; nothing has been written then.
+    With ``check_overflow``, True, and nothing written, where ``model_grad`` has inf or nan; waits for the device.
     """
-    if check_overflow and _has_inf_or_nan(model_grad):
+    if check_overflow and not torch.isfinite(model_grad).all():
         return True
     master_grad.copy_(model_grad).mul_(scale)
     return False
@@ -245,24 +211,8 @@ def scale_check_overflow_python(
 def axpby_check_overflow_python(
     model_grad: Tensor, stashed_grad: Tensor, master_grad: Tensor, a: float, b: float, check_overflow: bool = False
 ) -> bool:
-    """Write ``a * model_grad + b * stashed_grad`` into ``master_grad``, which may be one of the two.
-
-    Args:
-        model_grad: A new gradient.
-        stashed_grad: The gradient from before.
-        master_grad: Where to write.
-        a: The factor of ``model_grad``.
-        b: The factor of ``stashed_grad``.
-        check_overflow: Look for inf and nan in ``model_grad`` first; waits for the device.
-
-    Returns:
-        True where one was found; nothing has been written then.
-    """
-    if check_overflow and _has_inf_or_nan(model_grad):
+    """Write ``a * model_grad + b * stashed_grad`` into ``master_grad``, which may be one of the two; see the above."""
+    if check_overflow and not torch.isfinite(model_grad).all():
         return True
     master_grad.copy_(model_grad.to(master_grad.dtype) * a + stashed_grad * b)
     return False
-
-
-def _has_inf_or_nan(grad: Tensor) -> bool:
-    return not bool(torch.isfinite(grad).all())

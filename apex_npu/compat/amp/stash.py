@@ -28,9 +28,8 @@ Aside = dict[int, tuple[Tensor, Tensor]]
 class Legacy:
     """What is kept with an optimizer for scripts that use Apex's private names.
 
-    Attributes:
-        names: What they have put into ``_amp_stash``.
-        aside: Gradients that make way for a backward that the script scales; None: there is none.
+    ``names``: what they have put into ``_amp_stash``. ``aside``: gradients that make way for a backward that the script
+    scales; None: there is none.
     """
 
     def __init__(self, names: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -52,14 +51,10 @@ def _legacy(state: AmpOptimizerState) -> Legacy:
     return legacy
 
 
-# ----------------------------------------------------------------------------------------- explicit gradient handling
-
-
 def set_grads_aside(groups: list[GradGroup]) -> Aside:
-    """Stash the gradients that are there, so that a scaled backward does not add to them.
+    """Stash the gradients that are there, for ``unscale_and_add``, so that a scaled backward does not add to them.
 
-    Returns:
-        The stashed gradients, for ``unscale_and_add``. (Masters keep theirs: backward does not write there.)
+    Masters keep theirs: backward does not write there.
     """
     clear_saturation(groups)
     aside: Aside = {}
@@ -77,13 +72,7 @@ def set_grads_aside(groups: list[GradGroup]) -> Aside:
 
 @torch.no_grad()
 def unscale_and_add(groups: list[GradGroup], aside: Aside, scaler: LossScaler) -> None:
-    """Unscale the gradients of the backward, copy them to the masters, and add the stashed gradients.
-
-    Args:
-        groups: As for ``set_grads_aside``.
-        aside: What that returned.
-        scaler: Its scale is that of the gradients, and an overflow is recorded there.
-    """
+    """Unscale the backward's gradients by ``scaler``, copy them to the masters, and add the stashed ones."""
     saturated = scaler.dynamic and read_and_clear_saturation(groups)
     found_inf = any_raised(unscale(groups, scaler.loss_scale(), check=scaler.dynamic)) or saturated
     for param, grad in aside.values():
@@ -91,13 +80,11 @@ def unscale_and_add(groups: list[GradGroup], aside: Aside, scaler: LossScaler) -
     scaler._has_overflow = scaler._has_overflow or found_inf
 
 
-# ------------------------------------------------------------------------------------------------------------ the stash
-
-
 class LiveList(list[Any]):
     """A list that is made at each look, so that what a script did to it would be lost: it says so instead.
 
-    An element can be assigned that is there already: scripts that exchange a parameter do so in ``param_groups`` first.
+    It is a list, as torch's ``_foreach`` functions ask for. An element that is there already can be assigned: scripts
+    that exchange a parameter do so in ``param_groups`` first.
     """
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -137,12 +124,14 @@ class AmpStash:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        for table in (_FLAGS, _LISTS_WITH_MASTERS if self._state.policy.master_weights else _LISTS_WITHOUT_MASTERS):
-            if name in table:
-                return table[name](self) if table is _FLAGS else _live(table[name](self))
+        if name in _FLAGS:
+            return _FLAGS[name](self._state)
         if name in _COMBINED and hasattr(self._optimizer, "combined_by_group"):
             by_group = self._optimizer.combined_by_group
             return _live([[getattr(each, _COMBINED[name]) for each in combined] for combined in by_group])
+        found = self._lists() if name in _LISTS else {}
+        if name in found:
+            return _live(found[name])
         try:
             return _legacy(self._state).names[name]
         except KeyError:
@@ -152,51 +141,52 @@ class AmpStash:
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _LISTS_WITH_MASTERS or name in _LISTS_WITHOUT_MASTERS:
+        state, session = self._state, current()
+        if name in _LISTS:
             raise AttributeError(
                 f"_amp_stash.{name} follows optimizer.param_groups and cannot be assigned; change those"
             )
         if name == "params_have_scaled_gradients":
-            session = current()
-            scaled = value and session is not None and session.scalers
-            if scaled and session is not None:
+            if value and session is not None and session.scalers:
                 scale = session.scalers[0].scale
-                if self._state.policy.fuse_unscale:
-                    for group in self._state.grad_groups(self._optimizer):
-                        group.scale_(scale / self._state.grad_scale)
-                self._state.stage, self._state.grad_scale = Stage.DELAYED, scale
-            elif self._state.stage is Stage.DELAYED:
-                self._state.stage, self._state.grad_scale = Stage.UNSCALED, 1.0
+                if state.policy.fuse_unscale:
+                    for group in state.grad_groups(self._optimizer):
+                        group.scale_(scale / state.grad_scale)
+                state.stage, state.grad_scale = Stage.DELAYED, scale
+            elif state.stage is Stage.DELAYED:
+                state.stage, state.grad_scale = Stage.UNSCALED, 1.0
         elif name not in _FLAGS:
-            _legacy(self._state).names[name] = value
+            _legacy(state).names[name] = value
 
     def __dir__(self) -> list[str]:
-        lists = _LISTS_WITH_MASTERS if self._state.policy.master_weights else _LISTS_WITHOUT_MASTERS
-        return sorted([*_FLAGS, *lists, *_legacy(self._state).names])
+        return sorted([*_FLAGS, *self._lists(), *_legacy(self._state).names])
 
-    def _groups(self, kind: str) -> list[list[Tensor]]:
-        """Per parameter group: "model" parameters that have masters, their "master"s, or "fp32" ones without."""
-        model_of = {id(pair.master_param): pair.model_param for pair in self._state.pairs}
-        groups = []
-        for group in self._optimizer.param_groups:
-            if kind == "fp32":
-                chosen = [p for p in group["params"] if id(p) not in model_of and p.requires_grad]
-            else:
-                masters = [p for p in group["params"] if id(p) in model_of]
-                chosen = masters if kind == "master" else [model_of[id(p)] for p in masters]
-            groups.append(chosen)
-        return groups
-
-    def _params(self, *, low_precision: bool) -> list[Tensor]:
-        params = [p for group in self._optimizer.param_groups for p in group["params"]]
-        return [p for p in params if (p.dtype in LOW_PRECISION) == low_precision]
-
-    def _aside(self, params: list[Tensor]) -> list[Tensor | None]:
+    def _lists(self) -> dict[str, list[Any]]:
+        """The lists that there are at this level."""
         aside = _legacy(self._state).aside or {}
-        return [aside[id(p)][1] if id(p) in aside else None for p in params]
 
+        def stashed(params: list[Tensor]) -> list[Tensor | None]:
+            return [aside[id(p)][1] if id(p) in aside else None for p in params]
 
-_Getter = Callable[[AmpStash], Any]
+        groups = [group["params"] for group in self._optimizer.param_groups]
+        if not self._state.policy.master_weights:
+            low = [p for p in _flat(groups) if p.dtype in LOW_PRECISION]
+            wide = [p for p in _flat(groups) if p.dtype not in LOW_PRECISION]
+            lists = {"all_fp16_params": low, "all_fp32_params": wide}
+            return {**lists, "all_fp16_grad_stash": stashed(low), "all_fp32_grad_stash": stashed(wide)}
+        model_of = {id(pair.master_param): pair.model_param for pair in self._state.pairs}
+        masters = [[p for p in params if id(p) in model_of] for params in groups]
+        models = [[model_of[id(p)] for p in params] for params in masters]
+        others = [[p for p in params if id(p) not in model_of and p.requires_grad] for params in groups]
+        return {
+            "fp16_groups": models,
+            "fp32_from_fp16_groups": masters,
+            "fp32_from_fp32_groups": others,
+            "all_fp16_params": _flat(models),
+            "all_fp32_from_fp16_params": _flat(masters),
+            "all_fp32_from_fp32_params": _flat(others),
+            "all_fp32_from_fp32_grad_stash": stashed(_flat(others)),
+        }
 
 
 def _live(found: list[Any]) -> LiveList:
@@ -207,26 +197,16 @@ def _flat(groups: list[list[Tensor]]) -> list[Tensor]:
     return [p for group in groups for p in group]
 
 
-_FLAGS: dict[str, _Getter] = {
-    "lazy_init_called": lambda stash: True,
-    "already_patched": lambda stash: stash._state.skip,
-    "params_have_scaled_gradients": lambda stash: stash._state.awaits_block,
-    "process_zero_grad": lambda stash: True,
-}
-_LISTS_WITH_MASTERS: dict[str, _Getter] = {
-    "fp16_groups": lambda stash: stash._groups("model"),
-    "fp32_from_fp16_groups": lambda stash: stash._groups("master"),
-    "fp32_from_fp32_groups": lambda stash: stash._groups("fp32"),
-    "all_fp16_params": lambda stash: _flat(stash._groups("model")),
-    "all_fp32_from_fp16_params": lambda stash: _flat(stash._groups("master")),
-    "all_fp32_from_fp32_params": lambda stash: _flat(stash._groups("fp32")),
-    "all_fp32_from_fp32_grad_stash": lambda stash: stash._aside(_flat(stash._groups("fp32"))),
-}
-_LISTS_WITHOUT_MASTERS: dict[str, _Getter] = {
-    "all_fp16_params": lambda stash: stash._params(low_precision=True),
-    "all_fp32_params": lambda stash: stash._params(low_precision=False),
-    "all_fp16_grad_stash": lambda stash: stash._aside(stash._params(low_precision=True)),
-    "all_fp32_grad_stash": lambda stash: stash._aside(stash._params(low_precision=False)),
+_LISTS = {
+    "fp16_groups", "fp32_from_fp16_groups", "fp32_from_fp32_groups", "all_fp16_params", "all_fp32_from_fp16_params",
+    "all_fp32_from_fp32_params", "all_fp32_from_fp32_grad_stash", "all_fp32_params", "all_fp16_grad_stash",
+    "all_fp32_grad_stash",
+}  # fmt: skip
+_FLAGS: dict[str, Callable[[AmpOptimizerState], bool]] = {
+    "lazy_init_called": lambda state: True,
+    "already_patched": lambda state: state.skip,
+    "params_have_scaled_gradients": lambda state: state.awaits_block,
+    "process_zero_grad": lambda state: True,
 }
 # In a ``_group_step`` of the script's own: what ``apex_npu.compat.group_steps`` has for each parameter group.
 _COMBINED = {
@@ -257,11 +237,7 @@ class LegacyOptimizerNames(Optimizer):
         self._amp_state.combine(combine_grad=bool(value))
 
     def _check_already_combined_params_and_grads(self) -> None:
-        """With this call the steps of Ascend's optimizers begin, and of the copies of them that scripts bring along.
-
-        Raises:
-            TypeError: Always; nothing has been updated.
-        """
+        """Raise a TypeError, before a copy of one of Ascend's optimizers steps: with this call those begin."""
         raise TypeError(
             f"{type(self).__name__} is a copy of one of Ascend's optimizers, which step tensors that Ascend's patch "
             "has combined. Import the one of apex.optimizers instead, or derive from that and keep the _group_step"

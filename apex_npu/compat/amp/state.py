@@ -27,20 +27,15 @@ _OPTIONS = (
 
 
 class OptProperties:
-    """What the level and the overrides of ``initialize`` have come to: read-only.
-
-    Attributes:
-        options: All of it, as a dict.
-    """
+    """What the level and the overrides of ``initialize`` have come to: read-only; ``options`` has all of it."""
 
     def __init__(self, policy: Policy) -> None:
         vars(self)["options"] = {name: getattr(policy, name) for name in _OPTIONS}
 
     def __getattr__(self, name: str) -> Any:
-        try:
+        if name in vars(self).get("options", ()):
             return vars(self)["options"][name]
-        except KeyError:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"opt_properties.{name} is fixed by amp.initialize; call it again with {name}={value!r}")
@@ -134,11 +129,7 @@ _amp_state = AmpState()
 
 
 def warn_or_err(msg: str) -> None:
-    """Raise, or with ``hard_override`` print, ``msg``.
-
-    Raises:
-        RuntimeError: ``msg``.
-    """
+    """Raise ``msg`` as a RuntimeError, or with ``hard_override`` print it."""
     if not _amp_state.hard_override:
         raise RuntimeError(msg)
     print(f"Warning:  {msg}")

@@ -5,26 +5,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 __all__ = [
-    "casted_args",
-    "filter_attrs",
-    "is_cuda_enabled",
-    "is_floating_point",
-    "is_fp_tensor",
-    "is_nested",
-    "is_tensor_like",
-    "maybe_float",
-    "maybe_half",
-    "scalar_python_val",
-    "type_string",
-]
-
-T = TypeVar("T")
+    "casted_args", "filter_attrs", "is_cuda_enabled", "is_floating_point", "is_fp_tensor", "is_nested",
+    "is_tensor_like", "maybe_float", "maybe_half", "scalar_python_val", "type_string",
+]  # fmt: skip
 
 
 def is_cuda_enabled() -> bool:
@@ -75,16 +64,14 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
     return type(x)(_cast(item, dtype) for item in x) if is_nested(x) else x.to(dtype)
 
 
-def maybe_half(x: T, name: str = "", verbose: bool = False) -> T:
+def maybe_half(x: Any, name: str = "", verbose: bool = False) -> Any:
     """``x``, a tensor or nested lists of tensors, in float16. The other arguments are accepted."""
-    casted: T = _cast(x, torch.float16)
-    return casted
+    return _cast(x, torch.float16)
 
 
-def maybe_float(x: T, name: str = "", verbose: bool = False) -> T:
+def maybe_float(x: Any, name: str = "", verbose: bool = False) -> Any:
     """``x``, a tensor or nested lists of tensors, in float32. The other arguments are accepted."""
-    casted: T = _cast(x, torch.float32)
-    return casted
+    return _cast(x, torch.float32)
 
 
 def casted_args(cast_fn: Callable[[Any], Any], args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:

@@ -41,14 +41,6 @@ class FP16_Optimizer:
     Raises:
         TypeError: ``init_optimizer`` is no optimizer, or a parameter is neither in float32 nor in low precision.
 
-    Attributes:
-        optimizer: The optimizer.
-        loss_scaler: The scaler.
-        overflow: The gradients that were unscaled last have overflowed: the next step will be skipped.
-        fp16_groups: Per group, the parameters that have masters.
-        fp32_from_fp16_groups: Per group, these masters.
-        fp32_from_fp32_groups: Per group, the trainable float32 parameters.
-
     Example::
 
         >>> network = fp16_utils.network_to_half(model)
@@ -99,6 +91,7 @@ class FP16_Optimizer:
         # Brings state that was there already to the masters' dtype.
         self.optimizer.load_state_dict(self.optimizer.state_dict())
         model_of = {id(pair.master_param): pair.model_param for pair in self._state.pairs}
+        # Per group: the parameters that have masters, these masters, and the trainable float32 parameters.
         self.fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp32_groups: list[list[Tensor]] = []
@@ -131,14 +124,8 @@ class FP16_Optimizer:
         if self.verbose:
             print(msg)
 
-    # ------------------------------------------------------------------------------------------------------ one step
-
     def zero_grad(self, set_grads_to_None: bool = False) -> None:
-        """Clear the gradients of model and masters.
-
-        Args:
-            set_grads_to_None: To None rather than to zero.
-        """
+        """Clear the gradients of model and masters, to zero or to None."""
         self.optimizer.zero_grad(set_to_none=set_grads_to_None)
         for param in self.all_fp16_params:
             if set_grads_to_None:
@@ -149,13 +136,9 @@ class FP16_Optimizer:
         self._spoiled = False
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
-        """Backward from the scaled loss, then ``update_master_grads``. Gradients of several calls add up.
+        """Backward from the loss, scaled in float32, then ``update_master_grads``. Gradients of several calls add up.
 
-        Args:
-            loss: In any precision; it is scaled in float32.
-            update_master_grads: False: leave gradients scaled, for further calls; a saving. Call
-                ``update_master_grads`` before ``step`` then.
-            retain_graph: As in ``Tensor.backward``.
+        With ``update_master_grads=False`` gradients stay scaled, for further calls: call that method before ``step``.
         """
         if self._aside is None:
             self._aside = set_grads_aside(self._state.grad_groups(self.optimizer))
@@ -171,12 +154,9 @@ class FP16_Optimizer:
         self.overflow = self._spoiled = self.loss_scaler.update_scale() or self._spoiled
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip the masters' gradients to a common norm.
-
-        Returns:
-            Their norm before; −1 after an overflow, when there is nothing to clip.
-        """
-        return -1 if self.overflow else self.clip_grad_norm(self._stepped(), max_norm, norm_type)
+        """Clip the masters' gradients to a common norm, and return it; −1 after an overflow, as there is none."""
+        stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return -1 if self.overflow else self.clip_grad_norm(stepped, max_norm, norm_type)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the masters and round them into the model; after an overflow do neither.
@@ -218,9 +198,6 @@ class FP16_Optimizer:
     def _master_params_to_model_params(self) -> None:
         copy_masters_to_model(self._state.pairs)
 
-    def _stepped(self) -> list[Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """Per group, the gradients of what the optimizer steps; None, and a warning, after an overflow."""
         if self.overflow:
@@ -233,8 +210,6 @@ class FP16_Optimizer:
             [None if p.grad is None else p.grad.detach() for p in group["params"]]
             for group in self.optimizer.param_groups
         ]
-
-    # --------------------------------------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that is needed to go on: scaler, flags, the optimizer's state and the masters."""
@@ -275,8 +250,6 @@ class FP16_Optimizer:
     def __setstate__(self, state: Any) -> NoReturn:
         raise RuntimeError("FP16_Optimizer should be deserialized using load_state_dict().")
 
-    # ------------------------------------------------------------------------------------------- what is passed on
-
     @property
     def loss_scale(self) -> float:
         """The scale; can be assigned."""
@@ -286,20 +259,13 @@ class FP16_Optimizer:
     def loss_scale(self, value: float) -> None:
         self.loss_scaler._loss_scale = value
 
-    @property
-    def state(self) -> Any:
-        """The optimizer's; can be assigned."""
-        return self.optimizer.state
+    def __getattr__(self, name: str) -> Any:
+        if name in ("state", "param_groups"):  # the optimizer's
+            return getattr(self.optimizer, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's; can be assigned."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("state", "param_groups"):
+            setattr(self.optimizer, name, value)
+        else:
+            object.__setattr__(self, name, value)

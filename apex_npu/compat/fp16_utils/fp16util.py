@@ -14,23 +14,12 @@ from torch.nn.utils import clip_grad_norm_
 from apex_npu.autocast.forward_cast import cast_own_parameters, cast_parameters, is_affine_batch_norm
 
 __all__ = [
-    "BN_convert_float",
-    "FP16Model",
-    "clip_grad_norm",
-    "convert_module",
-    "convert_network",
-    "master_params_to_model_params",
-    "model_grads_to_master_grads",
-    "network_to_half",
-    "prep_param_lists",
-    "to_python_float",
-    "tofp16",
-]
+    "BN_convert_float", "FP16Model", "clip_grad_norm", "convert_module", "convert_network",
+    "master_params_to_model_params", "model_grads_to_master_grads", "network_to_half", "prep_param_lists",
+    "to_python_float", "tofp16",
+]  # fmt: skip
 
 clip_grad_norm = clip_grad_norm_
-
-
-# ------------------------------------------------------------------------------------------------------------- models
 
 
 class tofp16(nn.Module):
@@ -105,10 +94,7 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 class FP16Model(nn.Module):
-    """A network in float16, affine batch norms excepted; inputs are cast, outputs are not.
-
-    Args:
-        network: Converted in place.
+    """``network``, converted in place to float16 but for affine batch norms; inputs are cast, outputs are not.
 
     Example::
 
@@ -126,15 +112,10 @@ class FP16Model(nn.Module):
         return self.network(*(input.half() for input in inputs))
 
 
-# ------------------------------------------------------------------------------------------------------------ masters
-
-
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[nn.Parameter], list[Tensor]]:
     """The trainable parameters of ``model``, and float32 masters with their values.
 
-    Args:
-        model: Stays as it is.
-        flat_master: One flat master for all of them, with a gradient of zeros.
+    With ``flat_master``, one flat master for all of them, with a gradient of zeros.
 
     Raises:
         TypeError: ``flat_master``, and parameters of several dtypes.

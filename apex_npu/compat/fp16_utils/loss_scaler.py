@@ -18,9 +18,6 @@ __all__ = ["DynamicLossScaler", "LossScaler", "to_python_float"]
 class LossScaler:
     """A loss scale that stays.
 
-    Args:
-        scale: The scale.
-
     Example::
 
         >>> scaler = fp16_utils.LossScaler(128.0)
@@ -52,12 +49,7 @@ class LossScaler:
 
 
 class DynamicLossScaler(LossScaler):
-    """A loss scale that shrinks at an overflow, to 1 at the least, and grows after enough steps without.
-
-    Args:
-        init_scale: The first scale.
-        scale_factor: What it grows and shrinks by.
-        scale_window: It grows when the steps since the last overflow are a multiple of this.
+    """A loss scale that shrinks at an overflow, to 1 at the least, and grows after ``scale_window`` steps without.
 
     Example::
 
@@ -75,11 +67,7 @@ class DynamicLossScaler(LossScaler):
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """True where a gradient of ``params`` holds inf or nan."""
-        return any(param.grad is not None and self._has_inf_or_nan(param.grad) for param in params)
-
-    @staticmethod
-    def _has_inf_or_nan(x: Tensor) -> bool:
-        return not bool(torch.isfinite(x).all())
+        return any(not bool(torch.isfinite(param.grad).all()) for param in params if param.grad is not None)
 
     def update_scale(self, overflow: bool) -> None:
         """Take note of one step's outcome."""

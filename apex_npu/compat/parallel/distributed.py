@@ -26,20 +26,16 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     As in Apex, parameters without a gradient are tolerated, and buffers are not broadcast at each forward. Both can be
     changed with torch's own arguments: ``find_unused_parameters=False`` saves a walk over the graph per iteration.
 
+    Accepted, without effect, are ``allreduce_trigger_params``, ``num_allreduce_streams``,
+    ``gradient_average_split_factor`` and ``prof``.
+
     Args:
         module: The model, the same in every process.
         message_size: Elements per bucket of gradients that is reduced at once.
         delay_allreduce: Reduce all gradients in one bucket.
-        shared_param: Must be None.
-        allreduce_trigger_params: Accepted; torch decides itself when to reduce.
-        retain_allreduce_buffers: Must be False.
         allreduce_always_fp32: Reduce low-precision gradients in float32.
-        num_allreduce_streams: Accepted; torch has one.
-        allreduce_communicators: Must be None; pass ``process_group``.
         gradient_average: Divide by the number of processes.
         gradient_predivide_factor: Divide by this before reducing, and by the rest afterwards.
-        gradient_average_split_factor: Accepted, as in Apex.
-        prof: Accepted.
         **options: Arguments of ``torch.nn.parallel.DistributedDataParallel``.
 
     Raises:
@@ -86,10 +82,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         options.setdefault("bucket_cap_mb", max(1, -(-4 * numel // _MIB)))
         # Newer torch has another name for the same, and warns of the old one.
         names = inspect.signature(nn.parallel.DistributedDataParallel).parameters
-        if "broadcast_buffers" not in options:
-            options.setdefault(
-                "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers", False
-            )
+        name = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+        options |= {} if "broadcast_buffers" in options else {name: options.get(name, False)}
         options.setdefault("find_unused_parameters", True)
         super().__init__(module, **options)
         if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:

@@ -23,16 +23,7 @@ class LARC:
         g ← factor · (g + wd · p)
 
     A parameter whose |p| or |g| is 0 is left as it is, undecayed. ``amp.initialize`` and ``amp.scale_loss`` take a LARC
-    as they take the optimizer within.
-
-    Args:
-        optimizer: Any torch optimizer.
-        trust_coefficient: See above.
-        clip: Never exceed the optimizer's learning rate; False: multiply it by the local one.
-        eps: See above.
-
-    Attributes:
-        optim: The optimizer within. All that LARC has not is its.
+    as they take the optimizer within, ``optim``, which has all that LARC has not.
 
     Example::
 
@@ -83,23 +74,16 @@ class LARC:
             scaled = (grad + weight_decay * param) * factor.to(grad.dtype)
             grad.copy_(torch.where(applies, scaled, grad))
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the optimizer."""
-        return self.optim.zero_grad(*args, **kwargs)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's; can be assigned."""
-        return self.optim.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optim.param_groups = value
-
     def __getattr__(self, name: str) -> Any:
         if name == "optim":  # while a copy is being made
             raise AttributeError(name)
         return getattr(self.optim, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "param_groups":
+            self.optim.param_groups = value
+        else:
+            object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
         return f"LARC({self.optim!r})"

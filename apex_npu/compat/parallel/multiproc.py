@@ -21,14 +21,7 @@ _NAME = "apex.parallel.multiproc"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the script, and wait for all of its processes.
-
-    Args:
-        arguments: The script and its arguments.
-
-    Returns:
-        0, or the exit status of the first process that failed.
-    """
+    """Run the script with its arguments in all processes; 0, or the exit status of the first one that failed."""
     arguments = list(arguments)
     if "--world-size" in arguments:
         world_size = int(arguments[arguments.index("--world-size") + 1])

@@ -20,15 +20,8 @@ __all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group
 class SyncBatchNorm(nn.SyncBatchNorm):
     """``torch.nn.SyncBatchNorm``, whose state dict it shares, with two more ways to use it.
 
-    Args:
-        num_features: Channels.
-        eps: Added to the variance.
-        momentum: Of the running statistics; None: their average.
-        affine: With weight and bias.
-        track_running_stats: Keep running statistics.
-        process_group: The processes whose batches count; None: all.
-        channel_last: The channels are the last dimension of the input rather than the second.
-        fuse_relu: Apply ReLU to the output.
+    With ``channel_last`` the channels are the last dimension of the input rather than the second; ``fuse_relu`` applies
+    ReLU to the output.
 
     Example::
 
@@ -117,15 +110,8 @@ def _has_peers(group: Any) -> bool:
 def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:
     """Replace every batch norm in ``module`` by a ``SyncBatchNorm`` with its parameters, buffers and mode.
 
-    The parameters stay the same objects, so an optimizer that has been made already steps them.
-
-    Args:
-        module: Changed in place, unless it is a batch norm itself.
-        process_group: For all of them.
-        channel_last: For all of them.
-
-    Returns:
-        ``module``, or what replaces it.
+    The parameters stay the same objects, so an optimizer that has been made already steps them. ``module`` is changed
+    in place and returned, unless it is a batch norm itself.
 
     Example::
 
@@ -149,15 +135,8 @@ def _converted(norm: _BatchNorm, process_group: Any, channel_last: bool) -> Sync
         )
     # On no device: its own parameters are thrown away.
     with torch.device("meta"):
-        converted = SyncBatchNorm(
-            norm.num_features,
-            norm.eps,
-            norm.momentum,
-            norm.affine,
-            norm.track_running_stats,
-            process_group,
-            channel_last=channel_last,
-        )
+        same = (norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+        converted = SyncBatchNorm(*same, process_group, channel_last=channel_last)
     converted._parameters.update(norm._parameters)
     converted._buffers.update(norm._buffers)
     converted.train(norm.training)
@@ -165,13 +144,9 @@ def _converted(norm: _BatchNorm, process_group: Any, channel_last: bool) -> Sync
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
-    """Divide the processes into groups of ``group_size`` neighbours; every process must call this.
+    """Divide the processes into groups of ``group_size`` neighbours, and return this process's; every one must call it.
 
-    Args:
-        group_size: A divisor of the number of processes; 0: all of them.
-
-    Returns:
-        This process's group; None for 0.
+    For 0 there is one group, None.
 
     Raises:
         ValueError: It does not divide the number of processes.
