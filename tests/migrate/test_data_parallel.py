@@ -13,9 +13,10 @@ import processes
 import pytest
 import torch
 from devices import DEVICE, START_SCRIPT
+from migrate import trees
 
 from apex_npu.__main__ import main
-from apex_npu.migrate import Options, plan, rewrite
+from apex_npu.migrate import Options, rewrite
 
 SCRIPT = Path(__file__).parent / "parallel/script.py"
 TO = "npu" if DEVICE.type == "npu" else "portable"
@@ -122,10 +123,7 @@ def keep(model):
 
 
 def planned(folder, **files):
-    for name, text in files.items():
-        (folder / f"{name}.py").write_text(text)
-    made = plan([folder], Options(ignore=("O",)), data_parallel=folder / "main.py")
-    return {change.target.path: change.after.decode() for change in made.files}, made.findings
+    return trees.planned(folder, files, Options(ignore=("O",)), data_parallel=folder / "main.py")
 
 
 def test_saves_of_imported_files_are_guarded(tmp_path):

@@ -207,9 +207,9 @@ def test_rules_of_both_forms(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("r.json", "{", "r.json: it is no JSON: Expecting property name enclosed in double quotes: line 1 column 2"),
+        ("r.json", "{", "r.json: it is no JSON: Expecting property name"),
         ("r.json", "[]", "r.json: it has no tables"),
-        ("r.json", '{"renames": []}', "there are no rules 'renames'; there are rename, argument, refuse, keep, Args"),
+        ("r.json", '{"renames": []}', "there are no rules 'renames'; there are rename, argument"),
         ("r.json", '{"rename": {}}', "rename is no list of rules: write [[rename]]"),
         ("r.json", '{"rename": [1]}', "rename number 1 is no table"),
         ("r.json", '{"rename": [{"old": "a", "nwe": "b"}]}', "number 1: there is no key 'nwe'; there are new, old"),
@@ -226,7 +226,7 @@ def test_rules_of_both_forms(tmp_path):
         ("r.yaml", "", "ends with .toml or .json"),
         ("nosuch.json", None, "it cannot be read"),
         pytest.param(
-            *("r.toml", "[[rename]\n", "it is no TOML: Expected ']]' at the end of an array declaration (at line 1"),
+            *("r.toml", "[[rename]\n", "it is no TOML"),
             marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="there is no tomllib"),
         ),
     ],
@@ -243,7 +243,7 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path, capsys, name, text, words):
 def test_toml_needs_a_python_that_reads_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tomllib", None)
     (tmp_path / "r.toml").write_text(ALL)
-    with pytest.raises(ValueError, match=r"needs Python 3\.11; write the same rules as JSON"):
+    with pytest.raises(ValueError, match=r"r\.toml.*3\.11.*JSON"):
         read_rules(str(tmp_path / "r.toml"))
 
 

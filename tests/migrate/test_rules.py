@@ -67,7 +67,6 @@ def test_names_of_torch_cuda():
     public = set(torch.cuda.__all__)
     assert SAME_NAMES | RENAMED.keys() <= public
     assert {name for name in SUBMODULES if "." not in name} <= public
-    assert len(SAME_NAMES) == 88
     if VENDOR:
         import torch_npu
 
@@ -106,6 +105,7 @@ def test_properties_of_an_npu():
 def test_an_explanation_is_that_of_its_rule(rule):
     text = reports.explanation(rule)
     assert text.startswith(f"{rule.id}: {rule.title}\n")
+    assert all(f"    {line}" in text for line in rule.example.splitlines())
     assert "{}" not in text
     assert bool(rule.found) == ("{}" in rule.message)
     options = replace(rule.options, own=EXAMPLES if rule.id[0] == "R" or rule.id == "D170" else ())
@@ -118,7 +118,9 @@ def test_an_explanation_is_that_of_its_rule(rule):
     message = rule.message.format(*rule.found)
     beside = message and rule.example and not any(message in one for one in said)
     assert (f"In other places: {message}" in text) == bool(beside)
+    new = rewrite(rule.example.encode(), options=options).source.decode()
     assert ("\nbecomes\n" in text) == any(one.status == "changed" for one in found)
+    assert all(f"    {line}" in text for line in new.splitlines())
 
 
 @pytest.mark.parametrize("family", [("A35", "torch_amp_refused_*.txt"), ("P", "parallel_refused_*.txt")])
@@ -129,9 +131,3 @@ def test_explanations_have_more_than_their_example(family):
         assert rules, case
         assert all("It refuses:" in reports.explanation(RULES[rule]) for rule in rules)
     assert "enabled=" in reports.explanation(RULES["A355"])
-
-
-def test_an_explanation_shows_the_example():
-    text = reports.explanation(RULES["D103"])
-    assert "x = torch.ones(2).cuda()" in text
-    assert "x = torch.ones(2).npu()" in text

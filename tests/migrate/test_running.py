@@ -43,12 +43,10 @@ def fails(x):
 
 @pytest.fixture
 def rewriter(tmp_path, monkeypatch):
-    (tmp_path / "ours").mkdir()
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "ours/rewritten_module.py").write_text(MODULE)
-    (tmp_path / "theirs/other_module.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path / "ours")
-    monkeypatch.syspath_prepend(tmp_path / "theirs")
+    for folder, module in (("ours", "rewritten_module"), ("theirs", "other_module")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{module}.py").write_text(MODULE)
+        monkeypatch.syspath_prepend(tmp_path / folder)
     rewriter = Rewriter(tmp_path / "ours")
     monkeypatch.setattr(sys, "meta_path", [rewriter, *sys.meta_path])
     monkeypatch.setattr(sys, "dont_write_bytecode", False)

@@ -32,13 +32,10 @@ def scale(put: Insertion, backward: Backward) -> None:
     dot = program.method_span(call.func)[0]
     if "\n" in source.text[last:dot] or "\n" in source.text[start:first]:
         raise UnclearError(call, "A353", "the statement is on several lines: write it on one")
-    indent = source.text[source.line_start(statement.lineno) : start]
     scaled = "scaled_loss"
     while program.names.is_taken(scaled):
         scaled = f"amp_{scaled}"
-    inner = "\t" if "\t" in indent else "    "
-    rest = f", {optimizers}) as {scaled}:{source.newline(statement.lineno)}{indent}{inner}{scaled}"
-
+    rest = program.put_into(statement, f", {optimizers}) as {scaled}:") + scaled
     edits = [Edit(start, first, f"with {put.amp}.scale_loss("), Edit(last, dot, rest)]
     program.report(rule, "changed", (start, dot), edits, links=["amp"])
 

@@ -26,12 +26,7 @@ _SIMPLE = (
 
 
 class TorchAmp:
-    """What a program has of torch.amp.
-
-    Attributes:
-        scalers: The names of its GradScalers.
-        is_bfloat16: Whether it casts to bfloat16.
-        enabled: The expression that switches it on, as written; "": it is on. ``switch`` is its node.
+    """What a program has of torch.amp. ``enabled`` is the expression that switches it on, as written; "": it is on.
 
     Raises:
         UnclearError: A part of it cannot be moved over.
@@ -201,9 +196,7 @@ class TorchAmp:
     def _dedented(self, block: ast.With) -> Iterator[Edit]:
         """Without its first line, and with the others moved to the left; lines inside of texts stay."""
         source = self.program.source
-        start, inner = source.span(block)[0], source.span(block.body[0])[0]
-        outer = source.text[source.line_start(block.lineno) : start]
-        indent = source.text[source.line_start(block.body[0].lineno) : inner]
+        start, outer, indent = source.span(block)[0], source.indent(block), source.indent(block.body[0])
         header = source.place(source.span(block.items[-1].context_expr)[1])[0]
         rest = source.text[source.span(block.items[-1].context_expr)[1] : source.line_end(header)].strip()
         if outer.strip() or indent.strip() or not re.fullmatch(r":\s*(#.*)?", rest) or not indent.startswith(outer):

@@ -57,17 +57,9 @@ class Scope:
 
 
 class Names:
-    """The scopes of a program.
+    """The scopes of a program, and its nodes, outer ones first, but for those without a place.
 
-    Args:
-        tree: Its syntax tree.
-        exports: Names of modules that it imports names from, and the imports that these are: ``programs.exports``.
-
-    Attributes:
-        nodes: All nodes but those without a place, outer ones first.
-        parents: The node that contains each.
-        module: The outermost scope.
-        stars: The modules of star imports, which may bring names that ``exports`` does not have.
+    ``exports`` has what names of other modules are. ``stars`` are the modules of star imports, which may bring others.
     """
 
     def __init__(self, tree: ast.Module, exports: Exports | None = None) -> None:
@@ -125,9 +117,8 @@ class Names:
             scope.elsewhere.update(dict.fromkeys(node.names, type(node)))
         elif not isinstance(node, (ast.alias, ast.Attribute)):
             # Functions, classes, parameters, handlers of exceptions and patterns bind by a field of theirs.
-            named = (
-                getattr(node, field, None) for field in ("name", "rest", "arg" if isinstance(node, ast.arg) else "")
-            )
+            fields = ("arg",) if isinstance(node, ast.arg) else ("name", "rest")
+            named = (getattr(node, field, None) for field in fields)
             late.extend((scope, name, _OPAQUE) for name in named if isinstance(name, str))
 
     def scope(self, node: ast.AST) -> Scope:
@@ -175,9 +166,8 @@ class Names:
 
     def unbound(self) -> set[str]:
         """The names that are used and that no scope binds."""
-        return {
-            node.id for node in self.nodes if isinstance(node, ast.Name) and self._scopes[node].find(node.id) is None
-        }
+        names = (node for node in self.nodes if isinstance(node, ast.Name))
+        return {node.id for node in names if self._scopes[node].find(node.id) is None}
 
 
 def module_of(node: ast.ImportFrom) -> str:

@@ -71,7 +71,6 @@ _A = TypeVar("_A", bound=ast.AST)
 _B = TypeVar("_B", bound=ast.AST)
 LITERAL = re.compile(r"""([uUrR]?)(\"""|'''|"|')""")
 _FROM = re.compile(r"from[ \t\f]+([\w.]+)(?![\w.])")
-_INDENT = re.compile(r"[ \t\f]*")
 _KEEP = re.compile(r"#\s*migrate:\s*keep\b")
 # Before 3.12 Python gives places inside an f-string that may be wrong.
 _EXACT_FSTRINGS = sys.version_info >= (3, 12)
@@ -272,13 +271,19 @@ class Program:
         """Statements after another one, or before it; four spaces in ``lines`` are one more indentation."""
         source = self.source
         start = source.line_start(anchor.lineno)
-        indent = _INDENT.match(source.text, start)[0]  # type: ignore[index]
+        indent = re.match(r"[ \t\f]*", source.text[start:])[0]  # type: ignore[index]
         inner, newline = "\t" if "\t" in indent else "    ", source.newline(anchor.lineno)
         written = [indent + line.replace("    ", inner) for line in lines]
         if before:
             return Edit(start, start, "".join(line + newline for line in written))
         end = source.line_end(anchor.end_lineno or 0)
         return Edit(end, end, "".join(newline + line for line in written))
+
+    def put_into(self, statement: ast.stmt, header: str) -> str:
+        """The text between ``statement`` and the beginning of its line after ``header``, of which it is the block."""
+        indent = self.source.indent(statement)
+        inner = "\t" if "\t" in indent else "    "
+        return f"{header}{self.source.newline(statement.lineno)}{indent}{inner}"
 
     def settle(self) -> None:
         """Decide what is unsure, what a comment keeps, and what stands or falls together."""
@@ -319,11 +324,7 @@ class Program:
         return [draft for draft in self.drafts if draft.status == "changed"]
 
     def rewritten(self) -> str:
-        """The new text.
-
-        Raises:
-            UnreadableError: It does not parse, or something else is changed in it.
-        """
+        """The new text; an UnreadableError where it does not parse, or something else is changed in it."""
         edits = [edit for draft in self.changes() for edit in draft.edits]
         text = apply_edits(self.source.text, edits)
         if not same_elsewhere(self.source, self.tree, edits, text):

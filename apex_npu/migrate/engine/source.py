@@ -29,13 +29,7 @@ class UnreadableError(Exception):
 
 @dataclass(frozen=True)
 class Edit:
-    """A span of the text and what takes its place.
-
-    Attributes:
-        start: Offset of the first character.
-        end: Offset after the last one.
-        text: What stands there afterwards.
-    """
+    """A span of the text, from ``start`` to before ``end``, and what takes its place."""
 
     start: int
     end: int
@@ -52,14 +46,7 @@ def apply_edits(text: str, edits: Iterable[Edit], start: int = 0, end: int | Non
 
 
 class Source:
-    """The text of a Python file.
-
-    Args:
-        data: The file's bytes, or text that has been decoded.
-
-    Raises:
-        UnreadableError: The bytes are no text of the encoding that the file names, or too many.
-    """
+    """The text of a Python file, of its bytes or as it is; what is not in the encoding that it names is refused."""
 
     def __init__(self, data: bytes | str) -> None:
         self.encoding, self.bom = "utf-8", b""
@@ -84,22 +71,14 @@ class Source:
         return text
 
     def encode(self, text: str) -> bytes:
-        """The bytes of ``text`` in this file's encoding.
-
-        Raises:
-            UnreadableError: A character of it has none.
-        """
+        """The bytes of ``text`` in this file's encoding."""
         try:
             return self.bom + text.encode(self.encoding)
         except UnicodeError as error:
             raise UnreadableError("F903", f"the new text cannot be written in its encoding ({error})") from None
 
     def parse(self) -> ast.Module:
-        """The syntax tree.
-
-        Raises:
-            UnreadableError: Python cannot parse it.
-        """
+        """The syntax tree."""
         return parse(self.text)
 
     def offset(self, line: int, column: int) -> int:
@@ -124,6 +103,10 @@ class Source:
     def line_start(self, line: int) -> int:
         """The offset of the first character of a line."""
         return self._starts[line - 1]
+
+    def indent(self, node: ast.stmt) -> str:
+        """What stands on the line of a statement before it."""
+        return self.text[self.line_start(node.lineno) : self.span(node)[0]]
 
     def line_end(self, line: int) -> int:
         """The offset of the end of a line, before what ends it."""
@@ -185,14 +168,7 @@ def same_tree(one: object, other: object) -> bool:
 
 
 def same_elsewhere(source: Source, tree: ast.Module, edits: Sequence[Edit], text: str) -> bool:
-    """Whether ``text`` parses, and every statement that no edit touches is in it, at its place, as it was.
-
-    Args:
-        source: The old text.
-        tree: Its syntax tree.
-        edits: What has been changed in it.
-        text: The new one.
-    """
+    """Whether ``text`` parses, and every statement that no edit of ``source`` touches is in it, in its place."""
     edits = sorted(edits, key=lambda edit: (edit.start, edit.end))
     # What comes after a statement that is removed is inside of the span of its line.
     if any(one.end > other.start and (one.text or other.end > other.start) for one, other in pairwise(edits)):

@@ -20,7 +20,7 @@ from apex_npu.migrate.rules.own import read_api_list, read_rules
 from apex_npu.migrate.rules.targets import TARGETS
 
 from . import reports
-from .planning import Plan, plan
+from .planning import plan
 from .writing import write_copy, write_in_place
 
 
@@ -83,36 +83,30 @@ def _amp_args(text: str) -> str:
 
 
 def _migrate(options: argparse.Namespace) -> int:
-    if options.model and not options.data_parallel:
-        raise ValueError("--model goes with --data-parallel")
-    if not options.paths and not options.data_parallel:
-        raise ValueError("a path is missing")
-    if options.write and options.out:
-        raise ValueError("--write changes files in place, --out writes a copy: give one of them")
-    if options.out and len(options.paths) > 1:
-        raise ValueError("--out copies one folder or file: give one path")
+    script, paths = options.data_parallel, options.paths or [options.data_parallel]
+    for wrong, reason in (
+        (options.model and not script, "--model goes with --data-parallel"),
+        (paths == [None], "a path is missing"),
+        (options.write and options.out, "--write changes files in place, --out writes a copy: give one of them"),
+        (options.out and len(paths) > 1, "--out copies one folder or file: give one path"),
+        (options.amp_args and not options.amp, "--amp-args goes with --amp"),
+    ):
+        if wrong:
+            raise ValueError(reason)
     if options.report:
         reports.write_report(options.report, [])
-    if options.amp_args and not options.amp:
-        raise ValueError("--amp-args goes with --amp")
-    own = [rule for path in options.rules or () for rule in read_rules(path)]
-    own += [rule for path in options.api_list or () for rule in read_api_list(path)]
-    chosen = Options(
-        options.select,
-        options.ignore,
-        options.unsure,
-        options.force,
-        similar=options.similar,
-        own=tuple(own),
-        to=options.to,
-        amp=options.amp or "",
-        amp_args=options.amp_args or "",
-        model=options.model or "",
-    )
-    script = options.data_parallel
-    made = plan(options.paths or [script], chosen, options.exclude or (), script)
+    own = [rule for path in options.rules for rule in read_rules(path)]
+    own += [rule for path in options.api_list for rule in read_api_list(path)]
+    given = {name: getattr(options, name) for name in ("unsure", "force", "similar", "to", "amp", "model")}
+    given |= {"own": tuple(own), "amp_args": options.amp_args or ""}
+    made = plan(paths, Options(options.select, options.ignore, **given), options.exclude, script)
     if options.report:
-        _save(options.report, reports.write_report(options.report, made.findings))
+        try:
+            Path(options.report).write_bytes(reports.write_report(options.report, made.findings))
+        except OSError as error:
+            raise ValueError(
+                f"{options.report} cannot be written ({error.strerror}); nothing has been changed"
+            ) from error
     if options.diff:
         sys.stdout.write(reports.unified_diff(made))
     left = options.q or options.diff
@@ -122,27 +116,17 @@ def _migrate(options: argparse.Namespace) -> int:
     if options.write:
         write_in_place(made.files, allow_dirty=options.allow_dirty, backup=options.backup)
     elif options.out:
-        write_copy((options.paths or [options.data_parallel])[0], made.files, options.out)
+        write_copy(paths[0], made.files, options.out)
     print(reports.summary(made, written=bool(options.write or options.out)), file=sys.stderr if options.diff else None)
-    return _status(made, check=options.check)
-
-
-def _save(path: str, content: bytes) -> None:
-    try:
-        Path(path).write_bytes(content)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written ({error.strerror}); nothing has been changed") from error
-
-
-def _status(made: Plan, *, check: bool) -> int:
-    left = count(made.findings, "refused", "unsure")
-    return int(bool(left or (check and made.files)))
+    return int(bool(count(made.findings, "refused", "unsure") or (options.check and made.files)))
 
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
     help = "rewrite training scripts for CUDA and apex, so that they run on npu"
-    add = add_command(commands, "migrate", _run, help).add_argument
+    parser = add_command(commands, "migrate", _run, help)
+    parser.set_defaults(amp="", model="", rules=[], api_list=[], exclude=[])
+    add = parser.add_argument
     add("paths", type=Path, metavar="PATH", nargs="*", help="files, or folders that are searched for .py and .ipynb")
     add("--diff", action="store_true", help="print a unified diff instead of the report")
     add("--write", action="store_true", help="change files in place: all of them or none")
@@ -155,7 +139,12 @@ def add_parser(commands: Commands) -> None:
     add("--amp", choices=LEVELS, help="add amp, or replace torch.amp by it, at this opt_level")
     add("--amp-args", type=_amp_args, metavar="'loss_scale=128.0'", help="more arguments of amp.initialize")
     add("--data-parallel", type=Path, metavar="MAIN", help="make a script for one card also train on several")
-    add("--model", metavar="NAME", help="with --data-parallel: the one model that is trained on several cards")
+    add(
+        "--model",
+        metavar="NAME",
+        default="",
+        help="with --data-parallel: the one model that is trained on several cards",
+    )
     add("--unsure", action="store_true", help="also apply what is unsure")
     add("--similar", action="store_true", help="also apply what is only similar")
     add("--rules", action="append", metavar="FILE", help="add rules from a .toml or .json file (repeatable)")
@@ -164,7 +153,13 @@ def add_parser(commands: Commands) -> None:
     add("--report", metavar="FILE", help="write all findings to a .csv, .json or .sarif file")
     add("--explain", metavar="RULE", help="print a rule with its example")
     add("--list-rules", action="store_true", help="print all rules")
-    add("--exclude", action="append", metavar="GLOB", help="skip paths, for instance '*/data/*' (repeatable)")
+    add(
+        "--exclude",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="skip paths, for instance '*/data/*' (repeatable)",
+    )
     add("--allow-dirty", action="store_true", help="with --write: also change files that are not committed in git")
     add("--backup", action="store_true", help="with --write: keep FILE.orig, and allow the same")
     add("--force", action="store_true", help="also change files that name npu already")

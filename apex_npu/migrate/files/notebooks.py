@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
+from typing import Any
 
-from apex_npu.migrate.engine.program import Finding
 from apex_npu.migrate.engine.source import Source, UnreadableError
 from apex_npu.migrate.rewriting import Rewritten
 
@@ -26,20 +26,11 @@ class _Text(str):
     start: int
 
 
-class _Decoder(json.JSONDecoder):
-    """Reads strings as ``_Text``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parse_string = self._located
-        self.scan_once = py_make_scanner(self)
-
-    @staticmethod
-    def _located(text: str, start: int, strict: bool = True) -> tuple[_Text, int]:
-        value, end = scanstring(text, start, strict)
-        located = _Text(value)
-        located.start = start
-        return located, end
+def _located(text: str, start: int, strict: bool = True) -> tuple[_Text, int]:
+    value, end = scanstring(text, start, strict)
+    located = _Text(value)
+    located.start = start
+    return located, end
 
 
 @dataclass(frozen=True)
@@ -57,7 +48,10 @@ class _Piece:
 
 def _cells(text: str) -> Iterator[tuple[int, list[_Text]]]:
     """The number of each code cell, from 1, and the pieces of its source."""
-    for number, cell in enumerate(_Decoder().decode(text)["cells"], 1):
+    decoder: Any = json.JSONDecoder()
+    decoder.parse_string = _located
+    decoder.scan_once = py_make_scanner(decoder)
+    for number, cell in enumerate(decoder.decode(text)["cells"], 1):
         source = cell.get("source", [])
         if cell["cell_type"] == "code":
             pieces = source if isinstance(source, list) else [source]
@@ -105,38 +99,26 @@ def rewrite_notebook(data: bytes, path: str, rewrite: Callable[[str], Rewritten]
     for finding in rewritten.findings:
         start = source.line_start(finding.line) + finding.column - 1
         end = source.line_start(finding.end_line) + finding.end_column - 1
-        piece = _piece(pieces, start, end, finding.after or "")
-        if piece is None:
+        # What is inserted between two pieces goes to the one whose line it continues.
+        around = [piece for piece in pieces if piece.start <= start and end <= piece.end and piece.text]
+        if not around:
             raise UnreadableError("F904", f"line {finding.line} of its program is in several pieces")
-        begin, stop = (piece.text.start + _raw(text, piece.text, at - piece.start) for at in (start, end))
+        piece = around[0 if (finding.after or "").startswith("\n") else -1]
+        begin, stop = (_in_file(text, piece.text, at - piece.start) for at in (start, end))
         if finding.status == "changed":
             edits.append((begin, stop, json.dumps(finding.after, ensure_ascii=False)[1:-1]))
-        findings.append(_moved(finding, path, file, begin, stop, piece.cell))
+        (line, column), (end_line, end_column) = file.place(begin), file.place(stop)
+        places: dict[str, Any] = {"line": line, "column": column, "end_line": end_line, "end_column": end_column}
+        message = f"cell {piece.cell}" + (f": {finding.message}" if finding.message else "")
+        findings.append(replace(finding, path=path, message=message, **places))
     for begin, stop, new in sorted(edits, reverse=True):
         text = text[:begin] + new + text[stop:]
     return Rewritten(text.encode("utf-8") if edits else data, tuple(findings))
 
 
-def _piece(pieces: list[_Piece], start: int, end: int, new: str) -> _Piece | None:
-    """The piece that contains a span; what is inserted between two goes to the one whose line it continues."""
-    found = [piece for piece in pieces if piece.start <= start and end <= piece.end and piece.text]
-    return next(iter(found[:1] if new.startswith("\n") else found[-1:]), None)
-
-
-def _raw(text: str, piece: _Text, offset: int) -> int:
-    """How many characters of JSON come before the character number ``offset`` of a string."""
+def _in_file(text: str, piece: _Text, offset: int) -> int:
+    """Where the character number ``offset`` of a string is in the JSON text."""
     at = piece.start
     for _ in range(offset):
-        match = _ESCAPE.match(text, at)
-        assert match is not None
-        at = match.end()
-    return at - piece.start
-
-
-def _moved(finding: Finding, path: str, file: Source, start: int, end: int, cell: int) -> Finding:
-    line, column = file.place(start)
-    end_line, end_column = file.place(end)
-    message = f"cell {cell}" + (f": {finding.message}" if finding.message else "")
-    return replace(
-        finding, path=path, line=line, column=column, end_line=end_line, end_column=end_column, message=message
-    )
+        at = _ESCAPE.match(text, at).end()  # type: ignore[union-attr]
+    return at

@@ -21,12 +21,7 @@ _PASSED_ON = ("*", "torch", "cuda")
 
 
 def left_out(programs: Mapping[Path, bytes], findings: Mapping[Path, Sequence[Finding]]) -> dict[Path, str]:
-    """The files that amp is not put into after all, with the reason.
-
-    Args:
-        programs: The files that can import one another.
-        findings: What the rules have said of them.
-    """
+    """The files that amp is not put into after all, with the reason, by what the rules have said of all of them."""
     said = {path for path, found in findings.items() if any(finding.rule[0] in "AT" for finding in found)}
     if not said:
         return {}
@@ -137,24 +132,14 @@ _LOOPS = (ast.For, ast.While, ast.AsyncFor, ast.ListComp, ast.SetComp, ast.DictC
 
 
 def factories(programs: Mapping[Path, bytes], findings: Mapping[Path, Sequence[Finding]]) -> frozenset[str]:
-    """``module.function`` of those that get ``amp.initialize``, return its optimizer, and are called once.
-
-    Args:
-        programs: The files that can import one another.
-        findings: What the rules have said of them.
-    """
-    places = {path: [one for one in found if _is_initialize(one)] for path, found in findings.items()}
-    makers = [
-        (path, maker) for path, found in places.items() for one in found for maker in _makers(programs[path], one)
-    ]
+    """``module.function`` of those that get ``amp.initialize``, return its optimizer, and are called once."""
+    placed = [(path, one) for path, found in findings.items() for one in found]
+    placed = [(path, one) for path, one in placed if (one.rule, one.status) == ("A301", "changed")]
+    makers = [(path, maker) for path, one in placed for maker in _makers(programs[path], one)]
     if not makers:
         return frozenset()
     calls = [name for data in programs.values() for name in _calls(data)]
     return frozenset(f"{path.stem}.{maker}" for path, maker in makers if calls.count(maker) == 1)
-
-
-def _is_initialize(finding: Finding) -> bool:
-    return (finding.rule, finding.status) == ("A301", "changed")
 
 
 def _makers(data: bytes, finding: Finding) -> Iterator[str]:

@@ -28,21 +28,16 @@ _COLUMNS = ("path", "line", "end_line", "status", "message")
 
 def lines(findings: Sequence[Finding]) -> list[str]:
     """One line for each finding."""
-    width = max((len(_place(finding)) for finding in findings), default=0)
-    return [
-        f"{_place(finding):{min(width, 40)}}  {finding.rule} {finding.status:7}  {_what(finding)}"
-        for finding in findings
-    ]
+    _, rows = table(findings)
+    width = min(max((len(place) for place, *_ in rows), default=0), 40)
+    return [f"{place:{width}}  {rule} {status:7}  {what}" for place, rule, status, what in rows]
 
 
-def table(findings: Sequence[Finding]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def table(findings: Sequence[Finding]) -> tuple[tuple[str, ...], list[tuple[str, str, str, str]]]:
     """The same as ``lines``: names of columns, and cells."""
-    rows: list[tuple[str, ...]] = [(_place(one), one.rule, one.status, _what(one)) for one in findings]
+    places = [f"{_printable(one.path)}:{one.line}:{one.column}" for one in findings]
+    rows = [(place, one.rule, one.status, _what(one)) for place, one in zip(places, findings, strict=True)]
     return ("place", "rule", "status", "what"), rows
-
-
-def _place(finding: Finding) -> str:
-    return f"{_printable(finding.path)}:{finding.line}:{finding.column}"
 
 
 def _what(finding: Finding) -> str:
@@ -66,9 +61,8 @@ def summary(plan: Plan, *, written: bool) -> str:
     found = plan.findings
     changed = count(found, "changed")
     did = "changed" if written else "would change"
-    left = ", ".join(
-        f"{count(found, status)} {status}" for status in ("refused", "unsure", "kept") if count(found, status)
-    )
+    counts = {status: count(found, status) for status in ("refused", "unsure", "kept")}
+    left = ", ".join(f"{number} {status}" for status, number in counts.items() if number)
     text = f"{plan.read} files read, {len(plan.files)} {did}: {changed} changes; left for you: {left or 'nothing'}; "
     text += f"{count(found, 'note')} notes."
     return text + ("  Next: --diff, then --write" if plan.files and not written else "")
@@ -93,11 +87,7 @@ def _text(data: bytes) -> str:
 
 
 def write_report(path: str, findings: Sequence[Finding]) -> bytes:
-    """The content of a report file, in the format that its name says.
-
-    Raises:
-        ValueError: It ends neither with .csv nor .json nor .sarif.
-    """
+    """The content of a report file, in the format that its name says."""
     formats = {".csv": _csv, ".json": _json, ".sarif": _sarif}
     suffix = PurePath(path).suffix
     if suffix not in formats:
@@ -112,11 +102,8 @@ def _csv(findings: Sequence[Finding]) -> str:
     writer.writeheader()
     for finding in findings:
         # A cell that begins with one of these is a formula for spreadsheets.
-        row = {
-            name: f"'{value}" if str(value)[:1] in "=+-@\t" and str(value) else value
-            for name, value in asdict(finding).items()
-        }
-        writer.writerow(row)
+        cells = asdict(finding).items()
+        writer.writerow({name: f"'{one}" if str(one).startswith((*"=+-@\t",)) else one for name, one in cells})
     return file.getvalue()
 
 
@@ -136,12 +123,8 @@ def _sarif(findings: Sequence[Finding]) -> str:
 
 
 def _result(finding: Finding) -> dict[str, object]:
-    region = {
-        "startLine": finding.line,
-        "startColumn": finding.column,
-        "endLine": finding.end_line,
-        "endColumn": finding.end_column,
-    }
+    region = {"startLine": finding.line, "startColumn": finding.column}
+    region |= {"endLine": finding.end_line, "endColumn": finding.end_column}
     artifact = {"uri": PurePath(finding.path).as_posix()}
     result: dict[str, object] = {
         "ruleId": finding.rule,

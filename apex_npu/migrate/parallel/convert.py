@@ -180,8 +180,8 @@ def _enter(program: Program, torch: str) -> None:
     bound = program.names.module.bindings.get("os", [])
     if any(binding != "os" for binding in bound) or (not bound and program.names.is_taken("os")):
         raise UnclearError(program.tree.body[0], "P601", "the name os is taken")
-    anchor, source = _start(program), program.source
-    if source.text[source.line_start(anchor.lineno) : source.span(anchor)[0]].strip():
+    anchor = _start(program)
+    if program.source.indent(anchor).strip():
         raise UnclearError(anchor, "P601", "the first statement shares its line: give it one of its own")
     edit = program.lines(anchor, target_of(program).group_lines(torch), before=True)
     program.report("P601", "changed", (edit.start, edit.end), [edit], links=_links(program))
@@ -229,11 +229,10 @@ def _sample(put: Insertion, torch: str) -> None:
         _sample_one(program, call, torch, links)
     for loop, name in loaders.epochs:
         anchor = loop.body[0]
-        indent = program.source.text[program.source.line_start(anchor.lineno) : program.source.span(anchor)[0]]
         inside = [one for one in put.training.assigned(name, loop) if loop in around(program, one)]
         if inside:
             raise UnclearError(inside[0], "P603", "a DataLoader in the loop over epochs: make it before that")
-        if indent.strip() or not isinstance(loop.target, ast.Name):
+        if program.source.indent(anchor).strip() or not isinstance(loop.target, ast.Name):
             raise UnclearError(loop, "P603", "the loop over epochs has no block of lines of its own, or no number")
         lines = [
             f"if isinstance({name}.sampler, {torch}.utils.data.DistributedSampler):",
@@ -334,18 +333,16 @@ def _guard_saves(program: Program) -> None:
     for node in program.every(ast.Call):
         if program.dotted(node.func) != "torch.save":
             continue
-        statement, source = program.parent(node), program.source
+        statement = program.parent(node)
         if torch is None or not isinstance(statement, ast.Expr):
             raise UnclearError(node, "P605", "torch.save is part of another statement: give it one of its own")
         if _is_open(program, node):
             raise UnclearError(node, "P605", "torch.save gets an open file: every process opens it; give the path")
-        start = source.span(statement)[0]
-        indent = source.text[source.line_start(statement.lineno) : start]
-        if indent.strip():
+        start = program.source.span(statement)[0]
+        if program.source.indent(statement).strip():
             raise UnclearError(node, "P605", "torch.save shares its line: give it one of its own")
-        inner = "\t" if "\t" in indent else "    "
         header = f"if not {torch}.distributed.is_initialized() or {torch}.distributed.get_rank() == 0:"
-        written = f"{header}{source.newline(statement.lineno)}{indent}{inner}"
+        written = program.put_into(statement, header)
         program.report("P605", "changed", (start, start), [Edit(start, start, written)], links=[PARALLEL])
         program.report("P605", "changed", node.func, links=[PARALLEL])  # where the name is kept, this is
 

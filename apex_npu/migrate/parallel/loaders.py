@@ -70,13 +70,9 @@ def _seeded(program: Program, call: ast.Call) -> str:
 
 
 class Loaders:
-    """The DataLoaders of a program.
+    """The DataLoaders of a program: ``made``, whose data sets, ``sampled``, are trained with, and ``others``.
 
-    Attributes:
-        made: Calls of ``DataLoader`` whose data are trained with.
-        others: The other calls.
-        sampled: The names of the data sets of ``made``.
-        epochs: Loops that go over such a loader several times, and what it is called there.
+    ``epochs`` has loops that go over such a loader several times, and what it is called there.
     """
 
     def __init__(self, program: Program, training: Training) -> None:

@@ -29,12 +29,7 @@ _OTHERS = re.compile(r"(^|_)opt|sched|scaler|state|dict|checkpoint|ckpt", re.IGN
 
 
 class Wrapped:
-    """One model of a program: which expressions are it.
-
-    Args:
-        put: The program.
-        model: Its name where its optimizer is made.
-    """
+    """One model of a program, by its name where its optimizer is made: which expressions are it."""
 
     def __init__(self, put: Insertion, model: str) -> None:
         self.program, self.training, self.model = put.program, put.training, model

@@ -38,17 +38,16 @@ SPAWNED = "APEX_NPU_RUN"
 _NO_CUDA = re.compile(
     "not compiled with CUDA|CUDA is not available|ATen_cuda library|NVIDIA driver|not linked with cuda"
 )
-_WORD = re.compile(r"(?P<option>-{1,2}[\w-]+=)?(?P<word>cuda(:\d+)?|nccl)")
+_WORD = re.compile(r"\A(?P<option>-{1,2}[\w-]+=)?(?P<word>cuda(:\d+)?|nccl)\Z")
 
 
 def npu_arguments(arguments: Sequence[str]) -> list[str]:
     """Arguments of a script in which the words cuda, cuda:N and nccl are those of npu."""
-    new = []
-    for argument in arguments:
-        found = _WORD.fullmatch(argument)
-        word = found["word"].replace("cuda", "npu").replace("nccl", "hccl") if found else argument
-        new.append((found["option"] or "") + word if found else argument)
-    return new
+
+    def of_npu(found: re.Match[str]) -> str:
+        return (found["option"] or "") + found["word"].replace("cuda", "npu").replace("nccl", "hccl")
+
+    return [_WORD.sub(of_npu, argument) for argument in arguments]
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,8 @@ class Run:
     """What is run, and how.
 
     Attributes:
-        script: A file, or the name of a module.
-        is_module: Which of both.
+        script: A file, or the name of a module, which ``is_module`` says.
+        is_module: See ``script``.
         also: Packages elsewhere that are rewritten, too.
         unsure: Apply what is unsure.
         force: Rewrite files that speak of npu already.
@@ -78,13 +77,7 @@ class Run:
 
 
 class Rewriter(importlib.abc.MetaPathFinder):
-    """Imports modules below a folder, rewritten.
-
-    Attributes:
-        folder: The folder.
-        settings: What else is rewritten, and how.
-        findings: What was changed and left so far.
-    """
+    """Imports modules below a folder, rewritten; ``findings`` is what was changed and left so far."""
 
     def __init__(self, folder: Path, settings: Run | None = None) -> None:
         self.folder = folder.resolve()
@@ -96,20 +89,15 @@ class Rewriter(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         """Python's own spec of a source file below the folder, with a loader that rewrites."""
         spec = PathFinder.find_spec(fullname, path, target)
-        if spec is None or not isinstance(spec.loader, SourceFileLoader):
+        if spec is None or spec.origin is None or not isinstance(spec.loader, SourceFileLoader):
             return None
-        if not (self._is_also(fullname) or self._is_ours(spec.origin or "")):
+        file = Path(spec.origin).resolve()
+        ours = self.folder in file.parents and "site-packages" not in file.relative_to(self.folder).parts
+        if not ours and not f"{fullname}.".startswith(tuple(f"{package}." for package in self.settings.also)):
             return None
-        spec.loader = _Loader(fullname, spec.origin or "", self)
+        spec.loader = _Loader(fullname, spec.origin, self)
         spec.cached = None
         return spec
-
-    def _is_ours(self, origin: str) -> bool:
-        inside = Path(origin).resolve()
-        return self.folder in inside.parents and "site-packages" not in inside.relative_to(self.folder).parts
-
-    def _is_also(self, name: str) -> bool:
-        return any(f"{name}.".startswith(f"{package}.") for package in self.settings.also)
 
     def compile(self, data: bytes, path: str) -> CodeType:
         """The code of a program after the rules, with the lines of the old one."""
@@ -188,12 +176,7 @@ def is_active() -> bool:
 
 
 def check(settings: Run) -> None:
-    """Refuse what could only fail at the end, or not be done at all.
-
-    Raises:
-        ValueError: ``changes`` has no known format or folder; a package of ``also`` does not exist, or is imported
-            already.
-    """
+    """Raise a ValueError for what could only fail at the end, or not be done at all."""
     if settings.changes:
         reports.write_report(settings.changes, [])
         if not Path(settings.changes).parent.is_dir():

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,6 @@ from types import ModuleType
 
 from .running import is_active
 
-_MODULE = "apex_npu.transfer"
 _COMMAND = "python -m apex_npu run --device npu"
 # Options of the interpreter's that take a value.
 _WITH_VALUE = "XW"
@@ -78,26 +78,19 @@ def _is_file(name: str, file: str) -> bool:
 
 def _is_first_statement(source: bytes) -> bool:
     """Whether a program imports this module before anything else, but for its docstring and ``__future__``."""
-    for number, node in enumerate(ast.parse(source).body):
-        is_text = number == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if is_text or (isinstance(node, ast.ImportFrom) and node.module == "__future__"):
-            continue
-        if isinstance(node, ast.Import):
-            return [alias.name for alias in node.names] == [_MODULE]
-        package, _, name = _MODULE.rpartition(".")
-        return isinstance(node, ast.ImportFrom) and node.module == package and [a.name for a in node.names] == [name]
-    return False
+    body = ast.parse(source).body
+    is_text = bool(body) and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
+    rest = (node for node in body[is_text:] if getattr(node, "module", "") != "__future__")
+    first = ast.unparse(next(rest, ast.Pass()))
+    return (
+        re.fullmatch(r"import apex_npu\.transfer( as \w+)?|from apex_npu import transfer( as \w+)?", first) is not None
+    )
 
 
 def transfer() -> None:
-    """Replace this process, unless it rewrites what it imports already.
-
-    Raises:
-        RuntimeError: There is no script to start, or the import is not its first statement.
-    """
-    if is_active():
-        return
-    command = _replacement(sys.modules["__main__"])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execv(sys.executable, command)
+    """Replace this process, unless it rewrites what it imports already."""
+    if not is_active():
+        command = _replacement(sys.modules["__main__"])
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execv(sys.executable, command)
