@@ -84,11 +84,6 @@ def names_taken() -> dict[str, str]:
     """Which of ``apex``, ``apex_C`` and ``change_data_ptr`` belong to another package, each with the refusal.
 
     Empty where ``install_as_apex`` would succeed without ``force``, or has been called.
-
-    Example::
-
-        >>> apex_npu.compat.apex_name.names_taken()
-        {}
     """
     taken: dict[str, str] = {}
     for root in _ROOTS:

@@ -13,7 +13,7 @@ from typing import Any
 from apex_npu.migrate.amp import check as amp
 from apex_npu.migrate.engine.names import Names
 from apex_npu.migrate.engine.program import Draft, Finding, Options, Program
-from apex_npu.migrate.engine.source import Source, UnreadableError
+from apex_npu.migrate.engine.source import Source, UnreadableError, tree_of
 from apex_npu.migrate.parallel import convert as data_parallel
 from apex_npu.migrate.rules import apex, device, fused, own, strings
 from apex_npu.migrate.rules.catalogue import RULES, note
@@ -48,11 +48,7 @@ _NPU_NAMES = ("D101", "D102", "D103", "D104", "D105", "D106", "D107", "D108", "D
 
 @dataclass(frozen=True)
 class Rewritten:
-    r"""A program after the rules.
-
-    Attributes:
-        source: The new text, or bytes where bytes were given; the old one where nothing changes.
-        findings: What was changed, refused and noted, in the order of the file.
+    r"""A program after the rules: text, or bytes where bytes were given, and findings in the order of the file.
 
     Example::
 
@@ -121,11 +117,7 @@ def rewrite_part(source: str | bytes, path: str, options: Options) -> Rewritten:
 
 
 def examined(source: str | bytes, options: Options, path: str = "") -> Program:
-    """A program with what all rules say of it.
-
-    Raises:
-        UnreadableError: It cannot be read.
-    """
+    """A program with what all rules say of it."""
     program = Program(Source(source), options)
     for node in program.names.nodes:
         for handlers in _HANDLERS:
@@ -146,15 +138,9 @@ def examined(source: str | bytes, options: Options, path: str = "") -> Program:
 
 def owned_names(data: bytes) -> frozenset[str]:
     """The attributes, of those that rules rename, that a program defines itself: in classes, by ``self.name = ...``."""
-    if not _DEFINES.search(data):
-        return frozenset()
-    try:
-        tree = Source(data).parse()
-    except UnreadableError:
-        return frozenset()
     names: set[str] = set()
     methods: set[str] = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(tree_of(data)) if _DEFINES.search(data) else ():
         if isinstance(node, ast.ClassDef):
             methods.update(getattr(one, "name", "") for one in node.body)
             assigned = [one for one in node.body if isinstance(one, (ast.Assign, ast.AnnAssign))]

@@ -120,6 +120,8 @@ def test_opt_properties_hold_what_initialize_decided():
     assert properties.options["cast_model_type"] is torch.float16
     with pytest.raises(AttributeError, match="call it again with opt_level='O1'"):
         properties.opt_level = "O1"
+    with pytest.raises(AttributeError, match="loss_scalers"):
+        _amp_state.loss_scalers = []
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = properties.nonsense
 

@@ -30,15 +30,15 @@ def init(
 ) -> AmpHandle | NoOpHandle:
     """Switch O1's casts on for the accelerator, or for the CPU where there is none. Prefer ``amp.initialize``.
 
+    The handle is the current one until the next ``init`` or ``initialize``. ``enable_caching`` and ``verbose`` are
+    accepted: casts happen inside torch, and are kept inside the forward of models given to ``amp.initialize`` alone.
+
     Args:
         enabled: False: nothing is cast, and the handle passes everything through.
         loss_scale: For the optimizers that the handle will wrap: "dynamic" or a positive number.
-        enable_caching: Accepted. Casts are kept inside the forward of models given to ``amp.initialize`` alone.
-        verbose: Accepted; single casts cannot be printed, since they happen inside torch.
+        enable_caching: See above.
+        verbose: See above.
         allow_banned: Run ``binary_cross_entropy`` in float instead of refusing it.
-
-    Returns:
-        The handle. It is the current one until the next ``init`` or ``initialize``.
 
     Example::
 

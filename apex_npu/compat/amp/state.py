@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import collections.abc as container_abcs
+from collections.abc import Callable
 from typing import Any
 
 from apex_npu.amp.frontend import master_params
@@ -82,33 +83,15 @@ class AmpState:
     def verbosity(self, value: int) -> None:
         _session("verbosity").verbosity = int(value)
 
-    @property
-    def opt_properties(self) -> OptProperties:
-        """What the level and the overrides have come to."""
-        return OptProperties(_session("opt_properties").policy)
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_SESSION:
+            return _OF_SESSION[name](_session(name))
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    @property
-    def loss_scalers(self) -> list[LossScaler]:
-        """A live view of each loss's scaler."""
-        return [LossScaler.view(scaler) for scaler in _session("loss_scalers").scalers]
-
-    @property
-    def handle(self) -> AmpHandle:
-        """O1's casts; at other levels there is none."""
-        session = _session("handle")
-        if not (session.policy.enabled and session.policy.patch_torch_functions):
-            raise AttributeError(f"amp has a handle at O1 alone, not at {session.policy.opt_level}")
-        return AmpHandle(session)
-
-    @property
-    def min_loss_scale(self) -> float | None:
-        """The floor of dynamic loss scales."""
-        return _options("min_loss_scale").min_scale
-
-    @property
-    def max_loss_scale(self) -> float:
-        """Their ceiling."""
-        return _options("max_loss_scale").max_scale
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OF_SESSION:
+            raise AttributeError(f"_amp_state.{name} follows amp.initialize and cannot be assigned")
+        object.__setattr__(self, name, value)
 
 
 def _session(name: str) -> Session:
@@ -118,13 +101,24 @@ def _session(name: str) -> Session:
     return session
 
 
-def _options(name: str) -> DynamicScaleOptions:
-    for scaler in _session(name).scalers:
-        if isinstance(options := getattr(scaler, "options", None), DynamicScaleOptions):
-            return options
-    return DynamicScaleOptions()
+def _options(session: Session) -> DynamicScaleOptions:
+    found = (getattr(scaler, "options", None) for scaler in session.scalers)
+    return next((one for one in found if isinstance(one, DynamicScaleOptions)), DynamicScaleOptions())
 
 
+def _handle(session: Session) -> AmpHandle:
+    if not (session.policy.enabled and session.policy.patch_torch_functions):
+        raise AttributeError(f"amp has a handle at O1 alone, not at {session.policy.opt_level}")
+    return AmpHandle(session)
+
+
+_OF_SESSION: dict[str, Callable[[Session], Any]] = {
+    "handle": _handle,
+    "loss_scalers": lambda session: [LossScaler.view(scaler) for scaler in session.scalers],
+    "max_loss_scale": lambda session: _options(session).max_scale,
+    "min_loss_scale": lambda session: _options(session).min_scale,
+    "opt_properties": lambda session: OptProperties(session.policy),
+}
 _amp_state = AmpState()
 
 

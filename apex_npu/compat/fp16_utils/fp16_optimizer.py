@@ -31,12 +31,8 @@ class FP16_Optimizer:
     ``optimizer.zero_grad()``, ``optimizer.backward(loss)`` in place of ``loss.backward()``, ``optimizer.step()``. New
     code is better served by ``amp.initialize(model, optimizer, opt_level="O2")``.
 
-    Args:
-        init_optimizer: Any optimizer, or a LARC; its parameter groups will hold the masters.
-        static_loss_scale: A scale that stays.
-        dynamic_loss_scale: A dynamic one instead.
-        dynamic_loss_args: Arguments of ``amp.scaler.LossScaler`` for it.
-        verbose: Print each parameter.
+    ``init_optimizer``, an optimizer or a LARC, will have the masters in its parameter groups. ``dynamic_loss_args`` are
+    arguments of ``amp.scaler.LossScaler``. ``verbose`` prints each parameter.
 
     Raises:
         TypeError: ``init_optimizer`` is no optimizer, or a parameter is neither in float32 nor in low precision.
@@ -71,10 +67,8 @@ class FP16_Optimizer:
         self.verbose = verbose
         self.optimizer = init_optimizer
         self.dynamic_loss_scale = dynamic_loss_scale
-        self.loss_scaler = LossScaler(
-            "dynamic" if dynamic_loss_scale else static_loss_scale,
-            **((dynamic_loss_args or {}) if dynamic_loss_scale else {}),
-        )
+        scale, args = ("dynamic", dynamic_loss_args or {}) if dynamic_loss_scale else (static_loss_scale, {})
+        self.loss_scaler = LossScaler(scale, **args)
         self.overflow = False
         self.first_closure_call_this_step = True
         self.clip_grad_norm = clip_grad_norm_
@@ -161,9 +155,7 @@ class FP16_Optimizer:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the masters and round them into the model; after an overflow do neither.
 
-        Args:
-            closure: Computes the loss, and calls ``zero_grad`` and ``backward`` of this object. It is called again for
-                as long as its gradients overflow.
+        A ``closure`` calls ``zero_grad`` and ``backward`` of this object, and is called again while gradients overflow.
         """
         if closure is None:
             if self.overflow:

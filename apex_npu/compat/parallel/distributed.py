@@ -139,13 +139,9 @@ _Reduction.__call__.__annotations__.clear()
 def flat_dist_call(
     tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
 ) -> None:
-    """A collective on many tensors, in one call per dtype and device.
+    """A collective, ``call(tensor, *extra_args)``, on many tensors, in one call per dtype and device.
 
-    Args:
-        tensors: Receive what the collective leaves.
-        call: Such as ``torch.distributed.broadcast``; with ``all_reduce`` the sums are divided by the number of
-            processes.
-        extra_args: What ``call`` gets after the tensor.
+    With ``all_reduce`` the sums are divided by the number of processes.
 
     Example::
 

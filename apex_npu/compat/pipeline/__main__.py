@@ -13,11 +13,7 @@ from .commands import add_other_parsers, add_parser
 
 
 def main(arguments: Sequence[str], program: str | None = None) -> int:
-    """Run what ``arguments`` say.
-
-    Returns:
-        The exit status: 0, 1 after a refusal, 130 after Ctrl-C; argparse exits with 2 itself.
-    """
+    """Run what ``arguments`` say; 0, 1 after a refusal, 130 after Ctrl-C. argparse exits with 2 itself."""
     parser = Parser(prog=program, description="Patch checkouts of NVIDIA's Apex.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_parser(commands)

@@ -28,11 +28,7 @@ _ATTRIBUTES = "* -text !eol !filter !ident !working-tree-encoding !diff !whitesp
 
 
 def git(folder: Path, *arguments: str | Path, env: Mapping[str, str] | None = None, data: bytes = b"") -> bytes:
-    """What ``git arguments`` prints in ``folder``.
-
-    Raises:
-        PipelineError: It fails, or there is no git.
-    """
+    """What ``git arguments`` prints in ``folder``; a PipelineError where it fails, or there is no git."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_") or name in _KEPT}
     environment |= {"LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0", **(env or {})}
     command = ["git", "-C", folder, *_OPTIONS, *arguments]
@@ -46,11 +42,7 @@ def git(folder: Path, *arguments: str | Path, env: Mapping[str, str] | None = No
 
 
 class Checkout:
-    """The git checkout in ``folder``.
-
-    Args:
-        folder: Its top folder.
-        shown: The folder that messages name instead.
+    """The git checkout whose top folder is ``folder``; messages name ``shown`` instead.
 
     Raises:
         PipelineError: There is no checkout, it has no commit, or ``folder`` is not its top folder.
@@ -101,10 +93,7 @@ class Checkout:
         return [os.fsdecode(name) for name in self.git(arguments[0], "-z", *arguments[1:]).split(b"\0") if name]
 
     def patch(self, *, reverse: bool = False) -> str:
-        """Patch the checkout, or take the patch out.
-
-        Returns:
-            A line that says what has been done.
+        """Patch the checkout, or take the patch out, and return a line that says what has been done.
 
         Raises:
             PipelineError: The checkout is neither as upstream has it nor patched, or cannot be written. It stays as is.
@@ -120,10 +109,7 @@ class Checkout:
         return f"now {said}"
 
     def inspect(self) -> tuple[eras.Era, tuple[str, str], bool]:
-        """Compare the files with the commit.
-
-        Returns:
-            The era, git's trees as upstream has it and patched, and whether the files are those of the second tree.
+        """The era, git's trees as upstream has it and patched, and whether the files are those of the second tree.
 
         Raises:
             PipelineError: The era is unknown, its patch does not fit the commit, or there are other changes.

@@ -19,9 +19,6 @@ def generate(source: str | None, ref: str | None, out: Path) -> str:
         ref: A commit, tag or branch, or the name of an era; otherwise a folder's HEAD, or the default era.
         out: The folder of the clone.
 
-    Returns:
-        A line that says what has been done.
-
     Raises:
         PipelineError: It cannot be done. ``out`` is as it was.
         OSError: The same, where ``out`` cannot be written.
@@ -48,10 +45,7 @@ def generate(source: str | None, ref: str | None, out: Path) -> str:
 
 
 def clone(source: str, ref: str, target: Path) -> Path:
-    """Clone ``source`` to ``target``, with the files of ``ref`` as its commit has them.
-
-    Returns:
-        The ``target``.
+    """Clone ``source`` to ``target``, with the files of ``ref`` as its commit has them, and return ``target``.
 
     Raises:
         PipelineError: There is no ``ref``, or no ``source``.

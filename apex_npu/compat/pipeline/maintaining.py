@@ -45,11 +45,7 @@ def difference(checkout: Checkout) -> bytes:
 
 
 def check_limits(patch: bytes) -> dict[str, int]:
-    """The number of changed lines of each file.
-
-    Raises:
-        PipelineError: The patch is large, or has a hunk that does not say why it is there.
-    """
+    """The number of changed lines of each file; refused are a large patch and a hunk without its reason."""
     lines = {}
     for part in re.split(rb"^diff --git a/", patch, flags=re.MULTILINE)[1:]:
         name = part.partition(b" b/")[0].decode()
@@ -66,10 +62,7 @@ def check_limits(patch: bytes) -> dict[str, int]:
 
 
 def make_patch(checkout: Checkout) -> str:
-    """Write the patch of the era whose commit ``checkout`` has.
-
-    Returns:
-        A line that says what has been done.
+    """Write the patch of the era whose commit ``checkout`` has, and return a line that says what has been done.
 
     Raises:
         PipelineError: It is no era's commit, or its changes are no patch.
@@ -88,10 +81,7 @@ def make_patch(checkout: Checkout) -> str:
 
 
 def check(source: str) -> str:
-    """Check the patches of all eras whose commit ``source`` has.
-
-    Returns:
-        A line per era.
+    """Check the patches of all eras whose commit ``source`` has, and return a line per era.
 
     Raises:
         PipelineError: A patch is not as it should be, or there was none to check.

@@ -18,20 +18,7 @@ from .source import Edit, Source, UnreadableError, apply_edits, parse, same_else
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """What a rule says of one place.
-
-    Attributes:
-        path: The file.
-        line: Of the first character, from 1; ``column`` likewise, in characters.
-        column: See ``line``.
-        rule: Its id, as in ``rules.py``.
-        status: "changed"; "unsure", applied with ``--unsure`` alone; "refused", left for a person; "note";
-            "kept", by a comment in the source.
-        end_line: Of the character after the last one; ``end_column`` likewise.
-        end_column: See ``end_line``.
-        before: The text of the span.
-        after: What takes its place; None where nothing does.
-        message: The reason and the way out; for a change what there is to know about it, if anything.
+    """What a rule says of one place. Lines and columns count from 1; columns count characters.
 
     Example::
 
@@ -43,12 +30,13 @@ class Finding:
     line: int
     column: int
     rule: str
+    # "changed"; "unsure", applied with --unsure alone; "refused", left for a person; "note"; "kept", by a comment.
     status: str
-    end_line: int
+    end_line: int  # of the character after the last one, as end_column
     end_column: int
     before: str
-    after: str | None
-    message: str
+    after: str | None  # None where nothing takes its place
+    message: str  # the reason and the way out; for a change what there is to know about it, if anything
 
 
 def count(findings: Iterable[Finding], *statuses: str) -> int:
@@ -105,46 +93,28 @@ class Draft:
 class Options:
     """What the rules are told.
 
-    Attributes:
-        select: Ids of rules or families that apply.
-        ignore: Ids of rules or families that do not.
-        unsure: Apply what is unsure.
-        force: Change files that speak of npu already.
-        own: A person's rules, as ``rules/own.py`` reads them.
-        similar: Use what is only similar to what CUDA has.
-        owned: Names of attributes that the files define themselves.
-        to: "npu", or "portable": code that runs on npu, cuda, xpu and the CPU.
-        amp: The opt_level of an amp that is put in, or takes torch.amp's place; "": none.
-        amp_args: Further arguments of ``amp.initialize``, as a program has them.
-        amp_left: Why amp stays out of the program; "": it does not.
-        factories: ``module.function`` of functions in other files that make an optimizer, with amp.
-        exports: Of modules that this file imports names from: their names that are imports.
-        data_parallel: "main": the script becomes one for several cards; "other": it is imported by one.
-        model: The name of the model that is trained on several cards; "": all of them.
-        parallel_left: Why the script stays one for one card; "": it does not.
-
     Example::
 
         >>> migrate.rewrite('pick("cuda")', options=migrate.Options(unsure=True)).source
         'pick("npu")'
     """
 
-    select: tuple[str, ...] = ("D", "X", "O")
-    ignore: tuple[str, ...] = ()
-    unsure: bool = False
-    force: bool = False
-    own: tuple[Any, ...] = ()
-    similar: bool = False
-    owned: frozenset[str] = frozenset()
-    to: str = "npu"
-    amp: str = ""
-    amp_args: str = ""
-    amp_left: str = ""
-    factories: frozenset[str] = frozenset()
-    exports: Exports = field(default_factory=dict)
-    data_parallel: str = ""
-    model: str = ""
-    parallel_left: str = ""
+    select: tuple[str, ...] = ("D", "X", "O")  # ids of rules or families that apply
+    ignore: tuple[str, ...] = ()  # those that do not
+    unsure: bool = False  # apply what is unsure
+    force: bool = False  # change files that speak of npu already
+    own: tuple[Any, ...] = ()  # a person's rules, as rules/own.py reads them
+    similar: bool = False  # use what is only similar to what CUDA has
+    owned: frozenset[str] = frozenset()  # names of attributes that the files define themselves
+    to: str = "npu"  # or "portable": code that runs on npu, cuda, xpu and the CPU
+    amp: str = ""  # the opt_level of an amp that is put in, or takes torch.amp's place
+    amp_args: str = ""  # further arguments of amp.initialize, as a program has them
+    amp_left: str = ""  # why amp stays out of the program
+    factories: frozenset[str] = frozenset()  # module.function of those in other files that make an optimizer, with amp
+    exports: Exports = field(default_factory=dict)  # of modules that this file imports names from: which are imports
+    data_parallel: str = ""  # "main": the script becomes one for several cards; "other": it is imported by one
+    model: str = ""  # the name of the model that is trained on several cards; "": all of them
+    parallel_left: str = ""  # why the script stays one for one card
 
     def has(self, rule: str) -> bool:
         """Whether a rule applies; the rules of amp do together."""

@@ -138,8 +138,16 @@ def parse(text: str) -> ast.Module:
         raise UnreadableError("F904", "it is nested too deeply to parse") from None
 
 
+def tree_of(data: bytes) -> ast.Module:
+    """The syntax tree of a file; an empty one where it cannot be read."""
+    try:
+        return Source(data).parse()
+    except UnreadableError:
+        return ast.Module([], [])
+
+
 def _unparsable(text: str, error: SyntaxError) -> tuple[str, str]:
-    line = text.splitlines()[error.lineno - 1] if error.lineno and error.lineno <= len(text.splitlines()) else ""
+    line = "".join(text.splitlines()[(error.lineno or 0) - 1 : error.lineno or 0])
     if re.match(r"\s*(print\s+[^(=\s]|exec\s+[^(=\s]|except\s+[\w.]+\s*,\s*\w+\s*:|raise\s+\w+\s*,)", line):
         return "F902", f"it is Python 2 ({error.msg}): run 2to3 first"
     if "async=" in line.replace(" ", ""):

@@ -9,13 +9,12 @@ import ast
 import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
 from apex_npu._cli.command_line import Commands, add_command, did_you_mean, fail
 from apex_npu._cli.tables import show
 from apex_npu.migrate.amp.check import LEVELS, arguments_of_initialize
 from apex_npu.migrate.engine.program import Options, count
-from apex_npu.migrate.rules.catalogue import RULES, Rule
+from apex_npu.migrate.rules.catalogue import RULES
 from apex_npu.migrate.rules.own import read_api_list, read_rules
 from apex_npu.migrate.rules.targets import TARGETS
 
@@ -26,13 +25,16 @@ from .writing import write_copy, write_in_place
 
 def _run(options: argparse.Namespace) -> int:
     """Report, then write: 0 if nothing is left for a person, 1 if something is, 2 if it cannot be done."""
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if options.list_rules:
             print("\n".join(f"{rule.id}  {rule.title}" for rule in RULES.values()))
             return 0
         if options.explain:
-            print(reports.explanation(_rule(options.explain)))
+            if options.explain not in RULES:
+                hint = did_you_mean(options.explain, RULES)
+                raise ValueError(f"there is no rule {options.explain}: --list-rules lists them{hint}")
+            print(reports.explanation(RULES[options.explain]))
             return 0
         return _migrate(options)
     except ValueError as error:
@@ -42,16 +44,6 @@ def _run(options: argparse.Namespace) -> int:
         return 130
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
-def _rule(name: str) -> Rule:
-    if name not in RULES:
-        raise ValueError(f"there is no rule {name}: --list-rules lists them{did_you_mean(name, RULES)}")
-    return RULES[name]
 
 
 def _chosen(text: str) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ _MAX_OTHER = 1_000_000
 
 @dataclass(frozen=True)
 class Target:
-    """A file: its path below a folder that was given, or below the folder of a file that was given."""
+    """A file: its path below ``root``, a folder that was given, or the folder of a file that was given."""
 
     root: Path
     path: str
@@ -64,13 +64,7 @@ class FileChange:
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of some files.
-
-    Attributes:
-        files: Those that change.
-        findings: In the order of paths and lines.
-        read: How many files were read.
-    """
+    """What becomes of some files: those that change, findings in the order of paths and lines, how many were read."""
 
     files: tuple[FileChange, ...]
     findings: tuple[Finding, ...]

@@ -14,7 +14,7 @@ from pathlib import Path
 from apex_npu.migrate.amp.check import why_left
 from apex_npu.migrate.engine.names import Names, module_of
 from apex_npu.migrate.engine.program import Finding
-from apex_npu.migrate.engine.source import Source, UnreadableError
+from apex_npu.migrate.engine.source import tree_of
 
 # Names by which files pass torch on; others are followed through star imports alone.
 _PASSED_ON = ("*", "torch", "cuda")
@@ -59,11 +59,7 @@ def _closure(path: Path, imports: Mapping[Path, set[Path]]) -> set[Path]:
 
 def _imports(path: Path, data: bytes, programs: Mapping[Path, bytes]) -> Iterator[Path]:
     """The files among ``programs`` that a file imports: from beside it, or from folders around it."""
-    try:
-        tree = Source(data).parse()
-    except UnreadableError:
-        return
-    for node in ast.walk(tree):
+    for node in ast.walk(tree_of(data)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             module = module_of(node)
@@ -90,15 +86,8 @@ def exports(path: Path, data: bytes, around: frozenset[Path] = frozenset()) -> d
 
     The modules are read from beside the file, or from the folders around it; those elsewhere are left out.
     """
-    if b"import" not in data:
-        return {}
-    try:
-        tree = Source(data).parse()
-    except UnreadableError:
-        return {}
-    path = path.absolute()
-    found = {}
-    for node in ast.walk(tree):
+    path, found = path.absolute(), {}
+    for node in ast.walk(tree_of(data)) if b"import" in data else ():
         if not isinstance(node, ast.ImportFrom) or not any(alias.name in _PASSED_ON for alias in node.names):
             continue
         module = module_of(node)
@@ -114,9 +103,9 @@ def _exported(file: Path, around: frozenset[Path]) -> dict[str, str | None]:
     """The public names of a file, and the imports that they are."""
     try:
         data = file.read_bytes()
-        tree = Source(data).parse()
-    except (OSError, UnreadableError):
+    except OSError:
         return {}
+    tree = tree_of(data)
     names = Names(tree, exports(file, data, around))
     public = {name for name in names.module.bindings if not name.startswith("_")}
     for node in tree.body:
@@ -145,7 +134,7 @@ def factories(programs: Mapping[Path, bytes], findings: Mapping[Path, Sequence[F
 def _makers(data: bytes, finding: Finding) -> Iterator[str]:
     """The function of a module around an ``amp.initialize``, if it returns nothing but that optimizer."""
     targets = (finding.after or "").partition(" = ")[0].split(", ")
-    for node in Source(data).parse().body:
+    for node in tree_of(data).body:
         if isinstance(node, ast.FunctionDef) and node.lineno <= finding.line <= (node.end_lineno or 0):
             returned = {ast.unparse(one.value) for one in ast.walk(node) if isinstance(one, ast.Return) and one.value}
             if len(returned) == 1 and targets[-1].strip() in returned:
@@ -154,10 +143,7 @@ def _makers(data: bytes, finding: Finding) -> Iterator[str]:
 
 def _calls(data: bytes) -> Iterator[str]:
     """The last names of what is called; of what is called in loops several times."""
-    try:
-        tree = Source(data).parse()
-    except UnreadableError:
-        return
+    tree = tree_of(data)
     for around in ast.walk(tree):
         if around is tree or isinstance(around, _LOOPS):
             for node in ast.walk(around):

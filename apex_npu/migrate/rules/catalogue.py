@@ -240,23 +240,14 @@ _REFUSED: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule.
-
-    Attributes:
-        id: A letter for the family, and a number.
-        title: What it is about.
-        example: A whole program.
-        message: What the report says; ``{}`` is filled in with what was found.
-        found: What fills it in an explanation.
-        refused: What else it leaves for a person.
-    """
+    """One rule: a letter for the family, and a number."""
 
     id: str
     title: str
-    example: str
-    message: str = ""
-    found: tuple[str, ...] = ()
-    refused: tuple[str, ...] = ()
+    example: str  # a whole program
+    message: str = ""  # what the report says; {} is filled in with what was found
+    found: tuple[str, ...] = ()  # what fills it in an explanation
+    refused: tuple[str, ...] = ()  # what else it leaves for a person
 
     @property
     def source(self) -> str:

@@ -33,14 +33,9 @@ _LOOSE = (ast.If, ast.While, ast.Assert, ast.Assign, ast.Return, ast.BoolOp, ast
 
 
 class Npu:
-    """Names of npu.
+    """Names of npu."""
 
-    Attributes:
-        imports: Whether imports of torch.cuda can be rewritten.
-        environment: Whether the names of environment variables are rewritten.
-    """
-
-    imports, environment = True, True
+    imports, environment = True, True  # whether imports of torch.cuda, and environment variables, are rewritten
 
     def first_lines(self, program: Program) -> list[str]:
         """The statements that go with the import of torch, without those that the program has."""

@@ -52,23 +52,14 @@ def npu_arguments(arguments: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Run:
-    """What is run, and how.
+    """What is run, and how."""
 
-    Attributes:
-        script: A file, or the name of a module, which ``is_module`` says.
-        is_module: See ``script``.
-        also: Packages elsewhere that are rewritten, too.
-        unsure: Apply what is unsure.
-        force: Rewrite files that speak of npu already.
-        changes: A file for all findings of this process, at its end: .csv, .json or .sarif; "": none.
-    """
-
-    script: str
+    script: str  # a file, or the name of a module
     is_module: bool = False
-    also: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()  # packages elsewhere that are rewritten, too
     unsure: bool = True
-    force: bool = False
-    changes: str = ""
+    force: bool = False  # rewrite files that speak of npu already
+    changes: str = ""  # a .csv, .json or .sarif file for all findings of this process, at its end
 
     @property
     def folder(self) -> Path:
