@@ -58,8 +58,7 @@ class Insertion:
         """Put statements after another: the first one, with what belongs to it, on a line of its own."""
         if self.torch_amp.holds(anchor):
             raise UnclearError(anchor, "A355", "it is inside of autocast, which is taken off")
-        edit = self.program.lines(anchor, statements)
-        self.program.report(rule, "changed", (edit.start, edit.end), [edit], links=links)
+        self.program.change(rule, self.program.lines(anchor, statements), links=links)
 
 
 _WRAPPER = re.compile(r"(torch|apex|apex_npu)\..*(DistributedDataParallel|DataParallel)|torch\.compile")

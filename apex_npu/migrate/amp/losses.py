@@ -8,7 +8,7 @@ import ast
 
 from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.source import Edit
-from apex_npu.migrate.engine.syntax import body_of, function_of, has_own_lines, is_argument, method_of, text
+from apex_npu.migrate.engine.syntax import argument, body_of, function_of, has_own_lines, is_argument, method_of, text
 from apex_npu.migrate.rules.catalogue import note
 from apex_npu.migrate.rules.targets import replaced
 
@@ -42,9 +42,8 @@ def scale(put: Insertion, backward: Backward) -> None:
 
 def clip(put: Insertion, call: ast.Call) -> None:
     """Clip the masters' gradients. Without masters the model's are the same."""
-    given = [*call.args[:1], *(one.value for one in call.keywords if one.arg == "parameters")]
-    lists = given[0] if given and isinstance(given[0], ast.Call) else None
-    model, method = ("", "") if lists is None else method_of(lists)
+    lists = argument(call, 0, "parameters")
+    model, method = method_of(lists) if isinstance(lists, ast.Call) else ("", "")
     here, at = function_of(put.program, call), put.training.offset(call)
     steps = [one for one in put.training.backwards if function_of(put.program, one.call) is here]
     steps = [one for one in steps if put.training.offset(one.call) < at]

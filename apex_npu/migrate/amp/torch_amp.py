@@ -173,8 +173,7 @@ class TorchAmp:
             return
         if source.line_end(statement.end_lineno or 0) == end:
             start, end = source.line_start(statement.lineno), end + len(source.newline(statement.end_lineno or 0))
-        edit = Edit(start, min(end, len(source.text)), "")
-        program.report(rule, "changed", (start, edit.end), [edit], links=["amp"])
+        program.change(rule, Edit(start, min(end, len(source.text)), ""), links=["amp"])
 
     def _remove_item(self, block: ast.With, item: ast.withitem) -> None:
         program, source = self.program, self.program.source
@@ -187,8 +186,7 @@ class TorchAmp:
                 start = source.span(block.items[at - 1].optional_vars or block.items[at - 1].context_expr)[1]
             else:
                 end = source.span(block.items[1].context_expr)[0]
-            edit = Edit(start, end, "")
-            program.report("T406", "changed", (start, end), [edit], links=["amp"])
+            program.change("T406", Edit(start, end, ""), links=["amp"])
             return
         edits = list(self._dedented(block))
         program.report("T406", "changed", (edits[0].start, edits[-1].end), edits, links=["amp"])

@@ -179,6 +179,10 @@ class Program:
             span = self._reported_span(span)
         self.drafts.append(Draft(rule, status, *span, made, message, frozenset(links)))
 
+    def change(self, rule: str, edit: Edit, message: str = "", links: Iterable[str] = ()) -> None:
+        """Say that all of a span is changed."""
+        self.report(rule, "changed", (edit.start, edit.end), [edit], message, links)
+
     def _reported_span(self, node: ast.expr | ast.stmt | ast.alias) -> tuple[int, int]:
         around = self._fstring(node)
         return self.source.span(node if around is None or self._is_exact(node) else around)

@@ -68,3 +68,15 @@ def given_to(function: ast.FunctionDef | ast.AsyncFunctionDef, call: ast.Call) -
     named = {*places, *(one.arg for one in function.args.kwonlyargs)}
     given = dict(zip(places[places[:1] == ["self"] :], call.args, strict=False))
     return given | {one.arg: one.value for one in call.keywords if one.arg in named}
+
+
+def argument(call: ast.Call, place: int, name: str) -> ast.expr | None:
+    """What a call gives for an argument, by its place or its name."""
+    given = [*call.args[place : place + 1], *(one.value for one in call.keywords if one.arg == name)]
+    return given[0] if given else None
+
+
+def is_told(call: ast.Call) -> bool:
+    """Whether the arguments of a call can be told: there is no * or **."""
+    starred = any(isinstance(one, ast.Starred) for one in call.args)
+    return not starred and all(one.arg is not None for one in call.keywords)

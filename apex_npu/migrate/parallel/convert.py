@@ -14,7 +14,7 @@ from apex_npu.migrate.amp.initialize import COMBINE, PARALLEL, Insertion, check_
 from apex_npu.migrate.amp.training import UnclearError
 from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.source import Edit
-from apex_npu.migrate.engine.syntax import around, body_of, function_of, method_of, text
+from apex_npu.migrate.engine.syntax import argument, around, body_of, function_of, is_told, method_of, text
 from apex_npu.migrate.rules.catalogue import note
 from apex_npu.migrate.rules.targets import replaced, target_of, torch_name
 
@@ -183,8 +183,8 @@ def _enter(program: Program, torch: str) -> None:
     anchor = _start(program)
     if program.source.indent(anchor).strip():
         raise UnclearError(anchor, "P601", "the first statement shares its line: give it one of its own")
-    edit = program.lines(anchor, target_of(program).group_lines(torch), before=True)
-    program.report("P601", "changed", (edit.start, edit.end), [edit], links=_links(program))
+    lines = target_of(program).group_lines(torch)
+    program.change("P601", program.lines(anchor, lines, before=True), links=_links(program))
 
 
 def _leave(program: Program, torch: str) -> None:
@@ -195,8 +195,7 @@ def _leave(program: Program, torch: str) -> None:
         note(program, "P607", last)
         return
     there, destroyed = (f"{torch}.distributed.{name}()" for name in ("is_initialized", "destroy_process_group"))
-    edit = program.lines(last, [f"if {there}:", f"    {destroyed}"])
-    program.report("P607", "changed", (edit.start, edit.end), [edit], links=_links(program))
+    program.change("P607", program.lines(last, [f"if {there}:", f"    {destroyed}"]), links=_links(program))
 
 
 def _start(program: Program) -> ast.stmt:
@@ -238,8 +237,7 @@ def _sample(put: Insertion, torch: str) -> None:
             f"if isinstance({name}.sampler, {torch}.utils.data.DistributedSampler):",
             f"    {name}.sampler.set_epoch({loop.target.id})",
         ]
-        edit = program.lines(anchor, lines, before=True)
-        program.report("P603", "changed", (edit.start, edit.end), [edit], links=links)
+        program.change("P603", program.lines(anchor, lines, before=True), links=links)
     for call in loaders.others:
         program.report("P602", "note", call, message="every process goes over all of these data")
     for call in loaders.counted():
@@ -258,17 +256,15 @@ def _check_splits(program: Program, loaders: Loaders) -> None:
 
 
 def _sample_one(program: Program, call: ast.Call, torch: str, links: list[str]) -> None:
-    given = {one.arg: one for one in call.keywords}
+    given = {one.arg for one in call.keywords}
     for name in ("sampler", "batch_sampler"):
         if name in given or len(call.args) > 3:
             raise UnclearError(call, "P602", f"it has a {name} of its own: give each process its part there")
-    if None in given or any(isinstance(one, ast.Starred) for one in call.args):
+    if not is_told(call):
         raise UnclearError(call, "P602", "its arguments cannot be told: * or **")
-    dataset = call.args[0] if call.args else given["dataset"].value if "dataset" in given else None
+    dataset, shuffle, source = argument(call, 0, "dataset"), argument(call, 2, "shuffle"), program.source
     if dataset is None or not text(dataset):
         raise UnclearError(call, "P602", "assign the dataset to a name first: the sampler gets it, too")
-    shuffle = call.args[2] if len(call.args) > 2 else given["shuffle"].value if "shuffle" in given else None
-    source = program.source
     shuffled = "" if shuffle is None else source.text[slice(*source.span(shuffle))]
     if "\n" in shuffled:
         raise UnclearError(call, "P602", "its argument shuffle is on several lines")
@@ -287,7 +283,7 @@ def _sample_one(program: Program, call: ast.Call, torch: str, links: list[str]) 
     edits.append(Edit(end, end, f", sampler={part} if {there} else None"))
     message = "the batch of each process is as large as it was, and so the learning rate may have to grow: see to both"
     for edit in edits:
-        program.report("P602", "changed", (edit.start, edit.end), [edit], message if edit is edits[-1] else "", links)
+        program.change("P602", edit, message if edit is edits[-1] else "", links)
     program.report("P602", "changed", call.func, links=links)  # where the name is kept, this is
 
 
@@ -349,7 +345,7 @@ def _guard_saves(program: Program) -> None:
 
 def _is_open(program: Program, call: ast.Call) -> bool:
     """Whether what is written to is opened here, rather than a path."""
-    to = next(iter([*call.args[1:2], *(one.value for one in call.keywords if one.arg == "f")]), None)
+    to = argument(call, 1, "f")
     if to is None:
         return False
     made = [to]

@@ -320,7 +320,7 @@ def _class(program: Program, node: ast.ClassDef) -> None:
     if "npu" in {*methods, *map(text, assigned)}:
         refuse(program, "D114", (edit.start, edit.end))
     else:
-        program.report("D114", "changed", (edit.start, edit.end), [edit])
+        program.change("D114", edit)
 
 
 HANDLERS = {

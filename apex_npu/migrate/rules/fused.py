@@ -14,7 +14,7 @@ from pathlib import PurePath
 
 from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.source import Edit
-from apex_npu.migrate.engine.syntax import around, body_of, has_own_lines
+from apex_npu.migrate.engine.syntax import around, body_of, has_own_lines, is_told
 
 from .catalogue import refuse
 from .tables import FUSED, FUSED_CHOICES, FUSED_KEYWORDS
@@ -78,7 +78,7 @@ def _lacking(call: ast.Call, name: str) -> str:
     """Why a call cannot be one of ours: what it passes that ours does not take."""
     ours, places = FUSED[name]
     known = places.split()
-    if any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords):
+    if not is_told(call):
         return "its arguments cannot be told: * or **"
     unknown = [one.arg for one in call.keywords if one.arg not in {*known, *FUSED_KEYWORDS, *FUSED_CHOICES}]
     unknown += [f"number {len(known) + 1}"] if len(call.args) > len(known) else []
@@ -157,8 +157,7 @@ def _remove(program: Program, node: ast.Import | ast.ImportFrom, unused: list[as
             return
         start, end = source.line_start(node.lineno), source.line_end(node.end_lineno or 0)
         end = min(end + len(source.newline(node.end_lineno or 0)), len(source.text))
-        edit = Edit(start, end, "")
-        program.report("X203", "changed", (start, end), [edit])
+        program.change("X203", Edit(start, end, ""))
         return
     kept = [number for number, alias in enumerate(node.names) if alias not in unused]
     runs = [[alias] for alias in unused if node.names.index(alias) < kept[-1]]
@@ -171,5 +170,4 @@ def _remove(program: Program, node: ast.Import | ast.ImportFrom, unused: list[as
         else:
             start = source.span(node.names[at - 1])[1]
         if "\n" not in source.text[start:end]:
-            edit = Edit(start, end, "")
-            program.report("X203", "changed", (start, end), [edit])
+            program.change("X203", Edit(start, end, ""))

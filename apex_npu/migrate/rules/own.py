@@ -332,5 +332,4 @@ def _replace(program: Program, node: ast.Attribute, rule: Rename, links: list[st
     program.report("R801", "changed", node, [replaced(program, node, rule.new)], links=links)
     if not bound and anchor is not None:
         program.names.module.bindings[root] = [root]
-        edit = program.lines(anchor, [f"import {module}"])
-        program.report("R801", "changed", (edit.start, edit.end), [edit], links=links)
+        program.change("R801", program.lines(anchor, [f"import {module}"]), links=links)

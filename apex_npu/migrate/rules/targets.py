@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from apex_npu.migrate.engine.names import module_of
 from apex_npu.migrate.engine.program import LITERAL, Program
 from apex_npu.migrate.engine.source import Edit
+from apex_npu.migrate.engine.syntax import is_told
 
 from .tables import RENAMED, SIMILAR
 
@@ -155,9 +156,7 @@ class Portable(Npu):
 
     def move(self, program: Program, called: ast.Attribute, call: ast.Call | None) -> list[Edit | None]:
         first = program.rename(called, "to")
-        if call is None or first is None or "cuda" in program.options.owned or len(call.args) > 1:
-            return [None]
-        if any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords):
+        if call is None or first is None or "cuda" in program.options.owned or len(call.args) > 1 or not is_told(call):
             return [None]
         if any(keyword.arg == "device" for keyword in call.keywords):
             return [first]
