@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from devices import DEVICE, needs
-from small_programs import (
-    vector,
-)
+from small_programs import vector
 from torch import nn
 
 import apex_npu
@@ -53,21 +51,6 @@ def test_the_function_of_the_fused_layer_norm(memory_efficient):
         *(torch.autograd.grad(y.square().sum(), (x, weight, bias)) for y in (found, expected)), strict=True
     ):
         torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize("norm", ["Layer", "RMS"])
-@pytest.mark.parametrize("mixed", [False, True])
-def test_the_other_functions_of_the_fused_norms(norm, mixed):
-    module = importlib.import_module("apex.normalization.fused_layer_norm")
-    x = torch.randn(3, 4, device=DEVICE).to(torch.bfloat16 if mixed else torch.float32)
-    weights = [torch.randn(4, device=DEVICE) for _ in range({"Layer": 2, "RMS": 1}[norm])]
-    function = getattr(module, f"Fused{norm}NormAffine{'MixedDtypes' * mixed}Function")
-    formula = {"Layer": nn.functional.layer_norm, "RMS": nn.functional.rms_norm}[norm]
-    torch.testing.assert_close(
-        function.apply(x, *weights, (4,), 1e-5, True), formula(x.float(), (4,), *weights, eps=1e-5)
-    )
-    plain = getattr(module, f"Fused{norm}NormFunction").apply(x.float(), (4,), 1e-5)
-    torch.testing.assert_close(plain, formula(x.float(), (4,), eps=1e-5))
 
 
 def test_the_containers_of_amp_state():

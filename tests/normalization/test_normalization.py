@@ -100,6 +100,7 @@ def test_the_functions_forward_has_apexs_arguments(norm, affine):
     arguments = inspect.getfullargspec(function.forward).args
     assert arguments == ["ctx", "input", *weights, "normalized_shape", "eps", "memory_efficient"]
     x, tensors = torch.randn(4, 7, device=DEVICE), [torch.randn(7, device=DEVICE) for _ in weights]
+    x = x.bfloat16() if affine == "AffineMixedDtypes" else x
     formula = layer_norm if norm == "LayerNorm" else rms_norm
     expected = formula(x, 7, 1e-5, *(t.double() for t in tensors)).float()
     torch.testing.assert_close(function.apply(x, *tensors, torch.Size([7]), 1e-5, True), expected, rtol=1e-5, atol=1e-5)
