@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from apex_npu.migrate import Options, rewrite
+from apex_npu.migrate import Options, plan, rewrite
 from apex_npu.migrate.files import reports
 
 CASES = Path(__file__).parent / "cases"
@@ -24,18 +24,12 @@ def options_of(program: str) -> Options:
     """The first line of a program may say `# options: NAME ...`."""
     first = program.partition("\n")[0]
     words = first.removeprefix("# options:").split() if first.startswith("# options:") else []
-    amp = next((word.removeprefix("amp=") for word in words if word.startswith("amp=")), "")
-    target = "portable" if "portable" in words else "npu"
-    ignore = tuple(word.removeprefix("no=") for word in words if word.startswith("no="))
-    parallel = "main" if "parallel" in words else ""
     return Options(
-        unsure="unsure" in words,
-        force="force" in words,
-        to=target,
-        amp=amp,
-        ignore=ignore,
-        data_parallel=parallel,
-        similar="similar" in words,
+        **{name: name in words for name in ("unsure", "force", "similar")},
+        to="portable" if "portable" in words else "npu",
+        amp=next((word.removeprefix("amp=") for word in words if word.startswith("amp=")), ""),
+        ignore=tuple(word.removeprefix("no=") for word in words if word.startswith("no=")),
+        data_parallel="main" if "parallel" in words else "",
     )
 
 
@@ -45,6 +39,16 @@ def expected(case: Path) -> list[str]:
     rewritten = rewrite(before, "t.py", options_of(before))
     assert isinstance(rewritten.source, str)
     return [before, rewritten.source, "".join(f"{line}\n" for line in reports.lines(rewritten.findings))]
+
+
+def planned(folder: Path, files: dict[str, str], *arguments, **options):
+    """What becomes of files, of which ``a__b`` is ``a/b.py``: their new text where they change, and the findings."""
+    for name, text in files.items():
+        path = folder / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    made = plan([folder], *arguments, **options)
+    return {change.target.path: change.after.decode() for change in made.files}, made.findings
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from devices import DEVICE
-from migrate import trees
+from migrate import golden
 
 from apex_npu import amp, optimizers
 from apex_npu.__main__ import main
@@ -107,7 +107,7 @@ optimizer.step()
 
 def planned(folder, level="O1", **files):
     """What becomes of files: their new text where they change, and the reasons of refusals."""
-    changed, findings = trees.planned(folder, files, Options(select=("X",), amp=level))
+    changed, findings = golden.planned(folder, files, Options(select=("X",), amp=level))
     return changed, {finding.message for finding in findings if finding.status == "refused"}
 
 

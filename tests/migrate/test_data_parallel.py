@@ -13,7 +13,7 @@ import processes
 import pytest
 import torch
 from devices import DEVICE, START_SCRIPT
-from migrate import trees
+from migrate import golden
 
 from apex_npu.__main__ import main
 from apex_npu.migrate import Options, rewrite
@@ -123,7 +123,7 @@ def keep(model):
 
 
 def planned(folder, **files):
-    return trees.planned(folder, files, Options(ignore=("O",)), data_parallel=folder / "main.py")
+    return golden.planned(folder, files, Options(ignore=("O",)), data_parallel=folder / "main.py")
 
 
 def test_saves_of_imported_files_are_guarded(tmp_path):

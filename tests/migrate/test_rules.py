@@ -26,14 +26,17 @@ CASES = sorted(golden.CASES.glob("*.txt"))
 WITHOUT_EXAMPLE = ("F905", "F906", "F908", "F909")
 
 
+def options_of(rule):
+    return replace(rule.options, own=EXAMPLES if rule.id[0] == "R" or rule.id == "D170" else ())
+
+
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.id)
 def test_the_example_of_a_rule(rule):
     assert (rule.example == "") == (rule.id in WITHOUT_EXAMPLE)
     if rule.example:
-        options = replace(rule.options, own=EXAMPLES if rule.id[0] == "R" or rule.id == "D170" else ())
-        rewritten = rewrite(rule.example.encode(), options=options)
+        rewritten = rewrite(rule.example.encode(), options=options_of(rule))
         assert rule.id in {finding.rule for finding in rewritten.findings}
-        assert rewrite(rewritten.source, options=options).source == rewritten.source
+        assert rewrite(rewritten.source, options=options_of(rule)).source == rewritten.source
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.stem)
@@ -108,8 +111,8 @@ def test_an_explanation_is_that_of_its_rule(rule):
     assert all(f"    {line}" in text for line in rule.example.splitlines())
     assert "{}" not in text
     assert bool(rule.found) == ("{}" in rule.message)
-    options = replace(rule.options, own=EXAMPLES if rule.id[0] == "R" or rule.id == "D170" else ())
-    found = rewrite(rule.example.encode(), options=options).findings
+    rewritten = rewrite(rule.example.encode(), options=options_of(rule))
+    found, new = rewritten.findings, rewritten.source.decode()
     said = {finding.message for finding in found if finding.rule == rule.id} - {""}
     others = {finding.message for finding in found} - said - {""}
     assert all(message in text for message in said)
@@ -118,7 +121,6 @@ def test_an_explanation_is_that_of_its_rule(rule):
     message = rule.message.format(*rule.found)
     beside = message and rule.example and not any(message in one for one in said)
     assert (f"In other places: {message}" in text) == bool(beside)
-    new = rewrite(rule.example.encode(), options=options).source.decode()
     assert ("\nbecomes\n" in text) == any(one.status == "changed" for one in found)
     assert all(f"    {line}" in text for line in new.splitlines())
 
