@@ -13,7 +13,6 @@
 #include "combine_tensors/write_table.h"
 #include "data_parallel/grad_arrivals.h"
 #include "data_parallel/shards.h"
-#include "debug/exponents.h"
 #include "fused_optim/codec_cpu.h"
 #include "fused_optim/gather_cpu.h"
 #include "fused_optim/grad_list.h"
@@ -253,7 +252,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("tensors"), py::arg("grads"));
   m.def(
       "grads_of", [](const py::sequence& tensors) { return apex_npu::grads_of(borrow(tensors)); }, py::arg("tensors"));
-  m.def("count_exponents_cpu", &apex_npu::count_exponents_cpu, py::arg("x"), py::arg("factor"));
   m.def("versions_of", &apex_npu::versions_of, py::arg("tensors"));
   m.def(
       "hold_grads",
