@@ -9,12 +9,10 @@ from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 from typing import Any
 
-import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 
-from apex_npu.amp.inspect import optimizers, patch_step, policy, settings
+from apex_npu.amp.inspect import optimizers, patch_step, settings
 from apex_npu.backends._torch_private import dispatch_modes
 from apex_npu.backends.patching import Undo
 from apex_npu.debug.comparison.check_operators import check_operators
@@ -23,7 +21,7 @@ from apex_npu.debug.gradient_range.measure import gradient_range
 from apex_npu.debug.model_report.script import FirstForward
 from apex_npu.debug.overflow.explain import explain_script
 from apex_npu.debug.profiling.profile import profile
-from apex_npu.debug.watching.watch import Watch
+from apex_npu.debug.watching.stream import Stream, on_forward
 from apex_npu.distributed.rank_progress import is_first_rank
 
 
@@ -115,22 +113,22 @@ class WatchingPart(Part):
 
     def open(self, context: check_operators | record, module: nn.Module | None, args: Any) -> Any:
         """Open ``context``; returns what it yields."""
-        if module is not None and not Watch.is_open() and dispatch_modes():
+        if module is not None and not Stream.is_open() and dispatch_modes():
             raise RuntimeError(
                 f"the first forward is called within another dispatch mode, {type(dispatch_modes()[-1]).__name__}: "
                 "name a later step, or take that mode out"
             )
         found = context.__enter__()
-        watch, self._context = context.watch, context
-        assert watch is not None
-        watch.make_way = context.leave
+        stream, self._context = context.stream, context
+        assert stream is not None
+        stream.make_way = context.leave
         if module is not None:
-            watch.enter_module(module, args)
+            stream.enter_module(module, args)
         return found
 
     def has_made_way(self) -> bool:
         """The script has opened a context that watches."""
-        return self._context.watch is None
+        return self._context.stream is None
 
 
 class CheckOperatorsPart(WatchingPart):
@@ -201,8 +199,7 @@ class ScriptSteps:
         self._undo = Undo()
         patch_step(self._undo, self._counting)
         if any(part.first == 0 for part in parts):
-            hook = torch_module.register_module_forward_pre_hook(self._forward_begins)
-            self._undo.callback(hook.remove)
+            self._undo.callback(on_forward(self._forward_begins).remove)
         self._exit = Finalize(None, self.end, exitpriority=0)  # atexit is not for processes of multiprocessing
 
     def _counting(self, original: Any) -> Any:
@@ -222,7 +219,7 @@ class ScriptSteps:
         return step
 
     def _forward_begins(self, module: nn.Module, args: Any) -> None:
-        if self._count == 0 and policy() is not None and torch.is_grad_enabled():
+        if self._count == 0:
             self._begin(module, args)
 
     def _begin(self, module: nn.Module | None, args: Any) -> None:

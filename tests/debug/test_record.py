@@ -182,7 +182,7 @@ def test_an_interrupt_while_it_begins_leaves_nothing(tmp_path, monkeypatch):
 
     model, _ = set_up(healthy.LSTM, "O1")
     before = hooks_of_torch()
-    monkeypatch.setattr(Recorder, "_note_gradients", interrupt)
+    monkeypatch.setattr(Recorder, "note_gradients", interrupt)
     with pytest.raises(KeyboardInterrupt), amp.debug.record(tmp_path / "a.pt", model):
         pass
     assert not current().observers

@@ -29,7 +29,7 @@ from apex_npu.debug.script import (
     ScriptSteps,
     look,
 )
-from apex_npu.debug.watching.watch import Watch
+from apex_npu.debug.watching.stream import Stream
 
 
 @pytest.fixture(autouse=True)
@@ -191,7 +191,7 @@ def test_within_another_mode_nothing_begins(capsys, tmp_path):
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
-        assert not [mode for mode in dispatch_modes() if not isinstance(mode, Watch)]
+        assert not [mode for mode in dispatch_modes() if not isinstance(mode, Stream)]
     said = capsys.readouterr().out
     for option in ("--check-operators", "--record"):
         assert f"{option}: the first forward is called within another dispatch mode, _FlopCounterMode: name a" in said

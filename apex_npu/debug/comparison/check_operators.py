@@ -22,10 +22,10 @@ from apex_npu.debug.text import first_line, fitted, name_of, where_of
 from apex_npu.debug.watching.calls import Call
 from apex_npu.debug.watching.lineage import span_of
 from apex_npu.debug.watching.opening import WatchingContext
-from apex_npu.debug.watching.operators import Execution, mapped, results_of, tensors_in
+from apex_npu.debug.watching.operators import Execution, followed, mapped, results_of, tensors_in
 from apex_npu.debug.watching.places import Names
 from apex_npu.debug.watching.second_opinion import call_wide, function_of_host
-from apex_npu.debug.watching.watch import Watch
+from apex_npu.debug.watching.stream import Consumer, Stream
 
 # In units of the coarsest dtype's eps: beyond the first the CPU's own kernel is asked, beyond so many times what that
 # or the dtype explains an operator is blamed.
@@ -137,22 +137,23 @@ class CheckedOperators:
         return fitted("\n".join(lines))
 
 
-class Check(Watch):
-    """Looks at operators as ``Watch`` does, but compares their results instead of reading their ranges."""
+class Check(Consumer):
+    """Compares the results of operators with those in float64."""
 
-    def __init__(self, names: Names, seconds: float) -> None:
-        """Of models with ``names``; the host computes for about ``seconds``."""
-        super().__init__(names)
+    reads = True
+
+    def __init__(self, seconds: float) -> None:
+        """The host computes for about ``seconds``."""
         self.found = CheckedOperators()
         self._seconds, self._left, self._rate = seconds, seconds, _RATE
 
-    def _look(self, ran: Execution) -> None:
+    def saw(self, call: Call, ran: Execution) -> None:
+        """See ``Consumer``."""
         results = ran.results()
-        followed = [(i, local) for i, t in enumerate(results) if (local := self._followed(t)) is not None]
-        call = self._new_call(ran.operator, ran.place)
+        compared = [(i, local) for i, t in enumerate(results) if (local := followed(t)) is not None]
         if ran.operator.makes_tensor:
             return
-        if not followed:
+        if not compared:
             self.found.left_out[_kind_of(results)] += 1
             return
         flops = _flops(ran)
@@ -162,7 +163,7 @@ class Check(Watch):
             return
         begin = time.perf_counter()
         try:
-            self._compare(call, ran, followed)
+            self._compare(call, ran, compared)
         except NotImplementedError:
             self.found.left_out[f"{call.operator}: the host has no kernel for it"] += 1
         except (RuntimeError, TypeError, ValueError, MemoryError) as error:
@@ -184,11 +185,11 @@ class Check(Watch):
             return f"no time left of seconds={self._seconds:g}"
         return ""
 
-    def _compare(self, call: Call, ran: Execution, followed: Sequence[tuple[int, Tensor]]) -> None:
+    def _compare(self, call: Call, ran: Execution, compared: Sequence[tuple[int, Tensor]]) -> None:
         exact = call_wide(ran, ran.before)
-        dtypes = {t.dtype for _, v in ran.operands() for t in tensors_in(v)} | {t.dtype for _, t in followed}
+        dtypes = {t.dtype for _, v in ran.operands() for t in tensors_in(v)} | {t.dtype for _, t in compared}
         eps = max(torch.finfo(d).eps for d in dtypes if d.is_floating_point or d.is_complex)
-        errors = [(_error(exact[i], result) / eps, i) for i, result in followed]
+        errors = [(_error(exact[i], result) / eps, i) for i, result in compared]
         self.found.checked += 1
         error, i = max(errors)
         host_error = None
@@ -196,11 +197,11 @@ class Check(Watch):
             terms = _magnitudes(ran)
             finest = torch.finfo(torch.float32).eps
             # What it is relative to, at the least: kernels sum half numbers in float32.
-            floors = {k: float(terms[k].norm()) * min(finest / eps, 1.0) if terms else 0.0 for k, _ in followed}
-            error, i = max((_error(exact[k], result, floors[k]) / eps, k) for k, result in followed)
+            floors = {k: float(terms[k].norm()) * min(finest / eps, 1.0) if terms else 0.0 for k, _ in compared}
+            error, i = max((_error(exact[k], result, floors[k]) / eps, k) for k, result in compared)
             hosts = [_call_on_host(ran, dense=dense) for dense in (False, True)]
-            host_error = max(_error(exact[k], host[k], floors[k]) / eps for k, _ in followed for host in hosts)
-        result = dict(followed)[i]
+            host_error = max(_error(exact[k], host[k], floors[k]) / eps for k, _ in compared for host in hosts)
+        result = dict(compared)[i]
         where = call.place
         self.found.errors.append(
             OperatorError(
@@ -332,8 +333,6 @@ class check_operators(WatchingContext):
         []
     """
 
-    watch: Check | None = None
-
     def __init__(self, *models: nn.Module, seconds: float = 60.0) -> None:
         """Check the arguments."""
         super().__init__(models)
@@ -349,19 +348,20 @@ class check_operators(WatchingContext):
                 "check_operators cannot tell a wrong result from one that has saturated, as this device does; use "
                 "find_overflow there"
             )
-        check = self.watch = Check(Names(models), self._seconds)
-        check.attach()
-        return check.found
+        self._check = Check(self._seconds)
+        self.stream = Stream(Names(models), self._check)
+        self.stream.attach()
+        return self._check.found
 
     def __exit__(self, *raised: object) -> None:
         self.leave()
 
     def leave(self) -> None:
         """End; nothing where it has ended already."""
-        check, self.watch = self.watch, None
-        if check is not None:
-            is_complete = check.detach()
-            check.sort()
-            check.found.left_out.update(check.not_measured)
+        stream, self.stream = self.stream, None
+        if stream is not None:
+            is_complete, found = stream.detach(), self._check.found
+            self._check.sort()
+            found.left_out.update(stream.not_measured)
             if not is_complete:
-                check.found.left_out["all after a dispatch mode that was entered before was left"] += 1
+                found.left_out["all after a dispatch mode that was entered before was left"] += 1

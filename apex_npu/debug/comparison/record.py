@@ -57,8 +57,6 @@ class record(WatchingContext):
         ['aten::addmm', 'aten::sum']
     """
 
-    watch: Recorder | None = None
-
     def __init__(self, path: str | os.PathLike[str], *models: nn.Module, samples: int | None = 16384) -> None:
         """Check the arguments."""
         super().__init__(models)
@@ -77,7 +75,8 @@ class record(WatchingContext):
         given = self.models_to_watch()
         models = list(map(inside_of, given))
         level = policy()
-        recorder = self.watch = Recorder(Names(models), self._samples)
+        recorder = self._recorder = Recorder(Names(models), self._samples)
+        self.stream = recorder.stream
         recorded = recorder.recorded
         if level is not None and level.enabled:
             recorded.level = level.opt_level
@@ -91,7 +90,8 @@ class record(WatchingContext):
             recorder.note_weights()
             observe(recorder)
             follow_grad_scalers(self._undo, recorder.scales, recorder.unscaled)
-            recorder.attach()
+            recorder.note_gradients()
+            recorder.stream.attach()
         except BaseException:  # as an interrupt
             self.leave()
             raise
@@ -99,19 +99,19 @@ class record(WatchingContext):
 
     def leave(self) -> bool:
         """End, and write no file; False: operators are missing, as a mode that was entered before was left before."""
-        recorder, self.watch = self.watch, None
+        stream, self.stream = self.stream, None
         self._undo.close()
-        if recorder is None:
+        if stream is None:
             return True
-        leave(recorder)
-        return recorder.detach()
+        leave(self._recorder)
+        return stream.detach()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        recorder = self.watch
+        was_open = self.stream is not None
         is_complete = self.leave()
-        if recorder is not None and kind is None:
+        if was_open and kind is None:
             if not is_complete:
                 raise RuntimeError(
                     f"the record is not complete, and {self.path!r} is not written: a dispatch mode that was entered "
@@ -119,8 +119,8 @@ class record(WatchingContext):
                     "first, or leave it first"
                 )
             with torch.no_grad():
-                recorder.note_end()
-            recorder.recorded.save(self.path)
+                self._recorder.note_end()
+            self._recorder.recorded.save(self.path)
 
 
 def _is_compiled(module: nn.Module) -> bool:

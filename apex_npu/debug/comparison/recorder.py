@@ -1,10 +1,11 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``Recorder``: sees each operator as ``Watch`` does, and keeps samples of its results."""
+"""``Recorder``: keeps samples of the results of each operator."""
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -20,9 +21,9 @@ from apex_npu.debug.comparison.recorded import Held, Kind, Recorded, Samples, di
 from apex_npu.debug.text import first_line, name_of
 from apex_npu.debug.watching.calls import Call
 from apex_npu.debug.watching.lineage import Lineage
-from apex_npu.debug.watching.operators import Arguments, Execution, Operator, is_measurable, tensors_in
+from apex_npu.debug.watching.operators import Execution, followed, is_measurable, tensors_in
 from apex_npu.debug.watching.places import Caller, Names, Place
-from apex_npu.debug.watching.watch import Watch
+from apex_npu.debug.watching.stream import Consumer, Stream
 from apex_npu.fusion.shards import local_part
 
 # Casts, copies and fills: levels differ in them, and what they write is seen where it is read.
@@ -37,7 +38,7 @@ _DRAWS = {"bernoulli", "rand_like", "randn_like", "randint_like", "multinomial",
 _MASKS = (torch.bool, torch.uint8)
 
 
-class Recorder(Watch, Observer):
+class Recorder(Consumer, Observer):
     """Keeps samples of what operators and modules return, and of the gradients of parameters.
 
     Attributes:
@@ -46,11 +47,13 @@ class Recorder(Watch, Observer):
 
     def __init__(self, names: Names, samples: int | None) -> None:
         """Of models with ``names``; at most ``samples`` elements of a tensor, or None: all."""
-        super().__init__(names)
+        self.names, self.stream = names, Stream(names, self)
         self.recorded = Recorded(samples)
         self._samples = Samples(samples)
         self._tensors = list({id(tensor): tensor for tensor in names.tensors}.values())
         self._calls: Counter[tuple[Any, ...]] = Counter()
+        self._lock = threading.RLock()
+        self._before: Lineage[bool] = Lineage()  # gradients that are there already
         self._made: Lineage[bool] = Lineage()  # whether it descends from the loss times its scale
         self._given: dict[int, list[tuple[str, Tensor]]] = {}  # by storage, for the outermost forward that runs
         self._optimizers: list[Optimizer] = []
@@ -82,7 +85,7 @@ class Recorder(Watch, Observer):
         for tensor in self._tensors:
             if not isinstance(tensor, nn.Parameter):
                 self._keep("buffer", "after backward", self.names.of_tensor(tensor), "buffer", 0, tensor)
-        self.recorded.left_out = dict(self.not_measured)
+        self.recorded.left_out = dict(self.stream.not_measured)
 
     def _note_parameters(self, found: Sequence[tuple[Tensor, Tensor | None, float]]) -> None:
         """Keep gradients of parameters, each with what it is multiplied with."""
@@ -101,7 +104,7 @@ class Recorder(Watch, Observer):
         """See ``Observer``."""
         self._optimizers, self._is_averaged = stepped(optimizers), averages(optimizers)
         self.recorded.scale, self._losses, self._scaling = scale, [loss], []
-        self.begin_block(scale, [])
+        self.stream.set_block(scale)
 
     def backward_ended(self) -> None:
         """See ``Observer``."""
@@ -115,13 +118,13 @@ class Recorder(Watch, Observer):
             with torch.no_grad():
                 self._note_parameters(gradients(self._optimizers))
         self._optimizers, self._losses = [], []
-        self.end_block([])
+        self.stream.set_block(1.0)
 
     # ---- what GradScalers do ---------------------------------------------------------------------------------------
 
     def scales(self, losses: Any, scale: float) -> None:
         """A GradScaler multiplies ``losses`` with ``scale``."""
-        self.recorded.scale = self.scale = self._scale_of_rest = scale
+        self.recorded.scale = self.stream.scale = self._scale_of_rest = scale
         self._losses += tensors_in(losses)
 
     def unscaled(self, optimizer: Optimizer) -> None:
@@ -130,23 +133,17 @@ class Recorder(Watch, Observer):
 
     # ---- operators -------------------------------------------------------------------------------------------------
 
-    def _keep_written(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        return args, kwargs  # what an operator has read is not asked for
-
-    def _pass_over(
-        self, operator: Operator, place: Caller, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any
-    ) -> None:
-        ran = Execution(None, operator, place, (args, kwargs), (args, kwargs), returned)
+    def passed_over(self, ran: Execution) -> None:
+        """See ``Consumer``."""
         is_scaled = autograd_node() is not None and self._reads_scaled(ran)
-        super()._pass_over(operator, place, args, kwargs, returned)
-        if self._losses and place is Caller.AMP:  # as in GradScaler.scale
-            self._is_scaling(self._new_call(operator, place), ran)
+        if self._losses and ran.place is Caller.AMP:  # as in GradScaler.scale
+            self._is_scaling(self.stream.new_call(ran.operator, ran.place), ran)
         for tensor in ran.results():
             self._note_made(tensor, is_scaled)
 
-    def _look(self, ran: Execution) -> None:
+    def saw(self, call: Call, ran: Execution) -> None:
+        """See ``Consumer``."""
         operator, place = ran.operator, ran.place
-        call = self._new_call(operator, place)
         if call.phase == "forward" and isinstance(place, Place):
             self._note_batch(ran, place)
         if self._is_scaling(call, ran):
@@ -158,7 +155,7 @@ class Recorder(Watch, Observer):
         is_draw = is_random and (
             operator.plain in _DRAWS or not any(tensor.dtype.is_floating_point for _, tensor in ran.tensors_read())
         )
-        for i, tensor in enumerate(self._own_results(ran)):
+        for i, tensor in enumerate(ran.own_results()):
             self._note_made(tensor, is_scaled)
             held = self._held(tensor)
             if held is None or operator.makes_tensor or operator.plain in _LEFT_OUT:
@@ -168,7 +165,7 @@ class Recorder(Watch, Observer):
             is_number = is_measurable(held)
             drawn = is_random and (is_draw or held.dtype in _MASKS)
             if is_number or drawn:
-                scale = self.scale if is_scaled and is_number else 1.0
+                scale = self.stream.scale if is_scaled and is_number else 1.0
                 kind: Kind = "random" if drawn else "operator"
                 self._keep(kind, call.phase, call.module, operator.name, i, held, scale, call.place)
 
@@ -220,7 +217,7 @@ class Recorder(Watch, Observer):
             if whole is not None and (tensor.grad_fn is not None or whole.numel() == tensor.numel()):
                 tensor = whole
             held = None if tensor.grad_fn is not None else self._held(tensor)
-            if held is None or self._made.writers(held) or self._gradients.writers(held):
+            if held is None or self._made.writers(held) or self._before.writers(held):
                 continue
             if self.names.of_memory(held) is None and not self._is_of_parameter(held):
                 argument, held = self._given_by(held) or (f"what {place} reads", held)
@@ -250,26 +247,31 @@ class Recorder(Watch, Observer):
 
     # ---- modules ---------------------------------------------------------------------------------------------------
 
-    def enter_module(self, module: nn.Module, args: Any) -> None:
-        """See ``Watch``."""
-        if not (self.suspended or self._modules.modules):
-            self._given = {}
-            for i, argument in enumerate(args):
-                name = f"argument {i} of {self.names.of_module(module) or type(module).__name__}"
-                for tensor in tensors_in(argument):
-                    held = self._held(tensor)
-                    if held is not None:
-                        self._given.setdefault(held.untyped_storage()._cdata, []).append((name, held))
-        super().enter_module(module, args)
+    def begins(self, module: nn.Module, args: Any) -> None:
+        """See ``Consumer``."""
+        self.note_gradients()
+        self._given = {}
+        for i, argument in enumerate(args):
+            name = f"argument {i} of {self.names.of_module(module) or type(module).__name__}"
+            for tensor in tensors_in(argument):
+                held = self._held(tensor)
+                if held is not None:
+                    self._given.setdefault(held.untyped_storage()._cdata, []).append((name, held))
 
-    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        super()._leave_module(module, args, output)
+    def note_gradients(self) -> None:
+        """What is read of gradients from before is not the batch."""
+        for tensor in self._tensors:
+            if tensor.is_leaf and tensor.grad is not None and (local := followed(tensor.grad)) is not None:
+                self._before.write(local, False)
+
+    def ended(self, module: nn.Module, output: Any) -> None:
+        """See ``Consumer``."""
         name = self.names.of_module(module)
-        if self.suspended or name is None:
+        if name is None:
             return
         phase, kind = "forward" if autograd_node() is None else "recompute", type(module).__name__
         for i, tensor in enumerate(tensors_in(output)):
-            if self._followed(tensor) is None:
+            if followed(tensor) is None:
                 continue
             with torch.no_grad():
                 self._keep("module", phase, name, kind, i, tensor)
@@ -277,9 +279,9 @@ class Recorder(Watch, Observer):
                 tensor.register_hook(functools.partial(self._note_gradient_of, name, kind, i))
 
     def _note_gradient_of(self, module: str, kind: str, i: int, gradient: Tensor | None) -> None:
-        if gradient is not None and not self.suspended:  # torch_npu's LSTM leaves some out
+        if gradient is not None and not self.stream.suspended:  # torch_npu's LSTM leaves some out
             with torch.no_grad():
-                self._keep("module", "backward", module, kind, i, gradient, self.scale)
+                self._keep("module", "backward", module, kind, i, gradient, self.stream.scale)
 
     def _keep(
         self,
@@ -304,4 +306,4 @@ class Recorder(Watch, Observer):
                 self.recorded.rows.append(row_of(held, self._samples, scale, known))
                 self._calls[key] += 1
             except (RuntimeError, NotImplementedError, MemoryError) as error:  # as for float8, which has no norm
-                self.not_measured[f"{operator}: {first_line(error)}"] += 1
+                self.stream.not_measured[f"{operator}: {first_line(error)}"] += 1

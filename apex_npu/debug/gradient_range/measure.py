@@ -22,7 +22,7 @@ from apex_npu.debug.gradient_range.report import GradientRange, ParameterRange, 
 from apex_npu.debug.gradients import adopted_policy, gradients_in, names_of
 from apex_npu.debug.text import listed
 from apex_npu.debug.watching.operators import is_measurable
-from apex_npu.debug.watching.watch import Watch
+from apex_npu.debug.watching.stream import Stream
 from apex_npu.fusion.shards import local_part
 from apex_npu.ops import LOW_PRECISION
 
@@ -96,7 +96,7 @@ def _as_before(device: torch.device) -> Iterator[None]:
     on_host = device.type == "cpu"
     try:
         forked = torch.random.fork_rng([] if on_host else [device], device_type="cuda" if on_host else device.type)
-        with Watch.none_watches(), forked:
+        with Stream.none_watches(), forked:
             yield
     finally:
         for (module, name, buffer), copy in zip(held, copies, strict=True):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``Tally``: a dispatch mode that counts the FLOPs, casts and bytes of the operators that are called in it."""
+"""``Tally``: counts the FLOPs, casts and bytes of the operators that are called in it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apex_npu.backends._torch_private import TorchDispatchMode, autograd_node, is_in_backward, sequence_number
 from apex_npu.debug.model_report.flops import flops_of
-from apex_npu.debug.watching.operators import call_operator, operator_of, tensors_in
-from apex_npu.debug.watching.places import ModuleStack, Names
+from apex_npu.debug.watching.calls import Call
+from apex_npu.debug.watching.operators import Execution, tensors_in
+from apex_npu.debug.watching.places import Names
+from apex_npu.debug.watching.stream import Consumer, Stream
 
 # These take sizes and a dtype from a tensor, and read nothing of it, or only move what they read.
 _NO_FUNCTIONS = {"clone", "_unsafe_view"} | {
@@ -76,8 +77,17 @@ class Tally:
     @contextmanager
     def counting(self, model: nn.Module, given: list[Tensor]) -> Iterator[None]:
         """Count what is called in the block; ``given`` are the model's inputs."""
-        with _Counting(self, model), _saving(self.saved, [*model.parameters(), *model.buffers(), *given]):
-            yield
+        stream = _Counting(self, model).stream
+        stream.attach()
+        try:
+            with _saving(self.saved, [*model.parameters(), *model.buffers(), *given]):
+                yield
+        finally:
+            stream.detach()
+        if stream.not_measured:
+            raise RuntimeError(
+                f"what an operator reads and writes could not be counted: {next(iter(stream.not_measured))}"
+            )
 
     def flops_in(self, dtype: torch.dtype) -> int:
         """The FLOPs of all functions in one dtype."""
@@ -103,61 +113,41 @@ def _saving(saved: Counter[torch.dtype], known: list[Tensor]) -> Iterator[None]:
         yield
 
 
-class _Counting(TorchDispatchMode):
+class _Counting(Consumer):
+    """Counts in ``tally`` what the operators of ``stream`` are."""
+
     def __init__(self, tally: Tally, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._tally, self._model = tally, model
-        self._names, self._stack = Names([model]), ModuleStack()
-        self._of_node: dict[int, str | None] = {}
-        self._hooks: list[Any] = []
+        self._tally, self._names = tally, Names([model])
+        self.stream = Stream(self._names, self)
 
-    def __enter__(self) -> Any:
-        for module in self._model.modules():
-            self._hooks.append(module.register_forward_pre_hook(lambda m, args: self._stack.push(m), prepend=True))
-            self._hooks.append(module.register_forward_hook(lambda m, args, out: self._stack.pop(m), always_call=True))
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *raised: Any) -> Any:
-        for hook in self._hooks:
-            hook.remove()
-        return super().__exit__(*raised)  # type: ignore[no-untyped-call]
-
-    def _module(self) -> str | None:
-        return self._names.of_module(self._stack.modules[-1]) if self._stack.modules else None
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = call_operator(func, args, kwargs)
-        operator = operator_of(func)
-        results = list(tensors_in(result))
-        if operator.passed_over or not results:
-            return result
-        # Recomputation within backward has nodes of its own, and is counted with the forward of its module.
-        node = autograd_node() if is_in_backward() and not self._stack.modules else None
-        if node is None:
-            module, phase = self._module(), "forward"
-            self._of_node.setdefault(sequence_number() - 1, module)
-        else:
-            module, phase = self._of_node.get(node._sequence_nr()), "backward"
-        named = [(name, t) for name, value in operator.operands(args, kwargs) for t in tensors_in(value)]
+    def saw(self, call: Call, ran: Execution) -> None:
+        operator, results = ran.operator, list(tensors_in(ran.returned))
+        if not results:
+            return
+        named = [(name, t) for name, value in ran.operands() for t in tensors_in(value)]
         operands = [t for _, t in named]
         moved = sum(t.numel() * t.element_size() for t in {id(t): t for t in (*operands, *results)}.values())
         self._tally.bytes_moved += moved
         if operator.name in _CASTS and operands:
             if operands[-1].dtype != results[0].dtype:
                 self._note_cast(operands[-1], results[0].dtype, moved)
-            return result
+            return
         floating = [t for t in (*results, *operands) if t.dtype.is_floating_point or t.dtype.is_complex]
-        read = [t for name, t in named if not operator.written.get(name)]
-        if floating and operator.plain not in _NO_FUNCTIONS and any(t.dtype.is_floating_point for t in read):
+        if (
+            floating
+            and operator.plain not in _NO_FUNCTIONS
+            and any(t.dtype.is_floating_point for _, t in ran.tensors_read())
+        ):
+            # Recomputation within backward is counted with the forward of its module; a loss function is of none.
+            phase = "backward" if call.phase == "backward" else "forward"
+            module = None if call.module is None or call.module.startswith("(") else call.module
             function = Function(module, operator.plain, floating[0].dtype, phase)
             self._tally.calls[function] += 1
-            flops = flops_of(func, args, kwargs, result)
+            flops = flops_of(ran.func, *ran.given, ran.returned)
             if flops is None:
                 self._tally.uncounted[operator.name.removeprefix("aten::")] = None
             elif flops:
                 self._tally.flops[function] += flops
-        return result
 
     def _note_cast(self, source: Tensor, target: torch.dtype, moved: int) -> None:
         if source.dtype.is_floating_point and target.is_floating_point:

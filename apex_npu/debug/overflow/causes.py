@@ -14,7 +14,7 @@ from torch import Tensor
 
 from apex_npu.debug.text import name_of
 from apex_npu.debug.watching.calls import Call, Leaf, iterate
-from apex_npu.debug.watching.watch import Watch
+from apex_npu.debug.watching.trail import Trail
 
 # In the order in which causes are shown. A loss scale that is too large may hide others, so it comes last.
 Kind = Literal[
@@ -108,14 +108,14 @@ OF_ANOTHER_PROCESS = (
 )
 
 
-def find_causes(watch: Watch, targets: Sequence[Call], scale: Scale) -> list[Finding]:
+def find_causes(trail: Trail, targets: Sequence[Call], scale: Scale) -> list[Finding]:
     """What has made the results of ``targets`` not finite, the most telling cause first."""
     reached = dict(iterate(targets, lambda call: call.causes))
     ends = [call for call in reached if call.leaves or not call.causes]
     found: dict[Any, tuple[int, Finding]] = {}
     for call in ends:
         path = _path(call, reached)
-        findings = [_of_leaf(call, leaf, path) for leaf in call.leaves] or [_of_call(watch, call, path, scale)]
+        findings = [_of_leaf(call, leaf, path) for leaf in call.leaves] or [_of_call(trail, call, path, scale)]
         for finding in findings:
             key = _identity(finding)
             if key not in found or call.index < found[key][0]:
@@ -195,7 +195,7 @@ def _of_leaf(call: Call, leaf: Leaf, path: tuple[str, ...]) -> Finding:
     )
 
 
-def _of_call(watch: Watch, call: Call, path: tuple[str, ...], scale: Scale) -> Finding:
+def _of_call(trail: Trail, call: Call, path: tuple[str, ...], scale: Scale) -> Finding:
     limit = torch.finfo(call.dtype).max if call.dtype is not None and call.dtype.is_floating_point else None
     opinion = call.opinion
     true_value = None if opinion is None or math.isnan(opinion.largest) else opinion.largest
@@ -215,7 +215,7 @@ def _of_call(watch: Watch, call: Call, path: tuple[str, ...], scale: Scale) -> F
         inputs=tuple((name, max(abs(low), abs(high))) for name, low, high in call.inputs),
         ranges=tuple(call.inputs),
         fits_scale=fits,
-        before=_before(watch, call) if kind == "overflow" else (),
+        before=_before(trail, call) if kind == "overflow" else (),
         why=why,
         advice=advice,
         **_common(call, path),
@@ -241,13 +241,13 @@ def _kind_of(call: Call, fits: float | None, scale: Scale) -> Kind:
     return "scale" if scale.value > 1.0 and (fits is None or fits >= 1.0) else "gradient"
 
 
-def _before(watch: Watch, call: Call) -> tuple[tuple[str, float], ...]:
+def _before(trail: Trail, call: Call) -> tuple[tuple[str, float], ...]:
     """The results of up to three modules of the same list, ``blocks.4``, ``blocks.5`` and ``blocks.6`` of 7."""
     parts = (call.module or "").split("=")[0].split(".")
     for i in reversed(range(len(parts))):
         if parts[i].isdigit():
             names = [".".join([*parts[:i], str(k)]) for k in range(max(0, int(parts[i]) - 3), int(parts[i]))]
-            return tuple((name, watch.module_ranges[name]) for name in names if name in watch.module_ranges)
+            return tuple((name, trail.module_ranges[name]) for name in names if name in trail.module_ranges)
     return ()
 
 

@@ -11,9 +11,7 @@ from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 
 from apex_npu.amp import StepReport, inspect
@@ -25,6 +23,7 @@ from apex_npu.debug.overflow.replay import Block, Replayer
 from apex_npu.debug.overflow.report import OverflowReport
 from apex_npu.debug.text import count
 from apex_npu.debug.watching.operators import is_measurable
+from apex_npu.debug.watching.stream import on_forward
 from apex_npu.distributed.rank_progress import is_first_rank
 from apex_npu.fusion.shards import local_part
 
@@ -227,7 +226,7 @@ class Explainer(inspect.Observer):
     def arm(self) -> None:
         """Watch from the next forward on."""
         if self._start is None:
-            self._start = torch_module.register_module_forward_pre_hook(self._forward_begins)
+            self._start = on_forward(self._forward_begins)
 
     def end(self) -> None:
         """Watch no longer."""
@@ -241,24 +240,25 @@ class Explainer(inspect.Observer):
             inspect.leave(self)
 
     def _forward_begins(self, module: nn.Module, args: Any) -> None:
-        if self._finder is not None:
-            if self._finder.watch.is_over():
-                self._guarded(self._settle)
-                self.end()
-            return
         # Within another mode, which might be left first, operators are not watched; nor in the capture of a graph.
-        if inspect.policy() is None or not torch.is_grad_enabled() or dispatch_modes() or is_capturing():
+        if self._finder is not None or dispatch_modes() or is_capturing():
             return
         if self in inspect.observers():
             self._guarded(self._begin, module, args)
         else:  # a later session, whose blocks and steps it does not hear of
             self.end()
 
+    def _over(self) -> None:
+        """The iteration that was watched is over."""
+        self._guarded(self._settle)
+        self.end()
+
     def _begin(self, module: nn.Module, args: Any) -> None:
         finder = self._finder = Finder(inspect.models())
-        finder.watch.make_way = self.end
+        stream = finder.trail.stream
+        stream.make_way, stream.when_over = self.end, self._over
         finder.attach()
-        finder.watch.enter_module(module, args)
+        stream.enter_module(module, args)
 
     def _guarded(self, call: Any, *args: Any) -> None:
         try:

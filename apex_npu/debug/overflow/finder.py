@@ -21,7 +21,7 @@ from apex_npu.debug.overflow.report import OverflowReport, Overflows, note_of_dr
 from apex_npu.debug.text import name_of
 from apex_npu.debug.watching.operators import is_measurable, vanishing_number_in
 from apex_npu.debug.watching.places import Names
-from apex_npu.debug.watching.watch import Watch
+from apex_npu.debug.watching.trail import Trail
 from apex_npu.fusion.shards import local_part
 from apex_npu.ops import LOW_PRECISION
 
@@ -44,7 +44,7 @@ class Finder(Observer):
 
     Attributes:
         found: The reports.
-        watch: What sees the operators.
+        trail: What has seen the operators.
         dynamic: The loss scale of the block moves.
     """
 
@@ -54,7 +54,7 @@ class Finder(Observer):
         self._models = list(models)
         params = [p for model in models for p in model.parameters()]
         devices = [d for d in dict.fromkeys(p.device for p in params) if d.type != "meta" and for_device(d).saturates()]
-        self.watch = Watch(Names(models), devices)
+        self.trail = Trail(Names(models), devices)
         self._loss: Tensor | None = None
         self._optimizers: list[Optimizer] = []
         self._report: OverflowReport | None = None
@@ -62,11 +62,11 @@ class Finder(Observer):
 
     def attach(self) -> None:
         """Begin."""
-        self.watch.attach()
+        self.trail.attach()
 
     def detach(self) -> None:
         """End."""
-        self.watch.detach()
+        self.trail.stream.detach()
 
     # ---- what amp calls --------------------------------------------------------------------------------------------
 
@@ -80,30 +80,30 @@ class Finder(Observer):
         for i, (param, taking) in enumerate(parameters(self._optimizers)):
             name = self._name_of(i, param)
             known += [(name, grad) for grad in (taking.grad, param.grad) if grad is not None]
-        self.watch.begin_block(scale, known)
+        self.trail.begin_block(scale, known)
 
     def backward_ended(self) -> None:
         """See ``Observer``."""
         report = self._report
         if report is None or self._loss is None:
             return
-        self.watch.suspended = True
+        self.trail.stream.suspended = True
         with torch.no_grad():
             if self._loss.numel() == 1:
                 report.loss = float(self._loss)
             self.examine(report, [self._loss], present(self._optimizers))
         self.found.reports.append(report)
-        self.watch.flag.hand_back()
+        self.trail.overflows.hand_back()
 
     def block_ended(self) -> None:
         """See ``Observer``."""
         report = self._report
         if report is not None and all(known is not report for known in self.found.reports):
-            self.watch.suspended = True
+            self.trail.stream.suspended = True
             self._examine_interrupted(report)
-        self.watch.end_block([param.grad for param, _ in parameters(self._optimizers) if param.grad is not None])
+        self.trail.end_block([param.grad for param, _ in parameters(self._optimizers) if param.grad is not None])
         self._loss, self._report, self._optimizers = None, None, []
-        self.watch.suspended = False
+        self.trail.stream.suspended = False
 
     def step_skipped(self, report: StepReport) -> None:
         """See ``Observer``."""
@@ -140,26 +140,26 @@ class Finder(Observer):
     def _examine_interrupted(self, report: OverflowReport) -> None:
         """Make ``report`` of the last result that was not finite, where an exception came before the gradients."""
         told = max((known.operators for known in self.found.reports), default=0)
-        last = [call for call in self.watch.bad[-1:] if call.index >= told]
+        last = [call for call in self.trail.bad[-1:] if call.index >= told]
         if last:
-            report.operators = self.watch.calls
+            report.operators = self.trail.stream.calls
             with torch.no_grad():
-                report.causes = find_causes(self.watch, last, Scale(report.scale, self.dynamic))
+                report.causes = find_causes(self.trail, last, Scale(report.scale, self.dynamic))
             report.notes.append(
                 "an exception has ended the iteration: this is about the last result that is not finite"
             )
             self.found.reports.append(report)
 
     def _name_of(self, i: int, source: Tensor) -> str:
-        return self.watch.names.of_tensor(source) or f"parameter {i} of shape {list(source.shape)}"
+        return self.trail.names.of_tensor(source) or f"parameter {i} of shape {list(source.shape)}"
 
     def count(self, report: OverflowReport, gradients: Gradients) -> tuple[Gradients, Gradients]:
         """Record in ``report`` which of ``gradients`` are not finite; return those that can be looked at, and these."""
         present = [(source, local_part(grad)) for source, grad in gradients]
         grads = [(source, grad) for source, grad in present if is_measurable(grad)]
-        ranges = self.watch.ranges.of([grad for _, grad in grads])
+        ranges = self.trail.ranges.of([grad for _, grad in grads])
         bad = [pair for pair, ends in zip(grads, ranges, strict=True) if not all(map(math.isfinite, ends))]
-        report.gradients, report.operators = len(grads), self.watch.calls
+        report.gradients, report.operators = len(grads), self.trail.stream.calls
         for i, (source, grad) in enumerate(bad):
             report.parameters[self._name_of(i, source)] = (int(grad.isnan().sum()), int(grad.isinf().sum()))
         return grads, bad
@@ -173,19 +173,19 @@ class Finder(Observer):
 
     def examine(self, report: OverflowReport, results: Sequence[Tensor], gradients: Gradients) -> None:
         """Make ``report`` of ``gradients``, and of what forward ends with, as with the loss."""
-        watch = self.watch
+        trail, overflows = self.trail, self.trail.overflows
         grads, bad = self.count(report, gradients)
-        bad_results = [result for result in results if result.numel() and watch.ranges.is_bad(result)]
+        bad_results = [result for result in results if result.numel() and trail.ranges.reach(result)]
         starts = bad_results or [grad for _, grad in bad]
-        if watch.saturates:  # where what has overflowed is finite
+        if overflows.saturates:  # where what has overflowed is finite
             starts = [*results, *(grad for _, grad in grads)]
-        targets = list(dict.fromkeys(call for tensor in starts for call in watch.bad_writers(tensor)))
+        targets = list(dict.fromkeys(call for tensor in starts for call in trail.bad_writers(tensor)))
         scale = Scale(report.scale, self.dynamic)
-        report.causes = find_causes(watch, targets, scale)
+        report.causes = find_causes(trail, targets, scale)
         report.causes = [self._advised(cause) if cause.kind == "weights" else cause for cause in report.causes]
-        if watch.flag.raised and not report.causes:
-            report.causes = find_causes(watch, watch.bad or watch.constants, scale)
-        if watch.saturates and len(report.causes) > 1:
+        if overflows.raised and not report.causes:
+            report.causes = find_causes(trail, trail.bad or overflows.constants, scale)
+        if overflows.saturates and len(report.causes) > 1:
             report.notes.append(f"{len(report.causes) - 1} more operators have saturated; the first is shown")
             report.causes = report.causes[:1]
         if not report.causes and bad_results:
@@ -196,13 +196,13 @@ class Finder(Observer):
             why = "no operator that was watched has written this gradient: it was finite, or from before"
             advice = "look at code of the block that writes gradients, and at gradients that were not cleared"
             source = bad[0][0]
-            name = watch.names.of_tensor(source)
+            name = trail.names.of_tensor(source)
             report.causes = [without_operator("written", "block", source, name, why, advice)]
         if are_averaged([source for source, _ in gradients]):
             report.causes = [_of_average(cause) for cause in report.causes]
-        report.not_measured = dict(watch.not_measured) if report.overflowed else {}
-        if watch.dropped_bad:
-            report.notes.append(note_of_dropped(watch.dropped_bad))
+        report.not_measured = dict(trail.stream.not_measured) if report.overflowed else {}
+        if trail.dropped_bad:
+            report.notes.append(note_of_dropped(trail.dropped_bad))
 
 
 def _vanished_eps() -> str:

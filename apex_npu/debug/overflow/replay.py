@@ -24,7 +24,8 @@ from apex_npu.debug.overflow.forwards import Forward, Forwards, outputs_of
 from apex_npu.debug.overflow.report import OverflowReport, Overflows
 from apex_npu.debug.text import first_line
 from apex_npu.debug.watching.calls import NotReplayedError
-from apex_npu.debug.watching.watch import GIVEN, Watch
+from apex_npu.debug.watching.stream import Stream
+from apex_npu.debug.watching.trail import GIVEN
 from apex_npu.fusion.shards import local_part
 
 # Gradients may be accumulated over as many blocks.
@@ -183,7 +184,7 @@ class Replayer:
         """Run the forwards and backwards of the ``blocks`` of a skipped step again; a report for each of them."""
         reports = [OverflowReport(loss_id=block.loss_id, scale=block.scale) for block in blocks]
         totals: dict[Tensor, Tensor] = {}
-        with torch.no_grad(), Watch.none_watches(), without_modes():
+        with torch.no_grad(), Stream.none_watches(), without_modes():
             has_failed = False
             for block, report in zip(blocks, reports, strict=True):
                 try:
@@ -241,27 +242,27 @@ class Replayer:
         sources = [source for source, _ in block.params if source.requires_grad]
         with run.forward.as_it_was() as (call, inputs), self._forwards.paused():
             finder = Finder(self._forwards.models)
-            finder.dynamic, watch = block.dynamic, finder.watch
-            watch.scale, watch.is_replay, watch.caller = block.scale, True, run.forward.place
-            watch.flag.take()
-            was_raised, watch.flag.raised = watch.flag.raised, False
-            watch.attach()
+            finder.dynamic, stream, overflows = block.dynamic, finder.trail.stream, finder.trail.overflows
+            stream.scale, stream.is_replay, stream.caller = block.scale, True, run.forward.place
+            overflows.take()
+            was_raised, overflows.raised = overflows.raised, False
+            finder.attach()
             try:
                 outputs = outputs_of(call())
                 gradients = [*sources, *inputs]
-                given = _begin_backward(outputs, run, watch)
+                given = _begin_backward(outputs, run)
                 grads = torch.autograd.grad(
                     [output for output, _ in given], gradients, [grad for _, grad in given], allow_unused=True
                 )
-                watch.suspended = True
+                stream.suspended = True
                 with torch.no_grad():
                     pairs = [(s, g) for s, g in zip(gradients, grads, strict=True) if g is not None]
                     _examine(finder, found, block, outputs, [grad for _, grad in given], pairs)
             finally:
-                watch.suspended = True
-                watch.flag.read()
-                watch.flag.raised = was_raised
-                watch.detach()
+                stream.suspended = True
+                overflows.read()
+                overflows.raised = was_raised
+                finder.detach()
         known = {id(source) for source in sources}
         return finder, [(source, gradient) for source, gradient in pairs if id(source) in known]
 
@@ -291,7 +292,7 @@ def _of_one_forward(causes: Sequence[tuple[int, Finding]]) -> list[Finding]:
     return [cause for number, cause in forward or named or causes if number == chosen]
 
 
-def _begin_backward(outputs: Sequence[Tensor], run: Run, watch: Watch) -> list[tuple[Tensor, Tensor]]:
+def _begin_backward(outputs: Sequence[Tensor], run: Run) -> list[tuple[Tensor, Tensor]]:
     """The outputs that backward begins at, and their gradients.
 
     Those that others are computed from, as logits that a loss is computed from, get theirs on the way, and what the
@@ -311,9 +312,8 @@ def _begin_backward(outputs: Sequence[Tensor], run: Run, watch: Watch) -> list[t
         if any(output.grad_fn in nodes for nodes in before):
 
             def settle(arrived: Tensor, recorded: Tensor = gradient) -> Tensor | None:
-                is_watched, watch.suspended = not watch.suspended, True
-                is_same = arrived.dtype == recorded.dtype and _are_equal(arrived, recorded)
-                watch.suspended = not is_watched
+                with Stream.none_watches():
+                    is_same = arrived.dtype == recorded.dtype and _are_equal(arrived, recorded)
                 return None if is_same else recorded
 
             output.register_hook(settle)
@@ -330,9 +330,8 @@ def _examine(
     given: Sequence[Tensor],
     gradients: Gradients,
 ) -> None:
-    ranges, saturates = finder.watch.ranges, finder.watch.saturates
-    bad = [gradient for gradient in given if (ranges.is_at_limit if saturates else ranges.is_bad)(gradient)]
-    begins_in_forward = bool(bad) or saturates or not bool(block.loss.isfinite().all())
+    bad = list(filter(finder.trail.is_bad, given))
+    begins_in_forward = bool(bad) or finder.trail.overflows.saturates or not bool(block.loss.isfinite().all())
     finder.examine(found, outputs if begins_in_forward else [], gradients)
     is_given = [c.kind == "data" and c.phase == "backward" and c.tensor == GIVEN for c in found.causes]
     is_forward = any(cause.phase == "forward" for cause in found.causes)

@@ -43,7 +43,7 @@ _LABELLED = (
     ("optimizers.combined_accessors:CombinedAccessors", "clip_optimizer_grad_norm_fused", "amp.clip"),
     ("optimizers.base:FusedOptimizer", "_fuse_again", "amp.fuse"),
     ("distributed.grad_reducer:GradReducer", "finish", "amp.all_reduce"),
-    ("debug.watching.watch:Watch", "_look", "amp.watch"),
+    ("debug.watching.stream:Stream", "_look", "amp.watch"),
 )
 # Of those who make and close the one ``Labels``, as blocks of several threads do.
 _lock = threading.Lock()

@@ -12,7 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from apex_npu.amp.inspect import models
 from apex_npu.backends import is_capturing
-from apex_npu.debug.watching.watch import Watch
+from apex_npu.debug.watching.stream import Stream
 
 
 def inside_of(model: nn.Module) -> nn.Module:
@@ -37,10 +37,10 @@ class WatchingContext:
     """A context that watches the operators of an iteration, by itself or in the steps of a script.
 
     Attributes:
-        watch: What sees the operators; None: it is not open.
+        stream: What sees the operators; None: it is not open.
     """
 
-    watch: Watch | None = None
+    stream: Stream | None = None
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         """Of ``models``; of those of amp where there are none.
@@ -71,7 +71,7 @@ class WatchingContext:
                 f"{caller} was entered while a CUDA graph is captured: the host cannot look at what its operators "
                 "compute. Run one iteration without a graph"
             )
-        if Watch.is_open():
+        if Stream.is_open():
             others = [name for name in ("check_operators", "find_overflow", "record") if name != caller]
             raise ValueError(open_already or f"{caller}, {others[0]} or {others[1]} is open already: leave that before")
         found = list(self._models) or models()

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from apex_npu.backends._torch_private import autocast_within
+from apex_npu.backends._torch_private import autocast_within, has_python_dispatch
 from apex_npu.debug.watching.places import Caller, Place
+from apex_npu.fusion.shards import local_part
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -110,6 +111,21 @@ class Execution(NamedTuple):
         """The distinct tensors that it has returned and written."""
         return results_of(self.operator, self.returned, self.given)
 
+    def own_results(self) -> list[Tensor]:
+        """The results without views of what was read."""
+        results = self.results()
+        if self.operator.makes_tensor:
+            return results
+        operands = [(name, tensor) for name, value in self.operands() for tensor in tensors_in(value)]
+        written = {id(tensor) for name, tensor in operands if name in self.operator.written}
+        read = {local.untyped_storage()._cdata for _, t in operands if (local := followed(t)) is not None}
+
+        def is_view(tensor: Tensor) -> bool:
+            local = None if id(tensor) in written else followed(tensor)
+            return local is not None and local.untyped_storage()._cdata in read
+
+        return [tensor for tensor in results if not is_view(tensor)]
+
 
 def results_of(operator: Operator, returned: Any, given: Arguments) -> list[Tensor]:
     """The distinct tensors that an operator has returned and written."""
@@ -174,3 +190,12 @@ def is_measurable(tensor: Tensor) -> bool:
         and not tensor.is_nested
         and tensor.numel() > 0
     )
+
+
+def followed(tensor: Any) -> Tensor | None:
+    """``tensor``, or the part of it that is here, if its range and memory can be looked at."""
+    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:  # not in vain for each operand
+        tensor = local_part(tensor)
+        if has_python_dispatch(tensor):
+            return None
+    return tensor if is_measurable(tensor) else None

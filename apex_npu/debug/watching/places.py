@@ -35,8 +35,8 @@ _OPTIMIZERS = (_TORCH + "optim", _OWN + "optimizers", _OWN + "amp/master_params.
 _AMP = tuple(_TORCH + part for part in ("nn/utils/clip_grad.py", "amp/grad_scaler.py")) + tuple(
     _OWN + part for part in ("amp", "fusion", "distributed", "debug")
 )
-# What runs a forward once more: nothing that called it then calls it now.
-_REPLAY = _OWN + "debug/overflow/forwards.py"
+# What calls a model by itself, as to run a forward once more: the lines that call it are not those of its operators.
+_CALLING_MODELS = (_OWN + "debug/overflow/forwards.py", _OWN + "debug/model_report/report.py")
 # These call the user's functions, or are part of the graph.
 _PART_OF_THE_GRAPH = tuple(_OWN + part for part in ("amp/scale_loss.py", "amp/user_casts.py"))
 
@@ -47,7 +47,7 @@ class Caller(Enum):
     OPTIMIZER = auto()
     AMP = auto()
     ENGINE = auto()
-    REPLAY = auto()
+    DEBUG = auto()
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ def _kind_of(file: str, function: str) -> Caller | bool:
     """True: a file of the user's; False: one of a library, which is passed over."""
     if file.startswith(_TORCH) and function == "_engine_run_backward":
         return Caller.ENGINE
-    if file == _REPLAY:
-        return Caller.REPLAY
+    if file in _CALLING_MODELS:
+        return Caller.DEBUG
     if file.startswith(_OPTIMIZERS):
         return Caller.OPTIMIZER
     if file.startswith(_AMP) and not file.startswith(_PART_OF_THE_GRAPH):

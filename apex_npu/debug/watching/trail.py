@@ -1,0 +1,317 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``Trail``: remembers where inf and nan began, and what has become of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from apex_npu.debug.watching.calls import KEPT_BAD, Call, Input, Leaf, Result, Vanished
+from apex_npu.debug.watching.lineage import Lineage
+from apex_npu.debug.watching.operators import Execution, followed, nonfinite_number_in, tensors_in, vanishing_number_in
+from apex_npu.debug.watching.places import Names
+from apex_npu.debug.watching.ranges import Ranges
+from apex_npu.debug.watching.saturation import Saturating, Spreading
+from apex_npu.debug.watching.second_opinion import Opinion, ask, largest_of, stays_bad
+from apex_npu.debug.watching.stream import Consumer, Stream
+
+# Of a tensor that is no argument of a module, and that no operator has written.
+GIVEN = "a tensor given from outside"
+
+# Each element of their results is computed of one of each input: they are 0 for inputs that are not by rounding alone.
+_ELEMENTWISE = {"mul", "mul_", "pow", "pow_", "square", "square_", "div", "div_", "exp", "exp_", "sigmoid", "prod"}
+
+
+class Trail(Consumer):
+    """Reads the range of each result; where one is not finite, it finds out why.
+
+    Attributes:
+        stream: What it sees operators by.
+        overflows: What becomes of results that overflow, and the device's flag.
+        ranges: Reads the ranges of results.
+        bad: The calls with a result that is not finite, in their order.
+        dropped_bad: Further calls like ``bad``, of which too many were.
+        module_ranges: The largest magnitude of what each module has returned last.
+    """
+
+    reads = True
+
+    def __init__(self, names: Names, saturating: Sequence[torch.device] = ()) -> None:
+        """Of models with ``names``; devices ``saturating`` have the largest number in place of inf, and a flag."""
+        self.stream = Stream(names, self)
+        self.names = names
+        self.overflows = Saturating(saturating) if saturating else Spreading()
+        self.ranges = Ranges(self.overflows.clear)
+        self.bad: list[Call] = []
+        self.dropped_bad = 0
+        self.module_ranges: dict[str, float] = {}
+        self._bad_given: set[int] = set()
+        self._lineage: Lineage[Result] = Lineage()
+        self._gradients: Lineage[str] = Lineage()
+        self._arguments: dict[int, str] = {}
+
+    # ---- blocks and modules ----------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Begin."""
+        self._note_gradients()
+        self.stream.attach()
+
+    def begin_block(self, scale: float, gradients: Sequence[tuple[str, Tensor]]) -> None:
+        """A block begins: what follows is multiplied with ``scale``; ``gradients`` are there, each with a name."""
+        self.stream.set_block(scale)
+        for name, gradient in gradients:
+            self._note_gradient(name, gradient)
+        self.overflows.hand_back()
+
+    def end_block(self, gradients: Sequence[Tensor]) -> None:
+        """The block has ended: its ``gradients`` are unscaled, clipped and so on by what is not watched."""
+        self.stream.set_block(1.0)
+        for gradient in gradients:
+            self._forget(gradient)
+
+    def closed(self) -> None:
+        """See ``Consumer``."""
+        self.overflows.hand_back()
+
+    def _note_gradients(self) -> None:
+        """Remember which memory the gradients that are there have: what adds to them reads it."""
+        for known in self.names.tensors:
+            if known.is_leaf and known.grad is not None:
+                self._note_gradient(self.names.of_tensor(known) or "", known.grad)
+
+    def _note_gradient(self, name: str, gradient: Tensor) -> None:
+        local = followed(gradient)
+        if local is not None:
+            self._gradients.write(local, name)
+
+    def _forget(self, tensor: Tensor) -> None:
+        local = followed(tensor)
+        if local is not None:
+            self._lineage.forget(local)
+
+    def begins(self, module: nn.Module, args: Any) -> None:
+        """See ``Consumer``."""
+        self._note_gradients()
+        for i, argument in enumerate(args):
+            for tensor in tensors_in(argument):
+                if followed(tensor) is not None:
+                    name = self.names.of_module(module) or type(module).__name__
+                    self._arguments[tensor.untyped_storage()._cdata] = f"argument {i} of {name}"
+        if self.overflows.saturates:  # nothing spreads: find what is not finite from the beginning
+            self.overflows.take()
+            with torch.no_grad():
+                given = (followed(tensor) for tensor in [*self.names.tensors, *tensors_in(args)])
+                unwritten = [t for t in given if t is not None and not self._lineage.writers(t)]
+                self._bad_given |= {t.untyped_storage()._cdata for t in unwritten if self.is_bad(t)}
+
+    def ended(self, module: nn.Module, output: Any) -> None:
+        """See ``Consumer``."""
+        name = self.names.of_module(module)
+        for tensor in tensors_in(output) if name else ():
+            local = followed(tensor)
+            for _, result in self._lineage.writers(local) if local is not None else ():
+                self.module_ranges[name or ""] = result.largest
+            break
+
+    # ---- operators -------------------------------------------------------------------------------------------------
+
+    def before(self) -> None:
+        """See ``Consumer``."""
+        self.overflows.take()
+
+    def passed_over(self, ran: Execution) -> None:
+        """See ``Consumer``."""
+        self.overflows.leave()
+        for name, value in ran.operands():
+            for tensor in tensors_in(value) if name in ran.operator.written else ():
+                self._forget(tensor)
+
+    def saw(self, call: Call, ran: Execution) -> None:
+        """See ``Consumer``."""
+        operator = ran.operator
+        saturated = self.overflows.read()
+        measured: list[Tensor] = []
+        for tensor in ran.own_results():
+            local = followed(tensor)
+            if local is not None:
+                measured.append(local)
+            elif (tensor.dtype.is_floating_point or tensor.dtype.is_complex) and tensor.numel():
+                self.stream.not_measured[f"{operator.name}: {tensor.layout}, {type(tensor).__name__}"] += 1
+        if not measured:
+            return
+        found: list[tuple[Tensor, bool | None, float]] = []
+        zeros = all_zero = False
+        if operator.is_collective:  # not there yet
+            found = [(tensor, None, math.nan) for tensor in measured]
+        else:
+            for tensor, (low, high) in zip(measured, self.ranges.of(measured), strict=True):
+                bad = saturated or not (math.isfinite(low) and math.isfinite(high))
+                found.append((tensor, bad, max(abs(low), abs(high))))
+                zeros |= low == 0.0 or high == 0.0
+            all_zero = not any(largest for _, _, largest in found)
+        first = next((tensor for tensor, bad, _ in found if bad), found[0][0])
+        call.dtype, call.shape = first.dtype, tuple(first.shape)
+        if self.overflows.saturates:
+            self._follow_saturation(call, ran)
+        call.is_bad = any(bad for _, bad, _ in found) or bool(call.leaves)
+        if call.is_bad:
+            self._explain(call, ran, saturated, first)
+            self._keep_bad(call)
+        elif zeros and call.dtype.is_floating_point:
+            call.vanished = self._vanished_in(ran, call) or self._vanished_before(ran)
+            if all_zero and call.vanished is None and operator.plain in _ELEMENTWISE:
+                call.vanished = self._vanished_result(call, ran)
+        elif operator.is_collective:
+            self._find_inputs(call, ran)
+            call.from_other_process = not call.causes and not call.leaves
+        for tensor, is_bad, largest in found:
+            self._lineage.write(tensor, Result(call, self.overflows.goes_on(call, is_bad), largest))
+
+    def _keep_bad(self, call: Call) -> None:
+        if self.overflows.excuses(call):
+            call.is_bad = False
+        elif len(self.bad) < KEPT_BAD:
+            self.bad.append(call)
+        else:
+            self.dropped_bad += 1
+
+    def is_bad(self, tensor: Tensor) -> bool:
+        """Whether an element of ``tensor`` is inf or nan, or what stands for them."""
+        return self.ranges.reach(tensor, self.overflows.limit(tensor))
+
+    # ---- why -------------------------------------------------------------------------------------------------------
+
+    def _explain(self, call: Call, ran: Execution, saturated: bool, first: Tensor) -> None:
+        if ran.operator.makes_tensor:
+            kind: Literal["constant", "data"] = "constant" if first.numel() == 1 else "data"
+            call.leaves.append(Leaf(kind, "a tensor made here", first.dtype, tuple(first.shape)))
+            return
+        if not ran.was_copied:
+            call.opinion = Opinion(reason="out of memory while its operands were copied")
+            return
+        self._find_inputs(call, ran)
+        if call.causes or call.leaves:
+            call.inputs = []
+        elif any(nonfinite_number_in(value) for _, value in ran.operands()):
+            call.from_constant = True
+        else:
+            call.opinion = ask(ran, saturated=saturated)
+            if not (call.opinion.is_finite or call.opinion.reason):
+                call.vanished = self._vanished_before(ran)
+
+    @staticmethod
+    def _vanished_in(ran: Execution, call: Call) -> Vanished | None:
+        """A number that the dtype of the result rounds to 0, such as an eps."""
+        assert call.dtype is not None
+        for name, value in ran.operands():
+            number = vanishing_number_in(value, call.dtype)
+            if number is not None:
+                what = f"{number:g} ({name} of {ran.operator.plain})"
+                return Vanished(what, call.dtype, call.operator, call.place)
+        return None
+
+    def _written_before(self, ran: Execution) -> Iterator[list[Result]]:
+        """For each tensor that an operator reads what has written it."""
+        for _, tensor in ran.tensors_read():
+            local = followed(tensor)
+            yield [] if local is None else [result for _, result in self._lineage.writers(local)]
+
+    def _vanished_before(self, ran: Execution) -> Vanished | None:
+        """What an input is 0 for."""
+        every = (result.call.vanished for results in self._written_before(ran) for result in results)
+        return next((vanished for vanished in every if vanished is not None), None)
+
+    def _vanished_result(self, call: Call, ran: Execution) -> Vanished | None:
+        """The result itself, where no input is 0 throughout, and float64 has another number."""
+        inputs = list(self._written_before(ran))
+        if not ran.was_copied or not inputs or not all(results and results[-1].largest for results in inputs):
+            return None
+        largest = largest_of(ran)
+        if not largest:
+            return None
+        assert call.dtype is not None
+        what = f"the result of {ran.operator.plain}, at most {largest:.2g},"
+        return Vanished(what, call.dtype, call.operator, call.place)
+
+    def _follow_saturation(self, call: Call, ran: Execution) -> None:
+        """What has saturated before ``call``, and has gone on to it as a finite number."""
+        for _, tensor in ran.tensors_read():
+            local = followed(tensor)
+            if local is None:
+                continue
+            writers = self.bad_writers(local)
+            call.causes += [writer for writer in writers if writer not in call.causes]
+            if local.untyped_storage()._cdata in self._bad_given and not self._lineage.writers(local):
+                leaf = self.leaf(local)
+                if leaf not in call.leaves and self.is_bad(local):
+                    call.leaves.append(leaf)
+
+    def _find_inputs(self, call: Call, ran: Execution) -> None:
+        """What ``call`` has read that was not finite: calls, and tensors that no call has written."""
+        seen: set[int] = set()
+        bad: list[Input] = []
+        earlier = ran._replace(given=ran.before).tensors_read()
+        for (name, tensor), (_, values) in zip(ran.tensors_read(), earlier, strict=True):
+            local, read = followed(tensor), followed(values)
+            if local is not None and read is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                found = self._find_input(call, name, local, read)
+                if found is not None:
+                    bad.append(found._replace(value=values))
+        for one in self._to_blame(bad, ran):
+            call.causes += [writer for writer in one.writers if writer not in call.causes]
+            call.leaves += [leaf for leaf in one.leaves if leaf not in call.leaves]
+
+    def _find_input(self, call: Call, name: str, tensor: Tensor, values: Tensor) -> Input | None:
+        low, high = self.ranges.of([values])[0]
+        is_finite = math.isfinite(low) and math.isfinite(high)
+        # Where the device saturates, what has overflowed is finite.
+        writers = self.bad_writers(tensor) if self.overflows.saturates or not is_finite else []
+        if writers:
+            return Input(values, writers, [])
+        if not is_finite:
+            return Input(values, [], [self.leaf(tensor)])
+        own = self.names.of_memory(tensor)
+        call.inputs.append((f"{name} ({own})" if own else name, low, high))
+        return None
+
+    def _to_blame(self, bad: list[Input], ran: Execution) -> list[Input]:
+        """Those that make the result bad: -inf in a mask does not where a gradient beside it has overflowed."""
+        groups: dict[Any, list[Input]] = {}
+        for one in bad:
+            ends = frozenset[int]().union(*(writer.ends for writer in one.writers))
+            groups.setdefault((ends, tuple(one.leaves)), []).append(one)
+        if len(groups) < 2 or self.overflows.saturates:
+            return bad
+        guilty: list[Input] = []
+        for key, members in groups.items():
+            others = {id(one.value) for other, found in groups.items() if other != key for one in found}
+            stays = stays_bad(ran, others)
+            if stays is None:
+                return bad
+            guilty += members if stays else []
+        return guilty or bad
+
+    def bad_writers(self, tensor: Tensor) -> list[Call]:
+        """The calls that have made ``tensor`` not finite, as far as they were seen."""
+        local = followed(tensor)
+        writers = [] if local is None else self._lineage.writers(local)
+        return [result.call for _, result in writers if result.is_bad is not False]
+
+    def leaf(self, tensor: Tensor) -> Leaf:
+        """``tensor``, which is not finite, and which no call has written."""
+        name = self.names.of_memory(tensor)
+        if name is not None:
+            return Leaf("weights", name, tensor.dtype, tuple(tensor.shape))
+        given = self._arguments.get(tensor.untyped_storage()._cdata)
+        if given is None and tensor.is_leaf and tensor.requires_grad:
+            return Leaf("weights", "a parameter of no known model", tensor.dtype, tuple(tensor.shape))
+        for _, parameter in self._gradients.writers(tensor):
+            return Leaf("stale", parameter, tensor.dtype, tuple(tensor.shape))
+        return Leaf("data", given or GIVEN, tensor.dtype, tuple(tensor.shape))
