@@ -319,18 +319,15 @@ def test_what_is_not_run_again():
             return self.fc(x).square()
 
     for make, reason in (
-        (
-            Hidden,
-            "run again, its gradients are finite: the cause is in other processes, in gradients from before, in a",
-        ),
-        (InPlace, "the step could not be run again: tensor 0 of its arguments, of shape [2, 8], was written in place"),
-        (Reshaped, "the step could not be run again: the model returns other outputs than it did"),
+        (Hidden, "its gradients are finite"),
+        (InPlace, "could not be run again: tensor 0 of its arguments, of shape [2, 8]"),
+        (Reshaped, "could not be run again"),
     ):
         calls.clear()
         model, optimizer = set_up(make, "O0")
         with amp.debug.find_overflow(model, replay=True) as found:
             skipped(model, optimizer, good_batch() * 1e17)
-        assert note_of(found).startswith(reason), str(found)
+        assert reason in note_of(found), str(found)
         assert not found.causes
         assert "no cause was found" in str(found)
         amp.shutdown()

@@ -21,6 +21,7 @@ from apex_npu.debug.gradient_range.census import ZERO, exponent_census
 from apex_npu.debug.gradient_range.report import GradientRange, ParameterRange, exponent_of
 from apex_npu.debug.gradients import adopted_policy, gradients_in, names_of
 from apex_npu.debug.text import listed
+from apex_npu.debug.watching.kept_state import KeptState
 from apex_npu.debug.watching.operators import is_measurable
 from apex_npu.debug.watching.stream import Stream
 from apex_npu.fusion.shards import local_part
@@ -42,7 +43,8 @@ class _Probe(Observer):
         ours = any(one is self._optimizer for one in stepped(optimizers))
         self._measures_end = False
         if ours and loss.requires_grad and not self._found.parameters:
-            with _as_before(loss.device):
+            # Checkpoints call forwards once more, which no one is to watch.
+            with KeptState(models(), [loss.device]).put_back(), Stream.none_watches():
                 self._measure(loss, scale)
 
     def block_ended(self) -> None:
@@ -85,23 +87,6 @@ class _Probe(Observer):
     def _note(self, text: str) -> None:
         if text not in self._found.notes:
             self._found.notes.append(text)
-
-
-@contextmanager
-def _as_before(device: torch.device) -> Iterator[None]:
-    """Checkpoints call forwards once more: buffers and random numbers are as before, and nothing watches these."""
-    modules = {m for model in models() for m in model.modules()}
-    held = [(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None and not b.is_meta]
-    copies = [buffer.detach().clone() for _, _, buffer in held]
-    on_host = device.type == "cpu"
-    try:
-        forked = torch.random.fork_rng([] if on_host else [device], device_type="cuda" if on_host else device.type)
-        with Stream.none_watches(), forked:
-            yield
-    finally:
-        for (module, name, buffer), copy in zip(held, copies, strict=True):
-            buffer.data.copy_(copy)  # the graph of the block may have saved it: its version stays
-            module._buffers[name] = buffer
 
 
 def _gradients(loss: Tensor, sources: Sequence[Tensor]) -> list[Tensor | None]:

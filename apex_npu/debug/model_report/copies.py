@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import random
-import sys
 from collections import UserList
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -170,17 +168,3 @@ def leaves_of_graph(outputs: Iterable[Tensor]) -> list[Tensor]:
     nodes = nodes_of(t.grad_fn for t in outputs if t.grad_fn is not None)
     accumulating = (node for node in nodes if node.name() == "torch::autograd::AccumulateGrad")
     return [t for t in outputs if t.requires_grad and t.grad_fn is None] + [node.variable for node in accumulating]
-
-
-@contextmanager
-def same_random_numbers(device_types: list[str]) -> Iterator[None]:
-    """Generators of torch, Python and NumPy are after the block as they were before."""
-    with ExitStack() as stack:
-        for device_type in dict.fromkeys(t for t in device_types if t not in ("cpu", "meta")):
-            stack.enter_context(torch.random.fork_rng(device_type=device_type))
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.callback(random.setstate, random.getstate())
-        numpy: Any = sys.modules.get("numpy")
-        if numpy is not None:
-            stack.callback(numpy.random.set_state, numpy.random.get_state())
-        yield

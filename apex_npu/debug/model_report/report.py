@@ -20,11 +20,11 @@ from apex_npu.debug.model_report.copies import (
     every_tensor,
     fake_copies,
     leaves_of_graph,
-    same_random_numbers,
 )
 from apex_npu.debug.model_report.memory import Sizes, choices_of, measure, sizes_of, usual_sizes
 from apex_npu.debug.model_report.table import LevelReport, ModelReport
 from apex_npu.debug.model_report.tally import Tally
+from apex_npu.debug.watching.kept_state import KeptState
 from apex_npu.debug.watching.opening import inside_of
 from apex_npu.fusion.shards import is_sharded
 
@@ -94,7 +94,7 @@ def report(
     given = (batch, dict(kwargs or {}))
     tensors = list(every_tensor(given))
     device_types = _device_types(model, [t for t in tree_leaves(given) if isinstance(t, Tensor)])
-    with same_random_numbers(device_types), ExitStack() as stack:
+    with KeptState([], [torch.device(kind) for kind in device_types]).put_back(), ExitStack() as stack:
         for device_type in device_types:  # a region around the call
             stack.enter_context(torch.autocast(device_type, enabled=False))
         stack.enter_context(torch.inference_mode(False))

@@ -11,7 +11,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,47 +22,41 @@ from apex_npu.amp.inspect import ambient
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import tree_map
 from apex_npu.debug.model_report.copies import every_tensor
-from apex_npu.debug.overflow.kept_state import KeptState
 from apex_npu.debug.watching.calls import NotReplayedError
+from apex_npu.debug.watching.kept_state import Attributes, KeptState
 from apex_npu.debug.watching.places import Place, calling_line
 
 logger = logging.getLogger("apex_npu.debug")
 
 
-@dataclass(eq=False)
 class Forward:
-    """One call of a model.
+    """One call of a model: its arguments and what else its result depends on.
 
     Attributes:
-        module: The model.
-        given: Its arguments and keyword arguments, in containers of their own.
         place: The line that has called it.
         number: How many calls came before it.
-        state: What else its result depends on.
-        is_differentiated: Its gradients have a graph, as those of a gradient penalty.
     """
 
-    module: nn.Module
-    given: Any
-    place: Place | None
-    number: int
-    state: KeptState
-    is_differentiated: bool = False
-    _handles: list[Any] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        """Keep what tells whether the arguments are written, and how autocast is set."""
-        tensors = list(every_tensor(self.given))
+    def __init__(self, module: nn.Module, given: Any, place: Place | None, number: int) -> None:
+        """The call of ``module`` with ``given`` begins."""
+        self.place, self.number = place, number
+        self._module = module
+        self._given = tree_map(lambda leaf: leaf, given)  # in containers of its own
+        tensors = list(every_tensor(given))
         self._versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+        self._state: KeptState | None = KeptState([module], [t.device for t in (*module.parameters(), *tensors)])
+        self._attributes: Attributes | None = Attributes(module)
+        self._written, self._is_differentiated = "", False
         self._autocast = _autocast_of({"cpu", *(t.device.type for t in tensors if t.device.type != "meta")})
         casts = ambient()
         self._casts_around = casts is not None and casts.is_inside()
+        self._handles: list[Any] = []
 
     def why_not(self) -> str | None:
-        """Why it cannot be called with the same result; None: it can."""
-        if self.given is None:
+        """Why to call it again would change something, or not be what it was; None: it can be called."""
+        if self._state is None:
             return "another optimizer has stepped with its gradients"
-        if self.is_differentiated:
+        if self._is_differentiated:
             return "its gradients were differentiated (create_graph=True), as for a gradient penalty"
         for i, (tensor, version) in enumerate(self._versions):
             if tensor._version != version:
@@ -71,31 +64,32 @@ class Forward:
                     f"tensor {i} of its arguments, of shape {list(tensor.shape)}, was written in place since, by the "
                     "model or by the script"
                 )
-        return self.state.why_not()
+        return f"its forward may write {self._written}: of these no copies are kept" if self._written else None
+
+    def ended(self, outputs: Sequence[Tensor], arrived: Callable[[Forward, int, Tensor], None]) -> None:
+        """It has returned ``outputs``; ``arrived`` is called with their gradients, each with its number."""
+        if self._attributes is not None:
+            self._written = self._attributes.written()
+            self._attributes = None  # results of forward may be among them
+
+        def note(i: int, gradient: Tensor | None) -> None:
+            self._is_differentiated |= torch.is_grad_enabled()
+            if gradient is not None:
+                arrived(self, i, gradient)
+
+        for i, output in enumerate(outputs):
+            hook: Any = functools.partial(note, i)
+            self._handles.append(output.register_hook(unserializable_hook(hook)))
 
     def release(self) -> None:
         """Keep nothing any longer: what refers to it may live on."""
         for handle in self._handles:
             handle.remove()
-        self.given, self._versions, self._handles = None, [], []
-        self.__dict__.pop("state", None)
-
-    def follow(self, outputs: Sequence[Tensor], arrived: Callable[[Forward, int, Tensor], None]) -> None:
-        """Have ``arrived`` called with the gradients of ``outputs``, each with its number."""
-        for i, output in enumerate(outputs):
-
-            def note(i: int, gradient: Tensor | None) -> None:
-                if torch.is_grad_enabled():
-                    self.is_differentiated = True
-                if gradient is not None:
-                    arrived(self, i, gradient)
-
-            hook: Any = functools.partial(note, i)
-            self._handles.append(output.register_hook(unserializable_hook(hook)))
+        self._given, self._state, self._attributes, self._versions, self._handles = None, None, None, [], []
 
     @contextmanager
     def as_it_was(self) -> Iterator[tuple[Callable[[], Any], list[Tensor]]]:
-        """Give random numbers, attributes and autocast as they were before it; afterwards they are as they are now.
+        """Give random numbers, buffers and autocast as they were before it; afterwards all is as it is now.
 
         Returns:
             From ``with``: what calls the model, and the arguments that require a gradient.
@@ -108,11 +102,13 @@ class Forward:
             inputs.append(value.detach().requires_grad_())
             return inputs[-1]
 
-        args, kwargs = tree_map(leaf, self.given)
-        call = functools.partial(self._call, args, kwargs)
+        args, kwargs = tree_map(leaf, self._given)
+        call: Callable[[], Any] = functools.partial(self._call, args, kwargs)
         casts = ambient()
+        assert self._state is not None
         with ExitStack() as stack:
-            written = stack.enter_context(self.state.put_back())
+            stack.enter_context(_unwritten(list(self._module.parameters())))
+            stack.enter_context(self._state.put_back())
             stack.enter_context(torch.enable_grad())
             here = _autocast_of(self._autocast)
             for device_type, state in self._autocast.items():
@@ -121,11 +117,31 @@ class Forward:
             if casts is not None:
                 call = functools.partial(casts.call_as_if, self._casts_around, call)
             yield call, inputs
-        if written:
-            raise NotReplayedError(f"forward writes a parameter, of shape {list(written[0].shape)}")
 
     def _call(self, args: Any, kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+        return self._module(*args, **kwargs)
+
+
+@contextmanager
+def _unwritten(params: Sequence[Tensor]) -> Iterator[None]:
+    """Parameters have the memory and the values after the block that they had before.
+
+    Raises:
+        NotReplayedError: One was written.
+    """
+    known = [(param, param.data, param.detach().clone()) for param in params]
+    written: list[Tensor] = []
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for param, data, value in known:
+                moved, param.data = param.data_ptr() != data.data_ptr(), data
+                if moved or not torch.equal(data.nan_to_num(1.0), value.nan_to_num(1.0)):
+                    data.copy_(value)
+                    written.append(param)
+    if written:
+        raise NotReplayedError(f"forward writes a parameter, of shape {list(written[0].shape)}")
 
 
 def _autocast_of(device_types: Iterable[str]) -> dict[str, tuple[torch.dtype, bool, bool]]:
@@ -141,15 +157,8 @@ class _Hook:
         self._call = call
 
     def __call__(self, *args: Any) -> None:
-        if self._call is None or torch.compiler.is_compiling():
-            return
-        self._call(*args)
-
-    def __deepcopy__(self, memo: Any) -> _Hook:
-        return _Hook()
-
-    def __copy__(self) -> _Hook:
-        return _Hook()
+        if self._call is not None and not torch.compiler.is_compiling():
+            self._call(*args)
 
     def __reduce__(self) -> Any:
         return _Hook, ()
@@ -195,9 +204,8 @@ class Forwards:
 
     def end(self) -> None:
         """Keep no calls."""
-        for hooks in list(self._hooks.values()):
-            for hook in hooks:
-                hook.remove()
+        for hook in [hook for hooks in self._hooks.values() for hook in hooks]:
+            hook.remove()
         for forward in list(self._kept):
             forward.release()
         self._hooks.clear()
@@ -224,19 +232,13 @@ class Forwards:
         if is_outermost and not hasattr(self._open, "paused") and torch.is_grad_enabled() and not is_capturing():
             place = calling_line(3)  # past the hook, and what torch calls it by
             try:
-                forward = self._new_forward(module, (args, kwargs), place if isinstance(place, Place) else None)
+                number = next(self._numbers)
+                forward = Forward(module, (args, kwargs), place if isinstance(place, Place) else None, number)
+                self._kept.add(forward)
             except Exception as error:
                 self.failed = f"{type(error).__name__}: {error}".splitlines()[0]
                 logger.exception("forwards of this model cannot be kept; training is not affected")
         outer.append((module, forward))
-
-    def _new_forward(self, module: nn.Module, given: Any, place: Place | None) -> Forward:
-        tensors = [*module.parameters(), *every_tensor(given)]
-        devices = [d for d in dict.fromkeys(tensor.device for tensor in tensors) if d.type not in ("cpu", "meta")]
-        state = KeptState(module, devices)
-        forward = Forward(module, tree_map(lambda leaf: leaf, given), place, next(self._numbers), state)
-        self._kept.add(forward)
-        return forward
 
     def _forward_ended(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         outer = vars(self._open).get("modules", [])
@@ -246,8 +248,7 @@ class Forwards:
             if begun is module:
                 break
         if forward is not None and not outer:
-            forward.state.forward_ended()
-            forward.follow(outputs_of(output), self._gradient_arrived)
+            forward.ended(outputs_of(output), self._gradient_arrived)
 
 
 def outputs_of(returned: Any) -> list[Tensor]:
