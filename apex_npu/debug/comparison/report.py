@@ -253,68 +253,46 @@ def lines_after(comparison: Comparison, shown: Sequence[ComparedRow]) -> list[st
 
 # ---- as a page of HTML, in one file ---------------------------------------------------------------------------------
 
-_STYLE = """
-:root { color-scheme: light dark; --line: #8886; --bad: light-dark(#b3001b, #ff7a85); --soft: light-dark(#555, #aaa); }
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 90rem; padding: 0 1rem; }
-h1 { font-size: 1.3rem; }
-pre { white-space: pre-wrap; color: var(--soft); }
-.verdict { border-left: 4px solid var(--line); padding: .2rem 1rem; }
-.verdict.parts { border-color: var(--bad); }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 13px; }
-th, td { padding: .2rem .6rem; text-align: left; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { position: sticky; top: 0; background: Canvas; }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
-tr.beyond td { color: var(--bad); }
-tr.first td { font-weight: bold; outline: 1px solid var(--bad); }
-img { width: 100%; height: auto; }
-"""
-
-
-def _html_of(comparison: Comparison) -> str:
-    """The page; it refers to no other file."""
-    verdict = "".join(f"<p>{escape(line)}</p>" for line in verdict_of(comparison))
-    is_bad = " parts" if comparison.first is not None or comparison.differing else ""
-    head = "".join(f"<th{_number(i)}>{escape(name)}</th>" for i, name in enumerate((*HEAD, "line")))
-    body = "\n".join(_rows(comparison))
-    return f"""<!DOCTYPE html>
+_PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(comparison.names[1])} beside {escape(comparison.names[0])}</title>
-<style>{_STYLE}</style>
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2rem; }}
+pre {{ white-space: pre-wrap; }}
+table {{ border-collapse: collapse; font-size: 13px; }}
+th, td {{ padding: .2rem .6rem; text-align: left; white-space: nowrap; }}
+tr.first td {{ font-weight: bold; background: #f668; }}
+img {{ width: 100%; }}
+</style>
 </head>
 <body>
-<h1>{escape(comparison.names[1])} beside {escape(comparison.names[0])}</h1>
-<div class="verdict{is_bad}">{verdict}</div>
-<pre>{escape(chr(10).join(summary_of(comparison)))}</pre>
-{_picture(comparison)}
-<div class="scroll"><table>
-<thead><tr>{head}</tr></thead>
-<tbody>
-{body}
-</tbody>
-</table></div>
+<h1>{title}</h1>
+<pre>{text}</pre>
+{picture}
+<table>
+{table}
+</table>
 </body>
 </html>
 """
 
 
-def _number(column: int) -> str:
-    return ' class="number"' if 5 <= column < len(HEAD) else ""
-
-
-def _is_beyond(row: ComparedRow) -> bool:
-    return row.resolution is not None and row.relative > row.resolution
-
-
-def _rows(comparison: Comparison) -> Iterator[str]:
-    for row in comparison.rows:
-        kind = "first" if row is comparison.first else "beyond" if _is_beyond(row) and comparison.first else ""
-        cells = (*row.cells(), f"{row.place}  {row.source}")
-        filled = "".join(f"<td{_number(i)}>{escape(cell)}</td>" for i, cell in enumerate(cells))
-        yield f"<tr{f' class={chr(34)}{kind}{chr(34)}' if kind else ''}>{filled}</tr>"
+def _html_of(comparison: Comparison) -> str:
+    """What is said before the table, the picture, and the table of all rows, with the line of each."""
+    rows = [(*row.cells(), f"{row.place}  {row.source}") for row in comparison.rows]
+    table = [f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in (*HEAD, 'line'))}</tr>"]
+    for row, cells in zip(comparison.rows, rows, strict=True):
+        kind = ' class="first"' if row is comparison.first else ""
+        table.append(f"<tr{kind}>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
+    return _PAGE.format(
+        title=escape(f"{comparison.names[1]} beside {comparison.names[0]}"),
+        text=escape("\n".join(lines_before(comparison))),
+        picture=_picture(comparison),
+        table="\n".join(table),
+    )
 
 
 def _picture(comparison: Comparison) -> str:

@@ -4,20 +4,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-# The CPU's attention, for which torch has no formula: its first arguments are those of the others.
-_SAME_AS = {
-    "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
-}
 # Namespaces in which a name tells whether there are products; operators of others may compute any.
 _KNOWN = ("aten", "prims", "npu", "apex_npu")
 _COLLECTIVES = re.compile(r"_?c10d")
@@ -34,57 +29,61 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
         None: It computes products, or may, and there is no formula for it.
     """
     name = func.overloadpacket.__name__
-    for same in (name, name.removesuffix("_"), _SAME_AS.get(name)):
-        packet = getattr(getattr(torch.ops, func.namespace), same, None) if same else None
-        if packet in flop_registry:
-            return int(flop_registry[packet](*args, **kwargs, out_val=result))
-        if same in _FORMULAS and func.namespace == "aten":
-            return _FORMULAS[same](*args)
+    for same in (name, name.removesuffix("_")):
+        packet = getattr(getattr(torch.ops, func.namespace), same, None)
+        formula = flop_registry.get(packet) or _formulas().get(packet)
+        if formula is not None:
+            return int(formula(*args, **kwargs, out_val=result))
     if func.namespace in _KNOWN:
         return None if _PRODUCTS.search(name) else 0
     return 0 if _COLLECTIVES.match(func.namespace) else None
 
 
-def _vectors(left: Tensor, *rest: Any) -> int:
-    return 2 * left.numel()
+@functools.cache
+def _formulas() -> dict[Any, Callable[..., Any]]:
+    """Those of torch, and those that torch lacks."""
+    aten = torch.ops.aten
+    own = {getattr(aten, name): formula for name, formula in _OWN.items()}
+    known = FlopCounterMode(display=False, custom_mapping=own).flop_registry
+    for direction in ("", "_backward"):  # the CPU's attention: its first arguments are those of the others
+        flash = "_scaled_dot_product_flash_attention"
+        known[getattr(aten, f"{flash}_for_cpu{direction}")] = known[getattr(aten, flash + direction)]
+    return known
 
 
-def _matmul(left: Tensor, right: Tensor) -> int:
+def _vectors(left: Sequence[int], *rest: Any, **_: Any) -> int:
+    return 2 * math.prod(left)
+
+
+def _matmul(left: Sequence[int], right: Sequence[int], **_: Any) -> int:
     """2 · (elements of the result) · (length of a sum)."""
-    rows = math.prod(left.shape[-2:])
-    columns = right.shape[-1] if right.dim() > 1 else 1
-    batch: tuple[int, ...] = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
-    return 2 * math.prod(batch) * rows * columns
+    batch: tuple[int, ...] = torch.broadcast_shapes(tuple(left[:-2]), tuple(right[:-2]))
+    columns = right[-1] if len(right) > 1 else 1
+    return int(2 * math.prod(batch) * math.prod(left[-2:]) * columns)
 
 
-def _matmul_backward(grad: Tensor, left: Tensor, right: Tensor, mask: Sequence[bool]) -> int:
+def _matmul_backward(grad: Any, left: Sequence[int], right: Sequence[int], mask: Sequence[bool], **_: Any) -> int:
     return _matmul(left, right) * sum(mask)
 
 
-def _rnn(input: Tensor, *args: Any) -> int:
+def _rnn(input: Sequence[int], *args: Any, **_: Any) -> int:
     """2 · steps · batch · (elements of all matrices): each is multiplied by the input or the hidden state of each."""
-    weights = args[0] if isinstance(args[0], (list, tuple)) else args[:4]
-    matrices = sum(w.numel() for w in weights if w.dim() == 2)
-    return 2 * (input.numel() // input.shape[-1]) * matrices if input.numel() else 0
+    weights = args[0] if args[0] and not isinstance(args[0][0], int) else args[:4]
+    return int(2 * math.prod(input[:-1]) * sum(math.prod(w) for w in weights if len(w) == 2))
 
 
-def _rnn_backward(input: Tensor, *args: Any) -> int:
+def _rnn_backward(input: Sequence[int], *args: Any, **_: Any) -> int:
     """Of the inputs always, and of the weights where these are asked for."""
     masks = [a for a in args if isinstance(a, (list, tuple)) and len(a) == 4 and all(isinstance(m, bool) for m in a)]
     return _rnn(input, *args) * (2 if not masks or masks[-1][3] else 1)
 
 
-_FORMULAS: dict[str, Callable[..., int]] = {
-    "mv": _vectors,
-    "addmv": lambda added, matrix, vector: 2 * matrix.numel(),
+# They get shapes in place of tensors.
+_OWN: dict[str, Callable[..., int]] = {
+    **dict.fromkeys(("mv", "dot", "vdot"), _vectors),
+    "addmv": lambda added, matrix, vector, **_: 2 * math.prod(matrix),
     "matmul": _matmul,  # these two are composed of others, but for torch_npu
     "matmul_backward": _matmul_backward,
-    "dot": _vectors,
-    "vdot": _vectors,
-    "mkldnn_rnn_layer": _rnn,
-    "mkldnn_rnn_layer_backward": _rnn_backward,
-    "_cudnn_rnn": _rnn,
-    "_cudnn_rnn_backward": _rnn_backward,
-    "miopen_rnn": _rnn,
-    "miopen_rnn_backward": _rnn_backward,
+    **dict.fromkeys(("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"), _rnn),
+    **dict.fromkeys(("mkldnn_rnn_layer_backward", "_cudnn_rnn_backward", "miopen_rnn_backward"), _rnn_backward),
 }
