@@ -21,6 +21,7 @@ from apex_npu.debug.gradient_range.measure import gradient_range
 from apex_npu.debug.model_report.script import FirstForward
 from apex_npu.debug.overflow.explain import explain_script
 from apex_npu.debug.profiling.profile import profile
+from apex_npu.debug.text import count
 from apex_npu.debug.watching.stream import Stream, on_forward
 from apex_npu.distributed.rank_progress import is_first_rank
 
@@ -34,11 +35,9 @@ class Part:
         last: The one after the last.
         begun: Step ``first`` has begun.
         failed: Why it could not begin; empty: it has.
-        note: Why less is looked at than was asked for; empty: there is nothing to say.
     """
 
     option = ""
-    note = ""
 
     def __init__(self, first: int, last: int) -> None:
         """See the attributes."""
@@ -69,17 +68,14 @@ class ProfilePart(Part):
         self._profile = profile(last - first, trace)
 
     def begin(self, module: nn.Module | None, args: Any) -> None:
-        """See ``Part``."""
         self._profile.__enter__()
         if module is not None and settings.labels is not None:
             settings.labels.enter_module(module, args)
 
     def step_ended(self) -> None:
-        """See ``Part``."""
         self._profile.step()
 
     def end(self) -> object:
-        """See ``Part``."""
         self._profile.__exit__(None, None, None)
         return self._profile
 
@@ -91,7 +87,6 @@ class GradientRangePart(Part):
     _found: object = "--gradient-range: no optimizer of amp has stepped"
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """See ``Part``."""
         others = len(optimizers()) - 1
         try:
             found = gradient_range(optimizer)
@@ -102,7 +97,6 @@ class GradientRangePart(Part):
             self._found = error
 
     def end(self) -> object:
-        """See ``Part``."""
         return self._found
 
 
@@ -137,17 +131,16 @@ class CheckOperatorsPart(WatchingPart):
     option = "--check-operators"
 
     def begin(self, module: nn.Module | None, args: Any) -> None:
-        """See ``Part``."""
         self._found = self.open(check_operators(), module, args)
 
     def end(self) -> object:
-        """See ``Part``."""
-        if self.has_made_way():
-            self.note = (
-                f"{self.option} has ended where the script opens find_overflow, check_operators or record itself"
-            )
-        self._context.leave()
-        return self._found
+        if not self.has_made_way():
+            self._context.leave()
+            return self._found
+        return (
+            f"{self._found}\n{self.option} has ended where the script opens find_overflow, check_operators or record "
+            "itself"
+        )
 
 
 class RecordPart(WatchingPart):
@@ -161,23 +154,17 @@ class RecordPart(WatchingPart):
         self._path, self._stepped = path, False
 
     def begin(self, module: nn.Module | None, args: Any) -> None:
-        """See ``Part``."""
         self._recorded = self.open(record(self._path), module, args)
 
     def step_ended(self) -> None:
-        """See ``Part``."""
         self._stepped = True
 
     def end(self) -> object:
-        """See ``Part``."""
         context = self._context
         assert isinstance(context, record)
         if self.has_made_way() or not self._stepped:
-            why = (
-                "the script itself opens a context that watches"
-                if self.has_made_way()
-                else "the script has ended before"
-            )
+            own = "the script itself opens a context that watches"
+            why = own if self.has_made_way() else "the script has ended before"
             context.leave()
             return f"{self.option}: no file is written, as {why}"
         try:
@@ -245,17 +232,14 @@ class ScriptSteps:
     def _finish(self, part: Part) -> None:
         self._parts.remove(part)
         if not part.begun:
-            steps = (
-                f"after {self._count} step{'s' * (self._count > 1)}"
-                if self._count
-                else "and no optimizer of amp has stepped in this process"
-            )
+            none = "and no optimizer of amp has stepped in this process"
+            steps = f"after {count(self._count, 'step')}" if self._count else none
             said: object = f"{part.option}: the script has ended {steps}"
         else:
             said = part.failed or part.end()
         # Of processes that a script starts, as to load data, most do not train.
         if self._is_first_rank and (self._count or parent_process() is None):
-            print(said, *([part.note] if part.note else []), sep="\n", flush=True)
+            print(said, flush=True)
 
     def end(self) -> None:
         """Count no more; where the script has ended before the last step, print what is known."""

@@ -148,7 +148,6 @@ class Check(Consumer):
         self._seconds, self._left, self._rate = seconds, seconds, _RATE
 
     def saw(self, call: Call, ran: Execution) -> None:
-        """See ``Consumer``."""
         results = ran.results()
         compared = [(i, local) for i, t in enumerate(results) if (local := followed(t)) is not None]
         if ran.operator.makes_tensor:
@@ -202,21 +201,14 @@ class Check(Consumer):
             hosts = [_call_on_host(ran, dense=dense) for dense in (False, True)]
             host_error = max(_error(exact[k], host[k], floors[k]) / eps for k, _ in compared for host in hosts)
         result = dict(compared)[i]
-        where = call.place
         self.found.errors.append(
             OperatorError(
-                call.operator,
-                call.phase,
-                call.module,
-                None if where is None else where.file,
-                None if where is None else where.line,
-                "" if where is None else where.source,
-                name_of(result.dtype),
-                tuple(result.shape),
-                error,
-                eps,
-                host_error,
-                "" if where is None else str(where),
+                **call.described(),
+                dtype=name_of(result.dtype),
+                shape=tuple(result.shape),
+                error=error,
+                eps=eps,
+                host_error=host_error,
             )
         )
         if len(self.found.errors) > 2000:

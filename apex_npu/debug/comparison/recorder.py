@@ -101,19 +101,16 @@ class Recorder(Consumer, Observer):
     # ---- what amp calls --------------------------------------------------------------------------------------------
 
     def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
-        """See ``Observer``."""
         self._optimizers, self._is_averaged = stepped(optimizers), averages(optimizers)
         self.recorded.scale, self._losses, self._scaling = scale, [loss], []
         self.stream.set_block(scale)
 
     def backward_ended(self) -> None:
-        """See ``Observer``."""
         if not self._is_averaged:
             with torch.no_grad():
                 self._note_parameters(gradients(self._optimizers))
 
     def block_ended(self) -> None:
-        """See ``Observer``."""
         if self._is_averaged:  # the block has waited for the averages, and has unscaled them
             with torch.no_grad():
                 self._note_parameters(gradients(self._optimizers))
@@ -134,7 +131,6 @@ class Recorder(Consumer, Observer):
     # ---- operators -------------------------------------------------------------------------------------------------
 
     def passed_over(self, ran: Execution) -> None:
-        """See ``Consumer``."""
         is_scaled = autograd_node() is not None and self._reads_scaled(ran)
         if self._losses and ran.place is Caller.AMP:  # as in GradScaler.scale
             self._is_scaling(self.stream.new_call(ran.operator, ran.place), ran)
@@ -142,7 +138,6 @@ class Recorder(Consumer, Observer):
             self._note_made(tensor, is_scaled)
 
     def saw(self, call: Call, ran: Execution) -> None:
-        """See ``Consumer``."""
         operator, place = ran.operator, ran.place
         if call.phase == "forward" and isinstance(place, Place):
             self._note_batch(ran, place)
@@ -248,7 +243,6 @@ class Recorder(Consumer, Observer):
     # ---- modules ---------------------------------------------------------------------------------------------------
 
     def begins(self, module: nn.Module, args: Any) -> None:
-        """See ``Consumer``."""
         self.note_gradients()
         self._given = {}
         for i, argument in enumerate(args):
@@ -265,7 +259,6 @@ class Recorder(Consumer, Observer):
                 self._before.write(local, False)
 
     def ended(self, module: nn.Module, output: Any) -> None:
-        """See ``Consumer``."""
         name = self.names.of_module(module)
         if name is None:
             return

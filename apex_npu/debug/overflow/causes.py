@@ -141,19 +141,8 @@ def _path(call: Call, reached: dict[Call, Call | None]) -> tuple[str, ...]:
 
 
 def _common(call: Call, path: tuple[str, ...]) -> dict[str, Any]:
-    place = call.place
-    return {
-        "phase": call.phase,
-        "module": call.module,
-        "operator": call.operator,
-        "forward_operator": None if call.forward is None else call.forward.operator,
-        "node": call.node,
-        "file": None if place is None else place.file,
-        "line": None if place is None else place.line,
-        "source": "" if place is None else place.source,
-        "place": "" if place is None else str(place),
-        "path": path,
-    }
+    forward = None if call.forward is None else call.forward.operator
+    return {**call.described(), "forward_operator": forward, "node": call.node, "path": path}
 
 
 def without_operator(kind: Kind, phase: str, of: Tensor, tensor: str | None, why: str, advice: str) -> Finding:

@@ -62,7 +62,6 @@ class Explainer(inspect.Observer):
     # ---- what amp calls --------------------------------------------------------------------------------------------
 
     def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
-        """See ``Observer``."""
         self._error = sys.exc_info()[1]
         self._guarded(self._settle)
         self._loss, self._optimizers, self._is_dynamic = loss.detach(), optimizers, dynamic
@@ -73,13 +72,11 @@ class Explainer(inspect.Observer):
             self._guarded(self._replayer.block_begins, loss, optimizers, loss_id, scale, dynamic)
 
     def backward_ended(self) -> None:
-        """See ``Observer``."""
         for watching in (self._finder, self._replayer):
             if watching is not None:
                 self._guarded(watching.backward_ended)
 
     def block_ended(self) -> None:
-        """See ``Observer``."""
         finder = self._finder
         if self._replayer is not None:
             self._guarded(self._replayer.block_ended)
@@ -131,7 +128,6 @@ class Explainer(inspect.Observer):
             self.arm()
 
     def step_skipped(self, report: StepReport) -> None:
-        """See ``Observer``."""
         finder = self._finder
         self.skips += 1
         self._undecided, self._row = [], 0

@@ -71,7 +71,6 @@ class Finder(Observer):
     # ---- what amp calls --------------------------------------------------------------------------------------------
 
     def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
-        """See ``Observer``."""
         self._optimizers = stepped(optimizers)
         self._loss, self.dynamic = loss.detach(), dynamic
         self._report = OverflowReport(loss_id=loss_id, scale=scale)
@@ -83,7 +82,6 @@ class Finder(Observer):
         self.trail.begin_block(scale, known)
 
     def backward_ended(self) -> None:
-        """See ``Observer``."""
         report = self._report
         if report is None or self._loss is None:
             return
@@ -96,7 +94,6 @@ class Finder(Observer):
         self.trail.overflows.hand_back()
 
     def block_ended(self) -> None:
-        """See ``Observer``."""
         report = self._report
         if report is not None and all(known is not report for known in self.found.reports):
             self.trail.stream.suspended = True
@@ -106,7 +103,6 @@ class Finder(Observer):
         self.trail.stream.suspended = False
 
     def step_skipped(self, report: StepReport) -> None:
-        """See ``Observer``."""
         of_loss = [known for known in reversed(self.found.reports) if known.loss_id == report.loss_id]
         decider = next((known for known in of_loss if known.scale == report.scale_before), None)
         if decider is not None:

@@ -422,5 +422,4 @@ class ReplayFinder(Replayer, Observer):
         self.end()
 
     def step_skipped(self, report: StepReport) -> None:
-        """See ``Observer``."""
         self.found.reports += self.explain(self.take(report) or [], report)

@@ -89,25 +89,21 @@ class LabelledBlock:
         self._backward: record_function | None = None
 
     def begin(self) -> None:
-        """See ``Block``."""
         with record_function("amp.scale_up"):
             self._block.begin()
         self._backward = record_function("amp.backward")
         self._backward.__enter__()
 
     def multiplied(self, scaled_loss: Tensor) -> Tensor:
-        """See ``Block``."""
         found: Tensor = self._block.multiplied(scaled_loss)
         return found
 
     def end(self) -> None:
-        """See ``Block``."""
         self._end_backward()
         with record_function("amp.unscale_and_check"):
             self._block.end()
 
     def abandon(self, error: BaseException) -> None:
-        """See ``Block``."""
         self._end_backward()
         self._block.abandon(error)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,6 +95,14 @@ class Call:
     from_constant: bool = False
     from_other_process: bool = False
     vanished: Vanished | None = None
+
+    def described(self) -> dict[str, Any]:
+        """Where it is, by the names of the attributes of what is found."""
+        found = {"phase": self.phase, "module": self.module, "operator": self.operator}
+        place = self.place
+        if place is None:
+            return {**found, "file": None, "line": None, "source": "", "place": ""}
+        return {**found, "file": place.file, "line": place.line, "source": place.source, "place": str(place)}
 
     @functools.cached_property
     def ends(self) -> frozenset[int]:

@@ -70,13 +70,11 @@ class Saturating(Spreading):
         self.constants: list[Call] = []
 
     def take(self) -> None:
-        """See ``Spreading``."""
         if not self._is_ours:
             self.read()
             self._is_ours = True
 
     def read(self) -> bool:
-        """See ``Spreading``."""
         raised = [device for device, backend in self._devices if backend.overflow_flag(device)]
         for device in raised:
             for_device(device).clear_overflow_flag(device)
@@ -84,11 +82,9 @@ class Saturating(Spreading):
         return bool(raised)
 
     def leave(self) -> None:
-        """See ``Spreading``."""
         self._is_ours = False
 
     def hand_back(self) -> None:
-        """See ``Spreading``."""
         if self.raised:
             self.raised = False
             for device, _ in self._devices:
@@ -96,20 +92,16 @@ class Saturating(Spreading):
         self._is_ours = False
 
     def clear(self) -> None:
-        """See ``Spreading``."""
         for device, backend in self._devices:
             backend.clear_overflow_flag(device)
 
     def limit(self, tensor: Tensor) -> float:
-        """See ``Spreading``."""
         return torch.finfo(tensor.dtype).max if tensor.dtype.is_floating_point else float("inf")
 
     def goes_on(self, call: Call, is_bad: bool | None) -> bool:
-        """See ``Spreading``."""
         return call.is_bad or bool(call.causes)
 
     def excuses(self, call: Call) -> bool:
-        """See ``Spreading``."""
         if call.from_constant:
             self.constants.append(call)
         return call.from_constant

@@ -76,7 +76,6 @@ class Trail(Consumer):
             self._forget(gradient)
 
     def closed(self) -> None:
-        """See ``Consumer``."""
         self.overflows.hand_back()
 
     def _note_gradients(self) -> None:
@@ -96,7 +95,6 @@ class Trail(Consumer):
             self._lineage.forget(local)
 
     def begins(self, module: nn.Module, args: Any) -> None:
-        """See ``Consumer``."""
         self._note_gradients()
         for i, argument in enumerate(args):
             for tensor in tensors_in(argument):
@@ -111,7 +109,6 @@ class Trail(Consumer):
                 self._bad_given |= {t.untyped_storage()._cdata for t in unwritten if self.is_bad(t)}
 
     def ended(self, module: nn.Module, output: Any) -> None:
-        """See ``Consumer``."""
         name = self.names.of_module(module)
         for tensor in tensors_in(output) if name else ():
             local = followed(tensor)
@@ -122,18 +119,15 @@ class Trail(Consumer):
     # ---- operators -------------------------------------------------------------------------------------------------
 
     def before(self) -> None:
-        """See ``Consumer``."""
         self.overflows.take()
 
     def passed_over(self, ran: Execution) -> None:
-        """See ``Consumer``."""
         self.overflows.leave()
         for name, value in ran.operands():
             for tensor in tensors_in(value) if name in ran.operator.written else ():
                 self._forget(tensor)
 
     def saw(self, call: Call, ran: Execution) -> None:
-        """See ``Consumer``."""
         operator = ran.operator
         saturated = self.overflows.read()
         measured: list[Tensor] = []
