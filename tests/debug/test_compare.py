@@ -96,7 +96,7 @@ def test_another_device_that_is_right_does_not_part(level, files, tmp_path):
     assert len(found.rows) > 80
     assert max(row.ratio for row in found.rows) < 4
     assert max(row.relative for row in found.rows) > 1e-4  # the level's own errors
-    assert str(found).startswith("no row parts; the resolution, a relative error that would be seen in half of the")
+    assert str(found).startswith("no row parts; ")
 
 
 @pytest.mark.parametrize("level", ["O1", pytest.param("O2", marks=pytest.mark.slow)])
@@ -172,7 +172,7 @@ def test_a_module_that_is_wrong_is_the_first(files, tmp_path):
     assert first.relative == pytest.approx(0.02, rel=0.1)
     assert found.extra == ["forward  blocks.1.1  aten::mul [24, 32]"]
     assert "forward  blocks.1.1  aten::mul [24, 32]" in found.unmatched["candidate"]
-    assert "right before it, only in the candidate: forward  blocks.1.1  aten::mul [24, 32]" in str(found)
+    assert "only in the candidate: forward  blocks.1.1  aten::mul [24, 32]" in str(found)
 
 
 def test_a_few_elements_that_are_wrong_are_seen(files, tmp_path):
@@ -227,7 +227,7 @@ def test_an_element_that_no_file_keeps_is_seen(value, short_files, tmp_path):
         assert found.first.relative == pytest.approx(1e4 / row.norm, rel=0.1)
     else:
         assert found.first.relative == math.inf
-        assert "inf or nan in only one of the two are not among those that the files keep" in str(found)
+        assert "inf or nan in only one of the two" in str(found)
     assert not amp.debug.compare(reference, floor, floor=floor).parts
 
 
@@ -268,7 +268,7 @@ def test_a_batch_of_another_shape(files, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "randn", lambda n, *size: draw(n // 2, *size))
     monkeypatch.setattr(torch, "randint", lambda high, size, f=torch.randint: f(high, (size[0] // 2,)))
     found = amp.debug.compare(files["O0"], run(tmp_path / "c.pt", "O1"))
-    assert "the batch differs: argument 0 of Classifier is [24, 12] and [12, 12]" in found.differing[0]
+    assert "argument 0 of Classifier is [24, 12] and [12, 12]" in found.differing[0]
 
 
 class Reading(Classifier):
@@ -371,7 +371,7 @@ def test_masks_of_another_form_cannot_be_compared(tmp_path):
     reference = run(tmp_path / "r.pt", make=Dropping)
     found = amp.debug.compare(reference, run(tmp_path / "c.pt", make=Dropping, change=replace))
     (said,) = found.differing
-    assert "the results of random operators differ: aten::rand_like of drop" in said
+    assert "aten::rand_like of drop" in said
 
 
 def test_weights_in_two_half_precisions(tmp_path):
@@ -429,13 +429,13 @@ def test_other_loss_scales_and_compiled_code_are_said(files, tmp_path):
 
 def test_files_of_other_models(files, tmp_path):
     other = run(tmp_path / "c.pt", "O1", make=lambda: Classifier(16))
-    with pytest.raises(ValueError, match=r"are of other models: only .*O0.pt has .*\[32.*; only .*c.pt has .*\[16"):
+    with pytest.raises(ValueError, match=r"O0.pt has .*\[32.*c.pt has .*\[16"):
         amp.debug.compare(files["O0"], other)
 
 
 def test_files_with_other_samples(files, tmp_path):
     other = run(tmp_path / "c.pt", "O1", samples=100)
-    with pytest.raises(ValueError, match=r"c.pt keeps samples=100 elements of a tensor, and .*O0.pt 16384"):
+    with pytest.raises(ValueError, match=r"c.pt .*samples=100 .*O0.pt 16384"):
         amp.debug.compare(files["O0"], other)
     with pytest.raises(ValueError, match="keeps samples=100"):
         amp.debug.compare(files["O0"], files["O1"], floor=other)
@@ -447,12 +447,12 @@ def test_nothing_in_common(files, tmp_path):
     model.load_state_dict(Classifier().state_dict())
     with amp.debug.record(tmp_path / "c.pt", model):
         pass
-    with pytest.raises(ValueError, match=r"no operator and no module of .*c.pt is in .*O0.pt"):
+    with pytest.raises(ValueError, match=r"c.pt is in .*O0.pt"):
         amp.debug.compare(files["O0"], tmp_path / "c.pt")
 
 
 def test_a_floor_of_another_level(files):
-    with pytest.raises(ValueError, match=r"floor=.*O2.pt is of level O2, and .*O1.pt of O1: record the floor at the"):
+    with pytest.raises(ValueError, match=r"floor=.*O2.pt .*O2, .*O1.pt of O1"):
         amp.debug.compare(files["O0"], files["O1"], floor=files["O2"])
 
 
@@ -468,11 +468,11 @@ def test_what_is_no_record(files, tmp_path):
     header = {"kind": "apex_npu.debug.record", "format": 1}
     for more in ({}, {"samples": 1, "rows": [{"x": 1}], "batch": [], "weights": []}):
         torch.save(header | more, tmp_path / "parts.pt")
-        with pytest.raises(ValueError, match=r"parts.pt is no file of amp.debug.record: "):
+        with pytest.raises(ValueError, match=r"parts.pt is no file of amp.debug.record"):
             amp.debug.compare(tmp_path / "parts.pt", files["O0"])
     newer = torch.load(files["O0"], weights_only=True) | {"format": 2}
     torch.save(newer, tmp_path / "newer.pt")
-    with pytest.raises(ValueError, match=r"newer.pt has format 2, and this version of apex_npu reads 1"):
+    with pytest.raises(ValueError, match=r"newer.pt has format 2"):
         amp.debug.compare(files["O0"], tmp_path / "newer.pt")
 
 
@@ -588,7 +588,7 @@ def test_the_picture(files, parted, tmp_path, monkeypatch):
     found.names[1] = "c$a_{<&$.pt"  # no formula
     found.plot(tmp_path / "formula.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"plot needs matplotlib: pip install apex_npu\[debug\]"):
+    with pytest.raises(ImportError, match=r"pip install apex_npu\[debug\]"):
         found.plot(tmp_path / "again.png")
 
 

@@ -117,7 +117,7 @@ def test_lost_is_zero_here_and_not_in_float32(level):
         assert r[name].zeros == int((here == 0).sum())
         assert r[name].lossy == int(((here != 0) & (here.abs() < 2.0**-14)).sum())
     assert set(r.parameters) == {"fc.weight", "fc.bias"}  # last is not used
-    assert f"lost: zero at this loss scale, and not at {2**14} times this scale" in str(r)
+    assert f"not at {2**14} times this scale" in str(r)
     assert amp.debug.gradient_range(optimizer)["fc.weight"].lost is None
 
 
@@ -212,7 +212,7 @@ def test_what_the_probe_does_not_reach_is_named():
     with amp.debug.gradient_range(optimizer, probe=4.0) as r:
         gradients(model, optimizer)
     assert set(r.parameters) == {"last.weight", "last.bias"}
-    assert "not measured: norm.weight, norm.bias, which this loss does not use, or only within reentrant" in str(r)
+    assert "not measured: norm.weight, norm.bias," in str(r)
 
 
 def test_inf_and_nan_have_a_column():
@@ -381,25 +381,25 @@ def test_plot(tmp_path, monkeypatch):
     found.plot(tmp_path / "range.png")
     assert (tmp_path / "range.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"plot needs matplotlib: pip install apex_npu\[debug\]"):
+    with pytest.raises(ImportError, match=r"pip install apex_npu\[debug\]"):
         found.plot(tmp_path / "again.png")
 
 
 def test_bad_input():
     model, optimizer = set_up_rows([-3])
     for probe in (1, 0.5, -2, math.inf, math.nan, True, "8"):
-        with pytest.raises(ValueError, match="probe must be larger than 1, how many times the loss scale to try, got"):
+        with pytest.raises(ValueError, match="probe must be larger than 1"):
             amp.debug.gradient_range(optimizer, probe=probe)
-    with pytest.raises(RuntimeError, match="gradient_range found no gradient: call it after a scale_loss block"):
+    with pytest.raises(RuntimeError, match="gradient_range found no gradient"):
         amp.debug.gradient_range(optimizer)
-    with pytest.raises(RuntimeError, match=r"SGD was not passed to amp.initialize, which gradient_range needs"):
+    with pytest.raises(RuntimeError, match=r"SGD was not passed to amp.initialize"):
         amp.debug.gradient_range(torch.optim.SGD(nn.Linear(1, 1).parameters()))
     gradients(model, optimizer)
-    with pytest.raises(KeyError, match=r"'fc' is no parameter with a gradient; there are fc\.weight, fc\.bias"):
+    with pytest.raises(KeyError, match=r"'fc' .*fc\.weight, fc\.bias"):
         amp.debug.gradient_range(optimizer)["fc"]
     with (
         amp.debug.gradient_range(optimizer, probe=2.0) as r,
-        pytest.raises(KeyError, match="no parameter with a gradient; none was measured yet"),
+        pytest.raises(KeyError, match="none was measured yet"),
     ):
         r["fc.weight"]
 
@@ -439,12 +439,12 @@ def test_what_begins_inside_stays_when_it_ends():
 def test_without_amp():
     _, optimizer = set_up(healthy.LSTM, "O2", enabled=False)
     for ask in (amp.debug.gradient_range, amp.debug.bad_gradients):
-        with pytest.raises(RuntimeError, match=r"needs amp, which amp\.initialize was called without: enabled=False"):
+        with pytest.raises(RuntimeError, match="enabled=False"):
             ask(optimizer)
 
 
 def test_scalars():
-    with pytest.raises(RuntimeError, match="scalars was called, but amp has not been initialized"):
+    with pytest.raises(RuntimeError, match=r"scalars .*initialized"):
         amp.debug.scalars()
     model, optimizer = set_up(healthy.LSTM, "O2", dynamic_init_scale=4.0, num_losses=2)
     assert amp.debug.scalars() == {
@@ -465,5 +465,5 @@ def test_scalars():
     assert (found["amp/skipped_steps"], found["amp/skips_in_a_row"]) == (2.0, 2.0)
     assert found["amp/gradients_not_finite"] == 1.0
     assert "amp/gradients_lost" not in found
-    with pytest.raises(TypeError, match="gradients must be what gradient_range returns, got dict"):
+    with pytest.raises(TypeError, match=r"gradients must be .* got dict"):
         amp.debug.scalars({})

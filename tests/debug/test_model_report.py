@@ -223,7 +223,7 @@ def test_the_state_is_that_of_the_optimizer(make, level):
     model, batch, loss = made(Net)
     options = WITH_STATES[make]
     optimizer = make(model.parameters(), lr=1e-3, **options)
-    with pytest.raises(ValueError, match=r"has no state yet: call amp\.debug\.report after its first step"):
+    with pytest.raises(ValueError, match="has no state yet"):
         amp.debug.report(model, batch, loss=loss, levels=level, optimizer=optimizer)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
     with amp.scale_loss(loss(model(batch)), optimizer) as scaled_loss:
@@ -426,7 +426,7 @@ def test_what_cannot_be_known_without_values(make, why):
     model = make().to(DEVICE)
     x = torch.ones(2, 4, device=DEVICE, dtype=torch.long if isinstance(model, nn.Sequential) else torch.float32)
     before = state_of_everything(model)
-    with pytest.raises(RuntimeError, match=rf"cannot be reported on without values \(.*{why}"):
+    with pytest.raises(RuntimeError, match=rf"without values \(.*{why}"):
         amp.debug.report(model, x, levels=("O0", "O1"))
     assert state_of_everything(model) == before
 
@@ -623,18 +623,18 @@ def test_a_compiled_model_is_that_which_it_was_compiled_from():
 
 def test_bad_input():
     model, x = nn.Linear(4, 2, device=DEVICE), torch.ones(3, 4, device=DEVICE)
-    with pytest.raises(TypeError, match=r"takes a model, torch\.nn\.Module, got function"):
+    with pytest.raises(TypeError, match=r"takes a model, .* got function"):
         amp.debug.report(lambda x: x, x)
     with pytest.raises(RuntimeError, match="Unexpected optimization level 'O7'"):
         amp.debug.report(model, x, levels=("O1", "O7"))
     with pytest.raises(ValueError, match="levels is empty: give some of O0, O1"):
         amp.debug.report(model, x, levels=())
-    with pytest.raises(TypeError, match="loss must be a function of the model's output, or None, got Tensor"):
+    with pytest.raises(TypeError, match=r"loss must be .* got Tensor"):
         amp.debug.report(model, x, loss=x)
     for loss, got in ((lambda y: y, r"a tensor of torch.float32, \[3, 2\]"), (lambda y: 3.0, "float")):
         with pytest.raises(ValueError, match=f"loss must return a scalar.* got {got}"):
             amp.debug.report(model, x, loss=loss)
-    with pytest.raises(ValueError, match="the batch has a tensor on meta, and the model is on"):
+    with pytest.raises(ValueError, match="batch has a tensor on meta"):
         amp.debug.report(model, x.to("meta"))
     with pytest.raises(ValueError, match="the model is on meta"):
         amp.debug.report(copy.deepcopy(model).to("meta"), x.to("meta"))
@@ -646,7 +646,7 @@ def test_bad_input():
 
 def test_bad_optimizers():
     model, x = nn.Linear(4, 2, device=DEVICE), torch.ones(3, 4, device=DEVICE)
-    with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer, got float"):
+    with pytest.raises(TypeError, match=r"optimizer must be .* got float"):
         amp.debug.report(model, x, optimizer=0.1)
     other = torch.optim.SGD(nn.Linear(4, 2).parameters(), lr=0.1)
     with pytest.raises(ValueError, match="this SGD steps no parameter of the model"):
@@ -716,7 +716,7 @@ class TestScript:
 
         model = amp.initialize(Once(4, 4, device=DEVICE), opt_level="O0", verbosity=0)
         assert model(torch.ones(1, 4, device=DEVICE)).shape == (1, 4)
-        assert "cannot be reported on without values (RuntimeError: once alone)" in capsys.readouterr().out
+        assert "(RuntimeError: once alone)" in capsys.readouterr().out
 
     def test_a_cache_has_values(self, watching, capsys, monkeypatch):
         monkeypatch.setattr(Rotary, "cache", {})
@@ -727,7 +727,4 @@ class TestScript:
 
     def test_a_script_without_a_model(self, watching, capsys):
         watching._script_ended()
-        assert capsys.readouterr().out == (
-            "--model-report: the script has ended, and no model of amp.initialize was called to be trained outside of "
-            "a compiled function in this process\n"
-        )
+        assert capsys.readouterr().out.startswith("--model-report: the script has ended, and no model")

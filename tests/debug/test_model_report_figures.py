@@ -213,7 +213,7 @@ class Penalized(nn.Module):
 
 
 def test_derivatives_of_torch_func_are_refused():
-    with pytest.raises(RuntimeError, match=r"or forward has derivatives of torch\.func: report on a part"):
+    with pytest.raises(RuntimeError, match=r"derivatives of torch\.func"):
         amp.debug.report(Penalized(), torch.randn(5, 6), loss=lambda y: y)
 
 

@@ -58,6 +58,6 @@ def test_processes_that_a_script_spawns(tmp_path):
     # The processes end before step 9, and without a process group; the first one of them prints what is known.
     assert sum(line.startswith("2 steps of ") for line in lines) == 1
     assert sum(line.startswith("--record: step 0 is in ") for line in lines) == 1
-    assert "--profile: the script has ended and no optimizer of amp has stepped in this process" in lines
+    assert any(line.startswith("--profile: the script has ended and no optimizer") for line in lines)
     assert sorted(p.name.partition(".1")[0] for p in (tmp_path / "traces").iterdir()) == ["rank0", "rank1"]
     assert sorted(p.name for p in tmp_path.glob("a.pt*")) == ["a.pt", "a.pt.rank1"]

@@ -62,7 +62,7 @@ def test_planted(fault, level, optimizer, options):
     if fault.name in NOT_SKIPPED:
         assert str(found) == "no step was skipped while this was open"
     elif fault.name in REENTRANT:
-        assert note_of(found).startswith("the step could not be run again: RuntimeError: When use_reentrant=True")
+        assert note_of(found).startswith("the step could not be run again: ")
     elif fault.name in AFTER_THE_MODEL:
         assert [(cause.kind, cause.phase, cause.operator) for cause in found.causes] == [
             ("unknown", "backward", "none")
@@ -351,7 +351,7 @@ def test_a_replay_runs_no_collective(tmp_path):
         model, optimizer = set_up(Gathering, "O2")
         with amp.debug.find_overflow(model, replay=True) as found:
             skipped(model, optimizer, bad_batch())
-        assert "it calls c10d::allreduce_, in which the other processes would have to take part" in note_of(found)
+        assert "it calls c10d::allreduce_" in note_of(found)
     finally:
         dist.destroy_process_group()
 
@@ -667,7 +667,7 @@ def test_a_gradient_penalty_is_not_run_again():
             (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
             (slope.square().mean() * 1e38 * 1e3).backward()
         optimizer.step()
-    assert "its gradients were differentiated (create_graph=True), as for a gradient penalty" in note_of(found)
+    assert "create_graph=True" in note_of(found)
 
 
 def test_what_only_a_part_was_run_of_is_not_told(caplog):

@@ -3,7 +3,9 @@
 """Watching an iteration changes nothing, finds nothing where there is nothing, and costs nothing when it is off."""
 
 import copy
+import functools
 import json
+import os
 import random
 import subprocess
 import sys
@@ -146,23 +148,24 @@ def test_what_watching_costs(make):
     assert watched.syncs - alone.syncs <= 1.1 * operators
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: amp.debug.find_overflow("model"), TypeError, "takes models, torch.nn.Module, got str"),
-        (lambda: amp.debug.find_overflow().__enter__(), ValueError, "needs a model: pass it, or call amp.initialize"),
-    ],
-)
-def test_bad_input(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+CONTEXTS = [amp.debug.find_overflow, amp.debug.check_operators, functools.partial(amp.debug.record, os.devnull)]
 
 
-def test_nested():
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_bad_input(context):
+    with pytest.raises(TypeError, match=r"takes models, .* got str"):
+        context("model")
+    with pytest.raises(ValueError, match="needs a model"):
+        context().__enter__()
+
+
+@pytest.mark.parametrize("inner", CONTEXTS)
+@pytest.mark.parametrize("outer", CONTEXTS)
+def test_nested(outer, inner):
     model = planted.Plain().to(DEVICE)
     before = hooks_of_torch()
-    with amp.debug.find_overflow(model):  # noqa: SIM117
-        with pytest.raises(ValueError, match="is open already"), amp.debug.find_overflow(model):
+    with outer(model):  # noqa: SIM117
+        with pytest.raises(ValueError, match="is open already"), inner(model):
             pass
     assert hooks_of_torch() == before
 
