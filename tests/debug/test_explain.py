@@ -130,6 +130,20 @@ def test_what_the_alarm_has_begun_is_not_for_a_later_session(shut_down):
     assert hooks_of_torch() == before  # it would not hear of blocks and steps, and watch on
 
 
+def test_the_watch_ends_where_the_next_iteration_begins():
+    amp.debug.explain_overflows(after=1)
+    model, optimizer = set_up(healthy.LSTM, "O2", dynamic_init_scale=16.0)
+    before = hooks_of_torch()
+    with amp.scale_loss(model.loss() * float("inf"), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    iterate(model, optimizer)
+    assert amp.last_step(optimizer).applied
+    assert hooks_of_torch() != before  # still watched
+    model.loss()
+    assert hooks_of_torch() == before
+
+
 def test_an_exception_in_a_watched_block_ends_it(caplog):
     amp.debug.explain_overflows(after=1)
     fault = planted.FAULTS[0]

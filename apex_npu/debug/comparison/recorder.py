@@ -12,19 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from apex_npu.amp.inspect import Observer, averages, float32_of, gradients, stepped
-from apex_npu.backends._torch_private import autograd_node, has_python_dispatch
+from apex_npu.backends._torch_private import autograd_node
 from apex_npu.debug.comparison.recorded import Held, Kind, Recorded, Samples, digest_of, on_host, row_of
 from apex_npu.debug.text import first_line, name_of
 from apex_npu.debug.watching.calls import Call
 from apex_npu.debug.watching.lineage import Lineage
 from apex_npu.debug.watching.operators import Execution, followed, is_measurable, tensors_in
-from apex_npu.debug.watching.places import Caller, Names, Place
+from apex_npu.debug.watching.operators import held as held_of
+from apex_npu.debug.watching.places import Caller, Names, Place, begins_within
 from apex_npu.debug.watching.stream import Consumer, Stream
-from apex_npu.fusion.shards import local_part
 
 # Casts, copies and fills: levels differ in them, and what they write is seen where it is read.
 _LEFT_OUT = {
@@ -68,7 +67,7 @@ class Recorder(Consumer, Observer):
     def note_weights(self) -> None:
         """Keep the parameters, or their masters, and the buffers, as they are before the iteration."""
         for tensor in self._tensors:
-            held = self._held(float32_of(tensor) if tensor.requires_grad else tensor)
+            held = held_of(float32_of(tensor) if tensor.requires_grad else tensor)
             if held is not None:
                 name = self.names.of_tensor(tensor) or ""
                 host = on_host(held)
@@ -152,7 +151,7 @@ class Recorder(Consumer, Observer):
         )
         for i, tensor in enumerate(ran.own_results()):
             self._note_made(tensor, is_scaled)
-            held = self._held(tensor)
+            held = held_of(tensor)
             if held is None or operator.makes_tensor or operator.plain in _LEFT_OUT:
                 continue
             if operator.is_collective:  # not there yet; what reads it waits
@@ -177,20 +176,13 @@ class Recorder(Consumer, Observer):
                 self._losses = [*others, ran.results()[0]]
         return any(scaling in (call, call.forward) for scaling in self._scaling)
 
-    def _held(self, tensor: Tensor) -> Tensor | None:
-        """``tensor``, or the part of it that is here, if its elements can be read."""
-        local = local_part(tensor)
-        readable = local.layout == torch.strided and local.device.type != "meta" and not local.is_nested
-        readable = readable and not is_lazy(local)
-        return local if readable and local.numel() and not has_python_dispatch(local) else None
-
     def _reads_scaled(self, ran: Execution) -> bool:
         """Whether an operator of backward reads what descends from the scaled loss; what is not known is taken for it.
 
         The others compute from what forward has saved, such as the power in the derivative of another one.
         """
         for _, tensor in ran.tensors_read():
-            held = self._held(tensor)
+            held = held_of(tensor)
             if held is not None and not is_measurable(held):
                 continue
             writers = [] if held is None else self._made.writers(held)
@@ -200,7 +192,7 @@ class Recorder(Consumer, Observer):
         return False
 
     def _note_made(self, tensor: Tensor, is_scaled: bool) -> None:
-        held = self._held(tensor)
+        held = held_of(tensor)
         if held is not None:
             self._made.write(held, is_scaled)
 
@@ -211,7 +203,7 @@ class Recorder(Consumer, Observer):
             # As the transposed weight of a linear layer, or all positions of a batch in one dimension.
             if whole is not None and (tensor.grad_fn is not None or whole.numel() == tensor.numel()):
                 tensor = whole
-            held = None if tensor.grad_fn is not None else self._held(tensor)
+            held = None if tensor.grad_fn is not None else held_of(tensor)
             if held is None or self._made.writers(held) or self._before.writers(held):
                 continue
             if self.names.of_memory(held) is None and not self._is_of_parameter(held):
@@ -228,17 +220,14 @@ class Recorder(Consumer, Observer):
 
     def _is_of_parameter(self, held: Tensor) -> bool:
         """Whether ``held`` is in memory of a gradient or master: scripts measure these, and amp may have moved them."""
-        address = held.data_ptr()
-        for tensor in self._tensors:
-            if tensor.is_leaf:
-                wide = float32_of(tensor)
-                for known in (tensor.grad, wide, wide.grad):
-                    local = None if known is None else self._held(known)
-                    if local is not None and local.device == held.device:
-                        begin = local.data_ptr()
-                        if begin <= address < begin + local.nbytes:
-                            return True
-        return False
+        wide = [(tensor, float32_of(tensor)) for tensor in self._tensors if tensor.is_leaf]
+        known = (
+            local
+            for t, w in wide
+            for one in (t.grad, w, w.grad)
+            if one is not None and (local := held_of(one)) is not None
+        )
+        return any(begins_within(held, local) for local in known)
 
     # ---- modules ---------------------------------------------------------------------------------------------------
 
@@ -248,7 +237,7 @@ class Recorder(Consumer, Observer):
         for i, argument in enumerate(args):
             name = f"argument {i} of {self.names.of_module(module) or type(module).__name__}"
             for tensor in tensors_in(argument):
-                held = self._held(tensor)
+                held = held_of(tensor)
                 if held is not None:
                     self._given.setdefault(held.untyped_storage()._cdata, []).append((name, held))
 
@@ -287,7 +276,7 @@ class Recorder(Consumer, Observer):
         scale: float = 1.0,
         place: Place | None = None,
     ) -> None:
-        held = self._held(tensor)
+        held = held_of(tensor)
         if held is None or not (is_measurable(held) or kind == "random"):
             return
         with self._lock:

@@ -108,6 +108,28 @@ OF_ANOTHER_PROCESS = (
 )
 
 
+_OF_LEAVES = {
+    "weights": (
+        "{name} held inf or nan before the iteration began",
+        "look at the step that wrote it: a learning rate that is too large, a checkpoint that holds it already, an "
+        "initialization; continue from an earlier checkpoint",
+    ),
+    "data": (
+        "{name} held inf or nan already",
+        "look at the batch: check it with isfinite() where it is loaded, and at what has prepared it",
+    ),
+    "stale": (
+        "the gradient of {name} was not finite before this {reader}",
+        "look at the block before, whose gradients these are: its cause is this one's; if an optimizer has stepped "
+        "since, zero_grad() is missing",
+    ),
+    "constant": (
+        "the code makes a tensor of inf or nan here",
+        "use a large finite number instead, or keep it out of what the loss depends on",
+    ),
+}
+
+
 def find_causes(trail: Trail, targets: Sequence[Call], scale: Scale) -> list[Finding]:
     """What has made the results of ``targets`` not finite, the most telling cause first."""
     reached = dict(iterate(targets, lambda call: call.causes))
@@ -154,31 +176,14 @@ def without_operator(kind: Kind, phase: str, of: Tensor, tensor: str | None, why
 
 
 def _of_leaf(call: Call, leaf: Leaf, path: tuple[str, ...]) -> Finding:
-    if leaf.kind == "weights":
-        why = f"{leaf.name} held inf or nan before the iteration began"
-        advice = (
-            "look at the step that wrote it: a learning rate that is too large, a checkpoint that holds it already, "
-            "an initialization; continue from an earlier checkpoint"
-        )
-    elif leaf.kind == "data":
-        why = f"{leaf.name} held inf or nan already"
-        advice = "look at the batch: check it with isfinite() where it is loaded, and at what has prepared it"
-    elif leaf.kind == "stale":
-        reader = "backward" if call.phase == "backward" else "line"
-        why = f"the gradient of {leaf.name} was not finite before this {reader}"
-        advice = (
-            "look at the block before, whose gradients these are: its cause is this one's; if an optimizer has stepped "
-            "since, zero_grad() is missing"
-        )
-    else:
-        why = "the code makes a tensor of inf or nan here"
-        advice = "use a large finite number instead, or keep it out of what the loss depends on"
+    why, advice = _OF_LEAVES[leaf.kind]
+    reader = "backward" if call.phase == "backward" else "line"
     return Finding(
         leaf.kind,
         dtype=name_of(leaf.dtype),
         shape=leaf.shape,
         tensor=leaf.name,
-        why=why,
+        why=why.format(name=leaf.name, reader=reader),
         advice=advice,
         **_common(call, path),
     )

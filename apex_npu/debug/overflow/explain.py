@@ -65,27 +65,24 @@ class Explainer(inspect.Observer):
         self._error = sys.exc_info()[1]
         self._guarded(self._settle)
         self._loss, self._optimizers, self._is_dynamic = loss.detach(), optimizers, dynamic
-        if self._finder is not None:
-            self._guarded(self._finder.block_begins, loss, optimizers, loss_id, scale, dynamic)
-        if self._replayer is not None:
-            self._guarded(self.keep_forwards)
-            self._guarded(self._replayer.block_begins, loss, optimizers, loss_id, scale, dynamic)
+        self._guarded(self.keep_forwards)
+        for watching in self._watching():
+            self._guarded(watching.block_begins, loss, optimizers, loss_id, scale, dynamic)
 
     def backward_ended(self) -> None:
-        for watching in (self._finder, self._replayer):
-            if watching is not None:
-                self._guarded(watching.backward_ended)
+        for watching in self._watching():
+            self._guarded(watching.backward_ended)
 
     def block_ended(self) -> None:
-        finder = self._finder
-        if self._replayer is not None:
-            self._guarded(self._replayer.block_ended)
-        if finder is not None:
-            self._guarded(finder.block_ended)
-            if sys.exc_info()[1] is not self._error:  # an exception has ended the block
-                self.end()
+        for watching in self._watching():
+            self._guarded(watching.block_ended)
+        if self._finder is not None and sys.exc_info()[1] is not self._error:  # an exception has ended the block
+            self.end()
         if not self._once and sys.exc_info()[1] is self._error and not is_capturing():
             self._guarded(self._look_at_block)
+
+    def _watching(self) -> list[inspect.Observer]:
+        return [watching for watching in (self._finder, self._replayer) if watching is not None]
 
     def _look_at_block(self) -> None:
         """Whether the loss, or under a static scale a gradient, is not finite, though the step is not skipped."""
@@ -190,7 +187,7 @@ class Explainer(inspect.Observer):
         self.end()
         self._log_repeated()
         if self._replayer is not None:
-            self._replayer.end()
+            self._replayer.detach()
             self._replayer = None
 
     def end_script(self, says_nothing: bool) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from apex_npu.amp.inspect import leave, observe, policy
 from apex_npu.debug.overflow.finder import Finder
-from apex_npu.debug.overflow.replay import ReplayFinder
+from apex_npu.debug.overflow.replay import Replayer
 from apex_npu.debug.overflow.report import Overflows
 from apex_npu.debug.watching.opening import WatchingContext
 
@@ -61,7 +61,7 @@ class find_overflow(WatchingContext):
         """Check the models."""
         super().__init__(models)
         self._replay = replay
-        self._finder: Finder | ReplayFinder | None = None
+        self._finder: Finder | Replayer | None = None
 
     def __enter__(self) -> Overflows:
         if self._replay and policy() is None:
@@ -71,7 +71,7 @@ class find_overflow(WatchingContext):
             )
         open_already = "find_overflow is open already: it covers all that runs inside of it; leave this one out"
         models = self.models_to_watch(open_already)
-        finder = self._finder = ReplayFinder(models) if self._replay else Finder(models)
+        finder = self._finder = Replayer(models) if self._replay else Finder(models)
         observe(finder)
         finder.attach()
         return finder.found

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -81,11 +81,17 @@ class Block:
         return [param.grad for params in zip(*self.params, strict=True) for param in params]
 
 
-class Replayer:
-    """Keeps what the forwards since the last step were called with."""
+class Replayer(Observer):
+    """An observer of amp that keeps what the forwards since the last step were called with, and runs them again.
 
-    def __init__(self) -> None:
-        """Of no model so far."""
+    Attributes:
+        found: The reports of skipped steps, where it is told of these itself.
+    """
+
+    def __init__(self, models: Sequence[nn.Module] = ()) -> None:
+        """Of ``models`` once it is attached."""
+        self.found = Overflows("no step was skipped while this was open")
+        self._models = models
         self._forwards = Forwards(self._gradient_arrived)
         self._pending: list[Block] = []
         self._block: Block | None = None
@@ -99,9 +105,14 @@ class Replayer:
         self._forwards.follow(models)
         if self._hook is None:
             self._hook = register_optimizer_step_post_hook(self._stepped)
-            at_end(_ending(weakref.ref(self)))
+            known = weakref.ref(self)
+            at_end(lambda: replayer.detach() if (replayer := known()) is not None else None)
 
-    def end(self) -> None:
+    def attach(self) -> None:
+        """Begin."""
+        self.follow(self._models)
+
+    def detach(self) -> None:
         """Keep nothing."""
         self._forwards.end()
         self._pending, self._block, self._taken = [], None, None
@@ -110,7 +121,6 @@ class Replayer:
             self._hook = None
 
     def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
-        """A block begins."""
         self._forwards.close_interrupted()
         block = Block(loss_id, loss.detach(), stepped(optimizers), scale, dynamic, parameters(optimizers))
         before = self._of(block.optimizers)
@@ -119,14 +129,12 @@ class Replayer:
         self._block = block
 
     def backward_ended(self) -> None:
-        """Its gradients are there."""
         if self._block is not None:
             self._pending.append(self._block)
             for old in self._pending[:-_MOST_BLOCKS]:
                 self.release([old])
 
     def block_ended(self) -> None:
-        """It has ended, after an exception, too."""
         if self._block is not None:
             self._block.note_gradients()
         self._block = None
@@ -161,6 +169,9 @@ class Replayer:
                 run.forward.release()
 
     # ---- what is run again -----------------------------------------------------------------------------------------
+
+    def step_skipped(self, report: StepReport) -> None:
+        self.found.reports += self.explain(self.take(report) or [], report)
 
     def take(self, skip: StepReport) -> list[Block] | None:
         """The blocks whose gradients the skipped step was to take, which are not kept any longer.
@@ -270,15 +281,6 @@ class Replayer:
 def _reason(error: Exception) -> str:
     first = first_line(error)
     return first if isinstance(error, NotReplayedError) else f"{type(error).__name__}: {first}"
-
-
-def _ending(replayer: weakref.ref[Replayer]) -> Callable[[], None]:
-    def end() -> None:
-        known = replayer()
-        if known is not None:
-            known.end()
-
-    return end
 
 
 def _of_one_forward(causes: Sequence[tuple[int, Finding]]) -> list[Finding]:
@@ -398,28 +400,3 @@ def _compared(blocks: Sequence[Block], totals: dict[Tensor, Tensor]) -> tuple[st
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
-
-
-class ReplayFinder(Replayer, Observer):
-    """An observer of amp that has skipped steps run again, and keeps what is found.
-
-    Attributes:
-        found: The reports.
-    """
-
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        """Of ``models``."""
-        super().__init__()
-        self.found = Overflows("no step was skipped while this was open")
-        self._models = list(models)
-
-    def attach(self) -> None:
-        """Begin."""
-        self.follow(self._models)
-
-    def detach(self) -> None:
-        """End."""
-        self.end()
-
-    def step_skipped(self, report: StepReport) -> None:
-        self.found.reports += self.explain(self.take(report) or [], report)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from apex_npu.backends._torch_private import autocast_within, has_python_dispatch
 from apex_npu.debug.watching.places import Caller, Place
@@ -183,19 +184,20 @@ def vanishing_number_in(value: Any, dtype: torch.dtype) -> float | None:
 
 def is_measurable(tensor: Tensor) -> bool:
     """Whether its range can be read, and its bytes be followed: strided floating memory of its own, not empty."""
-    return (
-        (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
-        and tensor.layout == torch.strided
-        and tensor.device.type != "meta"
-        and not tensor.is_nested
-        and tensor.numel() > 0
-    )
+    return followed(tensor) is tensor
+
+
+def held(tensor: Any) -> Tensor | None:
+    """``tensor``, or the part of it that is here, if its elements can be read."""
+    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:  # not in vain for each operand
+        tensor = local_part(tensor)
+        if has_python_dispatch(tensor) or is_lazy(tensor):
+            return None
+    readable = tensor.layout == torch.strided and tensor.device.type != "meta" and not tensor.is_nested
+    return tensor if readable and tensor.numel() > 0 else None
 
 
 def followed(tensor: Any) -> Tensor | None:
-    """``tensor``, or the part of it that is here, if its range and memory can be looked at."""
-    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:  # not in vain for each operand
-        tensor = local_part(tensor)
-        if has_python_dispatch(tensor):
-            return None
-    return tensor if is_measurable(tensor) else None
+    """``held``, if it has a range."""
+    local = held(tensor)
+    return local if local is not None and (local.dtype.is_floating_point or local.dtype.is_complex) else None

@@ -141,6 +141,13 @@ def _all_names(names: dict[int, list[str]]) -> dict[int, str]:
     return {key: "=".join(dict.fromkeys(found)) for key, found in names.items()}
 
 
+def begins_within(tensor: Tensor, other: Tensor) -> bool:
+    """Whether the memory of ``tensor`` begins in that of ``other``."""
+    if other.layout != torch.strided or other.device != tensor.device or not tensor.data_ptr():
+        return False
+    return other.data_ptr() <= tensor.data_ptr() < other.data_ptr() + other.nbytes
+
+
 class Names:
     """The names of the modules, parameters and buffers of some models; those that are shared have several.
 
@@ -180,13 +187,7 @@ class Names:
         name = self.of_tensor(tensor)
         if name is not None:
             return name
-        address = tensor.data_ptr()
-        for known in self.tensors:
-            if address and known.device == tensor.device and known.layout == torch.strided:
-                begin = known.data_ptr()
-                if begin <= address < begin + known.nbytes:
-                    return self.of_tensor(known)
-        return None
+        return next((self.of_tensor(known) for known in self.tensors if begins_within(tensor, known)), None)
 
 
 class ModuleStack(threading.local):
