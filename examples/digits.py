@@ -412,7 +412,7 @@ def check_packages() -> None:
     """Says before the training which package is missing."""
     for name, package in {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "tqdm": "tqdm"}.items():
         if importlib.util.find_spec(name) is None:
-            raise UserError(f"{package} is missing; it comes with the extra: pip install 'apex_npu[examples]'")
+            raise UserError(f"{package} is missing: pip install {package}")
 
 
 def run_all(args: argparse.Namespace) -> None:

@@ -50,6 +50,16 @@ def test_the_chinese_readme_shows_the_same_code_and_names_the_same_things():
     assert named <= set(re.findall(r"`(\w+)`", CHINESE))
 
 
+def test_nothing_is_installed_from_an_index_that_does_not_have_it():
+    """``pip install apex-npu`` would install whatever somebody else registers under the name."""
+    pages = [path for suffix in ("md", "py", "sh", "toml") for path in ROOT.glob(f"*.{suffix}")]
+    for folder in ("apex_npu", "benchmarks", "docs", "examples", "patch", "scripts"):
+        pages += [path for path in (ROOT / folder).rglob("*") if path.suffix in (".md", ".py", ".sh")]
+    command = re.compile(r"pip install (?:-\S+ )*[\"']?apex[-_]npu\b")
+    assert [path for path in pages if command.search(path.read_text(encoding="utf-8"))] == []
+    assert command.search('pip install --upgrade "apex-npu[timm]"')
+
+
 def test_contributing_names_files_that_exist():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     folders = [ROOT / name for name in ("apex_npu", "docs", "scripts", "tests")]

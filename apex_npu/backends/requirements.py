@@ -8,12 +8,11 @@ import importlib.metadata
 import re
 
 
-def require(needed_by: str, extra: str, distribution: str, oldest: str) -> None:
+def require(needed_by: str, distribution: str, oldest: str) -> None:
     """Called before the first import of an optional package.
 
     Args:
         needed_by: What needs it, for the message.
-        extra: The extra in pyproject.toml that has it.
         distribution: The package, as pip names it.
         oldest: The oldest release that tests have run.
 
@@ -26,7 +25,9 @@ def require(needed_by: str, extra: str, distribution: str, oldest: str) -> None:
         found = None
     if found is None or _release(found) < _release(oldest):
         there = "it is not installed" if found is None else f"{found} is installed"
-        raise ImportError(f'{needed_by} needs {distribution} >= {oldest} ({there}): pip install "apex-npu[{extra}]"')
+        raise ImportError(
+            f'{needed_by} needs {distribution} >= {oldest} ({there}): pip install "{distribution}>={oldest}"'
+        )
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ def new_figure(width: float, height: float) -> tuple[Any, Any]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("plot needs matplotlib: pip install apex_npu[debug]") from error
+        raise ImportError("plot needs matplotlib: pip install matplotlib") from error
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots()
 

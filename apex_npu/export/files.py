@@ -121,7 +121,7 @@ def _read_shards(path: Path) -> dict[str, Any]:
 
 
 def _read_safetensors(path: Path) -> Any:
-    require(f"reading {path.name}", "export", "safetensors", "0.4.3")
+    require(f"reading {path.name}", "safetensors", "0.4.3")
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -89,7 +89,7 @@ def to_onnx(
         RuntimeError: The model's weights exist in low precision alone, and ``allow_rounded`` is False.
         ExportError: The file cannot be written; torch cannot export or trace the model; weights are out of float16's
             range; or onnxruntime gives other results, or none. Nothing is written.
-        ImportError: A package of the extra ``apex-npu[export]`` is missing or too old.
+        ImportError: A package that it needs is missing or too old.
 
     Example::
 
@@ -100,7 +100,7 @@ def to_onnx(
     path = Path(path)
     _check_arguments(model, args, path, dtype)
     for distribution, oldest in {**_PACKAGES, **(_RUNTIME if check else {})}.items():
-        require("to_onnx" if distribution in _PACKAGES else "check=True", "export", distribution, oldest)
+        require("to_onnx" if distribution in _PACKAGES else "check=True", distribution, oldest)
     target = Path(os.path.realpath(path))
     try:
         folder = tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.")

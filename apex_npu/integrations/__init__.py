@@ -3,5 +3,5 @@
 """amp and the fused optimizers inside training frameworks, one module for each of these.
 
 A module imports its framework, and nothing imports the module: ``import apex_npu`` needs none of them. Each framework
-is an extra of this package, as in ``pip install "apex-npu[timm]"``.
+is an extra of this package: ``pip install --no-build-isolation ".[timm]"`` in a clone.
 """

@@ -18,4 +18,4 @@ def require(integration: str, distribution: str, oldest: str) -> None:
     Raises:
         ImportError: The framework is missing, or older.
     """
-    requirements.require(f"apex_npu.integrations.{integration}", integration, distribution, oldest)
+    requirements.require(f"apex_npu.integrations.{integration}", distribution, oldest)

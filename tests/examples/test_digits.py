@@ -160,7 +160,7 @@ def test_help_needs_no_other_package(monkeypatch, capsys):
 def test_a_missing_package_is_named(digits, run, monkeypatch):
     find = digits.importlib.util.find_spec
     monkeypatch.setattr(digits.importlib.util, "find_spec", lambda name: None if name == "sklearn" else find(name))
-    refused(run(), "scikit-learn is missing", "pip install 'apex_npu[examples]'")
+    refused(run(), "scikit-learn is missing", "pip install scikit-learn")
 
 
 def test_levels_follow_plain_fp32(digits):

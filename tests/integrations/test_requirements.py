@@ -26,7 +26,7 @@ def test_what_is_missing_or_too_old(monkeypatch, found, oldest, there):
         return found
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    text = f'apex_npu.integrations.timm needs timm >= {oldest} ({there}): pip install "apex-npu[timm]"'
+    text = f'apex_npu.integrations.timm needs timm >= {oldest} ({there}): pip install "timm>={oldest}"'
     with pytest.raises(ImportError, match=f"^{re.escape(text)}$"):
         require("timm", "timm", oldest)
 
