@@ -3,7 +3,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 #
 # The cuda part of the benchmarks: goals, baselines, plots. Needs this repository, and a Python with torch >= 2.11 for
-# CUDA and triton; matplotlib for the plots. Writes benchmarks/results/{cuda,goals_cuda,sharded_*_cuda}.csv and cuda.png.
+# CUDA and triton; matplotlib for the plots. Writes benchmarks/results/{cuda,goals_cuda,sharded_*_cuda}.csv and the pictures of cuda.
 set -euo pipefail
 
 usage() {

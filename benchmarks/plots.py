@@ -1,17 +1,18 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Draws results/cpu.csv, and cuda.csv where there is one: share of the ceiling, baselines, and how cost grows.
+"""Draws the pictures of the pages from results/*.csv, each for light and for dark pages.
 
     python benchmarks/plots.py
 
-``results/speed.png``, the picture of the first page, is drawn from cpu.csv alone, ``results/iterations.png`` from
-iterations_cpu.csv, docs/sharded_steps.png from sharded_whole_steps_cpu.csv, and docs/memory.png from what ``apex_npu``
-says of itself.
+results/speed_*, rules_*, iterations_* and growth_* are drawn for each device that has been timed, docs/sharded_steps_*
+from sharded_whole_steps_cpu.csv, and docs/memory_* from what ``apex_npu`` says of itself. They are as wide as a page on
+a telephone can show.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,68 @@ from rounds import RESULTS, read_csv
 from workloads import COUNTS, SIZES
 
 Table = list[dict[str, str]]
+# A median, and the ends of the interval around it.
+Speed = tuple[float, float, float]
+
+_DOCS = RESULTS.parents[1] / "docs"
+_WIDTH = 4.8  # inches: letters of 10 points are as large as the text where a page has 390 pixels
+_COMMON = {
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "figure.constrained_layout.use": True,
+    "font.size": 10,
+    "legend.fontsize": 9,
+    "legend.frameon": False,
+    "savefig.transparent": True,
+    "svg.hashsalt": "apex_npu",  # the same csv makes the same file
+}
+_INK = {"light": "#1f2328", "dark": "#e6edf3"}
+_PALE = {"light": "#d1d9e0", "dark": "#3d444d"}
+_OWN = {"light": "#0072B2", "dark": "#56B4E9"}
+_OTHER = {"light": "#8c959f", "dark": "#9198a1"}
+# Okabe and Ito's colours, which colour-blind readers tell apart.
+_COLOURS = {
+    "O0": _OTHER,
+    "O1": dict.fromkeys(_INK, "#E69F00"),
+    "O2": dict.fromkeys(_INK, "#D55E00"),
+    "O4": dict.fromkeys(_INK, "#009E73"),
+    "O5": _OWN,
+    "torch": _OTHER,
+    "apex_npu": _OWN,
+    "with fuse_unscale": dict.fromkeys(_INK, "#009E73"),
+    "model": _OWN,
+    "gradient": dict.fromkeys(_INK, "#009E73"),
+    "master": dict.fromkeys(_INK, "#E69F00"),
+    "its gradient": dict.fromkeys(_INK, "#CC79A7"),
+    "state": _OTHER,
+}
+_MARKERS = {"O0": "o", "O1": "s", "O2": "D", "O4": "^", "O5": "v"}
+_PRECISIONS = {"O0": "float32", "O1": "float16", "O2": "float16", "O4": "bfloat16", "O5": "bfloat16"}
+_WORKLOADS = {"bert": "BERT", "resnet50": "ResNet-50", "small2000": "2,000 small tensors"}
+_VARIANTS = {"apex_npu": "apex_npu", "torch for-loop": "torch", "torch foreach": "O1", "torch fused": "O4"}
+_SHARDED = {
+    "torch": "GradScaler, clip, fused",
+    "apex_npu": "apex_npu",
+    "with fuse_unscale": "apex_npu, folded",
+}
 
 
-def _steps(table: Table, workload: str) -> dict[str, dict[str, dict[str, str]]]:
+def where(*tables: Table) -> str:
+    """The machine and the torch of ``tables``.
+
+    Raises:
+        ValueError: They are of several.
+    """
+    machines = {(row["processor"], row["torch"]) for table in tables for row in table}
+    if len(machines) != 1:
+        raise ValueError(f"a picture has one machine, and these tables are of {sorted(machines)}")
+    ((processor, version),) = machines
+    return f"{processor}, torch {version}"
+
+
+def steps(table: Table, workload: str) -> dict[str, dict[str, dict[str, str]]]:
     """Rule → variant → row."""
     found: dict[str, dict[str, dict[str, str]]] = {}
     for row in table:
@@ -30,91 +90,36 @@ def _steps(table: Table, workload: str) -> dict[str, dict[str, dict[str, str]]]:
     return found
 
 
-def over_the_same_tensors(variants: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
-    """Implementations of others that a user can have: neither the ceiling, nor a step over one flat tensor."""
-    return {
-        name: row
-        for name, row in variants.items()
-        if name != "ceiling" and not name.startswith("apex_npu") and not name.endswith(", one tensor")
-    }
+def fastest_others(table: Table, workload: str = "small2000") -> dict[str, tuple[str, Speed]]:
+    """Rule → the fastest implementation that a user can have beside ours, and our speed over it.
+
+    Neither the ceiling nor a step over one flat tensor is one, and no package has the operators of ``old_patch.py``.
+    """
+    found = {}
+    for rule, variants in steps(table, workload).items():
+        others = {
+            name: row
+            for name, row in variants.items()
+            if name not in ("ceiling", "old patch")
+            and not name.startswith("apex_npu")
+            and not name.endswith(", one tensor")
+        }
+        if others:
+            name, fastest = min(others.items(), key=lambda item: float(item[1]["ratio"]))
+            found[rule] = name, (float(fastest["ratio"]), float(fastest["low"]), float(fastest["high"]))
+    return found
 
 
-def where(table: Table) -> str:
-    """The machine, the commit and the torch of ``table``."""
-    first = table[0]
-    threads = max(int(row.get("threads", "1")) for row in table)
-    how = first["device"] if first["device"] != "cpu" else f"{threads} thread{'s' * (threads > 1)}"
-    return f"{first['processor']}, {how}, torch {first['torch']}, commit {first['commit']}"
-
-
-def _share(axes: Any, table: Table) -> None:
-    steps = {rule: v["apex_npu"] for rule, v in _steps(table, "resnet50").items() if v["apex_npu"]["share_of_ceiling"]}
-    axes.bar(list(steps), [float(row["share_of_ceiling"]) * 100 for row in steps.values()])
-    axes.axhline(100, color="gray", linewidth=1)
-    axes.set(title="A step of resnet50's parameters", ylabel="% of the ceiling")
-    axes.tick_params(axis="x", rotation=45)
-
-
-def _baselines(axes: Any, table: Table, workload: str) -> None:
-    steps = _steps(table, workload)
-    baselines = list(dict.fromkeys(name for variants in steps.values() for name in over_the_same_tensors(variants)))
-    width = 0.8 / max(1, len(baselines))
-    places: dict[str, list[tuple[float, float]]] = {name: [] for name in baselines}
-    for x, variants in enumerate(steps.values()):
-        there = [name for name in baselines if name in variants]
-        for i, name in enumerate(there):  # around the rule's tick, however many have the rule
-            places[name].append((x + (i - (len(there) - 1) / 2) * width, float(variants[name]["ratio"])))
-    for name, bars in places.items():
-        axes.bar(*zip(*bars, strict=True), width, label=name)
-    axes.axhline(1, color="gray", linewidth=1)
-    axes.set(title=f"A step of {workload}'s parameters", ylabel="time over apex_npu's", yscale="log")
-    axes.set_xticks(range(len(steps)), list(steps), rotation=45)
-    axes.legend(fontsize="small", ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
-
-
-def _growth(axes: Any, table: Table, sweep: dict[str, int], label: str) -> None:
-    rows = [row for row in table if row["comparison"] == "step of Adam" and row["workload"] in sweep]
-    for variant in dict.fromkeys(row["variant"] for row in rows):
-        points = [(sweep[row["workload"]], float(row["median_ms"])) for row in rows if row["variant"] == variant]
-        axes.plot(*zip(*points, strict=True), marker="o", label=variant)
-    axes.set(xlabel=label, ylabel="ms", xscale="log", yscale="log", title="A step of Adam")
-    axes.legend(fontsize="small")
-
-
-# What the bars of the first page stand for, with Okabe and Ito's colours, which colour-blind readers tell apart.
-_COLOURS = {
-    "torch": "#999999",
-    "fastest other": "#999999",
-    "patch of 2020": "#E69F00",
-    "apex_npu": "#0072B2",
-    "with fuse_unscale": "#56B4E9",
-}
-_WHOLE_STEP = {
-    "torch": "foreach copies, GradScaler, clip, fused",
-    "apex_npu": "apex_npu, as written",
-    "with fuse_unscale": "apex_npu, folded",
-}
-_WORKLOADS = {"resnet50": "ResNet-50", "bert": "BERT", "small2000": "2,000 small tensors"}
-_SHARDED = {
-    "torch": "GradScaler, clip, fused",
-    "apex_npu": "apex_npu",
-    "with fuse_unscale": "apex_npu, folded",
-}
-_LEVELS = {"O0": "#999999", "O1": "#E69F00", "O2": "#D55E00", "O4": "#56B4E9", "O5": "#0072B2"}
-_MARKERS = {"O0": "o", "O1": "s", "O2": "D", "O4": "^", "O5": "v"}
-_PRECISIONS = {"O0": "float32", "O1": "float16", "O2": "float16", "O4": "bfloat16", "O5": "bfloat16"}
-_DOCS = RESULTS.parents[1] / "docs"
-# A median, and the ends of the interval around it.
-Speed = tuple[float, float, float]
-
-
-def whole_steps(table: Table) -> dict[str, dict[str, Speed]]:
-    """Workload → what is drawn → speed over torch's, of a whole O2 step."""
-    rows = {(row["workload"], row["variant"]): row for row in table if row["comparison"] == "whole O2 step"}
-    return {
-        shown: {label: _speed(rows[workload, variant]) for label, variant in _WHOLE_STEP.items()}
-        for workload, shown in _WORKLOADS.items()
-    }
+def adamw_steps(table: Table, sharded: Table | None = None) -> dict[str, Speed]:
+    """Parameters → speed of a step over ``torch.optim.AdamW(fused=True)``."""
+    found = {}
+    for workload, shown in _WORKLOADS.items():
+        row = steps(table, workload)["AdamW"]["torch fused"]
+        found[shown] = float(row["ratio"]), float(row["low"]), float(row["high"])
+    for row in sharded or []:
+        if row["variant"] == "apex_npu" and row["workload"].startswith("1000 "):
+            found["1,000 DTensors (FSDP2)"] = speed(row, "ratio_to_torch fused", "ratio_low", "ratio_high")
+    return found
 
 
 def sharded_steps(table: Table) -> dict[str, dict[str, Speed]]:
@@ -123,35 +128,16 @@ def sharded_steps(table: Table) -> dict[str, dict[str, Speed]]:
     prefix = f"ratio_to_{_SHARDED['torch']}"
     return {
         workload.partition(",")[0]: {
-            label: _speed(rows[workload, variant], prefix, "ratio_low", "ratio_high")
+            label: speed(rows[workload, variant], prefix, "ratio_low", "ratio_high")
             for label, variant in _SHARDED.items()
         }
         for workload in dict.fromkeys(row["workload"] for row in table)
     }
 
 
-def _speed(row: dict[str, str], ratio: str = "ratio", low: str = "low", high: str = "high") -> Speed:
+def speed(row: dict[str, str], ratio: str = "ratio", low: str = "low", high: str = "high") -> Speed:
+    """Of a row with a time over another's."""
     return 1 / float(row[ratio]), 1 / float(row[high]), 1 / float(row[low])
-
-
-def small_steps(table: Table) -> dict[str, dict[str, Speed]]:
-    """Rule and the fastest implementation of others → what is drawn → speed over it, for many small tensors.
-
-    The patch of 2020 has bars of its own: ``old_patch.py`` repeats its operators, and no package has them today.
-    """
-    speeds = {}
-    for rule, variants in _steps(table, "small2000").items():
-        others = over_the_same_tensors(variants)
-        patch = others.pop("old patch")
-        if others:
-            name, fastest = min(others.items(), key=lambda item: float(item[1]["ratio"]))
-            ours = float(fastest["ratio"]), float(fastest["low"]), float(fastest["high"])
-            speeds[f"{rule} / {name}"] = {
-                "fastest other": (1.0,) * 3,
-                "patch of 2020": (ours[0] / float(patch["ratio"]),) * 3,
-                "apex_npu": ours,
-            }
-    return speeds
 
 
 def iterations(table: Table, how: str) -> dict[str, dict[str, Speed]]:
@@ -166,112 +152,134 @@ def iterations(table: Table, how: str) -> dict[str, dict[str, Speed]]:
     return dict(sorted(speeds.items()))
 
 
-def _points(axes: Any, speeds: dict[str, dict[str, Speed]]) -> None:
-    models = list(dict.fromkeys(model for found in speeds.values() for model in found))
-    for place, (level, found) in enumerate(speeds.items()):
-        for model, (value, low, high) in found.items():
-            height = models.index(model) + 0.15 * (place - (len(speeds) - 1) / 2)
-            axes.plot([low, high], [height, height], color=_LEVELS[level], linewidth=1)
-            label = f"{level}, {_PRECISIONS[level]}" if model == next(iter(found)) else None
-            axes.plot(value, height, _MARKERS[level], color=_LEVELS[level], markersize=6, label=label)
-    for between in range(1, len(models)):
-        axes.axhline(between - 0.5, color="#dddddd", linewidth=0.8)
-    axes.axvline(1, color="#999999", linewidth=1.5)
-    axes.set_yticks(range(len(models)), models)
-    axes.set_ylim(len(models) - 0.5, -0.5)
-    axes.set_xlabel("speed, torch's own recipe at the same precision = 1", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
+def _threads(models: Table) -> str:
+    """How many work on the CPU's iterations that are drawn."""
+    return f", {max(int(row['threads']) for row in models)} threads" if models[0]["device"] == "cpu" else ""
 
 
-def _bars(axes: Any, speeds: dict[str, dict[str, Speed]]) -> None:
-    labels = list(next(iter(speeds.values())))
-    for place, label in enumerate(labels):
-        heights = [row + 0.27 * (place - 1) for row in range(len(speeds))]
-        values = [row[label][0] for row in speeds.values()]
-        axes.barh(heights, values, 0.25, label=label, color=_COLOURS[label])
-        if label in (labels[0], "patch of 2020"):
-            continue
-        for height, row in zip(heights, speeds.values(), strict=True):
-            value, low, high = row[label]
-            axes.plot([low, high], [height, height], color="black", linewidth=1)
-            axes.text(high, height, f" {value:.1f}x", va="center", fontsize=9)
+def _shown(value: float) -> str:
+    return f"{value:.{2 if value < 3 else 1 if value < 10 else 0}f}×"
+
+
+def _bars(axes: Any, theme: str, speeds: dict[str, Speed], *, log: bool) -> None:
+    """A bar from torch's speed to ours, with its interval."""
+    if log:
+        axes.set_xscale("log")
+    for row, (value, low, high) in enumerate(speeds.values()):
+        axes.barh(row, value - 1, 0.5, 1, color=_OWN[theme])
+        axes.plot([low, high], [row, row], color=_INK[theme], linewidth=1)
+        axes.text(max(high, 1), row, f" {_shown(value)}", va="center", fontweight="bold")
+    axes.axvline(1, color=_OTHER[theme], linewidth=1.5)
     axes.set_yticks(range(len(speeds)), list(speeds))
-    axes.set_xlabel(f"speed, {labels[0]} = 1", fontsize=10)
+    axes.tick_params(axis="y", length=0)
+    highest = max(high for _, _, high in speeds.values())
+    lowest = min(1.0, *(low for _, low, _ in speeds.values()))
+    if log:
+        axes.set_xlim(lowest * 0.9, highest ** (1.3))
+        ticks = [tick for tick in (1, 2, 5, 10, 20, 50, 100, 200, 500) if tick <= highest]
+        axes.set_xticks(ticks, list(map(str, ticks)))
+        axes.set_xticks([], minor=True)
+    else:
+        axes.set_xlim(lowest - 0.05, highest + 0.35 * (highest - lowest))
     axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=9, ncols=len(labels), loc="upper center", bbox_to_anchor=(0.45, -0.14), frameon=False)
 
 
-def write_front(results: Path = RESULTS) -> None:
-    """The picture of the first page."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
+def _speed(theme: str, models: Table, table: Table, sharded: Table | None) -> Any:
+    """Of the first pages: whole iterations, and steps."""
     import matplotlib.pyplot as plt
 
-    table = read_csv(results / "cpu.csv")
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4.8), layout="constrained")
-    figure.suptitle(where(table), fontsize=9)
-    _bars(left, whole_steps(table))
-    left.set_title("A whole O2 step with Adam: unscale, clip, step, clear", fontsize=10)
-    _bars(right, small_steps(table))
-    right.set_title("A step over 2,000 small tensors: rule / fastest other", fontsize=10)
-    figure.savefig(results / "speed.png", dpi=125, metadata={"Software": None})
-    plt.close(figure)
-    print(f"written: {results / 'speed.png'}")
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(_WIDTH, 5.6), height_ratios=(6, 4.4))
+    figure.suptitle(where(models, table, *filter(None, [sharded])), fontweight="bold")
+    _bars(top, theme, iterations(models, "as written")["O5"], log=False)
+    top.set_title(f"A whole training iteration at O5{_threads(models)}")
+    top.set_xlabel("speed: torch's autocast (bfloat16), clipping\nand fused Adam = 1")
+    _bars(bottom, theme, adamw_steps(table, sharded), log=True)
+    bottom.set_title(f"A step of AdamW{', 1 thread' if _threads(models) else ''}")
+    bottom.set_xlabel("speed: torch.optim.AdamW(fused=True) = 1")
+    return figure
 
 
-def write_iterations(results: Path = RESULTS) -> None:
-    """Whole iterations of well-known models."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
+def _rules(theme: str, table: Table) -> Any:
     import matplotlib.pyplot as plt
 
-    table = read_csv(results / "iterations_cpu.csv")
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 5.4), layout="constrained", sharex=True, sharey=True)
-    figure.suptitle(where(table), fontsize=9)
-    _points(left, iterations(table, "as written"))
-    left.set_title("Scripts as they are written", fontsize=10)
-    _points(right, iterations(table, "folded"))
-    right.set_title("With fuse_unscale=True and fused clipping", fontsize=10)
-    figure.legend(*left.get_legend_handles_labels(), fontsize=9, ncols=5, loc="outside lower center", frameon=False)
-    figure.savefig(results / "iterations.png", dpi=125, metadata={"Software": None})
-    plt.close(figure)
-    print(f"written: {results / 'iterations.png'}")
+    others = fastest_others(table)
+    figure, axes = plt.subplots(figsize=(_WIDTH, 0.8 + 0.5 * len(others)))
+    figure.suptitle(where(table), fontweight="bold")
+    _bars(axes, theme, {f"{rule}\n/ {name}": ours for rule, (name, ours) in others.items()}, log=True)
+    axes.set_title("A step over 2,000 small tensors")
+    axes.set_xlabel("speed: the fastest other implementation = 1")
+    return figure
 
 
-def write_sharded(results: Path = RESULTS, docs: Path = _DOCS) -> None:
-    """The picture of docs/distributed.md."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
+def _iterations(theme: str, table: Table) -> Any:
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
-    _bars(axes, sharded_steps(read_csv(results / "sharded_whole_steps_cpu.csv")))
-    axes.set_title("A whole O2 step of AdamW over sharded parameters: unscale, clip, step, clear", fontsize=10)
-    figure.savefig(docs / "sharded_steps.png", dpi=125, metadata={"Software": None})
-    plt.close(figure)
-    print(f"written: {docs / 'sharded_steps.png'}")
+    figure, both = plt.subplots(2, 1, figsize=(_WIDTH, 9.2), sharex=True)
+    figure.suptitle(where(table), fontweight="bold")
+    titles = {"as written": "Scripts as they are written", "folded": "With fuse_unscale=True and fused clipping"}
+    for axes, (how, title) in zip(both, titles.items(), strict=True):
+        speeds = iterations(table, how)
+        models = list(dict.fromkeys(model for found in speeds.values() for model in found))
+        for place, (level, found) in enumerate(speeds.items()):
+            colour = _COLOURS[level][theme]
+            for model, (value, low, high) in found.items():
+                height = models.index(model) + 0.16 * (place - (len(speeds) - 1) / 2)
+                axes.plot([low, high], [height, height], color=colour, linewidth=1)
+                label = f"{level}, {_PRECISIONS[level]}" if model == next(iter(found)) else None
+                axes.plot(value, height, _MARKERS[level], color=colour, markersize=6, label=label)
+        for between in range(1, len(models)):
+            axes.axhline(between - 0.5, color=_PALE[theme], linewidth=0.8)
+        axes.axvline(1, color=_OTHER[theme], linewidth=1.5)
+        axes.set_yticks(range(len(models)), [name.replace(", ", ",\n").replace("-Lite", "-\nLite") for name in models])
+        axes.set_ylim(len(models) - 0.5, -0.5)
+        axes.set_title(title)
+        axes.set_xlabel("speed: torch's own recipe at the same precision = 1")
+        axes.tick_params(axis="x", labelbottom=True)
+    figure.legend(*both[0].get_legend_handles_labels(), ncols=3, loc="outside lower center")
+    return figure
 
 
-# What a bar consists of, in order, in Okabe and Ito's colours.
-_PARTS = {
-    "model": "#0072B2",
-    "gradient": "#56B4E9",
-    "master": "#E69F00",
-    "its gradient": "#F0E442",
-    "state": "#999999",
-}
+def _growth(theme: str, table: Table) -> Any:
+    import matplotlib.pyplot as plt
+
+    figure, both = plt.subplots(2, 1, figsize=(_WIDTH, 7))
+    figure.suptitle(where(table), fontweight="bold")
+    titles = {"tensors, of 4 million elements together": COUNTS, "elements, in 100 tensors": SIZES}
+    for axes, (label, sweep) in zip(both, titles.items(), strict=True):
+        rows = [row for row in table if row["comparison"] == "step of Adam" and row["workload"] in sweep]
+        for variant in dict.fromkeys(row["variant"] for row in rows):
+            points = [(sweep[row["workload"]], float(row["median_ms"])) for row in rows if row["variant"] == variant]
+            colour, width = _COLOURS[_VARIANTS[variant]][theme], 2.5 if variant == "apex_npu" else 1.5
+            axes.plot(*zip(*points, strict=True), marker=".", label=variant, color=colour, linewidth=width)
+        axes.set(xlabel=label, ylabel="ms", xscale="log", yscale="log", title="A step of Adam")
+    figure.legend(*both[0].get_legend_handles_labels(), ncols=2, loc="outside lower center")
+    return figure
 
 
-def write_memory(docs: Path = _DOCS) -> None:
-    """The picture of docs/memory.md."""
-    import matplotlib as mpl
+def _sharded(theme: str, table: Table) -> Any:
+    import matplotlib.pyplot as plt
 
-    mpl.use("Agg")
+    speeds = sharded_steps(table)
+    figure, axes = plt.subplots(figsize=(_WIDTH, 3.7))
+    for place, label in enumerate(_SHARDED):
+        for row, found in enumerate(speeds.values()):
+            value, low, high = found[label]
+            height = row + 0.27 * (place - 1)
+            shown = label if row == 0 else None
+            axes.barh(height, value, 0.25, color=_COLOURS[label][theme], label=shown)
+            axes.plot([low, high], [height, height], color=_INK[theme], linewidth=1)
+            axes.text(high, height, f" {_shown(value)}", va="center")
+    axes.set_yticks(range(len(speeds)), [name.replace(" ", "\n") for name in speeds])
+    figure.suptitle(f"{table[0]['device'].upper()}, 2 processes, torch {table[0]['torch']}", fontweight="bold")
+    axes.set_title("A whole O2 step of AdamW, sharded")
+    axes.set_xlabel("speed: GradScaler, clip_grad_norm_ and\ntorch.optim.AdamW(fused=True) = 1")
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    figure.legend(*axes.get_legend_handles_labels(), ncols=3, loc="outside lower center")
+    return figure
+
+
+def _memory(theme: str) -> Any:
     import matplotlib.pyplot as plt
     import torch
 
@@ -279,65 +287,66 @@ def write_memory(docs: Path = _DOCS) -> None:
     from apex_npu.optimizers.memory_choices import memory_choices
 
     choices = memory_choices(NpuFusedAdam([torch.nn.Parameter(torch.zeros(1))]))
-    names = [choice.name.replace(", state_dtype=torch.", ",\nstate_dtype=torch.") for choice in choices]
-    names = [name.replace(', state_dtype="', ',\nstate_dtype="') for name in names]
-    figure, axes = plt.subplots(figsize=(9, 4.2), layout="constrained")
-    ends = [0.0] * len(choices)
-    for part, colour in _PARTS.items():
-        widths = [choice.parts()[part] for choice in choices]
-        label = {"its gradient": "the master's gradient", "state": "Adam's moments"}.get(part, part)
-        axes.barh(names, widths, 0.6, ends, label=label, color=colour)
-        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    figure, axes = plt.subplots(figsize=(_WIDTH, 5.2))
     for row, choice in enumerate(choices):
-        axes.text(choice.total, row, f" {choice.total:.3g}", va="center", fontsize=9)
-    axes.set_title("Bytes of a parameter with Adam, beside activations", fontsize=10)
-    axes.tick_params(axis="y", labelsize=8)
-    axes.invert_yaxis()
+        end = 0.0
+        for part, nbytes in choice.parts().items():
+            label = {"its gradient": "master's gradient", "state": "Adam's moments"}.get(part, part)
+            shown = label if row == 0 else None
+            axes.barh(row, nbytes, 0.4, end, label=shown, color=_COLOURS[part][theme])
+            end += nbytes
+        axes.text(end, row, f" {choice.total:.3g}", va="center", fontweight="bold")
+        axes.text(0, row - 0.27, choice.name.replace("torch.", ""), va="bottom", fontsize=8.5)
+    axes.set_title("Bytes of a parameter with Adam")
+    axes.set_xlabel("bytes, activations not counted")
+    axes.set_yticks([])
+    axes.set_xlim(0, 22)
+    axes.set_ylim(-0.8, len(choices) - 0.5)
     axes.set_xticks(range(0, 21, 4))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=9, ncols=len(_PARTS), loc="upper center", bbox_to_anchor=(0.3, -0.08), frameon=False)
-    figure.savefig(docs / "memory.png", dpi=125, metadata={"Software": None})
-    plt.close(figure)
-    print(f"written: {docs / 'memory.png'}")
+    axes.invert_yaxis()
+    figure.legend(*axes.get_legend_handles_labels(), ncols=3, loc="outside lower center")
+    return figure
 
 
-def write(results: Path = RESULTS) -> None:
-    """One PNG for each device that has been timed; none without matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
-        print("no plots: matplotlib is not installed")
-        return
+def _save(path: Path, draw: Callable[..., Any], *tables: Table | None) -> None:
+    """``path`` with ``_light.svg`` and ``_dark.svg``."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
+    for theme, ink in _INK.items():
+        inks = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
+        with mpl.rc_context({**_COMMON, **dict.fromkeys(inks, ink)}):
+            figure = draw(theme, *tables)
+            figure.savefig(f"{path}_{theme}.svg", metadata={"Date": None, "Creator": None})
+            plt.close(figure)
+    print(f"written: {path}_{{light,dark}}.svg")
+
+
+def write(results: Path = RESULTS) -> None:
+    """The pictures of what has been timed; none without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no plots: matplotlib is not installed")
+        return
     for device in ("cpu", "cuda"):
-        path = results / f"{device}.csv"
-        if not path.exists():
-            continue
-        table = read_csv(path)
-        rows = 2 if any(row["workload"] in COUNTS for row in table) else 1
-        figure, axes = plt.subplots(rows, 3, figsize=(18, 5.4 * rows), squeeze=False)
-        figure.suptitle(where(table))
-        _share(axes[0, 0], table)
-        _baselines(axes[0, 1], table, "resnet50")
-        _baselines(axes[0, 2], table, "small2000")
-        if rows == 2:
-            _growth(axes[1, 0], table, COUNTS, "tensors, of 4 million elements together")
-            _growth(axes[1, 1], table, SIZES, "elements, in 100 tensors")
-            axes[1, 2].axis("off")
-        figure.tight_layout()
-        figure.savefig(results / f"{device}.png", dpi=80, metadata={"Software": None})
-        plt.close(figure)
-        print(f"written: {results / f'{device}.png'}")
-    if (results / "cpu.csv").exists():
-        write_front(results)
-    if (results / "iterations_cpu.csv").exists():
-        write_iterations(results)
-    if results == RESULTS and (results / "sharded_whole_steps_cpu.csv").exists():
-        write_sharded()
+        names = (device, f"iterations_{device}", f"sharded_steps_{device}")
+        table, models, sharded = (
+            read_csv(path) if path.exists() else None for path in (results / f"{name}.csv" for name in names)
+        )
+        if table is not None:
+            _save(results / f"rules_{device}", _rules, table)
+            if any(row["workload"] in COUNTS for row in table):
+                _save(results / f"growth_{device}", _growth, table)
+        if models is not None:
+            _save(results / f"iterations_{device}", _iterations, models)
+        if table is not None and models is not None:
+            # Those of two processes do not say on which processor.
+            named = sharded if sharded is not None and "processor" in sharded[0] else None
+            _save(results / f"speed_{device}", _speed, models, table, named)
     if results == RESULTS:
-        write_memory()
+        _save(_DOCS / "sharded_steps", _sharded, read_csv(results / "sharded_whole_steps_cpu.csv"))
+        _save(_DOCS / "memory", _memory)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Writes tables and captions of README.md and of the first pages from results/*.csv, between markers, and the plots.
+# ruff: noqa: RUF001  (the punctuation of Chinese)
+"""Writes the tables of README.md and of the first pages from results/*.csv, between markers, and the plots.
 
     python benchmarks/report.py [--check]
 
@@ -13,10 +14,16 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import plots
+import torch
 from rounds import RESULTS, read_csv
+
+from apex_npu.optimizers import NpuFusedAdamW
+from apex_npu.optimizers.memory_choices import memory_choices
 
 README = Path(__file__).with_name("README.md")
 ROOT = README.parents[1]
@@ -179,13 +186,72 @@ def sharded_memory(table: Table) -> str:
     return f"{_origin(table)}{table[0]['workload']}.\n\n{_markdown(head, lines)}"
 
 
-def caption(table: Table) -> str:
-    """Of a picture: the machine it was measured on."""
-    return f"{plots.where(table)}."
+# What the first pages say of a row, with the section of benchmarks/README.md that has more; in both languages.
+_SUMMARY = {
+    "head": ("", "torch", "apex_npu", "speed (95 % interval)"),
+    "iteration": "[training iteration](benchmarks/README.md#on-a-gpu) of {}, bfloat16 (O5)",
+    "step": "[AdamW step](benchmarks/README.md#on-a-gpu) over {}",
+    "of": {"bert": "the 110 million parameters of BERT-base", "small2000": "2,000 small tensors"},
+    "sharded": "[AdamW step](benchmarks/README.md#sharded-parameters) over 1,000 DTensors of FSDP2",
+    "measured": "[memory of a parameter](benchmarks/README.md#sharded-parameters), FSDP2 at O5, after a step",
+    "counted": "the same with exact masters and [int8 states](docs/memory.md), counted and not measured",
+    "bytes": "{} bytes",
+    "to": "to",
+    "origin": "{}. Times are medians. torch: autocast, `clip_grad_norm_`, fused Adam; `AdamW(fused=True)` for a step.",
+}
+_IN_CHINESE = {
+    "head": ("", "torch", "apex_npu", "速度比（95 % 区间）"),
+    "iteration": "{} 的一次[训练迭代](benchmarks/README.md#on-a-gpu)，bfloat16（O5）",
+    "step": "{}上的 [AdamW 一步](benchmarks/README.md#on-a-gpu)",
+    "of": {"bert": "BERT-base 的 1.1 亿个参数", "small2000": "2,000 个小张量"},
+    "sharded": "FSDP2 的 1,000 个 DTensor 上的 [AdamW 一步](benchmarks/README.md#sharded-parameters)",
+    "measured": "[每个参数占用的内存](benchmarks/README.md#sharded-parameters)：FSDP2，O5，更新之后",
+    "counted": "同上，主参数精确、[状态为 int8](docs/memory.md)（计算所得，未经测量）",
+    "bytes": "{} 字节",
+    "to": "至",
+    "origin": "{}。时间为中位数。torch 一列：autocast、`clip_grad_norm_` 与融合 Adam；单步为 `AdamW(fused=True)`。",
+}
 
 
+def summary(models: Table, table: Table, sharded: Table, memory: Table, words: dict[str, Any]) -> str:
+    """Of the first pages: what there is to gain on one machine."""
+
+    def line(name: str, torchs: str, ours: str, speed: plots.Speed) -> tuple[str, ...]:
+        middle, low, high = (f"{value:.{2 if speed[0] < 10 else 0}f}" for value in speed)
+        return name, f"{float(torchs):#.3g} ms", f"{float(ours):#.3g} ms", f"**{middle}** ({low} {words['to']} {high})"
+
+    lines = []
+    times = {(row["model"], row["precision"], row["variant"]): row["median_ms"] for row in models}
+    for model in ("nanoGPT", "BERT, 6 layers"):
+        ours, torchs = times[model, "bfloat16", "O5, as written"], times[model, "bfloat16", "torch"]
+        speed = plots.iterations(models, "as written")["O5"][model]
+        lines.append(line(words["iteration"].format(model.partition(",")[0]), torchs, ours, speed))
+    for workload, shown in words["of"].items():
+        variants = plots.steps(table, workload)["AdamW"]
+        own, fused = variants["apex_npu"]["median_ms"], variants["torch fused"]
+        speed = float(fused["ratio"]), float(fused["low"]), float(fused["high"])
+        lines.append(line(words["step"].format(shown), fused["median_ms"], own, speed))
+    rows = {row["variant"]: row for row in sharded if row["workload"].startswith("1000 DTensors")}
+    speed = plots.speed(rows["apex_npu"], "ratio_to_torch fused", "ratio_low", "ratio_high")
+    lines.append(line(words["sharded"], rows["torch fused"]["median_ms"], rows["apex_npu"]["median_ms"], speed))
+    count, width = map(int, re.findall(r"(\d+) units of width (\d+)", memory[0]["workload"])[0])
+    numel = count * width * (width + 1)  # of Linear(width, width)
+    held = {row["variant"]: float(row["stepped_mb"]) * 1e6 / numel for row in memory if row["level"] == "O5"}
+    both = (words["bytes"].format(f"{held[variant]:.1f}") for variant in ("torch", "apex_npu"))
+    lines.append((words["measured"], *both, ""))
+    choices = memory_choices(NpuFusedAdamW([torch.nn.Parameter(torch.zeros(1))]))
+    (int8,) = (choice for choice in choices if "int8" in choice.name)
+    both = (words["bytes"].format(f"{choice.total:.3g}") for choice in (choices[0], int8))
+    lines.append((words["counted"], *both, ""))
+    origin = words["origin"].format(plots.where(models, table, sharded, memory))
+    return f"{_markdown(words['head'], lines)}\n\n{origin}"
+
+
+_ON_GPU = ("iterations_cuda.csv", "cuda.csv", "sharded_steps_cuda.csv", "sharded_memory_cuda.csv")
 # Marker in a page → csv, and how it is shown.
-TABLES: dict[str, tuple[str, Callable[[Table], str]]] = {
+TABLES: dict[str, tuple[str | tuple[str, ...], Callable[..., str]]] = {
+    "summary on cuda": (_ON_GPU, partial(summary, words=_SUMMARY)),
+    "summary on cuda, in Chinese": (_ON_GPU, partial(summary, words=_IN_CHINESE)),
     "goals on cpu": ("goals_cpu.csv", goals),
     "steps on cpu": ("cpu.csv", steps),
     "whole steps on cpu": ("cpu.csv", whole),
@@ -202,8 +268,6 @@ TABLES: dict[str, tuple[str, Callable[[Table], str]]] = {
     "sharded whole steps on cpu": ("sharded_whole_steps_cpu.csv", sharded),
     "sharded whole steps on cuda": ("sharded_whole_steps_cuda.csv", sharded),
     "sharded memory on cuda": ("sharded_memory_cuda.csv", sharded_memory),
-    "caption of speed.png": ("cpu.csv", caption),
-    "caption of iterations.png": ("iterations_cpu.csv", caption),
 }
 MISSING = "There are no figures yet."
 
@@ -212,15 +276,16 @@ def filled(text: str, results: Path = RESULTS) -> str:
     """``text`` with what is between its markers regenerated."""
 
     def table(match: re.Match[str]) -> str:
-        name, render = TABLES[match["name"]]
-        path = results / name
-        return f"{match['open']}\n{render(read_csv(path)) if path.exists() else MISSING}\n{match['close']}"
+        names, render = TABLES[match["name"]]
+        paths = [results / name for name in ((names,) if isinstance(names, str) else names)]
+        shown = render(*map(read_csv, paths)) if all(path.exists() for path in paths) else MISSING
+        return f"{match['open']}\n{shown}\n{match['close']}"
 
     return re.sub(r"(?P<open><!-- table: (?P<name>.+?) -->)\n.*?(?P<close><!-- end -->)", table, text, flags=re.DOTALL)
 
 
 def write() -> None:
-    """Tables, captions and plots."""
+    """Tables and plots."""
     for page in PAGES:
         page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
     plots.write()

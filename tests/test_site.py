@@ -4,10 +4,13 @@
 
 import importlib
 import inspect
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 
@@ -29,7 +32,7 @@ NAV = pages_of(CONFIG["nav"])
 
 
 def test_every_page_has_a_place():
-    docs = {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+    docs = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert docs <= set(NAV)
     assert {path.name for path in ROOT.glob("*.md")} <= set(NAV)
     examples = {f"examples/{path.parent.name}/README.md" for path in (ROOT / "examples").glob("*/main.py")}
@@ -91,6 +94,60 @@ def test_getting_started_runs(page, capsys):
     loss = re.search(r"loss ([\d.]+), step applied: True", capsys.readouterr().out)
     assert loss is not None
     assert float(loss[1]) < 4.0  # targets have a variance of 8
+
+
+def guide(page: str) -> list[str]:
+    text = (ROOT / "docs/guides" / f"{page}.md").read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+
+
+# What each block prints last.
+PRINTED = {
+    "amp": [r"loss 0\.0\d\d", "True", r"\[\d+\.0, \d+\.0\]", r"torch\.float32"],
+    "optimizers": [r"loss 0\.0\d\d", "True", "True", r"\[True, False\]", "True"],
+    "memory": [r"\{'exp_avg': torch\.bfloat16, .*\}", r"torch\.bfloat16", ".*(O5|rows).*"],
+    "debug": [r"False \['body\.weight', .*\]", "advice: .*|    .*", ".*"],
+    "distributed": [r"rank \d: (-?\d+\.\d+)", r"rank \d: (-?\d+\.\d+)", r"rank \d: (\(32, 8\) of \(64, 8\))"],
+}
+
+
+@pytest.mark.parametrize(
+    ("page", "block"), [(page, i) for page in PRINTED if page != "distributed" for i in range(len(guide(page)))]
+)
+def test_each_block_of_a_guide_runs_alone(page, block, capsys, monkeypatch, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(guide(page)[block], encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    exec(compile(script.read_text(encoding="utf-8"), str(script), "exec"), {"__name__": "__main__"})
+    amp.shutdown()
+    assert re.fullmatch(PRINTED[page][block], capsys.readouterr().out.rstrip().splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="no gloo")
+@pytest.mark.parametrize("block", range(len(guide("distributed"))))
+def test_each_block_of_the_guide_to_several_processes_runs_alone(block, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(guide("distributed")[block], encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "PYTHONPATH": processes.PYTHONPATH, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=processes.HANG_TIMEOUT
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.findall(PRINTED["distributed"][block], done.stdout)
+    assert len(found) == 2
+    assert found[0] == found[1]  # of both processes
+
+
+def test_each_guide_is_run_and_leads_to_its_reference():
+    guides = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs/guides").glob("*.md")}
+    assert set(guides) == set(PRINTED)
+    for page, text in guides.items():
+        assert f"[reference](../{page}.md)" in text
+        assert len(guide(page)) == text.count("```python") == len(PRINTED[page])
+        assert set(re.findall(r"python -m apex_npu (\w+)", text)) <= {"bench", "compare", "doctor", "run"}
 
 
 def test_checkpoints_prints_what_it_shows(capsys, monkeypatch, tmp_path):

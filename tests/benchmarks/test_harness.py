@@ -299,68 +299,46 @@ def test_readme_shows_what_the_results_say(monkeypatch):
     report.main()  # exits where it does not
 
 
-FIRST_PAGES = pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
-
-
-def rows_of(device: str) -> dict[tuple[str, str, str], dict[str, str]]:
-    return {(r["comparison"], r["workload"], r["variant"]): r for r in read_csv(RESULTS / f"{device}.csv")}
-
-
-def speeds_in(page: str, *words: str) -> list[str]:
-    """The figures of the point that has ``words``."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    (point,) = [p for p in re.split(r"\n- |\n## ", text) if all(word in p for word in words) and "|" not in p]
-    return re.findall(r"(?<![\w.])\d+\.\d+(?![\w.])", point)
-
-
-@FIRST_PAGES
-def test_the_first_page_says_what_its_picture_shows(page):
-    rows, table = rows_of("cpu"), read_csv(RESULTS / "cpu.csv")
-    written, folded = (
-        1 / float(rows["whole O2 step", "resnet50", f"apex_npu, {how}"]["ratio"]) for how in ("as written", "folded")
-    )
-    adamw = float(rows["step of AdamW", "small2000", "torch fused"]["ratio"])
-    lamb = float(rows["step of LAMB", "small2000", "pytorch_optimizer"]["ratio"])
-    drawn = plots.whole_steps(table)["ResNet-50"]
-    assert [drawn[name][0] for name in ("apex_npu", "with fuse_unscale")] == [written, folded]
-    drawn = plots.small_steps(table)
-    assert drawn["AdamW / torch fused"]["apex_npu"][0] == adamw
-    assert drawn["LAMB / pytorch_optimizer"]["apex_npu"][0] == lamb
-    assert speeds_in(page, "fuse_unscale=True", "ResNet-50") == [
-        f"{speed:.1f}" for speed in (written, folded, adamw, lamb)
-    ]
-
-
-@FIRST_PAGES
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
 def test_the_first_page_says_what_was_measured_on_a_gpu(page):
-    rows = rows_of("cuda")
-    whole = [
-        1 / float(rows[f"whole {precision} step", workload, f"apex_npu, {how}"]["ratio"])
-        for workload in ("bert", "small2000")
-        for precision in ("O2", "fp32")
-        for how in ("as written", "folded")
-    ]
-    bare = min(
-        float(rows["step of AdamW", "bert", f"torch {how}"]["ratio"]) for how in ("for-loop", "foreach", "fused")
-    )
-    (processor,) = {row["processor"] for row in rows.values()}
-    assert speeds_in(page, processor, "BERT", "AdamW") == [f"{speed:.1f}" for speed in (*whole, bare)]
-
-
-@FIRST_PAGES
-def test_captions_name_the_machine_that_the_csv_names(page):
+    """From the rows themselves, and by a formula of its own."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    for picture, name, threads in (
-        ("speed.png", "cpu.csv", "1 thread"),
-        ("iterations.png", "iterations_cpu.csv", "2 threads"),
-    ):
-        caption = re.search(rf"results/{picture}\)\n\n<!-- table: caption of {picture} -->\n(.*)\n<!-- end -->", text)
-        (machine,) = {(row["processor"], row["torch"], row["commit"]) for row in read_csv(RESULTS / name)}
-        assert caption is not None
-        assert caption[1] == "{}, {}, torch {}, commit {}.".format(machine[0], threads, *machine[1:])
+    lines = [line.split(" | ") for line in text.splitlines() if "](benchmarks/README.md#" in line and "| " in line]
+    numbers = [[float(n) for cell in cells[1:] for n in re.findall(r"\d+\.?\d*", cell)] for cells in lines]
+    models, table, sharded, memory = (
+        read_csv(RESULTS / f"{name}.csv")
+        for name in ("iterations_cuda", "cuda", "sharded_steps_cuda", "sharded_memory_cuda")
+    )
+    expected = []
+    for model in ("nanoGPT", "BERT, 6 layers"):
+        rows = {row["variant"]: row for row in models if row["model"] == model and row["precision"] == "bfloat16"}
+        ours = rows["O5, as written"]
+        expected.append([rows["torch"]["median_ms"], *(ours[name] for name in ("median_ms", "speed", "low", "high"))])
+    for workload in ("bert", "small2000"):
+        rows = {r["variant"]: r for r in table if (r["comparison"], r["workload"]) == ("step of AdamW", workload)}
+        ours, fused = rows["apex_npu"], rows["torch fused"]
+        expected.append([fused["median_ms"], ours["median_ms"], *(fused[name] for name in ("ratio", "low", "high"))])
+    rows = {row["variant"]: row for row in sharded if row["workload"] == "1000 DTensors, 1 process"}
+    ours = rows["apex_npu"]
+    inverse = [1 / float(ours[name]) for name in ("ratio_to_torch fused", "ratio_high", "ratio_low")]
+    expected.append([rows["torch fused"]["median_ms"], ours["median_ms"], *inverse])
+    held = {row["variant"]: float(row["stepped_mb"]) * 1e6 for row in memory if row["level"] == "O5"}
+    expected.append([held[name] / (24 * 1025 * 1024) for name in ("torch", "apex_npu")])
+    assert len(numbers) == len(expected) == 6
+    for shown, measured in zip(numbers, expected, strict=True):
+        assert shown == pytest.approx(list(map(float, measured)), rel=0.035)  # two digits, where there are ten and more
+    (processor,) = {row["processor"] for row in [*models, *table, *sharded, *memory]}
+    assert processor in text
 
 
-def test_the_picture_compares_with_the_fastest_over_the_same_tensors():
+def test_a_picture_has_one_machine():
+    rows = [{"processor": "GPU", "torch": "2", "device": "cuda"}]
+    assert plots.where(rows, rows) == "GPU, torch 2"
+    with pytest.raises(ValueError, match="CPU"):
+        plots.where(rows, [{"processor": "CPU", "torch": "2"}])
+
+
+def test_the_pictures_compare_with_the_fastest_over_the_same_tensors():
     def row(ratio):
         return {"comparison": "step of Adam", "workload": "small2000", "ratio": ratio, "low": ratio, "high": ratio}
 
@@ -373,9 +351,28 @@ def test_the_picture_compares_with_the_fastest_over_the_same_tensors():
         "ceiling": "0.5",
     }
     ratios |= {"torch compiled, one tensor": "0.9", "apex_npu, one tensor": "0.8"}
-    drawn = plots.small_steps([{**row(ratio), "variant": name} for name, ratio in ratios.items()])
-    speeds = {label: middle for label, (middle, _, _) in drawn["Adam / timm"].items()}
-    assert speeds == {"fastest other": 1.0, "patch of 2020": 1.5, "apex_npu": 3.0}
+    drawn = plots.fastest_others([{**row(ratio), "variant": name} for name, ratio in ratios.items()])
+    assert drawn == {"Adam": ("timm", (3.0, 3.0, 3.0))}
+
+
+@pytest.mark.parametrize(
+    ("page", "pictures"),
+    [
+        ("README.md", 1),
+        ("README.zh.md", 1),
+        ("benchmarks/README.md", 7),
+        ("docs/memory.md", 1),
+        ("docs/distributed.md", 1),
+    ],
+)
+def test_each_picture_is_there_for_light_and_for_dark_pages(page, pictures):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    light, dark = (re.findall(rf'="([^"]*)_{theme}\.svg"', text) for theme in ("light", "dark"))
+    assert light == dark
+    assert len(light) == pictures
+    for path in light:
+        for theme in ("light", "dark"):
+            assert ((ROOT / page).parent / f"{path}_{theme}.svg").is_file()
 
 
 def test_the_picture_of_iterations_shows_what_the_text_says():
