@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,32 @@ REFERENCE = {
     "parallel": "Apex's `parallel`: `from apex_npu import parallel`.",
     "multi_tensor_apply": "Apex's lists of tensors: `from apex_npu import multi_tensor_apply`.",
 }
+# A picture for light and for dark pages, as the pages on GitHub have it.
+_PICTURE = re.compile(
+    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="(?P<stem>.*)_dark\.svg">\s*'
+    r'<img alt="(?P<alt>.*)" src="(?P=stem)_light\.svg" width="(?P<width>\d+)"></picture>'
+)
+_LANDING = {
+    "README.md": (
+        "Mixed precision and fused optimizers for PyTorch",
+        {
+            "Get started": "docs/getting_started.md",
+            "Guides": "docs/guides/amp.md",
+            "From apex": "docs/migrating.md",
+            "From CUDA": "docs/migrating_cuda.md",
+            "Benchmarks": "benchmarks/README.md",
+        },
+    ),
+    "README.zh.md": (
+        "面向 PyTorch 的混合精度与融合优化器",
+        {
+            "入门": "docs/getting_started.zh.md",
+            "从 CUDA 迁移": "docs/migrating_cuda.zh.md",
+            "从 Apex 迁移": "docs/migrating.zh.md",
+            "没有 NPU": "docs/without_an_npu.zh.md",
+        },
+    ),
+}
 # Older names for what amp and the optimizers do: in the results of a search they come after those.
 _FIRST = ("initialize", "scale_loss", "master_params", "last_step", "state_dict", "load_state_dict")
 _LAST_IN_SEARCH = "---\nsearch:\n  boost: 0.1\n---\n\n"
@@ -52,7 +79,30 @@ def copy_pages(target: Path) -> None:
             if path.is_file():
                 copy = target / path.relative_to(ROOT)
                 copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, copy)
+                if path.suffix == ".md":
+                    text = _PICTURE.sub(_both, path.read_text(encoding="utf-8"))
+                    copy.write_text(landing(path.name, text) if path.parent == ROOT else text, encoding="utf-8")
+                else:
+                    shutil.copyfile(path, copy)
+
+
+def _both(found: re.Match[str]) -> str:
+    """The theme shows one of two images, by its own switch and not by the browser's preference."""
+    image = "![{alt}]({stem}_{theme}.svg#only-{theme}){{ width={width} }}"
+    return "\n".join(image.format(theme=theme, **found.groupdict()) for theme in ("light", "dark"))
+
+
+def landing(name: str, text: str) -> str:
+    """A first page with a tagline, and with buttons in place of the line of links; other pages as they are."""
+    if name not in _LANDING:
+        return text
+    tagline, buttons = _LANDING[name]
+    title, _, sentence, rest = text.split("\n\n", 3)
+    links = " ".join(
+        f"[{label}]({path}){{ .md-button{' .md-button--primary' if i == 0 else ''} }}"
+        for i, (label, path) in enumerate(buttons.items())
+    )
+    return "\n\n".join(["---\nhide: [toc]\n---", title, f"{tagline}\n{{ .tagline }}", sentence, links, rest])
 
 
 def write_optimizers(target: Path) -> None:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import processes
 import pytest
@@ -65,10 +66,62 @@ def test_the_search_finds_chinese_words():
     assert "jieba" in (ROOT / "requirements-dev.txt").read_text(encoding="utf-8")
 
 
-def test_tables_of_docstrings_become_tables(monkeypatch):
-    pytest.importorskip("griffe", reason="the site is built with what make setup-dev installs")
+@pytest.fixture
+def script(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    module = importlib.import_module("site_docstrings")
+    return importlib.import_module
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh.md"])
+def test_the_first_pages_begin_with_a_tagline_and_buttons(name, script):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    page = script("site_pages").landing(name, text)
+    assert re.match(r"---\nhide: \[toc\]\n---\n\n# apex_npu\n\n.+\n\{ \.tagline \}\n\n.*apex_npu", page)
+    buttons = re.findall(r"\[[^]]+\]\(([^)]+)\)\{ \.md-button(?: \.md-button--primary)? \}", page)
+    assert len(buttons) >= 4
+    assert [path for path in buttons if path not in NAV] == []
+    assert page.endswith(text.split("\n\n", 3)[3])
+    assert script("site_pages").landing("CHANGELOG.md", text) == text
+
+
+@pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md", "docs/guides/memory.md"])
+def test_the_theme_chooses_between_light_and_dark_pictures(page, script):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    module = script("site_pages")
+    changed = module._PICTURE.sub(module._both, text)
+    shown = [found["stem"] for found in module._PICTURE.finditer(text)]
+    assert len(shown) == text.count("<picture>") > 0
+    assert "<picture>" not in changed
+    for theme in ("light", "dark"):
+        assert re.findall(rf"\((.*)_{theme}\.svg#only-{theme}\)", changed) == shown
+
+
+def test_pages_in_chinese_have_a_navigation_of_their_own(script):
+    pytest.importorskip("mkdocs", reason="the site is built with what make setup-dev installs")
+    from mkdocs.structure.nav import Navigation, Section
+
+    hooks = script("site_hooks")
+    names = ["README.md", "docs/amp.md", "docs/debug.md", "README.zh.md", "docs/amp.zh.md"]
+    pages = {
+        name: SimpleNamespace(file=SimpleNamespace(src_uri=name), url=f"to {name}", is_homepage=False) for name in names
+    }
+    english, chinese = [pages[name] for name in names[:3]], [pages[name] for name in names[3:]]
+    nav = Navigation([*english, Section(hooks.CHINESE, chinese)], list(pages.values()))
+    config = SimpleNamespace(theme={})
+
+    def shown(name):
+        context = hooks.on_page_context({}, pages[name], config, nav)
+        return config.theme["language"], context["nav"].items, context["other_language"]["url"]
+
+    assert shown("docs/amp.md") == ("en", english, "to docs/amp.zh.md")
+    assert shown("docs/amp.zh.md") == ("zh", chinese, "to docs/amp.md")
+    assert shown("docs/debug.md") == ("en", english, "to README.zh.md")  # there is none of it
+    assert [entry for entry in CONFIG["nav"] if hooks.CHINESE in entry]
+
+
+def test_tables_of_docstrings_become_tables(script):
+    pytest.importorskip("griffe", reason="the site is built with what make setup-dev installs")
+    module = script("site_docstrings")
     written = inspect.cleandoc(amp.initialize.__doc__ or "")
     lines = module._TABLE.sub(module._table, written).splitlines()
     assert not any("====" in line for line in lines)
