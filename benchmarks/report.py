@@ -188,7 +188,7 @@ def sharded_memory(table: Table) -> str:
 
 # What the first pages say of a row, with the section of benchmarks/README.md that has more; in both languages.
 _SUMMARY = {
-    "head": ("", "torch", "apex_npu", "speed (95 % interval)"),
+    "head": ("on one {}", "torch", "apex_npu", "speed (95 % interval)"),
     "iteration": "[training iteration](benchmarks/README.md#on-a-gpu) of {}, bfloat16 (O5)",
     "step": "[AdamW step](benchmarks/README.md#on-a-gpu) over {}",
     "of": {"bert": "the 110 million parameters of BERT-base", "small2000": "2,000 small tensors"},
@@ -200,7 +200,7 @@ _SUMMARY = {
     "origin": "{}. Times are medians. torch: autocast, `clip_grad_norm_`, fused Adam; `AdamW(fused=True)` for a step.",
 }
 _IN_CHINESE = {
-    "head": ("", "torch", "apex_npu", "速度比（95 % 区间）"),
+    "head": ("一块 {}", "torch", "apex_npu", "速度比（95 % 区间）"),
     "iteration": "{} 的一次[训练迭代](benchmarks/README.md#on-a-gpu)，bfloat16（O5）",
     "step": "{}上的 [AdamW 一步](benchmarks/README.md#on-a-gpu)",
     "of": {"bert": "BERT-base 的 1.1 亿个参数", "small2000": "2,000 个小张量"},
@@ -243,8 +243,9 @@ def summary(models: Table, table: Table, sharded: Table, memory: Table, words: d
     (int8,) = (choice for choice in choices if "int8" in choice.name)
     both = (words["bytes"].format(f"{choice.total:.3g}") for choice in (choices[0], int8))
     lines.append((words["counted"], *both, ""))
-    origin = words["origin"].format(plots.where(models, table, sharded, memory))
-    return f"{_markdown(words['head'], lines)}\n\n{origin}"
+    machine = plots.where(models, table, sharded, memory)
+    head = [cell.format(machine.partition(",")[0]) for cell in words["head"]]
+    return f"{_markdown(head, lines)}\n\n{words['origin'].format(machine)}"
 
 
 _ON_GPU = ("iterations_cuda.csv", "cuda.csv", "sharded_steps_cuda.csv", "sharded_memory_cuda.csv")
