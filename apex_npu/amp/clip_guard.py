@@ -106,6 +106,8 @@ def _check_clipped(
             state.check_unscaled(caller)
             if state.pending is not None and state.pending.check is not None:
                 state.pending.start()  # inf clipped by value is none any more
+            if state.pending is not None:
+                state.pending.clip_now(state.grad_groups(optimizer))
             if state.policy.fuse_unscale and state.grad_scale != 1.0:
                 warn_once(optimizer, SCALED_CLIPPED)
         if of_model and not state.awaits_block:

@@ -928,10 +928,11 @@ def test_at_a_loss_scale_of_1_without_masters_clipping_ends_with_its_gradients(l
         torch.testing.assert_close(p.detach(), old - 1e-2 * grad, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize("cls", [optimizers.NpuFusedSGD, torch.optim.SGD])
 @pytest.mark.parametrize("pending", [False, True])
-def test_torchs_clipping_at_a_loss_scale_of_1_clips_at_once(pending):
+def test_torchs_clipping_at_a_loss_scale_of_1_clips_at_once(pending, cls):
     """The gradients that a script reads after clipping are clipped, once."""
-    model, optimizer = make("O5", optimizers.NpuFusedSGD, loss_scale=1.0)
+    model, optimizer = make("O5", cls, loss_scale=1.0)
     backward(model, optimizer, 0)
     if pending:
         optimizer.clip_optimizer_grad_norm_fused(1e-2)
