@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 from iterations import MODELS, TORCH_BF16, TORCH_FP32
-from measure import NO_COMPILER, measure, variant_names
+from measure import measure, variant_names
 from overhead import import_ms
 from rounds import RESULTS, Spread, Times, commit, open_device, processor, write_csv
 from whole_steps import CAPTURABLE, IN_PLACE, REFERENCE
@@ -113,8 +113,6 @@ def _goals() -> Iterator[Goal]:
     ):
         how = IN_PLACE if variant.endswith(IN_PLACE) else ""
         yield Goal(f"whole {precision} step", workload, variant, f"{REFERENCE[precision]}{how}", least)
-    for workload, least in ((LARGE, 0.95), (SMALL, 1.6)):
-        yield Goal(f"{NO_COMPILER}whole fp32 step", workload, folded, REFERENCE["fp32"], least)
     for model in MODELS:
         for level, recipe, least in (("O0", TORCH_FP32, 1.10), ("O5", TORCH_BF16, 1.15)):
             yield Goal(f"iteration of {model}", TINY, f"apex_npu {level}, as written", recipe, least)

@@ -12,13 +12,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import bare_steps
 import iterations
@@ -30,10 +27,8 @@ from rounds import Counter, Spread, Stopwatch, Times, open_device, steps_in_turn
 from workloads import WORKLOADS, Bench
 
 from apex_npu import amp
-from apex_npu._extension import extension
 
 Make = Callable[[Bench], dict[str, Callable[[], Callable[[], object]]]]
-NO_COMPILER = "no compiler: "
 
 
 def _comparisons() -> dict[str, Make]:
@@ -43,7 +38,7 @@ def _comparisons() -> dict[str, Make]:
     found["step of Muon"] = muon_steps.variants
     for precision in whole_steps.REFERENCE:
         whole: Make = lambda bench, precision=precision: whole_steps.variants(precision, bench)  # noqa: E731
-        found[f"whole {precision} step"] = found[f"{NO_COMPILER}whole {precision} step"] = whole
+        found[f"whole {precision} step"] = whole
     for what in ("step", "O1", "O2"):
         found[f"overhead of {what}"] = lambda bench, what=what: overhead.variants(what, bench)
     for model in iterations.MODELS:
@@ -78,8 +73,6 @@ def measure(
         rounds: At most so many.
         budget_s: Stop after so many seconds of rounds, but not before there are a few.
     """
-    if comparison.startswith(NO_COMPILER) and extension is not None:
-        return _measure_without_extension(comparison, workload, device, patterns, rounds, budget_s)
     bench = Bench(device, WORKLOADS[workload]())
     made = COMPARISONS[comparison](bench)
     try:
@@ -135,24 +128,6 @@ def _leave_nothing() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _measure_without_extension(
-    comparison: str, workload: str, device: torch.device, patterns: Sequence[str], rounds: int, budget_s: float
-) -> Times:
-    """All variants in a process of their own: whether there is an extension is decided when the package is imported."""
-    command = [sys.executable, __file__, comparison, workload, "--device", device.type, "--json"]
-    command += ["--rounds", str(rounds), "--budget", str(budget_s), "--variants", *patterns]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "APEX_NPU_NO_EXT": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[1],
-    )
-    times: Times = json.loads(done.stdout.splitlines()[-1])
-    return times
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ import iterations
 import report
 import torch
 import whole_steps
-from measure import NO_COMPILER, count, measure, variant_names
+from measure import count, measure, variant_names
 from rounds import RESULTS, Spread, Times, commit, is_simulated, open_device, processor, write_csv
 from workloads import COUNTS, SIZES, WORKLOADS, numel
 
@@ -74,9 +74,6 @@ def items(device: torch.device) -> Iterator[Item]:
     for precision in whole_steps.REFERENCE:
         for workload in ("small2000", *large):
             yield Item(f"whole {precision} step", workload, of(workload, "whole"))
-    if device.type == "cpu":
-        for workload in ("small2000", "resnet50"):
-            yield Item(f"{NO_COMPILER}whole fp32 step", workload)
     for what in ("step", "O1", "O2"):
         yield Item(f"overhead of {what}", "tiny")
     for model in iterations.MODELS:

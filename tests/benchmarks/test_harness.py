@@ -229,7 +229,7 @@ def test_gradients_are_the_same_in_every_step_though_steps_write_them():
             p.grad.zero_()
 
 
-@pytest.mark.parametrize("comparison", [c for c in measure.COMPARISONS if not c.startswith(measure.NO_COMPILER)])
+@pytest.mark.parametrize("comparison", measure.COMPARISONS)
 def test_every_variant_runs(comparison):
     bench = Bench(CPU, WORKLOADS["tiny"]())
     # Builds of minutes; inductor fails in a folder with a space.
