@@ -181,7 +181,7 @@ pytest-quick: setup-dev
 	@echo '==> quick tests'
 	@$(PYTEST) -m 'not slow and not sweep' $(NOT_HERE)
 
-# What the extension computes, wherever it is built. Where there is none, most of the tests would pass in pure torch.
+# What the extension computes, wherever it is built. Where there is none, most of the tests would pass, too.
 CPP := tests/ops tests/fusion tests/optimizers tests/amp
 test-cpp: setup-dev
 	@$(PY) -c 'import torch, apex_npu._C'

@@ -6,7 +6,7 @@
 (``0.1.0+torch2.13.0.cpu``), since it is used with this one alone.
 
 The extension is optional. It is skipped, with one line that says why, when ``APEX_NPU_NO_EXT=1`` or when there is
-nothing to compile it with; the package then runs in pure torch. Variables: ``APEX_NPU_NO_EXT``, ``CXX``,
+nothing to compile it with; the package then fuses nothing. Variables: ``APEX_NPU_NO_EXT``, ``CXX``,
 ``MAX_JOBS`` (parallel compilations), ``DEBUG=1`` (``-O0 -g``).
 """
 
@@ -33,7 +33,7 @@ if int(setuptools.__version__.split(".")[0]) < OLDEST_SETUPTOOLS:
 EXTENSION = "apex_npu._C"
 # Commands that only describe the package: they must work, in pip's isolated builds too, where there is no torch.
 METADATA_COMMANDS = {"clean", "dist_info", "egg_info", "sdist", "--help", "--name", "--version"}
-WAY_OUT = "To install apex_npu without its C++ extension, in pure torch, set APEX_NPU_NO_EXT=1."
+WAY_OUT = "To install apex_npu without its C++ extension set APEX_NPU_NO_EXT=1."
 
 
 def flag(name: str) -> bool:
@@ -151,7 +151,7 @@ def options() -> dict:
     reason = skip_reason()
     if reason is None:
         return {**found, **build_options()}
-    print(f"apex_npu: no C++ extension, pure torch instead: {reason}.", flush=True)
+    print(f"apex_npu: no C++ extension, nothing will be fused: {reason}.", flush=True)
     return found
 
 

@@ -1,9 +1,10 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Loads the C++ extension, or warns once why the pure-PyTorch fallback is used.
+"""Loads the C++ extension, or warns once why it cannot be used.
 
 ``extension`` is the module ``apex_npu._C``, or None where it was not built, or was built for another torch: loading
-such a one could crash, so the version is read from the text file that the build leaves beside it.
+such a one could crash, so the version is read from the text file that the build leaves beside it. Without the extension
+nothing is fused: no tensor moves, and optimizers step each parameter where it is, by torch's operators.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import warnings
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -21,7 +23,7 @@ _BUILT_FOR = Path(__file__).with_name("_C.torch_version")
 _API = 27
 # Run in a checkout, or with the name of the sdist for the dot; without --force-reinstall pip keeps what is there.
 REBUILD = "pip install --no-build-isolation --no-deps --force-reinstall ."
-_WAY_OUT = f"using the pure-PyTorch fallback (slower); to rebuild it, in a checkout: {REBUILD}"
+_WAY_OUT = f"using torch's operators, without fusing (slower); to rebuild it, in a checkout: {REBUILD}"
 
 
 def is_switched_off() -> bool:
@@ -54,4 +56,19 @@ def load(built_for: Path = _BUILT_FOR) -> ModuleType | None:
     return module
 
 
-extension: ModuleType | None = load()
+# The module, or None.
+extension: Any = load()
+
+
+def require_extension(what: str) -> Any:
+    """The extension, for ``what``, which needs it.
+
+    Raises:
+        RuntimeError: It is not there.
+    """
+    if extension is None:
+        raise RuntimeError(
+            f"{what} needs apex_npu's C++ extension, which is not in use here; to build it, in a checkout and with a "
+            f"C++ compiler: {REBUILD} (python -m apex_npu doctor says why it is not in use)"
+        )
+    return extension

@@ -14,7 +14,7 @@ usage: scripts/build.sh [--python=3.X|PATH] [--source DIR|URL] [--ref REF] [--wh
   --wheel-dir   where the wheel goes (default: dist)
   -- ...        options of upstream's setup.py, where there is CUDA: --cpp_ext --cuda_ext
 
-APEX_NPU_NO_EXT=1 leaves the C++ extension out: pure torch. MAX_JOBS=2 limits parallel compilations.
+APEX_NPU_NO_EXT=1 leaves the C++ extension out: nothing is fused. MAX_JOBS=2 limits parallel compilations.
 END
 }
 

@@ -101,7 +101,7 @@ build() {
     local reason wanted built
     export PATH="$("$py" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH"  # for pip's ninja
     reason="$("$py" -c 'import setup; print(setup.skip_reason() or "")')"
-    if [ -n "$reason" ]; then say "no C++ extension, pure torch instead: $reason"; fi
+    if [ -n "$reason" ]; then say "no C++ extension, nothing will be fused: $reason"; fi
     wanted="torch $torch in $PWD: $(source_sum) ${CXX:-} ${DEBUG:-} $reason"
     built="$(find apex_npu -maxdepth 1 -name '_C.*.so')"
     if done_for build "$wanted"; then

@@ -137,6 +137,10 @@ def _why_not(features: tuple[str, ...]) -> str:
     return "; ".join(_LACKING[feature] for feature in features if feature in _LACKING)
 
 
+_extension = importlib.import_module("apex_npu._extension").extension  # after the simulator has been installed
+needs_extension = pytest.mark.skipif(_extension is None, reason="needs the C++ extension")
+
+
 def needs(*features: str) -> pytest.MarkDecorator:
     """Skip a test, or a case of one, that needs what the vendor's torch_npu or the chip does not do."""
     reason = _why_not(features)

@@ -63,7 +63,7 @@ def test_skipped_on_request(setup_py, monkeypatch, capsys, value):
     monkeypatch.setenv("APEX_NPU_NO_EXT", value)
     monkeypatch.setattr(sys, "argv", ["setup.py", "bdist_wheel"])
     assert setup_py.options() == {"version": apex_npu.__version__}
-    assert capsys.readouterr().out == "apex_npu: no C++ extension, pure torch instead: APEX_NPU_NO_EXT is set.\n"
+    assert capsys.readouterr().out == "apex_npu: no C++ extension, nothing will be fused: APEX_NPU_NO_EXT is set.\n"
 
 
 @pytest.mark.parametrize("value", ["", "0", "false"])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.backends import number_on
-from apex_npu.fusion import FusedGroup, ModelParamBuffer, are_same, give_own_storages
+from apex_npu.fusion import FusedGroup, ModelParamBuffer, are_same
 from apex_npu.fusion.layout import ALIGN_NUMEL
 
 # A group of masters, and the buffer of their model parameters.
@@ -29,8 +29,8 @@ class FlatModel:
         masters: And the masters.
         buffers: For each group whose masters have such a buffer, the group and the buffer.
         unfused: ``id(master)`` → a model parameter that cannot move, because its memory is shared with something else.
-        loose: The masters and model parameters that are rounded one by one: these, and on a CPU without the extension
-            all.
+        loose: The masters and model parameters that are rounded one by one: these, and those of buffers that are
+            not watched.
         unwatched: Of the buffers those on accelerators, each with the lines that are the model's, see ``_lines_of``.
     """
 
@@ -82,10 +82,7 @@ class FlatModel:
     def dissolve(self, groups: Sequence[FusedGroup]) -> list[GroupBuffer]:
         """Give up the buffers that do not fit ``groups``, and return those that stay."""
         held = {id(group): buffer for group, buffer in self.buffers if not buffer.table.broken(buffer.params)}
-        kept = [(group, held.pop(id(group))) for group in groups if id(group) in held]
-        for buffer in held.values():
-            give_own_storages(buffer.params)
-        return kept
+        return [(group, held[id(group)]) for group in groups if id(group) in held]
 
     def places(self) -> dict[int, Tensor]:
         """``id(master)`` → where the model parameter was in a buffer, for the buffers that some have left."""

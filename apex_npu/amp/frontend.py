@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from apex_npu._extension import REBUILD, extension
 from apex_npu.amp.adoption import adopt, adopt_inside, release, release_inside
 from apex_npu.amp.data_parallel import DataParallel
 from apex_npu.amp.float32_copies import CopyLink, restore_float32, show_float32, undo_show_float32
@@ -53,6 +54,7 @@ from apex_npu.amp.user_casts import registered_patches
 from apex_npu.autocast.forward_cast import convert_model, put_wrapper_back, wrapper_of
 from apex_npu.backends._torch_private import onednn_computes
 from apex_npu.backends.patching import Undo
+from apex_npu.backends.script_warnings import warn
 from apex_npu.distributed import GroupReference, ReduceOptions
 from apex_npu.distributed.consistency import Description, broadcast_values, describe, failing_together
 from apex_npu.distributed.rank_progress import is_first_rank
@@ -136,9 +138,10 @@ def initialize(
         scale_hysteresis: Overflows in a row that it takes for the scale to shrink.
         skip_alarm: After so many skipped steps in a row an error is logged that says where to look; None: never.
         combine_grad: Keep the gradients of each optimizer in flat buffers, and unscale and check those in one pass.
-            Fused optimizers do so anyway.
+            Fused optimizers do so anyway. Without the C++ extension it has no effect, of which one warning tells.
         combine_ddp: Train data parallel, without DistributedDataParallel: all processes start from the first one's
-            parameters and buffers, and scale_loss averages the gradients, while backward runs. Needs combine_grad.
+            parameters and buffers, and scale_loss averages the gradients, while backward runs. Needs combine_grad,
+            and the C++ extension.
         ddp_replica_count: Number of buckets that gradients are cut into for that; small models have fewer.
         user_cast_preferred: O1: the built-in lists do not act on functions that casts are registered for.
         check_combined_tensors: Fused optimizers follow parameters that leave their buffer; True also prints it, "error"
@@ -255,6 +258,11 @@ def initialize(
                 )
                 session.data_parallels.append(session.data_parallel)
         _print_options(session, model_list)
+        if policy.combine_grad and extension is None:
+            warn(
+                "combine_grad=True has no effect without apex_npu's C++ extension: gradients stay where they are. To "
+                f"build it, in a checkout and with a C++ compiler: {REBUILD}"
+            )
         if units:
             session.shard(left_to_amp, units)
         session.verbosity = verbosity  # skipped steps are announced on every rank

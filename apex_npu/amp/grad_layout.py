@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from apex_npu._extension import extension
 from apex_npu.amp.grad_groups import FlatGradGroup, GradGroup
 from apex_npu.amp.master_grads import FlatMasterGradGroup, MasterGradGroup
 from apex_npu.amp.widened_grads import WidenedGrads
@@ -57,9 +58,11 @@ def trainable(optimizer: Optimizer) -> list[Tensor]:
 def combine_grads(params: Sequence[Tensor], former: list[FlatGrads]) -> list[FlatGrads]:
     """One gradient buffer per device and dtype of ``params``, those of an optimizer that has none of its own.
 
-    Those of ``former`` stay that still fit. What replaces a parameter gets a buffer apart from the others, as it may be
-    replaced in every step.
+    Without the C++ extension there are none. Those of ``former`` stay that still fit. What replaces a parameter gets a
+    buffer apart from the others, as it may be replaced in every step.
     """
+    if extension is None:
+        return []
     there = set(map(id, params))
     flats = [flat for flat in former if all(id(p) in there for p in flat.params) and not flat.broken()]
     held = {id(p) for flat in flats for p in flat.params}

@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from apex_npu._cli import hooks
+from apex_npu._extension import require_extension
 from apex_npu.amp.accessors import OptimizerAccessors
 from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.amp.grad_layout import combine_grads, make_grad_groups, trainable
@@ -552,13 +553,14 @@ class OptimizerGrads:
     def combined(self, optimizer: Any, state: AmpOptimizerState) -> list[FlatGrads]:
         """One for each combined buffer; memory is laid out so now if it was not."""
         if isinstance(optimizer, HasFusedGroups):
-            flats = [fused.grads for fused in optimizer.combined_groups()]
+            flats = optimizer.combined_grads()
         else:
             flats = self._combined_own(optimizer, state)
         self.fit(optimizer, state)  # groups take over from those of other buffers
         return flats
 
     def _combined_own(self, optimizer: Any, state: AmpOptimizerState) -> list[FlatGrads]:
+        require_extension("a combined buffer")
         flats = self._combined(optimizer) if state.policy.combine_grad else []
         leading = {id(p) for p in optimizer.leading_params()}
         found = combined(flats, leading)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from apex_npu._extension import require_extension
 from apex_npu.amp.float32_copies import is_cast, own_tensors
 from apex_npu.amp.optimizer_state import state_of
 from apex_npu.amp.policy import Policy
@@ -128,6 +129,7 @@ def check_groups(policy: Policy, process_group: Any, overflow_group: Any, *, ena
                 "combine_ddp=True with enabled=False would train each process by itself; for data parallel training "
                 "without mixed precision use opt_level='O0'"
             )
+        require_extension("amp.initialize(combine_ddp=True)")
         process_group = check_group(process_group, "process_group", "combine_ddp=True")
     elif process_group is not None:
         raise RuntimeError(
@@ -223,8 +225,10 @@ def check_remainders(optimizers: list[Optimizer]) -> None:
     """Refuse optimizers that cannot keep the remainders of parameters.
 
     Raises:
-        RuntimeError: One is none of this package's fused ones, or rounds parameters stochastically.
+        RuntimeError: One is none of this package's fused ones, or rounds parameters stochastically; or the C++
+            extension is missing, which gives 16-bit parameters their float32 gradients.
     """
+    require_extension("store_param_remainders=True")
     for optimizer in optimizers:
         if not isinstance(optimizer, HasFusedGroups) or not getattr(optimizer, "encodable_states", ()):
             raise RuntimeError(

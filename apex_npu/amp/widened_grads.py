@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from apex_npu._extension import extension
 from apex_npu.amp.grad_groups import GradGroup, dense_grad
 from apex_npu.backends import number_on
 from apex_npu.fusion import FlatGrads, any_grads, drop_grads
 from apex_npu.fusion.grad_slots import ELSEWHERE, InPlace, places_of
-from apex_npu.fusion.many_tensors import set_grads
 from apex_npu.ops import unscale_grads
 
 
@@ -185,7 +185,7 @@ class WidenedGrads(GradGroup):
     def _put_back(self) -> None:
         aside, self._aside.grads, self._aside.unchecked = self._aside.grads, {}, set()
         self._aside.shown, self._aside.is_open = {}, False
-        set_grads([self._grads.full_params[slot] for slot in aside], list(aside.values()))
+        extension.set_grads([self._grads.full_params[slot] for slot in aside], list(aside.values()))
 
     @torch.no_grad()
     def scale_(self, factor: float, found_inf: Tensor | None = None) -> None:

@@ -46,7 +46,6 @@ NAMES: dict[str, str] = {
     "torch._C._dispatch_keys": "whether a tensor has a dispatch of its own",
     "torch._C._dispatch_has_kernel_for_dispatch_key": "whether a device has a kernel for an operator",
     "torch._C._dispatch_get_registrations_for_dispatch_key": "which operators a device's autocast casts",
-    "torch._C._dispatch_keyset_full_after": "redispatch below a key",
     "torch._C.DispatchKeySet": "redispatch below a key",
     "torch._C._get_privateuse1_backend_name": "the device type of an out-of-tree backend",
     "torch.library.Library._destroy": "takes back what a library has registered, before it is collected",
@@ -59,7 +58,6 @@ NAMES: dict[str, str] = {
     "torch.ops.mkldnn._is_mkldnn_bf16_supported": "likewise of bfloat16",
     # Autocast and torch.compile
     "torch._C._DisableAutocast": "TensorGuards compare autocast's state, too",
-    "torch._C._dynamo.guards.TensorGuards": "compares the sizes, strides and dtypes of many tensors in one call",
     "torch._compile._disable_dynamo": "torch.compiler.disable imports all of dynamo, which takes seconds",
     "torch._C._dynamo.eval_frame.get_eval_frame_callback": "whether there is something to disable",
     # Autograd
@@ -219,11 +217,6 @@ def operators_implemented_in_python() -> set[str]:
     return found
 
 
-def keys_below(keys: Any, key: str) -> Any:
-    """Those of a kernel's ``keys`` that are dispatched to after ``key``."""
-    return keys & torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
-
-
 def onednn_computes(dtype: torch.dtype) -> bool:
     """Whether oneDNN computes ``dtype``, float16 or bfloat16, on this CPU; torch emulates what it does not."""
     name = {torch.float16: "_is_mkldnn_fp16_supported", torch.bfloat16: "_is_mkldnn_bf16_supported"}[dtype]
@@ -259,11 +252,6 @@ def autocast_within() -> Iterator[None]:
     finally:
         for key in excluded:
             torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)
-
-
-def tensor_guards() -> Any:
-    """What torch.compile compares tensors with; None where this torch has none."""
-    return getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
 
 def _torch_release() -> tuple[int, int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,37 +20,9 @@ from apex_npu._extension import extension
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import dtensor_slots, memory_of_shards
 from apex_npu.backends.script_warnings import warn
-from apex_npu.fusion import FlatGrads, increment_versions
+from apex_npu.fusion import FlatGrads
 from apex_npu.fusion.grad_slots import InPlace
 from apex_npu.fusion.shards import is_sharded, local_grad, local_part, sharded_like
-
-
-class Shards(Protocol):
-    """Sharded parameters and the parts inside of them, all read in one call.
-
-    ``extension.Shards`` is one, which can also hold the gradients of parts: see csrc/data_parallel/shards.h.
-    """
-
-    def have_parts(self) -> bool:
-        """True while each parameter has its part inside."""
-        ...
-
-    def bring_grads(self) -> list[int]:
-        """Give each part the gradient inside of its parameter's, or None.
-
-        Returns:
-            The indices of those that are left without, since that is no DTensor, is cut in another way than its
-            parameter, or has a subclass inside.
-        """
-        ...
-
-    def return_grads(self) -> None:
-        """The other way: the gradients of parameters have inside what their parts have as gradient."""
-        ...
-
-    def drop_grads(self, stepped: bool) -> None:
-        """Drop the gradients of parts. With ``stepped`` autograd notices that their parameters have been written."""
-        ...
 
 
 def memory_of_parts(params: Sequence[Tensor]) -> dict[int, list[Tensor]]:
@@ -59,7 +31,7 @@ def memory_of_parts(params: Sequence[Tensor]) -> dict[int, list[Tensor]]:
     Of the sharded ones of ``params`` that fully_shard has cut.
     """
     sharded = list(filter(is_sharded, params))
-    found = (memory_of_shards() if sharded and _finds_parts() else None) or {}
+    found = (memory_of_shards() if sharded and finds_parts() else None) or {}
     return {id(local_part(p)): found[id(p)] for p in sharded if id(p) in found}
 
 
@@ -74,61 +46,20 @@ def wait_for_moved_parts(parts: Iterable[Tensor]) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _finds_parts() -> bool:
-    """Whether this torch keeps the memory of sharded parameters where it is looked for; one warning if it does not."""
+def finds_parts() -> bool:
+    """Whether parts of sharded parameters and their memory are where the extension looks; one warning if not.
+
+    Without the extension nothing looks for them. Parts that are not found are stepped one by one, where they are.
+    """
+    if extension is None:
+        return False
     found = dtensor_slots() and memory_of_shards() is not None
     if not found:
         warn(
             f"torch {torch.__version__} keeps the memory of sharded parameters elsewhere than the releases that this "
-            "package knows: their gradients are copied in each step, and unevenly sharded ones are stepped one by one"
+            "package knows: they are stepped one by one"
         )
     return found
-
-
-def _extension_shards(full_params: list[Tensor], parts: list[Tensor]) -> Any:
-    if extension is None or not _finds_parts():
-        return None
-    module: Any = sys.modules["torch.distributed.tensor"]
-    return extension.Shards(module.DTensor, full_params, parts)
-
-
-class _PythonShards:
-    """In pure torch."""
-
-    def __init__(self, full_params: list[Tensor], parts: list[Tensor]) -> None:
-        self._pairs = list(zip(full_params, parts, strict=True))
-
-    def have_parts(self) -> bool:
-        return all(local_part(full) is part for full, part in self._pairs)
-
-    def bring_grads(self) -> list[int]:
-        others = []
-        for i, (full, part) in enumerate(self._pairs):
-            grad: Any = full.grad
-            part.grad = None
-            if grad is None:
-                continue
-            if is_sharded(grad) and grad.placements == full.placements and type(local_part(grad)) is Tensor:  # type: ignore[attr-defined]
-                part.grad = local_part(grad)
-            else:
-                others.append(i)
-        return others
-
-    def return_grads(self) -> None:
-        for full, part in self._pairs:
-            grad: Any = full.grad
-            if part.grad is None or local_part(grad) is part.grad:
-                continue
-            if hasattr(grad, "_local_tensor"):  # another DTensor would count as a gradient of the script's
-                grad._local_tensor = part.grad
-            else:
-                full.grad = sharded_like(part.grad, full)
-
-    def drop_grads(self, stepped: bool) -> None:
-        if stepped:
-            increment_versions([full for full, part in self._pairs if part.grad is not None])
-        for _, part in self._pairs:
-            part.grad = None
 
 
 class ShardGrads(FlatGrads):
@@ -147,14 +78,15 @@ class ShardGrads(FlatGrads):
         """``full_params`` of the parts in ``grads``, which has none of their gradients yet."""
         super().__init__(grads.params, grads.offsets, grads.total_numel)
         self.full_params, self.gathers_all, self.memory.lends = full_params, grads.gathers_all, grads.memory.lends
-        found = _extension_shards(full_params, self.params)
-        self._shards: Shards = found or _PythonShards(full_params, self.params)
-        self._holding: Any = found if self.reads_in_place else None
+        module: Any = sys.modules["torch.distributed.tensor"]
+        self._shards: Any = extension.Shards(module.DTensor, full_params, self.params)
+        self._holding: Any = self._shards if self.reads_in_place else None
         self._holds = self._has_brought = False
 
     def have_parts(self) -> bool:
         """True while each parameter has its part inside."""
-        return self._shards.have_parts()
+        found: bool = self._shards.have_parts()
+        return found
 
     def end_step(self) -> None:
         """What has a gradient has been stepped."""

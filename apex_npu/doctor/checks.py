@@ -75,7 +75,7 @@ class Section:
 
 
 def examine() -> list[Section]:
-    """Examine versions, the extension, devices and their kernels, torch.distributed and the name ``apex``.
+    """Examine the extension, versions, devices and their kernels, torch.distributed and the name ``apex``.
 
     It also lists the bytes that a parameter takes with each choice of level and format, for Adam.
 
@@ -84,12 +84,12 @@ def examine() -> list[Section]:
     Example::
 
         >>> [section.title for section in apex_npu.doctor.checks.examine()][:4]
-        ['Versions', 'C++ extension', 'Devices', 'Kernels']
+        ['C++ extension', 'Versions', 'Devices', 'Kernels']
     """
     torch_npu = _import_torch_npu()
     return [
-        Section("Versions", [*_versions(), *_torch_npu(torch_npu)]),
         Section("C++ extension", [_extension_state()]),
+        Section("Versions", [*_versions(), *_torch_npu(torch_npu)]),
         Section("Devices", list(_devices())),
         Section("Kernels", list(_kernels())),
         Section("Memory of a parameter", list(_memory())),
@@ -186,6 +186,9 @@ def _torch_npu(module: ModuleType | Exception | None) -> Iterator[Finding]:
 # --- extension -------------------------------------------------------------------------------------------------------
 
 
+_WITHOUT = "nothing is fused: steps are slower, and there are no combined buffers and no combine_ddp"
+
+
 def _extension_state() -> Finding:
     name = "apex_npu._C"
     with warnings.catch_warnings(record=True) as caught:
@@ -197,9 +200,9 @@ def _extension_state() -> Finding:
         reason, _, remedy = str(caught[0].message).removeprefix("apex_npu: ").partition(": using ")
         return Finding(name, reason, State.BROKEN, "using " + remedy)
     if _extension.is_switched_off():
-        return Finding(name, "switched off by APEX_NPU_NO_EXT: pure PyTorch, the same results, slower", State.NOTE)
+        return Finding(name, f"switched off by APEX_NPU_NO_EXT: {_WITHOUT}", State.NOTE)
     remedy = f"with a C++ compiler, in a checkout: {_extension.REBUILD}"
-    return Finding(name, "not built: pure PyTorch, the same results, slower", State.NOTE, remedy)
+    return Finding(name, f"not built: {_WITHOUT}", State.NOTE, remedy)
 
 
 # --- devices ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from apex_npu.fusion.encoded_state import MASTER_PARAM, EncodedView, encode_stat
 from apex_npu.fusion.flat_buffer import FlatBuffer, Plan, fills_storage, plan
 from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.fused_group import FusedGroup, HasFusedGroups
-from apex_npu.fusion.fusing import fuse, fuse_combined, give_own_storages, not_combinable, step_in_place
+from apex_npu.fusion.fusing import fuse, fuse_combined, not_combinable, step_in_place
 from apex_npu.fusion.grad_clip import clip_coefficient
 from apex_npu.fusion.group_buffers import ModelParamBuffer
 from apex_npu.fusion.layout import extent_numel, is_dense, overlapping
@@ -26,6 +26,7 @@ from apex_npu.fusion.many_tensors import (
     versions_of,
     zero_grads,
 )
+from apex_npu.fusion.own_grad import OwnGrad
 from apex_npu.fusion.run import Run, row_count
 from apex_npu.fusion.storage import (
     change_data_ptr,
@@ -45,6 +46,7 @@ __all__ = [
     "FusedGroup",
     "HasFusedGroups",
     "ModelParamBuffer",
+    "OwnGrad",
     "Plan",
     "RoundedCopies",
     "Run",
@@ -62,7 +64,6 @@ __all__ = [
     "fills_storage",
     "fuse",
     "fuse_combined",
-    "give_own_storages",
     "grads_of",
     "has_values",
     "hold_grads",

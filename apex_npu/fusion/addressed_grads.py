@@ -6,13 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import cast
 
 from torch import Tensor
 
+from apex_npu._extension import extension
 from apex_npu.fusion.grad_memory import GradMemory
-from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, AddressedSlots, places_of
-from apex_npu.fusion.many_tensors import set_grads
+from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, places_of
 from apex_npu.ops import AddressTable, ListedSlots, gather_
 
 
@@ -57,9 +56,8 @@ class AddressedGrads:
             self._table = AddressTable(flat, memory.offsets, [p.numel() for p in params])
         span = slots if isinstance(slots, range) else range(len(params))
         chosen = None if slots is None or slots is span else slots
-        known = cast("AddressedSlots", memory.slots)
         places = flat, self._table.addresses
-        look = partial(known.addresses, sources, params, memory.views, span.start, span.stop, chosen, *places)
+        look = partial(memory.slots.addresses, sources, params, memory.views, span.start, span.stop, chosen, *places)
         states, others, dtype, views_are_free = look()
         if ELSEWHERE in states and not views_are_free:
             memory.free_views()
@@ -83,4 +81,4 @@ class AddressedGrads:
         if states.count(ELSEWHERE) < len(views):
             taken = [slots.start + i for i in places_of(ELSEWHERE, states)]
             params, views = [params[i] for i in taken], [views[i] for i in taken]
-        set_grads(params, views)
+        extension.set_grads(params, views)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.fusion.flat_buffer import FlatBuffer
+from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.group_buffers import GroupBuffers
 from apex_npu.fusion.run import Run, StepCounts
 from apex_npu.ops import LOW_PRECISION, Call, EncodedState, RunEncoding, prepared_encoded
@@ -330,7 +331,7 @@ def encode_states(
     if encoding is None:
         group.encoding = GroupEncoding(group, formats, positions, stochastic=stochastic, decodes_runs=decodes_runs)
         group.make_run, group.counts_always = EncodedRun, group.encoding.stochastic_param
-        if widens_grads and group.encoding.own_states:
+        if widens_grads and group.encoding.own_states and isinstance(group.grads, FlatGrads):
             group.grads.widen()
         return True
     before, widened = encoding.segments, encoding.formats.keys() - formats.keys()

@@ -16,9 +16,7 @@ from apex_npu.backends import for_device
 from apex_npu.fusion.layout import Layout, Slot, extent_numel, gaps_between, plan_slots
 from apex_npu.fusion.storage import (
     aliases_follow,
-    allocated_by_torch,
     has_unnamed_aliases,
-    is_part_of_storage,
     move_storages,
     storage_view,
     storage_views,
@@ -62,7 +60,7 @@ class Plan:
 def plan(tensors: Sequence[Tensor]) -> Plan:
     """Lay out ``tensors``, which must share dtype and device, in one buffer. Pure: no memory is touched.
 
-    Tensors that share a storage share a slot, but those that are a part of one (``is_part_of_storage``).
+    Tensors that share a storage share a slot.
 
     Raises:
         ValueError: The list is empty, or its tensors differ in device.
@@ -80,12 +78,7 @@ def plan(tensors: Sequence[Tensor]) -> Plan:
             )
     backend = for_device(device)
     # Of each tensor: how many elements move with it, what those have in common that move together, and where it begins.
-    moving = [
-        (t.numel(), id(t), 0)
-        if is_part_of_storage(t)
-        else (backend.storage_numel(t), t.untyped_storage()._cdata, int(t.storage_offset()))
-        for t in tensors
-    ]
+    moving = [(backend.storage_numel(t), t.untyped_storage()._cdata, int(t.storage_offset())) for t in tensors]
     layout = plan_slots([numel for numel, _, _ in moving], [key for _, key, _ in moving])
     offsets = tuple(
         layout.slots[slot].offset_numel + begin for slot, (_, _, begin) in zip(layout.slot_of, moving, strict=True)
@@ -198,10 +191,7 @@ class FlatBuffer:
     def _cat_storages(self, tensors: Sequence[Tensor], slots: Sequence[Slot]) -> None:
         if not tensors:
             return
-        storages = [
-            t.detach().as_strided((slot.numel,), (1,), t.storage_offset() if is_part_of_storage(t) else 0)
-            for t, slot in zip(tensors, slots, strict=True)
-        ]
+        storages = [t.detach().as_strided((slot.numel,), (1,), 0) for t, slot in zip(tensors, slots, strict=True)]
         gaps = gaps_between([slot.offset_numel for slot in slots], [slot.numel for slot in slots])
         end = slots[-1].offset_numel + slots[-1].numel
         cat_into(self.flat[slots[0].offset_numel : end], storages, gaps, self.flat.new_zeros(max(gaps)))
@@ -239,6 +229,4 @@ def with_aliases(sharing: list[Tensor], aliases: Mapping[int, Sequence[Tensor]])
 
 def may_move(sharing: list[Tensor]) -> bool:
     """True where the one storage of ``sharing`` is theirs alone, and all of its aliases would follow."""
-    if not fills_storage(sharing) or not allocated_by_torch(sharing[0]) or len({p.dtype for p in sharing}) > 1:
-        return False
-    return aliases_follow(sharing)
+    return fills_storage(sharing) and len({p.dtype for p in sharing}) == 1 and aliases_follow(sharing)

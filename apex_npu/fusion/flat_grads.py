@@ -22,7 +22,7 @@ from apex_npu.fusion import grad_slots, packed_grads
 from apex_npu.fusion.addressed_grads import AddressedGrads
 from apex_npu.fusion.combined import check_combinable
 from apex_npu.fusion.flat_buffer import plan
-from apex_npu.fusion.grad_copier import GradCopier, numbered
+from apex_npu.fusion.grad_copier import GradCopier
 from apex_npu.fusion.grad_memory import GradMemory
 from apex_npu.fusion.grad_slots import (
     ELSEWHERE,
@@ -35,14 +35,12 @@ from apex_npu.fusion.grad_slots import (
     stretches,
     with_state,
 )
-from apex_npu.fusion.many_tensors import are_same, increment_versions, lost_and_kept, set_grads
-from apex_npu.fusion.storage import slot_table
+from apex_npu.fusion.many_tensors import are_same, increment_versions
+from apex_npu.fusion.storage import SlotTable
 from apex_npu.ops import (
     cats_lists,
-    gather_,
     gathers_in_one_pass,
     reads_listed,
-    take_grads_,
     takes_addresses,
     takes_grads,
     unscale_grads,
@@ -90,7 +88,7 @@ class FlatGrads:
         self.memory = GradMemory(self.params, self.offsets, total_numel)
         self._copier: GradCopier | None = None
         self._addressed = AddressedGrads(self.memory) if self.params and takes_addresses(self.params[0]) else None
-        self._table = slot_table(self.params)
+        self._table = SlotTable(self.params)
 
     def widen(self) -> None:
         """Have float32 slots for gradients of 16-bit parameters, before there is any memory."""
@@ -163,7 +161,7 @@ class FlatGrads:
         memory = self.memory
         if not memory.views or not memory.is_padded:
             self._allocate()
-        if any(lost_and_kept(memory.view_table, memory.views, self.params)):
+        if any(extension.lost_and_kept(memory.view_table, memory.views, self.params)):
             memory.free_views()
         if self.is_shown:
             memory.clear_padding()
@@ -192,11 +190,7 @@ class FlatGrads:
         if slots is not None:
             first = slots.start
             params, views = params[first : slots.stop], views[first : slots.stop]
-        found = self.memory.slots.states(params, views, first, in_place, least_numel)
-        # The extension has checked in the same pass whether their addresses are unchanged.
-        if extension is None and IN_BUFFER in found[0] and self.memory.replace_lost_views():
-            return self._find(slots, in_place, least_numel)
-        return found
+        return self.memory.slots.states(params, views, first, in_place, least_numel)
 
     def broken(self) -> list[int]:
         """Indices of the parameters that no longer have the address, shape, dtype or device they were planned with."""
@@ -270,7 +264,7 @@ class FlatGrads:
         else:
             params = [self.params[i] for i in to_gather]
             grads = self.memory.readable(to_gather, list(map(_GRAD, params)), self.params)
-            set_grads(params, self._copy_in(to_gather, grads))
+            extension.set_grads(params, self._copy_in(to_gather, grads))
         if slots is None:
             self.is_packed = False
         return with_state(IN_BUFFER, states, to_gather, 0 if slots is None else slots.start)
@@ -303,7 +297,7 @@ class FlatGrads:
         found_inf: Tensor | None = None,
         slots: Sequence[int] | None = None,
     ) -> None:
-        """Multiply the gradients of ``sources`` in one pass, and copy them into the slots; see ``ops.take_grads_``.
+        """Multiply the gradients of ``sources`` in one pass, and copy those that are there into the slots.
 
         Args:
             sources: Where the gradients of ``params`` are now: one for each.
@@ -324,7 +318,7 @@ class FlatGrads:
         given, params, views = sources, self.params, self.views
         if slots is not None:
             given, params, views = ([tensors[i] for i in slots] for tensors in (given, params, views))
-        unfit = take_grads_(given, params, views, inv_scale, found_inf)
+        unfit = extension.take_grads_cpu(given, params, views, inv_scale, found_inf)
         if unfit is not None:
             index = taken[unfit]
             grad = sources[index].grad
@@ -472,28 +466,21 @@ class FlatGrads:
         inv_scale: float,
         found_inf: Tensor | None,
     ) -> None:
-        """What ``take_grads_`` does, for some neighbours at a time."""
+        """``take`` where no kernel does all of it in one pass."""
         given = list(map(_GRAD, sources))
         there = [i for i in indices if given[i] is not None]
         if not there:
             return
         grads = self.memory.readable(there, [given[i] for i in there], sources)
-        if self.device.type != "cpu":
-            slots_of_them = self._copy_in(there, grads)
-            unscale_grads(list(map(self.span, self._make_copier().batches(there))), inv_scale, found_inf)
-        else:
-            views, copier = self.views, self._make_copier()
-            slots_of_them = [views[i] for i in there]
-            for batch, begin, end in numbered(copier.batches(there)):
-                gather_(slots_of_them[begin:end], grads[begin:end])
-                unscale_grads([self.span(batch)], inv_scale, found_inf)
-        set_grads([self.params[i] for i in there], slots_of_them)
+        slots_of_them = self._copy_in(there, grads)
+        unscale_grads(list(map(self.span, self._make_copier().batches(there))), inv_scale, found_inf)
+        extension.set_grads([self.params[i] for i in there], slots_of_them)
 
     def operand(self, slots: range, numel: int, *, stepped: bool = False) -> Tensor:
         """The gradients of consecutive ``slots``, where none has to be gathered, for ``ops`` to read.
 
-        1-D, of ``numel`` elements from the first slot's on. It may have no memory: nothing but ops can read it then. In
-        pure torch it is one slot. Those that are ``stepped`` have to be gathered for a second step.
+        1-D, of ``numel`` elements from the first slot's on. It may have no memory: nothing but ops can read it then.
+        Those that are ``stepped`` have to be gathered for a second step.
         """
         if self.is_packed:
             return self._packed_operand(slots, numel)

@@ -39,6 +39,10 @@ class HasFusedGroups:
         """One for each combined buffer; memory is laid out so now if it was not."""
         raise NotImplementedError
 
+    def combined_grads(self) -> list[FlatGrads]:
+        """The gradients of each of ``combined_groups``."""
+        return [fused.grads for fused in self.combined_groups() if isinstance(fused.grads, FlatGrads)]
+
     def leading_params(self) -> Sequence[Tensor]:
         """Parameters that are in combined buffers of their own, before all others: amp's masters."""
         return ()
@@ -73,13 +77,14 @@ class FusedGroup(GroupBuffers):
         """See ``GroupBuffers``; and ``fuse`` for how ``params`` get there. ``runs``: of as many slots."""
         super().__init__(params, param_flat, offsets)
         self.runs = runs
-        # A graph replays what its capture has found, which has to stay where it is.
-        self.grads.gathers_all = stays = isinstance(runs, GraphRuns)
-        self.grads.may_pack = param_flat.device.type != "cpu" and not stays
-        self.grads.memory.lends = self.grads.memory.lends and not stays
+        if isinstance(self.grads, FlatGrads):
+            # A graph replays what its capture has found, which has to stay where it is.
+            self.grads.gathers_all = stays = isinstance(runs, GraphRuns)
+            self.grads.may_pack = param_flat.device.type != "cpu" and not stays
+            self.grads.memory.lends = self.grads.memory.lends and not stays
 
     def let_go(self) -> None:
-        """Drop the views of the parameters' memory, which in pure torch would keep them from moving."""
+        """Drop the views of the parameters' memory, which would keep some from moving: what numpy has seen."""
         self.param_flat = self.param_flat.new_empty(0)
         self.runs.current = []
         self.runs.forget()

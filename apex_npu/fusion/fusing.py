@@ -14,7 +14,6 @@ from apex_npu.fusion.flat_buffer import FlatBuffer, Plan, leave_private_formats,
 from apex_npu.fusion.fused_group import FusedGroup, flat_over, new_runs
 from apex_npu.fusion.layout import extent_numel, is_dense, overlapping
 from apex_npu.fusion.run import Runs
-from apex_npu.fusion.storage import follows_aliases, is_part_of_storage
 
 
 def step_in_place(param: Tensor, *, capturable: bool = False) -> FusedGroup:
@@ -113,8 +112,6 @@ def _check_may_move(lists: Sequence[Sequence[Tensor]]) -> None:
             by_storage.setdefault(storage, []).append(p)
             lists_of.setdefault(storage, set()).add(number)
     for storage, sharing in by_storage.items():
-        if is_part_of_storage(sharing[0]):
-            continue
         if len(lists_of[storage]) > 1 or not may_move(sharing) or _split_overlapping(sharing)[1]:
             raise not_combinable(sharing[0])
 
@@ -128,12 +125,6 @@ def not_combinable(param: Tensor) -> RuntimeError:
         "(p.data = p.data.clone()); or use clip_optimizer_grad_norm_fused and the parameters themselves, which need no "
         "combined buffer. Nothing has moved"
     )
-
-
-def give_own_storages(params: Sequence[Tensor]) -> None:
-    """Move slots that have no storage of their own out of their buffer, of which no group is left."""
-    for p in filter(is_part_of_storage, params):
-        p.data = p.detach().clone()
 
 
 def _sort_out(
@@ -151,7 +142,7 @@ def _sort_out(
     for sharing in by_storage.values():
         distinct, overlapping = _split_overlapping(sharing)
         kinds = {kind_of.get(id(p)) for p in sharing}
-        if not may_move(with_aliases(sharing, aliases)) or len(kinds) > 1 or (overlapping and not follows_aliases()):
+        if not may_move(with_aliases(sharing, aliases)) or len(kinds) > 1:
             in_place.extend(sharing)
             continue
         in_place.extend(overlapping)

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,8 +13,6 @@ from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.layout import gaps_between
 from apex_npu.ops import cat_into, cats_lists, gather_
 
-# Gathered at once in pure torch on a CPU: what has been copied is still in the cache when it is read.
-_BATCH_NUMEL = 1 << 16
 # So many tensors an NPU copies in one launch: joining is faster where there are as many neighbours on average.
 _JOINED_COUNT = 48
 
@@ -40,7 +38,9 @@ class GradCopier:
             gather_(views, grads)
             return
         rows = self._rows(indices, grads)
-        for batch, begin, end in numbered(batches):
+        end = 0
+        for batch in batches:
+            begin, end = end, end + len(batch)
             offsets = self._offsets[batch.start : batch.stop]
             gaps = gaps_between(offsets, [row.numel() for row in rows[begin:end]])
             stop = offsets[-1] + rows[end - 1].numel()
@@ -70,27 +70,13 @@ class GradCopier:
         return zeros
 
     def batches(self, indices: list[int]) -> list[range]:
-        """Neighbours among ``indices``, so many as are worth a call."""
+        """Neighbours among ``indices``."""
         if self._batched[0] != indices:
-            most = _BATCH_NUMEL if self._flat.device.type == "cpu" else self._flat.numel()
             found = []
             begin = 0
             for k in range(1, len(indices) + 1):
-                first = indices[begin]
-                if (
-                    k == len(indices)
-                    or indices[k] != indices[k - 1] + 1
-                    or self._offsets[indices[k]] - self._offsets[first] >= most
-                ):
-                    found.append(range(first, indices[k - 1] + 1))
+                if k == len(indices) or indices[k] != indices[k - 1] + 1:
+                    found.append(range(indices[begin], indices[k - 1] + 1))
                     begin = k
             self._batched = (indices, found)
         return self._batched[1]
-
-
-def numbered(batches: Sequence[range]) -> Iterator[tuple[range, int, int]]:
-    """Each, with where its members begin and end in a list of all members."""
-    end = 0
-    for batch in batches:
-        begin, end = end, end + len(batch)
-        yield batch, begin, end

@@ -16,8 +16,7 @@ from apex_npu.backends import is_capturing
 from apex_npu.fusion import packed_grads
 from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.grad_slots import check_grad, grad_slots
-from apex_npu.fusion.many_tensors import lost_and_kept
-from apex_npu.fusion.storage import move_out, slot_table
+from apex_npu.fusion.storage import SlotTable, move_out
 from apex_npu.ops import cats_lists, reads_listed
 
 _DTYPE, _LAYOUT, _DEVICE = map(attrgetter, ("dtype", "layout", "device"))
@@ -52,7 +51,7 @@ class GradMemory:
         listed = bool(params) and reads_listed(params[0])
         self.slots = grad_slots(self.shapes, self.offsets, params[0].device if listed else None)
         self.views: list[Tensor] = []
-        self.view_table = slot_table([])
+        self.view_table = SlotTable([])
         self.lends = bool(params) and may_lend(params[0]) and total_numel >= packed_grads.PACKED_NUMEL
         self.is_sent = self.is_lent = self.is_padded = False
         self.params, self._total_numel = list(params), total_numel
@@ -76,7 +75,7 @@ class GradMemory:
                 if is_padded:  # an NPU fills all elements faster than some
                     buffer.flat.zero_()
             views = buffer.views_like(self.shapes, self.offsets)
-            table = slot_table(views)
+            table = SlotTable(views)
             self.slots.remember_views(views)
             done = buffer, views, table, is_padded, False
             # All at once: a buffer has its views.
@@ -110,7 +109,7 @@ class GradMemory:
 
     def free_views(self) -> None:
         """Have all views in their slots, and held by their parameters alone, if at all."""
-        lost, kept = lost_and_kept(self.view_table, self.views, self.params)
+        lost, kept = extension.lost_and_kept(self.view_table, self.views, self.params)
         self._renew_views(lost)
         self.move_out(kept)
 
@@ -125,12 +124,6 @@ class GradMemory:
             assert self._buffer is not None
             shape = self.shapes[i]
             self.views[i] = self._buffer.view(self.offsets[i], shape.size(), shape.stride())
-
-    def replace_lost_views(self) -> bool:
-        """``p.grad.data = ...`` takes a view out of its slot: from then on it is a gradient like any other."""
-        lost = self.view_table.broken(self.views)
-        self._renew_views(lost)
-        return bool(lost)
 
     def readable(self, indices: Sequence[int], grads: list[Tensor], sources: Sequence[Tensor]) -> list[Tensor]:
         """``grads``, of ``sources[i]`` for each of ``indices``; those in slots, which will be written, are cloned.
@@ -169,4 +162,4 @@ class GradMemory:
 
 def may_lend(slot: Tensor) -> bool:
     """True where fresh memory costs nothing but its allocation, and gradients are gathered for every step."""
-    return extension is not None and slot.device.type != "cpu"
+    return slot.device.type != "cpu"

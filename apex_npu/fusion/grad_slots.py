@@ -4,35 +4,30 @@
 
 A gradient is NONE while ``param.grad is None``, IN_BUFFER while it is the view of its slot, and else ELSEWHERE. There
 it can stay, instead of being copied into its slot, if its elements are in the slot's order, in memory of a CPU or a GPU
-that is no slot's: with the extension kernels read gradients of any size in place. In pure torch, on a CPU, it is
-stepped by a call of its own then: copying it would take half as long as its step of Adam, such a call next to nothing
-if it is large.
+that is no slot's: kernels read gradients of any size in place.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from enum import IntEnum
-from operator import attrgetter, is_
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from apex_npu._extension import extension
-from apex_npu.fusion.storage import allocated_by_torch, has_unnamed_aliases, is_slot
+from apex_npu.fusion.storage import is_slot
 from apex_npu.ops import LOW_PRECISION
 
 # The values are those of the extension.
 NONE, IN_BUFFER, ELSEWHERE = 0, 1, 2
 # From how many elements on one can stay elsewhere.
-STAYS_NUMEL = 1 << 18 if extension is None else 0
+STAYS_NUMEL = 0
 # And where they are multiplied, or shared with masters: smaller ones are multiplied on their way into their slots,
 # which is as quick, and found there in one piece by what follows.
-WRITTEN_NUMEL = 1 << 18 if extension is None else 1 << 12
-_GRAD = attrgetter("grad")
+WRITTEN_NUMEL = 1 << 12
 
 
 class InPlace(IntEnum):
@@ -50,10 +45,7 @@ class GradSlots(Protocol):
     """The slots of one flat buffer of gradients."""
 
     def remember_views(self, views: Sequence[Tensor]) -> None:
-        """Record that ``views`` are in the slots, one in each; one found elsewhere later is an ordinary gradient.
-
-        In pure torch the caller has to check for those.
-        """
+        """Record that ``views`` are in the slots, one in each; one found elsewhere later is an ordinary gradient."""
         ...
 
     def states(
@@ -114,10 +106,6 @@ class GradSlots(Protocol):
         """Gradients have been dropped: those to come are others."""
         ...
 
-
-class AddressedSlots(GradSlots, Protocol):
-    """Those of the extension, which also find gradients for a kernel that follows addresses."""
-
     def addresses(
         self,
         sources: Sequence[Tensor],
@@ -152,60 +140,10 @@ class AddressedSlots(GradSlots, Protocol):
 def grad_slots(shapes: Sequence[Tensor], offsets: Sequence[int], device: torch.device | None) -> GradSlots:
     """For slots with the sizes, strides and dtype of ``shapes``.
 
-    Of the extension's none can stay elsewhere but those on ``device``, where ``ops.reads_listed``.
+    None can stay elsewhere but those on ``device``, where ``ops.reads_listed``.
     """
-    if extension is None:
-        return _PythonGradSlots(shapes)
     slots: GradSlots = extension.GradSlots(shapes, offsets, device)
     return slots
-
-
-class _PythonGradSlots:
-    def __init__(self, shapes: Sequence[Tensor]) -> None:
-        self._shapes = list(shapes)
-        self._largest_numel = max((shape.numel() for shape in shapes), default=0)
-
-    def remember_views(self, views: Sequence[Tensor]) -> None:
-        pass
-
-    def states(
-        self, params: Sequence[Tensor], views: Sequence[Tensor], first: int, in_place: int, least_numel: int
-    ) -> tuple[bytes, list[int]]:
-        grads = list(map(_GRAD, params))
-        if len(grads) == len(views) and all(map(is_, grads, views)):
-            return bytes([IN_BUFFER]) * len(grads), []
-        states = bytes(
-            NONE if g is None else IN_BUFFER if g is v else ELSEWHERE for g, v in zip(grads, views, strict=True)
-        )
-        least = math.inf if in_place == InPlace.NO or params[0].device.type != "cpu" else least_numel
-
-        def stays(slot: int, grad: Tensor) -> bool:
-            shape = self._shapes[slot]
-            return shape.numel() >= least and fits(grad, shape) and (in_place != InPlace.WRITE or _is_alone(grad))
-
-        elsewhere = [(first + i, grad) for i, grad in enumerate(grads) if states[i] == ELSEWHERE]
-        if least > self._largest_numel:
-            return states, [slot for slot, _ in elsewhere]
-        return states, [slot for slot, grad in elsewhere if not stays(slot, grad)]
-
-    def grad_list(self, params: Sequence[Tensor], first: int, numel: int, stepped: bool) -> Tensor:
-        grad = params[0].grad
-        assert len(params) == 1
-        assert grad is not None
-        return grad.detach().as_strided((numel,), (1,))
-
-    def share(
-        self, sources: Sequence[Tensor], params: Sequence[Tensor], least_numel: int, lazily: bool
-    ) -> tuple[bool, list[int]]:
-        return False, []  # Python sets no gradient of another dtype
-
-    def unscale(
-        self, params: list[Tensor], views: list[Tensor], factor: float, found_inf: Tensor | None, least_numel: int
-    ) -> bool:
-        return False
-
-    def forget_stepped(self) -> None:
-        pass
 
 
 def places_of(state: int, states: bytes) -> list[int]:
@@ -244,17 +182,6 @@ def fits(grad: Tensor, shape: Tensor) -> bool:
         and grad.stride() == shape.stride()
         and not is_slot(grad)  # of another gradient, or a parameter
     )
-
-
-def _is_alone(grad: Tensor) -> bool:
-    """True where a gradient belongs to one parameter alone, and no other tensor shares its memory.
-
-    Two gradients, of this buffer or of another, can be views of one tensor: autograd leaves them so for
-    ``a.view(-1) + b.view(-1)``. Or they are one tensor, which a user has given to both.
-    """
-    # The parameter holds it, and so does the Python object used here, however many names that has.
-    held_once = grad._use_count() <= 2  # type: ignore[attr-defined]
-    return held_once and allocated_by_torch(grad) and not has_unnamed_aliases([grad])
 
 
 def dispatches_in_python(tensor: Tensor) -> bool:

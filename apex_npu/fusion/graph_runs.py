@@ -106,7 +106,7 @@ class _DeviceStepCounts(StepCounts):
                 self._buffer.flat[stretch].add_(addend)
             self._new[stretch] = [False] * (stretch.stop - stretch.start)
         self.added = addend
-        self._versions = self._version()  # in pure torch views count what is written to the buffer, too
+        self._versions = self._version()  # without the extension views count what is written to the buffer, too
         return (self._buffer.flat[part.start] for part in parts)
 
     def undo(self, slots: range) -> None:

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from apex_npu._extension import extension
 from apex_npu.fusion.flat_buffer import FlatBuffer, leave_private_formats, may_move
 from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.layout import ALIGN_NUMEL, Layout, Slot
-from apex_npu.fusion.storage import is_slot, release_previous, slot_table, storage_numel, watch_copies
+from apex_npu.fusion.own_grad import OwnGrad
+from apex_npu.fusion.storage import SlotTable, is_slot, release_previous, storage_numel, watch_copies
 from apex_npu.ops import wide_dtype
 
 
@@ -25,7 +27,7 @@ class GroupBuffers:
         params: Of one dtype and device, dense, not overlapping.
         places: For each the index of its entry of ``param_groups``, and its place there. Slots are in any order.
         param_flat: 1-D over the memory of all of them.
-        grads: Their gradients, laid out alike.
+        grads: Their gradients, laid out alike; of a parameter that is stepped where it is, maybe where they are.
         table: Where each parameter lay when it was fused.
         kept: Parameters whose former memory may still be referenced from outside torch (a numpy array).
         model_params: Gives the low-precision copy of the parameters that rules write as well, or None where it is gone.
@@ -45,8 +47,13 @@ class GroupBuffers:
         self.params = list(params)
         self.places = [(0, place) for place in range(len(self.params))]
         self.param_flat = param_flat
-        self.grads = FlatGrads(self.params, offsets, param_flat.numel())
-        self.table = slot_table(self.params)
+        self.grads: FlatGrads | OwnGrad
+        if extension is None:
+            (param,) = self.params
+            self.grads = OwnGrad(param)
+        else:
+            self.grads = FlatGrads(self.params, offsets, param_flat.numel())
+        self.table = SlotTable(self.params)
         self.kept = [p for p in self.params if not release_previous(p)]
         self.model_params: Callable[[], ModelParamBuffer | None] = type(None)
         self._states: dict[str, _State] = {}
@@ -200,7 +207,7 @@ class ModelParamBuffer:
         self.watched = False
         self.parts: dict[tuple[int, int], Tensor] = {}
         self.params = list(params)
-        self.table = slot_table(self.params)
+        self.table = SlotTable(self.params)
         self.kept = [p for p in self.params if not release_previous(p)]
 
     def release_kept(self) -> None:

@@ -50,7 +50,7 @@ def pack_grads(
     found = grads_of(list(sources))
     indices = [i for i, grad in enumerate(found) if grad is not None]
     grads = [grad for grad in found if grad is not None]
-    if extension is None or not _can_be_packed(grads):
+    if not _can_be_packed(grads):
         return False
     known: Any = slots
     flat = torch.zeros(total_numel, dtype=grads[0].dtype, device=grads[0].device)

@@ -2,66 +2,50 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Memory under tensors: re-point a storage, view a buffer through a storage of its own, detect what has moved.
 
-``storage_torch.py`` documents the functions; the extension replaces them where it is loaded.
+Storages are re-pointed by the C++ extension (csrc/combine_tensors), so that all aliases follow. Without it nothing
+moves: views share the buffer's storage, and no tensor is a slot.
 """
 
 from __future__ import annotations
 
-from apex_npu._extension import extension
-from apex_npu.backends._torch_private import wraps_tensors
-from apex_npu.fusion.storage_common import SlotTable, has_unnamed_aliases, storage_numel
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from apex_npu._extension import extension, require_extension
+from apex_npu.backends._torch_private import storage_use_count, wraps_tensors
+from apex_npu.backends.script_warnings import warn
 
 if extension is None:
-    from apex_npu.fusion.storage_torch import (
-        aliases_follow,
-        allocated_by_torch,
-        change_data_ptr,
-        follows_aliases,
-        is_part_of_storage,
+    from apex_npu.fusion.unfused import (
+        SlotTable,
         is_slot,
-        move_out,
-        move_storages,
-        release_previous,
         round_to_copies,
-        slot_table,
         storage_view,
         storage_views,
-        watch_copies,
         written_copies,
     )
 else:
-    from apex_npu.fusion.storage_cpp import (
-        aliases_follow,
-        allocated_by_torch,
-        change_data_ptr,
-        follows_aliases,
-        is_part_of_storage,
+    from apex_npu._C import (  # type: ignore[assignment]
+        SlotTable,
         is_slot,
-        move_out,
-        move_storages,
-        release_previous,
         round_to_copies,
-        slot_table,
         storage_view,
         storage_views,
-        watch_copies,
         written_copies,
     )
 
 __all__ = [
     "SlotTable",
     "aliases_follow",
-    "allocated_by_torch",
     "change_data_ptr",
-    "follows_aliases",
     "has_unnamed_aliases",
-    "is_part_of_storage",
     "is_slot",
     "move_out",
     "move_storages",
     "release_previous",
     "round_to_copies",
-    "slot_table",
     "storage_numel",
     "storage_view",
     "storage_views",
@@ -69,3 +53,108 @@ __all__ = [
     "wraps_tensors",
     "written_copies",
 ]
+
+
+def storage_numel(tensor: Tensor) -> int:
+    """Elements in the storage of ``tensor``."""
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+
+def has_unnamed_aliases(tensors: Sequence[Tensor]) -> bool:
+    """True where more than ``tensors`` reference the one storage that they share."""
+    storage = tensors[0].untyped_storage()
+    # Each tensor holds the storage once, and so does the Python object used here.
+    return storage_use_count(storage) > len({id(t) for t in tensors}) + 1
+
+
+def change_data_ptr(dst: Tensor, src: Tensor, offset: int) -> None:
+    """Make the storage of ``dst`` begin ``offset`` elements after the first element of ``src``.
+
+    ``dst`` and every alias of it see ``src``'s memory from then on; values are not copied, sizes and strides stay, and
+    so does the identity of a Parameter. The memory is owned jointly and outlives ``src``. What looks at
+    ``dst``'s memory from outside torch (a numpy array) goes on seeing the old one, which stays allocated.
+
+    Args:
+        dst: Any dense tensor; its whole storage moves.
+        src: The buffer, of the same dtype and device.
+        offset: Elements, counted from where ``src`` itself begins.
+
+    Raises:
+        TypeError: Other dtype; sparse, quantised, lazily conjugated tensors or tensor subclasses.
+        ValueError: Other device; a range outside ``src``; two views of one storage; memory that ``src`` does not own.
+        RuntimeError: The C++ extension is not there.
+    """
+    move_storages([[dst]], src, [offset], copy_values=False)
+
+
+def move_storages(
+    lists: Sequence[Sequence[Tensor]], buffer: Tensor, offsets: Sequence[int], *, copy_values: bool
+) -> None:
+    """Like ``change_data_ptr``, for the one storage that each of ``lists`` shares.
+
+    Args:
+        lists: Tensors, whose other aliases follow, too.
+        buffer: Where they go.
+        offsets: One for each list.
+        copy_values: Copy the elements of the storages, too.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As of ``change_data_ptr``; nothing has moved then.
+    """
+    for i in require_extension("moving tensors into a buffer").move_storages(lists, buffer, offsets, copy_values):
+        warn(
+            f"a numpy array over a tensor of shape {tuple(lists[i][0].shape)} has not followed it into other memory, "
+            "and keeps the values of now: make the array again"
+        )
+
+
+@torch.no_grad()
+def move_out(tensor: Tensor) -> None:
+    """Move the storage of ``tensor``, with all aliases, out of the buffer that it is a slot of, values included."""
+    copy = tensor.detach().as_strided((storage_numel(tensor),), (1,), 0).clone()
+    move_storages([[tensor]], copy, [0], copy_values=False)
+
+
+def aliases_follow(tensors: Sequence[Tensor]) -> bool:
+    """True where all that references the one storage of ``tensors`` goes along when it moves.
+
+    That is memory of torch's allocator alone. ``Tensor.numpy`` fixes the size of a storage, which torch otherwise
+    leaves free.
+    """
+    if extension is None or not extension.allocated_by_torch(tensors[0]):
+        return False
+    return tensors[0].untyped_storage().resizable() or not has_unnamed_aliases(tensors)
+
+
+def release_previous(tensor: Tensor) -> bool:
+    """Release memory that was kept because something outside torch might still reference it.
+
+    Returns:
+        True where nothing is kept any more.
+    """
+    if extension is None or not extension.keeps_previous(tensor):
+        return True
+    if has_unnamed_aliases([tensor]):
+        return False
+    extension.release_previous(tensor)
+    return True
+
+
+def watch_copies(flat: Tensor, offsets: Sequence[int], numels: Sequence[int]) -> bool:
+    """Have kernels watch ``flat``, a buffer of float16 or bfloat16 copies of parameters, for what scripts write there.
+
+    A kernel that updates parameters, and rounds them into ``flat``, then first gives them what has been written to
+    ``flat`` since it did so last.
+
+    Args:
+        flat: On any device.
+        offsets: Where copies begin; the rest of ``flat`` holds anything.
+        numels: Their elements.
+
+    Returns:
+        True where the kernels of its device can; else nothing is watched.
+    """
+    if flat.device.type != "cpu":
+        return False
+    extension.watch_copies(flat, offsets, numels)
+    return True

@@ -8,13 +8,14 @@ them. Scaled gradients they would divide in place, which no op here does: chunks
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from apex_npu.ops import elementwise, reference
+from apex_npu.ops.dispatch import Rule
 
 # More than elsewhere: a call of these kernels costs more, and less of what it touches has to stay in the cache.
 _CHUNK_NUMEL = 1 << 18
@@ -88,6 +89,55 @@ def adam_(
         kernel([p], [g], [m], [v], v_maxes, [steps], amsgrad=v_max is not None, found_inf=found_inf, **options)
         if model is not None:
             model.copy_(p)
+
+
+def sgd_runs(*columns: list[Tensor], **options: Any) -> None:
+    """The overload ``runs`` of ``sgd_``."""
+    flags = {"nesterov": options["nesterov"], "maximize": options["maximize"]}
+
+    def update(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], *, step: int, **numbers: Any) -> None:
+        torch._fused_sgd_(params, grads, buffers, is_first_step=step == 1, **numbers, **flags)
+
+    plain = not options.get("decoupled", False) and not any(options["dampening"])
+    _update_lists(elementwise.sgd_, columns, options, update if plain else None)
+
+
+def adam_runs(*columns: list[Tensor], **options: Any) -> None:
+    """The overload ``runs`` of ``adam_``."""
+    kernel: Callable[..., None] = torch._fused_adamw_ if options["decoupled"] else torch._fused_adam_
+    flags = {"amsgrad": bool(columns[4]), "maximize": options["maximize"]}
+
+    def update(params: list[Tensor], *others: list[Tensor], step: int, **numbers: Any) -> None:
+        steps = torch.full((), float(step), dtype=torch.float32, device=params[0].device)
+        kernel(params, *others, [steps] * len(params), **numbers, **flags)
+
+    _update_lists(elementwise.adam_, columns, options, update if options.get("bias_correction", True) else None)
+
+
+def _update_lists(
+    rule: Rule[...], columns: Sequence[list[Tensor]], options: dict[str, Any], update: Callable[..., None] | None
+) -> None:
+    """Call ``update`` once for all ranges of one dtype with the same numbers; ``rule`` for each that it cannot take.
+
+    Args:
+        rule: What ``update`` computes.
+        columns: The operands, of which the last are model parameters.
+        options: Those of the overload ``runs``.
+        update: torch's kernel, of lists of operands and of numbers that these share; None: it cannot take any.
+    """
+    plain = update is not None and not columns[-1] and options.get("grad_scale") is None
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for i, (param, grad) in enumerate(zip(columns[0], columns[1], strict=True)):
+        takes = plain and param.dtype == grad.dtype and param.dtype not in reference.LOW_PRECISION
+        kinds.setdefault((takes, param.dtype, *(options[name][i] for name in rule.scalars)), []).append(i)
+    for (takes, _, *numbers), indices in kinds.items():
+        lists = [[column[i] for i in indices] if column else [] for column in columns]
+        shared = dict(zip(rule.scalars, numbers, strict=True))
+        if takes and update is not None:
+            update(*lists[:-1], **shared)
+        else:
+            repeated = {name: [number] * len(indices) for name, number in shared.items()}
+            rule.each(*lists, **{**options, **repeated})
 
 
 def _as_torch_reads(number: Any, *, flag: bool = False) -> Any:

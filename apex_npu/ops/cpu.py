@@ -28,7 +28,6 @@ def register() -> object:
 
 def decode_state(stored: Tensor, scales: Tensor | None, table: Tensor) -> Tensor:
     """A state, with the ``table`` of its run (see ``dispatch.py``), in float32; only where ``available``."""
-    assert extension is not None
     values = torch.empty(stored.shape, dtype=torch.float32, device=stored.device)
     extension.decode_state_cpu(stored, scales, table, values)
     return values
@@ -36,5 +35,4 @@ def decode_state(stored: Tensor, scales: Tensor | None, table: Tensor) -> Tensor
 
 def encode_state(values: Tensor, stored: Tensor, scales: Tensor | None, table: Tensor, count: int, index: int) -> None:
     """Write ``values``, which may be overwritten, to the ``index``-th state of a rule in step ``count``; likewise."""
-    assert extension is not None
     extension.encode_state_cpu(values, stored, scales, table, count, index)

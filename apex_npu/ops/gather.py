@@ -2,38 +2,24 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Gradients, as autograd has left them, on their way into slots. Not a dispatcher op: lists are slow to pass there.
 
-``gather_torch.py`` documents what the extension replaces where it is loaded.
+On a CPU the C++ extension (csrc/fused_optim) takes them, where it is there; ``gather_torch.py`` has the rest.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from apex_npu._extension import extension
-from apex_npu.ops.reference import FLOATS
-
-if extension is None:
-    from apex_npu.ops.gather_torch import (
-        gather_,
-        gathers_in_one_pass,
-        multiply_,
-        take_grads_,
-        unscale_grads,
-    )
-else:
-    from apex_npu.ops.gather_cpp import (
-        gather_,
-        gathers_in_one_pass,
-        multiply_,
-        take_grads_,
-        unscale_grads,
-    )
-
+from apex_npu.ops import gather_cuda, gather_torch
 from apex_npu.ops.gather_cuda import AddressTable, takes_addresses
 from apex_npu.ops.gather_torch import as_real
+from apex_npu.ops.grad_lists import is_grad_list
+from apex_npu.ops.reference import FLOATS
+from apex_npu.ops.segmented import norm
 
 __all__ = [
     "AddressTable",
@@ -45,11 +31,72 @@ __all__ = [
     "gathers_in_one_pass",
     "multiply_",
     "reads_listed",
-    "take_grads_",
     "takes_addresses",
     "takes_grads",
     "unscale_grads",
 ]
+
+
+def gathers_in_one_pass(slot: Tensor) -> bool:
+    """True where ``gather_`` copies, widens, multiplies and checks every element in one pass."""
+    return extension is not None and slot.device.type == "cpu" and slot.dtype in FLOATS
+
+
+@torch.no_grad()
+def gather_(
+    slots: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: float = 1.0, found_inf: Tensor | None = None
+) -> None:
+    """Write grad · inv_scale into its slot, for each pair.
+
+    Args:
+        slots: Dense, of one dtype and device, not overlapping.
+        grads: Shaped like them; of any floating dtype, widened before they are multiplied.
+        inv_scale: 1 / loss scale.
+        found_inf: float32, one element; set to 1 where an element of a gradient is inf or nan. None: do not look.
+    """
+    if slots and gathers_in_one_pass(slots[0]) and all(grad.dtype in FLOATS for grad in grads):
+        extension.gather_cpu(slots, grads, inv_scale, found_inf)
+    elif slots:
+        torch._foreach_copy_(list(slots), list(grads))
+        gather_torch.unscale_grads(list(slots), inv_scale, found_inf)
+
+
+def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | None) -> None:
+    """Multiply ``grads``, all of one device and dtype, by ``inv_scale``.
+
+    Args:
+        grads: Dense tensors, or all of them lists of gradients.
+        inv_scale: 1 / loss scale.
+        found_inf: float32, one element; set to 1 where a gradient is not finite. None: do not look.
+    """
+    if not grads or (inv_scale == 1.0 and found_inf is None):
+        return
+    if is_grad_list(grads[0]):
+        for listed in grads:
+            if listed.device.type != "cpu":
+                gather_cuda.scale_listed(listed, inv_scale, found_inf)
+            # The norm is checked first, which is quicker: it is finite where they are, unless it overflows itself.
+            elif inv_scale != 1.0 or not math.isfinite(norm(listed)):
+                extension.scale_grad_list(listed, inv_scale, found_inf)
+    # Subclasses may have no memory but that of tensors inside (DTensor).
+    elif (
+        inv_scale != 1.0
+        and gathers_in_one_pass(grads[0])
+        and all(type(g) is Tensor and g.is_contiguous() for g in grads)
+    ):
+        extension.gather_cpu(grads, grads, inv_scale, found_inf)
+    else:
+        gather_torch.unscale_grads(grads, inv_scale, found_inf)
+
+
+def multiply_(grads: Tensor, factor: Tensor) -> None:
+    """``grads.mul_(factor)``, of a dense tensor or a list of gradients, with one number on their device."""
+    if is_grad_list(grads) and grads.device.type != "cpu":
+        gather_cuda.scale_listed(grads, factor.to(grads.dtype))
+    elif is_grad_list(grads):
+        extension.scale_grad_list(grads, factor.to(grads.dtype).item(), None)
+    else:
+        grads.mul_(factor.to(grads.dtype))
 
 
 def cats_lists(device: torch.device) -> bool:

@@ -1,11 +1,10 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ``gather.py`` has two implementations of, in pure torch."""
+"""Multiplying and checking gradients by torch's operators."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,63 +13,8 @@ from apex_npu.ops.reference import LOW_PRECISION
 from apex_npu.ops.segmented import norm
 
 
-def gathers_in_one_pass(slot: Tensor) -> bool:
-    """True where ``gather_`` copies, widens, multiplies and checks every element in one pass."""
-    return False
-
-
-def take_grads_(
-    sources: Sequence[Tensor],
-    params: Sequence[Tensor],
-    slots: Sequence[Tensor],
-    inv_scale: float = 1.0,
-    found_inf: Tensor | None = None,
-) -> int | None:
-    """Gather the gradients of ``sources``, those that are there, into ``slots``, and make these ``params``' gradients.
-
-    Only where ``gathers_in_one_pass(slots[0])``: one call, however many there are. For the rest see ``gather_``.
-
-    Args:
-        sources: Where autograd leaves the gradients of ``params``: those, or for a master its model parameter.
-        params: One for each.
-        slots: Likewise.
-        inv_scale: See ``gather_``.
-        found_inf: See ``gather_``.
-
-    Returns:
-        The index of the first gradient that is sparse, not of its parameter's dtype, or a subclass with dispatch of its
-        own, with nothing written; or None.
-    """
-    raise NotImplementedError("take_grads_ needs the C++ extension; where gathers_in_one_pass() is False use gather_")
-
-
-@torch.no_grad()
-def gather_(
-    slots: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: float = 1.0, found_inf: Tensor | None = None
-) -> None:
-    """Write grad · inv_scale into its slot, for each pair.
-
-    Args:
-        slots: Dense, of one dtype and device, not overlapping.
-        grads: Shaped like them; of any floating dtype, widened before they are multiplied.
-        inv_scale: 1 / loss scale.
-        found_inf: float32, one element; set to 1 where an element of a gradient is inf or nan. None: do not look.
-    """
-    if not slots:
-        return
-    slots = list(slots)
-    torch._foreach_copy_(slots, list(grads))
-    unscale_grads(slots, inv_scale, found_inf)
-
-
 def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | None) -> None:
-    """Multiply ``grads``, all of one device and dtype, by ``inv_scale``.
-
-    Args:
-        grads: Dense tensors, or all of them lists of gradients.
-        inv_scale: 1 / loss scale.
-        found_inf: float32, one element; set to 1 where a gradient is not finite. None: do not look.
-    """
+    """See ``gather.py``; of dense tensors."""
     if not grads or (inv_scale == 1.0 and found_inf is None):
         return
     if grads[0].is_complex():
@@ -104,11 +48,6 @@ def _factor_beside(found_inf: Tensor, inv_scale: float) -> Tensor:
 def as_real(tensor: Tensor) -> Tensor:
     """A view of the numbers that complex ones consist of, or of their conjugates."""
     return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
-
-
-def multiply_(grads: Tensor, factor: Tensor) -> None:
-    """``grads.mul_(factor)``, of a dense tensor or a list of gradients, with one number on their device."""
-    grads.mul_(factor.to(grads.dtype))
 
 
 def _checks_by_norms(grad: Tensor) -> bool:

@@ -86,7 +86,6 @@ class ListedSlots:
 
         Where they have two dtypes beside the operand's, they are copied before they are read.
         """
-        assert extension is not None
         others = extension.grad_addresses(grads, self._begins, self._lengths, self._found)
         if len(others) <= 1:
             on_device, narrow = self._sent.on(grads.device, self._found), others[0] if others else None
@@ -102,14 +101,12 @@ def addresses_of(grads: Tensor) -> Addresses | None:
 
 def listed_grads(grads: Tensor) -> list[tuple[Tensor, int]]:
     """The gradients of the operand, 1-D, each with its first element there; writing them is not counted."""
-    assert extension is not None
     found: list[tuple[Tensor, int]] = extension.listed_grads(grads)
     return found
 
 
 def count_writes(grads: Tensor) -> None:
     """Have autograd notice that the gradients of the operand have been written."""
-    assert extension is not None
     extension.count_grad_writes(grads)
 
 

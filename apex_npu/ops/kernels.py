@@ -19,6 +19,9 @@ if cpu.available:
 else:
     elementwise.sgd_.implement(aten_fused.sgd_, "CPU")
     elementwise.adam_.implement(aten_fused.adam_, "CPU")
+    for _rule, _runs in ((elementwise.sgd_, aten_fused.sgd_runs), (elementwise.adam_, aten_fused.adam_runs)):
+        _rule.implement(_runs, "CPU", "runs")
+        _rule.joins_on = ("cpu",)
 
 elementwise.sgd_.implement(npu.sgd_, "PrivateUse1")
 elementwise.adam_.implement(npu.adam_, "PrivateUse1")

@@ -23,6 +23,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
 from apex_npu._cli import hooks
+from apex_npu._extension import extension
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo, no_grad, torch_profiler
 from apex_npu.fusion import (
@@ -411,7 +412,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
                     drop_grads(group["params"])
             for fused in self.fused_groups():
                 fused.grads.forget_stepped()
-        elif not self._fused.listed or self._fused.full_params:
+        elif extension is None or not self._fused.listed or self._fused.full_params:
             super().zero_grad(set_to_none)
         elif not self._zero_slots():
             for grads in self.flat_grads():
@@ -422,7 +423,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     def _zero_slots(self) -> bool:
         """Zero the slots, if all gradients are in them: it does not matter whether parameters are still in theirs."""
         fits = self._all_fused and not self._fused.unfused and self._fused.are_listed(self._lists())
-        held = [fused.grads for fused in self._fused.groups]
+        held = self._flat_grads
         if not fits or not all(grads.all_present() for grads in held):
             return False
         for grads in held:
@@ -452,7 +453,10 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             raise
 
     def flat_grads(self) -> list[FlatGrads]:
-        """The gradient buffers of all parameters, in order; fuses what is not."""
+        """The gradient buffers of all parameters, in order; fuses what is not.
+
+        Without the C++ extension there are none.
+        """
         if not self._is_fused(for_step=False):
             self._fuse_outside_of_step()
         return self._flat_grads
@@ -599,8 +603,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     def _end_fusing(self, *, with_state: bool = True) -> None:
         groups, names = self._fused.groups, self._fused.state_names
         self.state_formats.apply(groups, self.param_groups, names, decodes_runs=self.adds_up_parts)
-        self._flat_grads = [fused.grads for fused in groups]
-        self._lending = [fused.grads.memory for fused in groups if fused.grads.memory.lends]
+        self._flat_grads = self._fused.buffered()
+        self._lending = [grads.memory for grads in self._flat_grads if grads.memory.lends]
         self._all_in_slots = all(fused.in_slots for fused in groups)
         self._prepares = all(masks_writes(fused.param_flat.device) for fused in groups)
         if with_state:

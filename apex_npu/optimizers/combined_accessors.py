@@ -9,6 +9,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from apex_npu._extension import require_extension
 from apex_npu.backends._torch_private import disable_dynamo
 from apex_npu.distributed import clip_grad_norm_
 from apex_npu.fusion import (
@@ -49,7 +50,8 @@ class CombinedAccessors(HasFusedGroups):
         Returns:
             The norm before clipping, 0-dim.
         """
-        return clip_grad_norm_(self.flat_grads(), [], max_norm, norm_type, error_if_nonfinite)
+        flats = self.flat_grads()
+        return clip_grad_norm_(flats, self._fused.apart(), max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_norm_fused_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """``clip_optimizer_grad_norm_fused`` by the name that ``torch_npu.optim`` has for it."""
@@ -69,6 +71,7 @@ class CombinedAccessors(HasFusedGroups):
                 "would hold a part. Work on the parameters and gradients themselves, as DTensors, or on their "
                 "to_local(); clip_optimizer_grad_norm_fused takes the norm over all processes"
             )
+        require_extension("a combined buffer")
         leading = {id(p) for p in self.leading_params()}
         found = combined(self._fused.groups, leading)
         if found is None:
@@ -104,7 +107,8 @@ class CombinedAccessors(HasFusedGroups):
 
         Raises:
             RuntimeError: A parameter shares its memory with other tensors, or is sharded over processes; or, where
-                parameters have yet to move, a CUDA graph is being captured, or a ``scale_loss`` block is open.
+                parameters have yet to move, a CUDA graph is being captured, or a ``scale_loss`` block is open. Or the
+                C++ extension is not there.
             torch.OutOfMemoryError: There is no memory for the buffer. Nothing has moved in either case.
         """
         return [fused.param_flat for fused in self.combined_groups()]
@@ -118,7 +122,7 @@ class CombinedAccessors(HasFusedGroups):
         Raises:
             RuntimeError: As of ``get_optimizer_combined_params``.
         """
-        return [fused.grads.show() for fused in self.combined_groups()]
+        return [grads.show() for grads in self.combined_grads()]
 
     def get_optimizer_combined_grad_masks(self) -> list[Tensor]:
         """For each of these buffers float32 ones where there is a gradient now, and zeros elsewhere.
@@ -126,7 +130,7 @@ class CombinedAccessors(HasFusedGroups):
         Raises:
             RuntimeError: As of ``get_optimizer_combined_params``.
         """
-        return [fused.grads.mask() for fused in self.combined_groups()]
+        return [grads.mask() for grads in self.combined_grads()]
 
     # Without masters the model's parameters are the optimizer's; amp overrides these where they are not.
     clip_model_grad_norm_fused = clip_optimizer_grad_norm_fused

@@ -13,12 +13,13 @@ from itertools import chain
 
 from torch import Tensor
 
-from apex_npu.distributed.shard_grads import ShardGrads, memory_of_parts, wait_for_moved_parts
+from apex_npu.distributed.shard_grads import ShardGrads, finds_parts, memory_of_parts, wait_for_moved_parts
 from apex_npu.fusion import (
+    FlatGrads,
     FusedGroup,
+    OwnGrad,
     are_same,
     fuse,
-    give_own_storages,
     is_dense,
     is_slot,
     not_combinable,
@@ -47,7 +48,7 @@ class FusedParams:
         self.capturable = False
         self.groups: list[FusedGroup] = []
         self.full_params: dict[int, Tensor] = {}
-        self.shards: list[ShardGrads] = []
+        self.shards: list[ShardGrads | OwnGrad] = []
         self.listed: list[list[Tensor]] = []
         self.unfused: list[Tensor] = []
         self.state_names: list[tuple[str, ...]] = []
@@ -58,6 +59,15 @@ class FusedParams:
     def full_param_of(self, param: Tensor) -> Tensor:
         """What the user has where ``groups`` have ``param``: that itself, or the parameter that it is a part of."""
         return self.full_params.get(id(param), param)
+
+    def apart(self) -> list[Tensor]:
+        """The parameters whose gradients are in no buffer of amp's: all that nothing moves."""
+        found = [group for group in self.groups if isinstance(group.grads, OwnGrad)]
+        return [self.full_param_of(p) for group in found for p in group.params]
+
+    def buffered(self) -> list[FlatGrads]:
+        """The buffers that gradients are in."""
+        return [group.grads for group in self.groups if isinstance(group.grads, FlatGrads)]
 
     def is_any_sharded(self) -> bool:
         """True where one of the parameters is a DTensor."""
@@ -100,7 +110,10 @@ class FusedParams:
 
         # What replaces a parameter may do so in every step (partial FC): the others keep a group without it.
         self._moving = {id(p) for p in ready}
-        there, others = ([p for p in ready if (id(p) in known) is held] for held in (True, False))
+        left = {id(p) for p in ready if is_sharded(full_params.get(id(p))) and not finds_parts()}
+        in_place, movable = ([p for p in ready if (id(p) in left) is held] for held in (True, False))
+        groups += [step_in_place(p, capturable=self.capturable) for p in in_place]
+        there, others = ([p for p in movable if (id(p) in known) is held] for held in (True, False))
         aliases = memory_of_parts(params)
         groups += fuse(there, apart=others, kind_of=kind_of, capturable=self.capturable, aliases=aliases)
         unfused = _without_members(unfused, groups)
@@ -193,12 +206,8 @@ class FusedParams:
             if not found and None not in kinds and (len(kinds) == 1 or self._combined):
                 groups.append(group)
                 continue
-            if group.has_buffer:
-                give_own_storages([p for i, p in enumerate(group.params) if i not in found])
-            others = list(map(group.params.__getitem__, found))
             # Those that a call moved which could not end are in no group.
-            give_own_storages([p for p in others if id(p) in self._moving])
-            others = [p for p in others if id(p) not in self._moving]
+            others = [p for p in map(group.params.__getitem__, found) if id(p) not in self._moving]
             taken = [p for p in others if is_slot(p) and id(p) in kind_of]
             groups.extend(step_in_place(p, capturable=self.capturable) for p in taken)
         return groups
@@ -210,16 +219,20 @@ def _places_in(lists: Sequence[list[Tensor]], parts: list[Tensor]) -> dict[int, 
     return dict(zip(map(id, parts), places, strict=True))
 
 
-def _shard_grads(groups: list[FusedGroup], full_params: dict[int, Tensor]) -> list[ShardGrads]:
+def _shard_grads(groups: list[FusedGroup], full_params: dict[int, Tensor]) -> list[ShardGrads | OwnGrad]:
     """Those of ``groups`` that have parts of sharded parameters, made where they are not there yet."""
-    found = []
+    found: list[ShardGrads | OwnGrad] = []
     for group in groups:
         full = [full_params[id(p)] for p in group.params if is_sharded(full_params.get(id(p)))]
         if not full:
             continue
-        if not isinstance(group.grads, ShardGrads) or not are_same(group.grads.full_params, full):
-            group.grads = ShardGrads(group.grads, full)
-        found.append(group.grads)
+        grads = group.grads
+        if not isinstance(grads, (ShardGrads, OwnGrad)) or not are_same(grads.full_params, full):
+            if isinstance(grads, FlatGrads) and finds_parts():
+                grads = group.grads = ShardGrads(grads, full)
+            else:
+                grads = group.grads = OwnGrad(group.params[0], full[0])
+        found.append(grads)
     return found
 
 
@@ -229,6 +242,8 @@ def _number(group: FusedGroup, place_of: dict[int, tuple[int, int]]) -> None:
     if places != group.places:
         group.places = places
         group.runs.forget()
+    if isinstance(group.grads, OwnGrad):
+        group.grads.index = places[0][1]
 
 
 def _without_members(params: list[Tensor], groups: list[FusedGroup]) -> list[Tensor]:

@@ -43,7 +43,7 @@ from apex_npu import amp, optimizers
 from apex_npu.contrib.optimizers import DistributedFusedAdam, DistributedFusedLAMB
 from apex_npu.distributed import shard_grads
 from apex_npu.distributed.fully_sharded import reshard
-from apex_npu.fusion import packed_grads
+from apex_npu.fusion import FlatGrads, packed_grads
 from apex_npu.fusion.shards import local_part
 
 NORM_RULES = [
@@ -304,7 +304,8 @@ def gradients_stay_where_they_are():
 def gathered_gradients_stay_scaled():
     """With ``fuse_unscale``: those that a clipping copies into slots are not taken for others, of the script's."""
     with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
-        patched.setattr(shard_grads, "_finds_parts", lambda: False)
+        gather = lambda grads, slots=None, **_: FlatGrads.gather(grads, slots)  # noqa: E731
+        patched.setattr(shard_grads.ShardGrads, "gather", gather)
         model, optimizer, grads = wide(dynamic_init_scale=2.0**8, fuse_unscale=True)
         warnings.simplefilter("error")
         optimizer.clip_optimizer_grad_norm_fused(1e-3)

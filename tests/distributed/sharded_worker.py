@@ -226,12 +226,12 @@ def private_names_of_torch_have_moved():
     for name, value in (("dtensor_slots", False), ("memory_of_shards", None)):
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(shard_grads, name, lambda value=value: value)
-            shard_grads._finds_parts.cache_clear()
+            shard_grads.finds_parts.cache_clear()
             with pytest.warns(RuntimeWarning) as noted:
                 other = train_everything_copied(kind, options)
         assert len([w for w in noted if "memory of sharded parameters elsewhere" in str(w.message)]) == 1
         assert_equal(found, other)
-    shard_grads._finds_parts.cache_clear()
+    shard_grads.finds_parts.cache_clear()
 
 
 def steps_leave_nothing():

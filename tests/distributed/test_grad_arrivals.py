@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Counting gradients in backward: the extension's way and Python's."""
+"""Counting gradients in backward."""
 
 from __future__ import annotations
 
@@ -9,20 +9,13 @@ import weakref
 
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, needs_extension
 from torch import nn
 
 from apex_npu._extension import extension
-from apex_npu.distributed.grad_arrivals import PythonGradArrivals
+from apex_npu.distributed.grad_arrivals import grad_arrivals
 
-KINDS = [PythonGradArrivals]
-if extension is not None:
-    KINDS.append(extension.GradArrivals)
-
-
-@pytest.fixture(params=KINDS, ids=["python", "extension"][: len(KINDS)])
-def kind(request):
-    return request.param
+pytestmark = needs_extension
 
 
 def chain(count):
@@ -38,18 +31,18 @@ def chain(count):
     return params, loss
 
 
-def watch(kind, params, bucket_of, *, expected=None, deferred=False):
+def watch(params, bucket_of, *, expected=None, deferred=False):
     full = []
-    arrivals = kind(params, full.append)
+    arrivals = grad_arrivals(params, full.append)
     arrivals.plan(bucket_of, expected or [1] * len(params))
     arrivals.begin(deferred)
     return arrivals, full
 
 
-def test_buckets_are_full_in_order_whatever_order_gradients_have(kind):
+def test_buckets_are_full_in_order_whatever_order_gradients_have():
     params, loss = chain(4)
     # Bucket 0 holds the gradient that comes third, bucket 1 the first two.
-    arrivals, full = watch(kind, params, [2, 0, 1, 1])
+    arrivals, full = watch(params, [2, 0, 1, 1])
     loss().backward()
     assert arrivals.order == [3, 2, 1, 0]
     assert arrivals.counts == [1, 1, 1, 1]
@@ -57,9 +50,9 @@ def test_buckets_are_full_in_order_whatever_order_gradients_have(kind):
     assert arrivals.late == -1
 
 
-def test_a_gradient_is_complete_when_it_has_come_as_often_as_expected(kind):
+def test_a_gradient_is_complete_when_it_has_come_as_often_as_expected():
     params, loss = chain(2)
-    arrivals, full = watch(kind, params, [1, 0], expected=[1, 2])
+    arrivals, full = watch(params, [1, 0], expected=[1, 2])
     loss().backward()
     assert full == []
     loss().backward()
@@ -70,9 +63,9 @@ def test_a_gradient_is_complete_when_it_has_come_as_often_as_expected(kind):
     assert (arrivals.order, arrivals.counts, arrivals.late) == ([], [0, 0], -1)
 
 
-def test_deferred_nothing_is_full_and_nothing_late(kind):
+def test_deferred_nothing_is_full_and_nothing_late():
     params, loss = chain(2)
-    arrivals, full = watch(kind, params, [1, 0], deferred=True)
+    arrivals, full = watch(params, [1, 0], deferred=True)
     loss().backward()
     loss().backward()
     assert full == []
@@ -80,18 +73,18 @@ def test_deferred_nothing_is_full_and_nothing_late(kind):
     assert arrivals.counts == [2, 2]
 
 
-def test_gradients_that_have_a_graph_defer_the_rest(kind):
+def test_gradients_that_have_a_graph_defer_the_rest():
     params, loss = chain(3)
-    _, full = watch(kind, params, [2, 1, 0])
+    _, full = watch(params, [2, 1, 0])
     loss().backward(create_graph=True)
     assert full == []
     for p in params:
         p.grad = None  # of the cycle that create_graph makes
 
 
-def test_after_end_and_after_close_nothing_counts(kind):
+def test_after_end_and_after_close_nothing_counts():
     params, loss = chain(2)
-    arrivals, full = watch(kind, params, [1, 0])
+    arrivals, full = watch(params, [1, 0])
     arrivals.end()
     loss().backward()
     arrivals.begin(False)
@@ -104,10 +97,10 @@ def test_after_end_and_after_close_nothing_counts(kind):
     assert full == [1, 2]
 
 
-def test_frozen_parameters_are_passed_over_until_they_are_trained(kind):
+def test_frozen_parameters_are_passed_over_until_they_are_trained():
     params, loss = chain(2)
     params[0].requires_grad_(False)
-    arrivals, full = watch(kind, params, [1, 0])
+    arrivals, full = watch(params, [1, 0])
     loss().backward()
     assert full == [1]
     params[0].requires_grad_(True)
@@ -116,9 +109,9 @@ def test_frozen_parameters_are_passed_over_until_they_are_trained(kind):
     assert full == [1, 1, 2]
 
 
-def test_a_parameter_that_has_changed_its_dtype_is_still_watched(kind):
+def test_a_parameter_that_has_changed_its_dtype_is_still_watched():
     params, loss = chain(2)
-    arrivals, full = watch(kind, params, [1, 0])
+    arrivals, full = watch(params, [1, 0])
     for p in params:
         p.data = p.data.double()
     arrivals.begin(False)
@@ -126,27 +119,27 @@ def test_a_parameter_that_has_changed_its_dtype_is_still_watched(kind):
     assert full == [1, 2]
 
 
-def test_what_a_full_bucket_raises_ends_backward_with_that_error(kind):
+def test_what_a_full_bucket_raises_ends_backward_with_that_error():
     params, loss = chain(3)
 
     def fail(count):
         raise LookupError(f"{count} are full")
 
-    arrivals = kind(params, fail)
+    arrivals = grad_arrivals(params, fail)
     arrivals.plan([2, 1, 0], [1, 1, 1])
     arrivals.begin(False)
     with pytest.raises(LookupError, match="1 are full"):
         loss().backward()
 
 
-def test_parameters_may_outlive_what_counts(kind):
+def test_parameters_may_outlive_what_counts():
     class OnFull:
         def __call__(self, count):
             raise AssertionError("must be gone")
 
     params, loss = chain(2)
     on_full = OnFull()
-    arrivals = kind(params, on_full)
+    arrivals = grad_arrivals(params, on_full)
     arrivals.plan([1, 0], [1, 1])
     arrivals.begin(False)
     value, gone = loss(), weakref.ref(on_full)
@@ -157,14 +150,11 @@ def test_parameters_may_outlive_what_counts(kind):
 
 
 def test_plans_must_fit_the_tensors():
-    if extension is None:
-        pytest.skip("without the extension")
     arrivals = extension.GradArrivals([nn.Parameter(torch.ones(1))], print)
     with pytest.raises(ValueError, match=r"one bucket and one count per tensor \(1\), got 2 and 1"):
         arrivals.plan([0, 1], [1])
 
 
-@pytest.mark.skipif(extension is None, reason="C++ would write beside its memory; Python raises anyway")
 def test_a_plan_that_does_not_fit_is_refused():
     params, _ = chain(2)
     arrivals = extension.GradArrivals(params, print)
@@ -174,7 +164,6 @@ def test_a_plan_that_does_not_fit_is_refused():
         arrivals.plan([0, -1], [1, 1])
 
 
-@pytest.mark.skipif(extension is None, reason="pure torch borrows nothing")
 def test_sequences_that_make_their_tensors_when_asked_are_refused():
     class Made:
         def __len__(self):

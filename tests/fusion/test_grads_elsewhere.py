@@ -8,14 +8,16 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from devices import needs_extension
 from lockstep import assert_equal_params
 from torch import nn
 
 from apex_npu import amp, optimizers
-from apex_npu._extension import extension
 from apex_npu.fusion import FlatGrads, fuse, grad_slots
 from apex_npu.fusion.grad_slots import InPlace
 from apex_npu.ops import is_grad_list
+
+pytestmark = needs_extension
 
 SHAPES = [(3,), (40, 30), (7, 5), (20, 60), (2,)]
 LARGE = [1, 3]
@@ -47,12 +49,8 @@ def test_which_stay():
     assert [i for i, state in enumerate(states) if state == grad_slots.ELSEWHERE] == LARGE
     assert [i for i, (p, g) in enumerate(zip(params, before, strict=True)) if p.grad is g] == LARGE
     operands = grads.operands(InPlace.WRITE)
-    if extension is None:
-        assert [piece.data_ptr() for piece in operands[:2]] == [before[i].data_ptr() for i in LARGE]
-        assert len(operands) == 2 + 3
-    else:
-        assert len(operands) == 1
-        assert is_grad_list(operands[0])
+    assert len(operands) == 1
+    assert is_grad_list(operands[0])
     assert [i for i, (p, g) in enumerate(zip(params, before, strict=True)) if p.grad is g] == LARGE
     assert grads.gather().count(grad_slots.IN_BUFFER) == len(params)  # requests for one buffer are served
     torch.testing.assert_close(params[1].grad, before[1], rtol=0, atol=0)
@@ -157,16 +155,12 @@ def views_of_one(value):
 
 
 def arrays_of_one(value):
-    if extension is None:
-        pytest.skip("pure torch cannot tell whose memory it is")
     return torch.from_numpy(value.numpy()), torch.from_numpy(value.numpy())
 
 
 @pytest.mark.parametrize("pair", [one_tensor, views_of_one, arrays_of_one])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_two_parameters_with_one_gradient_are_unscaled_once(groups, pair):
-    if extension is None:
-        pytest.skip("there is no one-pass kernel here")
     params = make_params()[1:2] + make_params(1)[1:2]
     parts = [params] if groups == 1 else [params[:1], params[1:]]
     flats = [fuse(part)[0].grads for part in parts]
@@ -227,8 +221,6 @@ def test_gradients_can_be_swapped_when_they_have_been_stepped():
 
 
 def test_shared_gradients_are_one_memory_until_one_is_written():
-    if extension is None:
-        pytest.skip("Python sets no gradient of another dtype")
     masters = make_params()
     sources = [nn.Parameter(p.detach().half()) for p in masters]
     for source in sources:
@@ -266,7 +258,6 @@ def test_a_gradient_on_another_device_is_refused():
     assert param.grad is None
 
 
-@pytest.mark.skipif(extension is None, reason="the extension unscales in one call")
 @pytest.mark.parametrize("bad", [None, *range(len(SHAPES))])
 def test_unscaling_in_one_call_gives_what_unscaling_in_several_does(bad, monkeypatch):
     found = []

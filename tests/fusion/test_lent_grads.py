@@ -8,11 +8,10 @@ import sys
 
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, needs_extension
 from torch import nn
 
 from apex_npu import amp, optimizers
-from apex_npu._extension import extension
 from apex_npu.fusion import grad_slots, packed_grads
 from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.grad_copier import GradCopier
@@ -21,7 +20,7 @@ from apex_npu.ops.grad_lists import SentTables
 
 pytestmark = [
     pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU reads gradients where autograd leaves them"),
-    pytest.mark.skipif(extension is None, reason="without the extension buffers keep their memory"),
+    needs_extension,
 ]
 SHAPES = [(300, 7), (5,), (64, 33), (1,), (0,), (17,)]
 

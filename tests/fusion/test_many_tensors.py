@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, needs_extension
 from torch import nn
 
 from apex_npu._extension import extension
@@ -22,15 +22,11 @@ from apex_npu.fusion.many_tensors import (
     hold_grads,
     hold_values,
     increment_versions,
-    lost_and_kept,
     low_precision_of,
-    set_grads,
     versions_of,
     zero_grads,
 )
-from apex_npu.fusion.storage import slot_table
-
-needs_extension = pytest.mark.skipif(extension is None, reason="checks of the extension")
+from apex_npu.fusion.storage import SlotTable
 
 
 def make(count=50):
@@ -72,20 +68,22 @@ def test_a_gradient_may_take_the_list_with_it_when_it_dies():
     gone = weakref.ref(params[-1])
     weakref.finalize(params[5].grad, params.clear)
     del p
-    drop_grads(params if extension is not None else list(params))
+    drop_grads(params)
     assert gone() is None
 
 
+@needs_extension
 def test_gradients_are_set_and_former_ones_freed():
     params = make()
     for p in params[::2]:
         p.grad = torch.ones_like(p)
     gone, grads = weakref.ref(params[0].grad), [torch.full_like(p, 2.0) for p in params]
-    set_grads(params, grads)
+    extension.set_grads(params, grads)
     assert are_same([p.grad for p in params], grads)
     assert gone() is None
 
 
+@needs_extension
 def test_a_gradient_may_take_the_list_with_it_when_it_is_replaced():
     params = make()
     for p in params:
@@ -93,7 +91,7 @@ def test_a_gradient_may_take_the_list_with_it_when_it_is_replaced():
     grads, gone = [torch.zeros_like(p) for p in params], weakref.ref(params[-1])
     weakref.finalize(params[5].grad, params.clear)
     del p
-    set_grads(params if extension is not None else list(params), grads)
+    extension.set_grads(params, grads)
     assert gone() is None
 
 
@@ -181,7 +179,7 @@ def test_tensors_are_where_they_were_with_the_shape_that_they_had():
     sizes = [(), (1,), (2, 3), (3, 2), (4, 1, 2), (0,), (2, 3)]
     tensors = [torch.zeros(size, device=DEVICE) for size in sizes]
     tensors[-1] = torch.zeros(3, 2, device=DEVICE).t()
-    table = slot_table(tensors)
+    table = SlotTable(tensors)
     assert table.broken(tensors) == []
     others = [t.view(t.shape) for t in tensors]
     assert table.broken(others) == []
@@ -190,20 +188,21 @@ def test_tensors_are_where_they_were_with_the_shape_that_they_had():
     assert table.broken(others) == [0, 1, 2, 3, 6]
 
 
+@needs_extension
 def test_views_that_are_lost_and_kept():
     params = make(6)
     buffer = FlatBuffer(6 * 48, torch.float32, torch.device(DEVICE))
     views = buffer.views_like([torch.empty(3, device="meta") for _ in params], [48 * i for i in range(6)])
-    table = slot_table(views)
-    assert lost_and_kept(table, views, params) == ([], [])
+    table = SlotTable(views)
+    assert extension.lost_and_kept(table, views, params) == ([], [])
     params[0].grad = views[0]
     params[2].grad = views[1]  # another parameter's
     name = views[3]
     views[4].data = torch.zeros(3, device=DEVICE)
-    assert lost_and_kept(table, views, params) == ([4], [1, 3])
+    assert extension.lost_and_kept(table, views, params) == ([4], [1, 3])
     del name
     params[2].grad = None
-    assert lost_and_kept(table, views, params) == ([4], [])
+    assert extension.lost_and_kept(table, views, params) == ([4], [])
 
 
 def test_gradients_of_any_kind_are_zeroed_as_by_zero_():
@@ -336,8 +335,8 @@ def test_gradients_that_share_a_counter_are_not_changed_by_what_counts_for_anoth
         (lambda: extension.hold_grads(make(2), [None], [0]), ValueError, "one gradient and version per tensor"),
         (lambda: extension.hold_grads(make(1), [2], [0]), TypeError, "expected a tensor or None at index 0"),
         (lambda: extension.hold_grads(make(1), [None], ["a"]), TypeError, ""),
-        (lambda: extension.lost_and_kept(slot_table([]), [], make(1)), ValueError, "expected 0 views, .* got 0 and 1"),
-        (lambda: extension.lost_and_kept(slot_table([]), make(1), make(1)), ValueError, "expected 0 views, .* got 1"),
+        (lambda: extension.lost_and_kept(SlotTable([]), [], make(1)), ValueError, "expected 0 views, .* got 0 and 1"),
+        (lambda: extension.lost_and_kept(SlotTable([]), make(1), make(1)), ValueError, "expected 0 views, .* got 1"),
         (lambda: extension.hold_values([{}], [], []), ValueError, "must have one length"),
         (lambda: extension.hold_values([1], ["a"], [2]), TypeError, "expected dicts"),
         (lambda: extension.hold_values([{}], [[]], [2]), TypeError, "unhashable"),

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""change_data_ptr and its kin, with the extension and without."""
+"""change_data_ptr and its kin."""
 
 import copy
 import gc
@@ -9,22 +9,12 @@ import pickle
 
 import pytest
 import torch
-from implementations import use_pure_torch_storage
+from devices import needs_extension
 from torch import nn
 
-from apex_npu._extension import extension
-from apex_npu.fusion import change_data_ptr, is_slot, storage, storage_torch, storage_view
+from apex_npu.fusion import change_data_ptr, is_slot, storage, storage_view
 
-needs_extension = pytest.mark.skipif(extension is None, reason="pure torch cannot re-point a storage")
-
-
-@pytest.fixture(params=["extension", "pure torch"], autouse=True)
-def implementation(request, monkeypatch):
-    if request.param == "pure torch":
-        use_pure_torch_storage(monkeypatch)
-    elif extension is None:
-        pytest.skip("the extension is not built")
-    return request.param
+pytestmark = needs_extension
 
 
 def test_dst_shows_src_at_the_offset():
@@ -60,9 +50,7 @@ def test_memory_outlives_src():
     del fill
 
 
-def test_src_resized_or_repointed_keeps_slots_valid(implementation):
-    if implementation == "pure torch":
-        pytest.skip("pure torch borrows src's storage; the buffers that the library makes are never resized")
+def test_src_resized_or_repointed_keeps_slots_valid():
     src = torch.arange(16.0)
     dst = torch.zeros(4)
     change_data_ptr(dst, src, 4)
@@ -80,10 +68,7 @@ def test_offset_counts_from_where_src_begins():
     assert dst.tolist() == [12, 13]
 
 
-@needs_extension
-def test_every_alias_of_dst_follows(implementation):
-    if implementation == "pure torch":
-        pytest.skip("only named tensors can follow")
+def test_every_alias_of_dst_follows():
     src = torch.arange(32.0)
     dst = torch.zeros(2, 3)
     alias = dst.view(-1)
@@ -91,16 +76,6 @@ def test_every_alias_of_dst_follows(implementation):
     change_data_ptr(dst, src, 5)
     assert alias.tolist() == [5, 6, 7, 8, 9, 10]
     assert detached.data_ptr() == dst.data_ptr()
-
-
-def test_pure_torch_says_that_aliases_do_not_follow(implementation):
-    if implementation != "pure torch":
-        pytest.skip("aliases follow")
-    dst = torch.zeros(3)
-    alias = dst.view(-1)
-    with pytest.warns(RuntimeWarning, match="has other views"):
-        storage.move_storages([[dst]], torch.arange(8.0), [0], copy_values=False)
-    assert alias.tolist() == [0, 0, 0]
 
 
 def test_several_move_with_their_values_or_none_does():
@@ -186,9 +161,7 @@ def test_views_of_one_storage_are_refused():
         change_data_ptr(base, base.view(4, 4), 0)
 
 
-def test_borrowed_memory_is_refused(implementation):
-    if implementation == "pure torch":
-        pytest.skip("pure torch does not see who owns memory")
+def test_borrowed_memory_is_refused():
     owner = torch.zeros(8)
     borrowed = torch.tensor([]).set_(
         torch._C._construct_storage_from_data_pointer(owner.data_ptr(), torch.device("cpu"), 32), 0, (8,), (1,)
@@ -264,7 +237,7 @@ def test_storage_view_has_a_storage_of_its_own():
         storage_view(buffer, 20, (5,), (1,))
 
 
-def test_is_slot(implementation):
+def test_is_slot():
     buffer, dst = torch.zeros(8), torch.zeros(2)
     assert not is_slot(dst)
     change_data_ptr(dst, buffer, 0)
@@ -287,14 +260,13 @@ def test_autograd_goes_on():
 
 def test_slot_table_notices_what_moves():
     params = [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(5))]
-    table = storage.slot_table(params)
+    table = storage.SlotTable(params)
     assert table.broken(params) == []
     params[0].data = torch.zeros(2, 3)
     params[2].data = params[2].data.half()
     assert table.broken(params) == [0, 2]
 
 
-@pytest.mark.parametrize("guards", [True, False], ids=["torch's guards", "one by one"])
 @pytest.mark.parametrize(
     "change",
     [
@@ -305,11 +277,9 @@ def test_slot_table_notices_what_moves():
         pytest.param(lambda p: p.data.clone(), id="elsewhere"),
     ],
 )
-def test_slot_table_notices_all_that_makes_up_a_place(change, guards, monkeypatch):
-    if not guards:
-        monkeypatch.setattr(storage_torch, "_form_guards", lambda tensors: None)
+def test_slot_table_notices_all_that_makes_up_a_place(change):
     params = [nn.Parameter(torch.zeros(4, 4)) for _ in range(3)]
-    table = storage.slot_table(params)
+    table = storage.SlotTable(params)
     former = params[1].data
     params[1].data = change(params[1])
     assert table.broken(params) == [1]
@@ -319,28 +289,9 @@ def test_slot_table_notices_all_that_makes_up_a_place(change, guards, monkeypatc
 
 def test_slot_table_does_not_mind_what_is_no_place():
     params = [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(()))]
-    table = storage.slot_table(params)
+    table = storage.SlotTable(params)
     params[0].requires_grad_(False)
     assert table.broken(params) == []
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
         assert table.broken(params) == []
-    assert storage.slot_table([]).broken([]) == []
-
-
-@pytest.mark.skipif(extension is not None, reason="the extension asks the device, and a CPU has no streams")
-def test_record_stream_of_a_slot_is_one_of_its_buffer_too():
-    recorded = []
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("record_stream", lambda tensor, stream: recorded.append(tensor.data_ptr()), "CPU")
-    buffer, other = torch.arange(64.0), torch.zeros(3)
-    slot = storage_view(buffer, 10, (2, 3), (3, 1))
-    inner = storage_view(slot.view(-1), 2, (2,), (1,))
-    stream = torch.Stream(stream_id=0, device_index=0, device_type=0)
-    for tensor in (other, slot, slot.t(), inner):
-        tensor.record_stream(stream)
-    with torch.inference_mode():
-        slot.record_stream(stream)
-    begin = buffer.data_ptr()
-    of_slot = [begin + 40, begin]
-    assert recorded == [other.data_ptr(), *of_slot, *of_slot, begin + 48, *of_slot, *of_slot]
-    library._destroy()
+    assert storage.SlotTable([]).broken([]) == []

@@ -15,7 +15,6 @@ from itertools import zip_longest
 import pytest
 import torch
 from devices import DEVICE, needs, require
-from implementations import use_pure_torch_storage
 from lockstep import FLOAT64_TOLERANCE, LOW_PRECISION, assert_equal_params, assert_equal_states
 from optimizer_specs import DTYPES, MATRIX, SPECS, needs_dtype
 from torch import nn
@@ -865,17 +864,6 @@ def test_check_combined_tensors(answer, capsys):
 def test_a_rule_must_be_complete():
     with pytest.raises(NotImplementedError, match="FusedOptimizer must define validate"):
         FusedOptimizer([nn.Parameter(torch.ones(1))], {})
-
-
-@for_all
-def test_without_the_extension(pair, monkeypatch):
-    use_pure_torch_storage(monkeypatch)
-    for i in range(10):
-        pair.step(i, skip=(i % 4,))
-    pair.params[0][0].data = pair.params[0][0].data.clone()
-    for i in range(10, 15):
-        pair.step(i)
-    pair.check()
 
 
 def test_compiled_model_with_fused_parameters():

@@ -9,10 +9,10 @@ import gc
 
 import pytest
 import torch
+from devices import needs_extension
 from torch import nn
 
 from apex_npu.fusion import is_slot
-from apex_npu.fusion.storage import follows_aliases
 from apex_npu.optimizers import NpuFusedSGD
 
 NUMEL = 100_000
@@ -70,7 +70,7 @@ def test_memory_that_no_other_stream_reads_is_free_at_once():
     assert torch.npu.memory_allocated() <= allocated - 3 * 4 * NUMEL
 
 
-@pytest.mark.skipif(not follows_aliases(), reason="pure torch leaves the choice of memory to torch")
+@needs_extension
 def test_parameters_that_are_fused_on_another_stream_keep_their_values():
     param = nn.Parameter(torch.full((NUMEL,), 3.0, device="npu"))
     grad = torch.zeros_like(param)
@@ -87,7 +87,7 @@ def test_parameters_that_are_fused_on_another_stream_keep_their_values():
     assert all(t.unique().tolist() == [7.0] for t in new)
 
 
-@pytest.mark.skipif(not follows_aliases(), reason="pure torch leaves the choice of memory to torch")
+@needs_extension
 def test_buffers_that_were_made_on_another_stream_are_kept_for_the_default_one():
     stepping = torch.npu.Stream()
     with torch.npu.stream(stepping):

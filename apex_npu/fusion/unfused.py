@@ -1,10 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``many_tensors.py`` in pure torch."""
+"""Where the C++ extension is not there: ``storage.py`` without moves, and ``many_tensors.py`` one tensor at a time."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from itertools import repeat
 from operator import attrgetter, is_
@@ -14,13 +13,49 @@ import torch
 from torch import Tensor
 
 from apex_npu.backends._torch_private import wraps_tensors
-from apex_npu.fusion.storage_common import SlotTable
 from apex_npu.ops import LOW_PRECISION
 
 _GRAD, _DTYPE = attrgetter("grad"), attrgetter("dtype")
-_USE_COUNT: Any = Tensor._use_count  # type: ignore[attr-defined]
-# How many references to an object there are while map() asks, where only a list has it.
-_IN_LIST_ALONE = next(map(sys.getrefcount, [object()]))
+
+
+class SlotTable:
+    """Remembers where tensors are."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._places = list(map(_place, tensors))
+
+    def broken(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Indices of the tensors whose address, size, stride, dtype or device is no longer what it was."""
+        return [i for i, (now, then) in enumerate(zip(map(_place, tensors), self._places, strict=True)) if now != then]
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype, tensor.device
+
+
+def is_slot(tensor: Tensor) -> bool:
+    """True where the memory of ``tensor`` is part of a fused buffer."""
+    return False
+
+
+def storage_view(src: Tensor, offset: int, size: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """A tensor over ``src``'s memory, ``offset`` elements after its first."""
+    return src.detach().as_strided(size, stride, src.storage_offset() + offset)
+
+
+def storage_views(src: Tensor, offsets: Sequence[int], like: Sequence[Tensor]) -> list[Tensor]:
+    """``storage_view`` for each of ``offsets``, with the size and stride of one of ``like``."""
+    return [storage_view(src, offset, t.size(), t.stride()) for offset, t in zip(offsets, like, strict=True)]
+
+
+def round_to_copies(params: Tensor, flat: Tensor) -> bool:
+    """Do what a kernel does with all of a watched buffer, without an update; False where ``flat`` is not watched."""
+    return False
+
+
+def written_copies(flat: Tensor) -> tuple[int, int]:
+    """How many elements of a watched buffer, and of its parameters, have been found written since the last call."""
+    return 0, 0
 
 
 def increment_versions(tensors: list[Tensor]) -> None:
@@ -32,12 +67,6 @@ def drop_grads(tensors: list[Tensor]) -> None:
     """``tensor.grad = None``, for each."""
     for tensor in tensors:
         tensor.grad = None
-
-
-def set_grads(tensors: list[Tensor], grads: list[Tensor]) -> None:
-    """``tensor.grad = grad``, for each pair."""
-    for tensor, grad in zip(tensors, grads, strict=True):
-        tensor.grad = grad
 
 
 @torch.no_grad()
@@ -67,25 +96,6 @@ def hold_grads(tensors: list[Tensor], grads: list[Tensor | None], versions: list
     """True where each has the very gradient of ``grads``, or None, and this the version of ``versions``, or 0."""
     now = grads_of(tensors)
     return are_same(now, grads) and versions_of(now) == versions
-
-
-def lost_and_kept(table: SlotTable, views: list[Tensor], params: list[Tensor]) -> tuple[list[int], list[int]]:
-    """The indices of ``views`` that are elsewhere, and of others that are not free: of former gradients that are kept.
-
-    What keeps one is a name in Python, another parameter's ``grad``, or a view of it (``grad.view(-1)``); not
-    ``grad.detach()``.
-
-    Args:
-        table: Where they are to be.
-        views: Of slots; nothing has this list but its owner.
-        params: One for each, whose gradient is in the slot while it is the view.
-    """
-    lost = table.broken(views)
-    held = list(zip(map(sys.getrefcount, views), map(_USE_COUNT, views), strict=True))
-    if held.count((_IN_LIST_ALONE, 1)) == len(held):
-        return lost, []
-    used = [i for i, counts in enumerate(held) if counts != (_IN_LIST_ALONE, 1) and params[i].grad is not views[i]]
-    return lost, [i for i in used if i not in lost]
 
 
 def low_precision_of(tensors: list[Tensor]) -> list[int]:
@@ -193,11 +203,11 @@ def _differing(now: Sequence[int | None], before: Sequence[int | None]) -> list[
 class RoundedCopies:
     """float16 or bfloat16 copies of float32 parameters on a CPU, either of which a script may write uncounted.
 
-    Where a copy is not its parameter, rounded, a checksum of what was rounded last tells which of the two was written.
+    Where a copy is not its parameter, rounded, what was rounded last tells which of the two was written.
     """
 
     def __init__(self) -> None:
-        self._checksums: dict[int, tuple[int, Tensor]] = {}  # by the identity of the copy; with its address
+        self._rounded: dict[int, tuple[int, Tensor]] = {}  # by the identity of the copy: its address, and its values
 
     @torch.no_grad()
     def take(self, params: list[Tensor], copies: list[Tensor]) -> tuple[list[int], list[int], list[int]]:
@@ -215,8 +225,8 @@ class RoundedCopies:
                 continue
             differs = _differs(param, copy)
             if differs.any():
-                of_copy = not torch.equal(known, _checksum(copy))
-                if not of_copy or not torch.equal(known, _checksum(param.to(copy.dtype))):
+                of_copy = not _same(known, copy)
+                if not of_copy or not _same(known, param.to(copy.dtype)):
                     written[1].append(i)
                 if of_copy:
                     written[0].append(i)
@@ -229,24 +239,21 @@ class RoundedCopies:
         pairs = [i for i, pair in enumerate(zip(params, copies, strict=True)) if _is_pair(*pair)]
         if pairs:
             torch._foreach_copy_([copies[i].data for i in pairs], [params[i] for i in pairs])
-        self._checksums = {}
+        self._rounded = {}
         self.note([params[i] for i in pairs], [copies[i] for i in pairs])
         known = set(pairs)
         return [i for i in range(len(params)) if i not in known]
 
     def note(self, params: list[Tensor], copies: list[Tensor]) -> None:
-        """What ``copies`` hold, those in watched buffers included, is what their parameters have been rounded to."""
+        """What ``copies`` hold is what their parameters have been rounded to."""
         pairs = [copy for param, copy in zip(params, copies, strict=True) if _is_pair(param, copy)]
-        self._checksums.update({id(copy): (copy.data_ptr(), _checksum(copy)) for copy in pairs})
+        self._rounded.update({id(copy): (copy.data_ptr(), copy.detach().clone()) for copy in pairs})
 
     def written_copies(self, copies: list[Tensor]) -> list[int]:
         """The indices of those copies that have been written; nothing is changed."""
         known = [None if wraps_tensors(copy) else self._known(copy) for copy in copies]
-        return [
-            i
-            for i, (checksum, copy) in enumerate(zip(known, copies, strict=True))
-            if checksum is not None and not torch.equal(checksum, _checksum(copy))
-        ]
+        pairs = enumerate(zip(known, copies, strict=True))
+        return [i for i, (rounded, copy) in pairs if rounded is not None and not _same(rounded, copy)]
 
     @torch.no_grad()
     def written_params(self, params: list[Tensor], copies: list[Tensor]) -> list[int]:
@@ -254,7 +261,7 @@ class RoundedCopies:
         written = []
         for i, (param, copy) in enumerate(zip(params, copies, strict=True)):
             known = self._known(copy) if _is_pair(param, copy) else None
-            if known is not None and _differs(param, copy).any() and torch.equal(known, _checksum(copy)):
+            if known is not None and _differs(param, copy).any() and _same(known, copy):
                 written.append(i)
         return written
 
@@ -273,32 +280,31 @@ class RoundedCopies:
         """
         same_copies, other_params = [], []
         for i, (param, copy) in enumerate(zip(params, copies, strict=True)):
-            if id(copy) in self._checksums and _is_pair(param, copy):
-                _, known = self._checksums[id(copy)]
-                same_copies += [i] if torch.equal(known, _checksum(copy)) else []
-                other_params += [i] if not torch.equal(known, _checksum(param.to(copy.dtype))) else []
+            if id(copy) in self._rounded and _is_pair(param, copy):
+                _, known = self._rounded[id(copy)]
+                same_copies += [i] if _same(known, copy) else []
+                other_params += [i] if not _same(known, param.to(copy.dtype)) else []
         return same_copies, other_params
 
-    def _known(self, copy: Tensor) -> Tensor | None:
-        address, checksum = self._checksums.get(id(copy), (None, None))
-        return checksum if address == copy.data_ptr() else None
-
     def glance(self, params: list[Tensor], copies: list[Tensor]) -> bool:
-        """Whether there is one: a look at a few of the pairs."""
+        """Whether a look at a few of the pairs finds a parameter that has been written."""
         step = len(copies) // 16 + 1
         return bool(self.written_params(params[::step], copies[::step]))
+
+    def _known(self, copy: Tensor) -> Tensor | None:
+        address, rounded = self._rounded.get(id(copy), (None, None))
+        return rounded if address == copy.data_ptr() else None
 
 
 def _differs(param: Tensor, copy: Tensor) -> Tensor:
     return (param.to(copy.dtype) != copy) & ~(param.isnan() & copy.isnan())
 
 
+def _same(rounded: Tensor, copy: Tensor) -> bool:
+    """Whether both have the same bits; two NaNs are not equal."""
+    return torch.equal(rounded.view(torch.int16), copy.detach().view(torch.int16))
+
+
 def _is_pair(param: Tensor, copy: Tensor) -> bool:
     plain = not wraps_tensors(param) and param.device.type == copy.device.type == "cpu"
     return plain and param.dtype == torch.float32 and copy.dtype in LOW_PRECISION and param.shape == copy.shape
-
-
-def _checksum(copy: Tensor) -> Tensor:
-    words = copy.detach().contiguous().view(torch.int16).flatten().to(torch.int64)
-    products = (words + 0x8001) * (torch.arange(1, words.numel() + 1, device=words.device) * 0x9E3779B1)
-    return (products ^ (products >> 15)).sum()
