@@ -115,7 +115,9 @@ def overlapping(spans: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """True where the elements fill their extent without gap or overlap, in any order (transposed, channels_last)."""
+    """True where the elements, if any, fill their extent without gap or overlap, in any order (channels_last)."""
+    if 0 in size:
+        return True
     expected = 1
     for n, s in zip(reversed(size), reversed(stride), strict=True):  # as nearly all are
         if s != expected and n != 1:
@@ -125,8 +127,6 @@ def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
         return True
     expected = 1
     for n, s in sorted(((n, s) for n, s in zip(size, stride, strict=True) if n != 1), key=lambda dim: dim[1]):
-        if n == 0:
-            return True
         if s != expected:
             return False
         expected *= n

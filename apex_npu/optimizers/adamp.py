@@ -131,6 +131,8 @@ class NpuFusedAdamP(NormOptimizer):
         beta1, beta2 = group["betas"]
         eps, weight_decay, delta = group["eps"], group["weight_decay"], group["delta"]
         lr, segments = self.learning_rate(run, group), run.segments(rows=True)
+        if not isinstance(run.step, Tensor):
+            lr = float(lr)  # where the host counts, its arithmetic is that of the rate, too
         tables = run.remember("AdamP", delta, lambda: _Tables.of(run, delta, self._fused.full_param_of))
         param, grad, direction = run.wide_param(), run.wide_grad(), run.scratch("direction")
         exp_avg, exp_avg_sq = run.wide_state("exp_avg"), run.wide_state("exp_avg_sq")

@@ -224,11 +224,11 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         return False
 
     def learning_rate(self, run: Run, group: ParamGroup) -> float | Tensor:
-        """``group["lr"]``: a tensor where that is one, and an accelerator can read it by itself."""
+        """``group["lr"]``: a tensor where that is one, and the device can read it by itself."""
         lr: float | Tensor = group["lr"]
         if type(lr) is float:
             return lr
-        if self.capturable and isinstance(lr, Tensor) and lr.device == run.param.device and lr.device.type != "cpu":
+        if self.capturable and isinstance(lr, Tensor) and lr.device == run.param.device:
             return lr
         return as_number("lr of a parameter group", lr)
 

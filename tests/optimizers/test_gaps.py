@@ -86,6 +86,15 @@ def test_one_that_becomes_one_later_is_refused_by_the_step(how):
     assert torch.equal(wide, torch.ones_like(wide))
 
 
+def test_one_without_elements_has_no_gaps():
+    empty, param = nn.Parameter(torch.ones(0, 4, device=DEVICE)[:, ::2]), nn.Parameter(torch.ones(3, device=DEVICE))
+    assert empty.stride() == (4, 2)
+    optimizer = NpuFusedSGD([empty, param], lr=0.5)
+    set_grads(0, [empty, param])
+    optimizer.step()
+    torch.testing.assert_close(param.detach(), 1 - 0.5 * param.grad)
+
+
 def frozen_cases():
     larger = torch.ones(4, 4, device=DEVICE)
     yield [torch.ones(1, device=DEVICE).expand(4), torch.ones(3, device=DEVICE)]
