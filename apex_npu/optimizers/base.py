@@ -226,9 +226,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     def learning_rate(self, run: Run, group: ParamGroup) -> float | Tensor:
         """``group["lr"]``: a tensor where that is one, and the device can read it by itself."""
         lr: float | Tensor = group["lr"]
-        if type(lr) is float:
-            return lr
-        if self.capturable and isinstance(lr, Tensor) and lr.device == run.param.device:
+        if type(lr) is float or (self.capturable and isinstance(lr, Tensor) and lr.device == run.param.device):
             return lr
         return as_number("lr of a parameter group", lr)
 
