@@ -65,7 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--opt-level", choices=levels, default="O4", help="default %(default)s; O4, O5: bfloat16")
     add("--loss-scale", type=loss_scale, metavar="SCALE", help="'dynamic' or a number; default: the level's")
     add("--combine-grad", action="store_true", help="gradients in one flat buffer")
-    add("--store-param-remainders", action="store_true", help="O5 without float32 masters: 16 bits beside the model")
+    add("--store-param-remainders", action="store_true", help="O2, O5 without float32 masters: 16 bits beside the model")
     states = ["float32", "bfloat16", "int8"]
     add("--state-dtype", choices=states, default="float32", help="of AdamW's moments (default %(default)s)")
     add("--fsdp", action="store_true", help="shard the model over the processes that torchrun has started")
@@ -100,8 +100,8 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--fsdp: start it with torchrun, as in torchrun --nproc-per-node 8 main.py book.txt --fsdp")
     if args.fsdp and (args.combine_grad or args.compile or args.opt_level == "O3"):
         parser.error("--fsdp: without --combine-grad, --compile and --opt-level O3")
-    if args.store_param_remainders and (args.opt_level != "O5" or args.fsdp):
-        parser.error("--store-param-remainders: with --opt-level O5 and without --fsdp")
+    if args.store_param_remainders and (args.opt_level not in ("O2", "O5") or args.fsdp):
+        parser.error("--store-param-remainders: with --opt-level O2 or O5 and without --fsdp")
     if not args.prompt:
         parser.error("--prompt: a character at least is expected")
     if not args.temperature > 0:

@@ -187,7 +187,7 @@ def test_a_trained_model_writes_without_training(run, main, losses, capsys):
         (["--prompt", "Zürich", "--steps", "1"], "--prompt: the text has no 'Z', 'h', 'ü'"),
         (["--prompt", ""], "--prompt: a character at least is expected"),
         (["--width", "15"], "--width 15: no multiple of --heads 2"),
-        (["--store-param-remainders"], "--store-param-remainders: with --opt-level O5 and without --fsdp"),
+        (["--store-param-remainders"], "--store-param-remainders: with --opt-level O2 or O5 and without --fsdp"),
         (["--state-dtype", "int4"], "--state-dtype: invalid choice: 'int4'"),
         (["--fsdp"], "--fsdp: start it with torchrun, as in torchrun --nproc-per-node 8"),
         (["--accumulate", "3"], "--accumulate 3: --batch-size 8 is no multiple of it"),
