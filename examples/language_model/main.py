@@ -65,7 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--opt-level", choices=levels, default="O4", help="default %(default)s; O4, O5: bfloat16")
     add("--loss-scale", type=loss_scale, metavar="SCALE", help="'dynamic' or a number; default: the level's")
     add("--combine-grad", action="store_true", help="gradients in one flat buffer")
-    add("--store-param-remainders", action="store_true", help="O2, O5 without float32 masters: 16 bits beside the model")
+    add("--store-param-remainders", action="store_true", help="no float32 masters, but 16 bits beside the model")
     states = ["float32", "bfloat16", "int8"]
     add("--state-dtype", choices=states, default="float32", help="of AdamW's moments (default %(default)s)")
     add("--fsdp", action="store_true", help="shard the model over the processes that torchrun has started")
