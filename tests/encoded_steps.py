@@ -77,7 +77,10 @@ class Training:
             grad = torch.randn(p.shape, generator=generator).mul_(_SCALE).to(p.dtype)
             if overflows:
                 grad.view(-1)[-1] = torch.inf
-            p.grad = grad.to(p.device) if p.grad is None else p.grad.copy_(grad)
+            if p.grad is None:
+                p.grad = grad.to(p.device)
+            else:
+                p.grad.copy_(grad)
         lr = torch.tensor(1e-3 * (index + 1))
         if self._lr is None:
             for group in self.optimizer.param_groups:
