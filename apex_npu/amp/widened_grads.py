@@ -90,6 +90,10 @@ class WidenedGrads(GradGroup):
         self._aside.is_open = True
         return bool(self._aside.unchecked)
 
+    def scale_sources_(self, factor: float) -> None:
+        if factor != 1.0 and any_grads(self.params):
+            super().scale_(factor)  # where they are: in their slots they would be float32, which no backward may meet
+
     @torch.no_grad()
     def scale_all_(self, factor: float) -> None:
         if factor != 1.0 and self._aside.grads:

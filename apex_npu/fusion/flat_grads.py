@@ -528,7 +528,11 @@ class FlatGrads:
         states = self.states()
         if ELSEWHERE in states and not (self.is_shown or self.is_sharded or self.is_packed):
             found = [(self.params[i].grad, self.memory.shapes[i]) for i in places_of(ELSEWHERE, states)]
-            grads = [grad for grad, shape in found if grad is not None and grad_slots.fits(grad, shape)]
+            grads = [
+                grad
+                for grad, shape in found
+                if grad is not None and grad_slots.fits(grad, shape, grad.dtype if self.is_widened else None)
+            ]
             if len(grads) == len(found):
                 torch._foreach_zero_(grads)
                 states = states.replace(bytes([ELSEWHERE]), bytes([NONE]))

@@ -171,14 +171,14 @@ def stretches(states: bytes, state: int = IN_BUFFER) -> list[range]:
     return [range(*found.span()) for found in re.finditer(re.escape(bytes([state])) + b"+", states)]
 
 
-def fits(grad: Tensor, shape: Tensor) -> bool:
-    """True where a gradient has its slot's dtype and layout, and memory of its own."""
+def fits(grad: Tensor, shape: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """True where a gradient has its slot's layout, memory of its own, and ``dtype``; None: that of its slot."""
     return (
         grad.layout == torch.strided
         and not dispatches_in_python(grad)
         and not grad.requires_grad  # create_graph=True: writing it would falsify its graph
         and not grad.is_neg()
-        and grad.dtype == shape.dtype
+        and grad.dtype == (dtype or shape.dtype)
         and grad.stride() == shape.stride()
         and not is_slot(grad)  # of another gradient, or a parameter
     )

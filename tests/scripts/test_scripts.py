@@ -26,6 +26,8 @@ SCRIPTS = sorted(path.stem for path in HERE.glob("*.py") if not path.stem.starts
 # rate of bert's warm-up continues while steps are skipped.
 TOLERANCE = dict.fromkeys(SCRIPTS, 0.02) | {"gan": 0.1, "bert": 0.1}
 
+NEEDS_EXTENSION = ("ema",)  # apex.contrib.combine_tensors does; the wheel is built without
+
 
 def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
     assert done.returncode == 0, done.stdout + done.stderr
@@ -76,7 +78,7 @@ WAYS = [("run",), ("wheel",)] if DEVICE.type == "cpu" else [("wheel",), ("run",)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "way"), by_turns(SCRIPTS, WAYS))
 def test_losses_are_those_of_plain_torch(name, way, request):
-    if way == "run":
+    if way == "run" or name in NEEDS_EXTENSION:
         found = losses_through_run(name)
     else:
         environment = request.getfixturevalue("installed")
