@@ -327,7 +327,9 @@ class Plain(Script):
         has_master = lambda p: self.has_master(index[id(p)])  # noqa: E731
         masters = self.config.level in WITH_MASTERS
         drops = lambda p: masters and index[id(p)] not in BATCH_NORM  # noqa: E731
+        # What processes decide together is decided when the block ends.
         leaves_open = self.config.fuse_unscale and not lacks("flag_on_the_device")
+        leaves_open = leaves_open and self.config.averages != "combine_ddp"
         self.amp = PlainAmp(self.optimizers, self.config.scale, 2, masters, has_master, leaves_open, drops)
 
     def scale_loss(self, which, loss_id, loss, delay, clear, fail):
