@@ -287,8 +287,8 @@ def no_grad(function: _F) -> _F:
     @functools.wraps(function)
     def without_grad(*args: Any, **kwargs: Any) -> Any:
         before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
         try:
+            torch._C._set_grad_enabled(False)  # in here: an interrupt that follows at once ends it, too
             return function(*args, **kwargs)
         finally:
             torch._C._set_grad_enabled(before)
