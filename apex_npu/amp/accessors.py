@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is put between amp's methods and the own ones of the optimizers that amp has adopted, for all of them at once.
+"""Attributes between amp's methods and an adopted optimizer's own, shared by all adopted optimizers.
 
-A package above amp adds attributes, as ``apex_npu.compat.amp`` does: ordinary properties and methods of a class of its
-own. A session with O1's casts adds a ``step``.
+A package above amp, such as ``apex_npu.compat.amp``, adds the properties and methods of one of its own classes. A
+session with O1's casts adds a ``step``.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from apex_npu.backends.patching import Undo, patch_attribute
 
 
 class OptimizerAccessors(Optimizer):
-    """A base of what amp puts before an optimizer's class; it has what the functions below put there, nothing else."""
+    """A base of the class that amp puts before an optimizer's. It has only what the functions below add."""
 
 
 def add_accessors(accessors: type) -> None:
-    """Give adopted optimizers the attributes of a class, those adopted before included.
+    """Add the attributes of a class to all adopted optimizers, including those adopted earlier.
 
     Args:
-        accessors: Its own attributes count, inherited ones do not. An optimizer's own class comes after them, amp's
-            methods before them.
+        accessors: The class; inherited attributes are not added. Its attributes take precedence over the optimizer's
+            own class, and amp's methods over its attributes.
     """
     for name, value in vars(accessors).items():
         if not (name.startswith("__") and name.endswith("__")):
@@ -34,11 +34,11 @@ def add_accessors(accessors: type) -> None:
 
 
 def step_without(casts: CastHandle, undo: Undo) -> None:
-    """Have the own steps of adopted optimizers run with ``casts`` off, closures that amp has evaluated before aside.
+    """Run the own steps of adopted optimizers with ``casts`` off, except closures that amp has evaluated before.
 
     Args:
-        casts: Those of O1, which are on in this thread.
-        undo: Takes the callback that takes this back.
+        casts: The casts of O1, which are on in this thread.
+        undo: Receives the callback that undoes the change.
     """
 
     def without_casts(_: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``AmpScaler``: ``scale_loss`` for code that expects a ``torch.amp.GradScaler``."""
+"""``AmpScaler``: ``scale_loss`` for code written for ``torch.amp.GradScaler``."""
 
 from __future__ import annotations
 
@@ -19,26 +19,24 @@ from apex_npu.ops import LOW_PRECISION
 
 
 class AmpScaler:
-    """``scale_loss`` with the interface of ``torch.amp.GradScaler``, as training frameworks call that.
+    """``scale_loss`` with the interface of ``torch.amp.GradScaler``, for training frameworks.
 
-    ``scale`` opens a ``scale_loss`` block, and the first call that follows its backward closes it: ``unscale_``,
-    ``step``, ``update``, ``state_dict`` or the next ``scale``. Gradients, masters, the loss scale and skipped steps are
-    therefore those of a block around each backward. Accumulated gradients are added up in float32 where there are
-    masters.
+    ``scale`` opens a ``scale_loss`` block. The first call after its backward closes it: ``unscale_``, ``step``,
+    ``update``, ``state_dict`` or the next ``scale``. Gradients, masters, the loss scale and skipped steps are therefore
+    those of a block around each backward. With masters, gradients are accumulated in float32.
 
-    As with GradScaler, ``step`` calls ``optimizer.step`` unless a gradient is inf or NaN, and ``get_scale`` changes
-    with ``update`` alone, so that either shows whether a step was skipped. Unlike there, one overflow skips the step of
-    all optimizers that the block has had gradients for, ``unscale_`` may be called repeatedly, and what
-    ``state_dict`` returns is ``amp.state_dict()``. The next ``scale`` zeroes gradients whose step was skipped. At O2
-    and O5, between ``scale`` and its backward, gradients are cleared by ``optimizer.zero_grad()`` alone, as inside of a
-    ``scale_loss`` block.
+    As with GradScaler, ``step`` calls ``optimizer.step`` unless a gradient is inf or NaN, and only ``update`` changes
+    ``get_scale``; either shows whether a step was skipped. There are three differences from GradScaler. One overflow
+    skips the step of all optimizers with gradients in the block. ``unscale_`` may be called repeatedly. ``state_dict``
+    returns ``amp.state_dict()``. The next ``scale`` zeroes gradients whose step was skipped. At O2 and O5, between
+    ``scale`` and its backward, only ``optimizer.zero_grad()`` clears gradients, as inside a ``scale_loss`` block.
 
     Args:
-        optimizers: One, or a list: those that were passed to ``amp.initialize``, or a framework's wrappers of them.
+        optimizers: One optimizer or a list, as passed to ``amp.initialize``, or a framework's wrappers of them.
         loss_id: Which of the ``num_losses`` scalers to use.
 
     Raises:
-        RuntimeError: amp, or one of ``optimizers``, has not been initialized, or needs a closure.
+        RuntimeError: amp, or one of ``optimizers``, has not been initialized, or an optimizer needs a closure.
         IndexError: ``loss_id`` is not below ``num_losses``.
 
     Example::
@@ -72,19 +70,19 @@ class AmpScaler:
         self._skipped: set[Optimizer] = set()  # since the last block has begun
 
     def scale(self, outputs: Any) -> Any:
-        """Open a ``scale_loss`` block, and multiply ``outputs`` with the loss scale.
+        """Open a ``scale_loss`` block, and multiply ``outputs`` by the loss scale.
 
-        Several calls before one backward share the block, so that their results may be added up.
+        Several calls before one backward share the block, so that their results may be added.
 
         Args:
-            outputs: A loss, or a list or tuple of them.
+            outputs: A loss, or a list or tuple of losses.
 
         Returns:
-            The same, multiplied; a low-precision loss in float32.
+            The scaled losses, in the same structure. A low-precision loss becomes float32.
 
         Raises:
-            TypeError: Something is no tensor.
-            RuntimeError: As of ``scale_loss``.
+            TypeError: One of ``outputs`` is not a tensor.
+            RuntimeError: ``scale_loss`` raises it.
         """
         if isinstance(outputs, (list, tuple)):
             several = list(map(self.scale, outputs))
@@ -103,7 +101,7 @@ class AmpScaler:
         return scaled
 
     def _open(self, loss: Tensor) -> Tensor:
-        # A discriminator's gradients are left alone where it is frozen for the generator's loss.
+        # For example, a discriminator that is frozen for the generator's loss keeps its gradients.
         trained = [o for o in self.optimizers if any(p.requires_grad for g in o.param_groups for p in g["params"])]
         self._drop_overflowed()
         scale = require("amp.AmpScaler").scaler(self._loss_id).scale
@@ -115,9 +113,9 @@ class AmpScaler:
         return scaled
 
     def _drop_overflowed(self) -> None:
-        """Zero gradients whose step was skipped and that are not cleared: the next block would find them again.
+        """Zero gradients that were not cleared after a skipped step, so that the next block does not find them again.
 
-        That block is over all optimizers, and its backward may be for another than these.
+        That block covers all optimizers, and its backward may be for different ones.
         """
         while self._skipped:
             optimizer = self._skipped.pop()
@@ -140,13 +138,13 @@ class AmpScaler:
             self._close()
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients of all optimizers, those of ``optimizer`` among them, for clipping.
+        """Unscale the gradients of all optimizers, including ``optimizer``, for clipping.
 
-        Those that count are on ``amp.masters_of(model.parameters())``. With ``fuse_unscale`` they are unscaled here
+        Clip the gradients of ``amp.masters_of(model.parameters())``. With ``fuse_unscale`` they are unscaled here
         rather than in ``step``.
 
         Raises:
-            RuntimeError: DistributedDataParallel has not averaged them yet, as in its ``no_sync``.
+            RuntimeError: DistributedDataParallel has not averaged the gradients yet, as in its ``no_sync``.
         """
         self._close()
         optimizer = adopted_inside(optimizer)
@@ -159,20 +157,20 @@ class AmpScaler:
             state.pending.unscale_now_(state, state.grad_groups(optimizer))
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step ``optimizer``, unless its gradients have overflowed; ``amp.last_step(optimizer)`` says which.
+        """Step ``optimizer`` unless its gradients have overflowed. ``amp.last_step(optimizer)`` tells which happened.
 
-        It waits for the device, for what ``scale_loss`` has left it to decide.
+        Waits for the device if ``scale_loss`` has left the overflow check open.
 
         Args:
-            optimizer: One of those given to the constructor, or its wrapper.
-            *args: For its ``step``.
-            **kwargs: Likewise.
+            optimizer: An optimizer given to the constructor, or its wrapper.
+            *args: Positional arguments of its ``step``.
+            **kwargs: Keyword arguments of its ``step``.
 
         Returns:
-            What ``optimizer.step`` returns; None where the step is skipped.
+            The result of ``optimizer.step``; None if the step is skipped.
 
         Raises:
-            RuntimeError: There is a closure among the arguments, or the gradients are not averaged yet.
+            RuntimeError: An argument is a closure, or the gradients are not averaged yet.
         """
         if any(map(callable, [*args, *kwargs.values()])):
             raise RuntimeError(
@@ -183,19 +181,19 @@ class AmpScaler:
         optimizer = adopted_inside(optimizer)
         state = state_of(optimizer)
         if state is not None and state.skip:
-            # What a framework has put over step on the instance is to see that it is not called.
+            # A wrapper that a framework has set as the instance's step must see that it is not called.
             self._skipped.add(optimizer)
             return type(optimizer).step(optimizer)
         return optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Have ``get_scale`` return the loss scale of the next block, which the last one has chosen.
+        """Make ``get_scale`` return the loss scale of the next block, as the last block has set it.
 
         Args:
-            new_scale: The loss scale from now on, in place of that.
+            new_scale: The loss scale to use from now on instead.
 
         Raises:
-            ValueError: It is not positive and finite.
+            ValueError: ``new_scale`` is not positive and finite.
         """
         self._close_after_backward()
         self._scale_until_update = None
@@ -204,7 +202,7 @@ class AmpScaler:
             scaler.load_state_dict({**scaler.state_dict(), "loss_scale": new_scale})
 
     def get_scale(self) -> float:
-        """The scale of the first block since the last ``update``; between ``update`` and ``scale`` that of the next."""
+        """Return the scale of the first block since ``update``; between ``update`` and ``scale``, of the next block."""
         if not self.is_enabled():
             return 1.0
         if self._scale_until_update is not None:
@@ -212,16 +210,16 @@ class AmpScaler:
         return require("amp.AmpScaler").scaler(self._loss_id).scale
 
     def is_enabled(self) -> bool:
-        """False after ``amp.initialize(..., enabled=False)``: all of this passes through."""
+        """Return False after ``amp.initialize(..., enabled=False)``, when all methods pass through."""
         return require("amp.AmpScaler").policy.enabled
 
     def state_dict(self) -> dict[str, Any]:
-        """``amp.state_dict()``: the scales of all losses."""
+        """Return ``amp.state_dict()``, the scales of all losses."""
         self._close_after_backward()
         return require("amp.AmpScaler").scaler_states()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from it, or from the ``state_dict`` of a ``torch.amp.GradScaler``; see ``amp.load_state_dict``."""
+        """Load such a state dict, or that of a ``torch.amp.GradScaler``; see ``amp.load_state_dict``."""
         self._close_after_backward()
         self._scale_until_update = None
         require("amp.AmpScaler").load_scaler_states(state_dict)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``initialize`` and its companions. Start reading here."""
+"""``initialize`` and the functions that go with it. Start reading here."""
 
 from __future__ import annotations
 
@@ -112,66 +112,68 @@ def initialize(
     O5      bfloat16, BN fp32  inputs to bfloat16           fp32          1.0
     ======  =================  ===========================  ============  ==========
 
-    Everything is checked before anything is changed; if it fails half way all models are put back.
+    Everything is checked before anything is changed. If a later part fails, all models are put back.
 
     Args:
-        models: A module, or a list of them, on its device, with float32 parameters. If ``fully_shard`` has sharded it,
-            with ``mp_policy=amp.fsdp_policy(opt_level)``, nothing is cast or copied: the float32 DTensors are the
-            masters.
+        models: A module or a list of modules, on the training device, with float32 parameters. A model that
+            ``fully_shard`` has sharded with ``mp_policy=amp.fsdp_policy(opt_level)`` is neither cast nor copied: its
+            float32 DTensors are the masters.
         optimizers: An optimizer, a list of them, or None for inference.
-        enabled: False returns everything as it is, and makes all of amp pass-through.
-        opt_level: "O0" to "O5". The following arguments override what it says; None leaves it as it is.
-        cast_model_type: Dtype of the model's parameters and inputs; False: no cast.
+        enabled: False returns everything unchanged and makes all of amp pass-through.
+        opt_level: "O0" to "O5". The following arguments override the level's settings; None keeps a setting.
+        cast_model_type: Dtype of the model's parameters and inputs. False: they are not cast.
         patch_torch_functions: Cast around functions (O1 and O4 only).
         keep_batchnorm_fp32: Leave batch norms in float32. The strings "True" and "False" count as bools.
-        master_weights: Keep fp32 masters of low-precision parameters, and step those.
-        loss_scale: "dynamic", or a positive number, also as a string.
-        cast_model_outputs: Cast what the models' forward returns to this dtype; by default float32 if inputs are cast.
-        num_losses: How many losses, each with a scale of its own, ``scale_loss(..., loss_id=)`` will be used with.
-        verbosity: 0 silent, 1 prints the level, what overrides it, and every skipped step.
+        master_weights: Keep fp32 masters of low-precision parameters, and step the masters.
+        loss_scale: "dynamic" or a positive number, which may be a string.
+        cast_model_outputs: Dtype to which the outputs of the models' forward are cast. The default is float32 if
+            inputs are cast.
+        num_losses: Number of losses used with ``scale_loss(..., loss_id=)``. Each has its own scale.
+        verbosity: 0 prints nothing; 1 prints the level, its overrides and every skipped step.
         dynamic_init_scale: First dynamic loss scale.
-        scale_growth_factor: Its growth after ``scale_window`` steps without overflow; >= 1.
-        scale_backoff_factor: Its factor after an overflow; in (0, 1).
-        scale_window: Steps without overflow before it grows.
-        min_loss_scale: It never gets smaller; None: no floor.
-        max_loss_scale: It never gets larger.
-        scale_hysteresis: Overflows in a row that it takes for the scale to shrink.
-        skip_alarm: After so many skipped steps in a row an error is logged that says where to look; None: never.
-        combine_grad: Keep the gradients of each optimizer in flat buffers, and unscale and check those in one pass.
-            Fused optimizers do so anyway. Without the C++ extension it has no effect, of which one warning tells.
-        combine_ddp: Train data parallel, without DistributedDataParallel: all processes start from the first one's
-            parameters and buffers, and scale_loss averages the gradients, while backward runs. Needs combine_grad,
+        scale_growth_factor: Factor of the scale after ``scale_window`` steps without overflow; >= 1.
+        scale_backoff_factor: Factor of the scale after an overflow; in (0, 1).
+        scale_window: Number of steps without overflow before the scale grows.
+        min_loss_scale: Smallest dynamic loss scale. None: no lower bound.
+        max_loss_scale: Largest dynamic loss scale.
+        scale_hysteresis: Number of consecutive overflows before the scale shrinks.
+        skip_alarm: Number of consecutive skipped steps after which an error is logged that says where to look. None:
+            never.
+        combine_grad: Keep the gradients of each optimizer in flat buffers, and unscale and check them in one pass.
+            Fused optimizers always do so. Without the C++ extension it has no effect and emits one warning.
+        combine_ddp: Train data parallel without DistributedDataParallel. All processes start from the first one's
+            parameters and buffers, and scale_loss averages the gradients while backward runs. Requires combine_grad
             and the C++ extension.
-        ddp_replica_count: Number of buckets that gradients are cut into for that; small models have fewer.
-        user_cast_preferred: O1: the built-in lists do not act on functions that casts are registered for.
-        check_combined_tensors: Fused optimizers follow parameters that leave their buffer; True also prints it, "error"
-            raises instead.
-        fuse_unscale: Leave gradients multiplied with the loss scale until ``step``, which divides them in the same pass
-            as it updates (the fused optimizers, and torch's with ``fused=True``; others in one of its own). After
-            scale_loss ``.grad`` is then still scaled: clip with ``optimizer.clip_optimizer_grad_norm_fused``, which
-            costs no pass either.
-        store_param_remainders: O2 and O5 with fused optimizers: in place of fp32 masters keep the 16 bits that each
-            16-bit parameter lacks of one, 2 bytes instead of 4. There is one gradient, ``param.grad``, float32 between
-            blocks. Steps are those of masters, bit for bit, for values of 2⁻¹⁶ and more; see docs/memory.md.
+        ddp_replica_count: Number of gradient buckets for ``combine_ddp``; small models have fewer.
+        user_cast_preferred: O1: the built-in lists do not act on functions with a registered cast.
+        check_combined_tensors: Fused optimizers follow parameters that leave their buffer. True also prints this;
+            "error" raises instead.
+        fuse_unscale: Leave gradients multiplied by the loss scale until ``step``. The fused optimizers, and torch's
+            with ``fused=True``, divide them in the pass that updates the parameters; others use a separate pass. After
+            scale_loss ``.grad`` is still scaled: clip with ``optimizer.clip_optimizer_grad_norm_fused``, which needs
+            no extra pass either.
+        store_param_remainders: O2 and O5 with fused optimizers: instead of fp32 masters (4 bytes each), keep the 16
+            bits that each 16-bit parameter lacks (2 bytes). There is one gradient, ``param.grad``, which is float32
+            between blocks. Steps are bit for bit those with masters, for values of 2⁻¹⁶ and more; see docs/memory.md.
             ``optimizer.state_dict()`` has the fp32 values, as ``master_param``.
-        process_group: For ``combine_ddp``: the processes that train together; None: all.
-        ddp_reduce_dtype: For ``combine_ddp``: torch.float32 or torch.bfloat16, what float16 and bfloat16 gradients are
-            added up in; None: as they are.
-        overflow_group: Processes that skip a step together where one of them has found inf or nan: those that share a
-            model without sharing gradients. None: each decides alone (with combine_ddp all gradients are the same),
-            or, where parameters are sharded (DTensor), with the processes of their device mesh.
-        keep_frozen_float32: With masters: keep in host memory the float32 values of weights that have none, such as
-            frozen ones, and of buffers, for ``state_dict()``, ``shutdown`` and unfreezing. False: they have what the
-            cast has left.
+        process_group: For ``combine_ddp``: the processes that train together. None: all.
+        ddp_reduce_dtype: For ``combine_ddp``: the dtype in which float16 and bfloat16 gradients are added up,
+            torch.float32 or torch.bfloat16. None: their own dtype.
+        overflow_group: Processes that skip a step together if one of them finds inf or nan. They share a model but not
+            its gradients. None: each process decides alone (with combine_ddp all gradients are equal), or, if
+            parameters are sharded (DTensor), with the processes of their device mesh.
+        keep_frozen_float32: With masters: keep in host memory the float32 values of buffers, and of weights without a
+            master, such as frozen ones. ``state_dict()``, ``shutdown`` and unfreezing use them. False: only the cast
+            values remain.
 
     Returns:
-        ``models``, or ``(models, optimizers)`` where optimizers were given: each a list where a list was given.
+        ``models``, or ``(models, optimizers)`` if optimizers were given. Each is a list if a list was given.
 
     Raises:
-        RuntimeError: An unknown level, an override that contradicts it, a model that is already in half precision or
-            wrapped for parallel training, an optimizer that has been initialized before, a weight that would become
-            inf in float16, or that is cast and shares its memory with another. With combine_ddp: there are no
-            process groups yet, or processes have other models or optimizers, or have failed.
+        RuntimeError: The level is unknown, or an override contradicts it. A model is already in half precision or
+            wrapped for parallel training, or an optimizer is already initialized. A weight would become inf in
+            float16, or is cast and shares its memory with another. With combine_ddp: there is no process group yet,
+            processes have different models or optimizers, or a process has failed.
         TypeError: An argument has the wrong type.
         ValueError: A number is out of range.
 
@@ -298,7 +300,7 @@ def _types(values: Sequence[Any]) -> str:
 
 @contextmanager
 def _together(policy: Policy, process_group: Any) -> Iterator[list[Description]]:
-    """Under combine_ddp what fails on one process fails on all."""
+    """With combine_ddp, raise on all processes if one of them fails."""
     if not policy.combine_ddp:
         yield []
         return
@@ -307,7 +309,7 @@ def _together(policy: Policy, process_group: Any) -> Iterator[list[Description]]
 
 
 def _print_options(session: Session, models: list[nn.Module]) -> None:
-    """The level and what overrides it."""
+    """Print the level and its overrides."""
     policy = session.policy
     session.say(f"Selected optimization level {policy.brief}")
     level = resolve(policy.opt_level)
@@ -321,7 +323,7 @@ def _print_options(session: Session, models: list[nn.Module]) -> None:
 
 
 def _slow_convolutions(policy: Policy, models: list[nn.Module]) -> str | None:
-    """What to say where torch emulates the convolutions of ``models`` in the dtype that ``policy`` casts them to."""
+    """The message if torch emulates the convolutions of ``models`` in the dtype of ``policy``; else None."""
     dtype = policy.autocast_dtype if policy.patch_torch_functions else policy.model_dtype
     if dtype not in LOW_PRECISION or not torch.backends.mkldnn.is_available() or onednn_computes(dtype):
         return None
@@ -343,7 +345,7 @@ def _set_up(
     *,
     keeps: bool,
 ) -> None:
-    """Convert, adopt, patch, install: all of it, or nothing."""
+    """Convert models, adopt optimizers, patch torch and install ``session``; undo all of it if a part fails."""
     policy = session.policy
     device_types = session.device_types
     as_they_were = [
@@ -358,7 +360,7 @@ def _set_up(
         with _together(policy, None if parallel is None else parallel.group):
             for model in models:
                 restore_float32(model, undo)
-            # The memory of the values before any cast: masters take it over, and a failure puts it back.
+            # The memory of the values before any cast. Masters take it over; a failure restores it.
             tensors = [t for m in models for t in [*m.parameters(), *m.buffers()]]
             values = {id(t): (t, t.detach()) for t in [*tensors, *(t.grad for t in tensors if t.grad is not None)]}
             undo.callback(_put_back, list(values.values()))
@@ -389,13 +391,13 @@ def _set_up(
         _rebuild_reducers(ddps)
         install(session)
     except BaseException:
-        if current() is not session:  # not where an interrupt has come after the last change
+        if current() is not session:  # an interrupt after the last change undoes nothing
             undo.close()
         raise
 
 
 def _rebuild_reducers(ddps: list[DistributedDataParallel]) -> None:
-    """Have DistributedDataParallel average the gradients of models inside of it that have been cast, or put back."""
+    """Rebuild the reducers of DistributedDataParallel for wrapped models that were cast or put back."""
     for ddp in ddps:
         rebuild_reducer(ddp)
 
@@ -403,9 +405,10 @@ def _rebuild_reducers(ddps: list[DistributedDataParallel]) -> None:
 def _start_alike(
     parallel: DataParallel, models: list[nn.Module], optimizers: list[Optimizer], before: Mapping[int, Tensor]
 ) -> None:
-    """Give the models the values of the group's first process, those from ``before`` the cast, and what follows them.
+    """Give the models and their masters the values that the group's first process had ``before`` the cast.
 
-    Parameters of no model keep their values: each process may have others, such as its part of a classifier.
+    Parameters that belong to no model keep their values: they may differ between processes, such as the parts of a
+    classifier.
     """
     pairs = [pair for optimizer in optimizers for pair in optimizer._amp_state.pairs]  # type: ignore[attr-defined]
     masters = {id(pair.model_param): pair.master_param for pair in pairs}
@@ -442,7 +445,7 @@ def _device_types(models: list[nn.Module], optimizers: list[Optimizer]) -> list[
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Every parameter that ``optimizer`` steps: the fp32 masters where there are any; what to clip.
+    """Iterate over the parameters that ``optimizer`` steps, fp32 masters included. Clip the gradients of these.
 
     Example::
 
@@ -454,7 +457,7 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
         >>> optimizer.step()
     """
 
-    def lists() -> Iterator[list[Tensor]]:  # run when the first parameter is asked for
+    def lists() -> Iterator[list[Tensor]]:  # runs when the first parameter is requested
         stepped = adopted_inside(optimizer)
         state = state_of(stepped)
         if state is not None:
@@ -466,7 +469,7 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _show_masters(optimizer: Optimizer, state: AmpOptimizerState) -> None:
-    """Have masters, and gradients of their own, follow what a script has done to the model and its gradients."""
+    """Update masters and their gradients with the script's changes to the model and its gradients."""
     doubt = state.masters.show()
     if doubt is not None:
         warn_once(optimizer, doubt)
@@ -477,16 +480,16 @@ def _show_masters(optimizer: Optimizer, state: AmpOptimizerState) -> None:
 
 
 def masters_of(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """What is stepped for ``parameters`` of a model: the fp32 masters of those that have one, the others themselves.
+    """Return the tensors that optimizers step for a model's ``parameters``: the fp32 master, or the parameter itself.
 
-    For code that clips ``model.parameters()``, or reads their gradients, after ``scale_loss``. Without ``initialize``
-    these are ``parameters``.
+    Use it in code that clips ``model.parameters()``, or reads their gradients, after ``scale_loss``. Without
+    ``initialize`` it returns ``parameters``.
 
     Args:
-        parameters: One or several, of any models.
+        parameters: One parameter or several, of any models.
 
     Returns:
-        One for each of ``parameters``, in their order.
+        One tensor for each parameter, in the same order.
 
     Example::
 
@@ -510,13 +513,12 @@ def masters_of(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def will_skip(optimizer: Optimizer) -> bool:
-    """Whether the next ``optimizer.step()`` does nothing, since the last ``scale_loss`` has found inf or NaN.
+    """Whether the next ``optimizer.step()`` does nothing because the last ``scale_loss`` found inf or NaN.
 
-    Waits for the device where that has not been read yet. ``amp.last_step`` says the same after the step.
+    Waits for the device if the result has not been read yet. After the step ``amp.last_step`` gives the same answer.
 
     Raises:
-        RuntimeError: ``optimizer`` was not passed to ``initialize``, or a ``scale_loss`` block is open: it decides when
-            it ends.
+        RuntimeError: ``optimizer`` was not passed to ``initialize``, or a ``scale_loss`` block is still open.
 
     Example::
 
@@ -539,7 +541,7 @@ def will_skip(optimizer: Optimizer) -> bool:
 
 
 def _initialized(optimizer: Optimizer) -> AmpOptimizerState | None:
-    """Its state; None where amp is disabled."""
+    """The amp state of ``optimizer``; None if amp is disabled."""
     state = state_of(adopted_inside(optimizer))
     session = current()
     if state is None and (session is None or session.policy.enabled):
@@ -548,9 +550,9 @@ def _initialized(optimizer: Optimizer) -> AmpOptimizerState | None:
 
 
 def last_step(optimizer: Optimizer) -> StepReport | None:
-    """How the last ``optimizer.step()`` under amp ended; None before the first. With ``enabled=False`` all are applied.
+    """Return a report of the last ``optimizer.step()``; None before the first. With ``enabled=False`` all are applied.
 
-    A schedule that counts updates rather than calls asks it::
+    Use it for a schedule that counts updates rather than calls::
 
         optimizer.step()
         if amp.last_step(optimizer).applied:
@@ -579,10 +581,10 @@ def last_step(optimizer: Optimizer) -> StepReport | None:
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The loss scalers, in Apex's format: ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``.
+    """Return the loss scalers in Apex's format: ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``.
 
     Args:
-        destination: Filled and returned where given. With ``enabled=False`` it stays as it is.
+        destination: A dict to fill and return. With ``enabled=False`` it is left unchanged.
 
     Raises:
         RuntimeError: amp has not been initialized.
@@ -599,16 +601,16 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: dict[str, Any]) -> None:
-    """Continue with the loss scales of a former run; entries are taken in order.
+    """Load the loss scales of an earlier run. Entries are taken in order.
 
     Args:
-        state_dict: As ``amp.state_dict()`` returns it, here or in Apex, or ``torch.amp.GradScaler.state_dict()`` or
-            torch_npu's, whose one scale then goes for all losses.
+        state_dict: The result of ``amp.state_dict()``, here or in Apex, or of ``state_dict()`` of
+            ``torch.amp.GradScaler`` or torch_npu's. The one scale of a GradScaler applies to all losses.
 
     Raises:
-        RuntimeError: amp has not been initialized, or there is a key that is not a loss scaler's.
-        TypeError: ``state_dict`` is no dict.
-        ValueError: A loss scale is not a positive number. Nothing has been loaded in any of these cases.
+        RuntimeError: amp has not been initialized, or a key is not that of a loss scaler.
+        TypeError: ``state_dict`` is not a dict.
+        ValueError: A loss scale is not a positive number. In all of these cases nothing is loaded.
 
     Example::
 

@@ -1,8 +1,8 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What an opt_level means: a frozen ``Policy``, the table of levels, and ``resolve(level, **overrides)``.
+"""The meaning of an opt_level: a frozen ``Policy``, the table of levels, and ``resolve(level, **overrides)``.
 
-No model, no optimizer, no device is touched here: a policy is decided completely, or refused, before anything moves.
+This module touches no model, optimizer or device: a policy is complete, or refused, before anything changes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LossScale = float | Literal["dynamic"]
 
 @dataclass(frozen=True)
 class Policy(CastPolicy):
-    """One row of decisions: the casts, and all else. ``None`` in a tri-state field means "does not apply here"."""
+    """The settings of one level: the casts and all others. ``None`` in a tri-state field means "does not apply"."""
 
     opt_level: str
     # What the banner prints after "Selected optimization level".
@@ -33,17 +33,17 @@ class Policy(CastPolicy):
     combine_grad: bool | None = None
     combine_ddp: bool | None = None
     ddp_replica_count: int = 4
-    # What float16 and bfloat16 gradients are reduced in; None: as they are.
+    # The dtype in which float16 and bfloat16 gradients are reduced; None: their own.
     ddp_reduce_dtype: torch.dtype | None = None
     check_combined_tensors: bool | Literal["error"] | None = None
-    # Gradients stay multiplied with the loss scale until step, which divides them in the same pass.
+    # Gradients stay multiplied by the loss scale until step, which divides them in the same pass.
     fuse_unscale: bool = False
-    # In place of masters their optimizer keeps the 16 bits that 16-bit parameters lack of a float32.
+    # Instead of masters the optimizer keeps the 16 bits that 16-bit parameters lack of a float32.
     store_param_remainders: bool = False
 
     @property
     def title(self) -> str:
-        """What a warning calls it."""
+        """The name of the policy in warnings."""
         return self.opt_level
 
 
@@ -78,16 +78,16 @@ _CASTING_LEVELS = " or ".join(name for name, level in OPT_LEVELS.items() if leve
 
 
 def resolve(opt_level: str, **overrides: Any) -> Policy:
-    """The policy of ``opt_level`` with every override that is not None.
+    """Return the policy of ``opt_level`` with every override that is not None.
 
     Args:
         opt_level: "O0" to "O5".
-        **overrides: Fields of ``Policy``; None means "as the level has it".
+        **overrides: Fields of ``Policy``; None keeps the level's setting.
 
     Raises:
         RuntimeError: There is no such level, or an override contradicts it.
-        ValueError: ``loss_scale`` is neither "dynamic" nor a positive number, ``ddp_replica_count`` is below 1.
-        TypeError: A flag is not True or False, a dtype is none.
+        ValueError: ``loss_scale`` is neither "dynamic" nor a positive number, or ``ddp_replica_count`` is below 1.
+        TypeError: A flag is not True or False, or a dtype argument is not a dtype.
     """
     if opt_level not in OPT_LEVELS:
         given = str(opt_level)
@@ -160,7 +160,7 @@ def _check_remainders(level: Policy, given: dict[str, Any]) -> None:
 
 
 def _flag(name: str, value: Any) -> bool:
-    # Scripts pass what argparse gave them.
+    # Scripts pass strings from argparse.
     if isinstance(value, str) and value in ("True", "False"):
         return value == "True"
     if not isinstance(value, bool):
@@ -224,5 +224,5 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "store_param_remainders": _flag,
 }
 
-# The arguments of ``initialize`` that override what a level says.
+# The arguments of ``initialize`` that override a level's settings.
 OVERRIDES = tuple(_CHECKS)

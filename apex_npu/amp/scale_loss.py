@@ -49,42 +49,41 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[Tensor]:
-    """Yield ``loss`` times the loss scale; then unscale the gradients and decide whether the step is to be skipped.
+    """Yield ``loss`` times the loss scale; then unscale the gradients and decide whether to skip the step.
 
-    After the block ``param.grad`` of every optimizer parameter, the fp32 masters' at O2, is the unscaled gradient,
-    accumulated over all blocks since it was last cleared; clip it, or read it, then call ``optimizer.step()``. If a
-    gradient was inf or NaN, the scale shrinks and that ``step()`` does nothing. At most one wait for the device happens
-    here, with a dynamic scale, and none with a static one. With ``fuse_unscale`` gradients stay scaled until ``step``,
-    and the check for overflow runs, and waits, when they are first read: by clipping or by ``step``. With a fused
-    optimizer that is ``capturable`` there is no wait on a GPU: the GPU skips the step, and the host reads ``found_inf``
-    at the next block, or when the scale is read.
+    After the block ``param.grad`` of every optimizer parameter, at O2 of the fp32 masters, is the unscaled gradient. It
+    is accumulated over all blocks since it was last cleared. Clip or read it, then call ``optimizer.step()``. If a
+    gradient is inf or NaN, the scale shrinks and that ``step()`` does nothing. A dynamic scale waits for the device at
+    most once here; a static one does not wait. With ``fuse_unscale`` gradients stay scaled until ``step``. The overflow
+    check then runs, and waits, when clipping or ``step`` first reads them. A fused optimizer with ``capturable`` does
+    not wait on a GPU: the GPU skips the step. The host reads ``found_inf`` at the next block, or with the scale.
 
-    An exception inside the block leaves everything usable, and gradients as they were before it: unscaled, but with
-    ``fuse_unscale``, and those that ``delay_unscale`` has left, which are still to be checked. Gradients whose step
-    will be skipped are zeroed at the next block, so that an overflow in it is its own, for its scaler and its other
-    optimizers alike. Of models that ``fully_shard`` has cut an exception drops all gradients if it ends a backward
-    early, or if gradients are held back for accumulation.
+    After an exception inside the block everything is usable, and gradients are as they were before it. They are
+    unscaled, except with ``fuse_unscale``, and except those left by ``delay_unscale``, which remain to be checked.
+    Gradients whose step will be skipped are zeroed at the next block, so that their overflow does not affect that
+    block's scaler and other optimizers. For models sharded by ``fully_shard``, an exception drops all gradients if it
+    ends a backward early, or if gradients are held back for accumulation.
 
-    Under ``combine_ddp`` the gradients are averages over all processes when the block ends, and all of them call it
-    equally often; with a dynamic scale it waits once more, for what they say. An exception on one ends the block on
-    all, and drops their gradients.
+    With ``combine_ddp`` the gradients are averages over all processes when the block ends. All processes must enter
+    equally many blocks. With a dynamic scale the block waits once more, for the other processes. An exception on one
+    process ends the block on all and drops their gradients.
 
     Args:
         loss: The loss, computed under the policy of ``initialize``.
-        optimizers: Those whose parameters this loss's backward gives gradients to.
+        optimizers: The optimizers whose parameters get gradients from this loss.
         loss_id: Which of the ``num_losses`` scalers to use.
         model: Not used; accepted as in Apex.
-        delay_unscale: Leave the gradients scaled, for a following block that unscales their sum. Saves a pass when
-            accumulating. At levels with masters a block whose gradients DistributedDataParallel does not average, as in
-            its ``no_sync``, does so by itself.
-        delay_overflow_check: Unscale, but neither move the scale nor skip a step.
+        delay_unscale: Leave the gradients scaled, for a later block that unscales their sum. Saves a pass when
+            accumulating. At levels with masters this is automatic for a block whose gradients DistributedDataParallel
+            does not average, as in its ``no_sync``.
+        delay_overflow_check: Unscale, but neither change the scale nor skip a step.
 
     Raises:
-        RuntimeError: amp, or one of ``optimizers``, has not been initialized, or is in another such block already; a
-            gradient is sparse, of an optimizer with flat buffers; ``fuse_unscale`` cannot be done for these
-            ``optimizers`` together; a CUDA graph is being captured, which could not repeat the block; another process
-            has raised, or has another loss scale.
-        TypeError: ``loss`` is no tensor, ``optimizers`` no optimizer.
+        RuntimeError: amp, or one of ``optimizers``, has not been initialized or is already in another such block. A
+            gradient of an optimizer with flat buffers is sparse. ``fuse_unscale`` is not possible for these
+            ``optimizers`` together. A CUDA graph is being captured that cannot repeat the block. Another process has
+            raised, or has another loss scale.
+        TypeError: ``loss`` is not a tensor, or ``optimizers`` are not optimizers.
         IndexError: ``loss_id`` is not below ``num_losses``.
 
     Example::
@@ -112,7 +111,7 @@ def scale_loss(
         for observer in observers:
             observer.block_begins(loss, optimizers, loss_id, block.scale, session.scaler(loss_id).dynamic)
         block.begin()
-        # Held here, the scaled loss would keep what a script hooks to it.
+        # A reference here would keep the scaled loss, and the hooks that a script adds to it, alive.
         yield block.multiplied((loss.float() if loss.dtype in LOW_PRECISION else loss) * block.scale)
         for observer in observers:
             observer.backward_ended()
@@ -135,7 +134,7 @@ def _warn_of_constant_loss(session: Session, loss_id: int) -> None:
 
 @disable_dynamo
 def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, delay: Delay | None) -> Block:
-    """The block for ``optimizers``: the ordinary one, unless something about them or the session is special."""
+    """Make the block for ``optimizers``: an ordinary one, unless they or the session need a special one."""
     scaler = session.scaler(loss_id)
     listed = [optimizers] if isinstance(optimizers, OptimizerAccessors) else _listed(optimizers)
     if session.sharing:
@@ -208,11 +207,11 @@ def _state_for_block(optimizer: Optimizer) -> AmpOptimizerState:
 
 
 def _special_block(args: BlockArgs, loss: Tensor, given: Any, delay: Delay | None) -> Block:
-    """What is rare: parts of a block, or a kind of block in place of the ordinary one."""
+    """Make a block with the parts it needs, or another kind of block, for the rare cases."""
     session, work = args.session, args.work
     states = [state for state, _ in work]
     for state in states:
-        state.resolve()  # what is not known of blocks before, those of another session included
+        state.resolve()  # open results of earlier blocks, including those of another session
     _check_fusing(given, states)
     _check_parallel(states)
     ddps = _may_keep_grads(session, work)
@@ -233,7 +232,7 @@ def _special_block(args: BlockArgs, loss: Tensor, given: Any, delay: Delay | Non
     held = session.held if meshes and not ddps else None
     if held is not None:
         parts.append(HeldBack(held))
-    # The argument's is to include the processes of the meshes.
+    # ``overflow_group`` must include the processes of the meshes.
     given, dynamic = session.overflow_group, args.scaler.dynamic
     deciding = [(given(), None)] if given is not None else groups_over(meshes) if dynamic else []
     synced = bool(deciding) or any(state.sync is not None for state in states)
@@ -250,13 +249,13 @@ def _special_block(args: BlockArgs, loss: Tensor, given: Any, delay: Delay | Non
 
 
 def _open_states(session: Session) -> list[AmpOptimizerState]:
-    """Those whose blocks are open."""
+    """The states of optimizers whose blocks are open."""
     states = [optimizer._amp_state for optimizer in session.adopted]
     return [state for state in states if state.stage is Stage.SCALED]
 
 
 def _may_keep_grads(session: Session, work: Work) -> list[Any]:
-    """The DistributedDataParallel instances that may not average what this block's backward gives."""
+    """The DistributedDataParallel instances that may leave this block's gradients without an average."""
     known = may_keep_grads(session.ddps) if session.ddps else []
     if not known or any(state.sync is not None for state, _ in work):
         return []
@@ -264,7 +263,7 @@ def _may_keep_grads(session: Session, work: Work) -> list[Any]:
 
 
 def _with_bucket_views(session: Session, work: Work) -> list[Any]:
-    """The DistributedDataParallel instances whose buckets have gradients that are looked at again after this block."""
+    """The DistributedDataParallel instances whose buckets hold gradients that are read again after this block."""
     known = with_bucket_views(session.ddps) if session.ddps else []
     if not known or not any(state.masters.masters or state.pending is not None for state, _ in work):
         return []
@@ -272,7 +271,7 @@ def _with_bucket_views(session: Session, work: Work) -> list[Any]:
 
 
 def _check_fusing(given: Any, states: Sequence[AmpOptimizerState]) -> None:
-    """Refuse what cannot be right where gradients stay scaled after the block."""
+    """Raise if the given optimizers cannot work with gradients that stay scaled after the block."""
     fuses = [state.policy.fuse_unscale for state in states]
     if not any(fuses):
         return
@@ -307,7 +306,7 @@ def _check_parallel(states: Sequence[AmpOptimizerState]) -> None:
 
 
 def _without_repeats(work: Work) -> Work:
-    """A parameter that several optimizers step has one gradient: to be unscaled once, and to be skipped by all."""
+    """Remove repeated parameters: several optimizers share one gradient, which is unscaled once and skipped by all."""
     seen: dict[int, AmpOptimizerState] = {}
     distinct: Work = []
     for state, groups in work:
