@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``adopt`` gives an optimizer amp's class and amp's state of it; ``release`` undoes that."""
+"""``adopt`` gives an optimizer amp's class and state; ``release`` undoes that."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from apex_npu.fusion import MASTER_PARAM, HasFusedGroups
 
 
 def adopt(optimizer: Optimizer, session: Session, fp32_values: Mapping[int, Tensor]) -> None:
-    """Give ``optimizer`` amp's behaviour, and masters where the policy has them.
+    """Give ``optimizer`` amp's behaviour, and masters if the policy has them.
 
     Args:
-        optimizer: Has passed ``check_adoptable``.
+        optimizer: An optimizer that has passed ``check_adoptable``.
         session: The session whose policy applies, and which registers the masters.
         fp32_values: ``id(param)`` → the value before the model was cast.
     """
@@ -48,7 +48,7 @@ def adopt(optimizer: Optimizer, session: Session, fp32_values: Mapping[int, Tens
 
 
 def release(optimizer: Optimizer, cls: Any, state_formats: Any) -> None:
-    """Take ``adopt`` back, as far as it got: the optimizer had the class ``cls``, and fused ``state_formats``."""
+    """Undo ``adopt``, as far as it got. The optimizer had the class ``cls`` and, if fused, ``state_formats``."""
     state = state_of(optimizer)
     for pair in [] if state is None else state.pairs:
         if pair.master_param in optimizer.state:
@@ -62,7 +62,7 @@ def release(optimizer: Optimizer, cls: Any, state_formats: Any) -> None:
 
 
 def adopt_inside(optimizer: Optimizer) -> None:
-    """Adopt the optimizers inside of ``optimizer``, which has been adopted, that share its groups."""
+    """Adopt the optimizers inside of ``optimizer``, an adopted one, that share its groups."""
     state = state_of(optimizer)
     found = [o for o in optimizers_inside(optimizer) if state_of(o) is None and shares_groups(optimizer, o)]
     if state is None or not found:
@@ -81,7 +81,7 @@ def adopt_inside(optimizer: Optimizer) -> None:
 
 
 def release_inside(optimizer: Optimizer) -> None:
-    """Take ``adopt_inside`` back."""
+    """Undo ``adopt_inside``."""
     state = state_of(optimizer)
     for inner in optimizers_inside(optimizer):
         if state is None or state_of(inner) is not state:

@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""An optimizer under amp: ``AmpOptimizerMixin`` stands before its class, see ``adoption.py``.
+"""An optimizer under amp: ``AmpOptimizerMixin`` is a base before its own class, see ``adoption.py``.
 
-So ``step``, ``zero_grad`` and ``add_param_group`` are ordinary methods, deepcopy and pickle carry the state along, and
-nothing on the instance has to be put back.
+So ``step``, ``zero_grad`` and ``add_param_group`` are ordinary methods, deepcopy and pickle keep the state, and nothing
+on the instance must be put back.
 """
 
 from __future__ import annotations
@@ -34,25 +34,26 @@ from apex_npu.fusion.shards import replicated
 
 
 class AmpOptimizerMixin(OptimizerAccessors):
-    """What amp adds to an optimizer: skipped steps, masters, and clearing the gradients of both of a pair."""
+    """The methods that amp adds to an optimizer: they skip steps, update masters and clear all gradients."""
 
     _amp_state: AmpOptimizerState
 
     @disable_dynamo
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """One step of the optimizer, or none if the gradients have overflowed; then masters are copied to the model.
+        """Step the optimizer unless the gradients have overflowed, then copy masters to the model.
 
         Args:
-            *args: Those of the optimizer's own step. A closure is called before it, so that an overflow skips the step.
-            **kwargs: Likewise.
+            *args: Positional arguments of the optimizer's own step. A closure is called before that step, so that an
+                overflow skips it.
+            **kwargs: Keyword arguments of the optimizer's own step.
 
         Returns:
-            What the optimizer's own step returns; where it is skipped, what the closure has returned, or None.
+            The result of the optimizer's own step. If it is skipped, the result of the closure, or None.
 
         Raises:
-            RuntimeError: A closure where amp cannot honour it; or a CUDA graph has captured the block, and not this.
+            RuntimeError: amp cannot use the closure, or a CUDA graph has captured the block without this step.
         """
-        # What torch's learning rate schedulers record, and the marks by which they detect that this needs no wrapper.
+        # torch's learning rate schedulers set this, and detect by the marks below that this needs no wrapper.
         self._opt_called = True
         state = self._amp_state
         capturing = (torch.cuda.is_initialized() or "torch_npu" in sys.modules) and is_capturing()
@@ -91,16 +92,16 @@ class AmpOptimizerMixin(OptimizerAccessors):
         """Clear the gradients of all parameters, and of the model parameters that have masters.
 
         Args:
-            set_to_none: As of the optimizer's own; None: as that does it by default.
-            *args: Others that it takes.
-            **kwargs: Likewise.
+            set_to_none: Passed to the optimizer's own ``zero_grad``. None: the default of that method.
+            *args: Other positional arguments of that method.
+            **kwargs: Other keyword arguments of that method.
 
         Returns:
-            What it returns.
+            The result of the optimizer's own ``zero_grad``.
         """
         state = self._amp_state
         if state.pending is not None:
-            state.pending.resolve()  # while the gradients are still there
+            state.pending.resolve()  # while the gradients still exist
         adopted: Any = type(self)
         if set_to_none is None:
             result = super().zero_grad(*args, **kwargs)
@@ -118,17 +119,17 @@ class AmpOptimizerMixin(OptimizerAccessors):
     def clip_optimizer_grad_norm_fused(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Clip what ``amp.master_params(optimizer)`` gives to a common norm; see ``FusedOptimizer``.
+        """Clip the gradients of ``amp.master_params(optimizer)`` to a common norm; see ``FusedOptimizer``.
 
         Call it after scale_loss, before ``step``. Without combined gradients they are clipped one by one. With
-        ``fuse_unscale`` nothing is written: the next step multiplies by what is missing.
+        ``fuse_unscale`` it writes no gradient: the next step applies the clipping factor.
 
         Raises:
-            RuntimeError: Gradients are still to be unscaled: a scale_loss is open, or the last had ``delay_unscale``.
+            RuntimeError: Gradients are not unscaled: a scale_loss is open, or the last one had ``delay_unscale``.
         """
         state = self._amp_state
-        # At a scale of 1 a plain backward is as good as a block, but for masters, and only a block ends what is left to
-        # a step.
+        # At a scale of 1, without masters, a backward outside of blocks is allowed; but only a block ends the work left
+        # to a step.
         fuses = state.policy.fuse_unscale and (state.grad_scale != 1.0 or state.masters.masters)
         if not fuses:
             return self._clip_at_once(max_norm, norm_type, error_if_nonfinite)
@@ -150,7 +151,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
         state = self._amp_state
         state.check_unscaled("clipping")
         if state.pending is not None:
-            state.pending.start()  # an inf that is clipped is none any more
+            state.pending.start()  # clipping would hide an inf
         groups = state.grad_groups(self) if groups is None else groups
         if state.pending is not None:
             state.pending.clip_now(groups)
@@ -158,26 +159,26 @@ class AmpOptimizerMixin(OptimizerAccessors):
         return clip_grad_norm_(*_gradients_of(groups), max_norm, norm_type, error_if_nonfinite)
 
     def _clip_like_torch(self, groups: list[GradGroup], *args: Any, **kwargs: Any) -> Tensor:
-        """``clip_optimizer_grad_norm_fused``, which returns what torch's function would: of sharded ones a DTensor."""
+        """Clip as ``clip_optimizer_grad_norm_fused``, but return a DTensor for sharded gradients, as torch does."""
         norm, meshes = self._clip_at_once(*args, **kwargs, groups=groups), self._amp_state.grads.meshes
         return replicated(norm, meshes[0]) if meshes else norm
 
     def clip_model_grad_norm_fused(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Like ``clip_optimizer_grad_norm_fused`` where the model's parameters are the optimizer's.
+        """Clip as ``clip_optimizer_grad_norm_fused``, for levels where the optimizer steps the model's parameters.
 
         Raises:
-            RuntimeError: The level has masters: clipping the model's own gradients would do nothing.
+            RuntimeError: The level has masters, so that clipping the model's own gradients would have no effect.
         """
         _require_no_masters(self._amp_state, "clip_model_grad_norm_fused", "clip_optimizer_grad_norm_fused")
         return self.clip_optimizer_grad_norm_fused(max_norm, norm_type, error_if_nonfinite)
 
     def get_optimizer_combined_params(self) -> list[Tensor]:
-        """All parameters that the optimizer trains; see ``FusedOptimizer``. Masters come first.
+        """Return all parameters that the optimizer trains, masters first; see ``FusedOptimizer``.
 
         Raises:
-            RuntimeError: As there; or the optimizer is not a fused one of this package.
+            RuntimeError: ``FusedOptimizer`` raises it, or the optimizer is not a fused one of this package.
         """
         if not isinstance(self, HasFusedGroups):
             raise RuntimeError(
@@ -186,35 +187,35 @@ class AmpOptimizerMixin(OptimizerAccessors):
             )
         self._amp_state.masters.show_new()
         found: list[Tensor] = super().get_optimizer_combined_params()  # type: ignore[misc]
-        self._amp_state.grad_groups(self)  # which take over from those of other buffers
+        self._amp_state.grad_groups(self)  # new groups take over from those of other buffers
         return found
 
     def get_optimizer_combined_grads(self) -> list[Tensor]:
-        """The gradients of all that the optimizer trains: one flat buffer over all param groups.
+        """Return the gradients of all trained parameters in one flat buffer over all param groups.
 
-        With masters there are two, of the masters and of the parameters that have none; and there is one for each
-        device and dtype. A gradient that is None is zeros, and stays None; what else is written to a buffer the next
-        step takes. Call it after each block. Empty without combined gradients.
+        There is one buffer for each device and dtype. With masters there are two: one for masters, and one for
+        parameters without a master. A gradient that is None appears as zeros and stays None. The next step uses all
+        other values written to a buffer. Call it after each block. The list is empty without combined gradients.
 
         Raises:
-            RuntimeError: As of ``FusedOptimizer.get_optimizer_combined_params``; or the last block had
-                ``delay_unscale``, so that gradients are still to be unscaled.
+            RuntimeError: ``FusedOptimizer.get_optimizer_combined_params`` raises it, or the last block had
+                ``delay_unscale``, so that gradients are not unscaled.
         """
         flats = _combined_grads(self, self._amp_state)
         return [flat.show() for flat in flats]
 
     def get_optimizer_combined_grad_masks(self) -> list[Tensor]:
-        """For each of these buffers float32 ones where there is a gradient, and zeros elsewhere; raises likewise."""
+        """Return float32 masks of these buffers, 1 where a gradient exists and else 0; raises the same errors."""
         flats = _combined_grads(self, self._amp_state)
         return [flat.mask() for flat in flats]
 
     def get_model_combined_params(self) -> list[Tensor]:
-        """The model's parameters: the buffers of what the optimizer steps, with those of masters' model parameters.
+        """Return the buffers of the model's parameters: as the optimizer's, with model parameters instead of masters.
 
-        These are laid out like the masters. The next step overwrites what is written to them.
+        Model parameters are laid out like their masters. The next step overwrites values written to them.
 
         Raises:
-            RuntimeError: As of ``get_optimizer_combined_params``; or a model parameter shares its memory.
+            RuntimeError: ``get_optimizer_combined_params`` raises it, or a model parameter shares its memory.
         """
         found, masters = self.get_optimizer_combined_params(), self._amp_state.masters
         if not masters.masters:
@@ -240,21 +241,22 @@ class AmpOptimizerMixin(OptimizerAccessors):
         return self._amp_state.masters.moving()
 
     def get_model_combined_grads(self) -> list[Tensor]:
-        """The flat buffers of the model's gradients, without masters."""
+        """Return the flat buffers of the model's gradients; only for levels without masters."""
         _require_no_masters(self._amp_state, "get_model_combined_grads", "get_optimizer_combined_grads")
         return self.get_optimizer_combined_grads()
 
     def get_model_combined_grad_masks(self) -> list[Tensor]:
-        """Their masks, without masters."""
+        """Return the masks of these buffers; only for levels without masters."""
         _require_no_masters(self._amp_state, "get_model_combined_grad_masks", "get_optimizer_combined_grad_masks")
         return self.get_optimizer_combined_grad_masks()
 
     @property
     def combine_ddp(self) -> bool:
-        """Gradients are averaged over processes. Setting it to False, on all of them, takes this optimizer out of that.
+        """Whether gradients are averaged over processes. Set it to False on all processes to stop that.
 
         Raises:
-            RuntimeError: It is set between ``scale_loss`` and ``step``, or to True without ``initialize``'s.
+            RuntimeError: It is set between ``scale_loss`` and ``step``, or to True without ``combine_ddp=True`` in
+                ``initialize``.
         """
         return self._amp_state.averages
 
@@ -264,10 +266,10 @@ class AmpOptimizerMixin(OptimizerAccessors):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """As the optimizer has it. ``GradScaler.step`` asks for this before anything else, and is told of AmpScaler.
+        """The optimizer's own value. ``GradScaler.step`` reads it first, which emits a warning that names AmpScaler.
 
         Raises:
-            RuntimeError: It does, and would look for the gradients of masters, which only a block gives them.
+            RuntimeError: ``GradScaler.step`` reads it, and there are masters, which only a block gives gradients.
         """
         frame = inspect.currentframe()
         caller = None if frame is None else frame.f_back
@@ -282,7 +284,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
         vars(self)["_step_supports_amp_scaling"] = value
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; those in low precision get masters where the level has any."""
+        """Add parameters. Low-precision ones get masters if the level has masters."""
         super().add_param_group(param_group)
         state = state_of(self)
         session = current()
@@ -293,7 +295,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
             session.register(self, state)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a state dict, as the optimizer's own does; all processes have the remainders that it loads."""
+        """Load a state dict as the optimizer's own method does. All processes have the remainders that it loads."""
         result = super().load_state_dict(*args, **kwargs)
         masters = self._amp_state.masters
         if not masters.masters:
@@ -301,10 +303,10 @@ class AmpOptimizerMixin(OptimizerAccessors):
         return result
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """What torch.distributed.algorithms.Join requires; optimizers that torch has made joinable have it.
+        """Return the hook that torch.distributed.algorithms.Join requires, for optimizers that torch made joinable.
 
         Raises:
-            RuntimeError: Gradients are averaged by ``combine_ddp``, which Join does not support.
+            RuntimeError: ``combine_ddp`` averages gradients, which Join does not support.
         """
         if self._amp_state.sync is not None:
             raise RuntimeError(
@@ -315,7 +317,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
         return super().join_hook(**kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Classes made by ``adopt`` are found again through the class they were made from."""
+        """Pickle a class made by ``adopt`` through the class that it was made from."""
         state = {**self.__getstate__(), "_amp_state": self._amp_state}
         return new_adopted, (type(self).__bases__[1],), state
 
@@ -326,17 +328,17 @@ class AmpOptimizerMixin(OptimizerAccessors):
 
 
 class SharedGroupsMixin(AmpOptimizerMixin):
-    """An optimizer that shares its groups with one inside of it, as SAM does with its base optimizer, or that one.
+    """An optimizer that shares its groups with one inside of it, as SAM with its base optimizer; or the inner one.
 
-    Both have one state: a step of the inner one that the script calls by itself is skipped after an overflow, and
-    brings masters to the model; one that the outer one's step calls is a part of that.
+    The two share one state. A step of the inner one that the script calls is skipped after an overflow, and copies
+    masters to the model. A step that the outer one's step calls is a part of that step.
     """
 
     _amp_stepping: list[Optimizer]
 
     @disable_dynamo
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``AmpOptimizerMixin``; inside of a step of the other it is the optimizer's own."""
+        """Step as ``AmpOptimizerMixin`` does; inside a step of the other optimizer, run the optimizer's own step."""
         stepping = self._amp_stepping
         if stepping:
             return super(AmpOptimizerMixin, self).step(*args, **kwargs)
@@ -350,23 +352,23 @@ class SharedGroupsMixin(AmpOptimizerMixin):
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
-# Functions rather than methods: a name of the mixin would hide the same name of the class it is put before.
+# Functions rather than methods: a name of the mixin would hide the same name of the optimizer's own class.
 
 
 def _gradients_of(groups: list[GradGroup]) -> tuple[list[FlatGrads], list[Tensor]]:
-    """Buffers of gradients, and parameters whose gradients are in none."""
+    """Return the buffers of gradients, and the parameters whose gradients are not in a buffer."""
     flats = [group.flat for group in groups if group.flat is not None]
     return flats, [p for group in groups if group.flat is None for p in group.params]
 
 
 def _combined_grads(optimizer: Optimizer, state: AmpOptimizerState) -> list[FlatGrads]:
-    """The combined buffers of gradients; these are as ``step`` takes them, outside of blocks."""
+    """Return the combined gradient buffers. Outside of blocks the gradients are as ``step`` uses them."""
     if state.stage is Stage.DELAYED:
         state.check_unscaled("reading combined gradients")
     elif state.stage is not Stage.SCALED:
         groups = state.grad_groups(optimizer)
         if state.pending is not None:
-            state.pending.start()  # an inf that a script overwrites is none any more
+            state.pending.start()  # a script could overwrite an inf
         if state.holds_scaled:
             state.pending.unscale_now_(state, groups)
         for group in groups:
@@ -375,7 +377,7 @@ def _combined_grads(optimizer: Optimizer, state: AmpOptimizerState) -> list[Flat
 
 
 def _name_amp_scaler(optimizer: Optimizer, state: AmpOptimizerState) -> None:
-    """Warn of a GradScaler that is about to step ``optimizer``, or refuse it where there are masters."""
+    """Warn that a GradScaler is about to step ``optimizer``; raise if there are masters."""
     if current() is None:
         return
     text = (
@@ -389,7 +391,7 @@ def _name_amp_scaler(optimizer: Optimizer, state: AmpOptimizerState) -> None:
 
 @functools.cache
 def _takes_set_to_none_by_name(adopted: Any) -> bool:
-    """Whether ``zero_grad`` of the class that ``adopted`` was made from takes it as a keyword."""
+    """Whether ``zero_grad`` of the class that ``adopted`` was made from takes ``set_to_none`` as a keyword."""
     parameters = inspect.signature(adopted.__bases__[1].zero_grad).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
     return "set_to_none" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
@@ -397,7 +399,7 @@ def _takes_set_to_none_by_name(adopted: Any) -> bool:
 
 @functools.cache
 def _default_set_to_none(adopted: Any) -> bool | None:
-    """What ``zero_grad`` of the class that ``adopted`` was made from does without an argument, if it says so."""
+    """The default of ``set_to_none`` in the class that ``adopted`` was made from; None if it has none."""
     parameter = inspect.signature(adopted.__bases__[1].zero_grad).parameters.get("set_to_none")
     return None if parameter is None or parameter.default is None else bool(parameter.default)
 
@@ -408,7 +410,7 @@ def _evaluate_closure(
     """Call the closure among the arguments of a step, if there is one.
 
     Returns:
-        What it has returned, and the arguments with one in its place that returns the same.
+        The closure's result, and the arguments with a replacement closure that returns this result.
     """
     positional = bool(args) and callable(args[0])
     closure = args[0] if positional else kwargs.get("closure")
@@ -430,7 +432,7 @@ def _evaluate_closure(
 
 
 def _evaluate(optimizer: Optimizer, state: AmpOptimizerState, closure: Callable[[], Any]) -> Any:
-    """The loss of ``closure``: here, not inside the optimizer, so that an overflow in it still skips the step."""
+    """Return the loss of ``closure``, called before the optimizer's step so that an overflow still skips the step."""
     if isinstance(optimizer, LBFGS) or state.masters.masters:
         raise RuntimeError(
             "Currently, Amp does not support closure use with optimizers. Compute the loss, call scale_loss "
@@ -450,11 +452,11 @@ def _require_no_masters(state: AmpOptimizerState, name: str, instead: str) -> No
 
 @functools.cache
 def adopted_class(cls: Any, mixin: Any = AmpOptimizerMixin) -> Any:
-    """The class of an adopted optimizer that was one of ``cls``."""
+    """The class of adopted optimizers whose own class is ``cls``."""
     return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
 def new_adopted(cls: Any) -> Optimizer:
-    """An optimizer of the class that ``adopt`` makes from ``cls``, with nothing in it yet: what pickles call."""
+    """Return an empty optimizer of the class that ``adopt`` makes from ``cls``; pickles call this."""
     adopted: type[Optimizer] = adopted_class(cls)
     return adopted.__new__(adopted)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``Block``: what one ``scale_loss`` block does around the user's backward; ``BlockPart``: what else may be done."""
+"""``Block``: the work of one ``scale_loss`` block around the user's backward. ``BlockPart``: optional parts of it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STAGE_AFTER: dict[Delay | None, Stage] = {
 
 
 class BlockArgs(NamedTuple):
-    """What a block is made for: see ``Block``, and ``scale_loss`` for ``loss_id``."""
+    """The arguments of a block: see ``Block``, and ``scale_loss`` for ``loss_id``."""
 
     session: Session
     optimizers: Sequence[Optimizer]
@@ -43,52 +43,52 @@ class BlockArgs(NamedTuple):
 
 
 class BlockPart:
-    """What is rare and done around a block: each method is a place where a part may act, and does nothing by itself.
+    """A rarely needed part of a block. Each method is called at one point of the block; here it does nothing.
 
-    Those before backward, and right after it, are called in the order of the block's parts, those after unscaling in
-    the opposite order.
+    The methods before and right after backward are called in the order of the block's parts. ``after_unscale`` is
+    called in the opposite order.
     """
 
     def before_begin(self, block: Block) -> None:
-        """The gradients that are there are about to be brought to the loss scale."""
+        """Act before the existing gradients are brought to the loss scale."""
 
     def begun(self, block: Block) -> None:
-        """They have been: backward follows."""
+        """Act after the existing gradients have been brought to the loss scale; backward follows."""
 
     def multiplied(self, block: Block, scaled_loss: Tensor) -> None:
-        """Of ``scaled_loss``, which the user gets."""
+        """Act on ``scaled_loss`` before the user gets it."""
 
     def before_unscale(self, block: Block) -> None:
-        """Backward has ended."""
+        """Act after backward has ended."""
 
     def after_unscale(self, block: Block, found_inf: bool) -> bool:
-        """Gradients are unscaled; whether one is inf or NaN, as far as is known with and without this part."""
+        """Act after gradients are unscaled; return whether one is inf or NaN, given the result so far."""
         return found_inf
 
     def ended(self, block: Block) -> None:
-        """What follows for the step has been decided."""
+        """Act after the decision about the next step."""
 
     def drops(self, block: Block, error: BaseException) -> bool:
-        """``error`` has ended backward; True: of the gradients none can be kept."""
+        """Return True if no gradient can be kept after ``error`` has ended the backward."""
         return False
 
     def abandoned(self, block: Block) -> None:
-        """It has, and gradients are as they were, or unscaled."""
+        """Act after an exception, once the gradients are as they were before or unscaled."""
 
 
 class Block:
     """A block: ``begin``, the user's backward, then ``end``, or ``abandon`` after an exception.
 
     Attributes:
-        optimizers: Those whose gradients backward computes.
-        work: Their states, and how their gradients get to them; also as ``states`` and ``groups``.
-        parts: What is done besides.
-        scale: What the loss is multiplied with.
-        dynamic: The scale is dynamic, so that gradients are checked, and the block waits for the device.
-        waited: The stage that optimizers had whose gradients wait for a later block, by the identity of their state.
+        optimizers: The optimizers whose gradients backward computes.
+        work: The state and the gradient groups of each optimizer; also as ``states`` and ``groups``.
+        parts: The additional parts of the block.
+        scale: The factor of the loss.
+        dynamic: The scale is dynamic, so that gradients are checked and the block waits for the device.
+        waited: The stages that optimizers had whose gradients wait for a later block, by the identity of their state.
     """
 
-    # Whether gradients reach masters in this block, and whether it decides about the next step.
+    # Whether gradients reach masters in this block, and whether the block decides about the next step.
     copies_grads = True
     decides = True
 
@@ -106,7 +106,7 @@ class Block:
 
     @disable_dynamo
     def begin(self) -> None:
-        """Bring the gradients that are there to the loss scale, so that backward adds like to like."""
+        """Multiply existing gradients by the loss scale, so that backward adds gradients of the same scale."""
         for part in self.parts:
             part.before_begin(self)
         if len(self.groups) > 1:
@@ -130,13 +130,13 @@ class Block:
                 self._abandon_group(group, factor)
             raise
         except BaseException:
-            self.drop_all()  # an interrupt: some are scaled by now and some are not
+            self.drop_all()  # an interrupt: only some are scaled
             raise
         for part in self.parts:
             part.begun(self)
 
     def multiplied(self, scaled_loss: Tensor) -> Tensor:
-        """``scaled_loss``, of which the parts are told."""
+        """Call the parts with ``scaled_loss`` and return it."""
         for part in self.parts:
             part.multiplied(self, scaled_loss)
         return scaled_loss
@@ -145,7 +145,7 @@ class Block:
         return group.begin_block(factor)
 
     def _keep(self, state: AmpOptimizerState, group: GradGroup) -> None:
-        """Backward has left gradients outside of blocks: they are added to masters when this one ends, and checked."""
+        """Keep gradients of a backward outside of blocks: this block's end checks them and adds them to masters."""
         if state.grads.scaled_by:
             group.edited = OF_OTHER_BLOCKS
             group.drop_kept()
@@ -157,7 +157,7 @@ class Block:
 
     @disable_dynamo
     def end(self) -> None:
-        """Unscale and check the gradients, and decide about the next step."""
+        """Unscale and check the gradients, and decide whether the next step is skipped."""
         self._ending = True
         for part in self.parts:
             part.before_unscale(self)
@@ -170,12 +170,12 @@ class Block:
             part.ended(self)
 
     def _unscale(self) -> bool:
-        """Bring gradients to the optimizers' parameters, unscaled; True: one of them is inf or NaN."""
-        if self._session.open_checks:  # of blocks inside of this one, of other optimizers
+        """Bring unscaled gradients to the optimizers' parameters; return True if one of them is inf or NaN."""
+        if self._session.open_checks:  # of blocks of other optimizers, nested in this one
             self._session.resolve_checks(self._scaler)
         check = self.dynamic
         if not check and self.scale != 1.0 and not self._scaler.said:
-            # Under a static scale: to warn, where the pass that divides looks for overflow, too.
+            # Static scale: check in order to warn, where the pass that divides also looks for overflow.
             check = set(map(_DEVICE_TYPE, self.groups)) <= {"cpu"}
         spare = self._session.spare_flags
         flags = unscale(self.groups, self.scale, check=check, spare=spare)
@@ -199,7 +199,7 @@ class Block:
         for group in groups:
             edited = group.edited
             group.drop_cleared()
-            group.note_delayed()  # a script may have scaled others
+            group.note_delayed()  # a script may have scaled other gradients
             group.edited = edited
 
     @staticmethod
@@ -210,13 +210,13 @@ class Block:
 
     @disable_dynamo
     def abandon(self, error: BaseException) -> None:
-        """After ``error`` in the block: drop what backward has left, or unscale it with what was there before.
+        """After ``error`` in the block, drop the gradients of its backward, or unscale them with the earlier ones.
 
-        What blocks with ``delay_unscale`` have left stays delayed: it has not been checked.
+        Gradients of blocks with ``delay_unscale`` stay delayed, because they have not been checked.
         """
         drops = self._ending or any([part.drops(self, error) for part in self.parts])
         if self._drop_held() or drops:
-            self.drop_all()  # some are unscaled, or averages, by now and some are not
+            self.drop_all()  # only some are unscaled, or averages
             return
         for state, groups in self.work:
             if state.stage is not Stage.SCALED:
@@ -229,7 +229,7 @@ class Block:
             part.abandoned(self)
 
     def _drop_held(self) -> bool:
-        """Drop what units of ``fully_shard`` hold back, of this block and those before; whether that was anything."""
+        """Drop the gradients that ``fully_shard`` units hold back from this and earlier blocks; True if any existed."""
         held = self._session.held
         return held is not None and held.drop({id(p) for p in self._stepped()})
 
@@ -243,13 +243,13 @@ class Block:
         self._end_abandoned(state)
 
     def _end_abandoned(self, state: AmpOptimizerState) -> None:
-        """What DistributedDataParallel has left to this process is not averaged yet."""
+        """Set the stage to LOCAL if DistributedDataParallel has not averaged the gradients yet, else to READY."""
         local = self.waited.get(id(state)) is Stage.LOCAL
         state.stage = Stage.LOCAL if local else Stage.READY
 
     @disable_dynamo
     def drop_all(self) -> None:
-        """Drop all gradients, of which some are unscaled by now and some are not."""
+        """Drop all gradients, for use when only some of them are unscaled."""
         for state, groups in self.work:
             for group in groups:
                 for tensor in (*group.params, *group.sources):
@@ -263,7 +263,7 @@ class Block:
 
 
 class UnscaledBlock(Block):
-    """A block at a static loss scale of 1, without masters: gradients are what backward leaves."""
+    """A block at a static loss scale of 1, without masters: gradients stay as backward computes them."""
 
     def begin(self) -> None:
         self._end_with(Stage.SCALED)
@@ -282,7 +282,7 @@ class DelayingBlock(Block):
     """A block with ``delay_unscale`` or ``delay_overflow_check``, or where DistributedDataParallel may not average."""
 
     def __init__(self, args: BlockArgs, parts: Sequence[BlockPart], delay: Delay | None) -> None:
-        """See ``scale_loss`` for ``delay``."""
+        """Make a block; see ``scale_loss`` for ``delay``."""
         super().__init__(args, parts)
         self.set_delay(delay)
 
@@ -295,13 +295,13 @@ class DelayingBlock(Block):
                 self._leave_delayed(state, groups)
 
     def set_delay(self, delay: Delay | None) -> None:
-        """Delay this; None: nothing."""
+        """Set what the block delays; None: nothing."""
         self.delay = delay
         self.copies_grads = delay != "delay_unscale"
         self.decides = delay is None
 
     def leave_to_averages(self) -> None:
-        """Delay, for a block that has averages, what needs them: masters' gradients, or the decision about the step."""
+        """Delay the masters' gradients, or the decision about the step, until a block whose gradients are averages."""
         if any(state.masters.masters or state.policy.store_param_remainders for state in self.states):
             self.set_delay("delay_unscale")
         elif self.copies_grads and self.dynamic:
@@ -317,7 +317,7 @@ class DelayingBlock(Block):
 
 
 class Captured(BlockPart):
-    """A block in a CUDA graph that is being captured: the step that belongs to it has to be captured, too."""
+    """A block in a CUDA graph that is being captured. The step that belongs to it must be captured, too."""
 
     def ended(self, block: Block) -> None:
         for state in block.states:
@@ -325,15 +325,15 @@ class Captured(BlockPart):
 
 
 class Saturation(BlockPart):
-    """A device saturates where others give inf, and raises a flag instead.
+    """A block on a device that saturates and raises a flag where other devices give inf.
 
-    The flag is not about certain gradients, and what has saturated is finite. So each block reads the flag for its own,
-    and ``OptimizerGrads.saturated`` stands for the inf that other devices keep until gradients are cleared. Of nested
-    blocks it cannot be told which backward has raised the flag: it counts for the blocks around as well.
+    The flag does not identify gradients, and saturated values are finite. So each block reads the flag for its own
+    gradients. ``OptimizerGrads.saturated`` replaces the inf that other devices keep until gradients are cleared. With
+    nested blocks it is unknown which backward has raised the flag, so it also counts for the enclosing blocks.
     """
 
     def __init__(self, around: Sequence[AmpOptimizerState]) -> None:
-        """``around``: the optimizers of the blocks that are open."""
+        """Args: around: The states of the optimizers whose blocks are open."""
         self._around = around
 
     def before_begin(self, block: Block) -> None:
@@ -345,7 +345,7 @@ class Saturation(BlockPart):
             clear_saturation(block.groups)
 
     def _read_and_clear(self, block: Block) -> bool:
-        """Whether numbers have saturated, which the blocks around are told."""
+        """Read and clear the flag, and record it for the enclosing blocks; True if numbers have saturated."""
         found = read_and_clear_saturation(block.groups)
         for state in self._around:
             state.grads.saturated |= found
@@ -371,26 +371,26 @@ class Saturation(BlockPart):
 
 
 def _has_own_grads(group: GradGroup) -> bool:
-    """True where a gradient is there that backward adds to, and that no other takes the place of."""
+    """True if backward adds to an existing gradient that is the optimizer's own, not copied to a master."""
     return any(p is s and p.grad is not None for p, s in zip(group.params, group.sources, strict=True))
 
 
 def _has_nonzero_grads(state: AmpOptimizerState, groups: Sequence[GradGroup]) -> bool:
-    """True where gradients have not been cleared, by whatever means."""
+    """True if gradients have not been cleared in any way."""
     params = [p for group in groups for p in group.params]
-    if state.stage is Stage.DELAYED:  # they have not been brought to masters
+    if state.stage is Stage.DELAYED:  # gradients have not been brought to masters
         params += [p for group in groups for p in group.sources]
     grads = [p.grad for p in params]
     return any(grad is not None and bool(grad.count_nonzero()) for grad in grads)
 
 
 def decide(states: Iterable[AmpOptimizerState], loss_id: int, scaler: LossScaler, found_inf: bool) -> None:
-    """Move the loss scale of ``scaler``, and have the next steps of ``states`` skipped where ``found_inf``."""
+    """Update the loss scale of ``scaler``, and mark the next steps of ``states`` as skipped if ``found_inf``."""
     before = scaler.scale
     try:
         scaler.update(found_inf)
-    finally:  # it may warn, and a warning be an error: the step is to be skipped all the same
+    finally:  # the step must be skipped even if update warns, and warnings are errors
         decision = StepDecision(found_inf and scaler.dynamic, loss_id, before, scaler.scale)
         for state in states:
-            if state.decision is None or not state.decision.skip:  # that a step is to be skipped stands until the step
+            if state.decision is None or not state.decision.skip:  # a decision to skip stands until the step
                 state.decision = decision

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Blocks and steps in the capture of a CUDA graph: what the host decides, or moves, no replay would."""
+"""Checks of blocks and steps in the capture of a CUDA graph: a replay does not repeat the host's decisions or moves."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from apex_npu.backends import is_capturing
 
 
 def check_block(optimizers: Sequence[Optimizer], scaler: LossScaler, *, delays: bool) -> None:
-    """Require a ``scale_loss`` that a replay can repeat, of ``optimizers``; a graph is being captured.
+    """Require that a replay can repeat the ``scale_loss`` of ``optimizers``, while a graph is being captured.
 
     Raises:
-        RuntimeError: It could not be repeated.
+        RuntimeError: A replay cannot repeat it.
     """
     states = [state for optimizer in optimizers if (state := state_of(optimizer)) is not None]
     if scaler.dynamic:
@@ -43,7 +43,7 @@ def check_step(optimizer: Optimizer, state: AmpOptimizerState) -> None:
     """Require that block and step are captured together.
 
     Raises:
-        RuntimeError: One of them is not, or as of ``check_block``.
+        RuntimeError: Only one of them is captured, or a replay cannot repeat the step.
     """
     if is_capturing():
         _check_optimizer(optimizer, state)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""An optimizer whose groups have masters, for those who look in them for the model's own parameters."""
+"""A view of an optimizer with masters, for code that looks for the model's own parameters in its groups."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from apex_npu.amp.optimizer_state import adopted_inside, state_of
 
 
 def checkpoint_view(optimizer: Optimizer) -> Optimizer:
-    """What ``torch.distributed.checkpoint.state_dict`` takes in place of ``optimizer``.
+    """Return a view of ``optimizer`` to pass to ``torch.distributed.checkpoint.state_dict``.
 
-    Its ``get_state_dict`` and ``set_state_dict`` name states by the model's parameters, which at O2 and O5 are not in
-    ``optimizer.param_groups``: their fp32 masters are. Make a view for each call:
+    ``get_state_dict`` and ``set_state_dict`` name states by the model's parameters. At O2 and O5
+    ``optimizer.param_groups`` has fp32 masters instead. Make a view for each call:
 
         state, states = get_state_dict(model, amp.checkpoint_view(optimizer))
 
     Returns:
-        A view that can be saved and loaded, not trained with; ``optimizer`` itself where it has no masters.
+        A view that can be saved and loaded, but not trained with; ``optimizer`` itself if it has no masters.
 
     Example::
 
@@ -42,7 +42,7 @@ def checkpoint_view(optimizer: Optimizer) -> Optimizer:
 
 class _CheckpointView(Optimizer):
     def __init__(self, optimizer: Optimizer, model_param_of: dict[int, Tensor]) -> None:
-        # Not Optimizer's own: all attributes are those of `optimizer`.
+        # Does not call Optimizer.__init__: all attributes are those of `optimizer`.
         self._optimizer = optimizer
         self._model_param_of = model_param_of
         self.defaults = optimizer.defaults
@@ -68,7 +68,7 @@ class _CheckpointView(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Called where there is no state yet that could be loaded into: make it, and leave all values as they are."""
+        """Make the state and leave all values unchanged. torch calls this before it loads into an empty state."""
         groups = self._optimizer.param_groups
         rates = [group.get("lr") for group in groups]
         for group in groups:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""combine_ddp: what scale_loss does so that all processes step with the average of their gradients."""
+"""combine_ddp: the part of scale_loss that averages gradients over processes."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ logger = logging.getLogger(__name__)
 
 
 class LocalGrads(IntEnum):
-    """Which gradients of an optimizer are this process's own: not averaged yet."""
+    """The gradients of an optimizer that are this process's own because they are not averaged yet."""
 
     NONE = 0
     # They are where backward leaves them, so that the next reduction includes them.
     IN_SOURCES = 1
-    # They have been copied to fp32 masters, whose gradients then have to be averaged.
+    # They have been copied to fp32 masters, whose gradients must then be averaged.
     IN_MASTERS = 2
 
 
 class GradSync:
-    """How the gradients of one optimizer are averaged.
+    """The averaging state of one optimizer's gradients.
 
     Attributes:
-        parallel: Who averages them with whom.
-        local_grads: Which of them have not been averaged yet.
+        parallel: The processes that average the gradients, and how.
+        local_grads: The gradients that have not been averaged yet.
     """
 
     def __init__(self, parallel: DataParallel) -> None:
@@ -50,14 +50,14 @@ class GradSync:
         self.local_grads = LocalGrads.NONE
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the processes: a copy finds those of the session that it is loaded in."""
+        """Return the state without the processes. A copy uses those of the session in which it is loaded."""
         return {"local_grads": self.local_grads}
 
     def check_averaged(self) -> None:
-        """Require that a step finds averages.
+        """Require that the gradients are averaged, before a step.
 
         Raises:
-            RuntimeError: Gradients are those of this process alone.
+            RuntimeError: The gradients are those of this process alone.
         """
         if self.local_grads is not LocalGrads.NONE:
             raise RuntimeError(
@@ -66,13 +66,13 @@ class GradSync:
             )
 
     def clear(self) -> None:
-        """The gradients have been cleared."""
+        """Take note that the gradients have been cleared."""
         self.local_grads = LocalGrads.NONE
 
 
 @dataclass
 class _Fitted:
-    """A reducer, and what it was made for."""
+    """A reducer, and the gradient groups and tensors it was made for."""
 
     units: list[GradGroup]
     reducer: GradReducer | None = None
@@ -80,15 +80,15 @@ class _Fitted:
 
 
 class DataParallel:
-    """What ``amp.initialize(combine_ddp=True)`` has set up: who averages gradients with whom, and how.
+    """The setup of ``amp.initialize(combine_ddp=True)``: the processes that average gradients, and how.
 
     Attributes:
-        options: How gradients are reduced.
-        progress: How far the processes got.
+        options: The options of the reduction, including the processes.
+        progress: The progress of the processes.
     """
 
     def __init__(self, options: ReduceOptions) -> None:
-        """Nothing is planned yet: gradients are, at the first block of their optimizers."""
+        """Make an object without plans. Gradients are planned at the first block of their optimizers."""
         self.options = options
         self.progress = RankProgress(options.group)
         self._fitted: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], _Fitted]] = weakref.WeakKeyDictionary()
@@ -96,28 +96,28 @@ class DataParallel:
 
     @property
     def group(self) -> Any:
-        """The processes."""
+        """The process group that averages gradients."""
         return self.options.group
 
     @property
     def reducers(self) -> list[GradReducer]:
-        """What averages, one for each list of optimizers that has had a block."""
+        """The reducers, one for each list of optimizers that has had a block."""
         fitted = [fitted for known in self._fitted.values() for fitted in known.values()]
         return [one.reducer for one in fitted if one.reducer is not None]
 
     def begin(
         self, states: Sequence[Any], optimizers: Sequence[Optimizer], units: list[GradGroup], *, masters: bool
     ) -> Reduction | None:
-        """Average what the backward that follows gives.
+        """Begin to average the gradients of the backward that follows.
 
         Args:
             states: amp's state of each optimizer.
-            optimizers: Those of the block.
-            units: How their gradients travel.
-            masters: Average the gradients of what is stepped, when they are there, rather than those of the model.
+            optimizers: The optimizers of the block.
+            units: The gradient groups of the optimizers.
+            masters: Average the gradients of the stepped parameters, once they exist, rather than those of the model.
 
         Returns:
-            None where nothing is trained.
+            The reduction; None if nothing is trained.
         """
         fitted = self._fit(states, optimizers, units, masters=masters)
         if fitted.reducer is None:
@@ -170,7 +170,7 @@ class DataParallel:
             ) from error
 
     def check(self, report: Report | None, scale: float) -> None:
-        """Raise the errors that a reduction has found.
+        """Raise the errors that a reduction has reported.
 
         Raises:
             RanksDifferError: Another process has failed, or has another loss scale.
@@ -186,11 +186,11 @@ class DataParallel:
         self._agreed_scale = scale
 
     def must_read(self, scale: float) -> bool:
-        """True where what other processes say about their loss scale may be news."""
+        """True if the loss scales of other processes must be read, since ``scale`` is not the last agreed one."""
         return scale != self._agreed_scale
 
     def close(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         for reducer in self.reducers:
             reducer.close()
         self._fitted.clear()
@@ -200,7 +200,7 @@ class Reduction:
     """The averaging of one scale_loss block's gradients.
 
     Attributes:
-        masters: True: to be finished after unscaling, for what is stepped; else before it.
+        masters: True: it ends after unscaling and averages the gradients of stepped parameters. False: it ends before.
     """
 
     def __init__(self, parallel: DataParallel, reducer: GradReducer, masters: bool) -> None:
@@ -212,9 +212,9 @@ class Reduction:
         """Wait until all gradients are averages.
 
         Args:
-            groups: How they go on from here.
+            groups: The gradient groups of the block.
             scale: The loss scale.
-            dynamic: It moves, so that this block waits for the device anyway.
+            dynamic: The scale is dynamic, so that this block waits for the device anyway.
 
         Raises:
             RanksDifferError: Another process has failed, or has another loss scale.
@@ -225,10 +225,10 @@ class Reduction:
             group.note_reduced(self._reducer)
 
     def abandon(self, error: BaseException, scale: float, *, dynamic: bool) -> None:
-        """End it, since ``error`` has ended the block.
+        """End the averaging after ``error`` has ended the block.
 
-        Other processes are notified, instead of blocked, where they read the report. Those that do not wait for the
-        device in this block have to remain blocked, or they would step without this process.
+        Processes that read the report are notified instead of blocked. Processes that do not wait for the device in
+        this block must stay blocked, or they would step without this process.
         """
         listening = dynamic or self._reducer.everybody_reads
         if not self._reducer.broken:
@@ -248,9 +248,9 @@ class Reduction:
 def _groups(
     optimizers: Sequence[Optimizer], units: Sequence[GradGroup], planned: set[int], *, masters: bool
 ) -> list[list[Tensor]]:
-    """The tensors to be reduced, by optimizer, device and dtype: as ``combine_grad`` lays them out.
+    """The tensors to be reduced, by optimizer, device and dtype, as ``combine_grad`` lays them out.
 
-    Those that are frozen stay once they were planned, so that freezing on one process alone changes nothing.
+    Planned tensors stay when they are frozen, so that freezing on one process alone changes nothing.
     """
     source_of = {id(p): s for unit in units for p, s in zip(unit.params, unit.sources, strict=True)}
     seen: set[int] = set()
@@ -281,10 +281,10 @@ def _finder(units: Sequence[GradGroup], *, masters: bool) -> FindFlat:
 
 
 def check_scales(smallest: float, largest: float) -> None:
-    """Raise where processes have different loss scales.
+    """Raise if processes have different loss scales.
 
     Raises:
-        RanksDifferError: The message has both.
+        RanksDifferError: The scales differ; the message has both.
     """
     if smallest != largest:
         raise RanksDifferError(
@@ -295,14 +295,14 @@ def check_scales(smallest: float, largest: float) -> None:
 
 @disable_dynamo
 def agree_on_overflow(found_inf: bool, scale: float, group: Any, device: torch.device, *, failed: bool = False) -> bool:
-    """Whether any process of ``group`` has found inf or nan; all of them call this.
+    """Return whether any process of ``group`` has found inf or nan. All of them must call this.
 
     Args:
-        found_inf: What this one has found.
-        scale: Its loss scale.
+        found_inf: Whether this process has found inf or nan.
+        scale: The loss scale of this process.
         group: A process group.
-        device: Where the group communicates.
-        failed: This process is about to raise.
+        device: The device on which the group communicates.
+        failed: Whether this process is about to raise.
 
     Raises:
         RanksDifferError: Another process is about to raise, or has another loss scale.

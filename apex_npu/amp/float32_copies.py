@@ -1,10 +1,10 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a model that amp has cast to low precision is in float32: state dicts, copies, itself once amp is done with it.
+"""Float32 forms of a model that amp has cast to low precision: state dicts, copies, and the model after shutdown.
 
-deepcopy and pickle copy a module by its ``__reduce_ex__``, which is an attribute of each module here, as ``forward`` is
-of the model. A copy becomes float32 when it is complete, and is put back at its level if its optimizer is copied by the
-same call, before or after it.
+deepcopy and pickle copy a module by its ``__reduce_ex__``. Here that is an attribute of each module, as ``forward`` is
+of the model. A copy becomes float32 when it is complete. If the same call also copies its optimizer, before or after,
+the copy is put back at its level.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )
-# Of writes to what ``state_dict()`` has shown.
+# The warning about outdated writes to tensors that ``state_dict()`` has shown.
 OUTDATED = (
     "tensors of model.state_dict() have been written after the model's own had changed (a step, load_state_dict, a "
     "write to parameters). These tensors are float32 copies of float16 or bfloat16 ones: elements that the model has "
@@ -48,11 +48,11 @@ _ATTRIBUTES = ("forward", "_replicate_for_data_parallel", "__reduce_ex__", "__de
 
 
 class CopyLink:
-    """What the modules of a model share with its optimizers: copies that one call makes of these share a copy of it.
+    """An object that the modules of a model share with its optimizers. If one call copies them, they share its copy.
 
     Attributes:
-        masters: Those of the optimizers that step the model, the latest last; they stay when an optimizer is gone.
-        showing: What makes copies of those modules whose float32 copies scripts have got from ``state_dict()``.
+        masters: The masters of the optimizers that step the model, the latest last. They outlive an optimizer.
+        showing: The ``ModuleCopies`` of modules whose float32 copies ``state_dict()`` has given to scripts.
         copied: An optimizer has been copied.
     """
 
@@ -63,22 +63,22 @@ class CopyLink:
         self._undo = Undo()
 
     def __reduce__(self) -> Any:
-        """A copy starts afresh."""
+        """Copy as an empty object."""
         return CopyLink, ()
 
     def masters_with(self, param: Tensor) -> MasterParams | None:
-        """Those that have one of ``param``, a parameter of the model; None where it has no master."""
+        """The masters that include one of ``param``, a parameter of the model; None if it has no master."""
         return next((masters for masters in reversed(self.masters) if masters.has(param)), None)
 
     def load_written(self) -> None:
-        """Have the model take what scripts have written to the float32 copies that ``state_dict()`` has shown."""
+        """Load a script's writes to the float32 copies that ``state_dict()`` has shown into the model."""
         for copies in list(self.showing):
             copies.load_written()
 
     def add(self, model: nn.Module, masters: MasterParams) -> None:
-        """Add ``masters``, once new ones have taken what is kept of their parameters in ``model``, the model.
+        """Add ``masters``, after new ones have taken the values that ``model`` keeps of their parameters.
 
-        What an interrupt leaves to do, the next call does: a value is kept until the masters have been added.
+        After an interrupt the next call does the rest: a value is kept until the masters have been added.
         """
         kept = list(_kept_in(model)) if masters.are_new else []
         taken = [(copies, name, param) for copies, name, param in kept if masters.may_take(param)]
@@ -89,7 +89,7 @@ class CopyLink:
             del copies.kept[name]
 
     def end_copy(self, module: nn.Module, values: Mapping[str, Tensor]) -> None:
-        """Make ``module``, a copy that is complete, float32, unless its optimizer has been copied as well."""
+        """Make ``module``, a complete copy, float32, unless its optimizer has been copied as well."""
         if not self.copied and is_cast(module):
             takes_inputs = is_wrapped(module)
             to_float32(module, values, self._undo)
@@ -97,7 +97,7 @@ class CopyLink:
                 module.register_forward_pre_hook(_widen_inputs, with_kwargs=True)
 
     def mark_copied(self) -> None:
-        """An optimizer has been copied: put the modules that have been made float32 back at their level."""
+        """Note that an optimizer has been copied, and put modules that were made float32 back at their level."""
         self.copied = True
         session = current()
         known: KnownDDPs = [] if session is None else session.ddps
@@ -111,14 +111,14 @@ class CopyLink:
 
 @dataclass(eq=False)
 class ModuleCopies:
-    """Stands in for ``module.__reduce_ex__``.
+    """The replacement of ``module.__reduce_ex__``.
 
     Attributes:
-        module: Of a model that has been cast.
-        link: As of ``show_float32``.
-        kept: By their names in ``module``, the float32 values of what has no master, in host memory.
-        keeps: Values that are loaded are kept, too.
-        shown: By their names, float32 copies that ``state_dict()`` has shown, the latest last.
+        module: A module of a model that has been cast.
+        link: The link that ``show_float32`` was given.
+        kept: The float32 values, in host memory, of tensors without a master, by their names in ``module``.
+        keeps: Loaded values are kept, too.
+        shown: The float32 copies that ``state_dict()`` has shown, by name, the latest last.
     """
 
     module: nn.Module
@@ -128,13 +128,13 @@ class ModuleCopies:
     shown: dict[str, list[ShownCopy]] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has shown nothing yet."""
+        """Return the state without shown copies."""
         return {**vars(self), "shown": {}}
 
     def float32(self, name: str, tensor: Tensor, low: Tensor) -> Tensor | None:
-        """What is known of the float32 values of the module's ``tensor`` of that name: kept, or a master's.
+        """The kept float32 values of the module's ``tensor`` of that name, or its master's; None if there are none.
 
-        They are those that round to ``low``, its values in low precision, and on that device.
+        They round to ``low``, the tensor's values in low precision, and are on its device.
         """
         if name in self.kept:
             return fp32_value(low, self.kept[name])
@@ -142,10 +142,10 @@ class ModuleCopies:
         return None if masters is None else masters.float32(tensor, low)
 
     def load(self, name: str, tensor: Tensor, value: Tensor) -> Tensor:
-        """Have what is kept for the module's ``tensor`` of that name, or its master, be ``value``.
+        """Set the kept value of the module's ``tensor`` of that name, or its master, to ``value``.
 
         Returns:
-            What ``tensor`` is to be given.
+            The value to write to ``tensor``.
         """
         masters = self.link.masters_with(tensor)
         if masters is not None:
@@ -157,9 +157,9 @@ class ModuleCopies:
     @torch.inference_mode(False)
     @torch.no_grad()
     def show(self, name: str, tensor: Tensor, low: Tensor) -> Tensor:
-        """The float32 values of the module's ``tensor`` of that name, for scripts, which may write to them.
+        """Return the float32 values of the module's ``tensor`` of that name for scripts, which may write to them.
 
-        That is its master where the two agree, and else a copy that ``load_written`` looks at.
+        It is the master if the two agree, and else a copy whose writes ``load_written`` loads.
         """
         value = self.float32(name, tensor, low)
         masters = self.link.masters_with(tensor)
@@ -175,7 +175,7 @@ class ModuleCopies:
         return copies[-1].show()
 
     def load_written(self) -> None:
-        """Have the module's own tensors take what scripts have written to copies of them."""
+        """Load a script's writes to copies into the module's own tensors."""
         if is_capturing():
             return
         tensors = dict(own_tensors(self.module))
@@ -207,14 +207,14 @@ class ModuleCopies:
         written.let_go()
 
     def keep(self, name: str, tensor: Tensor, value: Tensor) -> None:
-        """Keep ``value``, in float32, for the module's ``tensor`` of that name, unless that holds it."""
+        """Keep ``value``, in float32, for the module's ``tensor`` of that name, unless the tensor holds it exactly."""
         if torch.equal(tensor.float(), value):
             self.kept.pop(name, None)
         else:
             self.kept[name] = value.to("cpu")
 
     def __call__(self, protocol: Any) -> Any:
-        """What the class's own returns, and the values in float32."""
+        """Return the result of the class's own ``__reduce_ex__``, with the float32 values added."""
         cls = type(self.module)
         reduced: Any = cls.__reduce_ex__(self.module, protocol)
         function, args, *rest = reduced
@@ -223,7 +223,7 @@ class ModuleCopies:
         return _begin_copy, (function, args), (rest[0], _exact_values(self))
 
     def deepcopy(self, memo: dict[int, Any]) -> nn.Module:
-        """In front of a ``__deepcopy__`` of the class."""
+        """Copy the module by its class's ``__deepcopy__``, and make the copy float32."""
         cls: Any = type(self.module)
         twin: nn.Module = cls.__deepcopy__(self.module, memo)
         values = {name: value.clone() for name, value in _exact_values(self).items()}
@@ -251,7 +251,7 @@ def _end_copy(module: nn.Module, state_and_values: tuple[Any, dict[str, Tensor]]
 
 
 def _exact_values(copies: ModuleCopies) -> dict[str, Tensor]:
-    """In float32 those of the module's own low-precision tensors that have masters, or of which values are kept."""
+    """The float32 values of the module's own low-precision tensors with a master or a kept value."""
     copies.load_written()
     write_models(_low_precision_in(copies.module))
     low = [(name, t) for name, t in own_tensors(copies.module) if t.dtype in LOW_PRECISION]
@@ -260,7 +260,7 @@ def _exact_values(copies: ModuleCopies) -> dict[str, Tensor]:
 
 
 def _kept_in(model: nn.Module) -> Iterator[tuple[ModuleCopies, str, Tensor]]:
-    """The parameters of ``model`` of which float32 values are kept."""
+    """The parameters of ``model`` with kept float32 values."""
     for copies in filter(None, map(copies_of, model.modules())):
         for name in copies.kept:
             param = copies.module._parameters.get(name)
@@ -269,7 +269,7 @@ def _kept_in(model: nn.Module) -> Iterator[tuple[ModuleCopies, str, Tensor]]:
 
 
 def _widen_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook of a float32 copy, which takes the inputs that the model takes."""
+    """Cast inputs to float32: a forward pre-hook of a float32 copy, so that it takes the model's inputs."""
     return (
         tuple([cast_floating(value, torch.float32) for value in args]),
         {name: cast_floating(value, torch.float32) for name, value in kwargs.items()},
@@ -277,7 +277,7 @@ def _widen_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def copies_of(module: nn.Module) -> ModuleCopies | None:
-    """What makes copies of ``module``, where amp has cast its model to low precision; else None."""
+    """The ``ModuleCopies`` of ``module`` if amp has cast its model to low precision; else None."""
     copies = vars(module).get("__reduce_ex__")
     return copies if isinstance(copies, ModuleCopies) else None
 
@@ -288,11 +288,11 @@ def is_cast(module: nn.Module) -> bool:
 
 
 def show_float32(model: nn.Module, link: CopyLink) -> None:
-    """Have state dicts and copies of ``model``, and of its submodules, be float32.
+    """Make state dicts and copies of ``model``, and of its submodules, float32.
 
     Args:
-        model: Has been cast to low precision. A module of another such model is left as it is.
-        link: Copies of the model and of its optimizers find each other by it.
+        model: A model that was cast to low precision. Modules that also belong to another such model are unchanged.
+        link: The object through which copies of the model and of its optimizers find each other.
     """
     for module in model.modules():
         if not is_cast(module):
@@ -312,7 +312,7 @@ def undo_show_float32(model: nn.Module, link: CopyLink) -> None:
 
 def _remove_attributes(module: nn.Module) -> None:
     remove_fp32_state_dict(module)
-    for name in ("__deepcopy__", "__reduce_ex__"):  # the last one by which ``is_cast`` tells: this can be done again
+    for name in ("__deepcopy__", "__reduce_ex__"):  # ``is_cast`` reads the last one, so that this can be repeated
         vars(module).pop(name, None)
 
 
@@ -320,8 +320,8 @@ def restore_float32(model: nn.Module, undo: Undo | None = None) -> None:
     """Undo the conversion of ``model`` and its submodules, and give them the values of their masters.
 
     Args:
-        model: Left as it is where it has not been cast to low precision.
-        undo: Takes the callbacks that convert the model again.
+        model: The model; unchanged if it was not cast to low precision.
+        undo: Receives the callbacks that convert the model again.
     """
     undo = undo or Undo()
     for copies in filter(None, map(copies_of, reversed(list(model.modules())))):
@@ -333,9 +333,9 @@ def to_float32(module: nn.Module, values: Mapping[str, Tensor], undo: Undo) -> N
     """Make ``module``, without its submodules, a float32 module without hooks of amp.
 
     Args:
-        module: One for which ``is_cast`` is true.
-        values: What its own parameters of these names are in float32; others are widened.
-        undo: Takes the callback that puts everything back.
+        module: A module for which ``is_cast`` is true.
+        values: The float32 values of its own parameters, by name. Other parameters are widened.
+        undo: Receives the callback that puts everything back.
     """
     attributes = {name: vars(module)[name] for name in _ATTRIBUTES if name in vars(module)}
     hooks = [(entries, dict(entries)) for entries in map(vars(module).__getitem__, _HOOKS)]
@@ -355,7 +355,7 @@ def to_float32(module: nn.Module, values: Mapping[str, Tensor], undo: Undo) -> N
 
     undo.callback(put_back)
     for name, tensor in own_tensors(module):
-        if name in values and tensor.grad is not None:  # has been stepped with, or is multiplied with a loss scale
+        if name in values and tensor.grad is not None:  # was used in a step, or is multiplied by a loss scale
             grads.append((tensor, tensor.grad))
             tensor.grad = None
         for target in (tensor, tensor.grad if tensor.is_leaf else None):
@@ -369,8 +369,8 @@ def to_float32(module: nn.Module, values: Mapping[str, Tensor], undo: Undo) -> N
     if is_wrapped(module):
         own.pop("_replicate_for_data_parallel", None)
     own.pop("__deepcopy__", None)
-    # Last, and without a call in between, after which an interrupt may come: by its wrapper a model counts as
-    # converted, by the other a module as cast, and what counts as neither is not restored again.
+    # Last, and without a call in between, after which an interrupt may come. A model with the wrapper counts as
+    # converted, a module with the other attribute as cast. A module with neither is not restored again.
     own["forward"] = forward
     del own["__reduce_ex__"]
     if forward is None:
@@ -383,22 +383,22 @@ def _flatten(module: nn.Module) -> None:
 
 
 def float32_copy(model: nn.Module, *, allow_rounded: bool = False) -> nn.Module:
-    """A deep copy of ``model`` without anything of amp: what to pass to torch.export, torch.onnx or torch.jit.
+    """Return a deep copy of ``model`` without amp, to pass to torch.export, torch.onnx or torch.jit.
 
     Its parameters and buffers are those of ``model.state_dict()``, the fp32 masters' values at O2 and O5. It takes
-    float32 inputs, and has no forward, hook or method of amp's; ``model`` stays as it is. Where O1 is on, run and
-    export the copy within ``amp.disable_casts()``: O1 casts functions of torch, whichever model calls them.
+    float32 inputs, and has no forward, hook or method of amp; ``model`` is unchanged. With O1 on, run and export the
+    copy within ``amp.disable_casts()``, because O1 casts functions of torch for all models.
 
     Args:
         model: Any module, passed to ``amp.initialize`` or not.
-        allow_rounded: Accept a model all of whose weights exist in low precision alone, as at O3; they are widened.
+        allow_rounded: Accept a model whose weights exist in low precision only, as at O3, and widen them.
 
     Returns:
         The copy, in the training or evaluation mode of ``model``.
 
     Raises:
-        TypeError: ``model`` is no module.
-        RuntimeError: The model's weights exist in low precision alone, and ``allow_rounded`` is False; or they are
+        TypeError: ``model`` is not a module.
+        RuntimeError: The model's weights exist in low precision only, and ``allow_rounded`` is False; or they are
             sharded over processes.
 
     Example::
@@ -433,7 +433,7 @@ def float32_copy(model: nn.Module, *, allow_rounded: bool = False) -> nn.Module:
             module._forward_pre_hooks_with_kwargs.pop(key, None)
     for tensor in (*clean.parameters(), *clean.buffers()):
         tensor.grad = None
-        if tensor.dtype in LOW_PRECISION:  # of a model that amp has not cast
+        if tensor.dtype in LOW_PRECISION:  # in a model that amp has not cast
             tensor.data = tensor.data.float()
     return clean
 
@@ -461,7 +461,7 @@ def _low_precision_in(module: nn.Module) -> list[Tensor]:
 
 
 def _show_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """state_dict hook: low-precision entries of this module appear in fp32, exact where that is known."""
+    """Show low-precision entries of this module in fp32, with exact values if known (a state_dict hook)."""
     copies, low = copies_of(module), _low_precision_in(module)
     if copies is None or not low:
         return
@@ -477,12 +477,12 @@ def _show_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, local
 def _fill_masters(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *_: Any
 ) -> None:
-    """load_state_dict hook: masters take the values as they were saved, not as the cast model rounds them."""
+    """Load the saved values, not the rounded ones of the cast model, into masters (a load_state_dict hook)."""
     copies = copies_of(module)
     if copies is None:
         return
     copies.load_written()
-    write_models(_low_precision_in(module))  # of masters that are not loaded: what has been written to them stays
+    write_models(_low_precision_in(module))  # keeps a script's writes to masters that are not loaded
     for name, tensor in own_tensors(module):
         entry, masters = state_dict.get(prefix + name), copies.link.masters_with(tensor)
         if masters is not None and local_metadata.get("assign_to_params_buffers"):
@@ -496,15 +496,15 @@ def _fill_masters(
 
 
 def _follow_loaded(module: nn.Module, _: Any) -> None:
-    """load_state_dict post-hook: what a module has loaded otherwise than from its entries, its masters have, too."""
+    """Copy values that a module has loaded in its own way to its masters (a load_state_dict post-hook)."""
     copies = copies_of(module)
-    by_itself = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict  # in any way
+    by_itself = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict  # in its own way
     for masters in [] if copies is None else copies.link.masters:
         masters.end_loading(_low_precision_in(module), by_value=by_itself)
 
 
 def give_fp32_state_dict(module: nn.Module) -> None:
-    """Let the entries of ``module`` in ``state_dict()`` and ``load_state_dict()`` be fp32, without its submodules'."""
+    """Make the entries of ``module``, without its submodules, fp32 in ``state_dict()`` and ``load_state_dict()``."""
     module.register_state_dict_post_hook(_show_fp32)
     module.register_load_state_dict_pre_hook(_fill_masters)
     module.register_load_state_dict_post_hook(_follow_loaded)

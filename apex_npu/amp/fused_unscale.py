@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What blocks leave to the step: with ``fuse_unscale`` gradients stay multiplied with the loss scale until then."""
+"""Blocks that leave work to the step: with ``fuse_unscale`` gradients stay multiplied by the loss scale until then."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ from apex_npu.amp.session import Session, current
 
 
 class DeferringBlock(DelayingBlock):
-    """A block of optimizers that have a ``PendingStep``: gradients are divided, or their step is skipped, later."""
+    """A block of optimizers that have a ``PendingStep``, which later divides gradients or skips the step."""
 
     def __init__(self, args: BlockArgs, parts: Sequence[BlockPart], delay: Delay | None, *, may_defer: bool) -> None:
-        """Of ``may_defer`` the check may be left open: what processes decide together may not. See ``scale_loss``."""
+        """Make a block; see ``scale_loss`` for ``delay``.
+
+        ``may_defer``: the check may stay open after the block. It is False if processes decide together.
+        """
         super().__init__(args, parts, delay)
         self._fuses = any(state.policy.fuse_unscale for state in self.states)
         self._alone = may_defer
@@ -37,7 +40,7 @@ class DeferringBlock(DelayingBlock):
         super().begin()
 
     def _begin_group(self, group: GradGroup, factor: float) -> bool:
-        """See ``Block``. With ``fuse_unscale`` gradients of masters are scaled by the loss scale, too."""
+        """See ``Block``. With ``fuse_unscale`` gradients of masters are also multiplied by the loss scale."""
         if not self._fuses:
             return super()._begin_group(group, factor)
         group.kept_scale = self.scale
@@ -53,17 +56,17 @@ class DeferringBlock(DelayingBlock):
         group.abandon_block(1.0)
 
     def _end_with(self, stage: Stage, grad_scale: float = 1.0) -> None:
-        if stage is Stage.SCALED and self._fuses:  # what was to be clipped by the step, before backward adds to it
+        if stage is Stage.SCALED and self._fuses:  # clip gradients left to the step before backward adds to them
             for state, groups in self.work:
                 state.pending.clip_now(groups)
         super()._end_with(stage, grad_scale)
         if grad_scale != 1.0 and self._fuses and stage is not Stage.SCALED:
             for state, groups in self.work:
-                # Nothing looks there while gradients are delayed.
+                # Nothing reads this while gradients are delayed.
                 state.pending.scaled = None if stage is Stage.DELAYED else ScaledGrads(groups)
 
     def _unscale(self) -> bool:
-        """See ``Block``. Where the check is deferred, the result is not known yet."""
+        """See ``Block``. If the check is deferred, the result is not known yet."""
         self._session.resolve_checks(self._scaler)
         check: DeferredInfCheck | None = None
         found_inf = False
@@ -71,12 +74,12 @@ class DeferringBlock(DelayingBlock):
             found_inf, check = self._bring()
         self._end_with(STAGE_AFTER[self.delay], self.scale if self._fuses or not self.copies_grads else 1.0)
         if check is not None:
-            self.decides = False  # the check does, when it is resolved
+            self.decides = False  # the check decides when it is resolved
             self.states[0].pending.check = self._session.open_checks[self._scaler] = check
         return found_inf
 
     def _bring(self) -> tuple[bool, DeferredInfCheck | None]:
-        """Bring gradients to the parameters; whether one is inf or NaN, or the check that is still to tell."""
+        """Bring gradients to the parameters; return whether one is inf or NaN, or the open check that will tell."""
         may_defer = self._alone and self.decides and self.dynamic and len(self.work) == 1
         on_device = may_defer and supports_found_inf(self.optimizers[0])
         leaves_open = may_defer and (self._fuses or on_device)
@@ -96,12 +99,12 @@ class DeferringBlock(DelayingBlock):
 
     def _open_check(self, on_device: bool, flags: list[Tensor]) -> DeferredInfCheck:
         groups, loss_id, scaler = self.groups, self._loss_id, self._scaler
-        # The session has the check until the next block, and must not keep an optimizer alive.
+        # The session holds the check until the next block, and must not keep an optimizer alive.
         held = weakref.WeakSet(self.states)
 
         def look() -> list[Tensor]:
             for group in groups:
-                group.drop_cleared()  # an inf that has been cleared is none
+                group.drop_cleared()  # a cleared inf does not count
             return look_for_overflow(groups)
 
         def settle(found_inf: bool) -> None:
@@ -110,7 +113,7 @@ class DeferringBlock(DelayingBlock):
                 state.pending.check = None
             try:
                 decide(states, loss_id, scaler, found_inf)
-            finally:  # it may warn, and a warning be an error
+            finally:  # decide may warn, and warnings may be errors
                 for state in states:
                     state.pending.end_delegated(state)
 
@@ -130,9 +133,10 @@ class DeferringBlock(DelayingBlock):
 
 
 def unpack_others(session: Session, optimizers: Sequence[Optimizer]) -> None:
-    """Before a block of ``optimizers``, whose backward may add to model gradients that the masters of others share.
+    """Give masters of other optimizers their own gradients before a block of ``optimizers``.
 
-    Those of other threads are left as they are, while these run: they may be about to step.
+    The block's backward may add to model gradients that these masters share. Optimizers of other running threads are
+    left unchanged, since they may be about to step.
     """
     thread = threading.current_thread()
     for optimizer, owner in list(session.sharing.items()):
@@ -142,15 +146,15 @@ def unpack_others(session: Session, optimizers: Sequence[Optimizer]) -> None:
                 state.pending.look_for_unscaled(optimizer, state)
             state.grads.materialize()
             if state.pending is not None and state.pending.scaled is not None:
-                state.pending.scaled = ScaledGrads(state.grads.groups)  # those without a master have been gathered, too
+                state.pending.scaled = ScaledGrads(state.grads.groups)  # gradients without a master are gathered, too
             session.sharing.pop(optimizer, None)
 
 
 def check_fusible(given: Sequence[Any]) -> None:
-    """Refuse what cannot be right where gradients stay scaled after the block.
+    """Raise if the given optimizers cannot work with gradients that stay scaled after the block.
 
     Args:
-        given: What ``scale_loss`` or ``initialize`` was given.
+        given: The optimizers passed to ``scale_loss`` or ``initialize``.
 
     Raises:
         RuntimeError: A wrapper, such as LARC, works on gradients before the step, or two optimizers step a parameter.

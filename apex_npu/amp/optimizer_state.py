@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``AmpOptimizerState``: amp's state of one optimizer, and how it is looked up."""
+"""``AmpOptimizerState``: amp's state of one optimizer, and the functions that look it up."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from apex_npu.fusion.shards import meshes_of
 
 _PARAMS = itemgetter("params")
 
-# What step() warns of.
+# Warnings of step().
 OUTSIDE_BLOCKS = (
     "step() was called with gradients that no amp.scale_loss has scaled and checked since the last step: was "
     "backward() called outside amp.scale_loss? Use `with amp.scale_loss(loss, optimizer) as scaled_loss: "
@@ -57,16 +57,16 @@ OF_OTHER_BLOCKS = (
 
 
 class Stage(Enum):
-    """Where an optimizer is between two steps.
+    """The stages of an optimizer between two steps.
 
     ============  =====================================================================================
     READY         no ``scale_loss`` block since the last step, or since gradients were cleared
-    SCALED        a block is open: gradients are multiplied with the loss scale
-    DELAYED       they still are, after a block with ``delay_unscale``
-    UNCHECKED     they are unscaled, and have not been checked for inf or NaN (``delay_overflow_check``)
-    UNSCALED      they are as ``step`` takes them, and checked, or their check is pending
-    CAPTURED      the same, in a CUDA graph that is being captured
-    LOCAL         they are unscaled, not checked, and those of one process: DistributedDataParallel averages them later
+    SCALED        a block is open: gradients are multiplied by the loss scale
+    DELAYED       gradients are still multiplied by the loss scale, after a block with ``delay_unscale``
+    UNCHECKED     gradients are unscaled, but not checked for inf or NaN (``delay_overflow_check``)
+    UNSCALED      gradients are ready for ``step``, and checked, or their check is pending
+    CAPTURED      as UNSCALED, in a CUDA graph that is being captured
+    LOCAL         gradients are unscaled, unchecked and of one process: DistributedDataParallel averages them later
     ============  =====================================================================================
     """
 
@@ -84,18 +84,18 @@ class AmpOptimizerState:
     """Amp's state of one optimizer.
 
     Attributes:
-        policy: Of the ``initialize`` that adopted it, and what the script has set on the optimizer since.
-        stage: Where it is between two steps.
-        grad_scale: What the gradients of ``param_groups`` are multiplied with. With ``fuse_unscale`` that is the loss
-            scale from the first block until they are cleared; else 1, but in a block and after ``delay_unscale``.
-        decision: What ``scale_loss`` has decided about the next step; None: nothing since the last one.
-        report: Outcome of the last step whose outcome has arrived.
+        policy: The policy of the ``initialize`` that adopted the optimizer, with the script's later changes.
+        stage: The stage of the optimizer between two steps.
+        grad_scale: The factor of the gradients of ``param_groups``. With ``fuse_unscale`` it is the loss scale from the
+            first block until gradients are cleared. Otherwise it is 1, except in a block and after ``delay_unscale``.
+        decision: The decision of ``scale_loss`` about the next step; None: no decision since the last step.
+        report: The report of the last step whose outcome is known.
         masters: The fp32 masters of low-precision parameters.
-        grads: How gradients get from backward to the optimizer's parameters.
-        pending: What blocks leave to the step, with ``fuse_unscale`` or on a device that skips steps; else None.
-        sync: Which processes average gradients, with ``combine_ddp``; else None.
-        legacy: What a package above amp keeps with an optimizer; its ``clear`` is called when gradients are cleared.
-        links: What copies of the optimizer and of the models that it steps find each other by.
+        grads: The way of gradients from backward to the optimizer's parameters.
+        pending: The work that blocks leave to the step, with ``fuse_unscale`` or if the device skips steps; else None.
+        sync: The averaging of gradients over processes, with ``combine_ddp``; else None.
+        legacy: An object that a package above amp keeps here; its ``clear`` is called when gradients are cleared.
+        links: Objects through which copies of the optimizer and of its models find each other.
     """
 
     policy: Policy
@@ -111,13 +111,13 @@ class AmpOptimizerState:
     links: list[Any] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without buffers, which a copy makes for itself, and as outside of a block."""
+        """Return the state without buffers, which a copy makes itself, as it is outside of a block."""
         self.resolve()
         # Parameters are copied without their gradients.
         return {**self.__dict__, "stage": Stage.READY, "grad_scale": 1.0, "grads": OptimizerGrads()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore ``state``, and link it with the copied model, whose state dicts have its masters."""
+        """Restore ``state``, and link it with the copied model, so that the model's state dicts show its masters."""
         self.__dict__.update(state)
         session = current()
         if self.sync is not None:
@@ -132,28 +132,28 @@ class AmpOptimizerState:
 
     @property
     def skip(self) -> bool:
-        """The next step is to be skipped."""
+        """Whether the next step will be skipped."""
         if self.pending is not None:
             self.pending.resolve()
         return self.decision is not None and self.decision.skip
 
     def resolve(self) -> None:
-        """Have everything decided that has been left to the device, or to the step."""
+        """Make all decisions that were left to the device or to the step."""
         if self.pending is not None:
             self.pending.resolve()
             self.pending.resolve_step()
 
     @property
     def averages(self) -> bool:
-        """Its gradients are averaged over processes, unless the script has taken it out of that."""
+        """Whether its gradients are averaged over processes; the script can turn this off."""
         return bool(self.sync is not None and self.policy.combine_ddp and self.policy.combine_grad)
 
     def combine(self, **options: Any) -> None:
         """Change ``combine_grad`` or ``combine_ddp`` of this optimizer alone, between two steps.
 
         Raises:
-            RuntimeError: There are gradients of a block, or its gradients would be averaged without an agreement on
-                parameters and values, which only ``initialize`` makes. Nothing has changed then.
+            RuntimeError: A block has left gradients. Or its gradients would be averaged although ``initialize`` has not
+                made the processes agree on parameters and values. Nothing is changed in these cases.
         """
         policy = replace(self.policy, **options)
         if policy == self.policy:
@@ -176,10 +176,10 @@ class AmpOptimizerState:
         return self.masters.pairs
 
     def retire(self, undo: Undo | None = None) -> None:
-        """Forget the model, whose parameters another optimizer steps: a step shall not write them.
+        """Forget the model, whose parameters another optimizer now steps, so that a step does not write them.
 
         Args:
-            undo: Takes the callback that takes this back.
+            undo: Receives the callback that undoes this.
         """
         if undo is not None:
             changed = ("masters", "grads", "stage", "decision")
@@ -189,10 +189,10 @@ class AmpOptimizerState:
         self.stage, self.decision = Stage.READY, None
 
     def check_has_model(self, optimizer: Optimizer, caller: str) -> None:
-        """Require that ``retire`` has not taken the model away from ``optimizer``, for ``caller``.
+        """Require that ``optimizer`` was not retired; ``caller`` is named in the message.
 
         Raises:
-            RuntimeError: It has.
+            RuntimeError: It was retired.
         """
         if self.masters.retired:
             raise RuntimeError(
@@ -204,30 +204,30 @@ class AmpOptimizerState:
 
     @property
     def is_unscaled(self) -> bool:
-        """Gradients are as backward has left them, and stay so in a block at a scale of 1."""
+        """Whether gradients are as backward has left them, and stay so in a block at a scale of 1."""
         skips = self.decision is not None and self.decision.skip
         widens = self.policy.master_weights or self.policy.store_param_remainders
         return self.grad_scale == 1.0 and not widens and not skips
 
     @property
     def holds_scaled(self) -> bool:
-        """The next step has to divide gradients by the loss scale, or to clip them."""
+        """Whether the next step must divide gradients by the loss scale, or clip them."""
         clips = self.pending is not None and self.pending.clip_coefficient is not None
         return self.policy.fuse_unscale and (self.grad_scale != 1.0 or clips)
 
     @property
     def awaits_block(self) -> bool:
-        """A block has to unscale the gradients, check them, or copy them to masters, before a step or clipping."""
+        """Whether a block must unscale the gradients, check them or copy them to masters before a step or clipping."""
         if self.stage in (Stage.SCALED, Stage.DELAYED):
             widens = bool(self.policy.master_weights) or self.policy.store_param_remainders
             return self.grad_scale != 1.0 or self.policy.loss_scale == "dynamic" or widens
         return self.grad_scale != 1.0 and not self.policy.fuse_unscale
 
     def check_unscaled(self, caller: str) -> None:
-        """Require a block to have ended that has unscaled the gradients, for ``caller``.
+        """Require that a block has ended and unscaled the gradients; ``caller`` is named in the message.
 
         Raises:
-            RuntimeError: One is open, or the last one has left them scaled.
+            RuntimeError: A block is open, or the last one has left the gradients scaled.
         """
         if not self.awaits_block:
             return
@@ -244,28 +244,29 @@ class AmpOptimizerState:
         raise RuntimeError(f"the gradients are still multiplied with the loss scale {self.grad_scale}: {reason}")
 
     def clips_like_torch(self, groups: list[GradGroup]) -> bool:
-        """All of its gradients, ``groups``, are in float32 buffers, unscaled: clipping these is what torch would do.
+        """Whether clipping the buffers of ``groups``, all of its gradients, gives the same result as torch's function.
 
-        Of sharded parameters they are on one mesh, as torch's function requires.
+        It does if all gradients are unscaled, in float32 buffers, and on at most one mesh, as torch's function requires
+        of sharded ones.
         """
         buffered = all(group.flat is not None and group.flat.dtype == torch.float32 for group in groups)
         return self.grad_scale == 1.0 and bool(groups) and buffered and len(self.grads.meshes) <= 1
 
     def prepare_masters(self, optimizer: Optimizer) -> bool:
-        """Make masters for what has been added or unfrozen.
+        """Make masters for parameters that have been added or unfrozen.
 
         Args:
-            optimizer: Has this state.
+            optimizer: The optimizer with this state.
 
         Returns:
-            True where some have to follow the model to its device, or where a master or a model parameter has been
-            written, as far as can be seen at a glance.
+            True if masters are new or must follow the model to its device, or if a quick check finds that a master or a
+            model parameter has been written.
         """
         masters = self.masters
         for group in optimizer.param_groups:
             if low_precision_of(group["params"]):
                 self.masters.make(optimizer)
-        # Of what is not new one pair is looked at: Module.to moves all.
+        # One pair that is not new is enough to look at: Module.to moves all.
         moved = bool(masters.masters) and masters.masters[0].device != masters.model_params[0].device
         return bool(
             moved
@@ -276,10 +277,10 @@ class AmpOptimizerState:
         )
 
     def forget_own_values(self, optimizer: Optimizer) -> None:
-        """At a first block: with several processes, start from the low-precision weights, as Apex does.
+        """At the first block with several processes, restart masters from the low-precision weights, as Apex does.
 
-        A script that broadcasts ``p.data`` after ``initialize`` reaches neither masters nor remainders, which would
-        stay those of each process. The process that sends has written nothing, so that all of them do this.
+        A broadcast of ``p.data`` after ``initialize`` does not reach masters or remainders, which would then differ
+        between processes. The sending process cannot detect it, since it writes nothing, so all processes do this.
         """
         if has_peers():
             if self.masters.masters:
@@ -292,15 +293,15 @@ class AmpOptimizerState:
         self.masters.own_values = []
 
     def grad_groups(self, optimizer: Optimizer) -> list[GradGroup]:
-        """How the gradients of ``optimizer`` get to its parameters."""
+        """Return the groups that bring the gradients of ``optimizer`` to its parameters."""
         return self.grads.fit(optimizer, self)
 
     def drop_cleared(self, optimizer: Optimizer | None = None) -> None:
-        """Have the gradients of masters follow what a script has done to those of the model since they were copied.
+        """Apply the script's changes to the model's gradients, since they were copied, to the masters' gradients.
 
-        Of ``optimizer`` what they cannot follow is warned of now, and else by its step.
+        A change that cannot be applied emits a warning: now if ``optimizer`` is given, else in its step.
         """
-        if self.stage is not Stage.SCALED:  # there, those of the model are set aside
+        if self.stage is not Stage.SCALED:  # an open block has set the model's gradients aside
             for group in self.grads.groups:
                 if group.drop_cleared():
                     self.copy_uncopied(group)
@@ -309,9 +310,9 @@ class AmpOptimizerState:
                     warn_once(optimizer, text)
 
     def copy_uncopied(self, group: GradGroup) -> None:
-        """Bring gradients that a script has left on the model, outside of blocks, to the masters of ``group``."""
+        """Copy gradients that a script has left on the model, outside of blocks, to the masters of ``group``."""
         if self.stage in (Stage.DELAYED, Stage.LOCAL):
-            return  # a later block does
+            return  # a later block does so
         if self.grads.scaled_by:
             group.edited = OF_OTHER_BLOCKS
             return
@@ -321,13 +322,13 @@ class AmpOptimizerState:
         self.grads.unchecked = True
 
     def drop_overflowed(self) -> None:
-        """Before a block, where the step is to be skipped: what the block finds to be inf shall be its own.
+        """Zero gradients whose step will be skipped, before a block, so that it finds only its own overflows.
 
-        Gradients that overflowed are filled with zeros; where all have been cleared the decision is dropped with them.
+        If all gradients have been cleared, the decision to skip is dropped instead.
         """
         self.drop_cleared()
         if self.pending is not None:
-            self.pending.clear()  # what they were to be clipped by, NaN maybe
+            self.pending.clear()  # the clipping factor may be NaN
         if any(group.has_grads() for group in self.grads.groups):
             for group in self.grads.groups:
                 group.zero_()
@@ -337,13 +338,13 @@ class AmpOptimizerState:
     # A step
 
     def begin_step(self, optimizer: Optimizer) -> str | None:
-        """Require gradients that the step of ``optimizer`` can take, and give masters what has been written elsewhere.
+        """Require gradients that the step of ``optimizer`` can use, and update masters with a script's writes.
 
         Returns:
-            What is to be warned of.
+            The text of a warning, or None.
 
         Raises:
-            RuntimeError: They are scaled, or of one process alone, or blocks of other optimizers have left them.
+            RuntimeError: Gradients are scaled, are of one process alone, or come from blocks of other optimizers.
         """
         doubt = None
         for link in self.links:
@@ -356,7 +357,7 @@ class AmpOptimizerState:
         if self.sync is not None:
             self.sync.check_averaged()
         for group in self.grads.groups:
-            # After a block what is pending has done so, before it was decided whether gradients have overflowed.
+            # After a block the pending step has done this, before it decided whether gradients have overflowed.
             if (self.pending is None or self.stage is Stage.READY) and group.drop_cleared():
                 self.copy_uncopied(group)
             if group.edited:
@@ -368,7 +369,7 @@ class AmpOptimizerState:
         return doubt or _no_gradients(optimizer)
 
     def _begin_without_block(self, optimizer: Optimizer) -> str | None:
-        """What is to be warned of gradients that the last block has left unchecked, or that no block has."""
+        """Check a step whose gradients are not the checked ones of a block; return the text of a warning, or None."""
         self.check_unscaled("step()")
         if self.stage is Stage.LOCAL:
             raise RuntimeError(
@@ -394,13 +395,13 @@ class AmpOptimizerState:
         return OUTSIDE_BLOCKS if has_grads and self.policy.loss_scale == "dynamic" else None
 
     def end_step(self, optimizer: Optimizer, check: Any = None) -> None:
-        """Copy masters to the model, and record how the step has ended: by ``check``, where the device decides that."""
+        """Copy masters to the model, and record the outcome of the step; with ``check``, the device decides it."""
         try:
             doubt = self.masters.copy_to_model(fused_groups(optimizer), None if check is None else check.flag)
             if doubt is not None:
                 warn_once(optimizer, doubt)
         except BaseException:
-            # Another step() finds no gradients, and does nothing but copy again.
+            # Another step() then finds no gradients and only copies again.
             for group in optimizer.param_groups:
                 drop_grads(group["params"])
             raise
@@ -415,17 +416,17 @@ class AmpOptimizerState:
                 self.note_step()
 
     def end_failed_step(self, optimizer: Optimizer, error: BaseException, *, begun: bool) -> None:
-        """After ``error``, in its own step where that has ``begun``: the model follows masters that may be stepped."""
+        """After ``error``, copy masters to the model if the own step has ``begun``, since masters may be stepped."""
         interrupted = not isinstance(error, Exception)
         if begun or interrupted:
             self.masters.copy_to_model(fused_groups(optimizer))
-        if interrupted:  # no gradient is to be stepped twice
+        if interrupted:  # no gradient may be stepped twice
             for group in optimizer.param_groups:
                 drop_grads(group["params"])
             self.clear(set_to_none=True)
 
     def skip_step(self, optimizer: Optimizer) -> None:
-        """Record that the step of ``optimizer`` is skipped, and say so."""
+        """Record that the step of ``optimizer`` is skipped, and notify the session."""
         self.check_unscaled("step()")
         report = self.note_step()
         session = current()
@@ -437,7 +438,7 @@ class AmpOptimizerState:
         if self.masters.masters:
             self._drop_master_grads()
         if self.holds_scaled:
-            # What is not cleared now is a gradient like any other.
+            # Gradients that are not cleared count as ordinary ones.
             self.pending.unscale_now_(self, self.grad_groups(optimizer))
         for memory in self.grads.lending:
             memory.let_go()
@@ -448,7 +449,7 @@ class AmpOptimizerState:
             group.end_step()
 
     def note_step(self) -> StepReport:
-        """Record that ``step`` has ended as decided, which is not for another step."""
+        """Record that ``step`` has ended as decided, and drop the decision."""
         if self.pending is not None:
             self.pending.resolve_step()  # in order
         decision, former = self.decision, self.report
@@ -467,21 +468,21 @@ class AmpOptimizerState:
         return self.report
 
     def clear(self, set_to_none: bool) -> None:
-        """Take note that the gradients of ``param_groups`` have been cleared, and clear those of the model."""
+        """Clear the model's gradients, after those of ``param_groups`` have been cleared."""
         if self.masters.masters:
             if set_to_none:
                 drop_grads(self.masters.model_params)
             else:
-                if self.stage is not Stage.SCALED:  # there, those of the model are put aside
+                if self.stage is not Stage.SCALED:  # an open block has set the model's gradients aside
                     for group in self.grads.groups:
-                        group.drop_cleared()  # what has been dropped does not become zeros
+                        group.drop_cleared()  # dropped gradients do not become zeros
                 zero_grads(self.masters.model_params)
         if self.masters.masters or self.policy.store_param_remainders:
             self.grads.forget_copied(set_to_none)
         self.decision = None
         self.grads.unchecked = self.grads.saturated = False
         self.grads.scaled_by = ""
-        if self.stage is not Stage.SCALED:  # there, what backward is about to add is scaled
+        if self.stage is not Stage.SCALED:  # in an open block backward is about to add scaled gradients
             self.stage, self.grad_scale = Stage.READY, 1.0
         for memory in self.grads.lending:
             memory.let_go()
@@ -491,18 +492,18 @@ class AmpOptimizerState:
 
 
 class OptimizerGrads:
-    """How the gradients of one optimizer get to its parameters.
+    """The way of one optimizer's gradients to its parameters.
 
     Attributes:
-        groups: Made again when its parameters, or their buffers, have changed.
-        saturates: They are on a device that saturates instead of giving inf.
+        groups: The gradient groups; made again when the parameters or their buffers change.
+        saturates: Whether the gradients are on a device that saturates instead of giving inf.
         meshes: The device meshes over which parameters are sharded.
-        special: Either: a block needs more than the ordinary one.
+        special: Whether ``saturates`` is true or there are ``meshes``, so that an ordinary block is not enough.
         lending: The memory that gradients own between steps.
-        saturated: There: some have overflowed, and they have not been cleared.
-        unchecked: Some have been brought to the optimizer's parameters without a check for inf or NaN.
-        scaled_by: Names of the optimizers whose block has given gradients to the parameters of this one, multiplied by
-            its loss scale; empty: no such gradients are left.
+        saturated: On a device that saturates: gradients have overflowed and have not been cleared.
+        unchecked: Gradients have been brought to the optimizer's parameters without a check for inf or NaN.
+        scaled_by: Names of the optimizers whose block has given this one's parameters gradients, multiplied by its loss
+            scale. Empty: no such gradients are left.
     """
 
     def __init__(self) -> None:
@@ -517,7 +518,7 @@ class OptimizerGrads:
         self._own_flats: list[FlatGrads] = []
 
     def fit(self, optimizer: Optimizer, state: AmpOptimizerState) -> list[GradGroup]:
-        """The groups for ``optimizer`` as it is now."""
+        """Return the groups for the current parameters and buffers of ``optimizer``."""
         if isinstance(optimizer, HasFusedGroups):
             flats = optimizer.flat_grads()
         else:
@@ -541,7 +542,7 @@ class OptimizerGrads:
         memories = [group.flat.memory for group in groups if group.flat is not None]
         self.lending = [memory for memory in memories if memory.lends]
         self._device = groups[0].device if groups else None
-        self.groups = groups  # last: what they know of copied gradients is all there
+        self.groups = groups  # last, when they know all copied gradients
 
     def _combined(self, optimizer: Optimizer) -> list[FlatGrads]:
         params = trainable(optimizer)
@@ -551,12 +552,12 @@ class OptimizerGrads:
         return self._own_flats
 
     def combined(self, optimizer: Any, state: AmpOptimizerState) -> list[FlatGrads]:
-        """One for each combined buffer; memory is laid out so now if it was not."""
+        """Return one object for each combined buffer; move gradients into such buffers if they are elsewhere."""
         if isinstance(optimizer, HasFusedGroups):
             flats = optimizer.combined_grads()
         else:
             flats = self._combined_own(optimizer, state)
-        self.fit(optimizer, state)  # groups take over from those of other buffers
+        self.fit(optimizer, state)  # new groups take over from those of other buffers
         return flats
 
     def _combined_own(self, optimizer: Any, state: AmpOptimizerState) -> list[FlatGrads]:
@@ -570,18 +571,18 @@ class OptimizerGrads:
         return found
 
     def forget_copied(self, set_to_none: bool) -> None:
-        """The gradients of the model and of the masters have been cleared."""
+        """Take note that the gradients of the model and of the masters have been cleared."""
         for group in self.groups:
             group.forget_copied(set_to_none)
 
     def materialize(self) -> None:
-        """Masters that share the model's gradients, until the step, are about to be read: give them their own."""
+        """Give masters that share the model's gradients until the step gradients of their own, before a read."""
         for group in self.groups:
             group.materialize_grads()
 
 
 def _stands_still(optimizer: Optimizer) -> bool:
-    """True at a rate of 0, as torch.distributed.checkpoint.state_dict has a new optimizer step to make its state."""
+    """True at a learning rate of 0, with which torch.distributed.checkpoint.state_dict makes an optimizer's state."""
     return all(group.get("lr", 1.0) == 0.0 for group in optimizer.param_groups)
 
 
@@ -597,17 +598,17 @@ def _no_gradients(optimizer: Optimizer) -> str | None:
 
 
 def fused_groups(optimizer: Any) -> list[FusedGroup]:
-    """What a fused optimizer has stepped; nothing for others."""
+    """The groups that a fused optimizer has stepped; empty for other optimizers."""
     return optimizer.fused_groups() if isinstance(optimizer, HasFusedGroups) else []
 
 
 def inner_optimizer(optimizer: Any) -> Any:
-    """What a wrapper that changes gradients before the step, such as LARC, has as ``optim``; else ``optimizer``."""
+    """The ``optim`` of a wrapper that changes gradients before the step, such as LARC; else ``optimizer``."""
     inner = getattr(optimizer, "optim", None)
     return inner if isinstance(inner, Optimizer) and not isinstance(optimizer, Optimizer) else optimizer
 
 
-# What wrappers of training frameworks name the optimizer inside of them.
+# Attributes in which wrappers of training frameworks hold the optimizer.
 _WRAPPED = ("optimizer", "_optimizer", "opt")
 
 
@@ -615,13 +616,13 @@ def adopted_inside(optimizer: Any) -> Any:
     """The adopted optimizer that a training framework has wrapped in ``optimizer``; else ``optimizer``."""
     inner = optimizer
     for _ in range(4):  # wrappers of wrappers
-        if isinstance(inner, OptimizerAccessors):  # not one that hands attributes on
+        if isinstance(inner, OptimizerAccessors):  # false for a wrapper that forwards attributes
             return inner
         inner = next((w for w in (getattr(inner, name, None) for name in _WRAPPED) if w is not None), None)
     return optimizer
 
 
 def state_of(optimizer: Any) -> AmpOptimizerState | None:
-    """Amp's state of ``optimizer``, or None where it was never passed to ``initialize``."""
+    """Amp's state of ``optimizer``; None if it was never passed to ``initialize``."""
     state: AmpOptimizerState | None = getattr(optimizer, "_amp_state", None)
     return state

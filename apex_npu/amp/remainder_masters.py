@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``store_param_remainders``: the float32 values that 16-bit parameters have with their remainders."""
+"""``store_param_remainders``: float32 values from 16-bit parameters and their remainders."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from apex_npu.ops import LOW_PRECISION
 
 
 class RemainderMasters(MasterParams):
-    """The masters of an optimizer that steps the model's own parameters, and keeps in its state the bits they lack.
+    """The masters of an optimizer that steps the model's own parameters and keeps their missing bits in its state.
 
-    A remainder does not tell whether it belongs to the value that its parameter has. After a script has written to a
+    A remainder does not show whether it belongs to the parameter's current value. After a script has written to a
     parameter, and until the next step, the parameter's own value is shown.
     """
 
-    are_new = True  # the optimizer may have been given parameters since the last look
+    are_new = True  # the optimizer may have got parameters since the last look
 
     def __init__(self) -> None:
-        """Before ``belong_to``, of none."""
+        """Make an object that belongs to no optimizer until ``belong_to``."""
         super().__init__()
         self._optimizer: Callable[[], Any] = _gone
         self._views: dict[int, EncodedView] = {}
@@ -38,16 +38,16 @@ class RemainderMasters(MasterParams):
         self._writes = WriteTable()
 
     def __reduce__(self) -> Any:
-        """A copy belongs to the optimizer's copy."""
+        """Copy as an empty object, which then belongs to the optimizer's copy."""
         return RemainderMasters, ()
 
     def belong_to(self, optimizer: Any) -> None:
-        """See ``MasterParams``. The reference is weak: models refer to their masters, which may outlive it."""
+        """See ``MasterParams``. The reference is weak: models keep their masters alive, maybe without the optimizer."""
         self._optimizer = weakref.ref(optimizer)
         self._remember(remainders_of(optimizer))
 
     def make(self, optimizer: Any, fp32_values: Mapping[int, Tensor] = MappingProxyType({})) -> bool:
-        """Have ``optimizer``, a fused one, keep of ``fp32_values`` what its 16-bit parameters lack."""
+        """Store the bits of ``fp32_values`` that 16-bit parameters lack in the state of ``optimizer``, a fused one."""
         optimizer.state_formats = optimizer.state_formats.with_remainders()
         self.belong_to(optimizer)
         self.take_values(fp32_values)
@@ -83,7 +83,7 @@ class RemainderMasters(MasterParams):
         view = self._view(param)
         if view is not None:
             view.copy_(value)
-        else:  # an optimizer's state has been loaded that has no masters
+        else:  # the optimizer has loaded a state without masters
             self.take_values({id(param): value})
         self._loaded.append(param)
         return param.detach()  # torch would round halves to even
@@ -96,7 +96,7 @@ class RemainderMasters(MasterParams):
         self._loaded = [param for param in self._loaded if id(param) not in ids]
 
     def copy_to_model(self, groups: Sequence[FusedGroup], skipped: Tensor | None = None) -> str | None:
-        """A step has written parameters and remainders, which belong to each other now."""
+        """Note that a step has written parameters and remainders, so that they belong together."""
         if self._groups != (fused := list(map(weakref.ref, groups))):
             for group in groups:
                 if group.own_states:
@@ -107,7 +107,7 @@ class RemainderMasters(MasterParams):
         return None
 
     def take_writes(self, optimizer: Any) -> str | None:
-        """See ``MasterParams``: of a parameter whose version counter has moved the remainder becomes 0."""
+        """See ``MasterParams``. If a parameter's version counter has changed, its remainder becomes 0."""
         for i in self._writes.counted(self._stepped):
             view = self._view(self._stepped[i])
             if view is not None and not view.is_of_param():
@@ -154,4 +154,4 @@ class RemainderMasters(MasterParams):
 
 
 def _gone() -> None:
-    """As a reference to an optimizer that is gone."""
+    """Return None, as a reference to a deleted optimizer does."""

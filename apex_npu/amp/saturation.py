@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Devices that clamp to the largest finite value, and raise a flag, where others give inf."""
+"""Devices that clamp to the largest finite value and raise a flag where others give inf."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from apex_npu.backends import Backend, for_device
 
 
 def saturates(groups: Sequence[GradGroup]) -> bool:
-    """True where gradients are on such a device."""
+    """True if gradients are on such a device."""
     return bool(_saturating(groups))
 
 
 def clear_saturation(groups: Sequence[GradGroup]) -> None:
-    """Before a backward: have these devices forget what has overflowed so far."""
+    """Clear the overflow flags of these devices before a backward."""
     for device, backend in _saturating(groups):
         backend.clear_overflow_flag(device)
 
 
 def read_and_clear_saturation(groups: Sequence[GradGroup]) -> bool:
-    """Whether such a device has saturated since, which it forgets; waits for it.
+    """Return whether such a device has saturated since, and clear its flag. Waits for the device.
 
-    To be called before gradients are unscaled: torch_npu's kernel multiplies none of them while the flag is raised.
+    Call it before gradients are unscaled: torch_npu's kernel multiplies no gradient while the flag is raised.
     """
     found = any([backend.overflow_flag(device) for device, backend in _saturating(groups)])
     if found:

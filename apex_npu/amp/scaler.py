@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Loss scales: arithmetic on two numbers. Whether gradients overflowed is passed to a scaler; it runs no check."""
+"""Loss scales: arithmetic on two numbers. A scaler is told whether gradients overflowed; it does not check them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _SMALLEST_SCALE = 2.0**-126
 
 @dataclass(frozen=True)
 class DynamicScaleOptions:
-    """How a dynamic loss scale moves.
+    """The rules of a dynamic loss scale.
 
     Attributes:
         init_scale: The first scale; ``max_scale`` caps it.
-        growth_factor: Multiplies the scale after ``growth_interval`` steps without overflow.
-        backoff_factor: Multiplies it after an overflow.
-        growth_interval: Steps without overflow before the scale grows.
-        min_scale: The scale never gets smaller; None: it may shrink as far as float32 allows.
-        max_scale: It never gets larger.
-        hysteresis: Overflows in a row that it takes for the scale to shrink; the first ones only skip their step. As
-            in Megatron-LM: once it shrinks, it does so at every further overflow until a step succeeds.
+        growth_factor: Factor of the scale after ``growth_interval`` steps without overflow.
+        backoff_factor: Factor of the scale after an overflow.
+        growth_interval: Number of steps without overflow before the scale grows.
+        min_scale: Smallest scale. None: it may shrink as far as float32 allows.
+        max_scale: Largest scale.
+        hysteresis: Number of consecutive overflows before the scale shrinks; the earlier ones only skip their step. As
+            in Megatron-LM, the scale then shrinks at every further overflow until a step succeeds.
     """
 
     init_scale: float = 2.0**16
@@ -42,8 +42,8 @@ class DynamicScaleOptions:
         """Check every value.
 
         Raises:
-            ValueError: One is out of range; the message uses the argument names of ``amp.initialize``.
-            TypeError: One is no number.
+            ValueError: A value is out of range; the message uses the argument names of ``amp.initialize``.
+            TypeError: A value is not a number.
         """
         for name, value in (
             ("dynamic_init_scale", self.init_scale),
@@ -72,36 +72,36 @@ class DynamicScaleOptions:
 
 
 class LossScaler(Protocol):
-    """What scale_loss requires of a scaler."""
+    """The interface that scale_loss requires of a scaler."""
 
     scale: float
-    # Steps since the last overflow, or since the scale last grew; what checkpoints call "unskipped".
+    # Steps since the last overflow, or since the scale last grew. Checkpoints call it "unskipped".
     good_steps: int
     # False: gradients need not be checked, so no step waits for the device.
     dynamic: bool
     # The argument of the last update.
     found_inf: bool
-    # What a scaler warns of has been said.
+    # The scaler's warning has been emitted.
     said: bool
 
     def update(self, found_inf: bool) -> None:
-        """Take note of one step's outcome and choose the scale of the next."""
+        """Note the outcome of one step and choose the scale of the next."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """``{"loss_scale": float, "unskipped": int}``, Apex's format."""
+        """Return ``{"loss_scale": float, "unskipped": int}``, which is Apex's format."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from such a dict."""
+        """Load such a dict."""
         ...
 
 
 class StaticLossScaler:
-    """A scale that stays. An overflow is told once, where looking for it costs nothing; no step is skipped.
+    """A constant scale. It skips no step. The first overflow emits a warning, if checking for it costs nothing.
 
     Attributes:
-        said: An overflow has been told.
+        said: Whether the warning of an overflow has been emitted.
     """
 
     dynamic = False
@@ -114,7 +114,7 @@ class StaticLossScaler:
         self.said = False
 
     def update(self, found_inf: bool) -> None:
-        """Count; nothing else moves."""
+        """Count the step; the scale stays. Warn once if ``found_inf``."""
         self.good_steps += 1
         if found_inf:
             self.warn_once(
@@ -123,7 +123,7 @@ class StaticLossScaler:
             )
 
     def warn_once(self, text: str) -> None:
-        """Warn, unless it has been said of this scaler."""
+        """Warn, unless this scaler has warned before."""
         if not self.said:
             self.said = True
             warn(text)
@@ -138,7 +138,7 @@ class StaticLossScaler:
 
 
 class DynamicLossScaler(StaticLossScaler):
-    """Shrinks at once when gradients overflow, grows after a long enough run without."""
+    """A scale that shrinks when gradients overflow, and grows after enough steps without overflow."""
 
     dynamic = True
 
@@ -149,7 +149,7 @@ class DynamicLossScaler(StaticLossScaler):
         self._overflows_in_a_row = 0
 
     def update(self, found_inf: bool) -> None:
-        """Move the scale."""
+        """Update the scale after a step."""
         options, before, scale = self.options, self.scale, self.scale
         good_steps, overflows = (0, self._overflows_in_a_row + 1) if found_inf else (self.good_steps + 1, 0)
         if found_inf and overflows >= options.hysteresis:
@@ -157,7 +157,7 @@ class DynamicLossScaler(StaticLossScaler):
         # >= rather than ==: a count resumed from a run with a longer window must still grow.
         elif not found_inf and good_steps >= options.growth_interval:
             scale, good_steps = min(scale * options.growth_factor, options.max_scale), 0
-        # All at once: no interrupt comes in between.
+        # One statement, so that no interrupt comes in between.
         self.found_inf, self.scale, self.good_steps, self._overflows_in_a_row = found_inf, scale, good_steps, overflows
         if found_inf and before >= 1.0 > scale:
             self.warn_once(
@@ -166,7 +166,7 @@ class DynamicLossScaler(StaticLossScaler):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``LossScaler``. With a hysteresis its count is in it, too; Apex ignores it."""
+        """See ``LossScaler``. With a hysteresis it includes the count of overflows, which Apex ignores."""
         own = {} if self.options.hysteresis == 1 else {"overflows_in_a_row": self._overflows_in_a_row}
         return {**super().state_dict(), **own}
 
@@ -177,11 +177,11 @@ class DynamicLossScaler(StaticLossScaler):
 
 
 def in_apex_format(state_dict: dict[str, Any], count: int) -> dict[str, Any]:
-    """What ``amp.load_state_dict`` is given, with the state of a GradScaler translated.
+    """Return the argument of ``amp.load_state_dict`` in Apex's format, translating the state of a GradScaler.
 
     Args:
-        state_dict: As ``amp.state_dict()`` returns it, or ``torch.amp.GradScaler.state_dict()``, or torch_npu's.
-        count: Scalers to load; a GradScaler's one scale is for all of them.
+        state_dict: The result of ``amp.state_dict()``, or of ``state_dict()`` of torch's GradScaler or torch_npu's.
+        count: Number of scalers to load. A GradScaler's one scale applies to all of them.
     """
     if not {"scale", "_growth_tracker"} <= state_dict.keys():
         return state_dict

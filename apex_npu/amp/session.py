@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What one ``amp.initialize`` has set up, and the one slot that holds it.
+"""``Session``: the setup of one ``amp.initialize``, and the global variable that holds the current one.
 
-The slot exists because ``amp.scale_loss(loss, optimizer)`` names no session. The package has two more mutable globals,
-for what comes before any session: the functions that users register casts for (``user_casts.py``), and ``settings``.
+The global exists because ``amp.scale_loss(loss, optimizer)`` names no session. The package has two more mutable
+globals, which are set before any session: the users' registered casts (``user_casts.py``), and ``settings``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from apex_npu.ops import LOW_PRECISION
 
 
 class HasMasters(Protocol):
-    """What a session requires of an optimizer's state."""
+    """The interface that a session requires of an optimizer's state."""
 
     masters: MasterParams
     """Of what it steps."""
@@ -50,52 +50,52 @@ class HasMasters(Protocol):
     """What copies of the optimizer and of the models that it steps find each other by."""
 
     def retire(self, undo: Undo | None = None) -> None:
-        """Its model parameters have got other masters; ``undo`` takes the callback that takes this back."""
+        """Note that its model parameters have got other masters; ``undo`` receives the callback that undoes this."""
         ...
 
 
 class Observer:
-    """What a package above amp, which looks at iterations, is told of their blocks and steps."""
+    """The events of blocks and steps that a package above amp observes. Each method here does nothing."""
 
     def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
-        """A ``scale_loss`` block is about to begin: its arguments, and its loss scale."""
+        """Act before a ``scale_loss`` block with these arguments and this loss scale begins."""
 
     def backward_ended(self) -> None:
-        """The user's code in it has ended: gradients are as backward has left them."""
+        """Act after the user's code in the block has ended; gradients are as backward has left them."""
 
     def block_ended(self) -> None:
-        """It has ended, after an exception, too."""
+        """Act after the block has ended, also after an exception."""
 
     def step_skipped(self, report: StepReport) -> None:
-        """A step has been skipped."""
+        """Act after a step has been skipped."""
 
 
 class ConvertedModel:
-    """What was changed on one model, for as long as the model lives: nothing here keeps it alive."""
+    """The changes made to one model. This object does not keep the model alive."""
 
     def __init__(self, cast: ModelCast, link: Any, restore_float32: Callable[[nn.Module], None]) -> None:
-        """Of a model that has just been converted; optimizers that step it get ``link``, which gets their masters."""
+        """For a model that was just converted. Optimizers that step it get ``link``, which gets their masters."""
         self._cast = cast
-        self._link = weakref.ref(link)  # which has masters
+        self._link = weakref.ref(link)  # weak, because the link holds masters
         self._restore_float32 = restore_float32
 
     @property
     def model(self) -> nn.Module | None:
-        """The model; None once it is gone, or converted again."""
+        """The model; None once it is deleted, or converted again."""
         return self._cast.model
 
     @property
     def alive(self) -> bool:
-        """False once the model is gone, or converted again."""
+        """False once the model is deleted, or converted again."""
         return self.model is not None
 
     def parameter_names(self) -> dict[Tensor, str]:
-        """The names of its parameters."""
+        """The names of the model's parameters."""
         model = self._cast.model
         return {} if model is None else {p: name for name, p in model.named_parameters()}
 
     def link_to(self, state: HasMasters, stepped: Collection[int]) -> None:
-        """Link it with the ``state`` of an optimizer that has ``stepped``, the identities of parameters."""
+        """Link the model with the ``state`` of an optimizer whose parameters have the identities ``stepped``."""
         model, link = self._cast.model, self._link()
         if model is not None and link is not None and any(id(p) in stepped for p in model.parameters()):
             if link not in state.links:
@@ -103,17 +103,17 @@ class ConvertedModel:
             link.add(model, state.masters)
 
     def load_written(self) -> None:
-        """Have it take what scripts have written to the float32 copies that its ``state_dict()`` has shown."""
+        """Load a script's writes to the float32 copies that the model's ``state_dict()`` has shown."""
         link = self._link()
         if link is not None and link.showing:
             link.load_written()
 
     def shield(self, ambient: Ambient, device_types: Sequence[str]) -> None:
-        """Keep the casts of a later session out of it, unless it is one of O1's own."""
+        """Keep the casts of a later session out of the model, unless O1 has converted it."""
         self._cast.shield(ambient, device_types)
 
     def undo(self) -> None:
-        """Give the model its own forward, state dict and float32 values back, those of masters where it has any."""
+        """Restore the model's own forward, state dict and float32 values, which come from masters if there are any."""
         model = self._cast.model
         if model is not None:
             self._restore_float32(model)
@@ -126,11 +126,11 @@ AfterBroadcast = Callable[["Session", nn.Module, Sequence[Tensor], Any, int], ob
 
 @dataclass
 class Settings:
-    """What holds for every ``initialize`` to come.
+    """Settings for all later calls of ``initialize``.
 
     Attributes:
         accept_low_precision_models: Models with float16 or bfloat16 parameters are accepted.
-        observer: That of sessions.
+        observer: The observer of new sessions, if any.
         labels: The ranges that a profiler sees, from ``debug``; None: no profiler is on.
     """
 
@@ -147,28 +147,29 @@ class Session:
     """The state of amp between ``initialize`` and ``shutdown``.
 
     Attributes:
-        policy: What the level and the overrides have come to.
+        policy: The policy that results from the level and the overrides.
         open_checks: For each scaler the ``DeferredInfCheck`` that its last block has left open.
         verbosity: 0 silent, 1 normal.
-        device_types: Where O1 casts.
-        patches: The functions that users have registered casts for.
-        adopted: The optimizers that were passed to ``initialize``, of this session and those before it.
-        models: What was changed on models, by this session and those before it.
-        casts: What O1 has changed in torch.
-        ambient: Where these casts are on outside of models.
-        thread: The one that called ``initialize``.
-        skip_alarm: Skipped steps in a row after which an error is logged; None: never.
-        overflow_group: The processes that decide together whether a step is skipped; None: this one alone.
-        held: Gradients that the units of ``fully_shard`` hold back; None: no model has any.
-        data_parallel: Averages gradients over the processes; None: gradients are not averaged here.
-        data_parallels: Those of this session and of those before it.
-        no_sync_depth: How many ``no_sync`` contexts are open.
+        device_types: The device types on which O1 casts.
+        patches: The functions for which users have registered casts.
+        adopted: The optimizers that were passed to ``initialize``, in this session and earlier ones.
+        models: The changes made to models, by this session and earlier ones.
+        casts: The changes that O1 has made in torch.
+        ambient: The place where these casts are on outside of models.
+        thread: The thread that called ``initialize``.
+        skip_alarm: Number of consecutive skipped steps after which an error is logged; None: never.
+        overflow_group: The processes that decide together whether a step is skipped; None: this process alone.
+        held: Gradients that the units of ``fully_shard`` hold back; None: no model has units.
+        data_parallel: Averages gradients over processes; None: amp does not average gradients.
+        data_parallels: The ``data_parallel`` objects of this session and earlier ones.
+        no_sync_depth: Number of open ``no_sync`` contexts.
         ddps: The DistributedDataParallel instances of this process.
-        after_broadcast: Called with this session after DistributedDataParallel has broadcast what a module has.
-        observers: Are told of blocks and skipped steps, in this order; another list takes the place of this one.
-        reached: For each optimizer the others to whose parameters its blocks give gradients, too.
+        after_broadcast: Called with this session after DistributedDataParallel has broadcast a module's tensors.
+        observers: Observers of blocks and skipped steps, in the order of their calls. The list is replaced, not
+            changed.
+        reached: For each optimizer, the other optimizers whose parameters also get gradients from its blocks.
         sharing: Optimizers whose masters may share gradients with the model, and the thread of their last block.
-        spare_flags: For each device a flag that a block has found to be 0, for the next one.
+        spare_flags: For each device, a flag that a block has found to be 0, for the next block.
     """
 
     policy: Policy
@@ -198,14 +199,14 @@ class Session:
     _warned: weakref.WeakKeyDictionary[Any, set[str]] = field(default_factory=weakref.WeakKeyDictionary)
 
     def shard(self, policy: Policy, units: Iterable[Unit]) -> None:
-        """Leave to ``fully_shard`` what ``policy`` does not have any more, for models with ``units``."""
+        """Use ``policy``, which leaves the rest to ``fully_shard``, for models with ``units``."""
         self.policy, self.held = policy, HeldGradients(units)
 
     def check_sharded_before(self) -> None:
-        """Where an optimizer finds no gradients: require that no model was sharded after ``initialize``.
+        """Require that no model was sharded after ``initialize``; called when an optimizer finds no gradients.
 
         Raises:
-            RuntimeError: One was, and the optimizer has parameters that are not the model's any more.
+            RuntimeError: A model was, so that the optimizer's parameters are no longer the model's.
         """
         for model in (converted.model for converted in self.models):
             for unit in [] if model is None else units_of(model):
@@ -218,18 +219,18 @@ class Session:
                     )
 
     def disable(self) -> None:
-        """Make everything pass through."""
+        """Make all of amp pass through."""
         self.policy = replace(self.policy, enabled=False)
         self._scalers = []
 
     @property
     def scalers(self) -> list[LossScaler]:
-        """One per loss; ``loss_id`` is the index. They account for all blocks that have ended."""
+        """The scalers, one per loss, with ``loss_id`` as index. They account for all blocks that have ended."""
         self.resolve_checks()
         return self._scalers
 
     def scaler(self, loss_id: int) -> LossScaler:
-        """That of one loss; it accounts for all blocks of this loss that have ended.
+        """Return the scaler of one loss. It accounts for all blocks of this loss that have ended.
 
         Raises:
             IndexError: ``loss_id`` is not below ``num_losses``.
@@ -278,8 +279,8 @@ class Session:
         """Resolve the checks that blocks have left open.
 
         Args:
-            scaler: Those of this one and of this thread; None: all. Another thread may be about to write the gradients
-                that would have to be read.
+            scaler: Resolve the checks of this scaler and of this thread; None: all. A check of another thread would
+                have to read gradients that the thread may be writing.
         """
         thread = threading.get_ident()
         for concerned, check in list(self.open_checks.items()):
@@ -287,7 +288,7 @@ class Session:
                 check.resolve()
 
     def register(self, optimizer: Any, state: HasMasters) -> None:
-        """Register ``optimizer``, and its masters with the models that it steps, which have values for new ones."""
+        """Register ``optimizer``, and link its masters with the models that it steps, which give new ones values."""
         self.adopted.add(optimizer)
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         stepped.update(map(id, state.masters.model_params))
@@ -295,7 +296,7 @@ class Session:
             model.link_to(state, stepped)
 
     def continue_from(self, former: Session) -> None:
-        """Account for what ``former`` and those before it have changed, and which is still there."""
+        """Take over the changes of ``former`` and earlier sessions that still exist."""
         self.adopted.update(former.adopted)
         self.sharing.update(former.sharing)
         self.models[:0] = [model for model in former.models if model.alive]
@@ -309,7 +310,7 @@ class Session:
         return dict(chain.from_iterable(model.parameter_names().items() for model in self.models))
 
     def enable(self) -> None:
-        """Patch what this session needs patched. Where this fails, ``undo`` takes back what has been done."""
+        """Apply the patches of this session. If this fails, ``undo`` reverts the part that was done."""
         if self.policy.enabled:
             watch_clipping(self._undo, self.adopted, self.warn_once)
             average_in_float32(self._undo)
@@ -333,10 +334,10 @@ class Session:
         self.ambient.active = True
 
     def check_regions(self, caller: str) -> None:
-        """Raise where ``caller`` would undo this session inside of a region of autocast, whose end puts its casts back.
+        """Raise if ``caller`` would undo this session inside an autocast region, whose end would restore its casts.
 
         Raises:
-            RuntimeError: This is inside of one.
+            RuntimeError: The call is inside such a region.
         """
         nesting = torch.autocast_increment_nesting() - 1
         torch.autocast_decrement_nesting()
@@ -347,18 +348,18 @@ class Session:
             )
 
     def at_end(self, call: Callable[[], object]) -> None:
-        """Have ``call`` called when another session takes the place of this one, or ``shutdown``."""
+        """Register ``call`` to be called when another session replaces this one, or at ``shutdown``."""
         self._undo.callback(call)
 
     def undo(self) -> None:
-        """Undo ``enable``; after an interrupt the next call completes it."""
+        """Undo ``enable``. If an interrupt stops it, the next call completes it."""
         self._undo.close()
         self.ambient.active = False
 
     def restore_models(self) -> None:
-        """Make models float32 again, in the instances of DistributedDataParallel around them, too.
+        """Make models float32 again, and update the DistributedDataParallel instances around them.
 
-        After an interrupt ``undo`` completes what has begun, and another call does the rest.
+        After an interrupt ``undo`` completes the part that has begun, and another call does the rest.
         """
         for ddp, dtypes in dtypes_of(self.ddps):
             self._undo.callback(follow_dtypes, ddp, dtypes)
@@ -367,10 +368,10 @@ class Session:
         self._undo.close()
 
     def _check_averaged_once(self, module: nn.Module) -> None:
-        """Refuse a DistributedDataParallel around parameters whose gradients combine_ddp averages.
+        """Raise if DistributedDataParallel wraps parameters whose gradients combine_ddp averages.
 
         Raises:
-            RuntimeError: ``module`` has some.
+            RuntimeError: ``module`` has such parameters.
         """
         wrapped = {id(p) for p in module.parameters()}
         for optimizer in self.adopted:
@@ -384,14 +385,14 @@ class Session:
                 )
 
     def warn_once(self, about: Any, text: str) -> None:
-        """Warn, if this session has not said so of ``about``, an optimizer or a loss scaler, before."""
+        """Warn, unless this session has emitted this warning about ``about``, an optimizer or loss scaler, before."""
         said = self._warned.setdefault(about, set())
         if text not in said:
             said.add(text)
             warn(text)
 
     def tell_skipped(self, report: StepReport) -> None:
-        """Tell the user, and the observers, that a step was skipped."""
+        """Print that a step was skipped, and notify the observers."""
         self.say(
             f"Gradient overflow.  Skipping step, loss scaler {report.loss_id} reducing loss scale to "
             f"{report.scale_after}"
@@ -410,9 +411,9 @@ _current: Session | None = None
 
 
 def install(session: Session) -> None:
-    """Make ``session`` the current one, its casts in place of the former's; if that fails, the former stays.
+    """Make ``session`` the current one, and replace the former's casts. If this fails, the former session stays.
 
-    Models of the former session keep the level they were converted at.
+    Models of the former session keep their level.
     """
     global _current
     with _lock:
@@ -426,10 +427,10 @@ def install(session: Session) -> None:
             for state in replaced:
                 state.retire(undo)
             if former is not None:
-                former.undo()  # first: what two sessions patch nests like brackets
+                former.undo()  # first, because patches of two sessions must be nested
                 session.continue_from(former)
             session.enable()
-            _current = session  # last: what an interrupt keeps from this is undone
+            _current = session  # last: if an interrupt prevents it, everything is undone
         except BaseException:
             undo.close()
             session.undo()
@@ -437,16 +438,15 @@ def install(session: Session) -> None:
                 former.undo()
                 former.enable()
             raise
-        for optimizer in own:  # with models of the former; what an interrupt leaves of this, the first block does
+        for optimizer in own:  # with models of the former; after an interrupt the first block does the rest
             session.register(optimizer, optimizer._amp_state)
 
 
 @contextmanager
 def standing_in(session: Session) -> Iterator[None]:
-    """In the block ``session`` is the current one, and its casts are on; the one before is as it was afterwards.
+    """Make ``session`` the current one inside the block, with its casts on. Afterwards the former one is restored.
 
-    For models that have been converted for ``session`` alone: those of the one before, and its optimizers, are not to
-    be used in the block.
+    In the block use only models converted for ``session``, not the models or optimizers of the former session.
     """
     global _current
     former = _current
@@ -463,7 +463,7 @@ def standing_in(session: Session) -> Iterator[None]:
 
 
 def check_thread(caller: str) -> None:
-    """Raise where ``caller`` would take amp away from another thread.
+    """Raise if ``caller`` would replace a session that another thread uses.
 
     Raises:
         RuntimeError: The current session belongs to another thread that still runs.
@@ -478,12 +478,12 @@ def check_thread(caller: str) -> None:
 
 
 def current() -> Session | None:
-    """The session of the last ``initialize``, if any."""
+    """Return the session of the last ``initialize``, if any."""
     return _current
 
 
 def warn_once(about: Any, text: str) -> None:
-    """Warn, unless the current session has said so of ``about``; see ``Session.warn_once``."""
+    """Warn, unless the current session has emitted this warning about ``about``; see ``Session.warn_once``."""
     if _current is None:
         warn(text)
     else:
@@ -491,10 +491,10 @@ def warn_once(about: Any, text: str) -> None:
 
 
 def require(caller: str) -> Session:
-    """The current session.
+    """Return the current session.
 
     Raises:
-        RuntimeError: There is none; the message names ``caller``.
+        RuntimeError: There is no session; the message names ``caller``.
     """
     if _current is None:
         raise RuntimeError(
@@ -505,14 +505,14 @@ def require(caller: str) -> Session:
 
 
 def shutdown() -> None:
-    """Undo what ``initialize`` patched: functions of torch, forwards and state_dict hooks of models.
+    """Undo the patches of ``initialize``: functions of torch, forwards and state_dict hooks of models.
 
     Models that were cast are float32 again, with the values of their masters. Optimizers keep their master parameters,
-    and their ``step`` is refused. Without a session nothing happens.
+    and their ``step`` raises. Without a session nothing happens.
 
     Raises:
-        RuntimeError: Another thread, which still runs, has called ``initialize``; or this is inside of a region of
-            autocast, as a model's forward is, at O1 or O4.
+        RuntimeError: Another thread that still runs has called ``initialize``. Or, at O1 or O4, the call is inside an
+            autocast region, such as a model's forward.
 
     Example::
 
@@ -540,7 +540,9 @@ def shutdown() -> None:
 
 
 def disable_casts() -> AbstractContextManager[Any]:
-    """A context in which O1 casts nothing; without O1 it does nothing. Re-entrant, and restored after an exception.
+    """Return a context in which O1 casts nothing; without O1 it does nothing.
+
+    It can be nested, and it restores the casts after an exception.
 
     Example::
 
@@ -555,7 +557,7 @@ def disable_casts() -> AbstractContextManager[Any]:
 
 
 def master_of(model_param: Tensor) -> Tensor | None:
-    """The fp32 master that an optimizer steps for ``model_param``; None where there is none."""
+    """The fp32 master that an optimizer steps for ``model_param``; None if it has no master."""
     for optimizer in [] if _current is None else list(_current.adopted):
         master: Tensor | None = optimizer._amp_state.masters.of(model_param)
         if master is not None:
@@ -564,13 +566,13 @@ def master_of(model_param: Tensor) -> Tensor | None:
 
 
 def write_models(shown: Sequence[Tensor] = ()) -> None:
-    """Have what scripts have written to masters reach the models, before some are ``shown``."""
+    """Copy a script's writes to masters to the models, before the tensors ``shown`` are read."""
     for optimizer in [] if _current is None else list(_current.adopted):
         optimizer._amp_state.masters.write_model(shown)
 
 
 def before_forward() -> None:
-    """Have what scripts have written to masters, and to state dicts, reach the models, which are about to be read."""
+    """Copy a script's writes to masters and to state dicts to the models, before the models are read."""
     for model in [] if _current is None else _current.models:
         model.load_written()
     write_models()

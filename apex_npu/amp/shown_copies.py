@@ -1,8 +1,8 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Float32 copies that ``state_dict()`` shows of low-precision tensors, and what scripts write to them.
+"""Float32 copies of low-precision tensors that ``state_dict()`` shows, and a script's writes to them.
 
-In torch the tensors of a state dict share the memory of the model's, so that ``own[name].copy_(value)`` loads a value.
+In torch the tensors of a state dict share memory with the model's, so that ``own[name].copy_(value)`` loads a value.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ class ShownCopy:
     """A float32 copy of one tensor of a model.
 
     Attributes:
-        value: It has the memory and the version counter of what scripts have been given; None once these tensors are
-            gone, and nothing has been written to them.
+        value: The copy, which shares memory and version counter with the tensors given to scripts. None once these
+            tensors are gone without having been written.
     """
 
     def __init__(self, value: Tensor, tensor: Tensor) -> None:
-        """``value`` is the model's ``tensor`` in float32."""
+        """Args: value: The model's ``tensor`` in float32. tensor: That tensor."""
         self.value: Tensor | None = value
         self._users = 0
         self.note(tensor)
 
     def note(self, tensor: Tensor) -> None:
-        """The model's ``tensor`` and the copy agree."""
+        """Note that the model's ``tensor`` and the copy agree."""
         assert self.value is not None
         self._version, self._model_version = self.value._version, tensor._version
 
     @property
     def is_written(self) -> bool:
-        """A script has written to it."""
+        """Whether a script has written to the copy."""
         return self.value is not None and self.value._version != self._version
 
     def is_outdated(self, tensor: Tensor) -> bool:
-        """The model's ``tensor`` has been written since they agreed."""
+        """Whether the model's ``tensor`` has been written since the two agreed."""
         return tensor._version != self._model_version
 
     def is_same(self, value: Tensor, tensor: Tensor) -> bool:
-        """Whether it can be shown again, where ``value`` is to be shown of the model's ``tensor``."""
+        """Whether the copy can be shown again to show ``value`` for the model's ``tensor``."""
         if self.value is None or self.is_outdated(tensor) or self.value.device != value.device:
             return False
         return torch.equal(self.value, value)
 
     def show(self) -> Tensor:
-        """A tensor for a script."""
+        """Return a tensor for a script."""
         assert self.value is not None
         shown = self.value.detach()
         self._users += 1

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The outcome of a step: ``StepDecision`` is what scale_loss decides, ``StepReport`` what ``amp.last_step`` returns."""
+"""The outcome of a step: scale_loss makes a ``StepDecision``, and ``amp.last_step`` returns a ``StepReport``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class StepDecision(NamedTuple):
-    """What a scale_loss block has decided about the step that follows it."""
+    """The decision of a scale_loss block about the step that follows it."""
 
     skip: bool
     loss_id: int
@@ -19,15 +19,15 @@ class StepDecision(NamedTuple):
 
 @dataclass(frozen=True)
 class StepReport:
-    """How one call of ``optimizer.step()`` under amp ended.
+    """The outcome of one call of ``optimizer.step()`` under amp.
 
     Attributes:
-        applied: False: it was skipped, because a gradient was inf or nan.
-        loss_id: The loss that decided it; None where no scale_loss came before the step.
-        scale_before: That loss's scale in the backward before the step.
-        scale_after: Its scale from then on.
-        skipped_steps: Steps of this optimizer that have been skipped so far.
-        skips_in_a_row: How many of those were the last ones; 0 where this step was applied.
+        applied: False: the step was skipped because a gradient was inf or nan.
+        loss_id: The loss that decided the outcome; None if no scale_loss came before the step.
+        scale_before: The scale of that loss in the backward before the step.
+        scale_after: The scale of that loss after the decision.
+        skipped_steps: Number of steps of this optimizer skipped so far.
+        skips_in_a_row: Number of consecutive steps skipped up to this one; 0 if this step was applied.
 
     Example::
 
@@ -53,5 +53,5 @@ class StepReport:
         return not self.applied
 
 
-# Of a step with ``enabled=False``, where amp decides nothing.
+# The report of a step with ``enabled=False``, where amp decides nothing.
 APPLIED = StepReport(True, None, None, None, 0, 0)

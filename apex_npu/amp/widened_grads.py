@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gradients of 16-bit parameters that are float32 between blocks: ``param.grad`` is the only place of each."""
+"""Gradients of 16-bit parameters that are float32 between blocks, stored in ``param.grad`` alone."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class _Aside:
         grads: Maps a slot to the gradient in it.
         unchecked: The slots of gradients that no block has checked for inf or NaN.
         delayed: ``param.grad`` shows gradients multiplied by the loss scale, which a later block unscales.
-        shown: Maps a slot of ``grads`` to the delayed gradient that a script sees, and the version of that.
-        is_open: A block is open.
+        shown: Maps a slot of ``grads`` to the delayed gradient that a script sees, and its version.
+        is_open: Whether a block is open.
     """
 
     def __init__(self) -> None:
@@ -38,29 +38,29 @@ class _Aside:
 class WidenedGrads(GradGroup):
     """The gradients of 16-bit parameters whose slots are float32.
 
-    A block sets the gradients that are there aside while it is open, so that neither autograd nor
-    DistributedDataParallel meets one of another dtype or scale. At its end one pass widens, divides and checks what
-    backward has left, on its way into the slots; what was set aside is added. With ``fuse_unscale`` all gradients stay
-    multiplied by the loss scale, and those that nothing is added to stay as backward has left them.
+    An open block sets existing gradients aside, so that autograd and DistributedDataParallel do not meet a gradient of
+    another dtype or scale. At its end one pass widens, divides and checks the new gradients and writes them to the
+    slots. Gradients set aside are added. With ``fuse_unscale`` all gradients stay multiplied by the loss scale, and
+    those to which nothing is added stay as backward has left them.
     """
 
     def __init__(self, grads: FlatGrads, slots: Sequence[int] | None = None, aside: _Aside | None = None) -> None:
-        """A group of the parameters that have these ``slots`` of ``grads``, by default all.
+        """Make a group of the parameters in the given slots of a buffer.
 
         Args:
             grads: The buffer.
-            slots: Which; None: all.
-            aside: What the groups of parts of one buffer share.
+            slots: The slots of ``grads``; None: all.
+            aside: The gradients set aside, which the groups of one buffer share.
         """
         self._grads, self._slots = grads, range(len(grads.params)) if slots is None else slots
         super().__init__([grads.full_params[slot] for slot in self._slots])
         self.flat = grads if slots is None else None
         self._aside = _Aside() if aside is None else aside
         for param in self.params if hasattr(Tensor, "grad_dtype") else ():
-            param.grad_dtype = None  # scripts assign float32 gradients, too
+            param.grad_dtype = None  # scripts also assign float32 gradients
 
     def adopt_from(self, former: Sequence[GradGroup]) -> None:
-        """Continue with what ``former`` groups have set aside of these parameters."""
+        """Take over the gradients of these parameters that ``former`` groups have set aside."""
         slot_of = {id(p): slot for p, slot in zip(self.params, self._slots, strict=True)}
         for group in former:
             if isinstance(group, WidenedGrads):
@@ -76,7 +76,7 @@ class WidenedGrads(GradGroup):
         return WidenedGrads(self._grads, [self._slots[i] for i in indices], self._aside)
 
     def begin_block(self, factor: float) -> bool:
-        """See ``GradGroup``. Gradients of a backward outside of blocks, and a script's, have not been checked."""
+        """See ``GradGroup``. Gradients from a backward outside of blocks, or from a script, are unchecked."""
         if self._aside.delayed:
             self.scale_sources_(factor)
         elif any_grads(self.params):
@@ -114,7 +114,7 @@ class WidenedGrads(GradGroup):
             self._put_back()
 
     def note_delayed(self) -> None:
-        """See ``GradGroup``. A script clears a gradient that is set aside by clearing the delayed one."""
+        """See ``GradGroup``. If a script clears the delayed gradient, the one set aside is cleared, too."""
         self._aside.delayed, self._aside.is_open = True, False
         for slot in self._aside.grads:
             param = self._grads.full_params[slot]
@@ -140,7 +140,7 @@ class WidenedGrads(GradGroup):
             self._aside.grads, self._aside.shown = {}, {}
             return
         if not self._aside.is_open:
-            self.drop_cleared()  # what has been dropped does not become zeros
+            self.drop_cleared()  # dropped gradients do not become zeros
         self.zero_()
         if not self._aside.is_open:
             self._put_back()
@@ -175,7 +175,7 @@ class WidenedGrads(GradGroup):
         self._aside.delayed = self._aside.is_open = False
 
     def _add_to_aside(self, inv_scale: float, found_inf: Tensor | None) -> None:
-        """Show what was set aside again, with what backward has left there."""
+        """Put the gradients set aside back, with the new gradients added."""
         params = self._grads.full_params
         shown = ((grad, params[slot]) for slot, grad in self._aside.grads.items())
         both = [(grad, dense_grad(param.grad, param)) for grad, param in shown if param.grad is not None]
