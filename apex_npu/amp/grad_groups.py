@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``GradGroup``: gradients that are unscaled together, on their way from backward to the optimizer's parameters.
 
-There is one class for each place that gradients take: in memory of their own or in one flat buffer, and copied to
-masters (``master_grads.py``) or not. ``grad_layout.py`` chooses.
+There is one class for each place of gradients: in separate memory or in one flat buffer, and copied to masters
+(``master_grads.py``) or not. ``grad_layout.py`` chooses the class.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from apex_npu.ops import unscale_grads
 
 
 class GradGroup:
-    """Gradients of one device and dtype, each in memory of its own, of parameters without masters.
+    """Gradients of one device and dtype, each in separate memory, of parameters without masters.
 
     Attributes:
-        params: What the optimizer steps.
-        sources: Where autograd leaves their gradients: for a master its model parameter, else the parameter itself.
-        direct: The indices of those that are no masters.
-        flat: The buffer that the gradients of ``params`` are in; None: each has memory of its own.
-        edited: What ``step`` is to warn of; empty: nothing.
-        kept_scale: What gradients of masters are multiplied with while a block is open.
+        params: The parameters that the optimizer steps.
+        sources: The parameters that autograd gives gradients: the model parameter of a master, else the parameter.
+        direct: The indices of ``params`` that are not masters.
+        flat: The buffer with the gradients of ``params``; None: each has separate memory.
+        edited: The text of a warning that ``step`` emits; empty: no warning.
+        kept_scale: The factor of the masters' gradients while a block is open.
     """
 
     flat: FlatGrads | None = None
@@ -38,95 +38,95 @@ class GradGroup:
     kept_scale = 1.0
 
     def __init__(self, params: Sequence[Tensor], sources: Sequence[Tensor] | None = None) -> None:
-        """``sources`` run in parallel to ``params``; None: they are the same."""
+        """Args: params, sources: See the attributes, in the same order. sources: None: ``params``."""
         self.params = list(params)
         self.sources = list(params if sources is None else sources)
         self.direct: Sequence[int] = range(len(self.params))
 
     @property
     def device(self) -> torch.device:
-        """Where all of them are."""
+        """The device of all gradients."""
         return self.params[0].device
 
     @property
     def is_aliased(self) -> bool:
-        """Whether what is written to gradients of ``sources`` may be written to those of ``params``, too."""
+        """Whether gradients of ``sources`` and ``params`` may share memory, so that a write changes both."""
         return False
 
     @property
     def direct_params(self) -> list[Tensor]:
-        """Those of ``params`` that are no masters."""
+        """The parameters in ``params`` that are not masters."""
         params = self.params
         return params if len(self.direct) == len(params) else [params[i] for i in self.direct]
 
     def begin_block(self, factor: float) -> bool:
-        """Bring gradients to the scale of the backward that follows, which adds to them: multiply by ``factor``.
+        """Multiply gradients by ``factor``, to the scale of the backward that follows and adds to them.
 
         Returns:
-            True where those of model parameters that masters lack are kept until they can be added to the masters'.
+            True if gradients that masters lack are kept until they can be added to the masters' gradients.
         """
         self.scale_sources_(factor)
         return False
 
     def scale_sources_(self, factor: float) -> None:
-        """Multiply the gradients that backward adds to."""
+        """Multiply the gradients to which backward adds by ``factor``."""
         if factor != 1.0 and any_grads(self.sources):
             self.scale_(factor)
 
     def scale_all_(self, factor: float) -> None:
-        """Multiply the gradients of ``params`` and those that are still to be copied to masters."""
+        """Multiply the gradients of ``params``, and those not yet copied to masters, by ``factor``."""
         self.scale_sources_(factor)
 
     def end_step(self) -> None:
-        """Take note that masters have been stepped, and that their gradients are gone."""
+        """Take note that masters have been stepped and their gradients dropped."""
 
     def abandon_block(self, factor: float) -> None:
         """After an exception: multiply the gradients of ``begin_block``, and those added since, by ``factor``."""
         self.scale_sources_(factor)
 
     def note_delayed(self) -> None:
-        """Take note that a later block copies the gradients that backward has left for masters."""
+        """Take note that a later block copies the new gradients to masters."""
 
     def drop_cleared(self) -> bool:
         """Clear the gradients of masters whose model parameter's gradient has been cleared; see ``CopiedGrads``.
 
         Returns:
-            True where there is something for ``copy_uncopied``.
+            True if ``copy_uncopied`` has gradients to copy.
         """
         return False
 
     def copy_uncopied(self, scale: float) -> None:
-        """Add the gradients of model parameters that masters lack to the masters', multiplied by ``scale``."""
+        """Add the model's gradients that masters lack, multiplied by ``scale``, to the masters' gradients."""
 
     def drop_kept(self) -> None:
-        """Drop what ``begin_block`` has kept."""
+        """Drop the gradients that ``begin_block`` has kept."""
 
     def forget_copied(self, set_to_none: bool) -> None:
         """Take note that the gradients of masters and of their model parameters have been cleared."""
 
     def materialize_grads(self) -> None:
-        """Give masters that share the model's gradients some of their own."""
+        """Give masters that share the model's gradients separate ones."""
 
     def has_uncopied(self) -> bool:
-        """True where a model parameter has a gradient, other than cleared to zeros, that its master lacks."""
+        """True if a model parameter has a gradient, not cleared to zeros, that its master lacks."""
         return False
 
     def note_reduced(self, reducer: GradReducer) -> None:
-        """Take note of what ``reducer`` has averaged the model's gradients in, where one copy can take all from it."""
+        """Take note of the memory in which ``reducer`` has averaged the model's gradients, if one copy can read it."""
 
     def part(self, indices: Sequence[int]) -> GradGroup:
-        """The same of some of the parameters, each by itself."""
+        """Return a group of some of the parameters, without a flat buffer."""
         return GradGroup([self.params[i] for i in indices])
 
     @torch.no_grad()
     def zero_(self) -> None:
-        """Fill the gradients that are there with zeros."""
+        """Fill existing gradients with zeros."""
         for grad in writable_grads({id(t): t for t in (*self.params, *self.sources)}.values()):
             grad.zero_()
 
     @torch.no_grad()
     def scale_(self, factor: float, found_inf: Tensor | None = None) -> None:
-        """Multiply the gradients of ``params``, masters' included, by ``factor``; ``found_inf`` as of ``unscale_``."""
+        """Multiply the gradients of ``params``, with masters, by ``factor``; see ``unscale_`` for ``found_inf``."""
         if factor != 1.0 or found_inf is not None:
             unscale_grads(writable_grads(self.params), factor, found_inf)
 
@@ -140,7 +140,7 @@ class GradGroup:
             grad.mul_(coefficient.to(grad.dtype))
 
     def has_grads(self) -> bool:
-        """True where any gradient is there."""
+        """True if any gradient exists."""
         return any_grads(self.params) or any_grads(self.sources)
 
     @torch.no_grad()
@@ -149,23 +149,23 @@ class GradGroup:
 
         Args:
             inv_scale: 1 / loss scale.
-            found_inf: float32, one element; set to 1 where a gradient is not finite. None: do not look.
-            share: Masters may share the model's gradients, in its dtype, where no conversion is needed.
+            found_inf: float32, one element; set to 1 if a gradient is not finite. None: do not check.
+            share: Masters may share the model's gradients, in its dtype, if no conversion is needed.
 
         Raises:
-            RuntimeError: A gradient is sparse, and is to be in a flat buffer.
+            RuntimeError: A gradient that belongs in a flat buffer is sparse.
         """
-        # Written, or separated from others in the same memory, so that the next backward may add to them.
+        # Gradients in shared memory are separated, so that the next backward may add to them.
         unscale_grads(writable_grads(self.params), inv_scale, found_inf)
 
     @torch.no_grad()
     def check(self, found_inf: Tensor) -> None:
-        """Set ``found_inf``, float32, one element, to 1 where a gradient of ``params`` is not finite."""
+        """Set ``found_inf``, float32, one element, to 1 if a gradient of ``params`` is not finite."""
         unscale_grads(writable_grads(self.params), 1.0, found_inf)
 
 
 class FlatGradGroup(GradGroup):
-    """The same, of gradients in one flat buffer."""
+    """Gradients of one device and dtype in one flat buffer, of parameters without masters."""
 
     flat: FlatGrads
 
@@ -185,10 +185,10 @@ class FlatGradGroup(GradGroup):
 
 
 def dense_grad(grad: Tensor | None, param: Tensor) -> Tensor:
-    """``grad``, which ``param`` has, without its graph.
+    """Return ``grad``, the gradient of ``param``, without its graph.
 
     Raises:
-        RuntimeError: It is sparse.
+        RuntimeError: The gradient is sparse.
     """
     assert grad is not None
     if grad.layout != torch.strided:
@@ -200,24 +200,24 @@ def dense_grad(grad: Tensor | None, param: Tensor) -> Tensor:
 
 
 def sparse_grad(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """``grad``, which is sparse, in ``dtype`` and without its graph; each index is in it once."""
+    """Return ``grad``, a sparse gradient, in ``dtype``, without its graph and with each index once."""
     return grad.detach().to(dtype).coalesce()
 
 
 def _sparse_values(param: Tensor) -> Tensor:
-    """The values of the sparse gradient of ``param``, which is coalesced first."""
+    """Coalesce the sparse gradient of ``param`` and return its values."""
     assert param.grad is not None
     param.grad = sparse_grad(param.grad, param.grad.dtype)
     return param.grad.values()
 
 
 def writable_grads(params: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients of ``params``, those that are there, to be written in place.
+    """Return the existing gradients of ``params`` as tensors that can be written in place.
 
-    Of a sharded parameter it is this process's part: each process unscales its own, and they agree on overflow
-    elsewhere. A gradient whose elements share memory, with each other or with those of another, is replaced by a copy:
+    For a sharded parameter it is this process's part: each process unscales its own, and they agree on overflow
+    elsewhere. A gradient whose elements share memory, with each other or with another gradient, is replaced by a copy:
     autograd leaves two views of one tensor for ``a.view(-1) + b.view(-1)``. A sparse gradient is coalesced, and its
-    values are to be written.
+    values are returned.
     """
     found = [p for p in params if p.grad is not None]
     grads = [
@@ -234,9 +234,9 @@ def writable_grads(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _span(grad: Tensor) -> tuple[int, int]:
-    """Addresses of the bytes from the first element to the last."""
+    """The range of addresses from the first element to the last."""
     if type(grad) is not Tensor and wraps_tensors(grad):
-        return -id(grad), 1 - id(grad)  # no memory of its own, but it may be another parameter's gradient, too
+        return -id(grad), 1 - id(grad)  # no memory of its own, but it may also be another parameter's gradient
     begin = grad.data_ptr()
     if grad.is_contiguous():
         return begin, begin + grad.nbytes
@@ -244,7 +244,7 @@ def _span(grad: Tensor) -> tuple[int, int]:
 
 
 def separate(groups: Sequence[GradGroup]) -> None:
-    """Replace gradients that share memory over groups by copies; within a group that is done where they are written."""
+    """Replace gradients that share memory with another group by copies. Within a group the write does this."""
     if any(group.flat is None or group.flat.is_sharded for group in groups):
         writable_grads(s for group in groups for p, s in zip(group.params, group.sources, strict=True) if p is s)
 
@@ -260,14 +260,15 @@ def unscale(
     """Bring all gradients to the optimizer's parameters, divided by ``scale``.
 
     Args:
-        groups: Where they are.
+        groups: The groups of the gradients.
         scale: The loss scale.
         check: Look for overflow.
         share: See ``GradGroup.unscale_``.
-        spare: Flags that the host has found to be 0, by device. They are taken out: a new one takes a launch.
+        spare: Flags that the host has found to be 0, by device. Flags that are used are removed from it. A new flag
+            would need a launch.
 
     Returns:
-        What ``any_raised`` takes, where they were checked; else nothing.
+        The argument of ``any_raised``; empty without ``check``.
     """
     if len(groups) > 1:
         separate(groups)
@@ -282,7 +283,7 @@ def unscale(
 
 
 def look_for_overflow(groups: Sequence[GradGroup]) -> list[Tensor]:
-    """Check the gradients of the optimizer's parameters: what ``any_raised`` takes."""
+    """Check the gradients of the optimizer's parameters, and return the argument of ``any_raised``."""
     flags = found_inf_flags(groups)
     for group in groups:
         group.check(flags[group.device])
@@ -290,19 +291,19 @@ def look_for_overflow(groups: Sequence[GradGroup]) -> list[Tensor]:
 
 
 def any_raised(flags: Iterable[Tensor]) -> bool:
-    """Whether a gradient has overflowed; waits for the device.
+    """Return whether a gradient has overflowed. Waits for the device.
 
     Args:
-        flags: One for each device: float32, one element, not 0 where a gradient there is inf or NaN.
+        flags: One flag for each device: float32, one element, not 0 if a gradient there is inf or NaN.
     """
     return any(map(bool, flags))
 
 
 def found_inf_flags(groups: Sequence[GradGroup]) -> dict[torch.device, Tensor]:
-    """For each device of ``groups`` a flag that no gradient has overflowed."""
+    """Make a flag with the value 0, which means no overflow, for each device of ``groups``."""
     return {device: _new_flag(device) for device in {group.device for group in groups}}
 
 
 def _new_flag(device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # one that is kept can be written outside of that mode, too
+    with torch.inference_mode(False):  # so that a kept flag can also be written outside of that mode
         return torch.zeros(1, dtype=torch.float32, device=device)

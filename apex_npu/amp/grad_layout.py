@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which gradients of an optimizer are unscaled together, and in which buffers those are that it has none for."""
+"""The layout of an optimizer's gradients: the groups that are unscaled together, and amp's own gradient buffers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from apex_npu.fusion import FlatGrads
 def make_grad_groups(
     params: Sequence[Tensor], flats: Sequence[FlatGrads], model_param_of: Mapping[int, Tensor]
 ) -> list[GradGroup]:
-    """The groups of an optimizer.
+    """Make the groups of an optimizer.
 
     Args:
-        params: All that it steps.
-        flats: The buffers that some of their gradients are in.
+        params: All parameters that it steps.
+        flats: The buffers with some of their gradients.
         model_param_of: ``id(master)`` → model parameter.
     """
 
@@ -51,15 +51,15 @@ def make_grad_groups(
 
 
 def trainable(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters that need a gradient, or have one."""
+    """The parameters that require a gradient, or have one."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad or p.grad is not None]
 
 
 def combine_grads(params: Sequence[Tensor], former: list[FlatGrads]) -> list[FlatGrads]:
-    """One gradient buffer per device and dtype of ``params``, those of an optimizer that has none of its own.
+    """Return one gradient buffer per device and dtype of ``params``, for an optimizer without buffers of its own.
 
-    Without the C++ extension there are none. Those of ``former`` stay that still fit. What replaces a parameter gets a
-    buffer apart from the others, as it may be replaced in every step.
+    Without the C++ extension there are no buffers. Buffers of ``former`` that still fit are kept. Parameters that
+    replace others get a separate buffer, since they may be replaced in every step.
     """
     if extension is None:
         return []

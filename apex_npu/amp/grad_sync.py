@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One ``scale_loss`` block, as the processes that train together go through it."""
+"""The parts of a ``scale_loss`` block that several processes run together."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from apex_npu.distributed.torch_ddp import LocalBackward, rebuild_buckets
 
 @contextmanager
 def no_sync() -> Iterator[None]:
-    """A context whose ``scale_loss`` blocks keep gradients to this process, under ``combine_ddp=True``.
+    """Keep the gradients of ``scale_loss`` blocks inside this context to this process, with ``combine_ddp=True``.
 
-    For accumulation: open it around all blocks but the last of a step. Gradients are averaged by the first block
-    outside of it, all that have been added up since. A ``step()`` before that is refused. As with torch's
-    DistributedDataParallel, all processes must do the same. Without combine_ddp nothing happens.
+    For accumulation: open it around all blocks but the last of a step. The first block outside of it averages all
+    gradients accumulated since. A ``step()`` before that raises. As with torch's DistributedDataParallel, all processes
+    must do the same. Without combine_ddp nothing happens.
 
     Raises:
-        RuntimeError: amp has not been initialized; or this was opened inside of a ``scale_loss`` block.
+        RuntimeError: amp has not been initialized, or the context is opened inside a ``scale_loss`` block.
 
     Example::
 
@@ -57,7 +57,7 @@ def no_sync() -> Iterator[None]:
 
 
 class Agreement(BlockPart):
-    """Other processes average the gradients of a block, or decide together whether they have overflowed."""
+    """A block whose processes average gradients, or decide together whether gradients have overflowed."""
 
     def __init__(
         self,
@@ -65,13 +65,13 @@ class Agreement(BlockPart):
         optimizers: Sequence[Optimizer],
         groups: Sequence[tuple[Any, str | None]],
     ) -> None:
-        """Nothing has been sent yet.
+        """Make the part; nothing is sent yet.
 
         Args:
-            states: Those of the block.
-            optimizers: The block's.
-            groups: Process groups that decide together, whether or not they average, and the type of device that each
-                talks on; None: that of the gradients.
+            states: The states of the block's optimizers.
+            optimizers: The optimizers of the block.
+            groups: Process groups that decide together, whether or not they average, each with the device type on
+                which it communicates; None: that of the gradients.
         """
         self._agreeing = list(groups)
         prepared = [state.sync for state in states if state.sync is not None]
@@ -83,7 +83,7 @@ class Agreement(BlockPart):
         self._local_after: LocalGrads | None = None
 
     def before_begin(self, block: Block) -> None:
-        """Have the gradients of the backward that follows averaged, while it runs."""
+        """Begin to average the gradients of the backward that follows, while it runs."""
         parallel = self._parallel
         if parallel is None:
             return
@@ -91,12 +91,12 @@ class Agreement(BlockPart):
             self._reduce(parallel, block)
         all_averages = len(self._averaged) == len(block.states)
         late = self._reduction is None or self._reduction.masters
-        # Averages are the same everywhere, and so is what is found in them; the rest is each process's own.
+        # Averages, and so their overflows, are the same on all processes. Other gradients are each process's own.
         if late or not all_averages or any(for_device(group.device).saturates() for group in block.groups):
             self._agreeing.insert(0, (parallel.group, None))
 
     def _reduce(self, parallel: DataParallel, block: Block) -> None:
-        """Begin to average, or note what is to be averaged later."""
+        """Begin to average gradients, or note those to be averaged later."""
         states = [state for state, _ in self._averaged]
         optimizers = [optimizer for _, optimizer in self._averaged]
         former = max(sync.local_grads for sync in self._syncs)
@@ -104,11 +104,11 @@ class Agreement(BlockPart):
         if require("amp.scale_loss").no_sync_depth > 0:
             local = LocalGrads.IN_MASTERS if with_masters and block.copies_grads else LocalGrads.IN_SOURCES
             self._local_after = max(former, local)
-            # What is trained now takes part in the average that follows, though it be frozen by then.
+            # Parameters trained now take part in the next average, even if they are frozen by then.
             in_masters = self._local_after is LocalGrads.IN_MASTERS
             parallel.plan(states, optimizers, block.groups, masters=in_masters)
         elif former is LocalGrads.IN_MASTERS and not block.copies_grads:
-            self._local_after = former  # averaged when they have all reached the masters
+            self._local_after = former  # averaged once all of them have reached the masters
         else:
             self._local_after = LocalGrads.NONE
             in_masters = former is LocalGrads.IN_MASTERS
@@ -145,7 +145,7 @@ class Agreement(BlockPart):
             self._reduction.abandon(error, block.scale, dynamic=block.dynamic)
             return True
         if block.decides and block.dynamic and isinstance(error, Exception):
-            with suppress(RuntimeError):  # the others are gone: what matters is ``error``
+            with suppress(RuntimeError):  # the other processes have ended: ``error`` matters more
                 for group, device_type in self._agreeing:
                     agree_on_overflow(True, block.scale, group, _device(block, device_type), failed=True)
         return bool(self._syncs)
@@ -153,15 +153,18 @@ class Agreement(BlockPart):
 
 def _device(block: Block, device_type: str | None) -> torch.device:
     if device_type is not None and all(group.device.type != device_type for group in block.groups):
-        return torch.device(device_type)  # not the CPU that parameters are offloaded to
+        return torch.device(device_type)  # not the CPU to which parameters are offloaded
     return block.groups[0].device if block.groups else torch.device("cpu")
 
 
 class BucketViews(BlockPart):
-    """DistributedDataParallel leaves gradients in its buckets (``gradient_as_bucket_view``), which it writes again."""
+    """A block whose gradients are views of DistributedDataParallel's buckets, which it writes again.
+
+    See ``gradient_as_bucket_view``.
+    """
 
     def __init__(self, ddps: Sequence[Any], groups: Sequence[GradGroup]) -> None:
-        """``ddps``: around models of the block, whose gradients are in ``groups``."""
+        """Args: ddps: The instances around the block's models. groups: The gradients of these models."""
         self._ddps = ddps
         self._copying = [group for group in groups if isinstance(group, MasterGradGroup)]
 
@@ -187,14 +190,14 @@ class BucketViews(BlockPart):
 
 
 class UnknownAverages(BlockPart):
-    """DistributedDataParallel may keep the gradients of a block to this process, as in its ``no_sync``.
+    """A block whose gradients DistributedDataParallel may keep to this process, as in its ``no_sync``.
 
-    If it does, masters do not get them, and nothing is decided about the step, until a block has averages: those of one
-    process would part the masters, or the loss scales, of all.
+    If so, masters do not get them, and nothing is decided about the step, until a block has averages. Gradients of one
+    process would make masters, or loss scales, differ between processes.
     """
 
     def __init__(self, ddps: Sequence[Any]) -> None:
-        """``ddps``: around models of the block, which is a ``DelayingBlock``."""
+        """Args: ddps: The instances around models of the block, which must be a ``DelayingBlock``."""
         self._ddps = ddps
 
     def begun(self, block: Block) -> None:

@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What packages above amp see of a session, its optimizers and their gradients.
+"""Functions through which packages above amp read a session, its optimizers and their gradients.
 
-They import this module, ``policy.py`` and the names of ``apex_npu.amp``, and no other module of amp. Nothing here keeps
-a state. Optimizers are given as ``scale_loss`` takes them: one or several, in wrappers or not.
+Those packages import this module, ``policy.py`` and the names of ``apex_npu.amp``, and no other module of amp. Nothing
+here keeps state. Optimizers are passed as to ``scale_loss``: one or several, with wrappers or without.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def policy() -> Policy | None:
 
 
 def models() -> list[nn.Module]:
-    """The models that were passed to ``initialize``, and that are still there."""
+    """The models that were passed to ``initialize`` and still exist."""
     session = current()
     return [] if session is None else [m for converted in session.models if (m := converted.model) is not None]
 
@@ -52,7 +52,7 @@ def parameter_names() -> dict[Tensor, str]:
 
 
 def optimizers() -> list[Optimizer]:
-    """The optimizers that were passed to ``initialize``, and that are still there."""
+    """The optimizers that were passed to ``initialize`` and still exist."""
     session = current()
     return [] if session is None else list(session.adopted)
 
@@ -63,13 +63,13 @@ def loss_scale(loss_id: int) -> float:
 
 
 def ambient() -> Ambient | None:
-    """Where the casts of O1 are on; None: there is no session."""
+    """The ``Ambient`` of the session, where O1's casts are on; None: there is no session."""
     session = current()
     return None if session is None else session.ambient
 
 
 def at_end(call: Callable[[], object]) -> None:
-    """Have ``call`` called when the current session ends."""
+    """Register ``call`` to be called when the current session ends."""
     session = current()
     if session is not None:
         session.at_end(call)
@@ -77,7 +77,7 @@ def at_end(call: Callable[[], object]) -> None:
 
 @contextmanager
 def trial(model: nn.Module, tried: Policy, device_types: list[str]) -> Iterator[None]:
-    """Convert ``model``, a copy, for the policy ``tried``, whose casts are on in the block; the session stays."""
+    """Convert ``model``, a copy, for the policy ``tried``, and switch its casts on in the block; the session stays."""
     session = Session(tried, [], device_types=device_types, patches=registered_patches(tried))
     with standing_in(session):
         convert_model(model, tried, device_types, session.ambient)
@@ -91,45 +91,45 @@ def observers() -> list[Observer]:
 
 
 def observe(observer: Observer) -> None:
-    """Tell ``observer``, too, of the blocks and skipped steps of the current session."""
+    """Add ``observer`` to the observers of the current session's blocks and skipped steps."""
     session = current()
     if session is not None:
         session.observers = [observer, *session.observers]
 
 
 def leave(observer: Observer) -> None:
-    """Tell ``observer`` no longer; the others stay, in whichever order they came."""
+    """Remove ``observer``; the others stay in their order."""
     session = current()
     if session is not None:
         session.observers = [other for other in session.observers if other is not observer]
 
 
 def stepped(given: Any) -> list[Optimizer]:
-    """The optimizers of a block without what is around them."""
+    """The optimizers of a block without their wrappers."""
     listed = given if isinstance(given, (list, tuple)) else [given]
     return list(map(inner_optimizer, map(adopted_inside, listed)))
 
 
 def policy_of(optimizer: Any) -> Policy | None:
-    """The policy of an optimizer; None: it was never passed to ``initialize``."""
+    """The policy of an optimizer; None if it was never passed to ``initialize``."""
     state = state_of(optimizer)
     return None if state is None else state.policy
 
 
 def is_retired(optimizer: Any) -> bool:
-    """Whether another optimizer steps the model of ``optimizer`` now, or amp was shut down."""
+    """True if another optimizer steps the model of ``optimizer`` now, or amp was shut down."""
     state = state_of(optimizer)
     return state is not None and state.masters.retired
 
 
 def decision_of(optimizer: Any) -> StepDecision | None:
-    """What blocks have decided about the next step; None: nothing since the last one, as far as is known."""
+    """The decision of blocks about the next step; None: no known decision since the last step."""
     state = state_of(optimizer)
     return None if state is None else state.decision
 
 
 def report_of(optimizer: Any) -> StepReport | None:
-    """The outcome of the last step whose outcome has arrived; ``amp.last_step`` waits for it."""
+    """The report of the last step whose outcome is known. Unlike ``amp.last_step`` it does not wait."""
     state = state_of(optimizer)
     return None if state is None else state.report
 
@@ -140,26 +140,26 @@ def patch_step(undo: Undo, around: Callable[[Any], Any]) -> None:
 
 
 def float32_of(param: Tensor) -> Tensor:
-    """What holds the float32 value of a model's parameter: what an optimizer steps for it, or the parameter itself."""
+    """The tensor with the float32 value of a model's parameter: its fp32 master, or the parameter itself."""
     master = master_of(param)
     return param if master is None else master
 
 
 def parameters(given: Any) -> list[tuple[Tensor, Tensor]]:
-    """Each parameter of the model that optimizers step, and what they step for it."""
+    """Each parameter of the model that optimizers step, with the tensor that they step for it."""
     return [pair for optimizer, state in _states(given) for pair in _pairs(optimizer, state)]
 
 
 def masters(given: Any) -> list[tuple[Tensor, Tensor]]:
-    """Each parameter of the model that has an fp32 master, frozen ones too, and this master."""
+    """Each parameter of the model that has an fp32 master, including frozen ones, with this master."""
     return [(pair.model_param, pair.master_param) for _, state in _states(given) for pair in state.pairs]
 
 
 def gradients(given: Any) -> list[tuple[Tensor, Tensor | None, float]]:
-    """Each parameter of the model that optimizers step, its gradient if it has one, and what that is multiplied with.
+    """Each parameter of the model that optimizers step, with its gradient or None, and the factor of the gradient.
 
-    The gradient is in a block what backward leaves, and else what ``step`` takes. Where the step has none to take yet,
-    as after a block with ``delay_unscale``, it is the model's.
+    In a block the gradient is the one that backward leaves, and else the one that ``step`` uses. If the step has none
+    yet, as after a block with ``delay_unscale``, it is the model's.
     """
     return [
         (param, param.grad if state.stage is Stage.SCALED or taking.grad is None else taking.grad, state.grad_scale)

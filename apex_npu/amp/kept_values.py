@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The float32 values of what a model has in low precision without masters: weights that are frozen, and buffers."""
+"""The float32 values of low-precision tensors without masters: frozen weights, and buffers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from apex_npu.distributed.consistency import broadcast_values
 from apex_npu.fusion import remainders_of
 from apex_npu.ops import LOW_PRECISION, unscale_grads
 
-# More than that is announced.
+# The number of bytes above which kept values are announced.
 _ANNOUNCED = 2**30
 
 
 class _Cast(NamedTuple):
-    """A parameter or buffer that has been cast, with the module that it is of, and what it was."""
+    """A parameter or buffer that has been cast, with its module and its former value."""
 
     module: nn.Module
     copies: ModuleCopies
@@ -36,21 +36,21 @@ class _Cast(NamedTuple):
 def keep_values(
     models: Sequence[nn.Module], before: Mapping[int, Tensor], with_master: Collection[int], *, keep: bool
 ) -> list[str]:
-    """Keep the float32 values of what has been cast and has no master, for state dicts and for masters to come.
+    """Keep the float32 values of cast tensors without a master, for state dicts and for later masters.
 
-    They are in host memory. Values that low precision holds exactly are not kept. A buffer becomes float32 again of
-    which low precision would lose a value altogether, as inf or as 0, and one without dimensions that it does not hold
-    exactly: other operands' dtypes count in operations with such a one, while a larger float32 buffer would make
-    float32 of all that is computed with it, which the next layer does not take.
+    They are in host memory. Values that low precision holds exactly are not kept. A buffer becomes float32 again if low
+    precision turns a value into inf or 0. So does a buffer without dimensions that low precision does not hold exactly:
+    in operations with it the other operands' dtype decides. A larger float32 buffer would make all results float32,
+    which the next layer does not take.
 
     Args:
-        models: They have been cast, and ``show_float32`` has been called.
-        before: ``id(tensor)`` → its value before.
+        models: Models that have been cast, and passed to ``show_float32``.
+        before: ``id(tensor)`` → its value before the cast.
         with_master: The identities of the parameters that have masters.
         keep: False: nothing is kept.
 
     Returns:
-        What is to be printed.
+        The texts to print.
 
     Raises:
         RuntimeError: A parameter has a value that becomes inf.
@@ -114,7 +114,7 @@ def _cast(models: Sequence[nn.Module], before: Mapping[int, Tensor]) -> Iterator
 
 
 def _answers(cast: Sequence[_Cast], with_master: Collection[int]) -> list[list[bool]]:
-    """As ``_ask``; what has a master is only looked at where something has become inf, one check for all of it."""
+    """Return the answers of ``_ask``. Tensors with masters are asked only if one check finds an inf in any of them."""
     alone = [entry for entry in cast if id(entry.tensor) not in with_master]
     others = [entry for entry in cast if id(entry.tensor) in with_master]
     asked = [*alone, *(others if _any_inf([entry.tensor for entry in others]) else [])]
@@ -123,7 +123,7 @@ def _answers(cast: Sequence[_Cast], with_master: Collection[int]) -> list[list[b
 
 
 def _any_inf(tensors: Sequence[Tensor]) -> bool:
-    """Whether a value of ``tensors``, of masters all, is not finite."""
+    """True if a value of ``tensors``, which all have masters, is not finite."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.dtype == torch.float16:  # bfloat16 has the range of float32
@@ -137,10 +137,10 @@ def _any_inf(tensors: Sequence[Tensor]) -> bool:
 
 @torch.no_grad()
 def _ask(cast: Sequence[_Cast]) -> list[list[bool]]:
-    """For each whether a finite value has become inf, one that is not 0 has become 0, and any other than it was."""
+    """Return for each tensor whether a finite value became inf, a nonzero value became 0, and any value changed."""
     asked: dict[torch.device, list[Tensor]] = {}
     for *_, tensor, value in cast:
-        # Operators on weights in tiles are others, and some of these have none.
+        # Weights in tiled formats use other operators, and some operators do not exist for them.
         now, value = map(for_device(tensor.device).in_base_format, (tensor.detach(), value))
         questions = (now.isinf() & value.isfinite(), (now == 0) & (value != 0), now.to(value.dtype) != value)
         asked.setdefault(now.device, []).append(torch.stack([question.any() for question in questions]))
@@ -150,14 +150,14 @@ def _ask(cast: Sequence[_Cast]) -> list[list[bool]]:
 
 @torch.no_grad()
 def follow_broadcast(session: Session, module: nn.Module, sent: Sequence[Tensor], group: Any, rank: int) -> None:
-    """Give masters, and what is kept, the values of the process whose rounded ones DistributedDataParallel has sent.
+    """Set masters and kept values to those of the process whose rounded values DistributedDataParallel has broadcast.
 
     Args:
-        session: Its optimizers have the masters.
-        module: The module inside.
-        sent: Those of its parameters and buffers that have the values of that process.
-        group: The processes.
-        rank: That of the process in ``group``.
+        session: The session whose optimizers have the masters.
+        module: The module inside DistributedDataParallel.
+        sent: The parameters and buffers of the module that were broadcast.
+        group: The process group.
+        rank: The rank of the sending process in ``group``.
     """
     rounded = {id(tensor): tensor for tensor in sent if tensor.dtype in LOW_PRECISION}
     concerned = [o for o in session.adopted if any(id(p) in rounded for p in o._amp_state.masters.model_params)]
@@ -167,7 +167,7 @@ def follow_broadcast(session: Session, module: nn.Module, sent: Sequence[Tensor]
     masters = {id(pair.model_param): pair.master_param for o in concerned for pair in o._amp_state.pairs}
     named = [(copies_of(m), name, t) for m in module.modules() for name, t in own_tensors(m) if id(t) in rounded]
     kept = {id(t): copies.kept[name] for copies, name, t in named if copies is not None and name in copies.kept}
-    # One for each, though nothing be known of it here: all processes broadcast the same list.
+    # One value for each tensor, even if none is known here: all processes must broadcast the same list.
     values = {key: masters[key] if key in masters else fp32_value(t, kept.get(key)) for key, t in rounded.items()}
     values.update({key: remainders[key].dequantize() for key in rounded if key in remainders})
     broadcast_values(values.values(), group, rank)

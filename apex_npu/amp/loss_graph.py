@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the graph of a loss tells of a ``scale_loss`` block: which optimizers it is for, and what backward has run on.
+"""Checks of a ``scale_loss`` block by the graph of its loss: its optimizers, and the tensor that backward starts from.
 
-It is looked at before an optimizer's first step alone: what a script has wrong it has wrong from the start. That holds
-for the dtypes of parameters, too.
+They run only before an optimizer's first step, since a script's mistakes are there from the start. This also applies
+to the check of the parameters' dtypes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from apex_npu.ops import LOW_PRECISION
 
 
 class FirstLook(BlockPart):
-    """A block before the first step of one of its optimizers: is it for the right ones, and used as it has to be."""
+    """A block before the first step of one of its optimizers. It checks the optimizers, the loss and its backward."""
 
     def __init__(self, session: Session, loss: Tensor, scaler: LossScaler) -> None:
         self._session, self._loss, self._scaler = session, loss, scaler
-        # What backward has brought to the scaled loss, and to the loss itself.
+        # The gradients that backward has given the scaled loss, and the loss itself.
         self._scaled: list[Tensor] = []
         self._unscaled: list[Tensor] = []
 
@@ -60,12 +60,12 @@ class FirstLook(BlockPart):
             self._loss.register_hook(self._unscaled.append)
 
     def before_unscale(self, block: Block) -> None:
-        """Require that backward has not begun at the loss itself.
+        """Require that backward was not called on the unscaled loss.
 
         Raises:
-            RuntimeError: It has, and the gradients lack the loss scale that they are about to be divided by.
+            RuntimeError: It was, so that the gradients are about to be divided by a loss scale that they do not have.
         """
-        # Several may have scaled the loss, as AmpScaler does: backward has begun where its gradient is 1.
+        # The loss may be scaled several times, as by AmpScaler. Backward started from the tensor with the gradient 1.
         if not self._scaled and any(bool((grad == 1).all()) for grad in self._unscaled):
             raise RuntimeError(
                 "the scaled loss got no gradient in its amp.scale_loss block: backward() was called on the loss "
@@ -76,10 +76,10 @@ class FirstLook(BlockPart):
 
 
 class Reaching(BlockPart):
-    """A block whose backward may give gradients to parameters of optimizers that it does not name.
+    """A block whose backward may give gradients to parameters of optimizers that were not passed to it.
 
-    Until they are cleared, or a block of their own has unscaled others, these gradients are multiplied by the loss
-    scale of this block.
+    These gradients stay multiplied by the loss scale of this block, until they are cleared or a block of their own
+    optimizer has unscaled others.
     """
 
     def __init__(self, session: Session) -> None:
@@ -87,11 +87,11 @@ class Reaching(BlockPart):
 
     def begun(self, block: Block) -> None:
         """See ``BlockPart``."""
-        self._mark(block)  # before backward, which may raise
+        self._mark(block)  # already here, because backward may raise
 
     def before_unscale(self, block: Block) -> None:
         """See ``BlockPart``."""
-        self._mark(block)  # after it: a block inside of this one, or zero_grad(), may have removed the mark
+        self._mark(block)  # again: a block inside of this one, or zero_grad(), may have removed the mark
         for state in block.states:
             state.grads.scaled_by = ""
 
@@ -102,12 +102,12 @@ class Reaching(BlockPart):
                     other._amp_state.grads.scaled_by = _names(block.optimizers)
 
 
-# Nodes of a loss that is divided by the number of micro-batches, or converted.
+# Graph nodes of a loss that is divided by the number of micro-batches, or converted.
 _PASSING = ("ToCopyBackward", "DivBackward", "MulBackward", "NegBackward")
 
 
 def rounded_to(loss: Tensor) -> torch.dtype | None:
-    """The low-precision dtype that ``loss`` is in, or was converted from, as the outputs of a cast model are."""
+    """Return the low-precision dtype of ``loss``, or from which it was converted, as outputs of a cast model are."""
     if loss.dtype in LOW_PRECISION:
         return loss.dtype
     node: Any = loss.grad_fn
@@ -121,12 +121,12 @@ def rounded_to(loss: Tensor) -> torch.dtype | None:
 
 
 def _computes_outside(state: AmpOptimizerState) -> bool:
-    """The model computes in low precision, and float32 is to be had outside of it: not so at O3."""
+    """True if the model computes in low precision, and float32 is available outside of it, which excludes O3."""
     return state.policy.model_dtype in LOW_PRECISION and state.policy.opt_level != "O3"
 
 
 def warn_of_dtypes(session: Session, optimizer: Optimizer, state: AmpOptimizerState) -> None:
-    """Warn where ``optimizer`` steps float16 or bfloat16 parameters at a level that keeps parameters in float32."""
+    """Warn if ``optimizer`` steps float16 or bfloat16 parameters at a level that keeps parameters in float32."""
     if state.policy.model_dtype in LOW_PRECISION or settings.accept_low_precision_models:
         return
     formats = getattr(optimizer, "state_formats", None)
@@ -148,7 +148,7 @@ def _names(optimizers: Sequence[Optimizer]) -> str:
 
 
 def _nodes(loss: Tensor) -> Iterator[Any]:
-    """Those of the graph, the nearest first."""
+    """Iterate over the nodes of the loss's graph, the nearest first."""
     waiting = [loss.grad_fn]
     seen = {None, *waiting}
     for node in waiting:
@@ -160,18 +160,18 @@ def _nodes(loss: Tensor) -> Iterator[Any]:
 
 
 def check_optimizers(session: Session, loss: Tensor, optimizers: Sequence[Optimizer], scale: float) -> None:
-    """Look whether ``optimizers``, which a block names, step what ``loss`` reaches.
+    """Check that ``optimizers``, passed to a block, step parameters that ``loss`` reaches.
 
-    ``Session.reached`` notes which other optimizers it reaches, for ``Reaching``; this may be intended: a generator's
-    loss reaches the discriminator. Those that amp does not know are warned of, unless ``scale`` is 1.
+    ``Session.reached`` notes the other optimizers that the loss reaches, for ``Reaching``. This may be intended: a
+    generator's loss reaches the discriminator. Optimizers unknown to amp emit a warning, unless ``scale`` is 1.
 
     Raises:
-        RuntimeError: It reaches none of theirs, but some of another optimizer's.
+        RuntimeError: The loss reaches no parameter of ``optimizers``, but some of another optimizer.
     """
     reached: set[int] = set()
     for node in _nodes(loss):
         if isinstance(node, BackwardCFunction):
-            return  # such as a checkpoint's: what it reaches is not known before it runs
+            return  # for example a checkpoint: its parameters are unknown before it runs
         if (leaf := getattr(node, "variable", None)) is not None:
             reached.add(id(leaf))
     named = set().union(*map(_gets_gradients, optimizers))
@@ -197,8 +197,8 @@ def check_optimizers(session: Session, loss: Tensor, optimizers: Sequence[Optimi
 
 
 def _gets_gradients(optimizer: Any) -> set[int]:
-    """The identities of what ``optimizer`` steps, model parameters in place of their masters."""
+    """The identities of the parameters that ``optimizer`` steps, including the model parameters of masters."""
     state = getattr(optimizer, "_amp_state", None)
     model_params = [] if state is None else state.masters.model_params
-    groups = getattr(optimizer, "param_groups", ())  # one whose constructor has failed has none
+    groups = getattr(optimizer, "param_groups", ())  # missing if the optimizer's constructor has failed
     return {id(p) for p in (*(p for group in groups for p in group["params"]), *model_params)}

@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``PendingStep``: what blocks leave to the step, to divide gradients, to clip them, or to skip by itself.
+"""``PendingStep``: work that blocks leave to the step, to divide gradients, clip them, or skip itself.
 
-With ``fuse_unscale`` gradients stay multiplied with the loss scale until then. Where gradients have overflowed, some
-devices skip the step, and the host reads ``found_inf`` later.
+With ``fuse_unscale`` gradients stay multiplied by the loss scale until then. If gradients have overflowed, some devices
+skip the step, and the host reads ``found_inf`` later.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from apex_npu.ops import cats_lists, divides_in_update, masks_writes
 
 
 def supports_found_inf(optimizer: Optimizer) -> bool:
-    """True where a number on the device can make ``optimizer`` write nothing, and that is cheap."""
-    # A hook is not to be called for a step that is skipped.
+    """True if a number on the device can cheaply make ``optimizer`` write nothing."""
+    # A skipped step must not call hooks.
     hooks = (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
@@ -43,59 +43,59 @@ def supports_found_inf(optimizer: Optimizer) -> bool:
     if not optimizer.steps_by_rule_alone():  # type: ignore[attr-defined]
         return False
     device: torch.device | None = optimizer.skips_on()  # type: ignore[attr-defined]
-    # Elsewhere all that is written would have to be cloned, which takes longer than a wait.
+    # On other devices all written tensors would have to be cloned, which takes longer than a wait.
     return device is not None and masks_writes(device)
 
 
 class DeferredInfCheck:
-    """The check that a ``scale_loss`` block has deferred, and what follows from it.
+    """The check that a ``scale_loss`` block has deferred, and the decision that follows from it.
 
     Gradients that ``fuse_unscale`` leaves scaled need not be written at the end of a block, so that checking them would
-    be a pass of its own. Their norm gives the same result; otherwise the check runs when it is first needed.
+    be a separate pass. Their norm gives the same result; otherwise the check runs when it is first needed.
 
-    Where the device can skip the step, the host does not wait for the result either: the device reads ``flag``, and the
-    host reads a copy of it when that has arrived.
+    If the device can skip the step, the host does not wait for the result: the device reads ``flag``, and the host
+    reads a copy of it when that has arrived.
 
     Attributes:
-        thread: The identifier of the thread whose block it was.
+        thread: The identifier of the thread that ran the block.
         on_device: The device can skip the step that follows.
-        flag: On the device, one float32 number, not 0 where a gradient is inf or NaN; None: not checked yet.
-        lock: Held while it is decided.
+        flag: One float32 number on the device, not 0 if a gradient is inf or NaN; None: not checked yet.
+        lock: Held while the decision is made.
     """
 
     def __init__(
         self, look: Callable[[], Sequence[Tensor]], decide: Callable[[bool], None], *, on_device: bool = False
     ) -> None:
-        """Of gradients that have not been checked.
+        """Make an open check.
 
         Args:
-            look: Reads every gradient; gives what ``any_raised`` takes.
-            decide: Called once, with whether one of them is inf or NaN.
+            look: Reads every gradient, and returns the argument of ``any_raised``.
+            decide: Called once, with True if a gradient is inf or NaN, else False.
             on_device: See the attributes.
         """
         self.thread = threading.get_ident()
         self.on_device = on_device
         self.flag: Tensor | None = None
         self._arriving: HostCopy | None = None
-        # Each is released when it is done: the check refers to gradients, parameters, buffers.
+        # Each is released after use, because it refers to gradients, parameters and buffers.
         self._look: Callable[[], Sequence[Tensor]] | None = look
         self._decide: Callable[[bool], None] | None = decide
         self.lock = threading.RLock()  # another thread may read the loss scale; deciding reads it, too
 
     @property
     def is_open(self) -> bool:
-        """False once it is decided."""
+        """False once the decision is made."""
         return self._decide is not None
 
     @disable_dynamo
     def start(self, flag: Tensor | None = None) -> Tensor:
-        """Have the device check, without a wait; only where it is ``on_device``.
+        """Start the check on the device, without a wait; only for a check that is ``on_device``.
 
         Args:
-            flag: The answer, where it is there already; None: the gradients are read.
+            flag: The result, if it exists already; None: the gradients are read.
 
         Returns:
-            ``flag``, of the attributes.
+            The attribute ``flag``.
         """
         with self.lock:
             if self.flag is None:
@@ -108,11 +108,11 @@ class DeferredInfCheck:
 
     @disable_dynamo
     def resolve(self, norm: Tensor | None = None, look: Callable[[], Sequence[Tensor]] | None = None) -> None:
-        """Have it decided; later calls do nothing.
+        """Make the decision; later calls do nothing.
 
         Args:
-            norm: Of all these gradients, and inf or NaN where one of them is; None: it has not been taken.
-            look: Another way to read every gradient, if that has yet to be done.
+            norm: The norm of all gradients, which is inf or NaN if one of them is; None: not computed.
+            look: Another function to read every gradient, if they must still be read.
         """
         with self.lock:
             decide = self._decide
@@ -127,23 +127,23 @@ class DeferredInfCheck:
             return bool(self._arriving)
         if norm is not None and math.isfinite(norm):
             return False
-        look = look or self._look  # a norm can overflow where no gradient has
+        look = look or self._look  # a norm can overflow although no gradient has
         assert look is not None
         flags = look()
         if self.on_device:
-            self.flag = flags[0]  # for a step that has begun already, in another thread
+            self.flag = flags[0]  # for a step that another thread has already begun
         return any_raised(flags)
 
 
 class PendingStep:
-    """What the blocks of one optimizer leave to its step: to check gradients, to divide and to clip them.
+    """The work that the blocks of one optimizer leave to its step: to check, divide and clip gradients.
 
-    By how much they are to be divided is ``AmpOptimizerState.grad_scale``, which blocks need without this, too.
+    The divisor is ``AmpOptimizerState.grad_scale``, which blocks need without this object, too.
 
     Attributes:
-        check: Of the last block, before which its decision is not known; None: it is known.
-        skipped_check: The check by which the device has taken or skipped the last step; None: the host has the result.
-        clip_coefficient: What the next step has yet to multiply gradients by; float32, (1,).
+        check: The open check of the last block, whose decision is still unknown; None: it is known.
+        skipped_check: The check by which the device has applied or skipped the last step; None: the host knows it.
+        clip_coefficient: The factor that the next step must still apply to gradients; float32, (1,).
         scaled: The gradients that the last block has left multiplied by the loss scale.
     """
 
@@ -152,11 +152,11 @@ class PendingStep:
         self.check: DeferredInfCheck | None = None
         self.skipped_check: DeferredInfCheck | None = None
         self.clip_coefficient: Tensor | None = None
-        # A scale, and on the device that scale divided by `clip_coefficient`; None: it has not been sent there.
+        # A scale, and that scale divided by `clip_coefficient` on the device; None: not sent to the device.
         self._sent: tuple[float, Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without gradients, which copies of parameters lack."""
+        """Return the state without gradients, which copies of parameters lack."""
         return {**vars(self), "scaled": None}
 
     def resolve(self, norm: Tensor | None = None, look: Callable[[], Sequence[Tensor]] | None = None) -> None:
@@ -167,19 +167,19 @@ class PendingStep:
             self.check = None
 
     def resolve_step(self) -> None:
-        """Find out whether the last step was skipped; waits where only the device has the result."""
+        """Find out whether the last step was skipped. Waits if only the device has the result."""
         check = self.skipped_check
         if check is not None:
             check.resolve()
 
     @property
     def device_check(self) -> DeferredInfCheck | None:
-        """The check that the last block has deferred, where the device can act on its flag; else None."""
+        """The check that the last block has deferred, if the device can act on its flag; else None."""
         check = self.check
         return check if check is not None and check.on_device and check.is_open else None
 
     def start(self) -> None:
-        """Have it known, if only to the device, whether gradients have overflowed: they are about to be changed."""
+        """Check gradients for overflow before they are changed; the result may stay on the device."""
         check = self.device_check
         if check is not None:
             check.start()
@@ -187,22 +187,22 @@ class PendingStep:
             self.resolve()
 
     def clear(self) -> None:
-        """The gradients have been cleared."""
+        """Take note that the gradients have been cleared."""
         self.clip_coefficient = self.scaled = None
 
     def look_for_unscaled(self, optimizer: Optimizer, state: AmpOptimizerState) -> None:
-        """Warn of gradients that a backward outside of blocks may have left among those that are scaled."""
+        """Warn if a backward outside of blocks may have added unscaled gradients to scaled ones."""
         scaled = self.scaled
-        # A script may have declared that it has scaled them itself: they are delayed then.
+        # A script may have declared that it has scaled them itself. They are then delayed.
         looks = state.grad_scale != 1.0 and state.stage is not Stage.DELAYED
         if scaled is not None and looks and scaled.are_written():
             self.scaled = None
             warn_once(optimizer, NOT_SCALED)
 
     def prepare(self, optimizer: Optimizer, state: AmpOptimizerState) -> DeferredInfCheck | None:
-        """Before the step: the check by which the device skips it; None: the host knows by now whether to."""
+        """Prepare the step. Return the check by which the device skips it; None: the host has made the decision."""
         self.look_for_unscaled(optimizer, state)
-        state.drop_cleared()  # first: an inf that has been cleared is none
+        state.drop_cleared()  # first, because a cleared inf does not count
         check = self._check_for_device(optimizer, state)
         if check is None:
             self._divide_with_check(optimizer, state)
@@ -216,12 +216,12 @@ class PendingStep:
         if state.decision is not None and state.decision.skip:
             return None  # by an earlier block
         session, last = current(), state.report
-        # The step that may raise the alarm: what has overflowed is looked for in gradients that are still there.
+        # A step that may raise the alarm needs the host: it looks for the overflow in gradients that still exist.
         skips = 1 + (0 if last is None else last.skips_in_a_row)
         return check if session is None or skips != session.skip_alarm else None
 
     def _divide_with_check(self, optimizer: Optimizer, state: AmpOptimizerState) -> None:
-        """Where the step would need separate launches to divide gradients, divide them with the check for overflow."""
+        """Divide gradients with the check for overflow, if the step would need separate launches to divide them."""
         if self.check is None or self.clip_coefficient is not None or not state.holds_scaled:
             return
         groups = state.grad_groups(optimizer)
@@ -238,9 +238,9 @@ class PendingStep:
     def take(
         self, optimizer: Optimizer, state: AmpOptimizerState, check: DeferredInfCheck | None, step: Callable[[], Any]
     ) -> Any:
-        """Call ``step``, the own one of ``optimizer``, with what has been left to it; ``check`` is of ``prepare``."""
+        """Call ``step``, the optimizer's own, with the work left to it; ``check`` is the result of ``prepare``."""
         handed: Any = optimizer
-        # They stand on the optimizer during its step alone, and no interrupt comes before they are deleted.
+        # These attributes exist during the step only, and no interrupt comes before they are deleted.
         handed.grad_scale = handed.found_inf = None
         try:
             handed_over = self._hand_over_scale(optimizer, state)
@@ -255,14 +255,14 @@ class PendingStep:
         return result
 
     def _hand_over_scale(self, optimizer: Optimizer, state: AmpOptimizerState) -> bool:
-        """Have gradients divided by their scale, and clipped: in the step itself, where the optimizer can.
+        """Divide gradients by their scale and clip them, in the step itself if the optimizer can.
 
         Returns:
-            True where the step finds the scale on the optimizer, as torch.amp.GradScaler hands it over.
+            True if the step reads the scale from the optimizer, where torch.amp.GradScaler puts it, too.
         """
         first = next((p for group in optimizer.param_groups for p in group["params"]), None)
         fuses = isinstance(optimizer, HasFusedGroups)
-        # Code of the script reads them.
+        # Code of the script reads the gradients.
         are_read = bool(optimizer._optimizer_step_pre_hooks) or getattr(optimizer, "reads_param_grads", False)
         if not fuses or are_read:
             state.grads.materialize()
@@ -297,7 +297,7 @@ class PendingStep:
             state.grad_scale = 1.0
 
     def clip_now(self, groups: Sequence[GradGroup]) -> None:
-        """Clip now what was to be clipped by the next step: gradients to come have no part in it."""
+        """Clip gradients now instead of in the next step, since later gradients must not be clipped with them."""
         if self.clip_coefficient is not None:
             coefficient, self.clip_coefficient = self.clip_coefficient, None
             for group in groups:
@@ -312,9 +312,9 @@ class PendingStep:
         norm_type: float,
         error_if_nonfinite: bool,
     ) -> Tensor:
-        """Leave it to the next step to clip gradients that are multiplied with ``grad_scale``.
+        """Leave the clipping of gradients, which are multiplied by ``grad_scale``, to the next step.
 
-        The other arguments and the norm are those of ``clip_grad_norm_``.
+        The other arguments and the result are those of ``clip_grad_norm_``.
         """
         check = self.device_check
         if check is not None:
@@ -322,10 +322,10 @@ class PendingStep:
         else:
             norm = total_grad_norm(flats, unfused, norm_type)
         device = norm.device
-        if self.check is not None and check is None and norm_type > 0:  # others pass over inf and NaN
-            norm = norm.cpu()  # the one wait of the step; what follows from it is cheaper on the host
+        if self.check is not None and check is None and norm_type > 0:  # other norms do not show inf and NaN
+            norm = norm.cpu()  # the only wait of the step; the arithmetic below is cheaper on the host
             self.resolve(norm)
-        if norm_type != 0:  # which counts, whatever the scale
+        if norm_type != 0:  # the 0-norm counts elements, whatever the scale
             norm = norm / grad_scale
         before = self.clip_coefficient
         if before is not None and norm_type != 0:
@@ -336,21 +336,21 @@ class PendingStep:
         if norm.device == device:
             self.clip_coefficient, self._sent = coefficient, None
             return norm
-        # One copy for what the caller gets and what the step reads.
+        # One copy to the device, for the caller's norm and the step's scale.
         sent = numbers_on([float(_over(grad_scale, coefficient)), float(norm)], norm.dtype, device)
         self.clip_coefficient, self._sent = coefficient, (grad_scale, sent[:1].float())
         return sent[1]
 
     def report_later(self, state: AmpOptimizerState, check: DeferredInfCheck) -> None:
-        """Record that the device has taken or skipped the step; which, is recorded when the check is resolved."""
+        """Record that the device decides about the step. The outcome is recorded when the check is resolved."""
         state.stage = Stage.READY
         with check.lock:
             self.skipped_check, self.check = check, None
-            if not check.is_open:  # another thread has resolved it meanwhile
+            if not check.is_open:  # another thread has resolved it in the meantime
                 self.end_delegated(state)
 
     def end_delegated(self, state: AmpOptimizerState) -> None:
-        """The check of the last step is resolved: record whether the device has taken it, if that was left to it."""
+        """Record the outcome of the last step once its check is resolved, if the device decided about it."""
         if self.skipped_check is not None:
             self.skipped_check = None
             report, session = state.note_step(), current()
@@ -359,7 +359,7 @@ class PendingStep:
 
 
 def _over(scale: float, coefficient: Tensor) -> Tensor:
-    """What gradients are divided by, to be divided by ``scale`` and multiplied by ``coefficient``."""
+    """Return the divisor that divides gradients by ``scale`` and multiplies them by ``coefficient``."""
     return torch.full_like(coefficient, scale).div_(coefficient)
 
 
@@ -372,9 +372,9 @@ def _takes_grad_scale(optimizer: Optimizer, device: torch.device) -> bool:
 
 
 def _checked_norm(check: DeferredInfCheck, flats: list[FlatGrads], unfused: list[Tensor], norm_type: float) -> Tensor:
-    """The norm, with a look for overflow that the host does not wait for."""
+    """Return the norm, and start a check for overflow, for which the host does not wait."""
     if norm_type != 2.0 or check.flag is not None:
-        if norm_type > 0:  # others pass over inf and NaN, which are looked for later
+        if norm_type > 0:  # other norms do not show inf and NaN, which are checked later
             check.start()
         return total_grad_norm(flats, unfused, norm_type)
     device = flats[0].device if flats else unfused[0].device
@@ -385,19 +385,19 @@ def _checked_norm(check: DeferredInfCheck, flats: list[FlatGrads], unfused: list
 
 
 def any_packed(groups: Sequence[GradGroup]) -> bool:
-    """True where some cannot be divided in place: in 16 bits small ones would be lost."""
+    """True if some gradients cannot be divided in place, because small ones would be lost in 16 bits."""
     return any(group.flat is not None and group.flat.is_packed for group in groups)
 
 
 def _gather_joined(groups: Sequence[GradGroup]) -> None:
-    """Where gradients are gathered anyway, gather all: one that cannot be raises before any has been written."""
+    """Gather all gradients on devices that gather anyway, so that an error is raised before any is written."""
     for group in groups:
         if group.flat is not None and cats_lists(group.device):
             group.flat.gather()
 
 
 def _scale_and_look(groups: Sequence[GradGroup], factor: float) -> list[Tensor]:
-    """``look_for_overflow``, while the gradients are multiplied by ``factor``."""
+    """Do ``look_for_overflow`` while multiplying the gradients by ``factor``."""
     _gather_joined(groups)
     flags = found_inf_flags(groups)
     for group in groups:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ``initialize`` refuses, before it changes anything. Each function raises what ``initialize`` documents."""
+"""The checks of ``initialize`` before it changes anything. Each function raises the errors ``initialize`` documents."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from apex_npu.ops import LOW_PRECISION
 
 
 def check_incoming(models: list[nn.Module], optimizers: list[Optimizer]) -> None:
-    """Refuse models that cannot be converted, or have been wrapped, and optimizers that cannot be adopted."""
+    """Raise for models that cannot be converted or are wrapped, and for optimizers that cannot be adopted."""
     for model in models:
         ours = {id(t) for module in filter(is_cast, model.modules()) for _, t in own_tensors(module)}
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
@@ -59,13 +59,13 @@ def check_incoming(models: list[nn.Module], optimizers: list[Optimizer]) -> None
 
 
 def changes_dtypes(policy: Policy, model: nn.Module) -> bool:
-    """Whether ``initialize`` gives parameters of ``model`` another dtype."""
+    """Return whether ``initialize`` changes the dtype of parameters of ``model``."""
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     return any(map(is_cast, model.modules())) or (policy.model_dtype is not None and dtypes != {policy.model_dtype})
 
 
 def check_memory(policy: Policy, models: list[nn.Module]) -> None:
-    """Refuse trained parameters that share memory with other tensors, from which a cast would part them."""
+    """Raise if trained parameters share memory with other tensors, since a cast would end the sharing."""
     named: dict[int, tuple[str, Tensor]] = {}
     for model in models:
         if changes_dtypes(policy, model):
@@ -82,7 +82,7 @@ def check_memory(policy: Policy, models: list[nn.Module]) -> None:
 
 
 def check_inside_of_ddp(policy: Policy, ddps: list[nn.parallel.DistributedDataParallel]) -> None:
-    """Refuse models inside of wrappers that would average nothing from then on."""
+    """Raise for models inside of wrappers that would no longer average gradients."""
     for ddp in ddps:
         obstacle = obstacle_to_rebuilding(ddp) if changes_dtypes(policy, ddp) else None
         if obstacle is not None:
@@ -94,10 +94,10 @@ def check_inside_of_ddp(policy: Policy, ddps: list[nn.parallel.DistributedDataPa
 
 
 def check_adoptable(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that amp cannot adopt.
+    """Raise if amp cannot adopt the optimizer.
 
     Raises:
-        RuntimeError: It has been adopted before, something else replaced ``step`` on the instance, or it is a training
+        RuntimeError: The optimizer has been adopted before, its instance has a replaced ``step``, or it is a training
             framework's wrapper.
     """
     if state_of(optimizer) is not None:
@@ -117,12 +117,12 @@ def check_adoptable(optimizer: Optimizer) -> None:
 
 
 def _is_scheduler_wrapper(step: Any) -> bool:
-    # torch's schedulers put a counting wrapper on the instance; older ones mark it _with_counter.
+    # torch's schedulers set a counting wrapper on the instance; older ones mark it _with_counter.
     return hasattr(step, "_wrapped_by_lr_sched") or hasattr(step, "_with_counter")
 
 
 def check_groups(policy: Policy, process_group: Any, overflow_group: Any, *, enabled: bool) -> tuple[Any, Any]:
-    """The process groups to be used, the default one filled in."""
+    """Check both process groups and return them, with the default one filled in."""
     if policy.combine_ddp:
         if not enabled:
             raise RuntimeError(
@@ -141,7 +141,7 @@ def check_groups(policy: Policy, process_group: Any, overflow_group: Any, *, ena
 
 
 def check_nothing_averages(models: list[nn.Module], ddps: list[nn.parallel.DistributedDataParallel]) -> None:
-    """Refuse parallel wrappers inside of models, and around them, which would average what combine_ddp averages."""
+    """Raise for parallel wrappers inside or around models, which would also average combine_ddp's gradients."""
     for model in models:
         for name, module in model.named_modules():
             if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
@@ -157,7 +157,7 @@ def check_nothing_averages(models: list[nn.Module], ddps: list[nn.parallel.Distr
 
 
 def check_plain(optimizers: list[Optimizer]) -> None:
-    """Refuse parameters that combine_grad cannot give a place in flat memory."""
+    """Raise for parameters whose gradients combine_grad cannot put into flat memory."""
     for param in (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
         if wraps_tensors(param):
             raise RuntimeError(
@@ -167,10 +167,10 @@ def check_plain(optimizers: list[Optimizer]) -> None:
 
 
 def check_own_groups(policy: Policy, optimizers: list[Optimizer]) -> None:
-    """Refuse optimizers that step parameters in groups of another optimizer inside, which masters do not get into.
+    """Raise for optimizers that step by an inner optimizer with groups of its own, which do not get masters.
 
     Raises:
-        RuntimeError: There is one, and the level has masters.
+        RuntimeError: There is such an optimizer, and the level has masters.
     """
     if not policy.master_weights:
         return
@@ -186,10 +186,10 @@ def check_own_groups(policy: Policy, optimizers: list[Optimizer]) -> None:
 
 
 def _check_not_partitioned(policy: Policy, optimizers: list[Optimizer]) -> None:
-    """Refuse ZeroRedundancyOptimizer and the optimizer inside, whose step sends what is in the groups of that.
+    """Raise for ZeroRedundancyOptimizer and its inner optimizer, since its step sends the inner one's parameters.
 
     Raises:
-        RuntimeError: There is one.
+        RuntimeError: There is such an optimizer.
     """
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     for zero in [] if module is None else instances_of(module.ZeroRedundancyOptimizer):
@@ -203,10 +203,10 @@ def _check_not_partitioned(policy: Policy, optimizers: list[Optimizer]) -> None:
 
 
 def check_masters(optimizers: list[Optimizer]) -> None:
-    """Refuse optimizers that were made to do without the masters that they are to get.
+    """Raise for optimizers with an option for parameters without masters, at a level with masters.
 
     Raises:
-        RuntimeError: One is for bfloat16 parameters without masters.
+        RuntimeError: An optimizer is for bfloat16 parameters without masters.
     """
     for optimizer in optimizers:
         formats = optimizer.state_formats if isinstance(optimizer, HasFusedGroups) else None
@@ -222,11 +222,11 @@ def check_masters(optimizers: list[Optimizer]) -> None:
 
 
 def check_remainders(optimizers: list[Optimizer]) -> None:
-    """Refuse optimizers that cannot keep the remainders of parameters.
+    """Raise for optimizers that cannot keep the remainders of parameters.
 
     Raises:
-        RuntimeError: One is none of this package's fused ones, or rounds parameters stochastically; or the C++
-            extension is missing, which gives 16-bit parameters their float32 gradients.
+        RuntimeError: An optimizer is not a fused one of this package, or rounds parameters stochastically. Or the C++
+            extension is missing, which gives 16-bit parameters float32 gradients.
     """
     require_extension("store_param_remainders=True")
     for optimizer in optimizers:
@@ -243,7 +243,7 @@ def check_remainders(optimizers: list[Optimizer]) -> None:
 
 
 def check_devices(device_types: list[str], models: list[nn.Module]) -> None:
-    """Refuse tensors without memory, and those of inference mode, and a place inside of an autocast block."""
+    """Raise for tensors without memory or of inference mode, and for a call inside an autocast block."""
     if "meta" in device_types:
         raise RuntimeError(
             "models and optimizers must have their memory when they are passed to amp.initialize, got tensors on the "
@@ -273,7 +273,7 @@ def check_devices(device_types: list[str], models: list[nn.Module]) -> None:
 
 
 def optimizers_inside(optimizer: Any) -> list[Optimizer]:
-    """Those that are attributes of ``optimizer``, or items of one."""
+    """The optimizers that are attributes of ``optimizer``, or items of lists or tuples that are."""
     found: list[Optimizer] = []
     for value in vars(optimizer).values():
         listed = value if isinstance(value, (list, tuple)) else [value]
@@ -282,6 +282,6 @@ def optimizers_inside(optimizer: Any) -> list[Optimizer]:
 
 
 def shares_groups(optimizer: Optimizer, inner: Optimizer) -> bool:
-    """True where all groups of ``inner`` are groups of ``optimizer``."""
+    """True if all groups of ``inner`` are groups of ``optimizer``."""
     groups = set(map(id, optimizer.param_groups))
     return all(id(group) in groups for group in inner.param_groups)

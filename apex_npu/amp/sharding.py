@@ -1,10 +1,10 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Models that ``fully_shard`` has cut: which policy a level has there, and what ``initialize`` refuses of them.
+"""Models sharded by ``fully_shard``: the policy that a level has for them, and the checks of ``initialize``.
 
-``fully_shard`` casts by itself: it gathers float32 parts in the dtype that it computes in. What is left to amp is the
-loss scale, one decision about overflow for all processes, and at O0, O1 and O4 what it does to any model. The float32
-parts are the masters, so that nothing is copied.
+``fully_shard`` casts by itself: it gathers float32 parts in its compute dtype. amp does the loss scale and one decision
+about overflow for all processes, and at O0, O1 and O4 the same as for any model. The float32 parts are the masters, so
+that nothing is copied.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from apex_npu.ops import LOW_PRECISION
 
 
 def fsdp_policy(opt_level: str, reduce_dtype: torch.dtype | None = None) -> Any:
-    """The ``mp_policy`` of ``torch.distributed.fsdp.fully_shard`` with which a model is trained at ``opt_level``.
+    """Return the ``mp_policy`` of ``torch.distributed.fsdp.fully_shard`` to train a model at ``opt_level``.
 
-    At O2 and O5 parameters are gathered, and inputs cast, to float16 or bfloat16; at O0, O1 and O4 ``fully_shard``
-    casts nothing. Pass it for each unit, and then the model to ``amp.initialize``, which casts the model's outputs to
-    float32. Any policy with these dtypes is as good.
+    At O2 and O5 parameters are gathered in, and inputs are cast to, float16 or bfloat16. At O0, O1 and O4
+    ``fully_shard`` casts nothing. Pass it for each unit. Then pass the model to ``amp.initialize``, which casts the
+    model's outputs to float32. Any policy with these dtypes works.
 
     Args:
         opt_level: "O0", "O1", "O2", "O4" or "O5".
-        reduce_dtype: The dtype that gradients are reduced in. None: the dtype that is computed in, with each torch.
+        reduce_dtype: The dtype in which gradients are reduced. None: the compute dtype, with every torch release.
 
     Raises:
-        RuntimeError: There is no such level; or it is O3, which has no float32 parameters that could be sharded.
-        TypeError: ``reduce_dtype`` is no floating-point dtype.
+        RuntimeError: There is no such level, or it is O3, which has no float32 parameters to shard.
+        TypeError: ``reduce_dtype`` is not a floating-point dtype.
 
     Example::
 
@@ -57,8 +57,8 @@ def fsdp_policy(opt_level: str, reduce_dtype: torch.dtype | None = None) -> Any:
         raise RuntimeError(_no_float32(level))
     if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
         raise TypeError(f"reduce_dtype must be a floating-point torch.dtype or None, got {reduce_dtype!r}")
-    # Not output_dtype: a unit's outputs go into layers of the unit around it, which compute in the same dtype.
-    # None would be the dtype that is computed in up to torch 2.14, and that of the sharded gradients from 2.15 on.
+    # No output_dtype: a unit's outputs go into layers of the unit around it, which compute in the same dtype.
+    # A reduce_dtype of None means the compute dtype up to torch 2.14, and that of the sharded gradients from 2.15 on.
     return MixedPrecisionPolicy(_param_dtype(level), reduce_dtype or _param_dtype(level))
 
 
@@ -74,17 +74,17 @@ def _no_float32(policy: Policy) -> str:
 
 
 def _param_dtype(policy: Policy) -> torch.dtype | None:
-    """What parameters are gathered in; None: as they are."""
+    """The dtype in which parameters are gathered; None: their own."""
     return policy.model_dtype if policy.model_dtype in LOW_PRECISION else None
 
 
 def sharded_policy(
     policy: Policy, overflow_group: Any, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> tuple[Policy, list[Unit]]:
-    """What is left to amp of ``policy``, and the units of the models; ``policy`` itself where nothing is sharded.
+    """Return the part of ``policy`` that is left to amp, all of it if nothing is sharded, and the models' units.
 
     Raises:
-        RuntimeError: Parameters are sharded in a way that does not fit.
+        RuntimeError: Parameters are sharded in a way that does not fit the policy.
     """
     named = [(name, p) for model in models for name, p in model.named_parameters()]
     stepped = [p for o in optimizers for group in o.param_groups for p in group["params"]]
@@ -131,7 +131,7 @@ def sharded_policy(
 
 
 def _check_float32(named: Sequence[tuple[str, Tensor]], policy: Policy, stepped: set[int]) -> None:
-    """Refuse parameters in low precision, but frozen ones, as below adapters, that no optimizer has."""
+    """Raise for sharded parameters that are not float32, except frozen ones, as below adapters, in no optimizer."""
     for name, p in named:
         if not is_sharded(p) or p.dtype == torch.float32 or not (p.requires_grad or id(p) in stepped):
             continue
@@ -149,7 +149,7 @@ def _check_float32(named: Sequence[tuple[str, Tensor]], policy: Policy, stepped:
 
 
 def _check_whole(model: nn.Module) -> None:
-    """Refuse a model of which some parameters are in no unit: their gradients would be those of each process."""
+    """Raise if parameters of a sharded model are in no unit, since their gradients would differ between processes."""
     for name, p in model.named_parameters():
         if not is_sharded(p) and p.is_floating_point() and p.requires_grad:
             raise RuntimeError(
@@ -203,7 +203,7 @@ def _check_batch_norms(model: nn.Module, units: list[Unit], policy: Policy) -> N
 
 
 def _check_stepped(named: Sequence[tuple[str, Tensor]], optimizers: Sequence[Optimizer]) -> None:
-    """Refuse an optimizer that holds the parameters that ``fully_shard`` has replaced."""
+    """Raise if an optimizer holds parameters that ``fully_shard`` has replaced."""
     ids = {id(p) for _, p in named}
     held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
     left = {tuple(p.shape): name for name, p in named if is_sharded(p) and p.requires_grad and id(p) not in held}
@@ -219,16 +219,17 @@ def _check_stepped(named: Sequence[tuple[str, Tensor]], optimizers: Sequence[Opt
 
 
 class HeldBack(BlockPart):
-    """Units of ``fully_shard`` may hold the gradients of a block back, as for accumulation.
+    """A block whose gradients units of ``fully_shard`` may hold back, for example for accumulation.
 
-    They keep the loss scale of the last block: nothing is unscaled or decided before one whose backward reduces them.
+    They keep the loss scale of the last block. Nothing is unscaled or decided before a block whose backward reduces
+    them.
     """
 
     def __init__(self, held: HeldGradients) -> None:
         self._held = held
 
     def before_begin(self, block: Block) -> None:
-        """See ``BlockPart``; blocks of others, or of another loss, may have moved the scale since."""
+        """See ``BlockPart``. Blocks of other optimizers, or of another loss, may have changed the scale since."""
         factors = {
             id(p): block.scale / state.grad_scale
             for state, groups in block.work
@@ -247,6 +248,6 @@ class HeldBack(BlockPart):
             block.set_delay("delay_unscale")
 
     def drops(self, block: Block, error: BaseException) -> bool:
-        """See ``BlockPart``; other processes, which do not decide either, are not told of ``error``."""
+        """See ``BlockPart``. Other processes, which do not decide either, are not notified of ``error``."""
         self.before_unscale(block)
         return False

@@ -3,27 +3,27 @@
 """Casts for the user's own functions at O1: as decorators, or registered by name for the next ``amp.initialize``.
 
 ==========  ===========================================================================================================
-half        floating tensors among the arguments become float16 (what O1 casts to); float64 stays
+half        floating-point tensors among the arguments become float16 (O1's dtype); float64 stays
 float       float16 and bfloat16 become float32
-promote     all take the widest floating type that is there
+promote     all take the widest floating-point type among the arguments
 ==========  ===========================================================================================================
 
-Arguments are looked through by position and by name, in nested lists, tuples and dicts. What is cast to float runs with
-O1's casts off; so does a function of torch's own or in C++, whatever its cast, since what the lists have for it would
-come after the user's cast. Any other function keeps O1's casts inside, as in Apex: a module's float32 weights are cast
-where half inputs meet them. Where O1 is not active, under ``amp.disable_casts`` and in backward, the function is called
-as it is; so it is for tensors on other devices than the model's.
+Casts apply to positional and keyword arguments, in nested lists, tuples and dicts. A function that is cast to float
+runs with O1's casts off. So does a function of torch or in C++ with any cast, since O1's lists would otherwise act
+after the user's cast. Any other function keeps O1's casts inside, as in Apex: float32 weights of a module are cast when
+they meet half inputs. If O1 is not active, under ``amp.disable_casts`` and in backward, the function is called without
+casts. Tensors on other devices than the model's are not cast either.
 
 A **decorator** takes effect at the call: apply it before or after ``amp.initialize``.
 
-A **registered name** is patched by each following ``amp.initialize`` at O1 (not by one that has been), and put back by
-the next one or by ``amp.shutdown``. The registration itself stays until ``unregister_function``: a script registers
-once and may initialize several times. Registering a name again replaces its cast. What was imported by value before,
-as in ``from torch import mm``, is out of reach.
+A **registered name** is patched by each later ``amp.initialize`` at O1 (not by an earlier one). The next ``initialize``
+or ``amp.shutdown`` restores it. The registration itself stays until ``unregister_function``: a script registers once
+and may initialize several times. Registering a name again replaces its cast. A function that was imported by value
+before, as in ``from torch import mm``, cannot be patched.
 
-With ``user_cast_preferred=True`` O1's own lists do not act on a registered function. Without it they act on top of a
-registered cast, which therefore comes last, and decides: "half" and "float" give the same types either way, and
-"promote" widens the arguments and leaves the rest to the lists (``torch.mm`` remains half).
+With ``user_cast_preferred=True`` O1's own lists do not act on a registered function. Without it they act before the
+registered cast, which therefore decides: "half" and "float" give the same types in both cases. "promote" widens the
+arguments and leaves the rest to the lists (``torch.mm`` remains half).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Kind = Literal["half", "float", "promote"]
 
 
 def half_function(function: _F) -> _F:
-    """Call ``function`` with its floating arguments in float16, or whatever O1 casts to; see ``user_casts``.
+    """Call ``function`` with its floating-point arguments in float16, or O1's other dtype; see ``user_casts``.
 
     Example::
 
@@ -82,7 +82,7 @@ def float_function(function: _F) -> _F:
 
 
 def promote_function(function: _F) -> _F:
-    """Call ``function`` with its floating arguments in the widest of their types; see ``user_casts``.
+    """Call ``function`` with its floating-point arguments in the widest of their types; see ``user_casts``.
 
     Example::
 
@@ -113,15 +113,15 @@ _registered: list[Registration] = []
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Let ``module.name`` run in float16 at O1, from the next ``amp.initialize`` on.
+    """Run ``module.name`` in float16 at O1, from the next ``amp.initialize`` on.
 
     Args:
         module: A module, a class (for a method), or an object.
-        name: Its attribute.
+        name: The name of its attribute.
 
     Raises:
         ValueError: There is no such attribute.
-        TypeError: It is not a function.
+        TypeError: The attribute is not a function.
 
     Example::
 
@@ -134,9 +134,9 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Let ``module.name`` run in float32 at O1, from the next ``amp.initialize`` on.
+    """Run ``module.name`` in float32 at O1, from the next ``amp.initialize`` on.
 
-    Args and errors as for ``register_half_function``.
+    Arguments and errors are those of ``register_half_function``.
 
     Example::
 
@@ -149,9 +149,9 @@ def register_float_function(module: Any, name: str) -> None:
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Let ``module.name`` widen its arguments to one type at O1, from the next ``amp.initialize`` on.
+    """Widen the arguments of ``module.name`` to one type at O1, from the next ``amp.initialize`` on.
 
-    Args and errors as for ``register_half_function``.
+    Arguments and errors are those of ``register_half_function``.
 
     Example::
 
@@ -164,10 +164,10 @@ def register_promote_function(module: Any, name: str) -> None:
 
 
 def unregister_function(module: Any, name: str) -> None:
-    """Forget what was registered for ``module.name``; what ``amp.initialize`` has patched stays until it is undone.
+    """Remove the registration of ``module.name``. A patch by ``amp.initialize`` stays until it is undone.
 
     Raises:
-        ValueError: Nothing was registered.
+        ValueError: No cast was registered.
 
     Example::
 
@@ -196,10 +196,10 @@ def _without(owner: Any, name: str) -> list[Registration]:
 
 
 def registered_patches(policy: Policy) -> list[Patch]:
-    """What ``policy`` has to patch for the functions that are registered now.
+    """Return the patches that ``policy`` needs for the currently registered functions.
 
     Raises:
-        ValueError: A registered attribute is gone.
+        ValueError: A registered attribute no longer exists.
     """
     if not policy.patch_torch_functions:
         return []
@@ -241,8 +241,8 @@ def _casting(function: Callable[..., Any], kind: Kind, *, keep_casts: bool = Fal
 
 
 def _is_operator(function: Callable[..., Any]) -> bool:
-    """True for functions of torch's, and in C++: they compute from their arguments alone."""
-    function = inspect.unwrap(function)  # O1 patches some
+    """True for functions of torch or in C++, which compute from their arguments alone."""
+    function = inspect.unwrap(function)  # O1 patches some of them
     if inspect.isbuiltin(function) or inspect.ismethoddescriptor(function):
         return True
     module = str(getattr(function, "__module__", ""))
@@ -250,7 +250,7 @@ def _is_operator(function: Callable[..., Any]) -> bool:
 
 
 def _casts_of_the_moment() -> tuple[CastHandle | None, list[str]]:
-    """O1's casts and where they are on in this thread; (None, []) where nothing is to be cast."""
+    """Return O1's casts and the device types where they are on in this thread; (None, []) if nothing is cast."""
     session = current()
     if session is None or session.casts is None or not session.casts.active:
         return None, []

@@ -1,8 +1,8 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The overlay's kernels in Python, which act where the extension has not been built: ``make_kernel(policy, ...)``.
+"""The overlay's kernels in Python, used if the extension has not been built: ``make_kernel(policy, ...)``.
 
-What they do is what csrc/amp/overlay.cpp does, except that they keep no copies of weights. A call costs 10 to 30 µs.
+They do the same as csrc/amp/overlay.cpp, except that they keep no copies of weights. A call costs 10 to 30 µs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Kernel = Callable[..., Any]
 
 
 def make_kernel(policy: str, op: Kernel, device_type: str) -> Kernel:
-    """A kernel for autocast's dispatch key that casts the arguments of ``op`` and calls it with autocast off.
+    """Make a kernel for autocast's dispatch key that casts the arguments of ``op`` and calls it with autocast off.
 
     Args:
-        policy: A policy, as ``cast_lists.policies`` names them.
+        policy: The name of a policy in ``cast_lists.policies``.
         op: The operator.
-        device_type: Whose autocast the kernel is for.
+        device_type: The device type of the autocast that the kernel is for.
     """
     return _FACTORIES[policy](op, device_type)
 
@@ -47,16 +47,16 @@ def _to_dtype(value: Any, dtype: torch.dtype) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------------------- kernels
-# A kernel is reached only while autocast is enabled for its device type, hence the plain True in each finally.
+# A kernel is called only while autocast is enabled for its device type, hence the plain True in each finally.
 # Switching the flag is the cheapest way to leave autocast (an _ExcludeDispatchKeyGuard costs 0.6 us more, a redispatch
-# 0.3 us), and keeps an operator made of others, such as layer_norm or lstm, in one precision down to the bottom.
+# 0.3 us). It also keeps an operator made of others, such as layer_norm or lstm, in one precision throughout.
 
 
 def _float_kernel(op: Kernel, device_type: str) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
             if kwargs.get("dtype") is not None:
-                return without_casts(*args, **kwargs)  # what was asked for by name wins
+                return without_casts(*args, **kwargs)  # an explicit dtype takes precedence
             kwargs = {name: _to_float(value) for name, value in kwargs.items()}
         torch.set_autocast_enabled(device_type, False)
         try:
@@ -95,7 +95,7 @@ def _cast_all_kernel(op: Kernel, device_type: str, choose: Callable[[tuple[Any, 
 
 
 def _half_kernel(op: Kernel, device_type: str) -> Kernel:
-    # The dtype of the moment, not the policy's: a user's own bfloat16 block inside O1 casts to bfloat16.
+    # The current dtype, not the policy's: a user's own bfloat16 block inside O1 casts to bfloat16.
     return _cast_all_kernel(op, device_type, lambda args: torch.get_autocast_dtype(device_type))
 
 
@@ -112,7 +112,7 @@ def _match_self_kernel(op: Kernel, device_type: str) -> Kernel:
     plain = _uncast_kernel(op, device_type)
 
     def kernel(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Into an integer tensor torch refuses floats, and rightly.
+        # For an integer tensor nothing is cast, so that torch rejects floats.
         return (casting if self.dtype in cast_lists.AUTOCAST_FLOATS else plain)(self, *args, **kwargs)
 
     return kernel

@@ -1,8 +1,8 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What Apex casts and a device's autocast does not: kernels for operators, under autocast's own dispatch key.
+"""Kernels for operators that Apex casts and a device's autocast does not, under autocast's own dispatch key.
 
-They act only where autocast is enabled for the device, so switching autocast off switches them off. Names that are no
+They act only if autocast is enabled for the device, so switching autocast off switches them off. Names that are not
 operators are in ``monkey_patches.py``.
 """
 
@@ -42,11 +42,11 @@ def autocast_key(device_type: str) -> str:
 
 
 def _already_cast(device_type: str, key: str) -> set[str]:
-    """The operators, without ``aten::``, that the device's own autocast (or an outer overlay) takes care of."""
+    """The operators, without ``aten::``, that the device's own autocast (or an outer overlay) handles."""
     registered = {name.removeprefix("aten::") for name in operators_with_kernel(key)}
     if device_type == "cpu":
         return registered
-    # An override registered from Python is an outer overlay's, and older torch refuses a second one.
+    # An override registered from Python belongs to an outer overlay, and older torch refuses a second one.
     from_python = operators_implemented_in_python()
     return registered - {op for op in cast_lists.ACCELERATOR_FORCED_OPS if f"aten/{op}/{key}" not in from_python}
 
@@ -57,7 +57,7 @@ def _has_op(name: str) -> bool:
 
 
 def _missing_casts(device_type: str) -> list[tuple[str, str]]:
-    """(operator, policy) for all that Apex casts and autocast for ``device_type`` does not; what torch lacks, lacks."""
+    """The (operator, policy) pairs that Apex casts, torch has, and autocast for ``device_type`` does not cast."""
     already_cast = _already_cast(device_type, autocast_key(device_type))
     policies = cast_lists.policies(device_type)
     return [(name, policy) for name, policy in policies.items() if name not in already_cast and _has_op(name)]
@@ -67,7 +67,7 @@ def install_dispatch_overlay(undo: Undo, device_type: str) -> None:
     """Register a kernel for each operator that Apex casts and autocast for ``device_type`` does not.
 
     Args:
-        undo: Takes the callback that removes the kernels again.
+        undo: Receives the callback that removes the kernels again.
         device_type: ``"cpu"``, ``"cuda"`` or the name of the PrivateUse1 backend.
     """
     table = _missing_casts(device_type)
@@ -78,7 +78,7 @@ def install_dispatch_overlay(undo: Undo, device_type: str) -> None:
     library = make_library("aten", "IMPL", autocast_key(device_type))
     undo.callback(destroy_library, library)
     with warnings.catch_warnings():
-        # Said for the forced operators, where it is the intention.
+        # torch warns for the forced operators, where overriding is intended.
         warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel")
         for name, policy in table:
             packet_name, _, overload = name.partition(".")

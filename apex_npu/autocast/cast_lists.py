@@ -1,17 +1,17 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which function runs in which precision at O1: nothing but data.
+"""The precision of each function at O1. This module contains only data.
 
-Names without a dot are aten operators with a single (default) overload, ``name.overload`` the others. A table says what
-Apex promises; what a device's autocast already does is subtracted when the overlay is built (``autocast_ops.py``), so a
-name that a later torch casts by itself adds no cost here.
+Names without a dot are aten operators with a single (default) overload; others have the form ``name.overload``. The
+tables list the casts that Apex promises. The casts of a device's own autocast are removed when the overlay is built
+(``autocast_ops.py``), so a name that a later torch casts by itself adds no cost.
 
-Left out on purpose, because torch does the promised thing without help:
+Some functions are left out on purpose, because torch does as promised by itself:
 
 * ``add``, ``mul``, ``div``, the comparisons, ``addcmul``, ``addcdiv``, ``atan2``, ``equal``, ``cat`` and ``stack``
   promote half and float to float. (A 0-dim float does not promote a half tensor, in torch as here.)
 * ``normalize``, ``softmin`` and ``einsum`` are made of operators that are listed.
-* ``half += float`` stays half and stays in place; a wrapper that rebinds the name would break every alias of it.
+* ``half += float`` stays half and in place; a wrapper that rebinds the name would break every alias of it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 
 from apex_npu.ops import LOW_PRECISION
 
-# What a "half" function narrows. float64 was asked for by name and stays.
+# The dtypes that a "half" function narrows. float64 was requested explicitly and stays.
 AUTOCAST_FLOATS = LOW_PRECISION | {torch.float32}
-# What a whole-model cast (O0, O2, O3) converts. 8-bit floats are storage formats with scales of their own, and stay.
+# The dtypes that a whole-model cast (O0, O2, O3) converts. 8-bit floats are storage formats with own scales, and stay.
 MODEL_FLOATS = AUTOCAST_FLOATS | {torch.float64}
 
 HALF_OPS = (
@@ -52,7 +52,7 @@ HALF_OPS = (
     "_native_multi_head_attention",
 )
 
-# Not on cuda, where autocast has a kernel for cuDNN's, which casts the weights into one flat buffer.
+# Not on cuda, where autocast has a kernel for cuDNN that casts the weights into one flat buffer.
 SEQUENCE_RNNS = (
     "lstm.input",
     "lstm.data",
@@ -192,9 +192,9 @@ LINALG_FLOAT_OPS = (
     "triangular_solve",
 )
 
-# Registered by every accelerator's autocast in a way that does not keep Apex's promise: ours go on top. grid_sampler
-# takes the widest type there; matrix norms ask for float results, and then refuse half arguments.
-# On cpu torch runs these in float already.
+# Every accelerator's autocast registers these in a way that breaks Apex's promise, so that ours override them.
+# grid_sampler takes the widest type there; matrix norms request float results, and then refuse half arguments.
+# On cpu torch already runs these in float.
 ACCELERATOR_FORCED_OPS = ("grid_sampler", "linalg_matrix_norm", "linalg_matrix_norm.str_ord")
 
 # The widest type wins; torch itself refuses mixed arguments. vdot calls dot; within a dispatch mode below the casts.
@@ -232,7 +232,7 @@ def policies(device_type: str) -> dict[str, str]:
     return table
 
 
-# torch.nn.functional names made of several operators of which autocast casts only some, or none.
+# torch.nn.functional names made of several operators, of which autocast casts only some or none.
 FLOAT_FUNCTIONS = ("interpolate", "local_response_norm", "multilabel_soft_margin_loss")
 
 # The in-place forms of "float" functions cannot widen their argument. Attributes, not operators: torch's own kernels

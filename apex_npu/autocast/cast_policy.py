@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``CastPolicy``: what is to be cast, and to which dtype."""
+"""``CastPolicy``: the tensors and functions that are cast, and their dtypes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class CastPolicy:
-    """Which casts there are. ``None`` in a tri-state field means that it does not apply.
+    """The casts of a level. ``None`` in a tri-state field means that it does not apply.
 
     Attributes:
         enabled: False: nothing is cast.
-        cast_model_type: O0, O2, O3: the dtype of the model's floating parameters and of its forward's inputs; False or
-            None: no cast.
+        cast_model_type: O0, O2, O3: the dtype of the model's floating-point parameters and of its forward's inputs.
+            False or None: no cast.
         patch_torch_functions: O1: run under torch.autocast, completed by ``autocast_ops.py`` and ``monkey_patches.py``.
         keep_batchnorm_fp32: Affine BatchNorms keep float32 in a model that is cast.
-        user_cast_preferred: The lists do not act on functions that casts are registered for.
-        allow_banned: O1: functions that are not safe with half arguments get them in float32, rather than refuse them.
+        user_cast_preferred: The lists do not act on functions with registered casts.
+        allow_banned: O1: half arguments of functions that are not safe with them become float32, instead of an error.
         cast_model_outputs: The dtype of the forward's outputs.
-        autocast_dtype: The low-precision dtype that ``patch_torch_functions`` casts to.
+        autocast_dtype: The low-precision dtype of ``patch_torch_functions``.
     """
 
     enabled: bool = True
@@ -37,10 +37,10 @@ class CastPolicy:
 
     @property
     def model_dtype(self) -> torch.dtype | None:
-        """The dtype the model is cast to, or None where it keeps its own."""
+        """The dtype to which the model is cast, or None if it keeps its own."""
         return self.cast_model_type or None
 
     @property
     def title(self) -> str:
-        """What a warning calls it."""
+        """The name of the policy in warnings."""
         return "a level of its own"

@@ -3,14 +3,14 @@
 """The two casts of a policy: ``convert_model`` (the model itself) and ``enable_casts`` (O1's functions).
 
 O1 is torch's autocast, enabled permanently instead of for a block, and completed by the overlay. Four rules make it
-safe, all of them kept here and in ``forward_cast.py``:
+safe. This module and ``forward_cast.py`` implement them:
 
-* Outside a model's forward autocast keeps no copies of weights, so that an in-place change of a weight takes effect;
-  inside, an ordinary autocast region keeps them and drops them at its end.
+* Outside a model's forward autocast keeps no copies of weights, so that an in-place change of a weight takes effect.
+  Inside, an ordinary autocast region keeps them and drops them at its end.
 * The ambient part does not count as an autocast block, so that the end of a user's own block still clears the cache.
 * Backward runs with autocast off: each operator's derivative runs in the dtype of its forward.
 * The backward of a Python ``autograd.Function`` is a user's formula, and runs with autocast as it was in its forward.
-  A model that it calls, or that checkpointing computes again, is inside of what it was inside of then.
+  A model that it calls, or that checkpointing computes again, runs inside the same regions as in that forward.
 
 Autocast is a property of a thread. A bare module called in another thread is not cast; a converted model is.
 """
@@ -46,21 +46,21 @@ def enable_casts(
     undo: Undo | None = None,
     ambient: Ambient | None = None,
 ) -> CastHandle:
-    """Switch O1's casts on in this thread, or do nothing for a policy that has none.
+    """Switch O1's casts on in this thread, or do nothing if the policy has none.
 
-    Call it outside of autocast blocks: the end of a block puts back the autocast state of its beginning. Several
-    handles may be alive at once if they are undone last one first. A forked process inherits the casts, except for a
+    Call it outside of autocast blocks: the end of a block restores the autocast state of its beginning. Several handles
+    may exist at once if they are undone in reverse order. A forked process inherits the casts, except for a
     DataLoader's worker.
 
     Args:
-        policy: Its ``patch_torch_functions``, ``autocast_dtype`` and ``allow_banned`` count.
+        policy: The policy, for ``patch_torch_functions``, ``autocast_dtype`` and ``allow_banned``.
         device_types: Device types whose tensors are cast, for example ``("npu",)``.
-        patches: Functions that users have registered; they go on top of what O1 patches itself.
-        undo: Takes the callback that undoes it.
-        ambient: Where the casts are on; the models that they belong to have been converted with it.
+        patches: Functions that users have registered, which are patched after O1's own.
+        undo: Receives the callback that switches the casts off.
+        ambient: The ``Ambient`` with which the models of these casts were converted.
 
     Returns:
-        The handle that undoes it.
+        The handle that switches the casts off.
     """
     handle = CastHandle(tuple(dict.fromkeys(device_types)), policy.autocast_dtype, ambient or Ambient())
     if undo is not None:
@@ -70,12 +70,12 @@ def enable_casts(
 
 
 class CastHandle:
-    """O1's casts: switch them on, off for a while with ``disabled()``, or for ever with ``undo()``.
+    """A handle of O1's casts: ``disabled()`` switches them off for a block, ``undo()`` permanently.
 
     Attributes:
         device_types: Device types whose tensors are cast.
         dtype: The low-precision dtype.
-        ambient: Is told where casts are off, for the models that were converted with it.
+        ambient: Records where casts are off, for the models that were converted with it.
         active: True from ``enable`` to ``undo``.
     """
 
@@ -87,7 +87,7 @@ class CastHandle:
         self._undo = Undo()
 
     def enable(self, policy: CastPolicy, patches: Sequence[Patch] = ()) -> None:
-        """See ``enable_casts``. Where this fails, ``undo`` takes back what has been done."""
+        """See ``enable_casts``. If this fails, ``undo`` reverts the part that was done."""
         if not (policy.enabled and policy.patch_torch_functions):
             return
         try:
@@ -105,7 +105,7 @@ class CastHandle:
         self.active = True
 
     def undo(self) -> None:
-        """Put back everything that enabling changed, last change first. May be called again.
+        """Restore everything that enabling changed, last change first. It may be called again.
 
         Call it in the thread that enabled the casts: autocast's state belongs to that thread.
         """
@@ -114,7 +114,7 @@ class CastHandle:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Casts are off inside the block, in this thread; afterwards they are as they were before it."""
+        """Switch casts off inside the block, in this thread, and restore them afterwards."""
         if not self.active:
             yield
             return
@@ -131,22 +131,22 @@ class CastHandle:
         leaving = map(inside.remove, [thread_id])
         ending = chain(leaving, self._restoring())
         try:
-            inside.append(thread_id)  # within: an interrupt comes after it, and has it taken back
+            inside.append(thread_id)  # within try: an interrupt after it undoes it
             torch.set_autocast_cache_enabled(True)  # for a region inside, as without O1
             self._switch_off()
             yield
         finally:
-            list(ending if self.active else leaving)  # undone since, nothing else of ours is left
+            list(ending if self.active else leaving)  # after an undo there is nothing else to restore
 
     def call_without(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``function`` with casts off, in this thread; afterwards they are as they were before it."""
+        """Call ``function`` with casts off, in this thread, and restore them afterwards."""
         with self.disabled():
             return function(*args, **kwargs)
 
     def _restoring(self) -> Iterator[None]:
-        """Puts autocast back to what it is now when it is exhausted.
+        """Return an iterator that restores autocast's current state when it is exhausted.
 
-        That takes one call, with no place in it for an interrupt, as a function of this class would have.
+        That is one call in which no interrupt can come, unlike in a function of this class.
         """
         enabled = list(map(torch.is_autocast_enabled, self.device_types))
         return chain(
@@ -166,7 +166,7 @@ class CastHandle:
 
     def _in_worker(self, worker_loop: Callable[..., Any]) -> Callable[..., Any]:
         def without_casts(*args: Any, **kwargs: Any) -> Any:
-            self._switch_off()  # permanently: this process is the worker's own
+            self._switch_off()  # permanently: this process belongs to the worker
             return worker_loop(*args, **kwargs)
 
         return without_casts
@@ -174,7 +174,7 @@ class CastHandle:
     # ---------------------------------------------------------------------------------------------------- backward
 
     def _patch_backward(self, undo: Undo) -> None:
-        # The one way into the engine from Tensor.backward, autograd.backward and autograd.grad.
+        # Tensor.backward, autograd.backward and autograd.grad all call the engine through this function.
         patch_attribute(undo, torch.autograd, "_engine_run_backward", self._without_autocast)
         # One of these is made before the forward of each Python Function, and its backward is called through it.
         patch_attribute(undo, BackwardCFunction, "__init__", self._remembering_autocast)
@@ -251,5 +251,5 @@ def _set_autocast(undo: Undo, device_type: str, dtype: torch.dtype) -> None:
 def _is_users_formula(function: type) -> bool:
     """False for torch's own Functions (checkpoint, compiled graphs, collectives), which manage autocast themselves."""
     module = function.__module__
-    # What torch.compile and torch.func make of a user's Function lives in that one module of torch.
+    # torch.compile and torch.func turn a user's Function into one of that single module of torch.
     return module.partition(".")[0] != "torch" or module == "torch._functorch.autograd_function"

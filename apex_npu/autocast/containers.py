@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``cast_floating``: tensors cast wherever they are, in containers that keep their type."""
+"""``cast_floating``: casts tensors, also in nested containers, which keep their types."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from apex_npu.autocast.cast_lists import MODEL_FLOATS
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with every floating tensor in it cast to ``dtype``, in containers of the same types.
+    """Return ``value`` with every floating-point tensor in it cast to ``dtype``, in containers of the same types.
 
-    Integer, bool and complex tensors, and whatever is not a known container, are returned as they are; so is a
+    Integer, bool and complex tensors, and objects that are not known containers, are returned unchanged; so is a
     container in which nothing changes. An object with a method ``to`` (a batch class, say) is cast by that method.
 
     Args:
-        value: Anything.
-        dtype: A floating dtype.
+        value: Any object.
+        dtype: A floating-point dtype.
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.dtype in MODEL_FLOATS else value
@@ -71,7 +71,7 @@ def _differ(new: Iterable[Any], old: Iterable[Any]) -> bool:
 
 
 def rebuild_tuple(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
-    """A tuple of the class of ``value`` with other ``items``."""
+    """Return a tuple of the class of ``value`` with other ``items``."""
     kind: Any = type(value)
     if hasattr(kind, "_make"):  # namedtuple
         result = kind._make(items)
@@ -92,7 +92,7 @@ def _copy_with_items(value: Any, changed: Mapping[Any, Any]) -> Any:
 
 
 def _rebuild_dataclass(value: Any, names: list[str], changed: Mapping[str, Any]) -> Any:
-    # Not dataclasses.replace: it runs __init__ again. Not setattr, nor copy: the class may be frozen.
+    # dataclasses.replace would run __init__ again. setattr and copy would fail for a frozen class.
     kind: Any = type(value)
     result = kind.__new__(kind)
     if hasattr(value, "__dict__"):
@@ -108,7 +108,7 @@ def _rebuild_mapping(value: Mapping[Any, Any], changed: Mapping[Any, Any]) -> An
             return _copy_with_items(value, changed)
         kind: Any = type(value)
         return kind({**value, **changed})
-    # Past __init__, whose arguments are unknown: Hugging Face's ModelOutput is a dict, and a dataclass with own fields.
+    # Without __init__, whose arguments are unknown: Hugging Face's ModelOutput is a dict and a dataclass with own fields.
     result: Any = type(value).__new__(type(value))
     if isinstance(value, defaultdict):
         result.default_factory = value.default_factory

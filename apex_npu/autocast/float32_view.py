@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The tensors of a model in float32, for what averages them."""
+"""The tensors of a model in float32, for torch's ``AveragedModel``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from apex_npu.ops import LOW_PRECISION
 def float32_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers of ``model`` by name, low-precision ones as ``model.state_dict()`` shows them.
 
-    Where amp keeps an fp32 master, that is the master itself.
+    If amp keeps an fp32 master, the tensor is the master itself.
     """
     tensors = {name: t.detach() for name, t in [*model.named_parameters(), *model.named_buffers()]}
     low = [name for name, t in tensors.items() if t.dtype in LOW_PRECISION]
@@ -26,7 +26,7 @@ def float32_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 class _Float32View:
-    """What ``AveragedModel.update_parameters`` reads of a model."""
+    """The part of a model that ``AveragedModel.update_parameters`` reads, in float32."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -40,10 +40,10 @@ class _Float32View:
 
 
 def average_in_float32(undo: Undo) -> None:
-    """Have torch's ``AveragedModel``, which is a float32 copy of a model that amp has cast, average float32 values.
+    """Make torch's ``AveragedModel``, a float32 copy of a model that amp has cast, average float32 values.
 
     Args:
-        undo: Takes the callback that puts torch's method back.
+        undo: Receives the callback that restores torch's method.
     """
 
     def in_float32(original: Callable[..., Any]) -> Callable[..., Any]:
