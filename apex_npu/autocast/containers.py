@@ -108,7 +108,7 @@ def _rebuild_mapping(value: Mapping[Any, Any], changed: Mapping[Any, Any]) -> An
             return _copy_with_items(value, changed)
         kind: Any = type(value)
         return kind({**value, **changed})
-    # Without __init__, whose arguments are unknown: Hugging Face's ModelOutput is a dict and a dataclass with own fields.
+    # Without __init__, whose arguments are unknown: Hugging Face's ModelOutput is a dict, and a dataclass with fields.
     result: Any = type(value).__new__(type(value))
     if isinstance(value, defaultdict):
         result.default_factory = value.default_factory

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``convert_model``: a model's parameters, and what goes into and comes out of its forward, in the policy's dtype."""
+"""``convert_model``: casts a model's parameters, and the inputs and outputs of its forward, to the policy's dtypes."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from apex_npu.ops import LOW_PRECISION, cats_lists
 
 @dataclasses.dataclass(eq=False)
 class Ambient:
-    """Where O1's casts are on outside of models, too: in one thread, for as long as their session is the current one.
+    """The place where O1's casts are also on outside of models: one thread, while their session is the current one.
 
     Attributes:
-        thread_id: The thread.
-        active: False once another session's casts have taken their place.
-        inside: The threads that are inside the forward of one of its models, or inside ``disable_casts``, or
-            ``TRACED``, one entry per call. A list, as append and remove are atomic.
+        thread_id: The identifier of the thread.
+        active: False once another session's casts have replaced these.
+        inside: The threads inside the forward of one of its models or inside ``disable_casts``, or ``TRACED``; one
+            entry per call. It is a list because append and remove are atomic.
         before_forward: Called before the forward of a model that has been cast, and of its submodules that are called
-            by themselves; not within what is compiled.
+            directly; not in compiled code.
     """
 
     thread_id: int = dataclasses.field(default_factory=threading.get_ident)
@@ -49,27 +49,27 @@ class Ambient:
     before_forward: Callable[[], object] = lambda: None
 
     def is_here(self) -> bool:
-        """True where the autocast state of the moment is O1's, unless a region of autocast has been entered."""
+        """True if the current autocast state is O1's, unless an autocast region has been entered."""
         # torch.compile cannot trace get_ident.
         return self.active and (torch.compiler.is_compiling() or threading.get_ident() == self.thread_id)
 
     def is_inside(self) -> bool:
-        """True where the autocast state of the moment counts, since nothing but O1 and what is inside of it has set it.
+        """True if the current autocast state applies, because only O1 and code inside of it have set it.
 
-        Elsewhere it may be that of a region around the forward.
+        Otherwise the state may be that of a region around the forward.
         """
         if torch.compiler.is_compiling():
-            return bool(self.inside)  # of any thread: get_ident cannot be traced
+            return bool(self.inside)  # for any thread: get_ident cannot be traced
         return threading.get_ident() in self.inside
 
     def call_as_if(self, inside: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``function`` where ``is_inside()`` is ``inside``, in this thread, whatever it is here."""
+        """Call ``function`` in this thread with ``is_inside()`` temporarily equal to ``inside``."""
         thread_id = threading.get_ident()
         here, there = [thread_id] * self.inside.count(thread_id), [thread_id] * inside
         entering = chain(map(self.inside.remove, here), map(self.inside.append, there))
         leaving = chain(map(self.inside.remove, there), map(self.inside.append, here))
         try:
-            list(entering)  # within: an interrupt comes after it, and has it taken back
+            list(entering)  # within try: an interrupt after it undoes it
             return function(*args, **kwargs)
         finally:
             list(leaving)
@@ -77,7 +77,7 @@ class Ambient:
 
 @contextmanager
 def without_autocast(device_types: Sequence[str]) -> Iterator[None]:
-    """Regions with autocast off. Dynamo traces them: an ExitStack of regions it does not."""
+    """Enter regions with autocast off. Dynamo can trace these, but not an ExitStack of regions."""
     if not device_types:
         yield
         return
@@ -86,44 +86,43 @@ def without_autocast(device_types: Sequence[str]) -> Iterator[None]:
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Whether ``module`` is what ``keep_batchnorm_fp32`` keeps in float32."""
+    """True if ``keep_batchnorm_fp32`` keeps ``module`` in float32."""
     return isinstance(module, _BatchNorm)
 
 
 def is_affine_batch_norm(module: nn.Module) -> bool:
-    """Whether ``module`` is a batch norm that has weights."""
+    """True if ``module`` is a batch norm with weights."""
     return is_batch_norm(module) and bool(module.affine)
 
 
 def convert_model(
     model: nn.Module, policy: CastPolicy, device_types: Sequence[str], ambient: Ambient | None = None
 ) -> ModelCast:
-    """Cast ``model`` and wrap its forward as ``policy`` says; all of it, or nothing if something fails.
+    """Cast ``model`` and wrap its forward as ``policy`` specifies; change nothing if a part fails.
 
-    O0, O2, O3: floating parameters, buffers and existing gradients take ``policy.model_dtype`` (a batch norm
-    keeps its own where ``keep_batchnorm_fp32``); so do floating tensors passed to the model's forward. Its outputs take
-    ``cast_model_outputs``, by default float32. A submodule that is called by itself (``model.encoder(x)``) has its
-    inputs cast, too, but not its outputs.
+    O0, O2, O3: floating-point parameters, buffers and existing gradients become ``policy.model_dtype`` (batch norms
+    keep their own with ``keep_batchnorm_fp32``). So do floating-point tensors passed to the model's forward. Its
+    outputs become ``cast_model_outputs``, by default float32. A submodule that is called directly
+    (``model.encoder(x)``) has its inputs cast, too, but not its outputs.
 
-    O1: the forward is an autocast region; outputs are cast only where ``cast_model_outputs`` says so.
+    O1: the forward is an autocast region; outputs are cast only if ``cast_model_outputs`` is given.
 
-    The wrapper is an instance attribute ``forward``, as upstream's is. Copies run their own weights; pickling,
-    DataParallel replicas, ``torch.compile`` and ``inspect.signature`` work. Convert first and compile afterwards: a
-    copy of a compiled module, or of an ``fx.GraphModule``, makes itself a new forward. What an earlier call wrapped is
-    unwrapped.
+    The wrapper is an instance attribute ``forward``, as in Apex. Copies run their own weights; pickling, DataParallel
+    replicas, ``torch.compile`` and ``inspect.signature`` work. Convert first and compile afterwards: a copy of a
+    compiled module, or of an ``fx.GraphModule``, makes itself a new forward. The wrapper of an earlier call is removed.
 
     Args:
-        model: Changed in place; parameters keep their identity.
-        policy: What to do.
-        device_types: Device types that O1 casts on.
-        ambient: Of the casts that belong to the model; by default those of this thread.
+        model: The model, changed in place; parameters keep their identity.
+        policy: The casts to apply.
+        device_types: Device types on which O1 casts.
+        ambient: The ``Ambient`` of the model's casts; by default that of this thread.
 
     Returns:
-        The handle that takes the wrapper off again.
+        The handle that removes the wrapper.
     """
     inner = unwrapped_forward(model)
     if inner is None and isinstance(model, torch.jit.ScriptModule):
-        inner = model.forward  # its class has no forward to call
+        inner = model.forward  # the class has no forward to call
     settings = _forward_settings(policy, device_types, ambient or Ambient())
     if policy.enabled and policy.model_dtype is not None:
         cast_parameters(model, policy.model_dtype, keeps=is_batch_norm if policy.keep_batchnorm_fp32 else None)
@@ -140,19 +139,19 @@ def convert_model(
 
 
 def is_wrapped(model: nn.Module) -> bool:
-    """True where ``convert_model`` has wrapped the forward of ``model``."""
+    """True if ``convert_model`` has wrapped the forward of ``model``."""
     return isinstance(vars(model).get("forward"), CastForward)
 
 
 def unwrapped_forward(model: nn.Module) -> Callable[..., Any] | None:
-    """The instance attribute ``forward`` of ``model``, without the wrapper; None: it has none, but its class's."""
+    """The instance attribute ``forward`` of ``model``, without the wrapper; None if only its class has a forward."""
     forward: Callable[..., Any] | None = vars(model).get("forward")
     return forward.inner if isinstance(forward, CastForward) else forward
 
 
 def _put_forward_back(model: nn.Module, inner: Callable[..., Any] | None) -> None:
     vars(model).pop("_replicate_for_data_parallel", None)
-    if inner is not None:  # last: until then the model counts as wrapped, and this can be done again
+    if inner is not None:  # last: until then the model counts as wrapped, so that this can be repeated
         vars(model)["forward"] = inner
     else:
         vars(model).pop("forward", None)
@@ -164,51 +163,51 @@ def _remove_wrapper(model: nn.Module, inner: Callable[..., Any] | None) -> None:
 
 
 def remove_wrapper(model: nn.Module) -> None:
-    """Take the wrapper of ``convert_model`` off ``model``, a copy that no handle belongs to."""
+    """Remove the wrapper of ``convert_model`` from ``model``, a copy without a handle."""
     _remove_wrapper(model, unwrapped_forward(model))
 
 
 def wrapper_of(model: nn.Module) -> dict[str, Any]:
-    """What an earlier ``convert_model`` has put on the model, for ``put_wrapper_back``."""
+    """The attributes that an earlier ``convert_model`` has set on the model, for ``put_wrapper_back``."""
     return {name: vars(model)[name] for name in ("forward", "_replicate_for_data_parallel") if name in vars(model)}
 
 
 def put_wrapper_back(model: nn.Module, wrapper: dict[str, Any]) -> None:
-    """Undo a second conversion: the first one's wrapper is on the model again, and works as it did."""
+    """Undo a second conversion: put the first one's wrapper back on the model."""
     if not isinstance(wrapper.get("forward"), CastForward):
         _remove_wrapper(model, None)
     vars(model).update(wrapper)
 
 
 class ModelCast:
-    """A converted model's undo handle."""
+    """The undo handle of a converted model."""
 
     def __init__(self, model: nn.Module, forward: CastForward) -> None:
-        """Made by ``convert_model``."""
+        """Make a handle; only ``convert_model`` calls this."""
         # Weak, so that a reference to the handle does not keep the model alive.
         self._model = weakref.ref(model)
         self._forward = weakref.ref(forward)
 
     @property
     def model(self) -> nn.Module | None:
-        """The model, or None once it is gone, or converted again."""
+        """The model; None once it is deleted, or converted again."""
         model: nn.Module | None = self._model()
         return model if self._forward() is not None else None
 
     def shield(self, ambient: Ambient, device_types: Sequence[str]) -> None:
-        """Keep another session's casts out of this model's forward; one that casts for itself needs no shield."""
+        """Keep another session's casts out of this model's forward, unless it is an O1 model with casts of its own."""
         forward = self._forward()
         if forward is not None and forward.settings is not None and not forward.settings.device_types:
             forward.shield = (ambient, tuple(device_types))
 
     def undo(self) -> None:
-        """Give the model its forward back; dtypes stay. May be called again, or after another conversion."""
+        """Restore the model's forward; dtypes stay. It may be called again, or after another conversion."""
         model: nn.Module | None = self._model()
         forward: CastForward | None = self._forward()
         if forward is None:
             return
         inner = forward.inner
-        # A wrapper that was installed later keeps calling this object, which now passes everything through.
+        # A wrapper that was installed later still calls this object, which then passes everything through.
         forward.settings = None
         if model is not None and vars(model).get("forward") is forward:
             _remove_wrapper(model, inner)
@@ -219,16 +218,16 @@ class ModelCast:
 
 @dataclasses.dataclass(frozen=True)
 class ForwardSettings:
-    """What a wrapped forward does. Shared by a model's copies; a pickle forgets where casts were on.
+    """The settings of a wrapped forward. Copies of a model share them. A pickle does not include ``ambient``.
 
     Attributes:
-        input_dtype: Floating inputs are cast to it; None: left alone.
-        output_dtype: Floating outputs are cast to it; None: left alone.
-        device_types: The forward is an autocast region for these.
-        autocast_dtype: The region's dtype.
-        ambient: Knows where a forward is no region of its own: inside of another one, or of ``disable_casts``.
-        title: What a warning calls all this.
-        caches_weights: Whether a weight is cast once in a forward, or in each use.
+        input_dtype: The dtype to which floating-point inputs are cast; None: they are not cast.
+        output_dtype: The dtype to which floating-point outputs are cast; None: they are not cast.
+        device_types: The device types for which the forward is an autocast region.
+        autocast_dtype: The dtype of that region.
+        ambient: Tells when a forward is no region: inside another forward, or inside ``disable_casts``.
+        title: The name of the policy in warnings.
+        caches_weights: True: a weight is cast once in a forward. False: it is cast in each use.
     """
 
     input_dtype: torch.dtype | None
@@ -240,11 +239,11 @@ class ForwardSettings:
     caches_weights: bool = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardSettings:
-        """Itself: it cannot change."""
+        """Return the object itself, which is immutable."""
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but ``ambient``: another process may give the thread's number to any of its own."""
+        """Return everything but ``ambient``: another process may use the thread's identifier for any thread."""
         return {**vars(self), "ambient": None}
 
 
@@ -265,9 +264,9 @@ def _forward_settings(policy: CastPolicy, device_types: Sequence[str], ambient: 
 
 @functools.cache
 def _cached_weights_have_gradients() -> bool:
-    """Whether a weight that is first used under ``no_grad``, in a region of autocast, has a gradient from its next use.
+    """True if a weight first used under ``no_grad`` in an autocast region gets a gradient from its next use.
 
-    It has none in older releases of torch (https://github.com/pytorch/pytorch/issues/158232).
+    It gets none in older releases of torch (https://github.com/pytorch/pytorch/issues/158232).
     """
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
         weight = torch.ones(1, 1, dtype=torch.float32, device="cpu", requires_grad=True)
@@ -278,20 +277,20 @@ def _cached_weights_have_gradients() -> bool:
 
 @dataclasses.dataclass(eq=False)
 class CastForward:
-    """Stands in for ``model.forward``.
+    """The replacement of ``model.forward``.
 
-    An object rather than a closure or a bound function: deepcopy and pickle then follow ``model`` to the copy. (A
-    pickled bound function is looked up by name on the class, which would find the forward without casts.)
+    It is an object rather than a closure or a bound function, so that deepcopy and pickle follow ``model`` to the copy.
+    (A pickled bound function is looked up by name on the class, which would find the forward without casts.)
 
     Attributes:
-        model: Whose forward this is.
-        inner: The instance attribute ``forward`` that was there before, or None for the class's method.
-        settings: What to do; None after an undo: call straight through.
+        model: The model with this forward.
+        inner: The former instance attribute ``forward``, or None for the class's method.
+        settings: The casts to apply; None after an undo, when calls pass through.
         shield: Casts to keep out of this forward, and the device types they act on.
-        running: The threads that are inside it, or ``TRACED``, one entry per call. A list, as append and remove are
-            atomic.
-        looks_around: It warns where a region of autocast is around it. Until the first forward that trains: those that
-            follow are called in the same place.
+        running: The threads inside this forward, or ``TRACED``, one entry per call. It is a list because append and
+            remove are atomic.
+        looks_around: The forward warns if it is inside an autocast region. False after the first forward that trains:
+            later ones are called in the same place.
     """
 
     model: nn.Module
@@ -303,11 +302,11 @@ class CastForward:
 
     @property
     def input_dtype(self) -> torch.dtype | None:
-        """What floating inputs are cast to, or None."""
+        """The dtype to which floating-point inputs are cast, or None."""
         return None if self.settings is None else self.settings.input_dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward as the settings say."""
+        """Run the forward with the casts of the settings."""
         settings = self.settings
         if settings is None or self._calls_itself():
             return self._call_inner(args, kwargs)
@@ -342,7 +341,7 @@ class CastForward:
         )
 
     def _calls_itself(self) -> bool:
-        # As for submodules: inside the model's forward nothing is cast twice.
+        # Inside the model's forward nothing is cast twice, as for submodules.
         return bool(self.running) and not torch.compiler.is_compiling() and threading.get_ident() in self.running
 
     def _call_inner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -357,7 +356,7 @@ class CastForward:
             return self._call_traced(settings, args, kwargs)
         thread_id = threading.get_ident()
         try:
-            self.running.append(thread_id)  # within: an interrupt comes after it, and has it taken back
+            self.running.append(thread_id)  # within try: an interrupt after it undoes it
             return self._call_shielded(settings, args, kwargs)
         except RuntimeError as error:
             if re.search(r"dtype|scalar type|type .*should be the same", str(error)):
@@ -367,10 +366,10 @@ class CastForward:
             self.running.remove(thread_id)
 
     def _check_dtypes(self, settings: ForwardSettings, error: RuntimeError) -> None:
-        """After ``error`` about dtypes: is the model as it was cast?
+        """After ``error`` about dtypes, check that the model still has the dtypes of its cast.
 
         Raises:
-            RuntimeError: It is not.
+            RuntimeError: A tensor of the model has another dtype.
         """
         others = [
             f"{name} ({str(tensor.dtype).removeprefix('torch.')})"
@@ -412,12 +411,12 @@ class CastForward:
             return self._call_in_regions(settings, settings.device_types, args, kwargs)
         thread_id = threading.get_ident()
         try:
-            ambient.inside.append(thread_id)  # within: an interrupt comes after it, and has it taken back
-            torch.clear_autocast_cache()  # copies of weights that a region around this has made
+            ambient.inside.append(thread_id)  # within try: an interrupt after it undoes it
+            torch.clear_autocast_cache()  # copies of weights from a region around this forward
             return self._call_in_regions(settings, settings.device_types, args, kwargs)
         finally:
             ambient.inside.remove(thread_id)
-            torch.clear_autocast_cache()  # the end of a region inside of another one does not
+            torch.clear_autocast_cache()  # the end of a nested region does not clear it
 
     def _call_in_regions(
         self, settings: ForwardSettings, device_types: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -429,12 +428,12 @@ class CastForward:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """The forward's own: trainers read it to see which inputs a model takes."""
+        """The signature of the original forward. Trainers read it to find the inputs of a model."""
         return inspect.signature(self._inner_or_method())
 
     @property
     def __code__(self) -> types.CodeType:
-        """The forward's own: torch.export quotes its place in the source."""
+        """The code of the original forward. torch.export quotes its place in the source."""
         code: types.CodeType = self._inner_or_method().__code__
         return code
 
@@ -442,32 +441,32 @@ class CastForward:
         return self.inner if self.inner is not None else types.MethodType(type(self.model).forward, self.model)
 
     def bound_to(self, model: nn.Module) -> CastForward:
-        """The same wrapper for another model, a shallow copy of this one's."""
+        """Return the same wrapper for another model, a shallow copy of this one's."""
         inner = self.inner
         if isinstance(inner, types.MethodType) and inner.__self__ is self.model:
             inner = types.MethodType(inner.__func__, model)
-        # Submodules of a replica have the hooks of the original, which look here.
+        # Submodules of a replica have the hooks of the original, which read ``running``.
         return CastForward(model, inner, self.settings, self.running, self.shield)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but what belongs to this process."""
+        """Return the state without the parts that belong to this process."""
         return {**vars(self), "running": [], "shield": None}
 
 
 @dataclasses.dataclass(eq=False)
 class _Replicate:
-    """Stands in for ``model._replicate_for_data_parallel``, so that a replica's forward runs the replica's weights.
+    """The replacement of ``model._replicate_for_data_parallel``, so that a replica's forward runs its own weights.
 
     Attributes:
-        model: The one that is replicated.
-        of: Refers to it, for the hooks of its submodules.
+        model: The model that is replicated.
+        of: The reference to the model that the hooks of its submodules share.
     """
 
     model: nn.Module
     of: ModelRef
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore ``state``, and let the hooks of submodules refer to this model."""
+        """Restore ``state``, and make the hooks of submodules refer to this model."""
         self.__dict__.update(state)
         self.of.refer_to(self.model)
 
@@ -484,12 +483,12 @@ class _Replicate:
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype, *, keeps: Callable[[nn.Module], bool] | None = None) -> None:
-    """Cast the floating parameters, buffers and gradients of ``model`` in place; all of them, or none if that fails.
+    """Cast the floating-point parameters, buffers and gradients of ``model`` in place, or none of them on failure.
 
     Args:
-        model: Its parameters keep their identity.
-        dtype: What to cast to.
-        keeps: True for the modules whose own tensors are not cast.
+        model: The model, whose parameters keep their identity.
+        dtype: The dtype to cast to.
+        keeps: Returns True for the modules whose own tensors are not cast.
     """
     before: list[tuple[Tensor, Tensor]] = []
     try:
@@ -511,9 +510,9 @@ def cast_own_parameters(
     before: list[tuple[Tensor, Tensor]],
     casts: Mapping[Tensor, Tensor] = MappingProxyType({}),
 ) -> None:
-    """Cast those of ``module`` itself, not its children's; what they were is appended to ``before``.
+    """Cast the tensors of ``module`` itself, not of its children, and append the former data to ``before``.
 
-    ``casts`` may have been computed already.
+    ``casts`` holds cast tensors that have been computed already.
     """
     for tensor in _own_tensors(module):
         _cast_data(tensor, dtype, before, casts)
@@ -524,7 +523,7 @@ def _own_tensors(module: nn.Module) -> list[Tensor]:
 
 
 def _casts_of_lists(tensors: Iterable[Tensor], dtype: torch.dtype) -> dict[Tensor, Tensor]:
-    """For those of ``tensors`` that are better cast as a list what they are in ``dtype``; see ``ops.cats_lists``."""
+    """Cast to ``dtype`` those tensors for which casting as a list is better; see ``ops.cats_lists``."""
     listed: dict[torch.device, list[Tensor]] = {}
     for tensor in dict.fromkeys(tensors):
         changes = tensor.dtype in MODEL_FLOATS and tensor.dtype != dtype
@@ -544,7 +543,7 @@ def _casts_of_lists(tensors: Iterable[Tensor], dtype: torch.dtype) -> dict[Tenso
 def _cast_data(
     tensor: Tensor, dtype: torch.dtype, before: list[tuple[Tensor, Tensor]], casts: Mapping[Tensor, Tensor]
 ) -> None:
-    # .data, not a new Parameter: optimizers, tied weights and RNNs hold the object.
+    # Writes .data instead of making a new Parameter, because optimizers, tied weights and RNNs hold the object.
     for target in (tensor, tensor.grad if tensor.is_leaf else None):
         if target is not None and target.dtype in MODEL_FLOATS and target.dtype != dtype:
             data = target.data

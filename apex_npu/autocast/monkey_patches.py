@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Names of torch that are patched as attributes while O1 is on, since no single operator can keep their promise.
+"""Names of torch that are patched as attributes while O1 is on, since patching a single operator is not enough.
 
-They act only where autocast is enabled for the tensor's device, so switching autocast off switches them off. One name
-is patched for models that are cast, instead. Each function registers how to undo itself on the ``Undo`` it is given.
+The patches act only if autocast is enabled for the tensor's device, so switching autocast off switches them off. One
+name is patched for models that are cast instead. Each function registers its undo on the ``Undo`` it is given.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Function = Callable[..., Any]
 
 
 def install_attribute_overlay(undo: Undo, device_types: tuple[str, ...], *, allow_banned: bool) -> None:
-    """Patch the names whose promise no single operator can keep.
+    """Patch the names for which patching a single operator is not enough.
 
     Args:
-        undo: Takes the callbacks that restore each attribute.
-        device_types: Where tensors live that the patches care about; others pass straight through.
-        allow_banned: Functions that are not safe with half arguments get them in float, rather than refuse them.
+        undo: Receives the callbacks that restore each attribute.
+        device_types: The device types of tensors on which the patches act; other tensors are unaffected.
+        allow_banned: Half arguments of functions that are not safe with them become float, instead of an error.
     """
 
     def casting(value: Any) -> bool:
@@ -54,12 +54,12 @@ def install_attribute_overlay(undo: Undo, device_types: tuple[str, ...], *, allo
 
 
 def compute_matrix_exp_in_float32(undo: Undo) -> None:
-    """Have ``matrix_exp`` of float16 and bfloat16 tensors on a CPU compute in float32: torch gives NaN or garbage.
+    """Make ``matrix_exp`` of float16 and bfloat16 CPU tensors compute in float32, since torch gives NaN or garbage.
 
-    Orthogonal parametrizations call it. Other functions of linear algebra are right there, or refuse these dtypes.
+    Orthogonal parametrizations call it. Other functions of linear algebra are correct there, or refuse these dtypes.
 
     Args:
-        undo: Takes the callbacks that restore torch's functions.
+        undo: Receives the callbacks that restore torch's functions.
     """
 
     def low_precision(value: Any) -> bool:
@@ -97,7 +97,7 @@ def _float_bce(casting: Test, low_precision: Test, original: Function) -> Functi
         device_type = next((value.device.type for value in (*args, *kwargs.values()) if casting(value)), None)
         if device_type is None:
             return original(*args, **kwargs)
-        # Autocast on accelerators refuses this function whatever the dtype; in float there is no reason to.
+        # Autocast on accelerators refuses this function for all dtypes, although it is safe in float.
         with torch.autocast(device_type, enabled=False):
             return original(*args, **kwargs)
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Submodules of a cast model, called by themselves: ``model.encoder(x)`` takes what ``model(x)`` would have taken.
+"""Casts for submodules of a cast model that are called directly: ``model.encoder(x)`` takes the inputs of ``model(x)``.
 
 Inside the model's own forward nothing is cast a second time: there the author of the model decides.
 """
@@ -17,32 +17,32 @@ from torch import nn
 from apex_npu.autocast.containers import cast_floating
 from apex_npu.backends._torch_private import is_in_backward
 
-# In place of a thread's identifier, which torch.compile cannot trace.
+# Replaces a thread's identifier, which torch.compile cannot trace.
 TRACED = -1
 
 
 class Wrapper(Protocol):
-    """What a hook requires of the model's wrapped forward."""
+    """The interface that a hook requires of the model's wrapped forward."""
 
-    # The dtype of inputs, or None where nothing is cast.
+    # The dtype of inputs; None: nothing is cast.
     input_dtype: torch.dtype | None
-    # Threads that are inside it, one entry per call; TRACED where a call is being traced.
+    # Threads that are inside it, one entry per call; TRACED for a call that is being traced.
     running: list[int]
 
     def before_forward(self) -> None:
-        """A submodule is about to be called by itself, and not by compiled code."""
+        """Act before a submodule is called directly, outside of compiled code."""
         ...
 
 
 class ModelRef:
-    """The model that its submodules' hooks are of, which all share this object.
+    """A reference to the model, which the hooks of all its submodules share.
 
-    A copy or a pickle of a submodule alone does not include the model. With the model an attribute of it is pickled
-    that has this object, too, and tells it the model.
+    A copy or a pickle of a submodule alone does not include the model. When the model is pickled, one of its attributes
+    holds this object, too, and sets the model.
 
     Attributes:
-        model: The model; None where it has not been pickled along.
-        is_compiled: It is what torch.compile has made of a module.
+        model: The model; None if it was not pickled together with this object.
+        is_compiled: Whether the model is a module made by torch.compile.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -56,33 +56,33 @@ class ModelRef:
         self.is_compiled = type(model).__name__ == "OptimizedModule"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelRef:
-        """Of a submodule that is copied without its model: that is not copied for it."""
+        """Copy the reference, but not the model: without a copy of the model it refers to the same one."""
         return ModelRef(memo.get(id(self.model), self.model))
 
     def __reduce__(self) -> Any:
-        """Without the model."""
+        """Pickle the reference without the model."""
         return ModelRef, ()
 
 
 class CastInputs:
-    """Forward pre-hook of a submodule; that of a submodule's copy is of the model's copy.
+    """A forward pre-hook of a submodule. The hook of a submodule's copy refers to the model's copy.
 
     Attributes:
-        of: The model with the wrapped forward.
-        alone: The last forward has called the submodule by itself.
+        of: The reference to the model with the wrapped forward.
+        alone: The last forward of the submodule was called directly.
     """
 
     def __init__(self, of: ModelRef) -> None:
-        """Made by ``watch_submodules``."""
+        """Make a hook; only ``watch_submodules`` calls this."""
         self.of = of
         self.alone = False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Cast the inputs, unless the model itself is running in this thread, or is no longer wrapped.
 
-        Within backward the model is not running, yet what checkpointing calls there is the forward again.
+        In backward the model is not running, but checkpointing calls its forward again.
         """
-        # torch.compile cannot trace what reaches the module that it has made itself, whose forward is not traced.
+        # torch.compile cannot trace code that reads the module that it has made, whose forward is not traced.
         if torch.compiler.is_compiling() and self.of.is_compiled:
             return None
         model = self.of.model
@@ -91,7 +91,7 @@ class CastInputs:
         if wrapper is None or dtype is None:
             return None
         if torch.compiler.is_compiling():
-            # What a thread does cannot be asked while tracing, nor may what checkpointing calls write an attribute.
+            # Tracing cannot read the thread's identifier, and code called by checkpointing must not write attributes.
             if wrapper.running:
                 return None
         else:
@@ -108,34 +108,34 @@ class CastInputs:
 
 
 def watch_submodules(model: nn.Module, of: ModelRef, dtype: torch.dtype) -> None:
-    """Give every submodule that holds parameters of ``dtype`` a ``CastInputs``, if it has none of this model's.
+    """Add a ``CastInputs`` to every submodule with parameters of ``dtype`` that has none for this model.
 
     Args:
-        model: Whose submodules are called by themselves.
-        of: Refers to it, for all of them.
-        dtype: What inputs are cast to.
+        model: The model whose submodules may be called directly.
+        of: The reference to the model, which all hooks share.
+        dtype: The dtype to which inputs are cast.
     """
     for module in _submodules(model):
         if type(module) is nn.Sequential:
-            continue  # it only hands its input on
+            continue  # it only passes its input on
         if any(p.dtype == dtype for p in module.parameters()) and not _own_hooks(module, model):
             module.register_forward_pre_hook(CastInputs(of), with_kwargs=True)
 
 
 def unwatch_submodules(model: nn.Module) -> None:
-    """Take them off again."""
+    """Remove the hooks of ``watch_submodules`` from ``model``."""
     for module in model.modules():
         _remove(module, _own_hooks(module, model))
 
 
 def unwatch(module: nn.Module) -> None:
-    """Take those of any model off ``module``, without its submodules."""
+    """Remove the hooks of all models from ``module``, but not from its submodules."""
     _remove(module, [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, CastInputs)])
 
 
 def _submodules(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
-        # A hook anywhere in such a layer would switch off its fused path for inference; scripted ones take none.
+        # A hook anywhere in such a layer would disable its fused path for inference; scripted modules take no hooks.
         if not isinstance(child, (nn.TransformerEncoderLayer, torch.jit.ScriptModule)):
             yield child
             yield from _submodules(child)
