@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which gradients of an optimizer are not finite, found with few launches."""
+"""``bad_gradients``: finds the gradients of an optimizer that are not finite, with few launches."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from apex_npu.ops import Segments, as_real, segment_dot
 
 logger = logging.getLogger("apex_npu.amp")
 
-# How many elements are joined, more or less: all at once would take memory that training needs.
+# Approximately how many elements are joined: joining all would take memory that training needs.
 _BATCH = 1 << 24
 
 
 def adopted_policy(optimizer: Optimizer, caller: str) -> Policy:
-    """The policy of ``optimizer``.
+    """Return the policy of ``optimizer``.
 
     Raises:
-        RuntimeError: It was not passed to ``amp.initialize``, or with ``enabled=False``; the message names ``caller``.
+        RuntimeError: ``optimizer`` was not passed to ``amp.initialize``, or ``enabled=False`` was; the message names
+            ``caller``.
     """
     own, current = policy_of(optimizer), policy()
     if own is None:
@@ -45,13 +46,13 @@ def adopted_policy(optimizer: Optimizer, caller: str) -> Policy:
 
 
 def bad_gradients(optimizer: Optimizer) -> dict[str, tuple[int, int]]:
-    """The gradients of ``optimizer`` that are not finite, after a skipped step until they are cleared.
+    """Return the gradients of ``optimizer`` that are not finite.
 
-    Takes few launches, and copies some of the gradients at a time. Where there is no gradient at all, as after
-    ``zero_grad``, it warns.
+    Call it after a skipped step and before the gradients are cleared. It takes few launches, and copies some of the
+    gradients at a time. It warns if there is no gradient at all, as after ``zero_grad``.
 
     Returns:
-        Name of the parameter → how many of its gradient's elements are nan, and how many are inf.
+        A dict from the parameter's name to the numbers of its gradient's elements that are nan and inf.
 
     Raises:
         RuntimeError: ``optimizer`` was not passed to ``amp.initialize``.
@@ -78,10 +79,10 @@ def bad_gradients(optimizer: Optimizer) -> dict[str, tuple[int, int]]:
 
 @torch.no_grad()
 def find_bad_gradients(optimizer: Optimizer) -> tuple[dict[str, tuple[int, int]], int]:
-    """Look at the gradients as backward, or the last block, has left them. Waits for the device.
+    """Find the gradients that are not finite, as backward or the last block has left them; waits for the device.
 
     Returns:
-        Name of the parameter → how many elements are nan, and how many inf; and how many gradients there are.
+        A dict from the parameter's name to the numbers of elements that are nan and inf, and the number of gradients.
     """
     name_of = names_of()
     present = list(gradients_in(optimizer))
@@ -94,20 +95,20 @@ def find_bad_gradients(optimizer: Optimizer) -> tuple[dict[str, tuple[int, int]]
 
 
 def names_of() -> Callable[[Tensor], str]:
-    """What names a parameter: by the models of the session, or by its shape."""
+    """Return a function that names a parameter: by the models of the session, or by its shape."""
     names = parameter_names()
     return lambda param: names.get(param) or f"a parameter of shape {tuple(param.shape)}"
 
 
 def gradients_in(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor, float]]:
-    """See ``amp.inspect.gradients``: those whose elements can be looked at, real, and of this process."""
+    """Yield those of ``amp.inspect.gradients`` whose elements can be read, as real tensors of this process's part."""
     for param, grad, scale in gradients(optimizer):
         if grad is not None and grad.layout == torch.strided and grad.numel():
             yield param, as_real(grad) if grad.is_complex() else local_part(grad), scale
 
 
 def _counts(grads: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """How many elements of each gradient are nan, and inf; many are joined, and counted in few launches."""
+    """Count the elements of each gradient that are nan and inf; gradients are joined to take few launches."""
     batches: dict[Any, list[int]] = {}
     elements: Counter[Any] = Counter()
     for i, grad in enumerate(grads):
@@ -126,14 +127,14 @@ def _counts(grads: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 
 def _sums_of(flags: Tensor, segments: Segments) -> list[float]:
-    """How many of ``flags`` are set in each segment."""
+    """Count the set elements of ``flags`` in each segment."""
     ones = flags.float()
     sums: list[float] = segment_dot(ones, ones, *segments).tolist()
     return sums
 
 
 def _describe(report: StepReport, optimizer: Optimizer, bad: list[str], total: int) -> str:
-    """What the first skip of a row was for."""
+    """Return a sentence about the cause of the first skip in a row."""
     which = f"{len(bad)} of {total} gradients ({listed(bad)}) were" if bad else "gradients were"
     return (
         f"{type(optimizer).__name__}.step() was skipped: {which} not finite at loss scale {report.scale_before:g}; "
@@ -142,7 +143,7 @@ def _describe(report: StepReport, optimizer: Optimizer, bad: list[str], total: i
 
 
 def explain_skip(optimizer: Optimizer, report: StepReport, alarms: bool, is_verbose: bool) -> None:
-    """Name the gradients once in a row of skips, and again where the row is so long that it ``alarms``."""
+    """Log the bad gradients at the first of several skips in a row, and again where the row ``alarms``."""
     is_first = report.skips_in_a_row == 1 and is_verbose
     if not alarms and not is_first:
         return
@@ -155,7 +156,7 @@ def explain_skip(optimizer: Optimizer, report: StepReport, alarms: bool, is_verb
 
 
 def _explain_skips(report: StepReport, bad: Sequence[str], total: int) -> str:
-    """Where to look after many skipped steps; in the last one ``bad`` of ``total`` gradients were not finite."""
+    """Return advice after many skipped steps; in the last one, ``bad`` of ``total`` gradients were not finite."""
     if bad and len(bad) == total:
         where = f"the gradients of all {len(bad)} parameters are not finite, so look at the loss itself"
     elif bad:

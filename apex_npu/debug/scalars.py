@@ -10,21 +10,21 @@ from apex_npu.debug.gradient_range.report import GradientRange
 
 
 def scalars(gradients: GradientRange | None = None) -> dict[str, float]:
-    """The loss scales and the skipped steps, for TensorBoard, trackio or wandb.
+    """Return the loss scales and the counts of skipped steps, for TensorBoard, trackio or wandb.
 
-    Waits for the device only where it alone knows whether the last step was skipped.
+    The call waits for the device only if the host does not know yet whether the last step was skipped.
 
     Args:
-        gradients: What ``gradient_range`` has returned, whose shares are added: ``amp/gradients_zero``,
+        gradients: A result of ``gradient_range``, whose shares are added: ``amp/gradients_zero``,
             ``amp/gradients_lossy``, ``amp/gradients_not_finite``, and with ``probe`` ``amp/gradients_lost``.
 
     Returns:
-        ``amp/loss_scale0``, and so on for each loss; ``amp/skipped_steps``, of all optimizers; ``amp/skips_in_a_row``,
-        the most of any optimizer.
+        A dict with ``amp/loss_scale0`` and so on for each loss, ``amp/skipped_steps`` (the sum over all optimizers) and
+        ``amp/skips_in_a_row`` (the maximum over all optimizers).
 
     Raises:
         RuntimeError: amp has not been initialized.
-        TypeError: ``gradients`` is something else.
+        TypeError: ``gradients`` is not a ``GradientRange``.
 
     Example::
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ``python -m apex_npu run`` looks at in the steps of a script that stays as it is."""
+"""The diagnostics that ``python -m apex_npu run`` applies to the steps of an unchanged script."""
 
 from __future__ import annotations
 
@@ -27,43 +27,43 @@ from apex_npu.distributed.rank_progress import is_first_rank
 
 
 class Part:
-    """Something that is looked at in some steps, and printed after them.
+    """A diagnostic that covers some steps, and whose result is printed after them.
 
     Attributes:
-        option: That of the command line.
-        first: The first of the steps, counted from 0.
-        last: The one after the last.
-        begun: Step ``first`` has begun.
-        failed: Why it could not begin; empty: it has.
+        option: The command-line option that requests it.
+        first: The first step that it covers, counted from 0.
+        last: The step after the last one that it covers.
+        begun: Whether step ``first`` has begun.
+        failed: Why the diagnostic could not begin; empty if it could.
     """
 
     option = ""
 
     def __init__(self, first: int, last: int) -> None:
-        """See the attributes."""
+        """Set the range of steps."""
         self.first, self.last, self.begun, self.failed = first, last, False, ""
 
     def begin(self, module: nn.Module | None, args: Any) -> None:
-        """Step ``first`` begins: in the forward of ``module``, or None: after the step before."""
+        """Handle the begin of step ``first``: in the forward of ``module``, or after the previous step if None."""
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """``optimizer.step()`` is about to be called, in one of the steps."""
+        """Handle the moment before ``optimizer.step()`` is called, in one of the covered steps."""
 
     def step_ended(self) -> None:
-        """It has returned."""
+        """Handle the return of ``optimizer.step()``."""
 
     def end(self) -> object:
-        """The last step has ended, or the script has before; returns what is printed."""
+        """Handle the end of the last step, or an earlier end of the script; return the object to print."""
         raise NotImplementedError
 
 
 class ProfilePart(Part):
-    """Where the time goes."""
+    """The diagnostic of where the time goes."""
 
     option = "--profile"
 
     def __init__(self, first: int, last: int, trace: str | None = None) -> None:
-        """See ``profile`` for ``trace``."""
+        """Profile the steps; see ``profile`` for ``trace``."""
         super().__init__(first, last)
         self._profile = profile(last - first, trace)
 
@@ -81,7 +81,7 @@ class ProfilePart(Part):
 
 
 class GradientRangePart(Part):
-    """The range of the gradients of a step."""
+    """The diagnostic of the range of a step's gradients."""
 
     option = "--gradient-range"
     _found: object = "--gradient-range: no optimizer of amp has stepped"
@@ -101,12 +101,12 @@ class GradientRangePart(Part):
 
 
 class WatchingPart(Part):
-    """A part that opens a context which watches, and leaves it where the script opens one itself."""
+    """A part that opens a watching context, and leaves it when the script opens one itself."""
 
     _context: check_operators | record
 
     def open(self, context: check_operators | record, module: nn.Module | None, args: Any) -> Any:
-        """Open ``context``; returns what it yields."""
+        """Open ``context``, and return what it yields."""
         if module is not None and not Stream.is_open() and dispatch_modes():
             raise RuntimeError(
                 f"the first forward is called within another dispatch mode, {type(dispatch_modes()[-1]).__name__}: "
@@ -121,12 +121,12 @@ class WatchingPart(Part):
         return found
 
     def has_made_way(self) -> bool:
-        """The script has opened a context that watches."""
+        """Whether the script has opened a watching context of its own."""
         return self._context.stream is None
 
 
 class CheckOperatorsPart(WatchingPart):
-    """The operators of a step."""
+    """The diagnostic that checks the operators of a step."""
 
     option = "--check-operators"
 
@@ -144,12 +144,12 @@ class CheckOperatorsPart(WatchingPart):
 
 
 class RecordPart(WatchingPart):
-    """A file of a step."""
+    """The diagnostic that records a step in a file."""
 
     option = "--record"
 
     def __init__(self, first: int, path: str) -> None:
-        """See ``record`` for ``path``."""
+        """Record step ``first``; see ``record`` for ``path``."""
         super().__init__(first, first + 1)
         self._path, self._stepped = path, False
 
@@ -169,16 +169,16 @@ class RecordPart(WatchingPart):
             return f"{self.option}: no file is written, as {why}"
         try:
             context.__exit__(None, None, None)
-        except (RuntimeError, OSError) as error:  # as where the disk is full
+        except (RuntimeError, OSError) as error:  # for example, the disk is full
             return f"{self.option}: no file is written: {error}"
         return f"{self.option}: step {self.first} is in {context.path}, {len(self._recorded.rows)} tensors"
 
 
 class ScriptSteps:
-    """Counts the calls of ``step`` of the first of amp's optimizers that steps, and has ``parts`` look at some."""
+    """A counter of the steps of the first amp optimizer that steps, which notifies ``parts`` of their steps."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        """From now on."""
+        """Begin to count."""
         self._parts = list(parts)
         self._count = 0
         self._leader: int | None = None
@@ -194,7 +194,7 @@ class ScriptSteps:
             if self._leader not in (None, id(optimizer)):
                 return original(optimizer, *args, **kwargs)
             self._leader = id(optimizer)
-            self._is_first_rank = is_first_rank()  # at the end the process group may be gone
+            self._is_first_rank = is_first_rank()  # the process group may no longer exist at the end
             self._begin(None, None)
             for part in self._parts:
                 if part.begun and not part.failed:
@@ -215,7 +215,7 @@ class ScriptSteps:
                 part.begun = True
                 try:
                     part.begin(module, args)
-                except (RuntimeError, ValueError, OSError) as error:  # as where the script itself has a profiler on
+                except (RuntimeError, ValueError, OSError) as error:  # for example, the script itself runs a profiler
                     part.failed = f"{part.option}: {error}"
 
     def _step_ended(self) -> None:
@@ -237,12 +237,12 @@ class ScriptSteps:
             said: object = f"{part.option}: the script has ended {steps}"
         else:
             said = part.failed or part.end()
-        # Of processes that a script starts, as to load data, most do not train.
+        # Most processes that a script starts do not train, such as data loaders.
         if self._is_first_rank and (self._count or parent_process() is None):
             print(said, flush=True)
 
     def end(self) -> None:
-        """Count no more; where the script has ended before the last step, print what is known."""
+        """Stop counting; if the script has ended before the last step, print what is known."""
         self._exit.cancel()
         self._undo.close()
         for part in list(self._parts):
@@ -250,7 +250,7 @@ class ScriptSteps:
 
 
 def look(asked: Mapping[str, str]) -> None:
-    """Begin to look at the steps of the script, as the texts of ``OPTIONS`` (``_cli/options.py``) say."""
+    """Begin the diagnostics of the script that ``asked`` names, in the format of ``OPTIONS`` (``_cli/options.py``)."""
     parts: list[Part] = []
     if text := asked.get("explain_overflows"):
         after, comma, _ = text.partition(",")

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""How what diagnostics print is set: counts, names, errors, lines that fit a terminal, and pictures."""
+"""Formatting of the diagnostics' output: counts, names, errors, lines that fit a terminal, and figures."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from typing import Any
 import torch
 
 _NAMED = 5
-# Of what is printed to no terminal, as to a file.
+# The line width where the output goes to no terminal, such as a file.
 _COLUMNS = 120
 
 
 def count(number: int, noun: str) -> str:
-    """``"1 step"``, ``"2 steps"``."""
+    """Return ``number`` with ``noun``, such as ``"1 step"`` or ``"2 steps"``."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def listed(names: Sequence[str], between: str = ", ") -> str:
-    """The first of ``names``, and how many more there are."""
+    """Join the first five of ``names``, and add how many more there are."""
     return between.join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 def name_of(dtype: torch.dtype | None) -> str:
-    """Without ``torch.``; empty for None."""
+    """Return the name of ``dtype`` without ``torch.``; empty for None."""
     return "" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def where_of(module: str | None) -> str:
-    """The name of a module in words."""
+    """Return the name of a module in words."""
     return "outside of modules" if module is None else module or "the model itself"
 
 
 def first_line(error: BaseException) -> str:
-    """Of the message of ``error``; where it has none, the error itself."""
+    """Return the first line of the message of ``error``, or its ``repr`` if it has no message."""
     return str(error).splitlines()[0] if str(error) else repr(error)
 
 
 def new_figure(width: float, height: float) -> tuple[Any, Any]:
-    """A figure of matplotlib's, of so many inches, and its axes.
+    """Create a matplotlib figure of ``width`` by ``height`` inches; return it and its axes.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -56,7 +56,7 @@ def new_figure(width: float, height: float) -> tuple[Any, Any]:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """``rows`` of cells in columns: the first ``left`` of these to the left, the others to the right."""
+    """Align ``rows`` of cells in columns: the first ``left`` columns to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -68,7 +68,7 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
 
 
 def fitted(text: str, indent: int = 4) -> str:
-    """``text`` with lines that are longer than the terminal is wide broken at spaces, and continued ``indent`` on."""
+    """Wrap the lines of ``text`` at spaces to the width of the terminal, and indent continuations by ``indent``."""
     columns = max(shutil.get_terminal_size((_COLUMNS, 24)).columns, 2 * indent + 20)
     wrapper = textwrap.TextWrapper(
         columns,

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""From gradients that are not finite back to the causes: what kind of fault each is, and what to do about it."""
+"""Traces gradients that are not finite back to the causes: the kind of each fault, and the remedy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from apex_npu.debug.text import name_of
 from apex_npu.debug.watching.calls import Call, Leaf, iterate
 from apex_npu.debug.watching.trail import Trail
 
-# In the order in which causes are shown. A loss scale that is too large may hide others, so it comes last.
+# The kinds in the order in which causes are shown. A loss scale that is too large may hide others, so it comes last.
 Kind = Literal[
     "data",
     "weights",
@@ -37,32 +37,32 @@ ORDER: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True)
 class Finding:
-    """Why a step was skipped: one cause.
+    """One cause of a skipped step.
 
     Attributes:
-        kind: What sort of fault it is; docs/debug.md has the list.
+        kind: The kind of fault; docs/debug.md lists the kinds.
         phase: ``"forward"``, ``"backward"``, ``"recompute"`` (of an activation checkpoint), ``"block"`` (gradients
             changed after backward).
-        module: The module by its name in the model, ``""`` for the model itself, the class in parentheses for a module
-            of no model that was given; None: outside of modules, as in a loss function.
-        operator: That has run: ``"aten::addmm"``; in backward see also ``forward_operator``.
-        forward_operator: In backward the operator of forward whose gradient this is.
-        node: In backward the name of autograd's node.
-        file: Of the line of code; None where no line is known. In backward it is the line of forward.
-        line: Its number.
-        source: Its text.
-        dtype: Of the result, or of the tensor that was not finite already.
-        shape: Likewise.
-        tensor: Its name where it was not finite already, or the parameter whose gradient is accumulated.
-        true_value: The largest magnitude that the result has in float64; None where it is not known.
+        module: The module's name in the model; ``""`` for the model itself. A module outside the given models has its
+            class in parentheses. None outside of modules, as in a loss function.
+        operator: The operator that has run, such as ``"aten::addmm"``; in backward see also ``forward_operator``.
+        forward_operator: In backward, the operator of forward whose gradient is computed.
+        node: In backward, the name of autograd's node.
+        file: The file of the line of code; None if no line is known. In backward it is the line of forward.
+        line: The number of the line of code.
+        source: The text of the line of code.
+        dtype: The dtype of the result, or of the tensor that was already not finite.
+        shape: The shape of the result, or of the tensor that was already not finite.
+        tensor: The name of the tensor that was already not finite, or of the parameter whose gradient is accumulated.
+        true_value: The largest magnitude of the result in float64; None if it is not known.
         limit: The largest number of ``dtype``.
         inputs: The largest magnitude of each input.
         ranges: The smallest and the largest element of each input.
-        fits_scale: In backward the largest power of two as a loss scale with which the result is finite.
-        before: The largest magnitudes of the results of the modules before, where they are numbered alike.
+        fits_scale: In backward, the largest power of two as a loss scale with which the result is finite.
+        before: The largest magnitudes of the results of the preceding modules in the same numbered list.
         path: The operators on the way from the cause to the loss, or to a gradient.
         why: The cause in a sentence.
-        advice: What to do.
+        advice: The remedy.
     """
 
     kind: Kind
@@ -89,7 +89,7 @@ class Finding:
     place: str = field(default="", repr=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return the attributes as plain values, for JSON."""
         return asdict(self)
 
 
@@ -101,7 +101,7 @@ class Scale:
     dynamic: bool
 
 
-# Why, and what to do.
+# Pairs of ``why`` and ``advice``.
 OF_ANOTHER_PROCESS = (
     "what this process has sent was finite, what it has received is not: another process has overflowed",
     "look at the tables of the other processes",
@@ -131,7 +131,7 @@ _OF_LEAVES = {
 
 
 def find_causes(trail: Trail, targets: Sequence[Call], scale: Scale) -> list[Finding]:
-    """What has made the results of ``targets`` not finite, the most telling cause first."""
+    """Return the causes why the results of ``targets`` are not finite, the most informative cause first."""
     reached = dict(iterate(targets, lambda call: call.causes))
     ends = [call for call in reached if call.leaves or not call.causes]
     found: dict[Any, tuple[int, Finding]] = {}
@@ -168,7 +168,7 @@ def _common(call: Call, path: tuple[str, ...]) -> dict[str, Any]:
 
 
 def without_operator(kind: Kind, phase: str, of: Tensor, tensor: str | None, why: str, advice: str) -> Finding:
-    """A cause that no operator is known of: ``of`` is not finite, and is called ``tensor``."""
+    """Return a cause without a known operator: ``of`` is not finite, and is named ``tensor``."""
     shape = tuple(of.shape)
     return Finding(
         kind, phase, None, "none", dtype=name_of(of.dtype), shape=shape, tensor=tensor, why=why, advice=advice
@@ -236,7 +236,7 @@ def _kind_of(call: Call, fits: float | None, scale: Scale) -> Kind:
 
 
 def _before(trail: Trail, call: Call) -> tuple[tuple[str, float], ...]:
-    """The results of up to three modules of the same list, ``blocks.4``, ``blocks.5`` and ``blocks.6`` of 7."""
+    """Return the magnitudes of the up to three modules before in the same list, ``blocks.4`` to ``blocks.6`` of 7."""
     parts = (call.module or "").split("=")[0].split(".")
     for i in reversed(range(len(parts))):
         if parts[i].isdigit():
@@ -246,7 +246,7 @@ def _before(trail: Trail, call: Call) -> tuple[tuple[str, float], ...]:
 
 
 class Found(NamedTuple):
-    """What the texts are about; see ``Finding`` for ``value``, its true value, ``limit`` and ``fits``."""
+    """The facts that the texts state: ``Finding.true_value``, ``limit`` and ``fits_scale`` of a call, and its scale."""
 
     call: Call
     scale: Scale
@@ -255,10 +255,10 @@ class Found(NamedTuple):
     fits: float | None
 
 
-# The texts: why, and what to do.
+# The texts return ``why`` and ``advice``.
 _Text = Callable[[Found], tuple[str, str]]
 
-# What computes something that has a stable form, by what its name contains.
+# A part of an operator's name, and the advice for it, such as a stable form.
 _STABLE = (
     ("nll_loss", "no target counts, as all are ignore_index: leave out such batches, or divide a sum by a number that "
      "is at least 1, F.cross_entropy(..., reduction=\"sum\") / (target != ignore_index).sum().clamp(min=1)"),
@@ -286,7 +286,7 @@ _STABLE = (
     ("softmax", "a row in which all logits are -inf: mask with a large negative number, or leave out such rows"),
 )  # fmt: skip
 
-# The same where the argument has negative elements, for which these are not defined.
+# The advice for arguments with negative elements, where these operators are not defined.
 _AT_NEGATIVE = {
     "log": "torch.log(x.clamp(min=eps))",
     "rsqrt": "torch.rsqrt(x.clamp(min=0) + eps)",

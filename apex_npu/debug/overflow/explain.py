@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``explain_overflows``: after some skipped steps the next iteration is watched, without a change to the script."""
+"""``explain_overflows``: watches the next iteration after skipped steps, without changes to the script."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ logger = logging.getLogger("apex_npu.debug")
 
 
 class Explainer(inspect.Observer):
-    """An observer of amp that has an iteration watched after skipped steps, and logs what is found.
+    """An observer of amp that watches an iteration after skipped steps, and logs the findings.
 
-    An iteration is watched from the first forward after the skip until its step is skipped, or the forward of the next
-    iteration; with ``replay`` the skipped step itself is run again first, and where that tells the cause, no other
-    iteration is watched. What goes wrong while watching is logged, and ends it; training goes on.
+    It watches from the first forward after the skip until that iteration's step is skipped, or until the forward of the
+    next iteration. With ``replay`` the skipped step itself is run again first; if that tells the cause, no other
+    iteration is watched. An error while watching is logged and ends it; training goes on.
 
-    A block whose loss is not finite, or under a static scale a gradient, counts as a skip where its step is applied:
-    as with a static scale, or where no target counts. Its loss is read when the block has ended, and under a static
-    scale its gradients are, which waits for the device.
+    A block counts as a skip if its step is applied although its loss, or under a static scale a gradient, is not
+    finite. This occurs with a static scale, or where no target counts. The loss, and under a static scale the
+    gradients, are read when the block has ended, which waits for the device.
     """
 
     def __init__(self, after: int, times: int | None, *, once: bool = False, replay: bool = False) -> None:
-        """After ``after`` skips in a row; ``times`` tables at most. With ``once`` one iteration, from now on."""
+        """Watch after ``after`` skips in a row, for at most ``times`` tables; ``once``: watch one iteration only."""
         self._after, self._left, self._once = after, times, once
         self._finder: Finder | None = None
         self._replayer = Replayer() if replay else None
@@ -85,7 +85,7 @@ class Explainer(inspect.Observer):
         return [watching for watching in (self._finder, self._replayer) if watching is not None]
 
     def _look_at_block(self) -> None:
-        """Whether the loss, or under a static scale a gradient, is not finite, though the step is not skipped."""
+        """Check whether the loss, or under a static scale a gradient, is bad although the step is not skipped."""
         self.blocks += 1
         is_bad = self._loss is not None and not bool(self._loss.isfinite().all())
         self._loss, self._undecided = None, []
@@ -103,7 +103,7 @@ class Explainer(inspect.Observer):
             self._undecided = [(optimizer, inspect.report_of(optimizer)) for optimizer in optimizers]
 
     def _settle(self) -> None:
-        """Whether the step of a bad block that had been left undecided was applied."""
+        """Check whether the undecided step of a bad block was applied."""
         ended = [now for optimizer, before in self._undecided if (now := inspect.report_of(optimizer)) is not before]
         if ended:
             self._undecided = []
@@ -154,14 +154,14 @@ class Explainer(inspect.Observer):
             self.arm()
 
     def _tell(self, skip: StepReport, reports: Sequence[OverflowReport]) -> bool:
-        """Log why; False where the cause is not known."""
+        """Log the explanation; return False if the cause is not known."""
         told = self._ranks.explain(skip, reports)
         if told.text:
             self._log(told.text, reports)
         return told.is_cause
 
     def _log(self, text: str, reports: Sequence[OverflowReport]) -> None:
-        """Log ``text``, unless the causes are those of the table before: these are counted."""
+        """Log ``text``, or only count it if the causes are those of the previous table."""
         self._left = None if self._left is None else self._left - 1
         causes = [cause for report in reports for cause in report.identity()]
         if causes and causes == self._last:
@@ -178,12 +178,12 @@ class Explainer(inspect.Observer):
         self._repeated = 0
 
     def keep_forwards(self) -> None:
-        """With ``replay``: keep what the models of the session are called with, from now on."""
+        """Keep the inputs of the session's models from now on, with ``replay``."""
         if self._replayer is not None and inspect.policy() is not None:
             self._replayer.follow(inspect.models())
 
     def close(self) -> None:
-        """Watch and keep nothing from now on."""
+        """Stop watching and keeping."""
         self.end()
         self._log_repeated()
         if self._replayer is not None:
@@ -191,7 +191,7 @@ class Explainer(inspect.Observer):
             self._replayer = None
 
     def end_script(self, says_nothing: bool) -> None:
-        """The script has ended: print what was seen, in a sentence, unless nothing was and not ``says_nothing``."""
+        """Print a summary at the end of the script; without any block, only if ``says_nothing``."""
         if inspect.settings.observer is not self:  # the script has ended or replaced it
             return
         self._guarded(self._settle)
@@ -222,7 +222,7 @@ class Explainer(inspect.Observer):
             self._start = on_forward(self._forward_begins)
 
     def end(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         finder, self._finder = self._finder, None
         if finder is not None:
             finder.detach()
@@ -233,16 +233,16 @@ class Explainer(inspect.Observer):
             inspect.leave(self)
 
     def _forward_begins(self, module: nn.Module, args: Any) -> None:
-        # Within another mode, which might be left first, operators are not watched; nor in the capture of a graph.
+        # Operators are not watched within another mode, which might be left first, nor while a graph is captured.
         if self._finder is not None or dispatch_modes() or is_capturing():
             return
         if self in inspect.observers():
             self._guarded(self._begin, module, args)
-        else:  # a later session, whose blocks and steps it does not hear of
+        else:  # a later session, whose blocks and steps this observer does not see
             self.end()
 
     def _over(self) -> None:
-        """The iteration that was watched is over."""
+        """Handle the end of the iteration that was watched."""
         self._guarded(self._settle)
         self.end()
 
@@ -264,20 +264,20 @@ class Explainer(inspect.Observer):
 def explain_overflows(after: int | None = 2, times: int = 20, *, replay: bool = False) -> None:
     """From now on, after some skipped steps in a row, watch the next iteration and log why its step is skipped.
 
-    A step that is applied although its loss, or under a static loss scale a gradient, is not finite counts as one that
-    is skipped. To know that takes a wait for the device in each block.
+    A step counts as skipped if it is applied although its loss, or under a static loss scale a gradient, is not finite.
+    This check waits for the device in each block.
 
-    The iteration that is watched takes a few times as long, the others as long as before. What the model learns does
-    not depend on it. The tables are those of ``find_overflow``, logged as warnings of the logger ``apex_npu.debug``.
+    The watched iteration takes a few times as long; the others take as long as before. The results of training do not
+    change. The tables are those of ``find_overflow``, logged as warnings of the logger ``apex_npu.debug``.
     With the environment variable ``APEX_NPU_EXPLAIN_OVERFLOWS=2``, or ``python -m apex_npu run --explain-overflows=2
     script.py``, a script needs no change. ``APEX_NPU_EXPLAIN_OVERFLOWS=2,replay``, or ``--replay``, is ``replay=True``.
 
     Args:
-        after: Skips in a row after which an iteration is watched; 1 or more. None: no longer.
-        times: How many iterations are explained at most. A cause that is that of the table before is counted.
-        replay: Keep what the models are called with until the step, and run a step that is skipped once more instead of
-            watching the next iteration, whose batch is another; see ``find_overflow``. Objects of the script that
-            forward changes are then changed twice. The next iteration is watched where that does not tell the cause.
+        after: The number of skips in a row after which an iteration is watched, 1 or more. None ends the watching.
+        times: The maximum number of iterations that are explained. A repeated cause is counted, and not shown again.
+        replay: Keep the inputs of the models until the step, and run a skipped step again instead of watching the next
+            iteration, which has another batch; see ``find_overflow``. Objects of the script that forward changes are
+            then changed twice. The next iteration is watched if the replay does not tell the cause.
 
     Raises:
         ValueError: ``after`` or ``times`` is not a positive integer.
@@ -302,7 +302,7 @@ def explain_overflows(after: int | None = 2, times: int = 20, *, replay: bool = 
 
 
 def watch_next_iteration() -> None:
-    """Watch the next iteration of the current session, where nothing else watches it; log what is found."""
+    """Watch the next iteration of the current session if nothing else watches it, and log the findings."""
     if not inspect.observers():
         explainer = Explainer(after=1, times=1, once=True)
         inspect.observe(explainer)
@@ -310,9 +310,9 @@ def watch_next_iteration() -> None:
 
 
 def explain_script(after: int, *, replay: bool) -> None:
-    """Call ``explain_overflows``, and say at the end of the script what has been found."""
+    """Call ``explain_overflows``, and print a summary at the end of the script."""
     explain_overflows(after, replay=replay)
     explainer = inspect.settings.observer
     assert isinstance(explainer, Explainer)
-    is_first = parent_process() is None  # not of processes that load data
+    is_first = parent_process() is None  # processes that load data print nothing
     Finalize(None, lambda: explainer.end_script(is_first), exitpriority=0)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``find_overflow``: a context that tells why the steps inside of it are skipped."""
+"""``find_overflow``: a context that reports why the steps inside it are skipped."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from apex_npu.debug.watching.opening import WatchingContext
 
 
 class find_overflow(WatchingContext):
-    """A context that finds out why the steps of the iterations inside of it are skipped.
+    """A context that finds out why the steps of the iterations inside it are skipped.
 
-    Every operator of forward and backward is looked at, which takes 1.2 to four times as long as the iteration alone;
-    what the iteration computes, and which steps are skipped, does not change. ``print(found)`` has for each cause the
-    operator, the module, the line of code, the reason, and what to do.
+    It examines every operator of forward and backward, which takes 1.2 to four times as long as the iteration alone.
+    It does not change the results of the iteration, nor which steps are skipped. ``print(found)`` shows for each cause
+    the operator, the module, the line of code, the reason and the remedy.
 
-    With ``replay=True`` nothing is watched as long as no step is skipped. Each forward of the models is kept until the
-    step: its arguments and the gradients of its outputs by reference, copies of buffers, and the states of torch's
-    random number generators. A step that is skipped is run again from these, without collectives, the hooks
-    of DistributedDataParallel, and accumulation, and is watched then; the report says whether the gradients are those
-    of the skipped step. What follows the models, such as a loss function, is not run again, unless it is a module that
-    is passed with them.
+    With ``replay=True`` it watches nothing as long as no step is skipped. It keeps each forward of the models until the
+    step: references to its arguments and to the gradients of its outputs, copies of buffers, and the states of torch's
+    random number generators. It runs a skipped step again from these and watches it then, without collectives, the
+    hooks of DistributedDataParallel, and accumulation. The report says whether the gradients are those of the skipped
+    step. Code after the models, such as a loss function, is not run again, unless it is a module that is passed with
+    them.
 
     Args:
-        models: Those whose modules and parameters are named; by default those that were passed to ``amp.initialize``.
-        replay: Watch skipped steps alone, while they are run again.
+        models: The models whose modules and parameters are named; by default those passed to ``amp.initialize``.
+        replay: Watch only skipped steps, while they are run again.
 
     Returns:
         From ``with``: an ``Overflows`` with ``causes``, ``parameters``, ``loss``, ``scale``, ``reports`` and
         ``to_json(path)``.
 
     Raises:
-        TypeError: One of ``models`` is no module.
+        TypeError: One of ``models`` is not a module.
         ValueError: No model is given, and amp has none; or another ``find_overflow`` is open.
-        RuntimeError: A CUDA graph is being captured, whose operators the host cannot look at; or ``replay=True`` before
-            ``amp.initialize``.
+        RuntimeError: A CUDA graph is being captured, whose operators the host cannot examine; or ``replay=True`` is
+            used before ``amp.initialize``.
 
     Example::
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``Finder``: of an iteration that is watched, why its gradients are not finite."""
+"""``Finder``: watches an iteration, and reports why its gradients are not finite."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ OF_STATIC_SCALE = (
     'loss_scale="dynamic" skips such steps, so that their cause is found; explain_overflows(replay=True), or --replay, '
     "finds it in the first of them"
 )
-# Each after its parameter.
+# Pairs of a parameter and its gradient.
 Gradients = list[tuple[Tensor, Tensor]]
 
 
 def present(optimizers: Any) -> Gradients:
-    """The gradients of ``optimizers`` that are there; see ``amp.inspect.gradients``."""
+    """Return the gradients of ``optimizers`` that are not None; see ``amp.inspect.gradients``."""
     return [(param, grad) for param, grad, _ in gradients(optimizers) if grad is not None]
 
 
@@ -44,12 +44,12 @@ class Finder(Observer):
 
     Attributes:
         found: The reports.
-        trail: What has seen the operators.
-        dynamic: The loss scale of the block moves.
+        trail: The record of the operators that were watched.
+        dynamic: Whether the loss scale of the block is dynamic.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        """Of ``models``, whose names the reports have."""
+        """Create a finder that names the modules and parameters of ``models`` in its reports."""
         self.found = Overflows()
         self._models = list(models)
         params = [p for model in models for p in model.parameters()]
@@ -61,11 +61,11 @@ class Finder(Observer):
         self.dynamic = False
 
     def attach(self) -> None:
-        """Begin."""
+        """Begin to watch."""
         self.trail.attach()
 
     def detach(self) -> None:
-        """End."""
+        """Stop watching."""
         self.trail.stream.detach()
 
     # ---- what amp calls --------------------------------------------------------------------------------------------
@@ -108,11 +108,11 @@ class Finder(Observer):
         if decider is not None:
             decider.scale_after, decider.skips_in_a_row = report.scale_after, report.skips_in_a_row
         for loss_id in {known.loss_id for known in self.found.reports if known.scale_after is None}:
-            if loss_id is not None:  # of blocks after the one that has decided
+            if loss_id is not None:  # this covers blocks after the deciding one
                 self._note_scale(loss_id, loss_scale(loss_id))
 
     def _note_scale(self, loss_id: int, scale: float) -> None:
-        """The last block of a loss has left ``scale``."""
+        """Record that the last block of a loss has left the loss scale at ``scale``."""
         known = next((known for known in reversed(self.found.reports) if known.loss_id == loss_id), None)
         if known is not None and known.scale_after is None and scale < known.scale:
             known.scale_after = scale
@@ -120,7 +120,7 @@ class Finder(Observer):
     # ---- what is found ---------------------------------------------------------------------------------------------
 
     def examine_rest(self, interrupted: bool) -> None:
-        """Make a report of what no block of amp has told of, where it has ``interrupted`` the iteration, too."""
+        """Make a report of what no block has reported, also if an exception has ``interrupted`` the iteration."""
         if not self.found.reports:
             self._examine_without_block()
         if interrupted and not self.found.causes:
@@ -134,7 +134,7 @@ class Finder(Observer):
             self.found.reports.append(report)
 
     def _examine_interrupted(self, report: OverflowReport) -> None:
-        """Make ``report`` of the last result that was not finite, where an exception came before the gradients."""
+        """Fill ``report`` from the last result that was not finite, if an exception came before the gradients."""
         told = max((known.operators for known in self.found.reports), default=0)
         last = [call for call in self.trail.bad[-1:] if call.index >= told]
         if last:
@@ -150,7 +150,7 @@ class Finder(Observer):
         return self.trail.names.of_tensor(source) or f"parameter {i} of shape {list(source.shape)}"
 
     def count(self, report: OverflowReport, gradients: Gradients) -> tuple[Gradients, Gradients]:
-        """Record in ``report`` which of ``gradients`` are not finite; return those that can be looked at, and these."""
+        """Record in ``report`` which of ``gradients`` are not finite; return the readable ones, and the bad ones."""
         present = [(source, local_part(grad)) for source, grad in gradients]
         grads = [(source, grad) for source, grad in present if is_measurable(grad)]
         ranges = self.trail.ranges.of([grad for _, grad in grads])
@@ -161,19 +161,19 @@ class Finder(Observer):
         return grads, bad
 
     def _advised(self, cause: Finding) -> Finding:
-        """``cause``, weights that are not finite, with what is known of the step that wrote them."""
+        """Add to ``cause``, weights that are not finite, what is known of the step that wrote them."""
         eps = _vanished_eps()
         if eps or self._loss is None or self.dynamic:
             return replace(cause, advice=eps + cause.advice)
         return replace(cause, advice=OF_STATIC_SCALE)
 
     def examine(self, report: OverflowReport, results: Sequence[Tensor], gradients: Gradients) -> None:
-        """Make ``report`` of ``gradients``, and of what forward ends with, as with the loss."""
+        """Fill ``report`` from ``gradients`` and from ``results``, the final results of forward such as the loss."""
         trail, overflows = self.trail, self.trail.overflows
         grads, bad = self.count(report, gradients)
         bad_results = [result for result in results if result.numel() and trail.ranges.reach(result)]
         starts = bad_results or [grad for _, grad in bad]
-        if overflows.saturates:  # where what has overflowed is finite
+        if overflows.saturates:  # overflowed values are finite there
             starts = [*results, *(grad for _, grad in grads)]
         targets = list(dict.fromkeys(call for tensor in starts for call in trail.bad_writers(tensor)))
         scale = Scale(report.scale, self.dynamic)
@@ -202,7 +202,7 @@ class Finder(Observer):
 
 
 def _vanished_eps() -> str:
-    """Of an optimizer whose eps the dtype of its parameters rounds to 0: the beginning of an advice; or empty."""
+    """Return the begin of an advice if an optimizer's eps is 0 in the dtype of its parameters, or an empty string."""
     for optimizer in optimizers():
         for group in optimizer.param_groups:
             dtypes = {p.dtype for p in group["params"] if p.dtype in LOW_PRECISION}
@@ -216,7 +216,7 @@ def _vanished_eps() -> str:
 
 
 def _of_average(cause: Finding) -> Finding:
-    """``cause``, or where it is about a gradient that DistributedDataParallel has written: that of another process."""
+    """Return ``cause``, or a cause of kind ``"ranks"`` if DistributedDataParallel has written its gradient."""
     if cause.phase != "block" or cause.file is not None or cause.kind not in ("data", "written"):
         return cause
     why, advice = OF_ANOTHER_PROCESS

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``Forwards``: what models are called with, kept so that they can be called once more with the same result."""
+"""``Forwards``: keeps the inputs of models, so that they can be called again with the same result."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ logger = logging.getLogger("apex_npu.debug")
 
 
 class Forward:
-    """One call of a model: its arguments and what else its result depends on.
+    """One call of a model: its arguments and all else that its result depends on.
 
     Attributes:
-        place: The line that has called it.
-        number: How many calls came before it.
+        place: The line that has called the model.
+        number: The number of calls before this one.
     """
 
     def __init__(self, module: nn.Module, given: Any, place: Place | None, number: int) -> None:
-        """The call of ``module`` with ``given`` begins."""
+        """Keep the call of ``module`` with ``given``, which begins now."""
         self.place, self.number = place, number
         self._module = module
         self._given = tree_map(lambda leaf: leaf, given)  # in containers of its own
@@ -53,7 +53,7 @@ class Forward:
         self._handles: list[Any] = []
 
     def why_not(self) -> str | None:
-        """Why to call it again would change something, or not be what it was; None: it can be called."""
+        """Return why another call would change state or give another result; None if the call can be repeated."""
         if self._state is None:
             return "another optimizer has stepped with its gradients"
         if self._is_differentiated:
@@ -67,10 +67,10 @@ class Forward:
         return f"its forward may write {self._written}: of these no copies are kept" if self._written else None
 
     def ended(self, outputs: Sequence[Tensor], arrived: Callable[[Forward, int, Tensor], None]) -> None:
-        """It has returned ``outputs``; ``arrived`` is called with their gradients, each with its number."""
+        """Note the returned ``outputs``; backward then calls ``arrived`` with each output's index and gradient."""
         if self._attributes is not None:
             self._written = self._attributes.written()
-            self._attributes = None  # results of forward may be among them
+            self._attributes = None  # they may include results of forward
 
         def note(i: int, gradient: Tensor | None) -> None:
             self._is_differentiated |= torch.is_grad_enabled()
@@ -82,17 +82,17 @@ class Forward:
             self._handles.append(output.register_hook(unserializable_hook(hook)))
 
     def release(self) -> None:
-        """Keep nothing any longer: what refers to it may live on."""
+        """Release all that is kept, as other objects may refer to this one for longer."""
         for handle in self._handles:
             handle.remove()
         self._given, self._state, self._attributes, self._versions, self._handles = None, None, None, [], []
 
     @contextmanager
     def as_it_was(self) -> Iterator[tuple[Callable[[], Any], list[Tensor]]]:
-        """Give random numbers, buffers and autocast as they were before it; afterwards all is as it is now.
+        """Restore random numbers, buffers and autocast as before the call; afterwards the present state returns.
 
         Returns:
-            From ``with``: what calls the model, and the arguments that require a gradient.
+            From ``with``: a function that calls the model, and the arguments that require a gradient.
         """
         inputs: list[Tensor] = []
 
@@ -124,10 +124,10 @@ class Forward:
 
 @contextmanager
 def _unwritten(params: Sequence[Tensor]) -> Iterator[None]:
-    """Parameters have the memory and the values after the block that they had before.
+    """Restore the memory and the values of parameters after the block.
 
     Raises:
-        NotReplayedError: One was written.
+        NotReplayedError: A parameter was written.
     """
     known = [(param, param.data, param.detach().clone()) for param in params]
     written: list[Tensor] = []
@@ -145,13 +145,13 @@ def _unwritten(params: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _autocast_of(device_types: Iterable[str]) -> dict[str, tuple[torch.dtype, bool, bool]]:
-    """The dtype of autocast, whether it is on, and whether it caches weights."""
+    """Return for each device type autocast's dtype, whether it is on, and whether it caches weights."""
     caches = torch.is_autocast_cache_enabled()
     return {kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), caches) for kind in device_types}
 
 
 class _Hook:
-    """A hook of a module that belongs to that module alone: its copies and pickles have none."""
+    """A hook that belongs to one module only: copies and pickles of the module have an inactive one."""
 
     def __init__(self, call: Callable[..., None] | None = None) -> None:
         self._call = call
@@ -165,17 +165,17 @@ class _Hook:
 
 
 class Forwards:
-    """Keeps what models are called with, for as long as the graph of what they have returned lives.
+    """A store of the inputs of models, kept for as long as the graph of their outputs lives.
 
     Attributes:
-        failed: Why calls cannot be kept; None: they can.
+        failed: Why calls cannot be kept; None if they can.
     """
 
     def __init__(self, gradient_arrived: Callable[[Forward, int, Tensor], None]) -> None:
-        """Of no model so far.
+        """Create a store that follows no model yet.
 
         Args:
-            gradient_arrived: Is called in backward, with the number of the output and its gradient.
+            gradient_arrived: A function that backward calls with the forward, the index of the output and its gradient.
         """
         self._gradient_arrived = gradient_arrived
         self._hooks: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
@@ -186,7 +186,7 @@ class Forwards:
 
     @property
     def models(self) -> list[nn.Module]:
-        """Those whose calls are kept, as long as they are there."""
+        """The models whose calls are kept; a model that no longer exists is left out."""
         return list(self._hooks)
 
     def follow(self, given: Sequence[nn.Module]) -> None:
@@ -203,7 +203,7 @@ class Forwards:
             ]
 
     def end(self) -> None:
-        """Keep no calls."""
+        """Stop keeping calls, and release those that are kept."""
         for hook in [hook for hooks in self._hooks.values() for hook in hooks]:
             hook.remove()
         for forward in list(self._kept):
@@ -212,12 +212,12 @@ class Forwards:
         self.close_interrupted()
 
     def close_interrupted(self) -> None:
-        """No forward runs in this thread: those that are open were interrupted, after which no hook is called."""
+        """Forget the open forwards of this thread: they were interrupted, so that their hooks are never called."""
         self._open.modules = []
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Keep no calls of this thread."""
+        """Keep no calls of this thread within the block."""
         self.close_interrupted()
         self._open.paused = True
         try:
@@ -230,7 +230,7 @@ class Forwards:
         forward = None
         is_outermost = not outer and module in self._hooks and self.failed is None
         if is_outermost and not hasattr(self._open, "paused") and torch.is_grad_enabled() and not is_capturing():
-            place = calling_line(3)  # past the hook, and what torch calls it by
+            place = calling_line(3)  # past the hook and torch's code that calls it
             try:
                 number = next(self._numbers)
                 forward = Forward(module, (args, kwargs), place if isinstance(place, Place) else None, number)
@@ -243,7 +243,7 @@ class Forwards:
     def _forward_ended(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         outer = vars(self._open).get("modules", [])
         forward = None
-        while outer:  # those inside of it that an exception has ended
+        while outer:  # also forwards inside it that an exception has ended
             begun, forward = outer.pop()
             if begun is module:
                 break
@@ -252,5 +252,5 @@ class Forwards:
 
 
 def outputs_of(returned: Any) -> list[Tensor]:
-    """The tensors that a model has ``returned``, and that backward passes gradients to."""
+    """Return the tensors in ``returned`` that backward passes gradients to."""
     return [tensor for tensor in every_tensor(returned) if tensor.grad_fn is not None]

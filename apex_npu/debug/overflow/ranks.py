@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a process says of a skipped step whose cause is on another: through the store at which they have met."""
+"""``Ranks``: exchanges the explanations of a skipped step between processes, through their rendezvous store."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _INTERVAL_SECONDS = 0.05
 
 
 class Explanation(NamedTuple):
-    """What is said of a skipped step; empty where nothing is.
+    """The explanation of a skipped step.
 
     Attributes:
-        text: The tables.
-        is_cause: They have a cause that says where to look, of this process or another.
+        text: The tables; empty if there are none.
+        is_cause: Whether the tables have a cause that says where to look, in this process or another.
     """
 
     text: str
@@ -33,16 +33,16 @@ class Explanation(NamedTuple):
 
 
 class Ranks:
-    """Tells the tables of this process to the others, and theirs to those who have no cause of their own.
+    """An exchange of tables: each process sends its own, and a process without a cause of its own reads the others'.
 
-    No collective is involved: a process that does not watch is waited for in vain, once, for ten seconds.
+    No collective is involved. If no other process answers within ten seconds, they are not asked again.
     """
 
     def __init__(self) -> None:
         self._asks = True
 
     def explain(self, skip: StepReport, reports: Sequence[OverflowReport]) -> Explanation:
-        """What is to be said of the skipped step: the own tables, or those of the processes with a cause."""
+        """Explain the skipped step by the own tables, or by those of the processes with a cause."""
         own = "\n\n".join(str(report) for report in reports if report.overflowed or report.notes)
         causes = [cause for report in reports for cause in report.causes]
         is_cause = any(
@@ -51,7 +51,7 @@ class Ranks:
         store = self._store()
         if store is None:
             return Explanation(own, is_cause)
-        # Skips are agreed on: every process has counted as many, and those that watch have explained as many.
+        # Skips are agreed on: every process has counted the same number, and all that watch have explained the same.
         key = f"{store.add(str(dist.get_rank()), 1)}/{skip.loss_id}/{skip.skipped_steps}"
         if any(cause.kind != "ranks" for cause in causes):
             store.set(f"{key}/{dist.get_rank()}", f"{int(is_cause)}{own}"[:_LENGTH])

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``Replayer``: runs a skipped step once more, from what its forwards were called with, and watches it then."""
+"""``Replayer``: runs a skipped step again from the inputs of its forwards, and watches it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from apex_npu.debug.watching.stream import Stream
 from apex_npu.debug.watching.trail import GIVEN
 from apex_npu.fusion.shards import local_part
 
-# Gradients may be accumulated over as many blocks.
+# The maximum number of blocks over which gradients may be accumulated.
 _MOST_BLOCKS = 256
 NO_FORWARD = (
     "no forward was seen whose outputs have got gradients in the block. What is kept are calls of the model itself, "
@@ -38,7 +38,7 @@ NO_FORWARD = (
 
 
 class Run(NamedTuple):
-    """One forward of a block, and the gradients that backward has passed to its outputs, by their number."""
+    """One forward of a block, and the gradients that backward has passed to its outputs, by output index."""
 
     forward: Forward
     gradients: dict[int, Tensor]
@@ -49,13 +49,13 @@ class Block:
     """A ``scale_loss`` block whose gradients no step has taken yet.
 
     Attributes:
-        loss_id: Its arguments.
-        loss: Likewise, without its graph.
-        optimizers: Likewise.
+        loss_id: The block's ``loss_id``.
+        loss: The block's loss, without its graph.
+        optimizers: The block's optimizers.
         scale: The loss scale.
-        dynamic: It moves.
-        params: What backward gives gradients to, and what the optimizers step for each.
-        runs: In the order of backward.
+        dynamic: Whether the loss scale is dynamic.
+        params: Pairs of a tensor that backward gives a gradient to, and the tensor that the optimizer steps for it.
+        runs: The forwards, in the order of backward.
     """
 
     loss_id: int
@@ -68,12 +68,12 @@ class Block:
     _left: tuple[Tensor, int] | None = None
 
     def note_gradients(self) -> None:
-        """Its gradients are complete."""
+        """Remember the gradients of the block, which are complete."""
         first = next((grad for grad in self._gradients() if grad is not None), None)
         self._left = None if first is None else (first, first._version)
 
     def is_cleared(self) -> bool:
-        """Whether its gradients have been dropped or written since, as by ``zero_grad``."""
+        """Return whether the block's gradients have been dropped or written since, as by ``zero_grad``."""
         left = self._left
         return left is None or left[0]._version != left[1] or all(grad is not left[0] for grad in self._gradients())
 
@@ -82,14 +82,14 @@ class Block:
 
 
 class Replayer(Observer):
-    """An observer of amp that keeps what the forwards since the last step were called with, and runs them again.
+    """An observer of amp that keeps the inputs of the forwards since the last step, and runs these again.
 
     Attributes:
-        found: The reports of skipped steps, where it is told of these itself.
+        found: The reports of the skipped steps that ``step_skipped`` has been called for.
     """
 
     def __init__(self, models: Sequence[nn.Module] = ()) -> None:
-        """Of ``models`` once it is attached."""
+        """Create a replayer that keeps the forwards of ``models`` once it is attached."""
         self.found = Overflows("no step was skipped while this was open")
         self._models = models
         self._forwards = Forwards(self._gradient_arrived)
@@ -109,11 +109,11 @@ class Replayer(Observer):
             at_end(lambda: replayer.detach() if (replayer := known()) is not None else None)
 
     def attach(self) -> None:
-        """Begin."""
+        """Begin to keep forwards."""
         self.follow(self._models)
 
     def detach(self) -> None:
-        """Keep nothing."""
+        """Stop keeping forwards, and release all that is kept."""
         self._forwards.end()
         self._pending, self._block, self._taken = [], None, None
         if self._hook is not None:
@@ -156,13 +156,13 @@ class Replayer(Observer):
         return [block for block in self._pending if any(one is o for one in block.optimizers for o in optimizers)]
 
     def _drop(self, optimizers: Sequence[Optimizer]) -> list[Block]:
-        """Keep no blocks of ``optimizers``; returns those that were kept."""
+        """Remove the blocks of ``optimizers`` from those that are kept, and return them."""
         theirs = self._of(optimizers)
         self._pending = [block for block in self._pending if block not in theirs]
         return theirs
 
     def release(self, blocks: Sequence[Block]) -> None:
-        """Keep nothing of ``blocks``."""
+        """Release all that is kept of ``blocks``."""
         self._pending = [block for block in self._pending if block not in blocks]
         for block in blocks:
             for run in block.runs:
@@ -174,10 +174,10 @@ class Replayer(Observer):
         self.found.reports += self.explain(self.take(report) or [], report)
 
     def take(self, skip: StepReport) -> list[Block] | None:
-        """The blocks whose gradients the skipped step was to take, which are not kept any longer.
+        """Remove and return the blocks whose gradients the skipped step would have taken.
 
         Returns:
-            None where another optimizer of these blocks has skipped its step before, and they have been taken then.
+            The blocks; None if they were taken when another optimizer of theirs skipped its step.
         """
         blocks = self._drop([o for block in self._pending if block.loss_id == skip.loss_id for o in block.optimizers])
         which = skip.loss_id, skip.scale_before, skip.scale_after
@@ -187,12 +187,12 @@ class Replayer(Observer):
         return blocks
 
     def explain_pending(self, optimizers: Any) -> list[OverflowReport]:
-        """``explain`` the blocks whose gradients the next step of ``optimizers`` will take, though they are bad."""
+        """Call ``explain`` for the blocks whose bad gradients the next step of ``optimizers`` will still take."""
         blocks = self._drop(stepped(optimizers))
         return self.explain(blocks, StepReport(True, None, None, None, 0, 0)) if blocks else []
 
     def explain(self, blocks: Sequence[Block], skip: StepReport) -> list[OverflowReport]:
-        """Run the forwards and backwards of the ``blocks`` of a skipped step again; a report for each of them."""
+        """Run the forwards and backwards of the ``blocks`` of a skipped step again; return a report for each block."""
         reports = [OverflowReport(loss_id=block.loss_id, scale=block.scale) for block in blocks]
         totals: dict[Tensor, Tensor] = {}
         with torch.no_grad(), Stream.none_watches(), without_modes():
@@ -249,7 +249,7 @@ class Replayer(Observer):
         report.causes = _of_one_forward(causes) or [_of_sum(name) for name in list(report.parameters)[:1]]
 
     def _run(self, block: Block, run: Run, found: OverflowReport) -> tuple[Finder, Gradients]:
-        """Run one forward and its backward again, with ``found`` as what is found; returns the gradients, too."""
+        """Run one forward and its backward again, and fill ``found``; return the finder and the gradients."""
         sources = [source for source, _ in block.params if source.requires_grad]
         with run.forward.as_it_was() as (call, inputs), self._forwards.paused():
             finder = Finder(self._forwards.models)
@@ -284,9 +284,9 @@ def _reason(error: Exception) -> str:
 
 
 def _of_one_forward(causes: Sequence[tuple[int, Finding]]) -> list[Finding]:
-    """Those that the others follow from: of the first forward, or else of the first backward.
+    """Return the causes of the first bad forward, or else of the first bad backward; the others follow from them.
 
-    What an earlier model returns is an argument of a later one, whose backward comes before.
+    The outputs of an earlier model are arguments of a later one, whose backward runs first.
     """
     forward = [(number, cause) for number, cause in causes if cause.phase == "forward"]
     named = [(number, cause) for number, cause in causes if cause.operator != "none"]
@@ -295,10 +295,10 @@ def _of_one_forward(causes: Sequence[tuple[int, Finding]]) -> list[Finding]:
 
 
 def _begin_backward(outputs: Sequence[Tensor], run: Run) -> list[tuple[Tensor, Tensor]]:
-    """The outputs that backward begins at, and their gradients.
+    """Return the outputs where backward begins, and their gradients.
 
-    Those that others are computed from, as logits that a loss is computed from, get theirs on the way, and what the
-    script has added to it.
+    An output that others are computed from, such as logits of a loss, receives its gradient during backward. A hook
+    then replaces it with the recorded one, which includes what the script has added.
     """
     if max(run.gradients) >= len(outputs):
         raise NotReplayedError("the model returns other outputs than it did")
@@ -360,7 +360,7 @@ def _of_sum(parameter: str) -> Finding:
 
 
 def _compared(blocks: Sequence[Block], totals: dict[Tensor, Tensor]) -> tuple[str, bool]:
-    """What is to be said of the gradients beside those that the skipped step has left; whether they tell its cause."""
+    """Compare the gradients with those of the skipped step; return a note, and whether they reproduce its cause."""
     is_same, is_bad_alike, is_told, bad = True, True, False, 0
     left = {param: (grad, block.scale) for block in blocks for param, grad, _ in gradients(block.optimizers)}
     for param, (grad, scale) in left.items():

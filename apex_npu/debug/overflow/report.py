@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What was found, as objects, as a table and as JSON."""
+"""``Overflows``: the findings as objects, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _DETAILS = ("kind", "phase", "module", "operator", "file", "line", "tensor")
 
 @dataclass
 class OverflowReport:
-    """What was found in one ``scale_loss`` block, or in an iteration without any.
+    """The findings in one ``scale_loss`` block, or in an iteration without blocks.
 
     Attributes:
-        loss_id: Of the block; None without amp.
-        loss: The value of the loss; None without amp, and where it has more than one element.
-        scale: What it was multiplied with.
-        scale_after: The loss scale after the block, where it has shrunk; None where it has not, or not yet.
-        skips_in_a_row: How many steps have been skipped one after the other with the one that this block has decided;
-            None where another block has, or where it was not skipped, or not called yet.
-        gradients: How many gradients there are.
-        parameters: The names of those that are not finite, each with how many of their elements are nan and inf.
-        causes: Why; the most telling cause first. Empty where nothing has overflowed.
-        operators: How many operators were looked at.
-        not_measured: Why results of operators were not, and how often.
-        notes: What else is to be known.
-        reproduced: False: the step was run again, and gradients were not finite in other places than in the step
-            itself, so that its cause may be another one. None: it was not run again.
+        loss_id: The ``loss_id`` of the block; None without amp.
+        loss: The value of the loss; None without amp, and if the loss has more than one element.
+        scale: The factor that the loss was multiplied with.
+        scale_after: The loss scale after the block if it has shrunk; None if it has not, or not yet.
+        skips_in_a_row: The number of consecutive skipped steps up to the one that this block has decided. None if
+            another block has decided it, or if the step was not skipped or not called yet.
+        gradients: The number of gradients.
+        parameters: The names of the parameters whose gradients are not finite → the numbers of nan and inf elements.
+        causes: The causes, the most informative first; empty if nothing has overflowed.
+        operators: The number of operators that were examined.
+        not_measured: The reasons why results of operators were not measured, with the number of results.
+        notes: Further remarks.
+        reproduced: True if a replay of the step reproduced it. False if gradients were not finite in other places, so
+            that the cause may differ. None if the step was not replayed.
     """
 
     loss_id: int | None = None
@@ -57,11 +57,11 @@ class OverflowReport:
 
     @property
     def overflowed(self) -> bool:
-        """The loss, or a gradient, is not finite."""
+        """Whether the loss or a gradient is not finite."""
         return bool(self.causes or self.parameters)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return the attributes as plain values, for JSON."""
         return {**vars(self), "causes": [cause.as_dict() for cause in self.causes]}
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ class OverflowReport:
         return fitted("\n".join([*lines, *self.notes]), _WIDTH)
 
     def identity(self) -> list[tuple[Any, ...]]:
-        """What reports of one cause have in common."""
+        """Return a key that is equal for reports of the same causes."""
         return [tuple(getattr(cause, name) for name in _DETAILS) for cause in self.causes]
 
     def _gradients(self) -> str:
@@ -139,30 +139,30 @@ def _lines_of(cause: Finding) -> list[str]:
 
 
 class Overflows:
-    """What ``find_overflow`` has found: a report for each ``scale_loss`` block.
+    """The result of ``find_overflow``: a report for each ``scale_loss`` block.
 
     Attributes:
-        reports: In the order of the blocks; without amp one for the whole iteration.
+        reports: The reports in the order of the blocks; without amp, one report for the whole iteration.
     """
 
     def __init__(self, nothing: str = "nothing was seen: no scale_loss block, and no gradient") -> None:
-        """No reports so far, of which ``nothing`` is printed."""
+        """Create an empty result, which prints as ``nothing``."""
         self.reports: list[OverflowReport] = []
         self._nothing = nothing
 
     def _told(self) -> OverflowReport | None:
-        """The first report of an overflow, or else the last."""
+        """Return the first report of an overflow, or else the last report."""
         overflowed = (report for report in self.reports if report.overflowed)
         return next(overflowed, self.reports[-1] if self.reports else None)
 
     @property
     def causes(self) -> list[Finding]:
-        """Those of all blocks; empty where nothing has overflowed."""
+        """The causes in all blocks; empty if nothing has overflowed."""
         return [cause for report in self.reports for cause in report.causes]
 
     @property
     def parameters(self) -> dict[str, tuple[int, int]]:
-        """The gradients that are not finite in any block: name → how many elements are nan, and inf."""
+        """The gradients that are not finite in any block: name → numbers of nan and inf elements."""
         return {name: counts for report in self.reports for name, counts in report.parameters.items()}
 
     @property
@@ -173,18 +173,18 @@ class Overflows:
 
     @property
     def scale(self) -> float | None:
-        """Its loss scale."""
+        """The loss scale of the first block that has overflowed, or else of the last."""
         told = self._told()
         return None if told is None else told.scale
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The reports as JSON, with inf and nan as strings.
+        """Return the reports as JSON, with inf and nan as strings.
 
         Args:
-            path: A file to write it to as well.
+            path: A file to which the JSON is also written; None for no file.
 
         Returns:
-            The text.
+            The JSON text.
         """
         text = json.dumps({"format": 1, "reports": [_plain(report.as_dict()) for report in self.reports]}, indent=2)
         if path is not None:
@@ -199,7 +199,7 @@ class Overflows:
 
 
 def _without_repetitions(reports: Sequence[OverflowReport]) -> Iterator[str]:
-    """The tables; of those that follow each other with the same causes the first, and how many there are."""
+    """Yield the tables; consecutive ones with the same causes are shown as the first table and a count."""
     for _, alike in groupby(reports, lambda report: (report.identity(), report.notes) if report.causes else id(report)):
         first, *others = alike
         blocks = f"the same cause{'s' * (len(first.causes) > 1)} in {count(len(others), 'block')} after it"
@@ -219,5 +219,5 @@ def _plain(value: Any) -> Any:
 
 
 def note_of_dropped(count: int) -> str:
-    """Said where more calls than are kept have had results that are not finite."""
+    """Return a note for the case that more calls had results that are not finite than are kept."""
     return f"{count} more operators after the first {KEPT_BAD} had results that are not finite"
