@@ -1,3 +1,3 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``gradient_range``: gradients against the range of float16."""
+"""``gradient_range``: compares gradients with the range of float16."""

@@ -31,8 +31,8 @@ from apex_npu.ops import LOW_PRECISION
 class _Probe(Observer):
     """An observer of amp that measures the gradients of one block at its scale and at a larger one.
 
-    They are computed besides: nothing accumulates them, and the block finds everything as it was. Where autograd cannot
-    compute them besides, those that the block leaves are measured.
+    It computes them separately: they are not accumulated, and the state of the block does not change. If autograd
+    cannot compute them separately, it measures the gradients that the block leaves.
     """
 
     def __init__(self, found: GradientRange, optimizer: Optimizer, factor: float) -> None:
@@ -43,7 +43,7 @@ class _Probe(Observer):
         ours = any(one is self._optimizer for one in stepped(optimizers))
         self._measures_end = False
         if ours and loss.requires_grad and not self._found.parameters:
-            # Checkpoints call forwards once more, which no one is to watch.
+            # Checkpoints call forwards again, which must not be watched.
             with KeptState(models(), [loss.device]).put_back(), Stream.none_watches():
                 self._measure(loss, scale)
 
@@ -101,7 +101,7 @@ def _overflowed(grad: Tensor) -> bool:
 
 
 def _fill(found: GradientRange, grads: Sequence[tuple[Tensor, Tensor]], scale: float, factor: float) -> None:
-    """Take the gradients of parameters in; they are unscaled by ``factor``."""
+    """Add the gradients of parameters to ``found``, unscaled by ``factor``."""
     name_of = names_of()
     found.scale = scale
     counts = exponent_census([grad for _, grad in grads], factor)
@@ -119,20 +119,20 @@ def gradient_range(optimizer: Optimizer) -> GradientRange: ...
 @overload
 def gradient_range(optimizer: Optimizer, probe: float) -> Any: ...
 def gradient_range(optimizer: Optimizer, probe: float | None = None) -> Any:
-    """Measure the range of the gradients of ``optimizer``: what float16 loses of them, and which loss scale would do.
+    """Measure the range of the gradients of ``optimizer``: what float16 loses of them, and which loss scale suffices.
 
-    Call it after a ``scale_loss`` block, before the step and before ``zero_grad``. One pass over the gradients, which
-    are counted on the host; they do not change.
+    Call it after a ``scale_loss`` block, before the step and before ``zero_grad``. It takes one pass over the gradients
+    and counts them on the host; they do not change.
 
-    With ``probe`` it is a context for one iteration. In its first block of ``optimizer`` gradients are computed twice
-    more, at the loss scale and at ``probe`` times the loss scale. What is zero at the first and not at the second is
-    *lost*: that alone tells underflow from zeros that are true, as of weights which this batch does not reach. The
-    iteration itself is as without it; hooks of tensors are called for each backward. Where the larger scale overflows,
-    it is not known what is lost.
+    With ``probe`` it is a context for one iteration. In the first block of ``optimizer`` it computes gradients twice
+    more, at the loss scale and at ``probe`` times the loss scale. Elements that are zero at the first and not at the
+    second are *lost*. Only this separates underflow from true zeros, such as those of weights that the batch does not
+    reach. The results of the iteration do not change; hooks of tensors are called for each backward. If the larger
+    scale overflows, the lost elements are unknown.
 
     Args:
-        optimizer: One that was passed to ``amp.initialize``.
-        probe: How many times the loss scale to try, more than 1; 2**8 is a good choice. None: do not.
+        optimizer: An optimizer that was passed to ``amp.initialize``.
+        probe: The factor on the loss scale to try, larger than 1; 2**8 is a good choice. None tries no other scale.
 
     Returns:
         A ``GradientRange``, or with ``probe`` a context that yields one.
@@ -164,7 +164,7 @@ def gradient_range(optimizer: Optimizer, probe: float | None = None) -> Any:
 
 
 def _dtype_of(policy: Policy) -> torch.dtype:
-    """What models of ``policy`` compute gradients in, for most of them."""
+    """Return the dtype in which models of ``policy`` compute most of their gradients."""
     return policy.autocast_dtype if policy.patch_torch_functions else policy.cast_model_type or torch.float32
 
 

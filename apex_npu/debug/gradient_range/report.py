@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``GradientRange``: binary exponents of gradients against the range of a dtype, as a table, a picture and advice."""
+"""``GradientRange``: compares exponents of gradients with the range of a dtype, as a table, a picture and advice."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 from apex_npu.debug.gradient_range.census import BIAS, FIRST, NONFINITE, ZERO, Counts
 from apex_npu.debug.text import aligned, fitted, listed, name_of, new_figure
 
-# How many of the elements that are not zero may lose bits.
+# The share of the elements that are not zero that may lose bits.
 _ACCEPTED = 0.01
-# Above the smallest scale: gradients of other batches are smaller.
+# Binades above the smallest scale, as gradients of other batches are smaller.
 _MARGIN = 2
 _ROWS = 14
 _NAMED = 5
@@ -27,25 +27,25 @@ class ParameterRange:
     """The range of the elements of a gradient, or of several.
 
     Attributes:
-        name: Of the parameter.
-        counts: int64, (256,): how many elements have each binary exponent, as ``exponent_census`` counts them.
-        scale_exponent: The present loss scale is two to the power of this.
-        lost: How many elements are zero at this scale, and not at a larger one; None: that was not tried, or the larger
-            scale has overflowed.
-        lost_counts: Of those that are known to be lost, ``counts`` as measured at the larger scale.
-        dtype: What gradients are computed in.
+        name: The name of the parameter.
+        counts: The number of elements with each binary exponent, as in ``exponent_census``; int64, (256,).
+        scale_exponent: The exponent of two of the present loss scale.
+        lost: The number of elements that are zero at this scale, and not at a larger one. None if no larger scale was
+            tried, or if it has overflowed.
+        lost_counts: The ``counts`` of the elements known to be lost, measured at the larger scale.
+        dtype: The dtype in which gradients are computed.
     """
 
     def __init__(self, name: str, counts: Counts, scale_exponent: int, dtype: torch.dtype = torch.float16) -> None:
-        """Nothing is known to be lost; see the attributes."""
+        """Set the attributes; no elements are known to be lost."""
         self.name, self.counts, self.scale_exponent, self.dtype = name, counts, scale_exponent, dtype
         self.lost: int | None = None
         self.lost_counts: Counts = np.zeros_like(counts)
 
     def set_lost(self, counts: Counts) -> None:
-        """Of elements that are zero at this scale, and have these exponents at a larger one."""
+        """Set the ``counts`` of elements that are zero at this scale, as measured at a larger one."""
         info = torch.finfo(self.dtype)
-        # The sum of many that were rounded to zero can be larger than each of them.
+        # The sum of many elements that were rounded to zero can be larger than each of them.
         limit = _column(exponent_of(info.smallest_normal) + exponent_of(info.eps) - 1 - self.scale_exponent)
         self.lost_counts = counts.copy()
         self.lost_counts[limit:] = 0
@@ -54,41 +54,41 @@ class ParameterRange:
 
     @property
     def elements(self) -> int:
-        """How many there are."""
+        """The number of elements."""
         return int(self.counts.sum())
 
     @property
     def zeros(self) -> int:
-        """How many are zero."""
+        """The number of elements that are zero."""
         return int(self.counts[ZERO])
 
     @property
     def nonfinite(self) -> int:
-        """How many are inf or nan."""
+        """The number of elements that are inf or nan."""
         return int(self.counts[NONFINITE])
 
     @property
     def nonzero(self) -> int:
-        """How many are finite, and not zero."""
+        """The number of elements that are finite and not zero."""
         return int(self.counts[FIRST:NONFINITE].sum())
 
     @property
     def true_nonzero(self) -> int:
-        """``nonzero``, and those that are known to be lost."""
+        """The number of elements that are ``nonzero`` or known to be lost."""
         return self.nonzero + int(self.lost_counts.sum())
 
     @property
     def lossy(self) -> int:
-        """How many are not zero, and so small at the present loss scale that ``dtype`` has fewer bits for them."""
+        """The number of nonzero elements so small at the present loss scale that ``dtype`` has fewer bits for them."""
         return int(self.counts[FIRST : self._limit(self.scale_exponent)].sum())
 
     @property
     def normal(self) -> int:
-        """How many ``dtype`` holds with all its bits."""
+        """The number of nonzero elements that ``dtype`` holds with all its bits."""
         return self.nonzero - self.lossy
 
     def lossy_at(self, exponent: int) -> int:
-        """How many would be lossy, or lost, at a loss scale of two to the power of ``exponent``."""
+        """Return how many elements would be lossy or lost at a loss scale of two to the power of ``exponent``."""
         return int((self.counts + self.lost_counts)[FIRST : self._limit(exponent)].sum())
 
     def _limit(self, exponent: int) -> int:
@@ -96,13 +96,13 @@ class ParameterRange:
 
     @property
     def largest(self) -> int | None:
-        """The exponent of the largest unscaled magnitude; None: there is none but zero."""
+        """The exponent of the largest unscaled magnitude; None if all are zero."""
         present = np.flatnonzero(self.counts[FIRST:NONFINITE])
         return int(present[-1]) + FIRST - BIAS if present.size else None
 
     @property
     def smallest_scale(self) -> int | None:
-        """The exponent of the smallest loss scale at which no more than 1 % of ``true_nonzero`` are lossy, or lost."""
+        """The exponent of the smallest loss scale at which at most 1 % of ``true_nonzero`` are lossy or lost."""
         below = np.cumsum((self.counts + self.lost_counts)[FIRST:NONFINITE])
         if not self.true_nonzero:
             return None
@@ -116,22 +116,22 @@ class ParameterRange:
 
 
 class GradientRange:
-    """What ``gradient_range`` has found: ``print`` it, or ask for a parameter by its name.
+    """The result of ``gradient_range``: ``print`` it, or index it with the name of a parameter.
 
     Attributes:
-        optimizer: The name of its class.
-        level: Its ``opt_level``.
-        dtype: What its gradients are computed in.
+        optimizer: The name of the optimizer's class.
+        level: The ``opt_level``.
+        dtype: The dtype in which gradients are computed.
         scale: The loss scale.
-        parameters: Name → ``ParameterRange``.
-        probe: How many times larger a scale was tried; None: none.
-        notes: What else is to be known.
+        parameters: A dict from name to ``ParameterRange``.
+        probe: The factor to the larger scale that was tried; None if none was.
+        notes: Further remarks.
     """
 
     def __init__(
         self, optimizer: str, level: str, probe: float | None = None, dtype: torch.dtype = torch.float16
     ) -> None:
-        """Without parameters."""
+        """Create a result without parameters."""
         self.optimizer, self.level, self.probe, self.dtype = optimizer, level, probe, dtype
         self.scale = 1.0
         self.parameters: dict[str, ParameterRange] = {}
@@ -146,7 +146,7 @@ class GradientRange:
 
     @property
     def total(self) -> ParameterRange:
-        """All of them together."""
+        """The range of all parameters together."""
         every = list(self.parameters.values())
         total = ParameterRange("all", np.zeros(256, np.int64), exponent_of(self.scale), self.dtype)
         for one in every:
@@ -158,16 +158,16 @@ class GradientRange:
 
     @property
     def unknown(self) -> list[str]:
-        """The names of parameters of which it is not known what is lost."""
+        """The names of the parameters whose lost elements are unknown."""
         return [one.name for one in self.parameters.values() if one.lost is None]
 
     @property
     def advice(self) -> str:
-        """Which loss scale would do."""
+        """The advice which loss scale suffices."""
         return advice_of(self)
 
     def shares(self) -> dict[str, float]:
-        """For ``scalars``: which part is zero, lossy, not finite, and, where that is known of all, lost."""
+        """Return for ``scalars`` the shares that are zero, lossy, not finite and, if known for all, lost."""
         total = self.total
         elements = max(total.elements, 1)
         found = {"zero": total.zeros, "lossy": total.lossy, "lost": total.lost, "not_finite": total.nonfinite}
@@ -202,22 +202,22 @@ class GradientRange:
 
 
 def exponent_of(scale: float) -> int:
-    """The largest whole exponent whose power of two is at most ``scale``."""
+    """Return the largest whole exponent whose power of two is at most ``scale``."""
     return math.floor(math.log2(scale))
 
 
 def _column(exponent: int) -> int:
-    """Where a census counts ``exponent``."""
+    """Return the column in which a census counts ``exponent``."""
     return min(max(exponent + BIAS, FIRST), NONFINITE)
 
 
 def _smallest(dtype: torch.dtype) -> int:
-    """The exponent of its smallest normal number."""
+    """Return the exponent of the smallest normal number of ``dtype``."""
     return exponent_of(torch.finfo(dtype).smallest_normal)
 
 
 def _largest(dtype: torch.dtype) -> int:
-    """The exponent of its largest number."""
+    """Return the exponent of the largest number of ``dtype``."""
     return math.frexp(torch.finfo(dtype).max)[1] - 1
 
 
@@ -258,7 +258,7 @@ def _lines_of(found: GradientRange) -> Iterator[str]:
 
 
 def _histogram(total: ParameterRange) -> Iterator[str]:
-    """A row for some exponents each, with a limit between rows where float16 begins to lose bits."""
+    """Yield a row for some exponents each, with a boundary between rows where float16 begins to lose bits."""
     every = total.counts + total.lost_counts
     used: Any = np.flatnonzero(every[FIRST:NONFINITE]) + FIRST - BIAS
     low, high = int(used[0]), int(used[-1])
@@ -280,7 +280,7 @@ def _histogram(total: ParameterRange) -> Iterator[str]:
 
 
 def _parameters(found: GradientRange) -> Iterator[str]:
-    """Those that lose most."""
+    """Yield a table of the parameters that lose most."""
 
     def lossiness(one: ParameterRange) -> float:
         return (one.lossy + (one.lost or 0) + one.nonfinite) / max(one.elements, 1)
@@ -307,7 +307,7 @@ def _scales(total: ParameterRange) -> Iterator[str]:
 
 
 def advice_of(found: GradientRange) -> str:
-    """Which loss scale would do, in a sentence or two."""
+    """Return the advice which loss scale suffices, in a sentence or two."""
     total, present = found.total, exponent_of(found.scale)
     bad = [one.name for one in found.parameters.values() if one.nonfinite]
     if bad:

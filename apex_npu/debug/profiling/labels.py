@@ -1,10 +1,10 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``Labels``: the ranges by which profilers show what amp does in a step: ``amp.forward``, ``amp.wait`` and so on.
+"""``Labels``: the ranges that show in profilers what amp does in a step: ``amp.forward``, ``amp.wait`` and so on.
 
-An ordinary step has no mark of them. While a profiler is on, the functions of ``_LABELLED`` are replaced by ones that
-open a range around them, which a block finds out by one comparison. So ranges cost nothing without a profiler, and
-the functions of a step stay as short as they are; a context in each of them would cost a call, in every step.
+An ordinary step has no trace of them. While a profiler is on, the functions of ``_LABELLED`` are replaced by ones that
+open a range around them; a block detects the profiler by one comparison. So ranges cost nothing without a profiler,
+and the functions of a step stay short. A context in each of them would cost a call in every step.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from apex_npu.backends._torch_private import torch_profiler
 from apex_npu.backends.patching import Undo, patch_attribute
 from apex_npu.debug.watching.opening import is_of_amp
 
-# Where a function is looked up, its name there, and its label. A function that several modules have imported is listed
-# for each.
+# The module or class where a function is looked up, its name there, and its label. A function that several modules
+# import is listed for each.
 _LABELLED = (
     ("amp.amp_scaler", "any_raised", "amp.wait"),
     ("amp.block", "any_raised", "amp.wait"),
@@ -45,7 +45,7 @@ _LABELLED = (
     ("distributed.grad_reducer:GradReducer", "finish", "amp.all_reduce"),
     ("debug.watching.stream:Stream", "_look", "amp.watch"),
 )
-# Of those who make and close the one ``Labels``, as blocks of several threads do.
+# Held while the one ``Labels`` is created or closed, as blocks of several threads may do this.
 _lock = threading.Lock()
 
 
@@ -81,7 +81,7 @@ def _owner(path: str) -> Any:
 
 
 class LabelledBlock:
-    """A block, with a range for what it does before backward, for backward, and for what it does afterwards."""
+    """A block with three ranges: for its work before backward, for backward, and for its work afterwards."""
 
     def __init__(self, block: Any) -> None:
         self._block = block
@@ -114,10 +114,10 @@ class LabelledBlock:
 
 
 class Labels:
-    """The ranges, while they are there.
+    """The ranges, from their creation until they are closed.
 
     Attributes:
-        kept: By ``ranges``, whether or not a profiler is on.
+        kept: The number of open ``profiler_ranges``, which keep the ranges whether or not a profiler is on.
     """
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class Labels:
             self._undo.callback(hook.remove)
 
     def close_unless_used(self) -> None:
-        """Open no more of them, unless a profiler is on, or ``profiler_ranges`` is open."""
+        """Stop opening ranges, unless a profiler is on or ``profiler_ranges`` is open."""
         with _lock:
             if settings.labels is self and not self.kept and not torch_profiler._is_profiler_enabled:
                 settings.labels = None
@@ -146,7 +146,7 @@ class Labels:
     # ---- forward ---------------------------------------------------------------------------------------------------
 
     def enter_module(self, module: nn.Module, args: Any) -> None:
-        """The forward of ``module`` begins."""
+        """Open a range if the forward of ``module`` is that of an amp model."""
         if torch.compiler.is_compiling():
             return
         open_ones = vars(self._forward).setdefault("open", [])
@@ -171,7 +171,7 @@ class Labels:
 
 
 def follow_profiler() -> None:
-    """Open ranges where a profiler is on, and no longer where none is; ``scale_loss`` calls this where that differs."""
+    """Open ranges if a profiler is on, and close them if not; ``scale_loss`` calls this when that has changed."""
     with _lock:
         labels = settings.labels
         if labels is None and torch_profiler._is_profiler_enabled:
@@ -182,10 +182,10 @@ def follow_profiler() -> None:
 
 @contextmanager
 def profiler_ranges() -> Iterator[None]:
-    """Open the ranges of amp in this context, for profilers that are none of torch's.
+    """Open the ranges of amp in this context, for profilers other than torch's.
 
     ``torch.profiler`` and ``torch.autograd.profiler.emit_nvtx`` need no such context: the first ``scale_loss`` block
-    that finds one of them on opens ranges. torch_npu's profiler does not tell whether it is on.
+    that runs under one of them opens the ranges. torch_npu's profiler does not expose whether it is on.
 
     Example::
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a profiler has recorded of some steps, shared out to their phases."""
+"""Distributes a profiler's records of some steps over the phases of these steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEP = "ProfilerStep#"
 _CLEARING = "Optimizer.zero_grad#"
 _LABELS = ("amp.", "Optimizer.step#", _CLEARING)
 BEFORE_FORWARD, ELSEWHERE = "before forward", "elsewhere"
-# The host waits where it reads a number of the device, or a shape that depends on its data.
+# The host waits when it reads a number from the device, or a shape that depends on device data.
 _READING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal"}
 _INDEXING = {"aten::index", "aten::index_put_", "aten::_index_put_impl_"}
 _SYNCHRONIZING = {"cudaDeviceSynchronize"}
@@ -21,17 +21,17 @@ _SYNCHRONIZING = {"cudaDeviceSynchronize"}
 
 @dataclass
 class Event:
-    """What has run on the host: an operator, or a range.
+    """An operator or a range that has run on the host.
 
     Attributes:
-        name: As in the trace.
-        begin: In microseconds.
-        end: Likewise.
-        thread: Which one.
-        outermost: It is an operator, and part of no other.
-        own: The time that no other event inside of it has taken, in microseconds.
-        copies: It copies between the host and a device.
-        waits: The host waits for a device.
+        name: The name in the trace.
+        begin: The begin, in microseconds.
+        end: The end, in microseconds.
+        thread: The id of the thread.
+        outermost: Whether the event is an operator that no other operator has called.
+        own: The time that no other event inside this one has taken, in microseconds.
+        copies: Whether the event copies between the host and a device.
+        waits: Whether the host waits for a device in it.
     """
 
     name: str
@@ -45,13 +45,13 @@ class Event:
 
     @property
     def is_operator(self) -> bool:
-        """Its name has a namespace, and is not of autograd's engine, which calls operators."""
+        """Whether the name has a namespace, other than that of autograd's engine, which calls operators."""
         return "::" in self.name and not self.name.startswith("autograd::engine")
 
 
 @dataclass
 class Kernel:
-    """What has run on a device, and when the host has launched it; in microseconds."""
+    """A kernel that has run on a device, with the times of launch, begin and end in microseconds."""
 
     name: str
     launched: float
@@ -64,16 +64,16 @@ class Phase:
     """A part of a step, on average.
 
     Attributes:
-        name: That of the range in traces, or ``"before forward"`` (before each of them; data loading, mostly), or
-            ``"elsewhere"``.
-        ms: Time on the host.
-        share: Of the step, in percent.
-        operators: Calls of operators, without those that these call themselves.
-        copies: Copies between the host and a device.
-        waits: How often the host has waited for a device.
-        waits_ms: How long.
-        kernels: Launched in it.
-        device_ms: How long they took.
+        name: The name of the range in traces, or ``"before forward"`` (the time before each forward, mostly data
+            loading), or ``"elsewhere"``.
+        ms: The time on the host, in milliseconds.
+        share: The share of the step's time, in percent.
+        operators: The number of operator calls, without those made by other operators.
+        copies: The number of copies between the host and a device.
+        waits: The number of times that the host has waited for a device.
+        waits_ms: The time that the host has waited, in milliseconds.
+        kernels: The number of kernels that were launched.
+        device_ms: The time of these kernels on the device, in milliseconds.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Phase:
 
 @dataclass
 class OperatorTime:
-    """An operator, in a step on average: its time, without that of other operators that it calls, and its calls."""
+    """The calls of an operator and its time, both per step on average; without the operators that it calls."""
 
     name: str
     ms: float = 0.0
@@ -98,14 +98,14 @@ class OperatorTime:
 
 @dataclass
 class Steps:
-    """Some steps.
+    """The summary of some steps.
 
     Attributes:
-        count: How many.
-        ms: How long one takes.
-        phases: In the order in which they begin.
-        operators: The most expensive ones first.
-        idle: For which part of the time a device computes nothing, in percent; None: no device was recorded.
+        count: The number of steps.
+        ms: The time of one step, in milliseconds.
+        phases: The phases, in the order in which they begin.
+        operators: The operators, the most expensive first.
+        idle: The share of the time in which the device computes nothing, in percent; None if no device was recorded.
     """
 
     count: int
@@ -115,7 +115,7 @@ class Steps:
     idle: float | None = None
 
     def phase(self, name: str) -> Phase:
-        """That of a name, or of the names that begin so; one of no time where there is none."""
+        """Return the sum of the phases whose names begin with ``name``; all zero if there is none."""
         total = Phase(name)
         for phase in self.phases:
             if phase.name.startswith(name):
@@ -126,7 +126,7 @@ class Steps:
 
 
 def events_of(profiler: Any) -> tuple[list[Event], list[Kernel]]:
-    """What a ``torch.profiler.profile`` that has ended has recorded, with ``record_shapes``."""
+    """Return the events and kernels of a ``torch.profiler.profile`` that has ended, with ``record_shapes``."""
     results = profiler.profiler.kineto_results
     start = results.trace_start_ns()
     events: list[Event] = []
@@ -157,7 +157,7 @@ def events_of(profiler: Any) -> tuple[list[Event], list[Kernel]]:
 
 
 def _transfers(node: Any) -> tuple[bool, bool]:
-    """Whether an event copies between the host and a device, and whether the host waits for a device."""
+    """Return whether an event copies between the host and a device, and whether the host waits for a device."""
     if node.name in _SYNCHRONIZING:
         return False, True
     if node.name != "aten::copy_" and node.name not in _READING and node.name not in _INDEXING:
@@ -174,12 +174,12 @@ def _transfers(node: Any) -> tuple[bool, bool]:
 
 
 def summarize(events: Sequence[Event], kernels: Sequence[Kernel] = (), complete: int | None = None) -> Steps:
-    """Share the time of steps out to their phases.
+    """Distribute the time of steps over their phases.
 
     Args:
-        events: With a range ``ProfilerStep#…`` for each step.
-        kernels: Of devices.
-        complete: How many of the steps count, the first ones; None: all.
+        events: The events, with a range ``ProfilerStep#…`` for each step.
+        kernels: The kernels of devices.
+        complete: The number of first steps to count; None counts all.
     """
     steps = sorted((e for e in events if e.name.startswith(STEP)), key=lambda e: e.begin)[:complete]
     if not steps:
@@ -234,7 +234,7 @@ def _averaged(
 
 
 def _segments(step: Event, events: Iterable[Event]) -> Iterator[tuple[float, float, str]]:
-    """The time of ``step`` in parts, each with the innermost range of its thread that it is in."""
+    """Divide the time of ``step`` into parts, each with the innermost range of its thread that contains it."""
     labels = [
         e
         for e in events
@@ -269,12 +269,12 @@ def _segments(step: Event, events: Iterable[Event]) -> Iterator[tuple[float, flo
 
 
 def _named(label: str) -> str:
-    """All buckets are one phase."""
+    """Return the phase of a label; all buckets are one phase."""
     return label.partition("[")[0]
 
 
 def _busy(kernels: Sequence[Kernel], begin: float, end: float) -> float:
-    """For how long at least one of ``kernels`` runs, from ``begin`` to ``end``."""
+    """Return how long at least one of ``kernels`` runs between ``begin`` and ``end``."""
     busy, now = 0.0, begin
     for kernel in sorted(kernels, key=lambda k: k.begin):
         first, last = max(kernel.begin, now), min(kernel.end, end)

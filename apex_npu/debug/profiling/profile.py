@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``profile``: where the time of a step goes, as a table and as a trace."""
+"""``profile``: reports where the time of a step goes, as a table and as a trace."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from apex_npu.debug.text import aligned, count
 from apex_npu.distributed.rank_progress import own_rank
 
 _SHOWN = 10
-# Less than this share of a step, in percent, is not worth an advice.
+# A smaller share of a step, in percent, is not worth an advice.
 _LITTLE = 5.0
 
 
 class profile:
-    """A context that records some training steps, and tells where their time goes.
+    """A context that records some training steps, and reports where their time goes.
 
-    ``print(p)`` has a line for each phase of a step: its time on the host, its share, how many operators were called
-    (on a GPU also how many kernels were launched, and how long they took), copies between the host and a device, and
-    how often the host has waited for a device; then the most expensive operators, and a line of advice. What a step
-    computes does not change. Let a few steps run before, as the first ones allocate memory.
+    ``print(p)`` has a line for each phase of a step. It shows the time on the host, its share, and the numbers of
+    operator calls, of copies between the host and a device, and of waits of the host for a device. On a GPU it also
+    shows the number of kernels and their time. The most expensive operators and a line of advice follow. The results of
+    a step do not change. Run a few steps before, as the first ones allocate memory.
 
     Args:
-        steps: How many steps to record; what follows runs as without this.
+        steps: The number of steps to record; later steps run as without this context.
         trace: A folder for the trace, which chrome://tracing, Perfetto, TensorBoard and HolisticTraceAnalysis read;
-            None: no trace is written.
+            None writes no trace.
 
     Attributes:
         phases: The phases, in the order in which they begin, with ``name``, ``ms``, ``share``, ``operators``,
-            ``copies``, ``waits``, ``kernels`` and ``device_ms``, each of a step on average.
+            ``copies``, ``waits``, ``kernels`` and ``device_ms``, each per step on average.
         operators: The operators, the most expensive first, with ``name``, ``ms`` and ``calls``.
-        idle: For which part of the time the device computes nothing, in percent; None: no device was recorded.
-        advice: What to do first.
+        idle: The share of the time in which the device computes nothing, in percent; None if no device was recorded.
+        advice: The most useful change.
 
     Raises:
         ValueError: ``steps`` is not a positive integer.
         NotADirectoryError: ``trace`` is a file.
-        PermissionError: Nothing can be written there.
+        PermissionError: The folder ``trace`` cannot be written to.
         RuntimeError: A profiler is on already.
 
     Example::
@@ -95,9 +95,9 @@ class profile:
         return self
 
     def step(self) -> None:
-        """A step has ended: call it after ``optimizer.step()``, once in each iteration."""
+        """Mark the end of a step; call it after ``optimizer.step()``, once in each iteration."""
         if self._profiler is not None:
-            self._rank = own_rank()  # at the end the process group may be gone
+            self._rank = own_rank()  # the process group may no longer exist at the end
             self._done += 1
             if self._done < self._steps:
                 self._profiler.step()
@@ -118,7 +118,7 @@ class profile:
         finally:
             if self._ranges is not None:
                 self._ranges.__exit__(None, None, None)
-        # The rest after the last full step is no step, unless there is nothing else.
+        # The part after the last full step does not count as a step, unless there is nothing else.
         self._found = summarize(*events_of(profiler), complete=self._done or None)
         if self._folder is not None:
             write = torch.profiler.tensorboard_trace_handler(self._folder, worker_name=f"rank{self._rank}")
@@ -149,11 +149,11 @@ class profile:
 
 
 def check_folder(path: str | os.PathLike[str]) -> str:
-    """``path``, a folder that can be written to; made where it does not exist.
+    """Return ``path`` as a writable folder, which is created if it does not exist.
 
     Raises:
-        NotADirectoryError: It is a file.
-        PermissionError: Nothing can be written there.
+        NotADirectoryError: ``path`` is a file.
+        PermissionError: The folder cannot be created or written to.
     """
     folder = os.fspath(path)
     if os.path.exists(folder) and not os.path.isdir(folder):
@@ -168,7 +168,7 @@ def check_folder(path: str | os.PathLike[str]) -> str:
 
 
 def table_of(found: Steps) -> str:
-    """A line for each phase, the most expensive operators, and the advice."""
+    """Return a table with a line for each phase, the most expensive operators, and the advice."""
     on_device = found.idle is not None
     heads = ["phase", "ms", "share", "operators", "copies", "waits"] + (["kernels", "device ms"] if on_device else [])
     total = replace(found.phase(""), name="all", ms=found.ms, share=100.0)
@@ -195,7 +195,7 @@ def _number(value: float) -> str:
 
 
 def advice_of(found: Steps) -> str:
-    """What to do first: the one that can save the largest share of a step."""
+    """Return the advice that can save the largest share of a step."""
     step, before = found.phase("Optimizer.step#"), found.phase(BEFORE_FORWARD)
     rest = found.phase(ELSEWHERE)
     elsewhere = [p for p in found.phases if p.name != "amp.wait" and p.waits]
@@ -210,7 +210,7 @@ def advice_of(found: Steps) -> str:
         "a scheduler, data that is loaded after the last forward, or a model that amp does not know. Ranges of "
         "torch.profiler.record_function around these show in the trace which it is"
     )))  # fmt: skip
-    if step.operators > 30:  # a fused step is one operator, and a few for each further buffer
+    if step.operators > 30:  # a fused step is one operator, plus a few for each further buffer
         options.append((step.share, (
             f"{step.operators:.0f} operators in Optimizer.step: a fused optimizer of apex_npu.optimizers calls one for "
             "each buffer"
