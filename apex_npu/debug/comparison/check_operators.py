@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``check_operators``: each operator of an iteration once more, in float64 on the host, on its own inputs."""
+"""``check_operators``: repeats each operator of an iteration in float64 on the host, on its own inputs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from apex_npu.debug.watching.places import Names
 from apex_npu.debug.watching.second_opinion import call_wide, function_of_host
 from apex_npu.debug.watching.stream import Consumer, Stream
 
-# In units of the coarsest dtype's eps: beyond the first the CPU's own kernel is asked, beyond so many times what that
-# or the dtype explains an operator is blamed.
+# Above the first, in units of the coarsest dtype's eps, the CPU's own kernel is called. Above the second, in multiples
+# of the error that this kernel or the dtype explains, an operator is blamed.
 _USUAL, _TIMES = 4.0, 8.0
-# Results of these are sums of products of their inputs, or are linear in such sums; as are those that torch knows the
-# number of operations of.
+# The results of these are sums of products of their inputs, or are linear in such sums. So are those of the operators
+# in torch's FLOP registry.
 _SUMS = {
     *("sum", "nansum", "mean", "cumsum", "trace", "dot", "vdot", "inner", "mv", "addmv", "addr", "linear"),
     *("index_add", "index_add_", "scatter_add", "scatter_add_", "embedding_dense_backward"),
@@ -39,28 +39,28 @@ _SUMS = {
     *("native_batch_norm_backward", "native_layer_norm_backward", "native_group_norm_backward"),
     *("cudnn_batch_norm_backward", "miopen_batch_norm_backward"),
 }
-# float64 operations of a host in a second, before one has been timed.
+# The assumed float64 operations per second of the host, before one has been timed.
 _RATE = 1e9
 _SHOWN = 20
 
 
 @dataclass(frozen=True)
 class OperatorError:
-    """How far the results of one call are from those in float64.
+    """The error of the results of one call against those in float64.
 
     Attributes:
-        operator: Its name, as ``"aten::addmm"``.
+        operator: The name of the operator, such as ``"aten::addmm"``.
         phase: ``"forward"``, ``"backward"``, ``"recompute"`` or ``"block"``.
-        module: The innermost module whose forward, or backward, it is part of; None: of none.
-        file: Of the line of code; in backward that of forward; None where no line is known.
-        line: Its number.
-        source: Its text.
-        dtype: Of the result that differs most.
-        shape: Likewise.
+        module: The innermost module whose forward or backward has made the call; None if there is none.
+        file: The file of the line of code (in backward, of the line of forward); None if no line is known.
+        line: The number of the line of code.
+        source: The text of the line of code.
+        dtype: The dtype of the result that differs most.
+        shape: The shape of the result that differs most.
         error: The norm of the difference over the norm of the result, in units of ``eps``. Where terms of a sum cancel,
-            over what rounding them to float32 leaves of the norm of the sum of their magnitudes, if that is more.
-        eps: Of the coarsest dtype among inputs and results.
-        host_error: The same of the CPU's own kernel in the same dtypes; None: it was not asked.
+            the divisor is at least the norm of the sums of their magnitudes, times float32's eps over ``eps``.
+        eps: The eps of the coarsest dtype among inputs and results.
+        host_error: The ``error`` of the CPU's own kernel in the same dtypes; None if it was not called.
     """
 
     operator: str
@@ -78,7 +78,7 @@ class OperatorError:
 
     @property
     def is_blamed(self) -> bool:
-        """Neither the dtype nor what the CPU's kernel does in it explains the error."""
+        """Whether neither the dtype nor the error of the CPU's kernel in it explains the error."""
         return self.host_error is not None and self.error > _TIMES * max(1.0, self.host_error)
 
     def __str__(self) -> str:
@@ -87,23 +87,23 @@ class OperatorError:
 
 
 class CheckedOperators:
-    """What ``check_operators`` has found.
+    """The result of ``check_operators``.
 
     Attributes:
-        checked: How many calls of operators were compared.
-        left_out: Why others were not, and how many.
-        errors: Of those that were compared, largest first; at most 1,000.
+        checked: The number of operator calls that were compared.
+        left_out: The reasons why other calls were not compared, with the number of calls.
+        errors: The errors of the calls that were compared, largest first; at most 1,000.
     """
 
     def __init__(self) -> None:
-        """Nothing so far."""
+        """Create an empty result."""
         self.checked = 0
         self.left_out: Counter[str] = Counter()
         self.errors: list[OperatorError] = []
 
     @property
     def blamed(self) -> list[OperatorError]:
-        """Those whose results differ by more than rounding explains."""
+        """The calls whose results differ by more than rounding explains."""
         return [error for error in self.errors if error.is_blamed]
 
     def __str__(self) -> str:
@@ -138,12 +138,12 @@ class CheckedOperators:
 
 
 class Check(Consumer):
-    """Compares the results of operators with those in float64."""
+    """A consumer that compares the results of operators with those in float64."""
 
     reads = True
 
     def __init__(self, seconds: float) -> None:
-        """The host computes for about ``seconds``."""
+        """Create a check for which the host computes for about ``seconds``."""
         self.found = CheckedOperators()
         self._seconds, self._left, self._rate = seconds, seconds, _RATE
 
@@ -195,7 +195,7 @@ class Check(Consumer):
         if error > _USUAL:
             terms = _magnitudes(ran)
             finest = torch.finfo(torch.float32).eps
-            # What it is relative to, at the least: kernels sum half numbers in float32.
+            # The smallest divisor of the error: kernels sum half-precision numbers in float32.
             floors = {k: float(terms[k].norm()) * min(finest / eps, 1.0) if terms else 0.0 for k, _ in compared}
             error, i = max((_error(exact[k], result, floors[k]) / eps, k) for k, result in compared)
             hosts = [_call_on_host(ran, dense=dense) for dense in (False, True)]
@@ -215,26 +215,26 @@ class Check(Consumer):
             self.sort()
 
     def sort(self) -> None:
-        """Keep the largest errors."""
+        """Sort the errors, and keep the largest ones."""
         self.found.errors.sort(key=lambda one: (one.is_blamed, one.error), reverse=True)
         del self.found.errors[1000:]
 
 
 def _flops(ran: Execution) -> float:
-    """Of products and convolutions, by torch's formulas; 0 for others."""
+    """Return the FLOPs of products and convolutions by torch's formulas; 0 for others."""
     formula, (args, kwargs) = flop_registry.get(ran.func.overloadpacket), ran.given
     return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=ran.returned))
 
 
 def _kind_of(results: Sequence[Tensor]) -> str:
-    """Why ``results`` are not compared."""
+    """Return the reason why ``results`` are not compared."""
     if any(t.dtype.is_floating_point or t.dtype.is_complex for t in results if t.numel()):
         return "sparse, nested, or of another class of tensors"
     return "integers or truth values" if any(t.numel() for t in results) else "without a result"
 
 
 def _magnitudes(ran: Execution) -> list[Tensor]:
-    """The results of a sum, or of products, of the magnitudes of its inputs, in float64; empty: it is neither."""
+    """Repeat a sum, or sum of products, on its inputs' magnitudes in float64; return [] for other operators."""
     if ran.operator.plain not in _SUMS and ran.func.overloadpacket not in flop_registry:
         return []
 
@@ -253,7 +253,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _call_on_host(ran: Execution, *, dense: bool) -> list[Tensor]:
-    """Call it on its arguments on the host, in their dtypes, and as they are in memory or contiguous."""
+    """Call the operator on the host in the arguments' dtypes, on contiguous (``dense``) or equally strided copies."""
 
     def placed(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -267,7 +267,7 @@ def _call_on_host(ran: Execution, *, dense: bool) -> list[Tensor]:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """``tensor`` in memory of its own, with the same strides."""
+    """Return a copy of ``tensor`` with the same strides."""
     if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
         return tensor.clone()
     span = span_of(tensor)
@@ -276,11 +276,11 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _error(exact: Tensor, result: Tensor, floor: float = 0.0) -> float:
-    """The norm of the difference, less what subnormal numbers explain, over that of ``exact``, or a ``floor``."""
+    """Return the norm of the difference, minus the spacing of subnormals, over that of ``exact`` or ``floor``."""
     wide = _wide(exact.dtype)
     got, true = result.detach().cpu().to(wide), exact.detach().to(wide)
     info = torch.finfo(result.dtype)
-    # What is larger than the dtype holds is no fault of the operator's, and what is inf or nan in both is none.
+    # Values beyond the range of the dtype are not the operator's fault, and inf or nan in both is not a fault.
     held = true.isfinite() & (true.abs() <= info.max * (1 - info.eps))
     if bool((held & ~got.isfinite()).any()):
         return math.inf
@@ -295,22 +295,22 @@ def _error(exact: Tensor, result: Tensor, floor: float = 0.0) -> float:
 
 
 class check_operators(WatchingContext):
-    """A context that compares each operator of an iteration with float64, on the inputs that it has.
+    """A context that compares each operator of an iteration with float64, on the operator's own inputs.
 
-    Every operator of forward and backward is called once more in float64 on the host, so that errors do not add up over
-    operators, and neither a second machine nor files are needed. An operator is blamed where the difference is more
-    than 8 times what the coarsest of its dtypes explains, and what the CPU's own kernel does in the same dtypes. What
-    the iteration computes does not change. It takes several times as long.
+    It calls every operator of forward and backward again in float64 on the host. So errors do not add up over
+    operators, and no second machine or file is needed. An operator is blamed if its error is more than 8 times what the
+    coarsest of its dtypes explains, and more than 8 times that of the CPU's own kernel in the same dtypes. The results
+    of the iteration do not change. It takes several times as long.
 
     Args:
-        models: Those whose modules are named; by default those that were passed to ``amp.initialize``.
-        seconds: How long the host may compute; operators for which no time is left are counted, and not compared.
+        models: The models whose modules are named; by default those passed to ``amp.initialize``.
+        seconds: The time that the host may compute; operators for which no time is left are counted, and not compared.
 
     Returns:
         From ``with``: a ``CheckedOperators`` with ``blamed``, ``errors``, ``checked`` and ``left_out``; print it.
 
     Raises:
-        TypeError: One of ``models`` is no module.
+        TypeError: One of ``models`` is not a module.
         ValueError: ``seconds`` is not positive; no model is given, and amp has none; or another such context,
             ``find_overflow`` or ``record`` is open.
         RuntimeError: A CUDA graph is being captured; or the device saturates.
@@ -349,7 +349,7 @@ class check_operators(WatchingContext):
         self.leave()
 
     def leave(self) -> None:
-        """End; nothing where it has ended already."""
+        """Stop watching; do nothing if it has stopped already."""
         stream, self.stream = self.stream, None
         if stream is not None:
             is_complete, found = stream.detach(), self._check.found

@@ -15,9 +15,9 @@ from apex_npu.debug.comparison.recorded import Recorded, Row, load
 from apex_npu.debug.comparison.report import ComparedRow, Comparison
 from apex_npu.debug.text import listed, where_of
 
-# Errors of the floor below this are taken for it, and a row parts beyond so many times its floor.
+# Smaller errors of the floor are raised to this value; a row is blamed above this multiple of its floor.
 _SMALLEST, _TIMES = 2.0**-12, 4.0
-# The error of fewer elements than this is too much a matter of chance to be a floor of its own.
+# The error of fewer elements varies too much by chance to serve as a floor.
 _FEW = 16
 
 
@@ -27,29 +27,29 @@ def compare(
     *,
     floor: str | os.PathLike[str] | None = None,
 ) -> Comparison:
-    r"""Compare what two runs compute in an iteration that both have recorded with the same weights and batch.
+    r"""Compare the results of two runs in an iteration that both have recorded with the same weights and batch.
 
-    Rows are lined up by module, operator and shape. For each the error of the candidate is
+    Rows are matched by module, operator and shape. For each row the error of the candidate is
 
     .. math:: \|c - r\| / \|r\|
 
-    in float64, of the elements that are kept. With a floor, which is a record of the candidate's level on a device that
-    is trusted, a row has the ratio of this to the error of the floor, or to 2^-12 where that is more; the first row
-    whose ratio is beyond 4, in the order of execution, is the operator or the module where the runs part. A result of
-    fewer than 16 elements also has the floor of the row before it.
+    in float64, over the elements that are kept. A floor is a record of the candidate's level on a trusted device. With
+    it, a row has the ratio of its error to the error of the floor, or to 2^-12 if that is more. The first row in the
+    order of execution whose ratio is above 4 is the operator or the module where the runs part. A result of fewer than
+    16 elements also uses the floor of the row before it.
 
     Args:
-        reference: A file of ``record``, as of O0 on the CPU.
-        candidate: Another, as of O1 on an NPU.
-        floor: One of the candidate's level, as of O1 on the CPU. None: values are shown, and none is blamed.
+        reference: A file of ``record``, for example of O0 on the CPU.
+        candidate: Another file of ``record``, for example of O1 on an NPU.
+        floor: A file of the candidate's level, for example of O1 on the CPU. None shows values and blames no row.
 
     Returns:
         A ``Comparison`` with ``first``, ``rows``, ``differing``, ``unmatched``, ``plot(path)``, ``to_html(path)``.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: A file is none of ``record``'s; they are of other models, or keep another number of samples; no row
-            of one is in the other; or the floor is of another level than the candidate.
+        FileNotFoundError: A file does not exist.
+        ValueError: A file was not written by ``record``; the files have different models or numbers of samples; no row
+            of one is in the other; or the floor has another level than the candidate.
 
     Example::
 
@@ -100,7 +100,7 @@ def compare(
 
 
 def _differences(reference: Recorded, other: Recorded, matched: Mapping[int, int]) -> dict[int, Difference]:
-    """How far the rows of ``other`` with these indices are from those of ``reference``."""
+    """Return the differences between the ``matched`` rows of ``other`` and ``reference``, by index in ``other``."""
     pairs = ((i, reference.rows[k], other.rows[i]) for i, k in matched.items())
     return {i: difference(true, row) for i, true, row in pairs if row.kind != "random"}
 
@@ -111,19 +111,19 @@ def _said(row: Row, reference: Row, apart: Difference) -> ComparedRow:
 
 
 def _set_floor(row: ComparedRow, apart: Difference, floor: Difference, before: float) -> float:
-    """Give ``row``, which is ``apart`` from the reference, the error of the ``floor``, and the ratio of the two.
+    """Set the ``floor``, the ``ratio`` and the ``resolution`` of ``row``.
 
     Args:
-        row: Written.
-        apart: How far it is from the reference.
-        floor: How far the floor is.
+        row: The row to write.
+        apart: The difference of the row from the reference.
+        floor: The difference of the floor from the reference.
         before: The floor of the last row that has enough elements for one.
 
     Returns:
-        ``before`` for the next row.
+        The value of ``before`` for the next row.
     """
     row.floor = floor.relative
-    if math.isinf(floor.kept.value):  # no error is beyond that
+    if math.isinf(floor.kept.value):  # no error is larger
         row.ratio, row.resolution = 1.0 if math.isinf(apart.kept.value) else 0.0, math.inf
         return before
     relative = _SMALLEST if math.isinf(floor.relative) else max(floor.relative, _SMALLEST)
@@ -137,7 +137,7 @@ def _set_floor(row: ComparedRow, apart: Difference, floor: Difference, before: f
 
 
 def _judged(apart: Distance, floor: Distance, relative: float) -> tuple[float, float]:
-    """How many times the error that is usual ``apart`` is, and the least relative error that is blamed."""
+    """Return the ratio of ``apart`` to the usual error, and the smallest relative error that is blamed."""
     if math.isinf(apart.norm):
         return 0.0, math.inf
     limit = max(floor.value, relative * apart.norm, apart.spacing)
@@ -146,7 +146,7 @@ def _judged(apart: Distance, floor: Distance, relative: float) -> tuple[float, f
 
 
 def _notes(records: Sequence[Recorded], paths: Sequence[str], unjudged: Sequence[str]) -> Iterator[str]:
-    """What limits the comparison of ``records``, of whose rows the floor lacks those with the titles ``unjudged``."""
+    """Yield the limits of the comparison of ``records``; the floor lacks the rows with the titles ``unjudged``."""
     for record, path in zip(records, paths, strict=True):
         yield from (f"{path}: {note}" for note in record.notes)
     scales = [f"{path} has {record.scale:g}" for record, path in zip(records, paths, strict=True)]

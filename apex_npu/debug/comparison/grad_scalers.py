@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ``torch.amp.GradScaler`` multiplies losses with, in scripts that use it without amp."""
+"""Follows the scales of ``torch.amp.GradScaler``, in scripts that use it without amp."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from apex_npu.backends.patching import Undo, patch_attribute
 def follow_grad_scalers(
     undo: Undo, scales: Callable[[Any, float], object], unscaled: Callable[[Optimizer], object]
 ) -> None:
-    """Have what GradScalers do told until ``undo`` is closed.
+    """Report the calls of GradScalers to ``scales`` and ``unscaled`` until ``undo`` is closed.
 
     Args:
-        undo: Takes the callbacks that end it.
-        scales: Gets what ``scale`` is called with, a loss or several, and the scale, before they are multiplied.
-        unscaled: Gets the optimizer whose gradients ``unscale_`` has divided.
+        undo: The object that receives the callbacks which end this.
+        scales: A function of the loss or losses given to ``scale``, and the scale; called before the multiplication.
+        unscaled: A function of the optimizer whose gradients ``unscale_`` has divided.
     """
 
     def telling_scale(original: Any) -> Any:
@@ -50,7 +50,7 @@ def follow_grad_scalers(
 
 
 def _kinds(base: type[GradScaler]) -> Iterator[type[GradScaler]]:
-    """``base`` and what is derived of it, as of torch_npu and of FSDP."""
+    """Yield ``base`` and its subclasses, such as those of torch_npu and FSDP."""
     yield base
     for derived in base.__subclasses__():
         yield from _kinds(derived)

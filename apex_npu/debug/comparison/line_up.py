@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which row of one record is which of another, and how far two of them are apart."""
+"""Matches the rows of two records, and computes the differences between matching rows."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _Key: TypeAlias = "tuple[str | None, str, int, tuple[int, ...]]"
 
 
 def line_up(reference: Sequence[Row], candidate: Sequence[Row]) -> dict[int, int]:
-    """The indices of rows of ``candidate``, each with that of the same row of ``reference``.
+    """Return the indices of rows of ``candidate``, each with the index of the same row of ``reference``.
 
-    Operators of a phase are lined up in their order, by module, operator, result and shape; one that only one of the
-    two has is passed over. Others are known by their names and calls: autograd calls hooks of one tensor in another
-    order than those of a tensor and of its cast.
+    Operators of a phase are matched in order, by module, operator, result and shape; an operator that only one of the
+    two has is skipped. Other rows are matched by name and call, as autograd calls the hooks of a tensor in another
+    order than those of a tensor and its cast.
     """
     found: dict[int, int] = {}
     for group in dict.fromkeys((row.kind, row.phase) for row in reference):
@@ -38,10 +38,10 @@ def line_up(reference: Sequence[Row], candidate: Sequence[Row]) -> dict[int, int
 
 
 def _in_order(theirs: dict[int, _Key], ours: dict[int, _Key]) -> dict[int, int]:
-    """Indices of ``ours``, each with that of the same row of ``theirs``; in time that grows with their number.
+    """Return the indices of ``ours``, each with the index of the same row of ``theirs``; the time is linear.
 
-    A row that both have equally often is the same as the one with its number there: these are the anchors. The others
-    are known by their number since the last anchor before them.
+    Rows that both have equally often are matched in order; these are the anchors. The others are matched by their
+    number since the last anchor before them.
     """
     counts = Counter(theirs.values()), Counter(ours.values())
     numbers: dict[_Key, deque[int]] = {}
@@ -55,7 +55,7 @@ def _in_order(theirs: dict[int, _Key], ours: dict[int, _Key]) -> dict[int, int]:
 
 
 def _since(keys: dict[int, _Key], anchors: set[int]) -> Iterator[tuple[int, tuple[int, _Key, int]]]:
-    """The index of each row that is no anchor, with the last anchor before it, its key, and its number since then."""
+    """Yield the index of each row that is not an anchor, with the last anchor, its key, and its number since then."""
     last, seen = -1, Counter[_Key]()
     for i, key in keys.items():
         if i in anchors:
@@ -71,13 +71,13 @@ def _key(row: Row) -> _Key:
 
 @dataclass
 class Errors:
-    """How far a tensor is from that of the reference, on the elements that are kept, and at least on all of them.
+    """The errors of a tensor against the reference, on the kept elements; at least the lower bound on all elements.
 
     Attributes:
         max_abs: The largest difference.
-        relative: The norm of the difference over the norm of the reference; inf where only one of the two is finite.
+        relative: The norm of the difference over the norm of the reference; inf if only one of the two is finite.
         max_relative: The largest difference of an element over its magnitude in the reference.
-        cosine: Of the angle between the two.
+        cosine: The cosine of the angle between the two.
         saturated: The share of elements at the largest magnitude of the dtype.
         nonfinite: The share of elements that are inf or nan, where those of the reference are not.
         new_zeros: The share of elements that are 0, where those of the reference are not.
@@ -93,12 +93,12 @@ class Errors:
 
 
 class Distance(NamedTuple):
-    """Of some elements of a tensor from those of the reference.
+    """The distance of some elements of a tensor from those of the reference.
 
     Attributes:
         value: The norm of the difference.
-        norm: That of the reference.
-        spacing: The norm of a difference by the least subnormal number of the dtype in each element.
+        norm: The norm of the reference.
+        spacing: The norm of a difference by the smallest subnormal number of the dtype in each element.
     """
 
     value: float
@@ -107,17 +107,17 @@ class Distance(NamedTuple):
 
     @property
     def relative(self) -> float:
-        """``value`` over ``norm``."""
+        """The ratio of ``value`` to ``norm``."""
         return self.value / self.norm if self.norm else (math.inf if self.value else 0.0)
 
 
 @dataclass
 class Difference(Errors):
-    """``Errors`` with what a floor is compared with.
+    """The ``Errors`` with the distances that are compared with a floor.
 
     Attributes:
-        kept: Of the elements that are kept.
-        all: Of all elements, of which norm and range are known: a lower bound of the distance.
+        kept: The distance of the elements that are kept.
+        all: A lower bound of the distance of all elements, from their norms and ranges.
     """
 
     kept: Distance
@@ -125,7 +125,7 @@ class Difference(Errors):
 
 
 def difference(reference: Row, candidate: Row) -> Difference:
-    """How far ``candidate`` is from ``reference``, in float64."""
+    """Return the difference between ``candidate`` and ``reference``, in float64."""
     true, got = reference.exact.reshape(-1), candidate.exact.reshape(-1)
     count = max(true.numel(), 1)
     dtype = getattr(torch, candidate.dtype)
@@ -133,13 +133,13 @@ def difference(reference: Row, candidate: Row) -> Difference:
     if dtype.is_floating_point or dtype.is_complex:
         info = torch.finfo(dtype)
         largest, spacing = info.max / candidate.scale, info.smallest_normal * info.eps / candidate.scale
-    same = (true == got) | (true.isnan() & got.isnan())  # inf, as in masks, is no difference where both have it
+    same = (true == got) | (true.isnan() & got.isnan())  # inf in both, as in masks, is no difference
     nonfinite = int((~got.isfinite() & true.isfinite()).sum())
     held = true.isfinite() & got.isfinite()
     zero = torch.zeros_like(true)
     both_true, both_got = torch.where(held, true, zero), torch.where(held, got, zero)
     apart = (both_got - both_true).abs()
-    # No norm and no end of the range moves by more than the norm of the difference.
+    # The norm and the ends of the range change by at most the norm of the difference.
     norms, lows, highs = (
         _moved(getattr(reference, name), getattr(candidate, name)) for name in ("norm", "low", "high")
     )
@@ -166,7 +166,7 @@ def difference(reference: Row, candidate: Row) -> Difference:
 
 
 def _moved(true: float, got: float) -> float:
-    """How far two numbers are apart; inf where only one of them is finite, or both are not, and other ones."""
+    """Return the distance of two numbers; inf if only one is finite, or if both are not finite and differ."""
     if math.isfinite(true) and math.isfinite(got):
         return abs(got - true)
     return 0.0 if true == got or (math.isnan(true) and math.isnan(got)) else math.inf

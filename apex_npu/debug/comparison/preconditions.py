@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whether two records are of the same iteration: models, batch, weights, and what random operators have drawn."""
+"""Checks whether two records have the same iteration: models, batch, weights, and results of random operators."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from apex_npu.debug.comparison.recorded import Held, Recorded, Row
 from apex_npu.debug.text import listed
 
-# Draws of float32 and of bfloat16 are the same where no element differs by more than rounding does, and to spare.
+# Draws of float32 and of bfloat16 are equal if no element differs by more than rounding does, with a margin.
 _ROUNDING = 2.0**-6
 
 
 def check_comparable(reference: Recorded, other: Recorded, names: tuple[str, str]) -> None:
-    """Check that these are files of one model, with the same ``samples``; they are called ``names``.
+    """Check that the files ``names`` have the same model and ``samples``.
 
     Raises:
-        ValueError: They are not.
+        ValueError: The models or the numbers of samples differ.
     """
     if reference.samples != other.samples:
         raise ValueError(
@@ -38,12 +38,12 @@ def check_comparable(reference: Recorded, other: Recorded, names: tuple[str, str
 
 
 def what_differs(reference: Recorded, other: Recorded, matched: Mapping[int, int]) -> list[str]:
-    """What makes the two other iterations, in words; empty: they are the same.
+    """Return the differences between the two iterations, in words; empty if they are the same.
 
     Args:
-        reference: The one.
-        other: The other.
-        matched: The indices of rows of ``other``, each with that of the same row of ``reference``.
+        reference: The record of one iteration.
+        other: The record of the other iteration.
+        matched: The indices of rows of ``other``, each with the index of the same row of ``reference``.
     """
     found = []
     batch = list(_batch(reference.batch, other.batch))
@@ -53,7 +53,7 @@ def what_differs(reference: Recorded, other: Recorded, matched: Mapping[int, int
     if weights:
         found.append(f"the weights differ: {listed(weights)}; load the same state_dict in both")
     known = set(matched.values())
-    # A device may draw by another operator, or in another form: then there is nothing to compare.
+    # A device may draw by another operator, or in another form; then there is no matching row.
     alone = {row.module for k, row in enumerate(reference.rows) if row.kind == "random" and k not in known}
     drawn = [
         f"{row.operator} of {row.module or 'no module'}"
@@ -76,17 +76,17 @@ def _sorted(recorded: Recorded) -> list[Held]:
 
 
 def _batch(reference: list[Held], other: list[Held]) -> Iterator[str]:
-    """Tensors of one shape and dtype, of which one record has others than the other."""
+    """Yield the tensors of the batch that differ: by the shape of an argument, or by the hash of the values."""
     read, read_there = _shapes_of_arguments(reference), _shapes_of_arguments(other)
     for name in [name for name in read_there if name in read]:
         both = read[name], read_there[name]
-        # An argument may be a list, of which one of the two reads more.
+        # An argument may be a list, and one of the two may read more of it.
         if not (both[0].keys() <= both[1].keys() or both[1].keys() <= both[0].keys()):
             yield f"{name} is {' and '.join(', '.join(str(list(shape)) for shape in one) for one in both)}"
     for kind in dict.fromkeys((held.shape, held.dtype) for held in other):
         mine = [held for held in reference if (held.shape, held.dtype) == kind]
         theirs = [held for held in other if (held.shape, held.dtype) == kind]
-        # One of the two may read more: a level, or a device, copies what another takes as it is.
+        # One of the two may read more: a level or a device copies what another uses directly.
         extra = Counter(h.digest for h in mine) - Counter(h.digest for h in theirs)
         others = Counter(h.digest for h in theirs) - Counter(h.digest for h in mine)
         if extra and others:
@@ -104,13 +104,13 @@ def _shapes_of_arguments(batch: list[Held]) -> dict[str, dict[tuple[int, ...], N
 
 
 def _differ(one: Held, other: Held) -> bool:
-    """Whether two weights differ by more than the rounding of the one to the dtype of the other."""
+    """Return whether two weights differ by more than the rounding of one to the dtype of the other."""
     if one.dtype == other.dtype:
         return one.digest != other.digest
     if one.values is None or other.values is None:
         return False
     if one.values.element_size() == other.values.element_size() and one.values.dtype.is_floating_point:
-        # As float16 and bfloat16: each is the other within the rounding of both.
+        # Such as float16 and bfloat16: the two are equal within the rounding of both.
         infos = [torch.finfo(held.values.dtype) for held in (one, other) if held.values is not None]
         relative = sum(info.eps for info in infos) / 2
         spacing = max(info.smallest_normal * info.eps for info in infos)

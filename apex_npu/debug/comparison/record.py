@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``record``: an iteration in a file, which ``compare`` puts beside that of another run."""
+"""``record``: records an iteration in a file, which ``compare`` compares with that of another run."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ from apex_npu.distributed.rank_progress import own_rank
 class record(WatchingContext):
     """A context that records an iteration in a file.
 
-    The file has, for each operator and each module, in forward and backward, and for each gradient and buffer: norm,
-    range, number of zeros, and samples; what descends from the scaled loss is divided by the scale, which is amp's, or
-    that of a ``torch.amp.GradScaler``. With it are hashes
-    of the batch, the weights and the states of random number generators. The samples are the same elements in each run,
-    so that ``compare`` can put two files beside each other. What the iteration computes does not change, but code that
-    ``torch.compile`` has compiled runs eagerly: a compiler's kernels are not looked at. The file holds numbers, no
-    code: ``torch.load(path, weights_only=True)`` reads it. An iteration that ends in an exception leaves no file.
+    The file has the norm, range, number of zeros and samples of each result of operators and modules, in forward and
+    backward, and of each gradient and buffer. Tensors that descend from the scaled loss are divided by the scale, which
+    is amp's or that of a ``torch.amp.GradScaler``. The file also has hashes of the batch, the weights and the states of
+    random number generators. The samples are the same elements in each run, so that ``compare`` can compare two files.
+
+    The results of the iteration do not change, but code compiled by ``torch.compile`` runs eagerly: a compiler's
+    kernels are not examined. The file holds numbers and no code: ``torch.load(path, weights_only=True)`` reads it. An
+    iteration that ends in an exception leaves no file.
 
     Args:
-        path: The file. With several processes each but the first appends ``.rank1``, ``.rank2``, …
-        models: Those whose modules and parameters are named; by default those that were passed to ``amp.initialize``.
-        samples: How many elements of a tensor are kept at most; None: all.
+        path: The file. With several processes, each but the first appends ``.rank1``, ``.rank2``, …
+        models: The models whose modules and parameters are named; by default those passed to ``amp.initialize``.
+        samples: The maximum number of elements of a tensor to keep; None keeps all.
 
     Returns:
         From ``with``: a ``Recorded``, which is complete when the context has ended.
 
     Raises:
-        TypeError: One of ``models`` is no module.
+        TypeError: One of ``models`` is not a module.
         ValueError: ``samples`` is not positive; no model is given, and amp has none; or another context watches.
         FileNotFoundError: The folder of ``path`` does not exist.
-        PermissionError: It cannot be written to.
-        RuntimeError: A CUDA graph is being captured; or, at the end, a dispatch mode that was entered before was left
+        PermissionError: The file cannot be written.
+        RuntimeError: A CUDA graph is being captured. Or, at the end, a dispatch mode that was entered before was left
             within the context, which ended the record.
 
     Example::
@@ -92,13 +93,13 @@ class record(WatchingContext):
             follow_grad_scalers(self._undo, recorder.scales, recorder.unscaled)
             recorder.note_gradients()
             recorder.stream.attach()
-        except BaseException:  # as an interrupt
+        except BaseException:  # such as an interrupt
             self.leave()
             raise
         return recorded
 
     def leave(self) -> bool:
-        """End, and write no file; False: operators are missing, as a mode that was entered before was left before."""
+        """Stop without writing a file; return False if operators are missing, as an outer mode was left before."""
         stream, self.stream = self.stream, None
         self._undo.close()
         if stream is None:
@@ -124,7 +125,7 @@ class record(WatchingContext):
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """By ``torch.compile(module)`` or ``module.compile()``."""
+    """Return whether ``torch.compile(module)`` or ``module.compile()`` has compiled ``module``."""
     inner = getattr(module, "_orig_mod", None)
     return isinstance(inner, nn.Module) or getattr(module, "_compiled_call_impl", None) is not None
 
@@ -138,6 +139,6 @@ def _random_states(device: str) -> dict[str, str]:
 
 
 def path_of_rank(path: str) -> str:
-    """``path``; in the second process and those after it with its rank."""
+    """Return ``path``, with the rank appended in all processes but the first."""
     rank = own_rank()
     return f"{path}.rank{rank}" if rank else path

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``Recorded``: what a file of ``record`` holds, how samples are chosen for it, and how it is written and read."""
+"""``Recorded``: the content of a file of ``record``, the choice of its samples, and how it is written and read."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ class TensorRow:
     """A tensor of an iteration, and where it is computed.
 
     Attributes:
-        kind: ``"operator"`` (a result), ``"module"`` (an output; in backward its gradient), ``"random"`` (what an
-            operator has drawn), ``"gradient"`` (of a parameter), or ``"buffer"``.
+        kind: ``"operator"`` (a result), ``"module"`` (an output; in backward its gradient), ``"random"`` (the draws of
+            an operator), ``"gradient"`` (of a parameter), or ``"buffer"``.
         phase: ``"forward"``, ``"backward"``, ``"recompute"``, ``"block"``, or ``"after backward"``.
-        module: The innermost module that it is part of, or the name of the parameter or the buffer; None: of none.
+        module: The innermost module that computes the tensor, or the name of the parameter or the buffer; None if
+            there is none.
         operator: The operator, or the class of the module.
-        call: How many rows before it have the same kind, phase, module, operator and result.
-        result: Which of several results.
-        shape: Its shape.
-        dtype: Its dtype.
+        call: The number of earlier rows with the same kind, phase, module, operator and result.
+        result: The index among several results.
+        shape: The shape of the tensor.
+        dtype: The dtype of the tensor.
         place: The line of code.
-        source: Its text.
-        norm: Of all its elements, divided by the loss scale where it descends from the scaled loss, as are the two
-            that follow.
-        low: Its smallest element.
-        high: Its largest.
-        zeros: How many elements are 0.
+        source: The text of the line of code.
+        norm: The norm of all elements, divided by the loss scale if the tensor descends from the scaled loss.
+        low: The smallest element, divided like ``norm``.
+        high: The largest element, divided like ``norm``.
+        zeros: The number of elements that are 0.
     """
 
     kind: Kind
@@ -63,8 +63,8 @@ class Row(TensorRow):
     """A row of a file.
 
     Attributes:
-        scale: What the tensor is multiplied with: the loss scale where it descends from the scaled loss.
-        values: One dimension: the elements that are kept, times ``scale``.
+        scale: The factor in the tensor: the loss scale if it descends from the scaled loss, or 1.
+        values: The elements that are kept, times ``scale``, in one dimension.
     """
 
     scale: float
@@ -72,20 +72,20 @@ class Row(TensorRow):
 
     @property
     def exact(self) -> Tensor:
-        """``values`` in float64, divided by ``scale``; complex numbers as pairs."""
+        """The ``values`` in float64, divided by ``scale``; complex numbers as pairs."""
         return as_real(self.values).double() / self.scale
 
 
 @dataclass
 class Held:
-    """A tensor from before the iteration: of the batch, or a weight.
+    """A tensor from before the iteration: part of the batch, or a weight.
 
     Attributes:
-        name: What it is called.
-        shape: Its shape.
-        dtype: Its dtype.
-        digest: A hash of its bytes.
-        values: Of a weight the elements that are kept.
+        name: The name of the tensor.
+        shape: The shape of the tensor.
+        dtype: The dtype of the tensor.
+        digest: A hash of the tensor's bytes.
+        values: The elements that are kept, for a weight.
     """
 
     name: str
@@ -97,20 +97,20 @@ class Held:
 
 @dataclass
 class Recorded:
-    """An iteration.
+    """A recorded iteration.
 
     Attributes:
-        samples: How many elements of a tensor are kept at most; None: all.
-        level: The ``opt_level``; empty: without amp.
+        samples: The maximum number of elements of a tensor that are kept; None if all are.
+        level: The ``opt_level``; empty without amp.
         device: The type of the model's device.
         scale: The loss scale.
-        versions: Name → version.
-        random_states: Device → a hash of the state of its generator at the beginning.
-        batch: Tensors from outside that operators of forward have read.
-        weights: Parameters, float32 masters where there are any, and buffers, at the beginning.
-        rows: In the order of execution.
-        left_out: Why results are not among ``rows``, and how many.
-        notes: What ``compare`` says of it.
+        versions: A dict from package name to version.
+        random_states: A dict from device to a hash of the state of its generator at the beginning.
+        batch: The tensors from outside that operators of forward have read.
+        weights: The parameters (or their float32 masters if there are any) and buffers, at the beginning.
+        rows: The rows in the order of execution.
+        left_out: The reasons why results are not among ``rows``, with the number of results.
+        notes: Remarks that ``compare`` shows.
     """
 
     samples: int | None
@@ -126,13 +126,13 @@ class Recorded:
     notes: list[str] = field(default_factory=list)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to ``path``, in a form that ``torch.load(path, weights_only=True)`` reads.
+        """Write the iteration to ``path``, in a form that ``torch.load(path, weights_only=True)`` reads.
 
-        A file that is there stays as it was until the new one is complete.
+        An existing file is unchanged until the new one is complete.
 
         Raises:
-            OSError: It cannot be written.
-            RuntimeError: Likewise, where torch's writer says so.
+            OSError: The file cannot be written.
+            RuntimeError: The file cannot be written, as reported by torch's writer.
         """
         target = os.path.realpath(path)
         is_device = os.path.exists(target) and not os.path.isfile(target)
@@ -148,18 +148,18 @@ class Recorded:
 
 
 def load(path: str | os.PathLike[str]) -> Recorded:
-    """Read what ``save`` has written.
+    """Read a file that ``save`` has written.
 
     Raises:
         FileNotFoundError: There is no file ``path``.
-        ValueError: It is none of ``save``'s, or of a newer version.
+        ValueError: The file was not written by ``save``, or has another format version.
     """
     path = os.fspath(path)
     if not os.path.isfile(path):
         raise FileNotFoundError(f"no file {path!r}: amp.debug.record(path, model) writes one")
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # what it raises depends on the bytes
+    except Exception as error:  # the type depends on the bytes
         raise ValueError(f"{path} is no file of amp.debug.record: torch.load cannot read it") from error
     if not isinstance(found, dict) or found.get("kind") != "apex_npu.debug.record":
         raise ValueError(f"{path} is no file of amp.debug.record: it holds other things")
@@ -180,15 +180,15 @@ def load(path: str | os.PathLike[str]) -> Recorded:
 
 
 class Samples:
-    """Chooses which elements of a tensor are kept: for one size everywhere the same."""
+    """The choice of the elements of a tensor that are kept; it depends only on the tensor's size."""
 
     def __init__(self, count: int | None) -> None:
-        """At most ``count``; None: all."""
+        """Choose at most ``count`` elements; None chooses all."""
         self._count = count
         self._indices: dict[int, Tensor] = {}
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Elements of ``tensor``, which is on the host, in memory of their own."""
+        """Return a copy of the chosen elements of ``tensor``, which is on the host."""
         flat = tensor.detach().reshape(-1)
         size = flat.numel()
         if self._count is None or size <= self._count:
@@ -201,23 +201,23 @@ class Samples:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Complex numbers as pairs; others as they are."""
+    """Return a complex tensor as pairs of real numbers, and any other tensor unchanged."""
     return torch.view_as_real(tensor).reshape(-1) if tensor.dtype.is_complex else tensor
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """``tensor`` on the host, with its elements as they are in memory: not to be negated, or conjugated, yet."""
+    """Return ``tensor`` on the host, with pending negation and conjugation applied."""
     return tensor.detach().cpu().resolve_conj().resolve_neg()
 
 
 def digest_of(tensor: Tensor) -> str:
-    """A hash of the bytes of ``tensor``, in the order of its indices."""
+    """Return a hash of the bytes of ``tensor``, in the order of its indices."""
     host = on_host(tensor).contiguous().reshape(-1)
     return hashlib.blake2b(host.view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def row_of(tensor: Tensor, samples: Samples, scale: float, known: dict[str, Any]) -> Row:
-    """The row of ``tensor``, with what is ``known`` of where it is computed."""
+    """Return the row of ``tensor``; ``known`` has the attributes about where it is computed."""
     host = on_host(tensor)
     real = as_real(host.reshape(-1))
     if not real.dtype.is_floating_point:

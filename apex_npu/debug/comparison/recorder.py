@@ -25,7 +25,7 @@ from apex_npu.debug.watching.operators import held as held_of
 from apex_npu.debug.watching.places import Caller, Names, Place, begins_within
 from apex_npu.debug.watching.stream import Consumer, Stream
 
-# Casts, copies and fills: levels differ in them, and what they write is seen where it is read.
+# Casts, copies and fills: levels differ in them, and the tensors that they write are recorded where they are read.
 _LEFT_OUT = {
     *("_to_copy", "to", "copy", "copy_", "_copy_from", "clone", "contiguous", "fill", "fill_", "zero_", "zeros"),
     *("ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "arange", "eye"),
@@ -33,19 +33,19 @@ _LEFT_OUT = {
 }
 # These read a tensor for its shape, or for probabilities.
 _DRAWS = {"bernoulli", "rand_like", "randn_like", "randint_like", "multinomial", "poisson", "normal"}
-# What dropout returns besides: an element, or a bit, for each.
+# The dtypes of the masks of dropout: an element or a bit for each element.
 _MASKS = (torch.bool, torch.uint8)
 
 
 class Recorder(Consumer, Observer):
-    """Keeps samples of what operators and modules return, and of the gradients of parameters.
+    """A consumer that keeps samples of the results of operators and modules, and of the gradients of parameters.
 
     Attributes:
-        recorded: What it has kept.
+        recorded: The recorded iteration.
     """
 
     def __init__(self, names: Names, samples: int | None) -> None:
-        """Of models with ``names``; at most ``samples`` elements of a tensor, or None: all."""
+        """Record models with ``names``, and at most ``samples`` elements of a tensor; None keeps all."""
         self.names, self.stream = names, Stream(names, self)
         self.recorded = Recorded(samples)
         self._samples = Samples(samples)
@@ -65,7 +65,7 @@ class Recorder(Consumer, Observer):
     # ---- before and after ------------------------------------------------------------------------------------------
 
     def note_weights(self) -> None:
-        """Keep the parameters, or their masters, and the buffers, as they are before the iteration."""
+        """Keep the parameters or their masters, and the buffers, as before the iteration."""
         for tensor in self._tensors:
             held = held_of(float32_of(tensor) if tensor.requires_grad else tensor)
             if held is not None:
@@ -76,7 +76,7 @@ class Recorder(Consumer, Observer):
                 self.recorded.weights.append(Held(name, tuple(host.shape), dtype, digest_of(host), values))
 
     def note_end(self) -> None:
-        """Keep the buffers as the iteration has left them, and the gradients that are of no block."""
+        """Keep the buffers as the iteration has left them, and the gradients that belong to no block."""
         known = {row.module for row in self.recorded.rows if row.kind == "gradient"}
         others = [t for t in self._tensors if t.is_leaf and self.names.of_tensor(t) not in known]
         scales = (1.0 if id(t) in self._unscaled else self._scale_of_rest for t in others)
@@ -87,8 +87,8 @@ class Recorder(Consumer, Observer):
         self.recorded.left_out = dict(self.stream.not_measured)
 
     def _note_parameters(self, found: Sequence[tuple[Tensor, Tensor | None, float]]) -> None:
-        """Keep gradients of parameters, each with what it is multiplied with."""
-        # Of several blocks the last counts, whose gradients are the sums.
+        """Keep gradients of parameters, each with its factor."""
+        # The last of several blocks counts, as its gradients are the sums.
         names = {name for parameter, _, _ in found if (name := self.names.of_tensor(parameter)) is not None}
         self.recorded.rows = [row for row in self.recorded.rows if row.kind != "gradient" or row.module not in names]
         own = {id(parameter): (gradient, scale) for parameter, gradient, scale in found}
@@ -119,19 +119,19 @@ class Recorder(Consumer, Observer):
     # ---- what GradScalers do ---------------------------------------------------------------------------------------
 
     def scales(self, losses: Any, scale: float) -> None:
-        """A GradScaler multiplies ``losses`` with ``scale``."""
+        """Note that a GradScaler multiplies ``losses`` with ``scale``."""
         self.recorded.scale = self.stream.scale = self._scale_of_rest = scale
         self._losses += tensors_in(losses)
 
     def unscaled(self, optimizer: Optimizer) -> None:
-        """A GradScaler has divided the gradients of ``optimizer``."""
+        """Note that a GradScaler has divided the gradients of ``optimizer``."""
         self._unscaled |= {id(p) for group in optimizer.param_groups for p in group["params"]}
 
     # ---- operators -------------------------------------------------------------------------------------------------
 
     def passed_over(self, ran: Execution) -> None:
         is_scaled = autograd_node() is not None and self._reads_scaled(ran)
-        if self._losses and ran.place is Caller.AMP:  # as in GradScaler.scale
+        if self._losses and ran.place is Caller.AMP:  # such as in GradScaler.scale
             self._is_scaling(self.stream.new_call(ran.operator, ran.place), ran)
         for tensor in ran.results():
             self._note_made(tensor, is_scaled)
@@ -154,7 +154,7 @@ class Recorder(Consumer, Observer):
             held = held_of(tensor)
             if held is None or operator.makes_tensor or operator.plain in _LEFT_OUT:
                 continue
-            if operator.is_collective:  # not there yet; what reads it waits
+            if operator.is_collective:  # not complete yet; operators that read it wait
                 continue
             is_number = is_measurable(held)
             drawn = is_random and (is_draw or held.dtype in _MASKS)
@@ -164,7 +164,7 @@ class Recorder(Consumer, Observer):
                 self._keep(kind, call.phase, call.module, operator.name, i, held, scale, call.place)
 
     def _is_scaling(self, call: Call, ran: Execution) -> bool:
-        """Whether ``call`` multiplies the loss with its scale, or is the backward of that."""
+        """Return whether ``call`` multiplies the loss with its scale, or is the backward of that call."""
         plain = ran.operator.plain
         if call.phase == "forward" and self._losses and plain in ("_to_copy", "mul"):
             read = {id(t) for _, value in ran.operands() for t in tensors_in(value)}
@@ -177,9 +177,9 @@ class Recorder(Consumer, Observer):
         return any(scaling in (call, call.forward) for scaling in self._scaling)
 
     def _reads_scaled(self, ran: Execution) -> bool:
-        """Whether an operator of backward reads what descends from the scaled loss; what is not known is taken for it.
+        """Return whether an operator of backward reads a tensor that descends from the scaled loss, or may do so.
 
-        The others compute from what forward has saved, such as the power in the derivative of another one.
+        The others compute from tensors that forward has saved, such as the power in the derivative of another power.
         """
         for _, tensor in ran.tensors_read():
             held = held_of(tensor)
@@ -197,10 +197,10 @@ class Recorder(Consumer, Observer):
             self._made.write(held, is_scaled)
 
     def _note_batch(self, ran: Execution, place: Place) -> None:
-        """What no operator has made, and is none of the models', is from outside."""
+        """Keep the tensors read that no operator has made and that belong to no model: they are from outside."""
         for _, tensor in ran.tensors_read():
             whole = tensor._base
-            # As the transposed weight of a linear layer, or all positions of a batch in one dimension.
+            # Such as the transposed weight of a linear layer, or all positions of a batch in one dimension.
             if whole is not None and (tensor.grad_fn is not None or whole.numel() == tensor.numel()):
                 tensor = whole
             held = None if tensor.grad_fn is not None else held_of(tensor)
@@ -213,13 +213,13 @@ class Recorder(Consumer, Observer):
             self._made.write(held, False)
 
     def _given_by(self, held: Tensor) -> tuple[str, Tensor] | None:
-        """The argument that ``held`` is a part of, and what it is called: levels read other parts of one."""
+        """Return the name of the argument that contains ``held``, and the argument, as levels read different parts."""
         address = held.data_ptr()
         known = self._given.get(held.untyped_storage()._cdata, ())
         return max((g for g in known if g[1].data_ptr() <= address), key=lambda g: g[1].data_ptr(), default=None)
 
     def _is_of_parameter(self, held: Tensor) -> bool:
-        """Whether ``held`` is in memory of a gradient or master: scripts measure these, and amp may have moved them."""
+        """Return whether ``held`` is in a gradient or master: scripts measure these, and amp may have moved them."""
         wide = [(tensor, float32_of(tensor)) for tensor in self._tensors if tensor.is_leaf]
         known = (
             local
@@ -242,7 +242,7 @@ class Recorder(Consumer, Observer):
                     self._given.setdefault(held.untyped_storage()._cdata, []).append((name, held))
 
     def note_gradients(self) -> None:
-        """What is read of gradients from before is not the batch."""
+        """Note the existing gradients, so that they are not recorded as part of the batch."""
         for tensor in self._tensors:
             if tensor.is_leaf and tensor.grad is not None and (local := followed(tensor.grad)) is not None:
                 self._before.write(local, False)
@@ -287,5 +287,5 @@ class Recorder(Consumer, Observer):
             try:
                 self.recorded.rows.append(row_of(held, self._samples, scale, known))
                 self._calls[key] += 1
-            except (RuntimeError, NotImplementedError, MemoryError) as error:  # as for float8, which has no norm
+            except (RuntimeError, NotImplementedError, MemoryError) as error:  # such as for float8, which has no norm
                 self.stream.not_measured[f"{operator}: {first_line(error)}"] += 1

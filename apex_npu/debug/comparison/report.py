@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ``compare`` says: as objects, as text, as a picture and as a page."""
+"""``Comparison``: the result of ``compare`` as objects, as text, as a picture and as a page."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ HEAD = ("phase", "module", "operator", "shape", "dtype", "error", "floor", "rati
 
 @dataclass
 class ComparedRow(TensorRow, Errors):
-    """A tensor of the candidate beside that of the reference.
+    """A tensor of the candidate, compared with that of the reference.
 
     Attributes:
-        reference_dtype: The dtype in the reference; all else of ``TensorRow`` is of the candidate.
-        floor: ``relative`` of the floor; None: there is none.
-        ratio: The error over that of the floor, or over what is taken for it.
-        resolution: The smallest ``relative`` that would be blamed.
+        reference_dtype: The dtype in the reference; the attributes of ``TensorRow`` are those of the candidate.
+        floor: The ``relative`` error of the floor; None if there is none.
+        ratio: The error divided by that of the floor, or by the value used in its place.
+        resolution: The smallest ``relative`` error that would be blamed.
     """
 
     reference_dtype: str
@@ -39,23 +39,23 @@ class ComparedRow(TensorRow, Errors):
 
     @property
     def where(self) -> str:
-        """The module in words."""
+        """The name of the module, in words."""
         return where_of(self.module)
 
     @property
     def what(self) -> str:
-        """The operator in words."""
+        """The name of the operator, with the numbers of its call and result."""
         nth = f" #{self.call}" if self.call and self.kind == "operator" else ""
         result = f" result {self.result}" if self.result else ""
         return f"{self.operator}{nth}{result}"
 
     @property
     def dtypes(self) -> str:
-        """The dtype, and that of the reference where it is another."""
+        """The dtype, preceded by that of the reference if the two differ."""
         return self.dtype if self.dtype == self.reference_dtype else f"{self.reference_dtype} → {self.dtype}"
 
     def cells(self) -> tuple[str, ...]:
-        """For the columns of ``HEAD``."""
+        """Return the cells for the columns of ``HEAD``."""
         floor, ratio = ("" if value is None else _short(value) for value in (self.floor, self.ratio))
         return (
             *(self.phase, self.where, self.what, str(list(self.shape)), self.dtypes),
@@ -69,19 +69,19 @@ class ComparedRow(TensorRow, Errors):
 
 @dataclass
 class Comparison:
-    """What ``compare`` has found; ``print`` it.
+    """The result of ``compare``; ``print`` it.
 
     Attributes:
-        rows: Those that both records have, in the order of execution.
-        first: The first of ``rows`` whose ``ratio`` is beyond 4; None: there is none, there is no floor, or
+        rows: The rows that both records have, in the order of execution.
+        first: The first of ``rows`` whose ``ratio`` is above 4. None if no row is, if there is no floor, or if
             ``differing`` tells why nothing can be blamed.
-        differing: What makes the iterations other ones: the batch, weights, results of random operators.
-        extra: Rows of the candidate right before ``first`` that the reference does not have.
-        unmatched: Rows that only one of the two has, by ``"reference"`` and ``"candidate"``.
-        names: The files of reference and candidate, and of the floor, if any.
-        about: Level, device, loss scale and torch of each of these.
-        notes: What limits the comparison: compiled code that ran eagerly, loss scales that differ, rows that the floor
-            does not have.
+        differing: The differences between the iterations: in the batch, weights, or results of random operators.
+        extra: The rows of the candidate right before ``first`` that the reference does not have.
+        unmatched: The rows that only one of the two has, by ``"reference"`` and ``"candidate"``.
+        names: The files of the reference and the candidate, and of the floor, if any.
+        about: The level, device, loss scale and torch version of each file.
+        notes: The limits of the comparison: compiled code that ran eagerly, loss scales that differ, rows that the
+            floor does not have.
     """
 
     rows: list[ComparedRow]
@@ -95,18 +95,18 @@ class Comparison:
 
     @property
     def parts(self) -> bool:
-        """Whether the runs part: there is a ``first`` row, or the iterations are other ones."""
+        """Whether the runs differ: there is a ``first`` row, or the iterations are not the same."""
         return self.first is not None or bool(self.differing)
 
     def to_text(self, rows: int = 20) -> str:
-        """What ``print`` shows, with so many ``rows``."""
+        """Return the text that ``print`` shows, with at most ``rows`` rows."""
         return "\n".join(lines_of(self, rows))
 
     def __str__(self) -> str:
         return self.to_text()
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write a page with all rows into a file, which needs no other."""
+        """Write a self-contained page with all rows into a file."""
         with open(path, "w", encoding="utf-8") as file:
             file.write(_html_of(self))
 
@@ -152,7 +152,7 @@ def _short(value: float) -> str:
 
 
 def verdict_of(comparison: Comparison) -> list[str]:
-    """What is to be known before the table: its limits, and what differs, where the runs part, or that they do not."""
+    """Return the lines before the table: its limits, and what differs, where the runs part, or that they do not."""
     return [*comparison.notes, *_verdict_of(comparison)]
 
 
@@ -191,7 +191,7 @@ def _verdict_of(comparison: Comparison) -> list[str]:
 
 
 def summary_of(comparison: Comparison) -> list[str]:
-    """The files, and what is lined up."""
+    """Return the lines about the files and the number of matched rows."""
     roles = ("reference", "candidate", "floor")
     width = max(map(len, comparison.names))
     lines = [
@@ -215,7 +215,7 @@ _plural = {
 
 
 def rows_to_show(comparison: Comparison, count: int) -> list[ComparedRow]:
-    """The ``count`` rows with the largest ratio, or without a floor the largest error, in the order of execution."""
+    """Return the ``count`` rows with the largest ratio, or without a floor the largest error, in execution order."""
 
     def size(row: ComparedRow) -> tuple[bool, float]:
         return row is comparison.first, row.relative if row.ratio is None else row.ratio
@@ -225,13 +225,13 @@ def rows_to_show(comparison: Comparison, count: int) -> list[ComparedRow]:
 
 
 def table_of(rows: Sequence[ComparedRow], first: ComparedRow | None) -> Iterator[str]:
-    """A line for each of ``rows``; that of ``first`` is marked."""
+    """Yield a line for each of ``rows``, and mark that of ``first``."""
     for line, row in zip(aligned([HEAD, *(row.cells() for row in rows)], left=5), (None, *rows), strict=True):
         yield line + ("  ← first" if row is not None and row is first else "")
 
 
 def lines_of(comparison: Comparison, count: int) -> Iterator[str]:
-    """All that is said, with ``count`` rows."""
+    """Yield the lines of the whole text, with ``count`` rows."""
     shown = rows_to_show(comparison, count)
     yield from lines_before(comparison)
     if shown:
@@ -241,12 +241,12 @@ def lines_of(comparison: Comparison, count: int) -> Iterator[str]:
 
 
 def lines_before(comparison: Comparison) -> list[str]:
-    """What is said before the table."""
+    """Return the lines before the table."""
     return [*verdict_of(comparison), "", *summary_of(comparison)]
 
 
 def lines_after(comparison: Comparison, shown: Sequence[ComparedRow]) -> list[str]:
-    """What is said after a table of the rows ``shown``."""
+    """Return the lines after a table of the rows ``shown``."""
     left = len(comparison.rows) - len(shown)
     return [f"and {left} more; --html and to_html show all"] if left else []
 
@@ -281,7 +281,7 @@ img {{ width: 100%; }}
 
 
 def _html_of(comparison: Comparison) -> str:
-    """What is said before the table, the picture, and the table of all rows, with the line of each."""
+    """Return the page: the lines before the table, the picture, and the table of all rows with the line of code."""
     rows = [(*row.cells(), f"{row.place}  {row.source}") for row in comparison.rows]
     table = [f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in (*HEAD, 'line'))}</tr>"]
     for row, cells in zip(comparison.rows, rows, strict=True):
@@ -296,7 +296,7 @@ def _html_of(comparison: Comparison) -> str:
 
 
 def _picture(comparison: Comparison) -> str:
-    """Errors over the order of execution, as ``plot`` draws them; empty without matplotlib."""
+    """Return the picture that ``plot`` draws as an ``img`` element; empty without matplotlib."""
     drawn = io.BytesIO()
     try:
         comparison.plot(drawn)
