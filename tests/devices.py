@@ -92,8 +92,10 @@ def communication_backend(rank: int = 0, processes: int = 1) -> str:
 _VENDOR_LACKS = {
     "affine_grid": "the host CANN has no affine_grid",
     "channels_last": 'torch_npu takes no memory_format but "contiguous_format or preserve_format"',
+    "coalesced_sparse": "the host CANN does not coalesce sparse tensors",
     "complex_norm": "torch_npu's norm of complex numbers is complex",
     "configurable_chip": "whether a chip saturates is a property of the process: HOST_CANN_SOC=Ascend910ProA",
+    "counted_lists": "torch_npu's operators on lists count no writes",
     "errors_at_the_call": "the host CANN finds that operands do not fit when it computes, after the call",
     "float64": "torch_npu makes float32 of what is to become float64",
     "functorch_linear": 'torch_npu\'s products raise "Cannot access storage of TensorWrapper" under torch.func.jacrev',

@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import math
+import re
 import warnings
 import weakref
 
@@ -456,7 +457,7 @@ def trained_after(convert, level, cls, *, swap):
         found = {name: (str(value.dtype), value.tolist()) for name, value in model.state_dict().items()}
         model.load_state_dict(model.state_dict())
     except (RuntimeError, NotImplementedError) as error:
-        found = str(error)
+        found = re.sub(r"\S*-\d+:\d+:\d+", "", str(error))  # torch_npu adds the time
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
         amp.shutdown()

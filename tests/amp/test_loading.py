@@ -10,7 +10,7 @@ import gc
 
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, needs
 from small_programs import (
     LEVELS,
     Weights,
@@ -217,7 +217,10 @@ def write_several(model):
         third["base.weight"][1] = 1 / 7
 
 
-@pytest.mark.parametrize("write", [load_in_part, write_elements, write_lists, write_several])
+WRITES = [load_in_part, write_elements, pytest.param(write_lists, marks=needs("counted_lists")), write_several]
+
+
+@pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize(("level", "options"), CASTS)
 def test_writes_to_a_state_dict_are_taken(level, options, steps, write):

@@ -12,7 +12,7 @@ import warnings
 
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, needs
 from small_programs import saturating_device
 from torch import nn
 
@@ -733,6 +733,7 @@ def train_table(maker, level=None, **options):
     return found
 
 
+@needs("coalesced_sparse")
 @pytest.mark.parametrize("fuse_unscale", [False, True])
 @pytest.mark.parametrize("maker", SPARSE)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
@@ -742,6 +743,7 @@ def test_sparse_gradients_are_stepped_as_in_torch(level, maker, fuse_unscale):
         torch.testing.assert_close(found, want, rtol=0.0, atol=tolerance)
 
 
+@needs("coalesced_sparse")
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_sparse_gradients_of_backwards_outside_of_blocks_are_added(level):
     """Before a block, at a loss scale of its own; and then masters have the sum, unscaled."""
