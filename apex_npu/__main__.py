@@ -25,10 +25,10 @@ ABOUT = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what ``arguments`` say, or without any, the command line. Wrong arguments exit with status 2.
+    """Run the command that ``arguments`` give; None: the process's command line. Wrong arguments exit with status 2.
 
     Returns:
-        The exit status. A script that is run may exit with its own.
+        The exit status. A script that is run may exit with its own status.
     """
     name = os.path.basename(sys.argv[0])
     parser = Parser(prog=name if name.startswith("apex") else "python -m apex_npu", description=ABOUT)

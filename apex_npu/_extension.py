@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Loads the C++ extension, or warns once why it cannot be used.
 
-``extension`` is the module ``apex_npu._C``, or None where it was not built, or was built for another torch: loading
-such a one could crash, so the version is read from the text file that the build leaves beside it. Without the extension
-nothing is fused: no tensor moves, and optimizers step each parameter where it is, by torch's operators.
+``extension`` is the module ``apex_npu._C``, or None if it was not built, or was built for another torch. Loading one
+that was built for another torch could crash, so the version is read from the text file that the build leaves beside it.
+Without the extension nothing is fused: no tensor moves, and optimizers step each parameter in place, by torch's
+operators.
 """
 
 from __future__ import annotations
@@ -19,20 +20,24 @@ from typing import Any
 import torch
 
 _BUILT_FOR = Path(__file__).with_name("_C.torch_version")
-# Of the functions in csrc/bindings.cpp, and of what the library registers with torch.
+# The version of the functions in csrc/bindings.cpp, and of what the library registers with torch.
 _API = 27
-# Run in a checkout, or with the name of the sdist for the dot; without --force-reinstall pip keeps what is there.
+# To be run in a checkout, or with the sdist's name in place of the dot. Without --force-reinstall pip keeps the build
+# that is installed.
 REBUILD = "pip install --no-build-isolation --no-deps --force-reinstall ."
 _WAY_OUT = f"using torch's operators, without fusing (slower); to rebuild it, in a checkout: {REBUILD}"
 
 
 def is_switched_off() -> bool:
-    """True where ``APEX_NPU_NO_EXT`` is set, to the same words as for setup.py."""
+    """True if ``APEX_NPU_NO_EXT`` is set to a word that setup.py takes for true, too."""
     return os.environ.get("APEX_NPU_NO_EXT", "").strip().lower() not in {"", "0", "false", "no", "off"}
 
 
 def load(built_for: Path = _BUILT_FOR) -> ModuleType | None:
-    """The extension, or None with a warning that says why it cannot be used; without one where there is none."""
+    """Return the extension, or None with a warning that says why it cannot be used.
+
+    There is no warning if the extension is switched off or was not built.
+    """
     if is_switched_off():
         return None
     if not built_for.exists():
@@ -56,15 +61,15 @@ def load(built_for: Path = _BUILT_FOR) -> ModuleType | None:
     return module
 
 
-# The module, or None.
+# The extension's module, or None.
 extension: Any = load()
 
 
 def require_extension(what: str) -> Any:
-    """The extension, for ``what``, which needs it.
+    """Return the extension, for ``what``, which needs it.
 
     Raises:
-        RuntimeError: It is not there.
+        RuntimeError: The extension is not in use.
     """
     if extension is None:
         raise RuntimeError(

@@ -1,13 +1,13 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``import apex_npu.transfer``, a script's first statement, runs the script under ``run --device npu``.
+"""Run a script under ``run --device npu`` if its first statement is ``import apex_npu.transfer``.
 
 The process is replaced by ``python -m apex_npu run --device npu``, with the interpreter's options and the script's
-arguments; nothing is patched. There the import does nothing, as in the processes that the script spawns.
+arguments; nothing is patched. In the new process, and in the processes that the script spawns, the import does nothing.
 
 Raises:
     RuntimeError: There is no script to start (a REPL, a notebook, ``python -c``), or the import is not its first
-        statement; the text says what to call instead.
+        statement. The message says what to call instead.
 
 Example::
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gradients that kernels of a GPU find by tables of addresses, wherever they are."""
+"""Gradients that GPU kernels find by tables of addresses, wherever the gradients are."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from apex_npu.ops import AddressTable, ListedSlots, gather_
 
 
 class AddressedGrads:
-    """Takes gradients into the slots of one buffer, or has kernels read and write them where they are."""
+    """Takes gradients into the slots of one buffer, or lets kernels read and write them in place."""
 
     def __init__(self, memory: GradMemory) -> None:
-        """``memory`` has the buffer."""
+        """Take gradients into the buffer of ``memory``."""
         self._memory = memory
         self._table: AddressTable | None = None
         self._slots: dict[tuple[int, int], ListedSlots] = {}
 
     def add_addresses(self, listed: Tensor, slots: range) -> None:
-        """Find the gradients of consecutive ``slots`` for kernels that are given the operand ``listed``."""
+        """Add the addresses of the gradients of consecutive ``slots`` to the operand ``listed`` of kernels."""
         key = slots.start, slots.stop
         if key not in self._slots:
             if len(self._slots) > 2 * len(self._memory.params):  # a step has no more runs than parameters
@@ -47,9 +47,9 @@ class AddressedGrads:
         """Take the gradients of ``sources`` into ``slots`` of ``flat``, the buffer; see ``FlatGrads.take``.
 
         Returns:
-            The states of the slots afterwards, and whether all that are there are still to be multiplied and checked:
-            where ``slots`` is None, and some were in the buffer before. None, with nothing done, where the kernel does
-            not compile.
+            The states of the slots afterwards, and whether all gradients are still to be multiplied and checked: this
+            is so if ``slots`` is None and some gradients were in the buffer before. None, with nothing done, if the
+            kernel does not compile.
         """
         memory, params = self._memory, self._memory.params
         if self._table is None:
@@ -76,7 +76,7 @@ class AddressedGrads:
         return states, apart
 
     def _show_views(self, states: bytes, slots: range) -> None:
-        """Make the views of ``slots`` gradients where ``states`` are ELSEWHERE."""
+        """Set the views of those ``slots`` whose state is ELSEWHERE as gradients of their parameters."""
         params, views = self._memory.params, self._memory.views
         if states.count(ELSEWHERE) < len(views):
             taken = [slots.start + i for i in places_of(ELSEWHERE, states)]

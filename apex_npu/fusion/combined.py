@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Combined buffers: one for each device, dtype and kind of an optimizer's parameters, laid out when a script asks."""
+"""Combined buffers: one for each device, dtype and kind of an optimizer's parameters, made when a script asks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _T = TypeVar("_T", bound=_HasParams)
 
 
 def by_kind(params: Iterable[Tensor], leading: Collection[int]) -> list[list[Tensor]]:
-    """The parameters of each combined buffer: those of one device and dtype, ``leading`` ones apart and first.
+    """Return the parameters of each combined buffer: one buffer per device and dtype, those of ``leading`` first.
 
     Args:
-        params: Of all buffers, in order.
-        leading: ``id(param)`` of those that have buffers of their own.
+        params: The parameters of all buffers, in order.
+        leading: ``id(param)`` of the parameters that have buffers of their own.
     """
     found: dict[tuple[bool, torch.device, torch.dtype], list[Tensor]] = {}
     for p in params:
@@ -35,7 +35,7 @@ def by_kind(params: Iterable[Tensor], leading: Collection[int]) -> list[list[Ten
 
 
 def combined(held: Sequence[_T], leading: Collection[int]) -> list[_T] | None:
-    """``held`` in the order of ``by_kind``; None where one has several kinds of parameters, or shares its kind."""
+    """Return ``held`` in the order of ``by_kind``; None if one has several kinds of parameters, or shares its kind."""
     holder = {id(p): group for group in held for p in group.params}
     kinds = by_kind((p for group in held for p in group.params), leading)
     if len(kinds) != len(held) or any(len({id(holder[id(p)]) for p in kind}) > 1 for kind in kinds):
@@ -44,7 +44,7 @@ def combined(held: Sequence[_T], leading: Collection[int]) -> list[_T] | None:
 
 
 def check_combinable() -> None:
-    """Require that memory may be laid out otherwise.
+    """Require that the layout of memory may change now.
 
     Raises:
         RuntimeError: A CUDA graph is being captured.

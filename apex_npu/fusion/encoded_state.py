@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""State of an arena in fewer bytes than float32, and the runs that step it; ``ops/state_codec.py`` has the formats."""
+"""The state of an arena in fewer bytes than float32, and its runs; ``ops/state_codec.py`` has the formats."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from apex_npu.ops.state_codec import (
     scale_count,
 )
 
-# What rules decode at once, a larger parameter aside.
+# The number of elements that rules decode at once; a larger parameter is decoded by itself.
 _RUN_NUMEL = 1 << 24
-# The state that shows the float32 masters of 16-bit parameters with remainders.
+# The name of the state that shows the float32 masters of 16-bit parameters with remainders.
 MASTER_PARAM = "master_param"
 
 
 class GroupEncoding:
-    """How the states of one arena are kept.
+    """The formats and the buffers of the encoded states of one arena.
 
     Attributes:
-        formats: The dtypes of the states that are not float32; int16 stands for remainders.
-        stochastic_param: bfloat16 parameters are rounded stochastically.
-        segments: The slots.
-        decodes_runs: Rules decode all of a run at once.
+        formats: The dtypes of the states that are not float32, by name; int16 stands for remainders.
+        stochastic_param: Whether bfloat16 parameters are rounded stochastically.
+        segments: One ``Segment`` for each slot.
+        decodes_runs: Whether rules decode all of a run at once.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class GroupEncoding:
         stochastic: bool,
         decodes_runs: bool,
     ) -> None:
-        """Of ``group``, whose parameters have these ``positions`` in the optimizer."""
+        """Encode the states of ``group``, whose parameters have these ``positions`` in the optimizer."""
         self.decodes_runs = decodes_runs
         dtype = group.param_flat.dtype
         self.formats = {name: kept for name, kept in formats.items() if name != MASTER_PARAM or dtype in LOW_PRECISION}
@@ -66,7 +66,7 @@ class GroupEncoding:
         self._buffers: dict[str, tuple[Tensor, Tensor | None]] = {}
 
     def divide(self, keys: list[Hashable]) -> None:
-        """Give slots of one key others from ``_RUN_NUMEL`` elements on, where a rule decodes all of a run at once."""
+        """Split slots of one key into parts of at most ``_RUN_NUMEL`` elements, if rules decode a run at once."""
         part = numel = 0
         for i, segment in enumerate(self.segments):
             if numel and numel + segment.numel > _RUN_NUMEL:
@@ -77,11 +77,11 @@ class GroupEncoding:
 
     @property
     def own_states(self) -> tuple[str, ...]:
-        """What is shown beside the states of the rule."""
+        """The names of the states that are shown in addition to the rule's."""
         return (MASTER_PARAM,) if MASTER_PARAM in self.formats else ()
 
     def buffers(self, name: str, device: torch.device, numel: int) -> tuple[Tensor, Tensor | None]:
-        """The values of state ``name``, and the scales of 8-bit ones; allocated with zeros at first use."""
+        """Return the values of state ``name``, and the scales if it has 8 bits; allocated with zeros at first use."""
         if name not in self._buffers:
             dtype = self.formats[name]
             values = FlatBuffer(numel, dtype, device).flat
@@ -91,7 +91,7 @@ class GroupEncoding:
         return self._buffers[name]
 
     def views(self, group: GroupBuffers, name: str) -> list[EncodedView]:
-        """One for each parameter."""
+        """Return the views of state ``name``, one for each parameter."""
         values, scales = self.buffers(name, group.param_flat.device, group.param_flat.numel())
         is_master = self.formats[name] == torch.int16
         return [
@@ -101,21 +101,21 @@ class GroupEncoding:
 
 
 class EncodedView:
-    """The state of one parameter that is kept in fewer bytes, as ``optimizer.state`` shows it.
+    """The encoded state of one parameter, as ``optimizer.state`` shows it.
 
-    It is no tensor; ``dequantize()`` gives one. Copies of it, and what is pickled, are float32 tensors.
+    It is not a tensor; ``dequantize()`` returns one. Copying or pickling it makes a float32 tensor.
     """
 
     def __init__(
         self, values: Tensor, scales: Tensor | None, param: Tensor | None, segment: Segment, like: Tensor
     ) -> None:
-        """Of ``segment``.
+        """View the elements of ``segment``.
 
         Args:
-            values: Of all parameters.
-            scales: Likewise, of 8-bit states.
+            values: The encoded values of all parameters.
+            scales: The scales of all parameters, for 8-bit states.
             param: For a remainder, the parameter that it belongs to. A script may give it other memory.
-            segment: Which elements.
+            segment: The elements of this parameter.
             like: The tensor whose size and stride the state has.
         """
         span = slice(segment.begin, segment.begin + segment.numel)
@@ -127,7 +127,7 @@ class EncodedView:
     @classmethod
     @torch.no_grad()
     def remainder_of(cls, param: Tensor, master: Tensor) -> EncodedView:
-        """A remainder, in memory of its own, of the float32 ``master`` of ``param``, which takes its rounded value."""
+        """Round the float32 ``master`` into ``param``, and return the remainder, in memory of its own."""
         values = torch.zeros(param.numel(), dtype=torch.int16, device=param.device)
         made = cls(values, None, param, Segment(0, param.numel(), 0, 0), param)
         made.copy_(master)
@@ -135,22 +135,22 @@ class EncodedView:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the parameter."""
+        """The shape of the parameter."""
         return self._size
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """Of what is kept: bfloat16, int8 or uint8; int16 for remainders."""
+        """The dtype of the encoded values: bfloat16, int8 or uint8; int16 for remainders."""
         return self._values.dtype
 
     @property
     def nbytes(self) -> int:
-        """What is kept, scales included."""
+        """The bytes that the encoded values take, scales included."""
         scales = 0 if self._scales is None else scale_count(self._segment.numel) * self._scales.element_size()
         return self._values.nbytes + scales
 
     def dim(self) -> int:
-        """Of the parameter."""
+        """Return the number of dimensions of the parameter."""
         return len(self._size)
 
     def __getattr__(self, name: str) -> Any:
@@ -163,7 +163,7 @@ class EncodedView:
 
     @torch.no_grad()
     def dequantize(self) -> Tensor:
-        """The values: a new float32 tensor, with the strides of the parameter."""
+        """Return the values as a new float32 tensor with the strides of the parameter."""
         if self._param is not None:
             param = self._param.detach()
             if param.shape != self._size or param.dtype != self._dtype:  # a script has replaced its data
@@ -176,9 +176,10 @@ class EncodedView:
 
     @torch.no_grad()
     def copy_(self, source: Any) -> None:
-        """Take the values of ``source``, which are rounded by the random bits of a step 0.
+        """Take the values of ``source``, rounded with the random bits of step 0.
 
-        Those of masters are taken by their parameter, too; not from another view, since the parameter is the truth.
+        A master's values are written to its parameter, too. If ``source`` is another view, they are not: the parameter
+        is the truth.
         """
         if isinstance(source, EncodedView):
             if self._param is not None:
@@ -198,11 +199,11 @@ class EncodedView:
             encode(shaped[piece.span], self._values[piece.span], self._scales, piece, half)
 
     def is_of_param(self) -> bool:
-        """Whether the parameter of a remainder has not been written since it took a value with this."""
+        """Whether the parameter of this remainder is unchanged since ``copy_`` wrote both."""
         return self._param is not None and self._taken_by == (self._param._version, self._param.data_ptr())
 
     def fill_(self, value: float) -> None:
-        """Have all elements be ``value``; of masters those of their parameter, whatever it is."""
+        """Set all elements to ``value``; a master takes the value of its parameter instead."""
         if self._param is not None:
             self._values.zero_()
         else:
@@ -226,7 +227,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 class EncodedRun(Run):
-    """A run of an arena whose states are encoded: rules pass what it gives to their op, and can read none of it."""
+    """A run of an arena whose states are encoded: rules pass its operands to their op, and cannot read them."""
 
     def __init__(self, group: GroupBuffers, counts: StepCounts, slots: range, *, elsewhere: bool = False) -> None:
         """See ``Run``."""
@@ -258,7 +259,7 @@ class EncodedRun(Run):
         return self._encoded[name]
 
     def model_param(self) -> Any:
-        """The encoding, which has it: see ``RunEncoding``."""
+        """Return the encoding, which holds the low-precision copy: see ``RunEncoding``."""
         self._encoding.model_param = super().model_param()
         return self._encoding_of_params()
 
@@ -305,7 +306,7 @@ class EncodedRun(Run):
 
 
 def remainders_of(optimizer: Any) -> dict[Tensor, EncodedView]:
-    """The masters of the 16-bit parameters of ``optimizer`` of which remainders are kept, by parameter."""
+    """Return the masters of those 16-bit parameters of ``optimizer`` that have remainders, by parameter."""
     shown = {param: entry.get(MASTER_PARAM) for param, entry in optimizer.state.items()}
     return {param: view for param, view in shown.items() if isinstance(view, EncodedView)}
 
@@ -319,13 +320,13 @@ def encode_states(
     decodes_runs: bool,
     widens_grads: bool,
 ) -> bool:
-    """From now on keep the states of ``group`` in ``formats``; see ``GroupEncoding``.
+    """Keep the states of ``group`` in ``formats`` from now on; see ``GroupEncoding``.
 
-    With ``widens_grads`` the slots of gradients of 16-bit parameters are float32. States that are there already can
-    only become float32, and parameters can get other positions.
+    With ``widens_grads`` the slots of gradients of 16-bit parameters are float32. In a group that is already encoded,
+    states can only become float32, and parameters can get other positions.
 
     Returns:
-        True where runs have to be cut again.
+        True if runs have to be cut again.
     """
     encoding = group.encoding
     if encoding is None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One piece of memory for many tensors: planned with integers, allocated once, then accessed through views."""
+"""A flat buffer: memory for many tensors, planned with integers, allocated once, then accessed through views."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from apex_npu.ops import cat_into, cats_lists
 logger = logging.getLogger("apex_npu")
 
 
-# A buffer of less is not announced in the log.
+# In bytes: smaller buffers are not reported in the log.
 _ANNOUNCED = 2**20
 
 
 def mib(nbytes: int) -> str:
-    """``nbytes`` as text."""
+    """Return ``nbytes`` as text, in MiB."""
     return f"{nbytes / 2**20:.1f} MiB"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The range of each tensor of a list in one flat buffer. Made by ``plan``; nothing has moved yet.
+    """The range of each tensor of a list in one flat buffer. ``plan`` makes it, and moves nothing.
 
     Attributes:
         layout: The slots, one per distinct storage.
-        offsets: For each tensor, the elements before its first one.
-        dtype: Of all tensors.
-        device: Of all tensors.
+        offsets: For each tensor, the number of elements before its first one.
+        dtype: The dtype of all tensors.
+        device: The device of all tensors.
     """
 
     layout: Layout
@@ -53,18 +53,18 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that one such buffer takes."""
+        """The bytes that one such buffer takes."""
         return self.layout.total_numel * self.dtype.itemsize
 
 
 def plan(tensors: Sequence[Tensor]) -> Plan:
-    """Lay out ``tensors``, which must share dtype and device, in one buffer. Pure: no memory is touched.
+    """Plan the layout of ``tensors``, which must share dtype and device, in one buffer. Allocate and move nothing.
 
     Tensors that share a storage share a slot.
 
     Raises:
         ValueError: The list is empty, or its tensors differ in device.
-        TypeError: They differ in dtype.
+        TypeError: The tensors differ in dtype.
     """
     if not tensors:
         raise ValueError("tensors must not be empty")
@@ -77,7 +77,7 @@ def plan(tensors: Sequence[Tensor]) -> Plan:
                 f"all fused tensors must be on one device: tensors[0] on {device}, tensors[{i}] on {t.device}"
             )
     backend = for_device(device)
-    # Of each tensor: how many elements move with it, what those have in common that move together, and where it begins.
+    # For each tensor: how many elements move with it, the identity of its storage, and where it begins there.
     moving = [(backend.storage_numel(t), t.untyped_storage()._cdata, int(t.storage_offset())) for t in tensors]
     layout = plan_slots([numel for numel, _, _ in moving], [key for _, key, _ in moving])
     offsets = tuple(
@@ -87,10 +87,10 @@ def plan(tensors: Sequence[Tensor]) -> Plan:
 
 
 def fills_storage(tensors: Sequence[Tensor]) -> bool:
-    """True where ``tensors``, which share one storage, make up all of it.
+    """True if ``tensors``, which share one storage, make up all of it.
 
-    False for a view of a larger storage: that is another owner's buffer (a DDP bucket, a slice of a vector), and what
-    else is there must not be stepped along.
+    False for a view of a larger storage: that is another owner's buffer (a DDP bucket, a slice of a vector), whose
+    other elements must not be stepped.
     """
     first = tensors[0]
     if first.is_contiguous() and first.numel() * first.element_size() == first.untyped_storage().nbytes():
@@ -103,7 +103,7 @@ def fills_storage(tensors: Sequence[Tensor]) -> bool:
 
 
 class NoRoomError(torch.OutOfMemoryError):
-    """There is no memory for a buffer; nothing has moved, and nothing has been written."""
+    """Raised if there is no memory for a buffer; nothing has moved, and nothing has been written."""
 
 
 def _allocated(allocate: Callable[..., Tensor], numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -120,7 +120,7 @@ class FlatBuffer:
     """Owns one flat tensor and hands out views with storages of their own.
 
     Attributes:
-        flat: 1-D, zero-initialised; padding stays finite and is never part of a view.
+        flat: The buffer, a 1-D tensor of zeros at first. Its padding stays finite and is never part of a view.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -134,24 +134,24 @@ class FlatBuffer:
             logger.info("fused buffer: %s on %s, %s", mib(self.flat.nbytes), device, dtype)
 
     def renew(self) -> None:
-        """Give ``flat``, and all that shares its storage, other memory, with any values; views keep what they have.
+        """Give ``flat``, and all that shares its storage, new uninitialised memory; views keep the old memory.
 
         Raises:
-            torch.OutOfMemoryError: See above.
+            torch.OutOfMemoryError: There is not enough memory; the message says how much was needed.
         """
         memory = _allocated(torch.empty, self.flat.numel(), self.flat.dtype, self.flat.device)
         move_storages([[self.flat]], memory, [0], copy_values=False)
 
     def view(self, offset: int, size: Sequence[int], stride: Sequence[int]) -> Tensor:
-        """The elements from ``offset`` on, shaped ``size`` with ``stride``."""
+        """Return a view of the elements from ``offset`` on, of this ``size`` and ``stride``."""
         return storage_view(self.flat, offset, size, stride)
 
     def views_like(self, tensors: Sequence[Tensor], offsets: Sequence[int]) -> list[Tensor]:
-        """One view per tensor, with its size and stride (so that transposed tensors match element by element)."""
+        """Return one view per tensor, with its size and stride (so that transposed tensors match by element)."""
         return storage_views(self.flat, offsets, tensors)
 
     def numbers(self) -> list[Tensor]:
-        """A 0-dim view of each element."""
+        """Return a 0-dim view of each element."""
         count = self.flat.numel()
         return storage_views(self.flat, range(count), [torch.empty((), device="meta")] * count)
 
@@ -163,9 +163,9 @@ class FlatBuffer:
         copy_values: bool = True,
         aliases: Mapping[int, Sequence[Tensor]] = MappingProxyType({}),
     ) -> None:
-        """Move the storages of ``tensors`` into this buffer, values included: all of them, or none.
+        """Move the storages of ``tensors`` into this buffer, with their values: all of them, or none.
 
-        ``aliases``: ``id(tensor)`` → other tensors over its storage, which follow.
+        ``aliases``: ``id(tensor)`` → other tensors over its storage, which move with it.
 
         Raises:
             TypeError, ValueError: A tensor cannot be re-pointed (see ``change_data_ptr``); nothing has moved then.
@@ -179,14 +179,14 @@ class FlatBuffer:
             if not copy_values or not cats_lists(self.flat.device):
                 move_storages(moving, self.flat, offsets, copy_values=copy_values)
                 return
-            # A private format cannot be read as a flat row: such values go out before the move and back in after it.
+            # A private format cannot be read as a flat row: its values are saved before the move and restored after it.
             backend = for_device(self.flat.device)
             tiled = [(t, t.clone()) for t in tensors if backend.has_private_format(t)]
             plain = [i for i, sharing in enumerate(members) if not backend.has_private_format(sharing[0])]
             self._cat_storages([members[i][0] for i in plain], [layout.slots[i] for i in plain])
             move_storages(moving, self.flat, offsets, copy_values=False)
             for t, value in tiled:
-                t.data.copy_(value)  # .data: the value is what it was, so autograd need not take note
+                t.data.copy_(value)  # .data: the value is unchanged, so autograd need not count a write
 
     def _cat_storages(self, tensors: Sequence[Tensor], slots: Sequence[Slot]) -> None:
         if not tensors:
@@ -198,10 +198,10 @@ class FlatBuffer:
 
 
 def leave_private_formats(params: Sequence[Tensor]) -> None:
-    """Bring what has a private format of an NPU to the format that torch's sizes and strides describe.
+    """Convert parameters in a private format of an NPU to the format that torch's sizes and strides describe.
 
-    Gradients come in that one, and what is stepped together has to have each element in the same place. Other views of
-    such tensors, which do not follow to memory in another format, are named in the log.
+    Gradients have that format, and a step needs each element in the same place in all of its operands. Other views of
+    such tensors do not follow to memory in another format; the log reports them.
     """
     by_storage: dict[int, list[Tensor]] = {}
     for p in params:
@@ -223,10 +223,10 @@ def leave_private_formats(params: Sequence[Tensor]) -> None:
 
 
 def with_aliases(sharing: list[Tensor], aliases: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
-    """``sharing``, and the ``aliases`` that its tensors have."""
+    """Return ``sharing``, and the ``aliases`` of its tensors."""
     return [*sharing, *(alias for t in sharing for alias in aliases.get(id(t), ()))] if aliases else sharing
 
 
 def may_move(sharing: list[Tensor]) -> bool:
-    """True where the one storage of ``sharing`` is theirs alone, and all of its aliases would follow."""
+    """True if the tensors of ``sharing`` fill their one storage, and all of its aliases would follow a move."""
     return fills_storage(sharing) and len({p.dtype for p in sharing}) == 1 and aliases_follow(sharing)

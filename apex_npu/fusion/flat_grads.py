@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The gradients of some parameters in one flat buffer.
 
-Autograd, or the user, may put any tensor into ``param.grad``: ``gather`` copies it into its slot. What need not be
-copied may be left where it is; ``grad_slots.py`` has the states that this makes, ``grad_memory.py`` the buffer.
+Autograd, or the user, may put any tensor into ``param.grad``: ``gather`` copies it into its slot. Gradients that need
+no copy may stay where they are. ``grad_slots.py`` has the states of gradients, and ``grad_memory.py`` the buffer.
 """
 
 from __future__ import annotations
@@ -50,22 +50,23 @@ _GRAD = attrgetter("grad")
 
 
 class FlatGrads:
-    """Gradient slots of ``params``, laid out like the parameters themselves; memory is taken at first use.
+    """The gradient slots of ``params``, laid out like the parameters themselves; memory is allocated at first use.
 
     Attributes:
-        params: Each has a slot, whether or not it ever gets a gradient.
-        full_params: Whose gradients users see: ``params``, or sharded parameters, of which these are this process's
-            parts.
-        is_sharded: It is the latter.
-        offsets: For each parameter, the elements before its slot's first.
-        total_numel: Of the buffer.
-        reads_lists: Whether gradients that are ELSEWHERE can be a list that a rule takes, see ``gather_unless_listed``.
-        reads_in_place: Kernels read gradients that are ELSEWHERE in place, all in one call.
-        is_shown: A script has the buffer: gradients are always copied there, and padding may have been written.
-        gathers_all: Gradients are always copied into slots: a CUDA graph has their addresses, or no kernel follows any.
-        may_pack: See ``pack``.
-        is_packed: Gradients have been packed, and some may still be.
-        is_widened: Slots are float32, and parameters have 16 bits.
+        params: The parameters. Each has a slot, whether or not it ever gets a gradient.
+        full_params: The parameters whose gradients users see: ``params``, or the sharded parameters that these are
+            this process's parts of.
+        is_sharded: Whether ``full_params`` are sharded parameters.
+        offsets: For each parameter, the number of elements before its slot.
+        total_numel: The number of elements of the buffer.
+        reads_lists: Whether a rule can take ELSEWHERE gradients as a list, see ``gather_unless_listed``.
+        reads_in_place: Whether kernels read all ELSEWHERE gradients in place, in one call.
+        is_shown: Whether a script has the buffer: then gradients are always copied there, and padding may be written.
+        gathers_all: Whether gradients are always copied into slots, because a CUDA graph has the slots' addresses, or
+            because no kernel follows addresses.
+        may_pack: Whether ``pack`` may pack gradients.
+        is_packed: Whether gradients have been packed; some may still be.
+        is_widened: Whether slots are float32 and parameters have 16 bits.
         memory: The buffer, and the views of its slots.
     """
 
@@ -76,7 +77,7 @@ class FlatGrads:
     is_widened = False
 
     def __init__(self, params: Sequence[Tensor], offsets: Sequence[int], total_numel: int) -> None:
-        """Plan only; ``params`` share dtype and device."""
+        """Plan the slots, without memory; ``params`` share dtype and device."""
         self.params = self.full_params = list(params)
         self.offsets = list(offsets)
         self.reads_lists = bool(self.params) and cats_lists(self.params[0].device)
@@ -91,7 +92,7 @@ class FlatGrads:
         self._table = SlotTable(self.params)
 
     def widen(self) -> None:
-        """Have float32 slots for gradients of 16-bit parameters, before there is any memory."""
+        """Make the slots float32, for gradients of 16-bit parameters. Must be called before memory is allocated."""
         self.is_widened = True
         lends = self.memory.lends
         self.memory = GradMemory(self.params, self.offsets, self.total_numel, torch.float32)
@@ -101,18 +102,18 @@ class FlatGrads:
 
     @classmethod
     def apart(cls, params: Sequence[Tensor]) -> FlatGrads:
-        """Slots in the order of ``params``, one for each, independent of where the parameters are in memory."""
+        """Return one slot for each of ``params``, in their order, wherever the parameters are in memory."""
         planned = plan([torch.empty_like(p, device="meta") for p in params])
         return cls(params, planned.offsets, planned.layout.total_numel)
 
     @property
     def device(self) -> torch.device:
-        """Of all of them."""
+        """The device of all gradients."""
         return self.params[0].device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the buffer."""
+        """The dtype of the buffer."""
         return self.memory.shapes[0].dtype
 
     def _allocate(self, *, pads: bool = False) -> Tensor:
@@ -125,21 +126,21 @@ class FlatGrads:
 
     @property
     def has_buffer(self) -> bool:
-        """Whether there is memory for gradients."""
+        """Whether the buffer has memory."""
         if self.memory.is_lent:
             self._take_up()
         return bool(self.memory.views)
 
     @property
     def flat(self) -> Tensor:
-        """All slots and their padding, which is zero. Slots that are NONE hold whatever was there last."""
+        """The buffer: all slots, and their padding, which is zero. Slots that are NONE hold what was last written."""
         return self._allocate()
 
     def show(self) -> Tensor:
-        """``flat`` for a script, to read and to write: all gradients are there, with zeros for those that are None.
+        """Return ``flat`` for a script to read and write: it holds all gradients, with zeros for those that are None.
 
         Raises:
-            RuntimeError: As of ``gather``; or it is the first time, and a CUDA graph is being captured.
+            RuntimeError: See ``gather``; or this is the first call, and a CUDA graph is being captured.
         """
         if not self.is_shown:
             check_combinable()
@@ -154,7 +155,7 @@ class FlatGrads:
 
     @property
     def views(self) -> list[Tensor]:
-        """One per parameter, shaped like it, for a new gradient to be written.
+        """The views of the slots, one per parameter and shaped like it, into which new gradients are written.
 
         A former gradient that something still holds (PCGrad keeps ``p.grad`` of each task) moves out of its slot first.
         """
@@ -168,15 +169,15 @@ class FlatGrads:
         return memory.views
 
     def states(self, slots: range | None = None) -> bytes:
-        """One byte per parameter, of all or of those of ``slots``: NONE, IN_BUFFER or ELSEWHERE."""
+        """Return one byte per parameter, of all or of ``slots``: NONE, IN_BUFFER or ELSEWHERE."""
         return self._find(slots, InPlace.NO)[0]
 
     def _find(self, slots: range | None, in_place: InPlace, least_numel: int | None = None) -> tuple[bytes, list[int]]:
-        """The states of ``slots``, and those of them whose gradients have to be gathered; see ``GradSlots.states``."""
+        """Return the states of ``slots``, and the slots that have to be gathered; see ``GradSlots.states``."""
         if self.memory.is_lent:
             self._take_up()
         if in_place == InPlace.WRITE:
-            self.is_packed = False  # those are gathered; what stays, to be written there, is not one of them
+            self.is_packed = False  # packed gradients are gathered; none of them stays to be written in place
         elif self.is_packed and in_place == InPlace.READ and not self.is_shown:
             packed = self._find_packed()
             if packed is not None:
@@ -193,11 +194,11 @@ class FlatGrads:
         return self.memory.slots.states(params, views, first, in_place, least_numel)
 
     def broken(self) -> list[int]:
-        """Indices of the parameters that no longer have the address, shape, dtype or device they were planned with."""
+        """Return the indices of parameters whose address, shape, dtype or device has changed since the plan."""
         return self._table.broken(self.params)
 
     def span(self, slots: range) -> Tensor:
-        """The memory of consecutive ``slots``, padding included."""
+        """Return the memory of consecutive ``slots``, padding included."""
         begin = self.offsets[slots.start]
         return self.flat[begin : begin + self._span_numel(slots)]
 
@@ -206,7 +207,7 @@ class FlatGrads:
         return end - self.offsets[slots.start]
 
     def slots_of(self, tensors: Sequence[Tensor], offsets: Sequence[int]) -> range | None:
-        """The consecutive slots of the gradients of ``tensors``, spaced as ``offsets`` are; None: there are none."""
+        """Return the consecutive slots of ``tensors`` that are spaced like ``offsets``; None if there are none."""
         first = next((i for i, p in enumerate(self.params) if p is tensors[0]), None)
         if first is None:
             return None
@@ -216,7 +217,7 @@ class FlatGrads:
         return range(first, last) if alike and are_same(tensors, self.params[first:last]) else None
 
     def all_present(self, slots: range | None = None) -> bool:
-        """True where each of ``slots``, or of all, is IN_BUFFER."""
+        """True if each of ``slots``, or each of all slots, is IN_BUFFER."""
         states = self.states(slots)
         return states.count(IN_BUFFER) == len(states)
 
@@ -224,11 +225,11 @@ class FlatGrads:
         """Bring every gradient into its slot: afterwards ``param.grad`` is None or the slot's view.
 
         Args:
-            slots: Which; None: all.
-            in_place: But for those that may be worked on where they are.
+            slots: The slots to gather; None: all.
+            in_place: Which gradients may stay ELSEWHERE instead.
 
         Returns:
-            One byte per parameter: NONE, IN_BUFFER, or ELSEWHERE where it has been left.
+            One byte per parameter: NONE, IN_BUFFER, or ELSEWHERE if the gradient has stayed there.
 
         Raises:
             RuntimeError: A gradient is sparse, not of its parameter's dtype, or a subclass such as DTensor; nothing has
@@ -241,9 +242,9 @@ class FlatGrads:
         return self._gather(slots, states, to_gather) if to_gather else states
 
     def gather_unless_listed(self) -> bytes:
-        """``gather``, but where a rule can take all gradients as a list, those that are ELSEWHERE stay there.
+        """Gather, except if a rule can take all gradients as a list: then those that are ELSEWHERE stay there.
 
-        Only where it ``reads_lists``. All must have their slot's dtype and layout for that.
+        It is only called if ``reads_lists``. All gradients must have their slot's dtype and layout to stay.
         """
         if self.is_packed:
             return self.gather(in_place=InPlace.READ)
@@ -270,17 +271,17 @@ class FlatGrads:
         return with_state(IN_BUFFER, states, to_gather, 0 if slots is None else slots.start)
 
     def _copy_in(self, indices: list[int], grads: list[Tensor]) -> list[Tensor]:
-        """Copy ``grads`` into the slots ``indices``, whose views are returned."""
+        """Copy ``grads`` into the slots ``indices``, and return the views of these."""
         pads = self.reads_lists and len(indices) == len(self.params)  # then zeros are copied along
         self._allocate(pads=pads)
         views = self.memory.views if pads and not self.memory.is_padded else self.views
         slots_of_them = [views[i] for i in indices]
         self._make_copier().copy_in(indices, slots_of_them, grads)
-        self.memory.is_padded = True  # last: what is interrupted above leaves padding to the next use
+        self.memory.is_padded = True  # last: after an interruption above, the next use writes the padding
         return slots_of_them
 
     def gather_times(self, factor: float, slots: range) -> bytes:
-        """``gather(slots)``, then multiply these gradients by ``factor``; in one pass where the device allows."""
+        """Gather ``slots``, and multiply these gradients by ``factor``; in one pass if the device can."""
         states, to_gather = self._find(slots, InPlace.NO)
         if to_gather and IN_BUFFER not in states and (self._in_one_pass or self._addressed):
             self.take(self.params, factor, slots=slots)
@@ -297,13 +298,13 @@ class FlatGrads:
         found_inf: Tensor | None = None,
         slots: Sequence[int] | None = None,
     ) -> None:
-        """Multiply the gradients of ``sources`` in one pass, and copy those that are there into the slots.
+        """Copy the gradients that ``sources`` have into the slots, multiplied by ``inv_scale``, in one pass.
 
         Args:
-            sources: Where the gradients of ``params`` are now: one for each.
+            sources: The tensors that have the gradients of ``params`` now, one for each.
             inv_scale: 1 / loss scale.
-            found_inf: As of ``unscale_``.
-            slots: Which; None: all.
+            found_inf: See ``unscale_``.
+            slots: The slots to fill; None: all.
 
         Raises:
             RuntimeError: A gradient is sparse, not of its parameter's dtype, or a subclass such as DTensor; nothing has
@@ -332,11 +333,11 @@ class FlatGrads:
         inv_scale: float = 1.0,
         found_inf: Tensor | None = None,
     ) -> bytes | None:
-        """``take`` by a kernel that follows addresses; where ``slots`` is None it multiplies what is in slots, too.
+        """Do ``take`` by a kernel that follows addresses; if ``slots`` is None, multiply gradients in slots, too.
 
         Returns:
-            The states of the slots afterwards. None, with nothing done, where the kernel does not compile; or in the
-            capture of a CUDA graph, whose replay would follow the addresses of the capture.
+            The states of the slots afterwards. None, with nothing done, if the kernel does not compile, or while a CUDA
+            graph is captured, whose replay would follow the addresses of the capture.
         """
         if self._addressed is None or is_capturing():
             return None
@@ -356,17 +357,17 @@ class FlatGrads:
 
     @property
     def shares_lazily(self) -> bool:
-        """What is in one memory after ``share`` is copied when it is first written."""
+        """Whether gradients that share memory after ``share`` are copied when either is first written."""
         return self.device.type == "cpu" and self._addressed is None
 
     def share(self, sources: Sequence[Tensor]) -> None:
-        """Bring the gradients of ``sources`` to ``params``, without a copy where they can be read where they are.
+        """Give ``params`` the gradients of ``sources``, without a copy if they can be read in place.
 
-        Then both have a gradient of the source's dtype, in one memory; on a CPU until either is written. ``gather``
-        makes it one of the parameter's dtype. Where none can be read, all are packed, if they can be.
+        Then both have a gradient of the source's dtype, in the same memory; on a CPU until either is written.
+        ``gather`` converts it to the parameter's dtype. If none can be read in place, all are packed if possible.
 
         Raises:
-            RuntimeError: As of ``take``.
+            RuntimeError: See ``take``.
         """
         slots, lazily = self.memory.slots, self.shares_lazily
         least_numel = grad_slots.WRITTEN_NUMEL if lazily else grad_slots.STAYS_NUMEL
@@ -383,11 +384,11 @@ class FlatGrads:
     def pack(self, sources: Sequence[Tensor]) -> bool:
         """Copy the gradients of ``sources`` to ``params`` as views of one tensor of their own dtype, on any device.
 
-        The sources have these views as gradients, too, so that the memory of their former ones is free. Only ``ops``
-        can read the tensor in the place of the buffer; ``gather`` makes gradients of the parameters' dtype.
+        The sources get these views as gradients, too, which frees the memory of their former ones. Only ``ops`` can
+        read the tensor instead of the buffer; ``gather`` converts the gradients to the parameters' dtype.
 
         Returns:
-            False, with nothing changed, where that is not possible, or would save too little memory.
+            False, with nothing changed, if this is not possible or would save too little memory.
         """
         if not self.may_pack or self.is_shown or self.total_numel < packed_grads.PACKED_NUMEL:
             return False
@@ -398,7 +399,7 @@ class FlatGrads:
         return self.is_packed
 
     def _find_packed(self) -> bytes | None:
-        """The states, where all gradients that are there are packed; else None, until ``pack`` is called again."""
+        """Return the states if all gradients that exist are packed; else None, until ``pack`` is called again."""
         slots: Any = self.memory.slots
         found: bytes | None = slots.packed_states(self.params, self.total_numel)
         self.is_packed = found is not None
@@ -411,16 +412,16 @@ class FlatGrads:
         return flat[self.offsets[slots.start] : self.offsets[slots.start] + numel]
 
     def unscale_(self, inv_scale: float, found_inf: Tensor | None) -> None:
-        """Multiply all gradients, where they are or on their way into their slots.
+        """Multiply all gradients, in place or while they are copied into their slots.
 
-        None shares its memory with another afterwards, so that the next backward may add to them, too.
+        Afterwards no gradient shares its memory with another, so that the next backward may add to them.
 
         Args:
-            inv_scale: 1 / loss scale.
-            found_inf: float32, one element; set to 1 where a gradient is not finite. None: do not look.
+            inv_scale: The factor: 1 / loss scale.
+            found_inf: float32, one element; set to 1 if a gradient is not finite. None: do not check.
 
         Raises:
-            RuntimeError: As of ``gather``.
+            RuntimeError: See ``gather``.
         """
         slots, views = self.memory.slots, self.memory.views
         at_once = self._in_one_pass and inv_scale != 1.0 and views and not self.is_shown
@@ -430,7 +431,7 @@ class FlatGrads:
 
     @no_grad
     def _unscale_any(self, inv_scale: float, found_inf: Tensor | None) -> None:
-        """``unscale_`` in several steps, on any device and of any gradients."""
+        """Do ``unscale_`` in several steps, for any device and any gradients."""
         if inv_scale == 1.0 and found_inf is None:
             states, to_gather = self._find(None, InPlace.WRITE, grad_slots.STAYS_NUMEL)
             if to_gather:
@@ -466,7 +467,7 @@ class FlatGrads:
         inv_scale: float,
         found_inf: Tensor | None,
     ) -> None:
-        """``take`` where no kernel does all of it in one pass."""
+        """Do ``take`` on devices without a kernel that does it in one pass."""
         given = list(map(_GRAD, sources))
         there = [i for i in indices if given[i] is not None]
         if not there:
@@ -477,10 +478,10 @@ class FlatGrads:
         extension.set_grads([self.params[i] for i in there], slots_of_them)
 
     def operand(self, slots: range, numel: int, *, stepped: bool = False) -> Tensor:
-        """The gradients of consecutive ``slots``, where none has to be gathered, for ``ops`` to read.
+        """Return the gradients of consecutive ``slots``, none of which has to be gathered, for ``ops`` to read.
 
-        1-D, of ``numel`` elements from the first slot's on. It may have no memory: nothing but ops can read it then.
-        Those that are ``stepped`` have to be gathered for a second step.
+        The operand is 1-D and has ``numel`` elements from the first slot on. It may have no memory: then only ops can
+        read it. Gradients that are ``stepped`` have to be gathered for a second step.
         """
         if self.is_packed:
             return self._packed_operand(slots, numel)
@@ -493,17 +494,18 @@ class FlatGrads:
         return self.operand(range(index, index + 1), self.params[index].numel())
 
     def forget_stepped(self) -> None:
-        """Gradients have been dropped: those to come are others."""
+        """Forget which gradients have been stepped, since they have been dropped: those to come are others."""
         self.memory.slots.forget_stepped()
 
     def operands(self, in_place: InPlace) -> list[Tensor]:
-        """All gradients in few pieces, 1-D: ``operand`` or what is ELSEWHERE, and stretches of the buffer with padding.
+        """Return all gradients in few 1-D pieces: ``operand`` for those ELSEWHERE, and padded stretches of the buffer.
 
         Args:
-            in_place: READ, by ``ops``; or WRITE, by ``ops.multiply_``, which can write what they can read.
+            in_place: READ if ``ops`` read the pieces, WRITE if ``ops.multiply_`` writes them: it can write all that
+                ops can read.
         """
         states = self.gather(in_place=in_place)
-        # Those in slots can be listed, too: then nothing is written to padding, which would have to be cleared.
+        # Gradients in slots can be listed, too: then nothing writes to padding, which would have to be cleared.
         lists_all = in_place == InPlace.WRITE and self._addressed is not None and any(states)
         if lists_all and not (self.is_sharded or self.is_shown or self.gathers_all or is_capturing()):
             return [self.operand(range(len(self.params)), self.total_numel)]
@@ -520,11 +522,11 @@ class FlatGrads:
         return [self._operand_of(i) for i in places_of(ELSEWHERE, states)] + spans
 
     def gathered(self) -> list[Tensor]:
-        """All gradients, gathered: stretches of the buffer, padding included."""
+        """Gather all gradients, and return them as stretches of the buffer, padding included."""
         return [self.span(slots) for slots in stretches(self.gather())]
 
     def zero_(self) -> None:
-        """Write zeros into all gradients that are there: into those that a script may hold, where that can be done."""
+        """Write zeros into all gradients that exist; if possible in place, since a script may hold them."""
         states = self.states()
         if ELSEWHERE in states and not (self.is_shown or self.is_sharded or self.is_packed):
             found = [(self.params[i].grad, self.memory.shapes[i]) for i in places_of(ELSEWHERE, states)]
@@ -544,7 +546,7 @@ class FlatGrads:
             torch._foreach_zero_([self.memory.views[i] for i in places_of(IN_BUFFER, states)])
 
     def mask(self) -> Tensor:
-        """float32, 1-D: one where a gradient is IN_BUFFER, zero in padding and in NONE slots."""
+        """Gather, and return a 1-D float32 mask: one where a gradient is IN_BUFFER, zero in padding and NONE slots."""
         states = self.gather()
         mask = torch.zeros_like(self.flat, dtype=torch.float32)
         for view, offset, state in zip(self.views, self.offsets, states, strict=True):

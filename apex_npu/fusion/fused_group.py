@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``FusedGroup``: the buffers of an optimizer's parameters of one device and dtype, and which slots step together."""
+"""``FusedGroup``: the buffers of an optimizer's parameters of one device and dtype, and their runs."""
 
 from __future__ import annotations
 
@@ -19,52 +19,52 @@ from apex_npu.fusion.run import Runs, StepCounts
 
 
 class HasFusedGroups:
-    """A base of fused optimizers, by which amp recognizes them.
+    """A base class of fused optimizers, by which amp recognizes them.
 
     Attributes:
-        state_formats: See ``StateFormats`` of the optimizers.
+        state_formats: The formats of the states, see ``StateFormats`` of the optimizers.
     """
 
     state_formats: Any
 
     def flat_grads(self) -> list[FlatGrads]:
-        """The gradient buffers of all parameters, fused now if they were not."""
+        """Return the gradient buffers of all parameters, which are fused now if they were not before."""
         raise NotImplementedError
 
     def fused_groups(self) -> list[FusedGroup]:
-        """What the last step has stepped."""
+        """Return the groups that the last step has stepped."""
         raise NotImplementedError
 
     def combined_groups(self) -> list[FusedGroup]:
-        """One for each combined buffer; memory is laid out so now if it was not."""
+        """Return one group for each combined buffer; the buffers are made now if there are none."""
         raise NotImplementedError
 
     def combined_grads(self) -> list[FlatGrads]:
-        """The gradients of each of ``combined_groups``."""
+        """Return the gradients of each of ``combined_groups``."""
         return [fused.grads for fused in self.combined_groups() if isinstance(fused.grads, FlatGrads)]
 
     def leading_params(self) -> Sequence[Tensor]:
-        """Parameters that are in combined buffers of their own, before all others: amp's masters."""
+        """Return the parameters that have combined buffers of their own, before all others: amp's masters."""
         return ()
 
     def check_combining(self) -> None:
         """Require that combined buffers may be made now.
 
         Raises:
-            RuntimeError: They may not; nothing has moved.
+            RuntimeError: Combined buffers may not be made; nothing has moved.
         """
         check_combinable()
 
     def moving_params(self) -> AbstractContextManager[None]:
-        """Around what gives parameters other addresses outside of a step."""
+        """Return the context for code that gives parameters other addresses outside of a step."""
         return nullcontext()
 
 
 class FusedGroup(GroupBuffers):
-    """Buffers, and their runs.
+    """The buffers of some parameters, and their runs.
 
     Attributes:
-        runs: Which slots step together.
+        runs: The runs: which slots step together.
     """
 
     def __init__(
@@ -74,17 +74,17 @@ class FusedGroup(GroupBuffers):
         offsets: Sequence[int],
         runs: Runs,
     ) -> None:
-        """See ``GroupBuffers``; and ``fuse`` for how ``params`` get there. ``runs``: of as many slots."""
+        """See ``GroupBuffers``, and ``fuse``, which moves ``params`` there. ``runs`` has as many slots."""
         super().__init__(params, param_flat, offsets)
         self.runs = runs
         if isinstance(self.grads, FlatGrads):
-            # A graph replays what its capture has found, which has to stay where it is.
+            # A graph replays the addresses of its capture, so gradients have to stay there.
             self.grads.gathers_all = stays = isinstance(runs, GraphRuns)
             self.grads.may_pack = param_flat.device.type != "cpu" and not stays
             self.grads.memory.lends = self.grads.memory.lends and not stays
 
     def let_go(self) -> None:
-        """Drop the views of the parameters' memory, which would keep some from moving: what numpy has seen."""
+        """Drop the views of the parameters' memory, which would keep parameters that numpy has seen from moving."""
         self.param_flat = self.param_flat.new_empty(0)
         self.runs.current = []
         self.runs.forget()
@@ -102,11 +102,11 @@ class FusedGroup(GroupBuffers):
 
 
 def new_runs(count: int, device: torch.device, *, capturable: bool) -> Runs:
-    """The runs of a group of ``count`` slots that is to be made; the memory of its step counts is allocated now."""
+    """Return the runs of a new group of ``count`` slots; the memory of its step counts is allocated now."""
     on_device = capturable and device.type != "cpu"
     return GraphRuns(count, device) if on_device else Runs(StepCounts(count))
 
 
 def flat_over(param: Tensor) -> Tensor:
-    """The memory of ``param``, 1-D."""
+    """Return the memory of ``param`` as a 1-D tensor."""
     return param.detach().as_strided((param.numel(),), (1,), param.storage_offset())

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which parameters can be fused, and how they get into their buffers."""
+"""Fusing: find the parameters that can be fused, and move them into buffers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from apex_npu.fusion.run import Runs
 
 
 def step_in_place(param: Tensor, *, capturable: bool = False) -> FusedGroup:
-    """A group of one parameter that is not moved, because its memory has another owner."""
+    """Return a group of one parameter that is not moved, because its memory has another owner."""
     group = FusedGroup([param], flat_over(param), [0], new_runs(1, param.device, capturable=capturable))
     group.has_buffer = False
     return group
@@ -31,19 +31,19 @@ def fuse(
     capturable: bool = False,
     aliases: Mapping[int, Sequence[Tensor]] = MappingProxyType({}),
 ) -> list[FusedGroup]:
-    """Fuse ``params`` into as few groups as possible: one per device, dtype and kind. Likewise ``apart``, in others.
+    """Fuse ``params`` into as few groups as possible: one per device, dtype and kind; ``apart`` into groups apart.
 
     A parameter that is a view of another owner's buffer, or overlaps another one (tied through ``.data``), does not
     move: it gets a group of its own, over its present memory.
 
-    What has a private format of an NPU leaves it, see ``leave_private_formats``.
+    Parameters in a private format of an NPU leave it, see ``leave_private_formats``.
 
     Args:
-        params: What to fuse.
-        apart: What to fuse apart from these, unless they share memory.
+        params: The parameters to fuse.
+        apart: Parameters to fuse into groups apart from those of ``params``, unless they share memory.
         kind_of: ``id(param)`` → a kind.
-        capturable: Steps are counted on the device, unless that is the CPU, so that a captured graph counts them.
-        aliases: ``id(param)`` → other tensors over its storage: they follow, and one that is larger may move, too.
+        capturable: Count steps on the device, unless it is the CPU, so that a captured graph counts them.
+        aliases: ``id(param)`` → other tensors over its storage: they move with it, and may be larger than it.
 
     Raises:
         ValueError: A parameter has gaps or overlaps itself; nothing has moved.
@@ -64,7 +64,7 @@ def fuse(
 
 
 def _prepare(lists: Sequence[Sequence[Tensor]], *, capturable: bool) -> tuple[list[Plan], list[FlatBuffer], list[Runs]]:
-    """All that needs memory, for each of ``lists``: what follows cannot fail."""
+    """Allocate all that needs memory for each of ``lists``, so that the move that follows cannot fail."""
     plans = [plan(members) for members in lists]
     buffers = [FlatBuffer(p.layout.total_numel, p.dtype, p.device) for p in plans]
     return plans, buffers, [new_runs(len(p.offsets), p.device, capturable=capturable) for p in plans]
@@ -90,8 +90,8 @@ def fuse_combined(
 
     Args:
         kinds: For each buffer its parameters, of one device and dtype.
-        before_moving: Called when nothing can be refused any more, to give up the groups that they are in.
-        capturable: As of ``fuse``.
+        before_moving: Called when nothing can fail any more, to give up the groups that the parameters are in.
+        capturable: See ``fuse``.
 
     Raises:
         RuntimeError: A parameter cannot be moved; nothing has moved.
@@ -117,7 +117,7 @@ def _check_may_move(lists: Sequence[Sequence[Tensor]]) -> None:
 
 
 def not_combinable(param: Tensor) -> RuntimeError:
-    """An error that says that ``param`` cannot be part of a combined buffer."""
+    """Return an error that says that ``param`` cannot be part of a combined buffer."""
     return RuntimeError(
         f"a parameter of shape {tuple(param.shape)} cannot be moved into a combined buffer, since other tensors are in "
         "the same memory (views of it, also in a graph before its backward; another optimizer's buffer; a larger "
@@ -133,7 +133,7 @@ def _sort_out(
     kind_of: Mapping[int, Hashable],
     aliases: Mapping[int, Sequence[Tensor]],
 ) -> tuple[list[list[Tensor]], list[Tensor]]:
-    """Movable parameters by device, dtype and kind, those ``apart`` apart; and those to be left in place."""
+    """Return the movable parameters by device, dtype, kind and being in ``apart``; and those to be left in place."""
     by_storage: dict[int, list[Tensor]] = {}
     for p in params:
         by_storage.setdefault(p.untyped_storage()._cdata, []).append(p)
@@ -152,7 +152,7 @@ def _sort_out(
 
 
 def _split_overlapping(sharing: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Tensors of one storage that do not overlap each other, and those that overlap one of these."""
+    """Return tensors of one storage that do not overlap each other, and those that overlap one of these."""
     if len(sharing) == 1:
         return sharing, []
     begins = [int(p.storage_offset()) for p in sharing]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Norm and clipping of gradients in flat buffers, in one pass over each; ``distributed.clip_grad_norm_`` calls them."""
+"""Norm and clipping of gradients in flat buffers, in one pass over each, for ``distributed.clip_grad_norm_``."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from apex_npu.ops import is_grad_list, multiply_, norm, norm_to_clip, wide_dtype
 
 
 def multiply_grads_(flats: Sequence[FlatGrads], grads: Sequence[Tensor], total: Tensor, coefficient: Tensor) -> None:
-    """Multiply ``grads``, those of ``flats`` among them, whose norm is ``total``, by ``coefficient``."""
+    """Multiply ``grads`` by ``coefficient``. Their norm is ``total``, and they include those of ``flats``."""
     if total.device.type == "cpu" and coefficient == 1.0:
-        return  # what multiplying would give, too
+        return  # multiplying would change nothing
     for grad in grads:
         multiply_(grad, coefficient.to(grad.device))
     if all(map(is_grad_list, grads)):
-        return  # their elements alone are written
-    # 0 times a coefficient that is nan is nan, and would be found in later gradients. On a CPU asking is for free.
+        return  # no padding is written
+    # 0 times a nan coefficient is nan, which later gradients would find in the padding. On a CPU the check is free.
     if total.device.type != "cpu" or coefficient.isnan():
         for flat in flats:
             flat.memory.clear_padding()
 
 
 def clip_coefficient(norm: Tensor, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-    """What to multiply gradients of this norm with, 0-dim.
+    """Return the 0-dim factor that clips gradients of this norm.
 
     Raises:
-        RuntimeError: The norm is not finite, and ``error_if_nonfinite``.
+        RuntimeError: The norm is not finite, and ``error_if_nonfinite`` is set.
     """
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
@@ -47,7 +47,7 @@ def clip_coefficient(norm: Tensor, max_norm: float, norm_type: float, error_if_n
 def grad_operands(
     flats: Sequence[FlatGrads], unfused: Sequence[Tensor], norm_type: float, in_place: InPlace
 ) -> list[Tensor]:
-    """All gradients in few pieces."""
+    """Return all gradients in few pieces."""
     found: list[Tensor] = []
     for flat in flats:
         if norm_type == 2.0:
@@ -60,14 +60,14 @@ def grad_operands(
 
 
 def norm_of(grads: Sequence[Tensor], norm_type: float, found_inf: Tensor | None = None) -> Tensor:
-    """The norm of ``grads`` together, 0-dim; with ``found_inf`` see ``ops.norm``."""
+    """Return the norm of all ``grads`` together, 0-dim; for ``found_inf`` see ``ops.norm``."""
     norm_type = float(norm_type)
     # A gradient without elements has neither a largest nor a smallest one.
     grads = [grad for grad in grads if grad.numel() or 0 <= norm_type < math.inf]
     if not grads:
         return torch.tensor(0.0)
     norms = [_norm(grad, norm_type, found_inf) for grad in grads]
-    if len(norms) == 1 and norm_type != 0.0:  # which counts tensors
+    if len(norms) == 1 and norm_type != 0.0:  # norm 0 counts tensors
         return norms[0]
     device, dtype = norms[0].device, max((n.dtype for n in norms), key=lambda d: d.itemsize)
     total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(device, dtype) for n in norms]), norm_type)
@@ -77,7 +77,7 @@ def norm_of(grads: Sequence[Tensor], norm_type: float, found_inf: Tensor | None 
 def norm_and_coefficient(
     grads: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> tuple[Tensor, Tensor]:
-    """``norm_of`` and ``clip_coefficient``."""
+    """Return the results of ``norm_of`` and ``clip_coefficient``."""
     if len(grads) == 1 and not error_if_nonfinite and _is_flat(grads[0], norm_type):
         return norm_to_clip(grads[0], max_norm)
     total = norm_of(grads, norm_type)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Copies of many gradients into their slots, where no kernel does all of them in one pass."""
+"""Copies of many gradients into their slots, on devices without a kernel that copies all in one pass."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.layout import gaps_between
 from apex_npu.ops import cat_into, cats_lists, gather_
 
-# So many tensors an NPU copies in one launch: joining is faster where there are as many neighbours on average.
+# An NPU copies this many tensors in one launch: joining is faster if batches of neighbours are as long on average.
 _JOINED_COUNT = 48
 
 
 class GradCopier:
-    """Copies gradients into slots, neighbours at once where that saves launches."""
+    """Copies gradients into slots; neighbours together, if that saves launches."""
 
     def __init__(self, flat: Tensor, offsets: Sequence[int], shapes: Sequence[Tensor], *, pads: bool = False) -> None:
-        """Into ``flat``, whose slots begin at ``offsets`` and have the sizes and strides of ``shapes``.
+        """Copy into ``flat``, whose slots begin at ``offsets`` and have the sizes and strides of ``shapes``.
 
-        With ``pads`` zeros are written up to the next slot, where neighbours are copied at once.
+        With ``pads``, copies of neighbours also write zeros up to the next slot.
         """
         self._flat, self._offsets, self._shapes = flat, offsets, shapes
         self._ends = [*offsets[1:], flat.numel()] if pads else []
@@ -50,7 +50,7 @@ class GradCopier:
             cat_into(stretch, rows[begin:end], gaps, self._zeros_of(rows[begin].dtype, max(gaps)))
 
     def _rows(self, indices: list[int], grads: list[Tensor]) -> list[Tensor]:
-        """``grads``, 1-D, with the elements in the order that those of the slots ``indices`` have in memory."""
+        """Return ``grads`` as 1-D tensors, with their elements in the memory order of the slots ``indices``."""
         shapes = [self._shapes[i] for i in indices]
         in_order = [
             a.stride() == b.stride() or (a.is_contiguous() and b.is_contiguous())
@@ -70,7 +70,7 @@ class GradCopier:
         return zeros
 
     def batches(self, indices: list[int]) -> list[range]:
-        """Neighbours among ``indices``."""
+        """Return the ranges of neighbours among ``indices``."""
         if self._batched[0] != indices:
             found = []
             begin = 0

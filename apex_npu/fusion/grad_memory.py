@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The memory of gradients: a flat buffer with a view for each slot, which the views alone may own between steps."""
+"""The memory of gradients: a flat buffer with a view for each slot. Between steps the views alone may own it."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ _DTYPE, _LAYOUT, _DEVICE = map(attrgetter, ("dtype", "layout", "device"))
 
 
 class GradMemory:
-    """One buffer, allocated at first use, and lent to the gradients in it by ``let_go``.
+    """One buffer, allocated at first use. ``let_go`` lends its memory to the gradients in it.
 
-    Then it is free when they are cleared, by whatever means. ``take_up`` takes it back, and ``allocate`` gives the
-    buffer other memory, where it ``is_lent`` still.
+    Lent memory is freed when these gradients are cleared, by whatever means. ``take_up`` takes it back, and
+    ``allocate`` gives the buffer other memory if it ``is_lent`` still.
 
     Attributes:
-        params: Each has a slot.
+        params: The parameters, each of which has a slot.
         shapes: Meta tensors with the sizes, strides and dtype of the slots.
-        offsets: For each slot, the elements before its first.
-        slots: What finds gradients in them.
-        views: Of the slots, for ``param.grad``; none while there is no memory.
-        view_table: Where these are.
-        lends: ``let_go`` has an effect.
-        is_sent: But not now, while processes average what is in the buffer.
-        is_lent: The buffer has no memory.
-        is_padded: Between slots there are zeros, or there will be when the memory is taken back.
+        offsets: For each slot, the number of elements before it.
+        slots: The ``GradSlots`` that finds gradients in the slots.
+        views: The views of the slots, for ``param.grad``; empty while there is no memory.
+        view_table: The places of the views.
+        lends: Whether ``let_go`` has an effect.
+        is_sent: Whether processes are averaging the buffer, during which ``let_go`` has no effect.
+        is_lent: Whether the buffer has no memory.
+        is_padded: Whether there are zeros between the slots, or will be when the memory is taken back.
     """
 
     def __init__(
         self, params: Sequence[Tensor], offsets: Sequence[int], total_numel: int, dtype: torch.dtype | None = None
     ) -> None:
-        """For gradients in ``dtype``, or that of ``params``, which share it and the device; takes no memory yet."""
-        # Shaped like what autograd makes: a parameter's strides where they are dense, else contiguous.
+        """Plan memory for gradients in ``dtype``; None: in that of ``params``, which share dtype and device."""
+        # Slots are shaped like the gradients that autograd makes: with a parameter's strides if dense, else contiguous.
         self.shapes = [torch.empty_like(p, device="meta", dtype=dtype) for p in params]
         self.offsets = list(offsets)
         listed = bool(params) and reads_listed(params[0])
@@ -59,7 +59,9 @@ class GradMemory:
         self._padding: Tensor | None = None
 
     def allocate(self, *, pads: bool = False) -> Tensor:
-        """The buffer, with memory, and zeros in the padding; ``pads``: a copy into all slots is about to write these.
+        """Return the buffer, with memory, and zeros in the padding.
+
+        With ``pads``, the padding is left to a copy into all slots, which is about to write its zeros.
 
         Raises:
             torch.OutOfMemoryError: There is not enough memory.
@@ -72,13 +74,13 @@ class GradMemory:
             else:
                 buffer.renew()
                 is_padded = cats_lists(like.device) and not pads
-                if is_padded:  # an NPU fills all elements faster than some
+                if is_padded:  # an NPU fills all elements faster than those between slots
                     buffer.flat.zero_()
             views = buffer.views_like(self.shapes, self.offsets)
             table = SlotTable(views)
             self.slots.remember_views(views)
             done = buffer, views, table, is_padded, False
-            # All at once: a buffer has its views.
+            # Assigned together, so that a buffer always has its views.
             self._buffer, self.views, self.view_table, self.is_padded, self.is_lent = done
         if not self.is_padded and not pads:
             self.clear_padding()
@@ -86,9 +88,9 @@ class GradMemory:
         return buffer.flat
 
     def let_go(self) -> None:
-        """Leave the buffer's memory to the gradients in it, only where it ``lends``.
+        """Leave the buffer's memory to the gradients in it, if it ``lends``.
 
-        What is taken of the buffer's tensor has memory again when that has.
+        Slices of the buffer's tensor have memory again when the buffer has.
         """
         if not self.lends or self.is_sent or self._buffer is None or not self.views:
             return
@@ -96,11 +98,11 @@ class GradMemory:
             self.lends = False
             return
         slots: Any = self.slots
-        self.is_lent, self.views = True, []  # first: what is interrupted below gets new memory
+        self.is_lent, self.views = True, []  # first: after an interruption below, the buffer gets new memory
         slots.let_go(self._buffer.flat)
 
     def take_up(self) -> None:
-        """Own the memory again, if it is still there, and nothing but gradients is in it; else it is left for good."""
+        """Own the memory again, if it still exists and holds nothing but gradients; else give it up for good."""
         assert self._buffer is not None
         slots: Any = self.slots
         views: list[Tensor] | None = slots.take_up(self.params, self._buffer.flat)
@@ -108,15 +110,15 @@ class GradMemory:
             self.views, self.is_lent = views, False
 
     def free_views(self) -> None:
-        """Have all views in their slots, and held by their parameters alone, if at all."""
+        """Make all views be in their slots, and be held by nothing but their parameters."""
         lost, kept = extension.lost_and_kept(self.view_table, self.views, self.params)
         self._renew_views(lost)
         self.move_out(kept)
 
     def move_out(self, indices: Sequence[int]) -> None:
-        """Move former gradients, which something still holds, out of their slots, to which others are written."""
+        """Move former gradients, which something still holds, out of their slots, before others are written there."""
         for i in indices:
-            move_out(self.views[i])  # first: what is interrupted here is found as a view that is lost
+            move_out(self.views[i])  # first: after an interruption here, the view is found as lost
             self._renew_views([i])
 
     def _renew_views(self, indices: Sequence[int]) -> None:
@@ -126,10 +128,12 @@ class GradMemory:
             self.views[i] = self._buffer.view(self.offsets[i], shape.size(), shape.stride())
 
     def readable(self, indices: Sequence[int], grads: list[Tensor], sources: Sequence[Tensor]) -> list[Tensor]:
-        """``grads``, of ``sources[i]`` for each of ``indices``; those in slots, which will be written, are cloned.
+        """Return ``grads``, of ``sources[i]`` for each of ``indices``, with clones of those in slots.
+
+        The slots are about to be written.
 
         Raises:
-            RuntimeError: One is sparse, not of its parameter's dtype, or a subclass such as DTensor.
+            RuntimeError: A gradient is sparse, not of its parameter's dtype, or a subclass such as DTensor.
         """
         alike = set(map(type, grads)) <= {Tensor} and set(map(_LAYOUT, grads)) <= {torch.strided}
         like = self.params[0]
@@ -137,7 +141,7 @@ class GradMemory:
         if not alike or not same_kind:
             for i, grad in zip(indices, grads, strict=True):
                 check_grad(i, self.params[i], grad, self.shapes[i].dtype, own=sources[i] is self.params[i])
-        if self.views and self._buffer is not None:  # else it is new memory that is written
+        if self.views and self._buffer is not None:  # else the copies go to new memory
             begin = self._buffer.flat.data_ptr()
             end = begin + self._buffer.flat.nbytes
             for k in [k for k, address in enumerate(map(Tensor.data_ptr, grads)) if begin <= address < end]:
@@ -150,7 +154,7 @@ class GradMemory:
             self._buffer.flat.index_fill_(0, self.find_padding(), 0.0)
 
     def find_padding(self) -> Tensor:
-        """The indices of the elements between the slots."""
+        """Return the indices of the elements between the slots."""
         if self._padding is None:
             slots = zip(self.offsets, self.shapes, strict=True)
             used = sorted((begin, begin + shape.numel()) for begin, shape in slots)
@@ -161,5 +165,5 @@ class GradMemory:
 
 
 def may_lend(slot: Tensor) -> bool:
-    """True where fresh memory costs nothing but its allocation, and gradients are gathered for every step."""
+    """True if fresh memory costs nothing but its allocation, and gradients are gathered for every step."""
     return slot.device.type != "cpu"

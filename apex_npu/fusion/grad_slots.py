@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The places of many parameters' gradients, found for all at once.
 
-A gradient is NONE while ``param.grad is None``, IN_BUFFER while it is the view of its slot, and else ELSEWHERE. There
-it can stay, instead of being copied into its slot, if its elements are in the slot's order, in memory of a CPU or a GPU
-that is no slot's: kernels read gradients of any size in place.
+A gradient is NONE while ``param.grad is None``, IN_BUFFER while it is the view of its slot, and else ELSEWHERE. An
+ELSEWHERE gradient can stay there if its elements are in the slot's order, in CPU or GPU memory that is no slot's: then
+kernels read it in place, whatever its size, instead of copying it into its slot.
 """
 
 from __future__ import annotations
@@ -21,44 +21,44 @@ from apex_npu._extension import extension
 from apex_npu.fusion.storage import is_slot
 from apex_npu.ops import LOW_PRECISION
 
-# The values are those of the extension.
+# The C++ extension uses the same values.
 NONE, IN_BUFFER, ELSEWHERE = 0, 1, 2
-# From how many elements on one can stay elsewhere.
+# The least number of elements of a gradient that can stay elsewhere.
 STAYS_NUMEL = 0
-# And where they are multiplied, or shared with masters: smaller ones are multiplied on their way into their slots,
-# which is as quick, and found there in one piece by what follows.
+# The least number for gradients that are multiplied, or shared with masters. Smaller ones are multiplied while they are
+# copied into their slots: this is as quick, and later operations find them there in one piece.
 WRITTEN_NUMEL = 1 << 12
 
 
 class InPlace(IntEnum):
-    """What is done with gradients that are ELSEWHERE: which of them can stay there depends on it.
+    """The access to ELSEWHERE gradients, which decides which of them can stay there.
 
-    The values are those of the extension.
+    The C++ extension uses the same values.
     """
 
-    NO = 0  # none can
-    READ = 1  # those that have not been stepped before: a gradient that is reused is copied into its slot
-    WRITE = 2  # those of the slot's dtype that share their memory with nothing else
+    NO = 0  # none can stay
+    READ = 1  # those can stay that have not been stepped before: a gradient that is reused is copied into its slot
+    WRITE = 2  # those of the slot's dtype can stay that share their memory with nothing else
 
 
 class GradSlots(Protocol):
     """The slots of one flat buffer of gradients."""
 
     def remember_views(self, views: Sequence[Tensor]) -> None:
-        """Record that ``views`` are in the slots, one in each; one found elsewhere later is an ordinary gradient."""
+        """Record that ``views`` are in the slots, one in each. A view that leaves its slot is an ordinary gradient."""
         ...
 
     def states(
         self, params: Sequence[Tensor], views: Sequence[Tensor], first: int, in_place: int, least_numel: int
     ) -> tuple[bytes, list[int]]:
-        """Where the gradients of ``params`` are, whose slots are those from ``first`` on, and have ``views`` in them.
+        """Find where the gradients of ``params`` are, whose slots begin with number ``first``.
 
         Args:
-            params: Parameters.
-            views: One for each.
-            first: The slot of the first.
-            in_place: See ``InPlace``.
-            least_numel: Only those of so many elements can stay elsewhere.
+            params: The parameters of consecutive slots.
+            views: The view of each of these slots.
+            first: The slot of the first parameter.
+            in_place: The access to gradients that stay ELSEWHERE, see ``InPlace``.
+            least_numel: Only gradients of at least so many elements can stay elsewhere.
 
         Returns:
             One byte for each of ``params``, and the slots of those that are ELSEWHERE and cannot stay there.
@@ -66,29 +66,29 @@ class GradSlots(Protocol):
         ...
 
     def grad_list(self, params: Sequence[Tensor], first: int, numel: int, stepped: bool) -> Tensor:
-        """The gradients of ``params``, whose slots are those from ``first`` on, as one operand for ``ops``.
+        """Return the gradients of ``params``, whose slots begin with number ``first``, as one operand for ``ops``.
 
         Args:
-            params: With gradients that are in their slots or can stay elsewhere, or without.
-            first: The slot of the first.
-            numel: Of the operand.
-            stepped: Remember these as stepped.
+            params: Parameters whose gradients are None, in their slots, or elsewhere and can stay there.
+            first: The slot of the first parameter.
+            numel: The number of elements of the operand.
+            stepped: Remember these gradients as stepped.
         """
         ...
 
     def share(
         self, sources: Sequence[Tensor], params: Sequence[Tensor], least_numel: int, lazily: bool
     ) -> tuple[bool, list[int]]:
-        """Give ``params`` the gradients of ``sources``, without a copy, where that can be.
+        """Give ``params`` those gradients of ``sources`` that need no copy.
 
         Args:
-            sources: One for each slot of the buffer: its parameter, or what has the gradient of it as a master.
-            params: Likewise.
-            least_numel: Only those of so many elements.
-            lazily: They are copied when either is written.
+            sources: For each slot of the buffer, its parameter, or the model parameter that has the master's gradient.
+            params: For each slot of the buffer, its parameter.
+            least_numel: Share only gradients of at least so many elements.
+            lazily: Copy a shared gradient when either is written.
 
         Returns:
-            Whether there are any, and the indices of the others.
+            Whether any gradient is shared, and the indices of those that are not.
         """
         ...
 
@@ -98,12 +98,12 @@ class GradSlots(Protocol):
         """Multiply the gradients of ``params``, one for each slot, in one pass; see ``FlatGrads.unscale_``.
 
         Returns:
-            False, with nothing written, where one is neither in its slot, nor can be written where it is, or copied.
+            False, with nothing written, if a gradient outside its slot can be neither written in place nor copied.
         """
         ...
 
     def forget_stepped(self) -> None:
-        """Gradients have been dropped: those to come are others."""
+        """Forget which gradients have been stepped, since they have been dropped: those to come are others."""
         ...
 
     def addresses(
@@ -117,47 +117,47 @@ class GradSlots(Protocol):
         flat: Tensor,
         addresses: Tensor,
     ) -> tuple[bytes, list[int], torch.dtype | None, bool]:
-        """Write where the gradients of ``sources`` are into ``addresses``, for the slots from ``first`` to ``last``.
+        """Write the addresses of the gradients of ``sources`` into ``addresses``, for the slots ``first`` to ``last``.
 
         Args:
-            sources: One for each slot of the buffer: its parameter, or what has the gradient of it as a master.
-            params: Likewise.
-            views: Likewise.
+            sources: For each slot of the buffer, its parameter, or the model parameter that has the master's gradient.
+            params: For each slot of the buffer, its parameter.
+            views: For each slot of the buffer, its view.
             first: The first slot to look at.
-            last: One past the last.
-            chosen: Take only these of them; None: all.
+            last: One past the last slot to look at.
+            chosen: Take only these of the slots; None: all.
             flat: The buffer.
-            addresses: int64, on the host. Of a gradient with its slot's order of elements, not in ``flat``, it gets the
-                address that ``flat`` would have if the gradient were in its slot; 0 of all others.
+            addresses: int64, on the host. For a gradient that is not in ``flat``, with its slot's order of elements, it
+                gets the address that ``flat`` would have if the gradient were in its slot; for all others 0.
 
         Returns:
             One state for each slot that was looked at; the slots that are ELSEWHERE and have no address; the dtype of
-            all gradients that have one; and whether each view in a slot that is ELSEWHERE is in its place, and unused.
+            all gradients that have an address; and whether the views of all ELSEWHERE slots are in place and unused.
         """
         ...
 
 
 def grad_slots(shapes: Sequence[Tensor], offsets: Sequence[int], device: torch.device | None) -> GradSlots:
-    """For slots with the sizes, strides and dtype of ``shapes``.
+    """Return the ``GradSlots`` of slots with the sizes, strides and dtype of ``shapes``.
 
-    None can stay elsewhere but those on ``device``, where ``ops.reads_listed``.
+    Only gradients on ``device``, for which ``ops.reads_listed`` holds, can stay elsewhere.
     """
     slots: GradSlots = extension.GradSlots(shapes, offsets, device)
     return slots
 
 
 def places_of(state: int, states: bytes) -> list[int]:
-    """The places in ``states`` of those that are ``state``."""
+    """Return the indices in ``states`` that are ``state``."""
     return [i for i, found in enumerate(states) if found == state] if state in states else []
 
 
 def stay_elsewhere(states: bytes, to_gather: list[int]) -> bool:
-    """True where gradients are left that are ELSEWHERE and not ``to_gather``."""
+    """True if some gradients are ELSEWHERE and not ``to_gather``."""
     return states.count(ELSEWHERE) > len(to_gather)
 
 
 def with_state(state: int, states: bytes, slots: list[int], first: int = 0) -> bytes:
-    """``states``, of the slots from ``first`` on, with ``state`` for ``slots``, which are some that are ELSEWHERE."""
+    """Return ``states``, of the slots from ``first`` on, with ``state`` for ``slots``, which are ELSEWHERE."""
     if not stay_elsewhere(states, slots):
         return states.replace(bytes([ELSEWHERE]), bytes([state]))
     changed = bytearray(states)
@@ -167,7 +167,7 @@ def with_state(state: int, states: bytes, slots: list[int], first: int = 0) -> b
 
 
 def stretches(states: bytes, state: int = IN_BUFFER) -> list[range]:
-    """Maximal ranges of slots that are in ``state``."""
+    """Return the maximal ranges of slots that are in ``state``."""
     return [range(*found.span()) for found in re.finditer(re.escape(bytes([state])) + b"+", states)]
 
 
@@ -180,21 +180,21 @@ def fits(grad: Tensor, shape: Tensor, dtype: torch.dtype | None = None) -> bool:
         and not grad.is_neg()
         and grad.dtype == (dtype or shape.dtype)
         and grad.stride() == shape.stride()
-        and not is_slot(grad)  # of another gradient, or a parameter
+        and not is_slot(grad)  # the slot of another gradient, or of a parameter
     )
 
 
 def dispatches_in_python(tensor: Tensor) -> bool:
-    """True for a subclass whose elements are accessible to its own code alone."""
+    """True for a subclass whose elements only its own code can access."""
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def check_grad(index: int, param: Tensor, grad: Tensor | None, dtype: torch.dtype, *, own: bool) -> None:
-    """Require a gradient of ``param``, number ``index``, that can be fused: its ``own``, or its model parameter's.
+    """Require that the gradient of ``param``, number ``index``, can be fused: its ``own``, or its model parameter's.
 
     Raises:
-        RuntimeError: It is sparse, neither of its slot's ``dtype`` nor narrower, on another device than the parameter,
-            or a subclass such as DTensor.
+        RuntimeError: The gradient is sparse, neither of its slot's ``dtype`` nor narrower, on another device than the
+            parameter, or a subclass such as DTensor.
     """
     assert grad is not None
     if grad.layout != torch.strided:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Runs that a CUDA graph can step: each replay counts without the host, so the step counts are on the device.
 
-The host only records which of them are equal.
+The host only records which counts are equal.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from apex_npu.fusion.run import Run, Runs, StepCounts
 
 
 class GraphRuns(Runs):
-    """Runs with counts on ``device``, which graphs that have been captured step as well."""
+    """Runs with step counts on a device, which captured graphs step as well."""
 
     def __init__(self, count: int, device: torch.device) -> None:
-        """``count`` slots, none stepped."""
+        """Make runs for ``count`` slots, none of which has been stepped."""
         super().__init__(_DeviceStepCounts(count, device))
         self._captured: list[Run] = []
         self._has_warned = False
 
     @property
     def is_captured(self) -> bool:  # type: ignore[override]
-        """See ``Runs``."""
+        """Whether a CUDA graph steps some of the runs."""
         return bool(self._captured)
 
     def steps_as_before(self, group: GroupBuffers) -> bool:
-        """True where ``cut`` would give the same runs as the last time, with gradients as they are now."""
+        """True if ``cut`` would return the same runs as the last time, with gradients as they are now."""
         states = group.grads.states().replace(bytes([ELSEWHERE]), bytes([IN_BUFFER]))
         return not states.strip(bytes([NONE])) or (states == self._states and not self.counts.is_written())
 
     def keep(self) -> None:
-        """A graph is being captured that reads the tables of these runs for as long as it is replayed."""
+        """Keep the tables of the current runs: a graph is being captured that reads them in each replay."""
         for run in self.current:
             run.keep()
         self._captured += [run for run in self.current if run not in self._captured]
         self._has_warned = False
 
     def _cut(self, group: GroupBuffers, states: bytes) -> list[Run]:
-        """A graph counts steps for a run as a whole: one part of it must not have more than the rest."""
+        """Cut the runs, and warn if a captured run is parted: its graph counts steps for the run as a whole."""
         stepping = [state != NONE for state in states]
         parted = [run for run in self._captured if 0 < sum(map(stepping.__getitem__, run.slots)) < len(run.params)]
         if parted and not self._has_warned:
@@ -60,10 +60,10 @@ class GraphRuns(Runs):
 
 
 class _DeviceStepCounts(StepCounts):
-    """Counts on a device. They are read after they were set, or written by a user; otherwise no step waits for them.
+    """Step counts on a device. The host reads them only after they were set, or a user wrote them: steps do not wait.
 
-    Each replay repeats the counting of its capture without the host: two slots may come to have equal counts without
-    the host's knowledge, and only those that have always been stepped together are assumed to be equal.
+    Each replay repeats the counting of its capture without the host, so two slots may get equal counts that the host
+    does not know of. Only counts of slots that have always been stepped together are assumed to be equal.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
@@ -106,13 +106,13 @@ class _DeviceStepCounts(StepCounts):
                 self._buffer.flat[stretch].add_(addend)
             self._new[stretch] = [False] * (stretch.stop - stretch.start)
         self.added = addend
-        self._versions = self._version()  # without the extension views count what is written to the buffer, too
+        self._versions = self._version()  # without the extension, versions of views also count writes to the buffer
         return (self._buffer.flat[part.start] for part in parts)
 
     def undo(self, slots: range) -> None:
         if self.added is not None:
             self._buffer.flat[slots.start : slots.stop].sub_(self.added)
-            self._written = True  # to be read again: some may never have been stepped
+            self._written = True  # the counts have to be read again: some slots may never have been stepped
 
     def is_written(self) -> bool:
         return self._written or self._version() != self._versions

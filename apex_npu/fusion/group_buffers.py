@@ -24,17 +24,19 @@ class GroupBuffers:
     """The flat buffers of some parameters.
 
     Attributes:
-        params: Of one dtype and device, dense, not overlapping.
-        places: For each the index of its entry of ``param_groups``, and its place there. Slots are in any order.
-        param_flat: 1-D over the memory of all of them.
-        grads: Their gradients, laid out alike; of a parameter that is stepped where it is, maybe where they are.
-        table: Where each parameter lay when it was fused.
+        params: The parameters, of one dtype and device, dense, not overlapping.
+        places: For each parameter, the index of its entry of ``param_groups``, and its place there. Slots are in any
+            order.
+        param_flat: A 1-D tensor over the memory of all parameters.
+        grads: The gradients, laid out alike. A gradient of a parameter that is not moved may stay where it is.
+        table: The place of each parameter when it was fused.
         kept: Parameters whose former memory may still be referenced from outside torch (a numpy array).
-        model_params: Gives the low-precision copy of the parameters that rules write as well, or None where it is gone.
-        has_buffer: ``param_flat`` has been made for them; else it is where a parameter was before.
-        encoding: A ``GroupEncoding``, where states are kept in fewer bytes than float32.
-        make_run: What makes its runs, instead of ``Run``; likewise.
-        counts_always: Steps are counted for rules without state, too: stochastic rounding draws its bits by the count.
+        model_params: Returns the buffer of low-precision copies that rules write as well, or None if it is gone.
+        has_buffer: Whether ``param_flat`` was made for the parameters; else it is the memory that a parameter had.
+        encoding: A ``GroupEncoding`` if states are kept in fewer bytes than float32, else None.
+        make_run: The class of the group's runs if states are encoded; None: ``Run``.
+        counts_always: Whether steps are counted for rules without state, too, because stochastic rounding draws its
+            random bits by the count.
     """
 
     has_buffer = True
@@ -43,7 +45,7 @@ class GroupBuffers:
     counts_always = False
 
     def __init__(self, params: Sequence[Tensor], param_flat: Tensor, offsets: Sequence[int]) -> None:
-        """Wrap ``param_flat``, which holds ``params``: those of one param group, until ``places`` are set."""
+        """Wrap ``param_flat``, which holds ``params``; they count as one param group's until ``places`` are set."""
         self.params = list(params)
         self.places = [(0, place) for place in range(len(self.params))]
         self.param_flat = param_flat
@@ -62,16 +64,16 @@ class GroupBuffers:
 
     @property
     def in_slots(self) -> bool:
-        """Whether all parameters are in fused buffers, where aliases can be detected; one that was not moved is not."""
+        """Whether all parameters are in fused buffers, where aliases can be detected; False if one was not moved."""
         return all(map(is_slot, self.params))
 
     def span(self, slots: range) -> tuple[int, int]:
-        """Elements [begin, end) of consecutive ``slots``, their padding included."""
+        """Return the range [begin, end) of the elements of consecutive ``slots``, padding included."""
         offsets = self.grads.offsets
         return offsets[slots.start], offsets[slots.stop] if slots.stop < len(offsets) else self.param_flat.numel()
 
     def broken(self) -> list[int]:
-        """Indices of the parameters that are no longer in their slot (``p.data = …``, ``.to()``, another fusion)."""
+        """Return the indices of parameters that have left their slot (``p.data = …``, ``.to()``, another fusion)."""
         return self.table.broken(self.params)
 
     def release_kept(self) -> None:
@@ -82,39 +84,39 @@ class GroupBuffers:
 
     @property
     def own_states(self) -> tuple[str, ...]:
-        """States beside those of the rule."""
+        """The names of the states that are shown in addition to the rule's."""
         return () if self.encoding is None else self.encoding.own_states
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """float32 for float16 and bfloat16 parameters: their updates are computed in it; else their own dtype."""
+        """The dtype in which updates are computed: float32 for float16 and bfloat16 parameters, else their own."""
         return wide_dtype(self.param_flat.dtype)
 
     def state_flat(self, name: str) -> Tensor:
-        """The buffer of state ``name``, allocated with zeros at first use."""
+        """Return the buffer of state ``name``, allocated with zeros at first use."""
         return self._state(name).flat
 
     def scalar_flat(self, name: str) -> Tensor:
-        """A state of one number for each parameter, allocated with zeros at first use."""
+        """Return a state of one number for each parameter, allocated with zeros at first use."""
         return self._state(name, scalar=True).flat
 
     def scratch_flat(self, name: str) -> Tensor:
-        """Memory like a state's, but for intermediate values only: it is never shown, saved or zeroed."""
+        """Return memory like a state's for intermediate values only: it is never shown, saved or zeroed."""
         buffer = self._scratch.get(name)
         if buffer is None:
             buffer = self._scratch[name] = FlatBuffer(self.param_flat.numel(), self.state_dtype, self.param_flat.device)
         return buffer.flat
 
     def placed(self, slots: range) -> list[tuple[Tensor, int]]:
-        """The parameters of ``slots``, each with its offset in the group's flat tensors."""
+        """Return the parameters of ``slots``, each with its offset in the group's flat tensors."""
         return [(self.params[i], self.grads.offsets[i]) for i in slots]
 
     def state_views(self, name: str, *, scalar: bool = False) -> list[Tensor]:
-        """State ``name`` of all parameters: shaped like them, or 0-dim for a state of one number."""
+        """Return state ``name`` of all parameters: shaped like them, or 0-dim for a state of one number."""
         return self._state(name, scalar=scalar).views
 
     def reset_state(self, name: str, index: int, initial: float, *, scalar: bool = False) -> None:
-        """Have state ``name`` of one parameter be ``initial``; nothing is launched where it is that already."""
+        """Set state ``name`` of one parameter to ``initial``; nothing is launched if it has that value already."""
         state = self._state(name, initial, scalar=scalar)
         if self._used[index] or initial != state.initial:
             state.views[index].fill_(initial)
@@ -134,24 +136,24 @@ class GroupBuffers:
         return state
 
     def drop_state(self, name: str) -> None:
-        """Have state ``name`` get another buffer; what it holds is in the views that have been shown."""
+        """Forget the buffer of state ``name``, so that it gets another; views that were shown keep the values."""
         self._states.pop(name, None)
 
     def use(self, index: int) -> None:
-        """From now on the states of one parameter may hold anything."""
+        """Record that the states of one parameter may hold any values from now on."""
         self._used[index] = 1
 
     def add_model_params(self, tensors: Sequence[Tensor | None]) -> ModelParamBuffer | None:
         """Move ``tensors``, one or None for each parameter, into a buffer of their own that is laid out like this one.
 
-        Only those move that are shaped and strided like their parameter, own their storage, and share a dtype. Private
-        formats are left first.
+        Only tensors move that are shaped and strided like their parameter, own their storage, and share a dtype.
+        Tensors in private formats leave these first.
 
         Args:
-            tensors: Model parameters.
+            tensors: The model parameters.
 
         Returns:
-            The buffer, or None where nothing can move.
+            The buffer, or None if nothing can move.
         """
         leave_private_formats([t for t in tensors if t is not None])
         movable = [
@@ -170,8 +172,8 @@ class GroupBuffers:
         slots = tuple(Slot(self.grads.offsets[i], t.numel(), t.numel()) for i, t in movable)
         buffer.adopt(moved, Layout(slots, tuple(range(len(slots))), buffer.flat.numel()))
         found = ModelParamBuffer(buffer.flat, moved)
-        # Where all parameters begin with a line, so does what a step updates at once: not in memory that has stayed a
-        # script's.
+        # If all parameters begin at a cache line, so does each block that a step updates at once. Memory that a script
+        # still owns may begin elsewhere.
         if not any(offset % ALIGN_NUMEL for offset in self.grads.offsets):
             offsets, numels = [slot.offset_numel for slot in slots], [slot.numel for slot in slots]
             found.watched = watch_copies(buffer.flat, offsets, numels)
@@ -180,7 +182,7 @@ class GroupBuffers:
 
 
 class _State(NamedTuple):
-    """One state of all parameters: its buffer, a view for each parameter, and what the buffer was filled with."""
+    """One state of all parameters: its buffer, a view for each parameter, and the value that filled the buffer."""
 
     flat: Tensor
     views: list[Tensor]
@@ -191,13 +193,13 @@ class ModelParamBuffer:
     """The model parameters of masters, in a buffer laid out like a ``GroupBuffers``'s.
 
     Attributes:
-        flat: 1-D, as long as the group's; where a parameter has none it holds anything.
+        flat: 1-D, as long as the group's ``param_flat``; arbitrary values where a parameter has no model parameter.
         params: The model parameters.
-        table: Where they were when they were moved here.
-        kept: Those whose former memory may still be referenced from outside torch.
-        written: How many of them the last step has updated.
-        watched: Rules look for what scripts have written to ``params``, see ``watch_copies``.
-        parts: Slices of ``flat`` that runs have asked for, by where they begin and end.
+        table: The places of the model parameters when they were moved here.
+        kept: Model parameters whose former memory may still be referenced from outside torch.
+        written: The number of model parameters that the last step has updated.
+        watched: Whether rules look for writes of scripts to ``params``, see ``watch_copies``.
+        parts: Slices of ``flat`` that runs have asked for, by their begin and end.
     """
 
     def __init__(self, flat: Tensor, params: Sequence[Tensor]) -> None:

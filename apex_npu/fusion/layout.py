@@ -16,9 +16,9 @@ class Slot(NamedTuple):
     """The place of one storage in a flat buffer.
 
     Attributes:
-        offset_numel: Elements before the slot.
-        numel: Elements of the storage.
-        padded_numel: Elements the slot takes up; the next slot begins ``padded_numel`` after the beginning of this one.
+        offset_numel: The number of elements before the slot.
+        numel: The number of elements of the storage.
+        padded_numel: The number of elements that the slot takes up, from its beginning to that of the next slot.
     """
 
     offset_numel: int
@@ -36,9 +36,9 @@ class Layout:
     """Slots in order, and the slot of each tensor.
 
     Attributes:
-        slots: One per distinct storage, in order of first appearance.
+        slots: The slots, one per distinct storage, in order of first appearance.
         slot_of: For each tensor the index of its slot; tensors that share a storage share a slot.
-        total_numel: Elements of the whole buffer.
+        total_numel: The number of elements of the whole buffer.
     """
 
     slots: tuple[Slot, ...]
@@ -47,9 +47,9 @@ class Layout:
 
 
 def padded_numel(numel: int, align_numel: int = ALIGN_NUMEL, pad_numel: int = PAD_NUMEL) -> int:
-    """Elements that a storage of ``numel`` takes up: rounded up to ``align_numel``, plus ``pad_numel``.
+    """Return the elements that a storage of ``numel`` takes up: rounded up to ``align_numel``, plus ``pad_numel``.
 
-    The defaults are what Ascend's vector kernels expect: they may read a whole block past the last element.
+    Ascend's vector kernels expect the defaults: they may read a whole block past the last element.
     """
     return -(-numel // align_numel) * align_numel + pad_numel
 
@@ -64,10 +64,10 @@ def plan_slots(
     """Give every distinct storage a slot, one after the other.
 
     Args:
-        storage_numels: For each tensor, the elements of its storage.
-        storage_ids: For each tensor, what identifies that storage; None: all are distinct.
+        storage_numels: For each tensor, the number of elements of its storage.
+        storage_ids: For each tensor, the identity of its storage; None: all are distinct.
         align_numel: Slots are rounded up to a multiple of this.
-        pad_numel: Elements added after every slot.
+        pad_numel: The number of elements added after every slot.
 
     Raises:
         ValueError: A size is negative, or one storage is given two sizes.
@@ -92,15 +92,15 @@ def plan_slots(
 
 
 def extent_numel(size: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from a tensor's first to its last, both included; 0 for an empty tensor."""
+    """Return the number of elements from a tensor's first to its last, both included; 0 for an empty tensor."""
     if 0 in size:
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
 
 
 def overlapping(spans: Sequence[tuple[int, int]]) -> list[int]:
-    """Indices of the ranges [begin, end) that overlap one which is not among them: without these all are distinct."""
-    order = sorted(range(len(spans)), key=lambda i: spans[i][0])  # stable: of two that begin alike the first is kept
+    """Return the indices of ranges [begin, end) to leave out so that no two of the others overlap."""
+    order = sorted(range(len(spans)), key=lambda i: spans[i][0])  # stable: of two with one begin the first is kept
     found = []
     taken_to: int | None = None
     for i in order:
@@ -115,11 +115,11 @@ def overlapping(spans: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """True where the elements, if any, fill their extent without gap or overlap, in any order (channels_last)."""
+    """True if the elements, if any, fill their extent without gap or overlap, in any order (channels_last)."""
     if 0 in size:
         return True
     expected = 1
-    for n, s in zip(reversed(size), reversed(stride), strict=True):  # as nearly all are
+    for n, s in zip(reversed(size), reversed(stride), strict=True):  # contiguous, as nearly all are
         if s != expected and n != 1:
             break
         expected *= n
@@ -134,6 +134,6 @@ def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def gaps_between(offsets: Sequence[int], numels: Sequence[int]) -> list[int]:
-    """How many elements are between each range (its first element, its length) and the next; 0 for the last."""
+    """Return the number of elements between each range (its first element, its length) and the next; 0 for the last."""
     ends = [offset + numel for offset, numel in zip(offsets, numels, strict=True)]
     return [begin - end for begin, end in zip([*offsets[1:], ends[-1]], ends, strict=True)]

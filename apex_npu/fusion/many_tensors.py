@@ -1,8 +1,8 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a step does for each of thousands of tensors, in one call into the C++ extension: some 50 ns for each.
+"""Functions that a step calls for thousands of tensors, each one call into the C++ extension: some 50 ns per tensor.
 
-``unfused.py`` documents the functions, and has them where the extension is not there.
+``unfused.py`` documents the functions, and implements them if the extension is not in use.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ __all__ = [
 
 @torch.no_grad()
 def zero_grads(tensors: list[Tensor]) -> None:
-    """``tensor.grad.zero_()``, for each that has a gradient."""
+    """Call ``tensor.grad.zero_()`` for each tensor that has a gradient."""
     others = range(len(tensors)) if extension is None else extension.zero_grads_cpu(tensors)
     if others:
         unfused.zero_grads([tensors[i] for i in others])

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``OwnGrad``: the gradient of one parameter that is stepped where it is, as a step reads it."""
+"""``OwnGrad``: the gradient of one parameter that is stepped in place."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from apex_npu.fusion.shards import local_grad, local_part
 class OwnGrad:
     """The gradient of one parameter, or of this process's part of a sharded one. No step moves it.
 
-    What it has in common with ``FlatGrads`` is documented there.
+    ``FlatGrads`` documents the members that both classes have.
 
     Attributes:
-        index: The place of the parameter in its group, for what an error says.
+        index: The place of the parameter in its group, for error messages.
     """
 
     index = 0
@@ -26,7 +26,7 @@ class OwnGrad:
     reads_lists = reads_in_place = is_packed = False
 
     def __init__(self, param: Tensor, full_param: Tensor | None = None) -> None:
-        """``param`` is this process's part of ``full_param``; None: it is no part."""
+        """Wrap the gradient of ``param``, which is this process's part of ``full_param``; None: it is no part."""
         self.params, self.full_params, self.offsets = [param], [param if full_param is None else full_param], [0]
 
     def _grad(self) -> Tensor | None:
@@ -34,11 +34,11 @@ class OwnGrad:
         return param.grad if full is param else local_grad(full)
 
     def states(self, slots: range | None = None) -> bytes:
-        """NONE, or ELSEWHERE."""
+        """Return one byte: NONE or ELSEWHERE."""
         return bytes([NONE if self.full_params[0].grad is None else ELSEWHERE])
 
     def gather(self, slots: range | None = None, *, in_place: InPlace = InPlace.NO) -> bytes:
-        """``states()``, if the gradient is one that can be stepped."""
+        """Return ``states()``, after a check that the gradient can be stepped."""
         grad = self._grad()
         if grad is not None:
             check_grad(self.index, self.params[0], grad, self.params[0].dtype, own=True)
@@ -47,7 +47,7 @@ class OwnGrad:
     gather_unless_listed = gather
 
     def operand(self, slots: range, numel: int, *, stepped: bool = False) -> Tensor:
-        """The gradient, 1-D, with its elements in the parameter's order; a copy where it has to be."""
+        """Return the gradient, 1-D, with its elements in the parameter's order; a copy if it has to be."""
         param, grad = self.params[0], self._grad()
         assert grad is not None
         grad = grad.detach()
@@ -58,19 +58,19 @@ class OwnGrad:
 
     @property
     def flat(self) -> Tensor:
-        """``operand`` in the parameter's dtype."""
+        """The ``operand``, in the parameter's dtype."""
         param = self.params[0]
         return self.operand(range(1), param.numel()).to(param.dtype)
 
     def forget_stepped(self) -> None:
-        """Nothing is remembered of a step."""
+        """Do nothing: an ``OwnGrad`` remembers nothing of a step."""
 
     def have_parts(self) -> bool:
-        """True while the sharded parameter has its part inside."""
+        """True while ``params[0]`` is the part inside the sharded parameter."""
         return local_part(self.full_params[0]) is self.params[0]
 
     def end_step(self) -> None:
-        """Have autograd notice that the sharded parameter has been written, if it has been stepped."""
+        """Tell autograd that the sharded parameter has been written, if it has been stepped."""
         full = self.full_params[0]
         if full.grad is not None:
             increment_versions([full])

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which slots of an arena step in one go, how often they have, and what an update rule finds there."""
+"""Runs: the slots of an arena that step together, their step counts, and the operands of update rules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SIZE = _FLOAT32.size
 
 
 class _Slices(dict[str, Tensor]):
-    """A range of the flat tensors of an arena that have names; each slice is made once."""
+    """Slices of an arena's named flat tensors over one range; each is made once."""
 
     def __init__(
         self, of: Callable[[], GroupBuffers | None], flat: Callable[[GroupBuffers, str], Tensor], span: slice
@@ -43,24 +43,24 @@ class Run:
     """Consecutive slots that take part in a step, and share a step count and a param group.
 
     Attributes:
-        slots: Which slots of the arena.
-        place: Of the first of them: the index of its entry of ``param_groups``, whose hyper-parameters all have, and
-            its place there.
+        slots: The slots of the arena.
+        place: The place of the first slot's parameter: the index of its entry of ``param_groups``, whose
+            hyper-parameters the whole run has, and its index there.
         params: The parameters themselves.
-        param: 1-D, dtype of the parameters; padding between slots included.
-        elsewhere: A gradient is outside of its slot.
-        state: Called with a name, it gives that flat state: float32 for low-precision parameters, else of their dtype;
-            zeros at first.
-        scratch: Likewise flat memory for this step's intermediate values, of the state's dtype; what it holds is
-            arbitrary.
-        step: How many times these slots have been updated, this time included. A 0-dim tensor where the device counts.
-        grad_scale: What gradients have yet to be divided by, one float32 number; None: they are as they should be.
-        found_inf: Where not 0, nothing is to be written: one float32 number; None: gradients have not overflowed.
+        param: The parameters as one 1-D tensor of their dtype, padding between slots included.
+        elsewhere: Whether a gradient is outside of its slot.
+        state: A function that returns the flat state of a name: float32 for low-precision parameters, else of their
+            dtype; zeros at first.
+        scratch: A function that returns flat memory of a name for this step's intermediate values, of the state's
+            dtype, with arbitrary values.
+        step: The number of updates of these slots, this one included. A 0-dim tensor if the device counts.
+        grad_scale: The number that gradients have yet to be divided by, one float32; None: they need no division.
+        found_inf: One float32 number; unless it is 0, nothing may be written. None: gradients have not overflowed.
     """
 
     def __init__(self, group: GroupBuffers, counts: StepCounts, slots: range, *, elsewhere: bool = False) -> None:
-        """The ``slots`` of ``group``, which ``counts`` counts; ``elsewhere``: a gradient is outside of its slot."""
-        # Weakly, since the group holds its runs: a cycle would keep all memory until garbage collection.
+        """Run the ``slots`` of ``group``, whose steps are in ``counts``; ``elsewhere``: see above."""
+        # A weak reference, since the group holds its runs: a cycle would keep all memory until garbage collection.
         self._of = weakref.ref(group)
         self._counts = counts
         self.slots, self.place = slots, group.places[slots.start]
@@ -75,7 +75,7 @@ class Run:
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
         self._grad: Tensor | None = None
-        # The flat state of a name, and scratch memory: bound methods, as each step asks for some.
+        # Bound methods, because each step asks for flat states and scratch memory.
         self.state = _Slices(self._of, GroupBuffers.state_flat, self._span).__getitem__
         self.scratch = _Slices(self._of, GroupBuffers.scratch_flat, self._span).__getitem__
         self._remembered: dict[str, tuple[object, Any]] = {}
@@ -89,24 +89,24 @@ class Run:
 
     @property
     def is_listed(self) -> bool:
-        """Whether a gradient is outside of its slot, for a rule that takes ``grads`` and ``states(name)``."""
+        """Whether a gradient is outside of its slot and rules can take the lists ``grads`` and ``states(name)``."""
         grads = self._group.grads
         return self.elsewhere and grads.reads_lists and not grads.is_packed
 
     def keep(self) -> None:
-        """A captured graph reads what is remembered: from now on it outlives what takes its place."""
+        """Keep all that is remembered from now on, even when it is replaced: a captured graph reads it."""
         self._kept = self._kept or []
 
     def undo_count(self) -> None:
-        """Count the step that ``Runs.count`` has counted no longer: it could not be taken."""
+        """Undo the count of a step by ``Runs.count``: the step could not be taken."""
         self._counts.undo(self.slots)
 
     def per_param(self, name: str) -> Tensor:
-        """The state ``name`` of one number for each parameter: 1-D, of the state's dtype."""
+        """Return state ``name`` of one number for each parameter: 1-D, of the state's dtype."""
         return self._group.scalar_flat(name)[self.slots.start : self.slots.stop]
 
     def remember(self, name: str, value: object, make: Callable[[], _T]) -> _T:
-        """What ``make`` gives, made once for as long as the same slots step together and ``value`` is the same."""
+        """Return the result of ``make``, called once for as long as the run exists and ``value`` is the same."""
         if name not in self._remembered or self._remembered[name][0] != value:
             if self._kept is not None:
                 self._kept.append(self._remembered.get(name))
@@ -115,11 +115,11 @@ class Run:
         return remembered
 
     def prepared(self, call: Call) -> Call:
-        """``call`` of a rule on this run, where the device ``masks_writes``; see ``ops.prepared``."""
+        """Return ``call``, of a rule on this run, prepared for a device that ``masks_writes``; see ``ops.prepared``."""
         return prepared(call, self.remember, elsewhere=self.elsewhere)
 
     def wide_param(self) -> Tensor:
-        """``param`` in the state's dtype: itself, or a copy that ``write_back`` rounds into it."""
+        """Return ``param`` in the state's dtype: itself, or a copy that ``write_back`` rounds into it."""
         if self.param.dtype == self._group.state_dtype:
             return self.param
         return self.scratch("param").copy_(self.param)
@@ -130,14 +130,14 @@ class Run:
         return [p.grad for p in self.params if p.grad is not None]
 
     def states(self, name: str) -> list[Tensor]:
-        """State ``name`` of each of ``params``."""
+        """Return state ``name`` of each of ``params``."""
         return self._group.state_views(name)[self.slots.start : self.slots.stop]
 
     @property
     def scaled_grad(self) -> Tensor:
-        """The gradients as they are in their buffer, or where autograd left them; for ops alone, and read-only.
+        """The undivided gradients, in their buffer or where autograd left them; for ops alone, and read-only.
 
-        It may have no memory: only ops with a ``grad_scale``, and ``norm``, can read it.
+        The tensor may have no memory: only ops with a ``grad_scale``, and ``norm``, can read it.
         """
         if self.elsewhere:
             return self._grad_elsewhere()
@@ -146,7 +146,7 @@ class Run:
         return self._grad
 
     def _grad_elsewhere(self) -> Tensor:
-        """Built in each step: a reference would keep the gradients' memory."""
+        """Return the operand of gradients outside their slots. It is not kept: that would keep their memory."""
         grads = self._group.grads
         if grads.is_packed or not grads.reads_lists:
             return grads.operand(self.slots, self.param.numel(), stepped=True)
@@ -155,7 +155,7 @@ class Run:
 
     @property
     def flat_grad(self) -> Tensor:
-        """``scaled_grad``, copied into memory that anything can read; read-only."""
+        """The undivided gradients, in memory that any operator can read; read-only."""
         if self.elsewhere and (is_grad_list(grad := self.scaled_grad) or grad.dtype != self.param.dtype):
             del grad
             self._group.grads.gather(self.slots)
@@ -164,11 +164,11 @@ class Run:
 
     @property
     def grad(self) -> Tensor:
-        """The gradients, of the dtype of the parameters; a copy where they have to be divided first."""
+        """The gradients, of the dtype of the parameters; a copy if they have to be divided first."""
         return self.flat_grad if self.grad_scale is None else self.wide_grad().to(self.param.dtype)
 
     def wide_grad(self) -> Tensor:
-        """The gradients in the state's dtype, not to be written; a copy where they have another, or have a scale."""
+        """Return the gradients in the state's dtype, read-only; a copy if they have another dtype or a scale."""
         flat = self.flat_grad
         if flat.dtype == self._group.state_dtype and self.grad_scale is None:
             return flat
@@ -176,7 +176,7 @@ class Run:
         return grad if self.grad_scale is None else grad.div_(self.grad_scale)
 
     def model_param(self) -> Tensor | None:
-        """The low-precision copy of ``param``, for an op that writes both; None: not written."""
+        """Return the low-precision copy of ``param``, for an op that writes both; None if there is none."""
         group = self._of()
         buffer = None if group is None else group.model_params()
         if buffer is None:
@@ -189,16 +189,16 @@ class Run:
         return copy
 
     def wide_state(self, name: str) -> Tensor:
-        """``state(name)`` for other operators than the rules' own: itself, or a copy that ``write_back`` encodes."""
+        """Return ``state(name)`` for operators other than the rules' own: itself, or a copy for ``write_back``."""
         return self.state(name)
 
     def write_back(self, param: Tensor, *, with_model: bool = False, **states: Tensor) -> None:
-        """Round what ``wide_param`` gave, and a rule has changed, into ``param``, and encode what ``wide_state`` gave.
+        """Round the result of ``wide_param``, changed by a rule, into ``param``; encode those of ``wide_state``.
 
         Args:
             param: The parameters.
             with_model: Write ``model_param()``, too.
-            states: All that ``wide_state`` has given, in the order of the rule.
+            states: All results of ``wide_state``, by name, in the order of the rule.
         """
         if param is not self.param:
             self.param.copy_(param)
@@ -206,9 +206,9 @@ class Run:
             model_param.copy_(param)
 
     def segments(self, *, rows: bool = False) -> Segments:
-        """The range of each parameter in the flat tensors, or with ``rows`` of each row along its first dimension.
+        """Return the range of each parameter in the flat tensors, or with ``rows``, of each row of its first dimension.
 
-        Padding is in none.
+        No range includes padding.
         """
         return self.remember(f"segments, rows={rows}", None, lambda: self._find_segments(rows))
 
@@ -220,7 +220,7 @@ class Run:
             count = row_count(p) if rows else 1
             length = p.numel() // count
             if count > 1 and p.stride(0) != length:
-                scattered.append((p, offset, len(starts)))  # a transposed matrix: its rows are no ranges of memory
+                scattered.append((p, offset, len(starts)))  # a transposed matrix: its rows are not contiguous
             starts += [offset + i * length for i in range(count)]
             lengths += [length] * count
         segments = Segments.of(starts, lengths, self.param.numel(), self.param.device)
@@ -233,22 +233,22 @@ class Run:
         return segments._replace(ids=ids)
 
     def members(self) -> list[tuple[Tensor, int]]:
-        """The run's parameters, each with the elements before its first one in the flat tensors."""
+        """Return the run's parameters, each with its offset in the run's flat tensors, in elements."""
         return [(p, offset - self._span.start) for p, offset in self._group.placed(self.slots)]
 
 
 class StepCounts:
-    """How many times each slot has been stepped, on the host: float32 numbers, which torch.optim shows as ``step``.
+    """The step count of each slot, on the host: float32 numbers, which torch.optim shows as ``step``.
 
-    The buffer is the truth: it is what a checkpoint shows, and a user may have written to a ``view`` of it.
+    The buffer is the truth: a checkpoint shows it, and a user may have written to a ``view`` of it.
 
     Attributes:
-        added: What ``undo`` needs to undo ``add``; None: it has not been called in this step.
+        added: The data with which ``undo`` undoes ``add``; None if ``add`` has not been called in this step.
     """
 
     def __init__(self, count: int) -> None:
         self._buffer = FlatBuffer(count, torch.float32, torch.device("cpu"))
-        # The same memory, as bytes: torch and numpy take as long for a handful of numbers as the rest of a small step.
+        # The same memory, as bytes: for a few numbers, torch and numpy take as long as the rest of a small step.
         numbers: Any = self._buffer.flat.numpy()
         self._bytes = memoryview(numbers).cast("B")
         self._after = self._bytes.tobytes()
@@ -256,12 +256,12 @@ class StepCounts:
         self.added: Any = None
 
     def view(self, index: int) -> Tensor:
-        """The count of one slot: float32, 0-dim."""
+        """Return the count of one slot: float32, 0-dim."""
         self._numbers = self._numbers or self._buffer.numbers()
         return self._numbers[index]
 
     def set(self, index: int, count: float) -> None:
-        """Set it."""
+        """Set the count of one slot."""
         _FLOAT32.pack_into(self._bytes, index * _SIZE, count)
 
     def is_new(self, index: int) -> bool:
@@ -269,17 +269,17 @@ class StepCounts:
         return int(_FLOAT32.unpack_from(self._bytes, index * _SIZE)[0]) == 0
 
     def labels(self, stepping: Sequence[bool]) -> list[Hashable]:
-        """One for each slot, equal where counts are; only ``stepping`` slots are stepped from now on."""
+        """Return one label per slot, equal if counts are equal; only ``stepping`` slots are stepped from now on."""
         return list(self._bytes.cast("f"))
 
     def is_written(self) -> bool:
-        """True where counts are not what the last ``add`` has left: runs may not have one count any more."""
+        """True if counts have changed since the last ``add``: then slots of a run may have different counts."""
         return self._bytes.tobytes() != self._after
 
     def add(self, parts: Sequence[range], stretches: Sequence[slice], addend: float | Tensor) -> Iterable[int | Tensor]:
-        """Add to the counts of all slots in ``parts``, each of which has one count, and return what these are now.
+        """Add to the counts of all slots in ``parts``, each of which has one count, and return the new counts.
 
-        On a device these are 0-dim tensors, and the same slots are counted by their ``stretches``: in fewer launches.
+        On a device they are 0-dim tensors. There the same slots are counted by their ``stretches``, in fewer launches.
         """
         self.added = self._bytes.tobytes()
         found = []
@@ -290,7 +290,7 @@ class StepCounts:
         return map(int, found)
 
     def undo(self, slots: range) -> None:
-        """Undo ``add`` for ``slots``, if it has been called."""
+        """Undo ``add`` for ``slots``, if ``add`` has been called in this step."""
         if self.added is not None:
             span = slice(slots.start * _SIZE, slots.stop * _SIZE)
             self._bytes[span] = self.added[span]
@@ -300,9 +300,9 @@ class Runs:
     """The runs that the slots of an arena are cut into, for as long as the same slots step together.
 
     Attributes:
-        counts: How often each slot has been stepped.
-        current: Those of the last step.
-        is_captured: A CUDA graph steps some of them.
+        counts: The step counts of the slots.
+        current: The runs of the last step.
+        is_captured: Whether a CUDA graph steps some of the runs.
     """
 
     is_captured = False
@@ -315,15 +315,15 @@ class Runs:
         self._stretches: list[slice] = []
 
     def cut(self, group: GroupBuffers, states: bytes, on_cut: Callable[[range], None]) -> list[Run]:
-        """Cut the slots of ``group`` that have a gradient into runs, unless they are; ``count`` counts a step for them.
+        """Cut the slots of ``group`` that have a gradient into runs, if they are not; ``count`` counts their steps.
 
         Args:
-            group: Whose runs these are.
-            states: What ``grads.gather()`` returned.
+            group: The group of these runs.
+            states: The result of ``grads.gather()``.
             on_cut: Called with the slots of each run whenever the runs are cut again.
         """
         if states != self._states or self.counts.is_written():
-            self._states = None  # for as long as it takes: memory may run out in on_cut
+            self._states = None  # until the end: memory may run out in on_cut
             self.current = self._cut(group, states)
             for run in self.current:
                 on_cut(run.slots)
@@ -335,12 +335,12 @@ class Runs:
         return self.current
 
     def count(self, addend: float | Tensor = 1.0) -> None:
-        """Count one step for each run; 0 where the rule keeps no state, or the step is one to be skipped."""
+        """Count one step for each run; ``addend`` is 0 if the rule keeps no state, or the step is to be skipped."""
         for run, step in zip(self.current, self.counts.add(self._slots, self._stretches, addend), strict=True):
             run.step = step
 
     def forget(self) -> None:
-        """Counts or param groups have been set: the next step cuts the runs again."""
+        """Make the next step cut the runs again, since counts or param groups have been set."""
         self._states = None
 
     def _cut(self, group: GroupBuffers, states: bytes) -> list[Run]:
@@ -364,7 +364,7 @@ class Runs:
 
 
 def _equal_neighbours(keys: Sequence[Hashable]) -> Iterable[range]:
-    """Maximal ranges of indices over which ``keys`` are equal and not None."""
+    """Return the maximal ranges of indices over which ``keys`` are equal and not None."""
     first = 0
     for i in range(1, len(keys) + 1):
         if i == len(keys) or keys[i] != keys[first]:
@@ -374,5 +374,5 @@ def _equal_neighbours(keys: Sequence[Hashable]) -> Iterable[range]:
 
 
 def row_count(param: Tensor) -> int:
-    """How many rows along its first dimension a parameter has; vectors and numbers count as one row."""
+    """Return the number of rows of a parameter along its first dimension; vectors and numbers count as one row."""
     return int(param.size(0)) if param.dim() > 1 and param.numel() else 1

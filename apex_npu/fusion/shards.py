@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Parameters of which each process holds a part (DTensor, as fully_shard makes them): the part is what is stepped.
+"""Sharded parameters (DTensor, as fully_shard makes them): each process holds a part of them, and steps this part.
 
-Users keep what they gave: parameter, gradient and state stay DTensors for them, so that torch.distributed.checkpoint
-finds what it expects. The plain tensors inside are fused like any others.
+Users keep their DTensors: parameter, gradient and state stay DTensors for them, as torch.distributed.checkpoint
+expects. The plain tensors inside are fused like any others.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from torch import Tensor
 
 
 class Along(enum.Enum):
-    """Which cuts of a parameter: all, those between rows (dimension 0), or those within them."""
+    """A choice of cuts of a parameter: all, those between rows (dimension 0), or those within rows."""
 
     ALL = "all"
     ROWS = "rows"
     COLUMNS = "columns"
 
     def includes(self, dim: int) -> bool:
-        """Whether a cut of dimension ``dim`` is one of these."""
+        """True if a cut of dimension ``dim`` is one of the chosen."""
         return self is Along.ALL or (self is Along.ROWS) == (dim == 0)
 
 
 def is_sharded(tensor: object) -> bool:
     """True for a DTensor."""
-    # Where the module was never imported there is none; importing it would cost each process a second.
+    # If the module was never imported, there is no DTensor. Importing it would cost each process a second.
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_part(tensor: Any) -> Tensor:
-    """The part that this process holds, the very tensor inside; of any other tensor itself."""
+    """Return the part of a DTensor that this process holds, the very tensor inside; any other tensor unchanged."""
     if not is_sharded(tensor):
         plain: Tensor = tensor
         return plain
     try:
         part: Tensor = tensor._local_tensor
     except AttributeError:
-        with torch.no_grad():  # with gradients it gives a new view each time, which no later step recognises
+        with torch.no_grad():  # with gradients it returns a new view each time, which no later step recognises
             part = tensor.to_local()
     return part
 
 
 @torch.no_grad()
 def local_part_as(value: Any, like: Any) -> Tensor:
-    """This process's part of ``value``, cut as ``like`` is; communicates where it is cut otherwise."""
+    """Return this process's part of ``value``, cut like ``like``; communicate if ``value`` is cut otherwise."""
     if is_sharded(value) and is_sharded(like) and value.placements != like.placements:
         value = value.redistribute(like.device_mesh, like.placements)
     return local_part(value)
@@ -60,10 +60,10 @@ def local_part_as(value: Any, like: Any) -> Tensor:
 
 @torch.no_grad()
 def local_grad(param: Any) -> Tensor | None:
-    """The gradient of this process's part.
+    """Return the gradient of this process's part of ``param``.
 
     Raises:
-        RuntimeError: The gradient is no DTensor.
+        RuntimeError: The gradient is not a DTensor.
     """
     if param.grad is None:
         return None
@@ -76,13 +76,13 @@ def local_grad(param: Any) -> Tensor | None:
 
 
 def mesh_groups(param: Any, *, along: Along = Along.ALL) -> list[tuple[Any, str]]:
-    """The process groups over which parts of ``param`` add up to the whole, each with the device type it talks on.
+    """Return the process groups over which ``param`` is cut, each with the device type of its communication.
 
-    One for each mesh dimension over which it is cut; none for a plain tensor, and none for replicas (HSDP).
+    There is one for each mesh dimension over which it is cut; none for a plain tensor, and none for replicas (HSDP).
 
     Args:
         param: A parameter.
-        along: Only those whose processes have other rows, or only those whose processes have other parts of the same.
+        along: Only groups whose processes have different rows, or only those with different parts of the same rows.
     """
     if not is_sharded(param):
         return []
@@ -95,7 +95,7 @@ def mesh_groups(param: Any, *, along: Along = Along.ALL) -> list[tuple[Any, str]
 
 
 def part_number(param: Any) -> int:
-    """The number of this process's part among all parts of ``param``; replicas have the same. 0 for a plain tensor."""
+    """Return the number of this process's part of ``param``; replicas have the same. 0 for a plain tensor."""
     number = 0
     for group, _ in mesh_groups(param):
         number = number * dist.get_world_size(group) + dist.get_rank(group)
@@ -103,12 +103,15 @@ def part_number(param: Any) -> int:
 
 
 def cut_of(tensor: Any) -> tuple[int, ...] | None:
-    """Over which processes ``tensor`` is cut: equal where parts add up alike; None for a plain tensor."""
+    """Return a key of the processes over which ``tensor`` is cut; None for a plain tensor.
+
+    Keys are equal if parts add up over the same processes.
+    """
     return tuple(id(group) for group, _ in mesh_groups(tensor)) if is_sharded(tensor) else None
 
 
 def meshes_of(params: Iterable[Any]) -> list[Any]:
-    """The device meshes over which some of ``params`` are cut, each once."""
+    """Return the device meshes over which some of ``params`` are cut, each once."""
     return list(
         dict.fromkeys(
             p.device_mesh for p in params if is_sharded(p) and not all(one.is_replicate() for one in p.placements)
@@ -117,13 +120,13 @@ def meshes_of(params: Iterable[Any]) -> list[Any]:
 
 
 def groups_over(meshes: Sequence[Any]) -> list[tuple[Any, str]]:
-    """Process groups that together reach all processes of ``meshes``, each with the device type it talks on.
+    """Return process groups that together reach all processes of ``meshes``, each with its device type.
 
-    Of meshes one has to contain the others, as (data, tensor) contains (data). It is one group where its processes are
-    all that there are.
+    One mesh has to contain the others, as (data, tensor) contains (data). If it contains all processes that exist, one
+    group is returned.
 
     Raises:
-        RuntimeError: None contains all.
+        RuntimeError: No mesh contains all others.
     """
     if not meshes:
         return []
@@ -144,7 +147,7 @@ def groups_over(meshes: Sequence[Any]) -> list[tuple[Any, str]]:
 
 
 def sharded_like(part: Tensor, like: Any) -> Tensor:
-    """``part`` as users get it: a DTensor cut as ``like`` is, over the same memory; or itself, where that is plain."""
+    """Return ``part`` as a DTensor cut like ``like``, over the same memory, for users; itself if ``like`` is plain."""
     if not is_sharded(like):
         return part
     cls: Any = sys.modules["torch.distributed.tensor"].DTensor
@@ -155,12 +158,12 @@ def sharded_like(part: Tensor, like: Any) -> Tensor:
 
 
 def replicated(tensor: Tensor, mesh: Any) -> Tensor:
-    """A DTensor over ``mesh``, of which each process has the whole: ``tensor``, the same on all."""
+    """Return ``tensor``, which is the same on all processes, as a replicated DTensor over ``mesh``."""
     module: Any = sys.modules["torch.distributed.tensor"]
     whole: Tensor = module.DTensor.from_local(tensor, mesh, [module.Replicate()] * mesh.ndim, run_check=False)
     return whole
 
 
 def is_partial(tensor: Any) -> bool:
-    """True for a DTensor of which processes hold addends rather than parts."""
+    """True for a DTensor whose processes hold addends rather than parts."""
     return is_sharded(tensor) and any(placement.is_partial() for placement in tensor.placements)

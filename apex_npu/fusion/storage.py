@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Memory under tensors: re-point a storage, view a buffer through a storage of its own, detect what has moved.
+"""The memory under tensors: re-point a storage, view a buffer through a separate storage, detect moved tensors.
 
-Storages are re-pointed by the C++ extension (csrc/combine_tensors), so that all aliases follow. Without it nothing
-moves: views share the buffer's storage, and no tensor is a slot.
+The C++ extension (csrc/combine_tensors) re-points storages, so that all aliases follow. Without it nothing moves:
+views share the buffer's storage, and no tensor is a slot.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ __all__ = [
 
 
 def storage_numel(tensor: Tensor) -> int:
-    """Elements in the storage of ``tensor``."""
+    """Return the number of elements in the storage of ``tensor``."""
     return tensor.untyped_storage().nbytes() // tensor.element_size()
 
 
 def has_unnamed_aliases(tensors: Sequence[Tensor]) -> bool:
-    """True where more than ``tensors`` reference the one storage that they share."""
+    """True if anything but ``tensors`` references the one storage that they share."""
     storage = tensors[0].untyped_storage()
     # Each tensor holds the storage once, and so does the Python object used here.
     return storage_use_count(storage) > len({id(t) for t in tensors}) + 1
@@ -70,19 +70,20 @@ def has_unnamed_aliases(tensors: Sequence[Tensor]) -> bool:
 def change_data_ptr(dst: Tensor, src: Tensor, offset: int) -> None:
     """Make the storage of ``dst`` begin ``offset`` elements after the first element of ``src``.
 
-    ``dst`` and every alias of it see ``src``'s memory from then on; values are not copied, sizes and strides stay, and
-    so does the identity of a Parameter. The memory is owned jointly and outlives ``src``. What looks at
-    ``dst``'s memory from outside torch (a numpy array) goes on seeing the old one, which stays allocated.
+    ``dst`` and every alias of it see ``src``'s memory from then on. Values are not copied; sizes, strides and the
+    identity of a Parameter stay. The memory is owned jointly and outlives ``src``. A view of ``dst``'s memory from
+    outside torch (a numpy array) keeps the old memory, which stays allocated.
 
     Args:
         dst: Any dense tensor; its whole storage moves.
         src: The buffer, of the same dtype and device.
-        offset: Elements, counted from where ``src`` itself begins.
+        offset: The number of elements from the beginning of ``src``.
 
     Raises:
-        TypeError: Other dtype; sparse, quantised, lazily conjugated tensors or tensor subclasses.
-        ValueError: Other device; a range outside ``src``; two views of one storage; memory that ``src`` does not own.
-        RuntimeError: The C++ extension is not there.
+        TypeError: The dtypes differ, or a tensor is sparse, quantised, lazily conjugated or of a subclass.
+        ValueError: The devices differ, the range is outside ``src``, both are views of one storage, or ``src`` does not
+            own its memory.
+        RuntimeError: The C++ extension is not in use.
     """
     move_storages([[dst]], src, [offset], copy_values=False)
 
@@ -90,16 +91,16 @@ def change_data_ptr(dst: Tensor, src: Tensor, offset: int) -> None:
 def move_storages(
     lists: Sequence[Sequence[Tensor]], buffer: Tensor, offsets: Sequence[int], *, copy_values: bool
 ) -> None:
-    """Like ``change_data_ptr``, for the one storage that each of ``lists`` shares.
+    """Do ``change_data_ptr`` for many storages, each of which the tensors of one of ``lists`` share.
 
     Args:
-        lists: Tensors, whose other aliases follow, too.
-        buffer: Where they go.
-        offsets: One for each list.
+        lists: The tensors of each storage; their other aliases follow, too.
+        buffer: The tensor to whose memory the storages move.
+        offsets: The offset of each storage in ``buffer``, in elements.
         copy_values: Copy the elements of the storages, too.
 
     Raises:
-        TypeError, ValueError, RuntimeError: As of ``change_data_ptr``; nothing has moved then.
+        TypeError, ValueError, RuntimeError: See ``change_data_ptr``; nothing has moved then.
     """
     for i in require_extension("moving tensors into a buffer").move_storages(lists, buffer, offsets, copy_values):
         warn(
@@ -110,16 +111,16 @@ def move_storages(
 
 @torch.no_grad()
 def move_out(tensor: Tensor) -> None:
-    """Move the storage of ``tensor``, with all aliases, out of the buffer that it is a slot of, values included."""
+    """Move the storage of ``tensor``, a slot of a buffer, out of that buffer, with its values and all aliases."""
     copy = tensor.detach().as_strided((storage_numel(tensor),), (1,), 0).clone()
     move_storages([[tensor]], copy, [0], copy_values=False)
 
 
 def aliases_follow(tensors: Sequence[Tensor]) -> bool:
-    """True where all that references the one storage of ``tensors`` goes along when it moves.
+    """True if all references to the one storage of ``tensors`` follow when it moves.
 
-    That is memory of torch's allocator alone. ``Tensor.numpy`` fixes the size of a storage, which torch otherwise
-    leaves free.
+    This is so only for memory of torch's allocator. A storage that ``Tensor.numpy`` has seen has a fixed size; all
+    others are resizable.
     """
     if extension is None or not extension.allocated_by_torch(tensors[0]):
         return False
@@ -130,7 +131,7 @@ def release_previous(tensor: Tensor) -> bool:
     """Release memory that was kept because something outside torch might still reference it.
 
     Returns:
-        True where nothing is kept any more.
+        True if nothing is kept any more.
     """
     if extension is None or not extension.keeps_previous(tensor):
         return True
@@ -141,18 +142,18 @@ def release_previous(tensor: Tensor) -> bool:
 
 
 def watch_copies(flat: Tensor, offsets: Sequence[int], numels: Sequence[int]) -> bool:
-    """Have kernels watch ``flat``, a buffer of float16 or bfloat16 copies of parameters, for what scripts write there.
+    """Make kernels watch ``flat``, a buffer of float16 or bfloat16 copies of parameters, for writes of scripts.
 
-    A kernel that updates parameters, and rounds them into ``flat``, then first gives them what has been written to
-    ``flat`` since it did so last.
+    A kernel that updates parameters and rounds them into ``flat`` then first copies into the parameters what has been
+    written to ``flat`` since the last rounding.
 
     Args:
-        flat: On any device.
-        offsets: Where copies begin; the rest of ``flat`` holds anything.
-        numels: Their elements.
+        flat: The buffer, on any device.
+        offsets: The beginnings of the copies; the rest of ``flat`` holds arbitrary values.
+        numels: The numbers of elements of the copies.
 
     Returns:
-        True where the kernels of its device can; else nothing is watched.
+        True if the kernels of the device can watch; else nothing is watched.
     """
     if flat.device.type != "cpu":
         return False
