@@ -1,8 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Processes that train together: averages of gradients, what they agree on, norms over parts of tensors.
+"""Processes that train together: averages of gradients, checks of their agreement, norms over parts of tensors.
 
-Above ``fusion``, whose flat buffers travel, and below ``amp`` and ``optimizers``. Start at ``grad_reducer.py``.
+This package uses ``fusion``, whose flat buffers it sends; ``amp`` and ``optimizers`` use it. Start at
+``grad_reducer.py``.
 """
 
 from apex_npu.distributed.grad_reducer import GradReducer, ReduceOptions

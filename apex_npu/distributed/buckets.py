@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which gradients are reduced together: integers only, no tensors.
+"""The division of gradients into buckets that are reduced together: integers only, no tensors.
 
 A row of slots is cut into buckets, ranges of neighbours. Backward reaches the last slots first, so the row is cut from
 its end, and the bucket at the end is sent first.
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Below this a collective is all latency: 1 MiB takes about as long to send as to start, on links of 100 Gbit/s.
+# The time of smaller collectives is all latency: on links of 100 Gbit/s, 1 MiB takes as long to send as to start.
 MIN_BUCKET_NBYTES = 2**20
 # Nothing is computed while the last bucket travels, so it must not be large.
 MAX_BUCKET_NBYTES = 32 * 2**20
@@ -19,17 +19,17 @@ MAX_BUCKET_NBYTES = 32 * 2**20
 
 @dataclass(frozen=True)
 class Ownership:
-    """Which elements of a bucket's average each rank needs.
+    """The elements of a bucket's average that each rank needs.
 
     Attributes:
-        parts: Into how many ranges of one length, the last ones perhaps shorter, a bucket is cut; rank r owns range r
-            modulo ``parts``. 1: every rank owns everything.
+        parts: The number of ranges of one length, the last ones perhaps shorter, into which a bucket is cut. Rank r
+            owns range r modulo ``parts``. 1: every rank owns everything.
     """
 
     parts: int = 1
 
     def owned(self, rank: int, numel: int) -> range:
-        """Of a bucket of ``numel`` elements those that ``rank`` owns."""
+        """Return the elements that ``rank`` owns in a bucket of ``numel`` elements."""
         length = -(-numel // self.parts)
         first = min(rank % self.parts * length, numel)
         return range(first, min(first + length, numel))
@@ -38,16 +38,16 @@ class Ownership:
 def bucket_nbytes(
     total_nbytes: int, count: int, floor_nbytes: int = MIN_BUCKET_NBYTES, cap_nbytes: int = MAX_BUCKET_NBYTES
 ) -> int:
-    """The size of a bucket for a request of ``count`` buckets; floor and cap take precedence over the count."""
+    """Return the size of a bucket for a request of ``count`` buckets; floor and cap take precedence over the count."""
     return min(max(-(-total_nbytes // count), floor_nbytes, 1), cap_nbytes)
 
 
 def plan_buckets(slot_nbytes: Sequence[int], target_nbytes: int) -> list[range]:
-    """Cut slots into ranges of at least ``target_nbytes`` each, but for the last, which is what remains.
+    """Cut slots into ranges of at least ``target_nbytes`` each, except for the last, which has the remainder.
 
     Args:
         slot_nbytes: The size of each slot, in the order of memory.
-        target_nbytes: A bucket is closed as soon as it is as large.
+        target_nbytes: The size from which on a bucket is closed.
 
     Returns:
         Ranges of slots, the end of the row first. Every slot is in one of them.
@@ -63,22 +63,22 @@ def plan_buckets(slot_nbytes: Sequence[int], target_nbytes: int) -> list[range]:
 
 
 def order_of_completion(buckets: Sequence[Sequence[int]], arrival: Sequence[int]) -> list[int]:
-    """The indices of ``buckets`` in the order in which they are complete.
+    """Return the indices of ``buckets`` in the order in which they are complete.
 
     Args:
-        buckets: The slots of each.
-        arrival: For each slot the place at which its gradient came; equal for those that never came.
+        buckets: The slots of each bucket.
+        arrival: For each slot the place of its gradient in the order of arrival; equal for those that never came.
     """
     return sorted(range(len(buckets)), key=lambda b: (max(arrival[i] for i in buckets[b]), b))
 
 
 def waits_little(buckets: Sequence[Sequence[int]], slot_nbytes: Sequence[int], arrival: Sequence[int]) -> bool:
-    """True where no bucket has to wait while more than another bucket's worth of gradients arrives for later ones.
+    """True if no bucket waits while more bytes than the largest bucket has arrive for buckets after it.
 
     Args:
-        buckets: In the order in which they are to be sent.
+        buckets: The slots of each bucket, in the order in which buckets are to be sent.
         slot_nbytes: The size of each slot.
-        arrival: For each slot the place at which its gradient came; all are different.
+        arrival: For each slot the place of its gradient in the order of arrival; all are different.
     """
     arrived_nbytes = [0] * len(arrival)
     total = 0

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the processes of a group agree on before they train together: that all are well, parameters and values."""
+"""Checks and broadcasts before a group trains together: that no process failed, equal parameters, equal values."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from torch.optim import Optimizer
 # Values are broadcast in pieces of this size.
 _PIECE_NBYTES = 32 * 2**20
 
-# One line for each thing that must be the same: its name, and what it is.
+# One line for each item that must be the same: its name and its value.
 Description = list[tuple[str, str]]
 
 
 class RanksDifferError(RuntimeError):
-    """Processes that are to train together are not set up alike, or one of them has failed. Raised on all of them."""
+    """Raised on all processes if those that are to train together are set up differently, or one has failed."""
 
 
 def check_group(group: Any, argument: str, reason: str) -> Any:
-    """``group``, or for None the default one, if this process can use it.
+    """Return ``group``, or the default group for None, after a check that this process can use it.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
         ValueError: This process is not in ``group``.
-        TypeError: ``group`` is no process group.
+        TypeError: ``group`` is not a process group.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
@@ -54,13 +54,13 @@ def check_group(group: Any, argument: str, reason: str) -> Any:
 
 @contextmanager
 def failing_together(group: Any) -> Iterator[list[Description]]:
-    """Within, a process that raises makes all others raise, at the end of their block.
+    """Make all processes raise at the end of the block if one raises in it.
 
     Yields:
-        A list; what the block appends to it is compared between processes, at the end of the block.
+        A list. The items that the block appends to it are compared between processes at the end of the block.
 
     Raises:
-        RanksDifferError: Another process has raised, or has something else there.
+        RanksDifferError: Another process has raised, or has other items in its list.
     """
     descriptions: list[Description] = []
     try:
@@ -79,10 +79,10 @@ def failing_together(group: Any) -> Iterator[list[Description]]:
 
 
 def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: Any, *, of: str) -> None:
-    """``torch.distributed.all_reduce``, with an error that says what could not be reduced.
+    """Call ``torch.distributed.all_reduce``, with an error message that says what could not be reduced.
 
     Raises:
-        RuntimeError: A process of ``group`` has ended, or has not come within the group's timeout.
+        RuntimeError: A process of ``group`` has ended, or has not joined within the group's timeout.
     """
     try:
         dist.all_reduce(tensor, op=op, group=group)
@@ -123,9 +123,9 @@ def _first_difference(heard: Sequence[Description]) -> str:
 
 
 def describe(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], settings: Description) -> Description:
-    """What has to be the same on all processes.
+    """Return a description of all that has to be the same on all processes.
 
-    Parameters of no model are not part of it: each process may have others, such as its part of a classifier.
+    It leaves out parameters of no model: each process may have others, such as its part of a classifier.
     """
     lines = list(settings)
     names: dict[int, str] = {}
@@ -148,7 +148,7 @@ def describe(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], setti
 
 @torch.no_grad()
 def broadcast_values(tensors: Iterable[Tensor], group: Any, rank: int = 0) -> None:
-    """Give ``tensors`` the values, bit for bit, that they have on the process that has ``rank`` in ``group``."""
+    """Copy the values of ``tensors``, bit for bit, from the process with ``rank`` in ``group`` to all processes."""
     source = dist.get_global_rank(group, rank)
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in {id(t): t for t in tensors}.values():

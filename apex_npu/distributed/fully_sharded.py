@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Models that ``fully_shard`` has cut: their units, what these compute in, and gradients that they hold back."""
+"""Models that ``fully_shard`` has cut: their units, their precision policies, and gradients that units hold back."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Unit(NamedTuple):
     """A module that ``fully_shard`` was called on.
 
     Attributes:
-        name: Its name in the model; "" is the model.
+        name: The module's name in the model; "" is the model.
         module: The module.
-        is_outermost: It is in no other unit of the model.
+        is_outermost: Whether the module is in no other unit of the model.
     """
 
     name: str
@@ -33,14 +33,14 @@ class Unit(NamedTuple):
 
     @property
     def policy(self) -> Any:
-        """Its ``MixedPrecisionPolicy``."""
+        """The ``MixedPrecisionPolicy`` of the unit."""
         module: Any = self.module
         return module._get_fsdp_state()._mp_policy
 
 
 def units_of(model: nn.Module) -> list[Unit]:
-    """The units of ``model``, outer ones before those inside of them."""
-    # Where the module was never imported there is none.
+    """Return the units of ``model``, outer ones before those inside of them."""
+    # If the module was never imported, there are no units.
     cls: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if cls is None:
         return []
@@ -53,9 +53,9 @@ def units_of(model: nn.Module) -> list[Unit]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Have ``model`` show its sharded parameters.
+    """Make ``model`` show its sharded parameters.
 
-    A forward without a backward, as one that evaluates, leaves the gathered ones of some units in their place.
+    A forward without a backward, as in evaluation, leaves gathered parameters of some units in their place.
     """
     for unit in units_of(model):
         module: Any = unit.module
@@ -63,7 +63,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def unit_around(units: Iterable[Unit], name: str) -> Unit | None:
-    """The innermost of ``units`` that contains the module of that name, or is it."""
+    """Return the innermost of ``units`` that is, or contains, the module of this name; None if there is none."""
     found = None
     for unit in units:
         if not unit.name or name == unit.name or name.startswith(f"{unit.name}."):
@@ -72,15 +72,15 @@ def unit_around(units: Iterable[Unit], name: str) -> Unit | None:
 
 
 def ensure_averages(units: Sequence[Unit], meshes: Iterable[Any]) -> None:
-    """Require that ``units`` get averages of gradients over ``meshes``; all processes of these have to call it.
+    """Require that ``units`` get averages of gradients over ``meshes``; all processes of the meshes have to call it.
 
-    gloo's reductions in some releases of torch give sums where averages are asked for, without an error. The units ask
-    for sums there, and divide by themselves.
+    In some releases of torch, gloo's reductions return sums instead of averages, without an error. Units then request
+    sums, and divide by themselves.
 
     Raises:
-        RuntimeError: They cannot, in this release of torch.
+        RuntimeError: The units of this release of torch cannot request sums.
     """
-    # Each group once: a dimension may be one of several meshes.
+    # Each group once: several meshes may share a dimension.
     groups = {id(group): group for mesh in meshes if mesh.device_type == "cpu" for group in mesh.get_all_groups()}
     if all([_averages(group) for group in groups.values()]):
         return
@@ -96,14 +96,14 @@ def ensure_averages(units: Sequence[Unit], meshes: Iterable[Any]) -> None:
 
 
 def _averages(group: Any) -> bool:
-    """Whether the reductions of ``group`` that ``fully_shard`` uses can average, and do."""
+    """True if the reductions of ``group`` that ``fully_shard`` uses can average, and do."""
     part, whole = torch.zeros(1, device="cpu"), torch.ones(1, device="cpu")
-    # The name of torch 2.13, and that of those before.
+    # The name in torch 2.13, and the name in earlier releases.
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     try:
         reduce_scatter(part, torch.ones(dist.get_world_size(group), device="cpu"), op=dist.ReduceOp.AVG, group=group)
         dist.all_reduce(whole, op=dist.ReduceOp.AVG, group=group)
-    except (RuntimeError, ValueError):  # said before anything is sent, by all alike
+    except (RuntimeError, ValueError):  # all processes raise alike, before anything is sent
         return False
     return bool(part == 1.0) and bool(whole == 1.0)
 
@@ -111,12 +111,12 @@ def _averages(group: Any) -> bool:
 class HeldGradients:
     """The gradients that units hold back, since they are not reduced yet.
 
-    That is what ``set_requires_gradient_sync(False)`` does, and HSDP's ``set_requires_all_reduce(False)``. They have
-    the loss scale of their backward, and no ``.grad`` shows them.
+    ``set_requires_gradient_sync(False)`` makes units hold them back, and so does HSDP's
+    ``set_requires_all_reduce(False)``. They have the loss scale of their backward, and no ``.grad`` shows them.
     """
 
     def __init__(self, units: Iterable[Unit]) -> None:
-        """Of ``units``, which this does not keep alive; with a warning, of none, where torch keeps them elsewhere."""
+        """Look at ``units``, without keeping them alive. If torch keeps the gradients elsewhere, warn and look at none."""
         listed = list(units)
         self._modules = [weakref.ref(unit.module) for unit in listed]
         states = [unit.module._get_fsdp_state() for unit in listed]  # type: ignore[operator]
@@ -136,11 +136,11 @@ class HeldGradients:
         self._groups += other._groups
 
     def knows(self, unit: Unit) -> bool:
-        """True where this looks at ``unit``."""
+        """True if this object looks at ``unit``."""
         return any(reference() is unit.module for reference in self._modules)
 
     def params(self) -> list[Tensor]:
-        """After a backward: the parameters of the units that hold gradients back."""
+        """Return, after a backward, the parameters of the units that hold gradients back."""
         found: list[Tensor] = []
         for reference in self._groups:
             group: Any = reference()
@@ -150,28 +150,28 @@ class HeldGradients:
 
     @torch.no_grad()
     def multiply(self, factors: Mapping[int, float]) -> None:
-        """Multiply those that are held back for a parameter by its factor, by ``id(parameter)``.
+        """Multiply the gradients that are held back for a parameter by its factor, found by ``id(parameter)``.
 
-        Those of units that are to reduce them in the next backward are held back still.
+        This includes units that reduce in the next backward: until then they hold their gradients back.
         """
         for group in (reference() for reference in self._groups):
             fsdp_params: list[Any] = [] if group is None else group.fsdp_params
             found = [(p, factors[id(p.sharded_param)]) for p in fsdp_params if id(p.sharded_param) in factors]
             for fsdp_param, factor in found:
                 for grad in _held_by(fsdp_param):
-                    grad.mul_(factor)  # also of addends
+                    grad.mul_(factor)  # correct for addends, too
             reduced: Any = getattr(group, "_partial_reduce_output", None)
-            if found and reduced is not None:  # flat, of the whole unit: one backward has made it
+            if found and reduced is not None:  # one flat tensor of the whole unit, made by one backward
                 reduced.mul_(found[0][1])
 
     def drop(self, params: set[int]) -> bool:
-        """After an exception: forget an interrupted forward or backward, and what is held back, of ``params`` (ids).
+        """Forget, after an exception, an interrupted forward or backward, and the gradients held back for ``params``.
 
-        Of whole models: in the unit that was interrupted there is half of a backward. torch has no other way to clear
-        what is held back, and its ``reset_iter_state`` leaves gradients that are not reduced at all.
+        ``params`` are ids. Whole models are cleared: the unit that was interrupted has half of a backward. torch has no
+        other way to clear gradients that are held back: its ``reset_iter_state`` leaves those that are not reduced.
 
         Returns:
-            Whether there was anything.
+            Whether anything was forgotten.
         """
         found = False
         for reference in self._modules if self._groups else ():
@@ -186,13 +186,13 @@ class HeldGradients:
             interrupted = context.post_backward_final_callback_queued or context.iter_forward_root is not None
             if interrupted and hasattr(module, "reset_iter_state"):  # torch 2.13 has it
                 module.reset_iter_state()
-            # Of all groups, whatever the first ones hold.
+            # A list, so that all groups are cleared, whatever the first ones hold.
             found |= any([_drop(group) for group in groups]) or interrupted
         return found
 
 
 def _drop(group: Any) -> bool:
-    """Forget what ``group`` holds back; whether that was anything."""
+    """Forget the gradients that ``group`` holds back, and return whether there were any."""
     found = group._partial_reduce_output is not None
     group._partial_reduce_output = None
     for fsdp_param in group.fsdp_params:
@@ -206,7 +206,7 @@ def _drop(group: Any) -> bool:
 
 
 def _held_by(fsdp_param: Any) -> list[Tensor]:
-    """This process's part of each gradient that is held back for a parameter.
+    """Return this process's part of each gradient that is held back for a parameter.
 
     Until torch 2.14 there may be two: one accumulated in ``reduce_dtype``, and one of the last backward. From 2.15 on
     there is one, under both names.

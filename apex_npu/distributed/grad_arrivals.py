@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Detects when backward has accumulated gradients into parameters, and which buckets are full therefore.
+"""Detects when backward has accumulated gradients into parameters, and which buckets are full as a result.
 
-The C++ extension (csrc/data_parallel) counts without taking Python's lock for each gradient, which takes longer in
-Python than many a small gradient takes to compute.
+The C++ extension (csrc/data_parallel) counts without taking Python's lock for each gradient: counting in Python takes
+longer than computing a small gradient.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from apex_npu._extension import extension
 
 
 class GradArrivals(Protocol):
-    """The gradients of some tensors, as they come in a backward."""
+    """A counter of the gradients of some tensors as they arrive in a backward."""
 
     @property
     def order(self) -> list[int]:
-        """The tensors, by number, in the order in which their gradients came; again for each time."""
+        """The numbers of the tensors in the order in which their gradients came, once for each time."""
         ...
 
     @property
     def counts(self) -> list[int]:
-        """How often the gradient of each has come."""
+        """The number of times that the gradient of each tensor has come."""
         ...
 
     @property
     def late(self) -> int:
-        """The last tensor whose gradient came after its bucket was reported as full; -1: none."""
+        """The number of the last tensor whose gradient came after its bucket was reported as full; -1: none."""
         ...
 
     def plan(self, bucket_of: Sequence[int], expected: Sequence[int]) -> None:
-        """The bucket of each tensor, and how often its gradient comes; holds from the next ``begin`` on."""
+        """Set the bucket of each tensor, and how often its gradient comes, from the next ``begin`` on."""
         ...
 
     def begin(self, deferred: bool) -> None:
@@ -43,21 +43,21 @@ class GradArrivals(Protocol):
         ...
 
     def end(self) -> None:
-        """What comes from now on does not count."""
+        """Stop counting."""
         ...
 
     def close(self) -> None:
-        """Leave the tensors alone from now on."""
+        """Stop watching the tensors for good."""
         ...
 
 
 def grad_arrivals(tensors: Sequence[Tensor], on_full: Callable[[int], None]) -> GradArrivals:
-    """Watch ``tensors``, once ``plan`` and ``begin`` have been called.
+    """Return a counter that watches ``tensors`` once its ``plan`` and ``begin`` have been called.
 
     Args:
-        tensors: Those that are no leaves, or not trained when ``begin`` is called, are passed over.
+        tensors: The tensors to watch. Those that are not leaves, or not trained when ``begin`` is called, are skipped.
         on_full: Called with n when the first n buckets are full: in order, whatever order gradients have. Two threads
-            may call at once. It must not keep what counts alive.
+            may call it at once. It must not keep the counter alive.
     """
     counting: GradArrivals = extension.GradArrivals(list(tensors), on_full)
     return counting

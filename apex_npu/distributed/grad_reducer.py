@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Averages flat gradients over processes, bucket by bucket, while backward still computes the next ones.
 
-What is sent, and in which order, follows from the list of tensors and their sizes alone, never from their addresses
-in memory: processes whose memory layout differs still send the same.
+The content and the order of the messages depend only on the list of tensors and their sizes, never on addresses:
+processes with different memory layouts still send the same.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.grad_slots import NONE
 from apex_npu.ops import LOW_PRECISION
 
-# What holds the gradients of just these tensors already, if anything does.
+# Returns the buffer that already holds the gradients of just these tensors, if there is one.
 FindFlat = Callable[[Sequence[Tensor]], FlatGrads | None]
 
 
 @dataclass(frozen=True)
 class ReduceOptions:
-    """How gradients are averaged.
+    """The options of averaging gradients.
 
     Attributes:
-        processes: Over which processes.
+        processes: The processes to average over.
         bucket_count: The requested number of buckets; the sizes below take precedence.
-        low_precision_dtype: What float16 and bfloat16 gradients are reduced in; None: as they are.
-        min_bucket_nbytes: No bucket but the last is smaller.
-        max_bucket_nbytes: A bucket that has this size is closed.
+        low_precision_dtype: The dtype in which float16 and bfloat16 gradients are reduced; None: their own.
+        min_bucket_nbytes: The least size of all buckets but the last.
+        max_bucket_nbytes: The size from which on a bucket is closed.
     """
 
     processes: GroupReference
@@ -61,23 +61,23 @@ class ReduceOptions:
 
     @property
     def group(self) -> Any:
-        """The process group; a RuntimeError where it has been destroyed."""
+        """The process group. Raises RuntimeError if it has been destroyed."""
         return self.processes()
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What gradients of ``dtype`` are reduced in."""
+        """Return the dtype in which gradients of ``dtype`` are reduced."""
         low = dtype in LOW_PRECISION
         return self.low_precision_dtype if low and self.low_precision_dtype is not None else dtype
 
 
 @dataclass(frozen=True)
 class Report:
-    """What all processes have said at the end of a reduction.
+    """A summary of the reports of all processes at the end of a reduction.
 
     Attributes:
-        largest_scale: Of their loss scales.
-        smallest_scale: Of their loss scales.
-        failed_rank: The last of the group's ranks whose backward has failed; None: all is well.
+        largest_scale: The largest loss scale of the processes.
+        smallest_scale: The smallest loss scale of the processes.
+        failed_rank: The last of the group's ranks whose backward has failed; None: none has.
     """
 
     largest_scale: float
@@ -86,15 +86,16 @@ class Report:
 
 
 class LateGradientError(RuntimeError):
-    """A gradient has come after its bucket was sent."""
+    """Raised if a gradient comes after its bucket was sent."""
 
 
 def divisors(dtype: torch.dtype, size: int) -> tuple[float, float]:
-    """What gradients are divided by before and after they are summed over ``size`` processes.
+    """Return the divisors of gradients before and after they are summed over ``size`` processes.
 
     The first is a power of two, so that dividing by it rounds nothing but float16's smallest numbers. For float16 it is
-    about the square root of ``size``: dividing by all of it first would lose small gradients, dividing afterwards alone
-    would overflow large sums. Elsewhere range is no concern, and the largest power of two saves a second pass.
+    about the square root of ``size``: dividing by ``size`` first would lose small gradients, and dividing only
+    afterwards would overflow large sums. Other dtypes have enough range, and the largest power of two saves a second
+    pass.
     """
     exponent = math.log2(size)
     before = 2.0 ** (math.ceil(exponent / 2) if dtype == torch.float16 else math.floor(exponent))
@@ -105,10 +106,10 @@ class Bucket:
     """A range of slots that is reduced by one collective."""
 
     def __init__(self, row: int, slots: range, members: Sequence[int], ownership: Ownership) -> None:
-        """``members`` are the reducer's numbers of the slots."""
+        """Make a bucket of ``slots``; ``members`` are the reducer's numbers of the slots' tensors."""
         self.row, self.slots, self.members, self.ownership = row, slots, list(members), ownership
         self.sent = False
-        self.absent: list[int] = []  # slots without a gradient here
+        self.absent: list[int] = []  # slots without a gradient on this process
         self.wire: Tensor | None = None
         self.work: Any = None
 
@@ -116,22 +117,22 @@ class Bucket:
 class GradReducer:
     """The gradients of some tensors, averaged over a process group.
 
-    A bucket is sent when all its gradients have come, but never before the ones that precede it: so all processes send
-    the same ones in the same order, whatever order backward has on each. In the first reduction nothing is sent before
-    the end, while it is recorded in which order gradients come, and how often; rank 0's order then holds for all.
+    A bucket is sent when all its gradients have come, but never before the buckets that precede it. So all processes
+    send the same buckets in the same order, whatever the order of their backward. The first reduction sends nothing
+    before its end; it records the order in which gradients come, and how often. Rank 0's order then holds for all.
 
     Attributes:
-        tensors: Whose gradients; in the order that was given, which must be the same on all processes.
-        broken: A collective has failed; the group cannot be used any more.
+        tensors: The tensors whose gradients are averaged, in the given order, the same on all processes.
+        broken: Whether a collective has failed; then the group cannot be used any more.
     """
 
     def __init__(self, groups: Sequence[Sequence[Tensor]], options: ReduceOptions, progress: RankProgress) -> None:
-        """Plan.
+        """Plan the buckets.
 
         Args:
-            groups: Tensors of one device and dtype each, which may be in one flat buffer already.
-            options: How to reduce.
-            progress: Where to note how far it got.
+            groups: Lists of tensors. Each list has one device and dtype, and may be in one flat buffer already.
+            options: The options of the reductions.
+            progress: Takes notes of the progress of this process.
         """
         self.options = options
         self._progress = progress
@@ -150,7 +151,7 @@ class GradReducer:
         self._nbytes = [t.numel() * options.wire_dtype(t.dtype).itemsize for t in self.tensors]
         self._grads: list[FlatGrads] = []
         self._own: dict[int, FlatGrads] = {}
-        self._seen: dict[int, FlatGrads] = {}  # foreign memory that is known to be laid out alike
+        self._seen: dict[int, FlatGrads] = {}  # others' buffers that are known to be laid out alike
         self._buckets: list[Bucket] = []
         self._cut()
         found = weakref.ref(self)  # a parameter may outlive its optimizer
@@ -171,11 +172,11 @@ class GradReducer:
             self.options.max_bucket_nbytes,
         )
         buckets = []
-        everywhere = Ownership()  # what all_reduce gives
+        everywhere = Ownership()  # all_reduce gives all ranks everything
         for row, members in enumerate(self._rows):
             for slots in plan_buckets([self._nbytes[i] for i in members], target):
                 buckets.append(Bucket(row, slots, [members[slot] for slot in slots], everywhere))
-        # Without a record the last parameters come first.
+        # Until arrivals are recorded, the last parameters are assumed to come first.
         self._set_order(sorted(buckets, key=lambda bucket: -max(bucket.members)))
 
     def _set_order(self, buckets: list[Bucket]) -> None:
@@ -183,7 +184,7 @@ class GradReducer:
         self._planned = False
 
     def _adopt_order(self, arrival: list[int]) -> None:
-        """Send buckets in the order in which they were complete, and lay them out so where memory does not fit it."""
+        """Send buckets in the order in which they were complete; if they would wait, lay memory out in this order."""
         by_members = [bucket.members for bucket in self._buckets]
         order = order_of_completion(by_members, arrival)
         if waits_little([by_members[b] for b in order], self._nbytes, arrival):
@@ -200,7 +201,7 @@ class GradReducer:
         self._set_order([self._buckets[b] for b in order_of_completion(by_members, arrival)])
 
     def gathered(self, tensors: Sequence[Tensor], offsets: Sequence[int]) -> tuple[FlatGrads, range] | None:
-        """The consecutive slots of the averages of ``tensors``, spaced as ``offsets`` are; None: there are none."""
+        """Return the consecutive slots of the averages of ``tensors`` that are spaced like ``offsets``, or None."""
         for grads in self._grads:
             slots = grads.slots_of(tensors, offsets)
             if slots is not None:
@@ -213,7 +214,7 @@ class GradReducer:
         return [list(bucket.members) for bucket in self._buckets]
 
     def _place(self, find_flat: FindFlat) -> None:
-        """Find, or make, the flat memory of each row."""
+        """Find or make the flat memory of each row."""
         self._grads = []
         for row, members in enumerate(self._rows):
             tensors = [self.tensors[i] for i in members]
@@ -230,10 +231,10 @@ class GradReducer:
     # One reduction
 
     def begin(self, find_flat: FindFlat) -> None:
-        """Reduce the gradients that backward is about to give.
+        """Begin to reduce the gradients that the next backward computes.
 
         Args:
-            find_flat: What already holds the gradients of a list of tensors; used where it is laid out alike.
+            find_flat: Returns the buffer that already holds the gradients of a list of tensors; used if laid out alike.
         """
         self._place(find_flat)
         for grads in self._grads:
@@ -257,7 +258,7 @@ class GradReducer:
         self._planned = True
 
     def send_up_to(self, count: int) -> None:
-        """Send what has not been sent yet of the first ``count`` buckets."""
+        """Send those of the first ``count`` buckets that have not been sent yet."""
         with self._lock:  # devices have threads of their own in backward
             while self._next < count:
                 self._send(self._buckets[self._next])
@@ -269,7 +270,8 @@ class GradReducer:
         wire_dtype = self.options.wire_dtype(part.dtype)
         before, _ = divisors(wire_dtype, self._size)
         same = part.dtype == wire_dtype
-        # Divided as they are gathered, unless they are widened first: what float16 would lose then is kept.
+        # Gradients are divided while they are gathered. Those that are widened are divided afterwards, which keeps the
+        # bits that float16 would lose.
         states = bytes(len(bucket.slots)) if empty else grads.gather_times(1.0 / before if same else 1.0, bucket.slots)
         bucket.absent = [slot for slot, state in zip(bucket.slots, states, strict=True) if state == NONE]
         if bucket.absent:
@@ -283,22 +285,22 @@ class GradReducer:
 
     @property
     def everybody_reads(self) -> bool:
-        """True where all processes read the report of this reduction, independent of the arguments of ``finish``."""
+        """Whether all processes read the report of this reduction, whatever the arguments of ``finish`` are."""
         return not self._recorded or self.tensors[0].device.type == "cpu"
 
     def finish(
         self, scale: float, *, failed: bool = False, read: bool = True, others_read: bool = True
     ) -> Report | None:
-        """Send what has not been sent yet, and wait for all.
+        """Send the buckets that have not been sent yet, and wait for all.
 
-        Afterwards every tensor that has a gradient on any process has the average on all; where a process had none it
-        counts as zeros. Tensors without a gradient anywhere have none.
+        Afterwards every tensor that has a gradient on any process has the average on all processes. A missing gradient
+        counts as zeros in the average. Tensors without a gradient on any process have none.
 
         Args:
-            scale: This process's loss scale, to be compared.
-            failed: This process's gradients are invalid: what is not sent yet is sent as zeros.
-            read: False: return no report, unless it has to be read anyway. Reading waits for the device.
-            others_read: All processes read it.
+            scale: This process's loss scale, for the report.
+            failed: Whether this process's gradients are invalid; then zeros are sent for the remaining buckets.
+            read: Whether to return a report. Reading it waits for the device, and may be necessary anyway.
+            others_read: Whether all processes read the report.
 
         Raises:
             LateGradientError: A gradient has come after its bucket was sent. If the others read the report, it
@@ -329,7 +331,7 @@ class GradReducer:
             ledger_work.wait()
         report = None
         if read or failed or 0.0 in used or self.everybody_reads:
-            # Where collectives are asynchronous, it is here that they say that they have failed.
+            # Asynchronous collectives report a failure here.
             with self._breaking(len(self._buckets)):
                 heard = ledger.tolist()
             self._show_others(heard)
@@ -377,8 +379,8 @@ class GradReducer:
                     grads.params[slot].grad = views[slot]
 
     def _share_record(self) -> None:
-        """Adopt rank 0's order of arrival; called by all processes after their first reduction."""
-        place = {index: n for n, index in enumerate(self._arrivals.order)}  # of the last time that it came
+        """Adopt rank 0's order of arrival; all processes call this after their first reduction."""
+        place = {index: n for n, index in enumerate(self._arrivals.order)}  # the place of its last arrival
         never = [i for i in reversed(range(len(self.tensors))) if i not in place]
         order = [*sorted(place, key=place.__getitem__), *never]
         shared = numbers_on(order, torch.int64, self.tensors[0].device)
@@ -394,7 +396,7 @@ class GradReducer:
 
     @contextmanager
     def _breaking(self, number: int) -> Iterator[None]:
-        """Around the collective of bucket ``number``: add the progress of each process to what it raises."""
+        """Run the collective of bucket ``number``, and add the progress of each process to an error that it raises."""
         try:
             yield
         except BaseException as error:
@@ -411,11 +413,11 @@ class GradReducer:
             ) from error
 
     def cancel(self) -> None:
-        """Reduce nothing more of what ``begin`` has begun, without notice to other processes."""
+        """Stop the reduction that ``begin`` has begun, without notice to other processes."""
         self._arrivals.end()
 
     def close(self) -> None:
-        """Leave the tensors alone from now on."""
+        """Stop watching the tensors for good."""
         self._arrivals.close()
 
 
@@ -429,7 +431,7 @@ def _offsets_apart(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _merged_if_small(groups: Sequence[Sequence[Tensor]], floor_nbytes: int) -> list[tuple[list[Tensor], bool]]:
-    """``groups``, or where one of several is too small for a bucket of its own, one list per device and dtype.
+    """Merge the groups of a device and dtype into one list if one of them is too small for a bucket of its own.
 
     Returns:
         The lists, and whether each has been merged.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A process group that is used for as long as it exists, and is not kept in existence."""
+"""A reference to a process group that does not keep the group alive."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 
 
 class GroupReference:
-    """A weak reference to a process group: ``reference()`` is the group.
+    """A weak reference to a process group: ``reference()`` returns the group.
 
     ``torch.distributed.destroy_process_group`` ends a group's threads, and frees its communicators, when nothing refers
-    to the group any more. A gloo thread that outlives the call ends the process by SIGABRT where it frees a reduction
+    to the group any more. A gloo thread that outlives the call ends the process by SIGABRT if it frees a reduction
     while the interpreter exits (https://github.com/pytorch/pytorch/issues/190489).
     """
 
     def __init__(self, group: Any, argument: str) -> None:
-        """Of ``group``, which ``argument`` of ``amp.initialize`` has given."""
+        """Refer to ``group``, which was given to ``amp.initialize`` as ``argument``."""
         self._reference = weakref.ref(group)
         self._argument = argument
 
     def __call__(self) -> Any:
-        """The group.
+        """Return the group.
 
         Raises:
-            RuntimeError: It has been destroyed.
+            RuntimeError: The group has been destroyed.
         """
         group = self._reference()
         if group is None:

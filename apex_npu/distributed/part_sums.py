@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Sums and norms over whole tensors of which each process holds a part: one all-reduce of one vector for each group."""
+"""Sums and norms over whole sharded tensors, by one all-reduce of one vector for each process group."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from apex_npu.fusion.shards import Along, cut_of, is_partial, is_sharded, local_
 class PartSums:
     """Adds up numbers that processes have of their parts of tensors, over the processes that share each tensor.
 
-    A mesh dimension over which no tensor is cut is left out, so that replicas (HSDP) are not added up; over a second
-    dimension (tensor parallelism) only the numbers of those are that are cut over it.
+    A mesh dimension over which no tensor is cut is left out, so that replicas (HSDP) are not added up. Over a second
+    dimension (tensor parallelism) only the numbers of tensors that are cut over it are added up.
     """
 
     def __init__(self, params: Sequence[Tensor], along: Along = Along.ALL) -> None:
-        """For one number of each of ``params``, which may be repeated, on all processes in the same order.
+        """Prepare sums of one number of each of ``params``, in the same order on all processes.
 
         Args:
-            params: DTensors, or plain tensors, whose numbers stay as they are.
-            along: Which cuts to add up over; see ``mesh_groups``.
+            params: DTensors, or plain tensors, whose numbers do not change. A tensor may be repeated.
+            along: The cuts to add up over; see ``mesh_groups``.
         """
         columns: dict[int, list[int]] = {}
         groups: dict[int, tuple[object, str]] = {}
@@ -49,12 +49,12 @@ class PartSums:
 
     @torch.no_grad()
     def reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """``values``, whose last dimension has one entry for each tensor, over all processes that share it."""
+        """Return ``values``, with one entry per tensor in the last dimension, reduced over the tensor's processes."""
         for group, device_type, columns in self._steps:
             if columns is not None:
                 columns = columns.to(values.device)
             part = values if columns is None else values.index_select(-1, columns)
-            # A group talks on the device of its mesh: not on a CPU that parameters are offloaded to.
+            # A group communicates on the device of its mesh, not on a CPU that parameters are offloaded to.
             sent = part.to(device_type).contiguous()
             if sent.data_ptr() == values.data_ptr():
                 sent = sent.clone()
@@ -68,13 +68,13 @@ class PartSums:
 def total_grad_norm(
     flats: Sequence[FlatGrads], unfused: Sequence[Tensor], norm_type: float = 2.0, found_inf: Tensor | None = None
 ) -> Tensor:
-    """The norm that ``clip_grad_norm_`` returns, without clipping.
+    """Return the norm that ``clip_grad_norm_`` returns, without clipping.
 
     Args:
-        flats: As of ``clip_grad_norm_``.
-        unfused: Likewise; nothing is sharded with ``found_inf``.
+        flats: See ``clip_grad_norm_``. With ``found_inf``, no gradient may be sharded.
+        unfused: Parameters whose gradients are in no buffer.
         norm_type: p of the p-norm.
-        found_inf: With the 2-norm: see ``ops.norm``.
+        found_inf: For the 2-norm only, see ``ops.norm``.
     """
     if found_inf is not None:
         return norm_of(grad_operands(flats, unfused, float(norm_type), InPlace.READ), float(norm_type), found_inf)
@@ -93,21 +93,21 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place so that their common norm is at most ``max_norm``, without a host sync.
 
-    Sharded parameters are counted as whole tensors: all processes of their meshes have to call it.
+    Sharded parameters count as whole tensors, so all processes of their meshes have to call this function.
 
     Args:
-        flats: Buffers of gradients; of sharded parameters each of those that are cut alike.
+        flats: Buffers of gradients; each buffer of sharded parameters has parameters that are cut alike.
         unfused: Parameters whose gradients are in no buffer.
-        max_norm: As of ``torch.nn.utils.clip_grad_norm_``.
-        norm_type: p of the p-norm; inf, -inf and 0 mean what they mean there.
-        error_if_nonfinite: Raise where the norm is inf or nan (this syncs), instead of scaling with it as torch does.
+        max_norm: See ``torch.nn.utils.clip_grad_norm_``.
+        norm_type: p of the p-norm; inf, -inf and 0 mean the same as in torch's function.
+        error_if_nonfinite: Raise if the norm is inf or nan (this syncs), instead of scaling with it as torch does.
 
     Returns:
         The norm before clipping, the same on all processes: 0-dim, float32 or wider; 0 without gradients.
 
     Raises:
-        RuntimeError: The norm is not finite, and ``error_if_nonfinite``; or a DTensor has a plain gradient. Nothing has
-            been scaled.
+        RuntimeError: The norm is not finite, and ``error_if_nonfinite`` is set; or a DTensor has a plain gradient.
+            Nothing has been scaled.
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
     plain, cut = _operands(flats, unfused, norm_type, InPlace.WRITE)
@@ -123,7 +123,7 @@ def clip_grad_norm_(
 def _operands(
     flats: Sequence[FlatGrads], unfused: Sequence[Tensor], norm_type: float, in_place: InPlace
 ) -> tuple[list[Tensor], list[tuple[Tensor, list[Tensor]]]]:
-    """Gradients in few pieces: those that are whole, and for each sharded parameter, or buffer of such, its parts."""
+    """Return gradients in few pieces: whole ones, and the parts of each sharded parameter, or buffer of such."""
     shards, others = ([flat for flat in flats if flat.is_sharded is held] for held in (True, False))
     if norm_type != 2.0:
         unfused = [*unfused, *chain.from_iterable(flat.full_params for flat in shards)]
@@ -136,22 +136,22 @@ def _operands(
 
 
 def _own_grad(param: Tensor) -> Tensor:
-    """The gradient of a DTensor, to be written: cut in any way, but no addends."""
+    """Return the gradient of a DTensor, to be written: it may be cut in any way, but has no addends."""
     assert param.grad is not None
     if is_partial(param.grad):
         param.grad = param.grad.redistribute(param.device_mesh, param.placements)  # type: ignore[attr-defined]
     if not is_sharded(param.grad):
-        local_grad(param)  # says what is wrong
+        local_grad(param)  # raises an error
     return param.grad
 
 
 def _norm_of_whole(plain: Sequence[Tensor], cut: Sequence[tuple[Tensor, list[Tensor]]], p: float) -> Tensor:
-    """The p-norm of ``plain`` and of what is ``cut``: parts that this process has, and a DTensor that is cut alike."""
+    """Return the p-norm of ``plain`` and ``cut``: pairs of a DTensor and this process's parts, which are cut alike."""
     if p == 0.0:  # the number of tensors that are not all zeros, as in torch
         counts = torch.stack([torch.count_nonzero(part).float() for _, (part,) in cut])
         nonzero = (PartSums([like for like, _ in cut]).reduce(counts) != 0).sum().float()
         return nonzero + norm_of(plain, p).to(nonzero.device)
-    # One number for all that are cut alike.
+    # One number for all tensors that are cut alike.
     alike: dict[tuple[int, ...] | None, tuple[Tensor, list[Tensor]]] = {}
     for like, parts in cut:
         alike.setdefault(cut_of(like), (like, []))[1].extend(part for part in parts if part.numel())
@@ -168,7 +168,7 @@ def _norm_of_whole(plain: Sequence[Tensor], cut: Sequence[tuple[Tensor, list[Ten
 
 
 def _to_power(grads: Sequence[Tensor], p: float, wide: torch.dtype, device: torch.device) -> Tensor:
-    """The p-norm to the power of p, which is what adds up; of infinite p the norm itself."""
+    """Return the p-norm to the power of p, which can be added up; for infinite p the norm itself."""
     if not grads:
         return torch.full((), math.inf if p == -math.inf else 0.0, dtype=wide, device=device)
     norm = norm_of(grads, p).to(device, wide)

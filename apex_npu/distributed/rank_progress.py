@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The progress of each process of a group: kept in the group's store, so that others can report a missing process."""
+"""The progress of each process of a group, kept in the group's store, so that others can report a missing process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-# Between two notes; each is a message to the store.
+# The time between two notes, since each is a message to the store.
 _INTERVAL_SECONDS = 1.0
 
 
 def own_rank() -> int:
-    """The rank of this process; 0 without torch.distributed."""
+    """Return the rank of this process; 0 without torch.distributed."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
@@ -26,36 +26,36 @@ def is_first_rank() -> bool:
 
 
 def has_peers() -> bool:
-    """True where torch.distributed has other processes."""
+    """True if torch.distributed has other processes."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def store_for(name: str) -> Any:
-    """The part, under ``name``, of the store that the processes have met at; None where there is no store."""
+    """Return the part with prefix ``name`` of the default group's store; None if there is no store."""
     find_store = getattr(dist.distributed_c10d, "_get_default_store", None)
     if find_store is None:
         return None
-    # Of this start of the processes: torchrun may keep the store when it starts them again.
+    # The prefix has the number of restarts, since torchrun may keep the store when it restarts the processes.
     prefix = f"apex_npu/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}"
     return dist.PrefixStore(prefix, find_store())  # type: ignore[attr-defined]
 
 
 class RankProgress:
-    """Notes of one process, and those of the others.
+    """The notes of this process, and of the others in its group.
 
     Attributes:
-        reductions: How many reductions of gradients this process has completed.
+        reductions: The number of reductions of gradients that this process has completed.
     """
 
     def __init__(self, group: Any) -> None:
-        """Of ``group``, in the store that its processes have met at; without one nothing is noted."""
+        """Keep the notes of ``group`` in the store of torch.distributed; without a store nothing is noted."""
         self.reductions = 0
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._noted = 0.0
         self._store = store_for(group.group_name)
 
     def note(self, doing: str, *, now: bool = False) -> None:
-        """Store what this process does; at most once a second, unless ``now``."""
+        """Store ``doing``, the activity of this process; at most once a second, unless ``now``."""
         clock = time.monotonic()
         if self._store is None or (not now and clock - self._noted < _INTERVAL_SECONDS):
             return
@@ -66,7 +66,7 @@ class RankProgress:
             self._store = None  # the process that keeps it is gone
 
     def tell(self) -> str:
-        """One sentence for each process."""
+        """Return one clause for each process, in one text."""
         return "; ".join(f"rank {rank} {self._tell_of(rank)}" for rank in range(self._size))
 
     def _tell_of(self, rank: int) -> str:

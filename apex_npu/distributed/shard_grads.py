@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The gradients of sharded parameters (DTensor): those of the plain parts inside, where fully_shard has left them.
+"""The gradients of sharded parameters (DTensor), as those of the plain parts inside.
 
-fully_shard reduces the gradients of a unit into one flat tensor, of which the part of each is a view. Kernels of CPUs
-and GPUs read and write these views in place. An NPU gathers them into slots.
+fully_shard reduces the gradients of a unit into one flat tensor; the gradient of each part is a view of it. CPU and GPU
+kernels read and write these views in place. An NPU gathers them into slots.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from apex_npu.fusion.shards import is_sharded, local_grad, local_part, sharded_l
 
 
 def memory_of_parts(params: Sequence[Tensor]) -> dict[int, list[Tensor]]:
-    """``id(part)`` → the tensors that fully_shard has over its memory, padding included.
+    """Return ``id(part)`` → the tensors that fully_shard has over the part's memory, padding included.
 
-    Of the sharded ones of ``params`` that fully_shard has cut.
+    The result has the parts of all ``params`` that fully_shard has cut.
     """
     sharded = list(filter(is_sharded, params))
     found = (memory_of_shards() if sharded and finds_parts() else None) or {}
@@ -36,10 +36,10 @@ def memory_of_parts(params: Sequence[Tensor]) -> dict[int, list[Tensor]]:
 
 
 def wait_for_moved_parts(parts: Iterable[Tensor]) -> None:
-    """Wait until ``parts``, which have got other memory, have their values there.
+    """Wait until ``parts``, which have moved to other memory, have their values there.
 
-    fully_shard gathers them in a stream of its own. That waits for what an optimizer has written where a forward
-    begins, but not in a backward, before which the first block fuses.
+    fully_shard gathers them in a stream of its own. That stream waits for an optimizer's writes when a forward begins,
+    but not in a backward, and the first block fuses before a backward.
     """
     for device in {part.device for part in parts if part.device.type != "cpu"}:
         getattr(torch, device.type).current_stream(device).synchronize()
@@ -47,9 +47,9 @@ def wait_for_moved_parts(parts: Iterable[Tensor]) -> None:
 
 @functools.lru_cache(maxsize=1)
 def finds_parts() -> bool:
-    """Whether parts of sharded parameters and their memory are where the extension looks; one warning if not.
+    """True if the parts of sharded parameters and their memory are where the extension looks; warn once if not.
 
-    Without the extension nothing looks for them. Parts that are not found are stepped one by one, where they are.
+    It is False without the extension, too. Parts that are not found are stepped one by one, in place.
     """
     if extension is None:
         return False
@@ -63,9 +63,9 @@ def finds_parts() -> bool:
 
 
 class ShardGrads(FlatGrads):
-    """``FlatGrads`` of the parts of sharded parameters, whose gradients have to be brought to them.
+    """``FlatGrads`` of the parts of sharded parameters, to which the gradients have to be brought.
 
-    Between calls the gradients are those of the parameters alone: parts would keep the memory of what a script has
+    Between calls only the parameters have gradients: parts would keep the memory of gradients that a script has
     cleared.
 
     Attributes:
@@ -75,7 +75,7 @@ class ShardGrads(FlatGrads):
     is_sharded = True
 
     def __init__(self, grads: FlatGrads, full_params: list[Tensor]) -> None:
-        """``full_params`` of the parts in ``grads``, which has none of their gradients yet."""
+        """Replace ``grads``, which has no gradients yet; ``full_params`` are the parameters of its parts."""
         super().__init__(grads.params, grads.offsets, grads.total_numel)
         self.full_params, self.gathers_all, self.memory.lends = full_params, grads.gathers_all, grads.memory.lends
         module: Any = sys.modules["torch.distributed.tensor"]
@@ -84,12 +84,12 @@ class ShardGrads(FlatGrads):
         self._holds = self._has_brought = False
 
     def have_parts(self) -> bool:
-        """True while each parameter has its part inside."""
+        """True while each sharded parameter still has its part inside."""
         found: bool = self._shards.have_parts()
         return found
 
     def end_step(self) -> None:
-        """What has a gradient has been stepped."""
+        """Drop the gradients of the parts, and record that all parameters with a gradient have been stepped."""
         self._drop(stepped=True)
 
     def forget_stepped(self) -> None:
@@ -108,7 +108,7 @@ class ShardGrads(FlatGrads):
         return found
 
     def unscale_(self, inv_scale: float, found_inf: Tensor | None) -> None:
-        """See ``FlatGrads``, whose one pass would look for the gradients of parts."""
+        """See ``FlatGrads``, whose single pass would look for gradients of the parts."""
         self._unscale_any(inv_scale, found_inf)
         self._drop()
 
@@ -152,7 +152,7 @@ class ShardGrads(FlatGrads):
         self._shards.return_grads()
 
     def operand(self, slots: range, numel: int, *, stepped: bool = False) -> Tensor:
-        """See ``FlatGrads``; nothing has to be gathered for a second step, since gradients stay with fully_shard."""
+        """See ``FlatGrads``. No gradient has to be gathered for a second step, since all stay with fully_shard."""
         if not self._holds:
             return super().operand(slots, numel)
         listed: Tensor = self._holding.grad_list(self.memory.slots, slots.start, len(slots), numel)

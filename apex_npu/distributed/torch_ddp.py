@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch's DistributedDataParallel around a script's models: which instances there are, and what they average."""
+"""torch's DistributedDataParallel around a script's models: its instances, and the gradients that they average."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from apex_npu.backends.live_objects import instances_of
 from apex_npu.backends.script_warnings import warn
 from apex_npu.fusion import grads_of, versions_of
 
-# Those that are alive; what dies removes itself.
+# The instances that are alive; a dead one removes itself.
 KnownDDPs = list["weakref.ref[DistributedDataParallel]"]
 
 
 def find_ddps(known: KnownDDPs) -> None:
-    """Add to ``known`` the instances that exist already."""
+    """Add the instances that exist already to ``known``."""
     if not (dist.is_available() and dist.is_initialized()):
         return
     for found in instances_of(DistributedDataParallel):
@@ -33,11 +33,11 @@ def find_ddps(known: KnownDDPs) -> None:
 
 
 class DDPWatch:
-    """Adds to ``known`` the instances that register the module inside of them, from ``open`` to ``close``.
+    """Adds instances to ``known`` when they register the module inside of them, from ``open`` to ``close``.
 
     Args:
-        known: The instances that there are.
-        check: Called with the module first; may raise, which ends the constructor before it has communicated.
+        known: The instances that exist.
+        check: Called with the module first. It may raise, which ends the constructor before it has communicated.
     """
 
     def __init__(self, known: KnownDDPs, check: Callable[[nn.Module], None]) -> None:
@@ -46,12 +46,12 @@ class DDPWatch:
         self._handle: Any = None
 
     def open(self) -> None:
-        """Begin; ``close`` ends what an interrupt leaves of this."""
+        """Begin to watch; after an interruption, ``close`` undoes the part that was done."""
         self._is_open = True
         self._handle = register_module_module_registration_hook(self._note)
 
     def close(self) -> None:
-        """End."""
+        """Stop watching."""
         self._is_open = False
         if self._handle is not None:
             self._handle.remove()
@@ -64,9 +64,9 @@ class DDPWatch:
 
 
 def adding_to(known: KnownDDPs) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator of DistributedDataParallel's ``__setstate__``: adds the copy, or what was unpickled, to ``known``.
+    """Return a decorator of DistributedDataParallel's ``__setstate__`` that adds copied instances to ``known``.
 
-    These register nothing.
+    Copied and unpickled instances do not register the module inside of them.
     """
 
     def decorator(set_state: Callable[..., None]) -> Callable[..., None]:
@@ -79,15 +79,14 @@ def adding_to(known: KnownDDPs) -> Callable[[Callable[..., None]], Callable[...,
     return decorator
 
 
-# Called with a module, those of its tensors whose values have been broadcast, the process group, and the rank in it
-# whose values they were.
+# Called with a module, its tensors whose values have been broadcast, the process group, and the rank that sent them.
 FollowBroadcast = Callable[[nn.Module, Sequence[Tensor], Any, int], object]
 
 
 def around_broadcast(
     before: Callable[[], None], follow: FollowBroadcast
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator of the function by which DistributedDataParallel broadcasts a module's values.
+    """Return a decorator of the function with which DistributedDataParallel broadcasts a module's values.
 
     It calls ``before``, broadcasts, and calls ``follow``. DistributedDataParallel broadcasts in its constructor, unless
     ``init_sync=False``, and at the end of ``join``.
@@ -119,20 +118,20 @@ def _add(known: KnownDDPs, ddp: DistributedDataParallel) -> None:
 
 
 def _alive(known: KnownDDPs) -> list[DistributedDataParallel]:
-    """Those that still exist, and have been made to the end."""
+    """Return the instances that still exist and whose constructor has ended."""
     return [ddp for ref in known if (ddp := ref()) is not None and hasattr(ddp, "reducer")]
 
 
 def ddps_of(known: KnownDDPs, params: Iterable[Tensor]) -> list[DistributedDataParallel]:
-    """Those of ``known`` around one of ``params``."""
+    """Return the instances in ``known`` around one of ``params``."""
     ids = set(map(id, params))
     return [ddp for ddp in _alive(known) if any(id(p) in ids for p in ddp.module.parameters())]
 
 
 def may_keep_grads(known: KnownDDPs) -> KnownDDPs:
-    """Those of ``known`` that may leave the gradients of the next backward to this process, as in ``no_sync``.
+    """Return the instances in ``known`` that may not average the gradients of the next backward, as in ``no_sync``.
 
-    torch decides that in the forward, but a forward under ``no_grad`` leaves the same trace.
+    torch decides this in the forward, but a forward under ``no_grad`` leaves the same trace.
     """
 
     def averages(ddp: Any) -> bool:
@@ -142,17 +141,17 @@ def may_keep_grads(known: KnownDDPs) -> KnownDDPs:
 
 
 def with_bucket_views(known: KnownDDPs) -> KnownDDPs:
-    """Those of ``known`` that leave gradients in their buckets."""
+    """Return the instances in ``known`` that leave gradients in their buckets."""
     return [ref for ref in known if (ddp := ref()) is not None and getattr(ddp, "gradient_as_bucket_view", False)]
 
 
 def rebuild_buckets(ddp: Any) -> None:
-    """Have ``ddp`` build its buckets again now, and not in its next forward.
+    """Make ``ddp`` rebuild its buckets now, instead of in its next forward.
 
-    It does so once, in the order of the gradients of a backward, and gives parameters other gradients of the same
-    values. Between two blocks these could not be told from those of a backward.
+    It does so once, in the order of the gradients of a backward, and gives parameters new gradients with the same
+    values. Between two blocks the library could not tell these from the gradients of a backward.
     """
-    # In join() a process without data does what the others do in their forward, at that place.
+    # In join() a process without data repeats the others' collectives, at the place where their forward has them.
     if not ddp._join_config.enable:
         with suppress(RuntimeError):  # a reduction has not ended: the next forward says so
             ddp.reducer._rebuild_buckets()
@@ -162,7 +161,7 @@ class LocalBackward:
     """A backward whose gradients some instances may keep to this process."""
 
     def __init__(self, ddps: Sequence[DistributedDataParallel], *, pending: bool) -> None:
-        """It has not begun yet; ``pending``: gradients that are there already may have been kept, too."""
+        """Record the gradients before the backward; ``pending``: those that exist may have been kept, too."""
         self._before = []
         for ddp in ddps:
             params = list(ddp.module.parameters())
@@ -170,10 +169,10 @@ class LocalBackward:
             self._before.append((ddp.reducer, ddp.reducer.get_backward_stats(), params, grads, versions_of(grads)))
 
     def kept_grads(self) -> bool:
-        """After it: there are gradients in which an instance had no part.
+        """True if, after the backward, there are gradients in which an instance had no part.
 
-        A reducer records when each gradient was ready for it. Where it has recorded none, the model inside may have
-        been used otherwise, as in a forward under ``no_grad``, and have no gradients of this backward.
+        A reducer records when each gradient was ready. If it has recorded none, the model inside may have been used
+        otherwise, as in a forward under ``no_grad``, and may have no gradients of this backward.
         """
         return any(
             reducer.get_backward_stats() == stats and _has_new(grads_of(params), grads, versions)
@@ -182,7 +181,7 @@ class LocalBackward:
 
 
 def _has_new(now: list[Tensor | None], before: list[Tensor | None], versions: list[int]) -> bool:
-    """Whether there is a gradient that was not there ``before``, or has been written since."""
+    """True if a gradient is not the one ``before``, or has been written since."""
     return any(
         grad is not None and (grad is not former or grad._version != version)
         for grad, former, version in zip(now, before, versions, strict=True)
@@ -190,12 +189,12 @@ def _has_new(now: list[Tensor | None], before: list[Tensor | None], versions: li
 
 
 def dtypes_of(known: KnownDDPs) -> list[tuple[DistributedDataParallel, list[torch.dtype]]]:
-    """Those of ``known`` that are alive, with the dtypes of their parameters."""
+    """Return the instances in ``known`` that are alive, with the dtypes of their parameters."""
     return [(ddp, [p.dtype for p in ddp.module.parameters()]) for ddp in _alive(known)]
 
 
 def follow_dtypes(ddp: DistributedDataParallel, dtypes: list[torch.dtype]) -> None:
-    """Have ``ddp`` average the gradients of its parameters where they have other dtypes than ``dtypes`` by now."""
+    """Make ``ddp`` average gradients again if the dtypes of its parameters differ from ``dtypes`` by now."""
     if [p.dtype for p in ddp.module.parameters()] == dtypes:
         return
     obstacle = obstacle_to_rebuilding(ddp)
@@ -209,7 +208,7 @@ def follow_dtypes(ddp: DistributedDataParallel, dtypes: list[torch.dtype]) -> No
 
 
 def obstacle_to_rebuilding(ddp: Any) -> str | None:
-    """What ``rebuild_reducer`` would lose; None: nothing."""
+    """Return the setting that ``rebuild_reducer`` would lose, in words; None if it loses nothing."""
     if ddp.process_group is not dist.group.WORLD:
         return "a process group other than the default one"
     if ddp.mixed_precision is not None:
@@ -220,8 +219,8 @@ def obstacle_to_rebuilding(ddp: Any) -> str | None:
 
 
 def rebuild_reducer(ddp: Any) -> None:
-    """Have ``ddp`` average the gradients of parameters whose dtype has changed: their accumulators are new.
+    """Make ``ddp`` average the gradients of parameters whose dtype has changed: their accumulators are new.
 
-    Unpickling does just this, for want of a function.
+    torch has no function for this; unpickling does just this.
     """
     ddp.__setstate__(ddp.__getstate__())
