@@ -1,3 +1,3 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The parser of commands, tables as text, options of ``run``, and calls from amp to the packages above it."""
+"""The parser of commands, printed tables, options of ``run``, and calls from amp to the packages above it."""

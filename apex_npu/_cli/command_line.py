@@ -15,7 +15,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:
-    """The end of an error message: the known name that is nearest to a wrong one, or nothing.
+    """Return the end of an error message, with the known name nearest to a wrong one; empty if none is near.
 
     Example::
 
@@ -52,12 +52,13 @@ def run_command(parser: Parser, arguments: Sequence[str], alone: Mapping[str, st
     Args:
         parser: The parser of all commands.
         arguments: The words of the command line.
-        alone: Options of ``run`` that may stand without a value, and the value then. argparse would take the next word.
+        alone: Options of ``run`` that may have no value, with the value that they then get. argparse alone would take
+            the next word as the value.
     """
     valued = [f"{word}={alone[word]}" if alone and word in alone else word for word in arguments]
     options, unknown = parser.parse_known_args(valued)
     if rest := getattr(options, "command", None):
-        options.command = list(arguments[-len(rest) :])  # the words of the script, as they are
+        options.command = list(arguments[-len(rest) :])  # the words of the script, unchanged
     if unknown:
         hint = did_you_mean(unknown[0].partition("=")[0], re.findall(r"--[a-z-]+", options.parser.format_help()))
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")

@@ -15,24 +15,27 @@ from .options import of_environment
 
 
 def amp_imported() -> None:
-    """``apex_npu.amp`` has been imported: add Apex's other names, and look at the steps that variables ask for."""
+    """Add Apex's other names to ``apex_npu.amp``, and examine the steps that environment variables select.
+
+    ``apex_npu.amp`` calls this when it is imported.
+    """
     import_module("apex_npu.compat.amp")
     if asked := of_environment():
         import_module("apex_npu.debug.script").look(asked)
 
 
 def debug() -> Any:
-    """The package ``amp.debug``."""
+    """Return the package ``amp.debug``."""
     return import_module("apex_npu.debug")
 
 
 def group_steps() -> Any:
-    """The module that follows the ``_group_step`` of a subclass of an optimizer."""
+    """Return the module that follows the ``_group_step`` of a subclass of an optimizer."""
     return import_module("apex_npu.compat.group_steps")
 
 
 def step_skipped(*args: Any) -> None:
-    """Name the gradients for which a step was skipped."""
+    """Report the gradients that caused a step to be skipped."""
     import_module("apex_npu.debug.gradients").explain_skip(*args)
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Options of ``run`` that look at the steps of a script, and environment variables of the same meaning.
+"""Options of ``run`` that examine the steps of a script, and environment variables of the same meaning.
 
 The variables are for scripts that are started without ``run``, and for processes that a script spawns.
 """
@@ -11,7 +11,7 @@ import os
 import re
 from argparse import ArgumentTypeError
 
-# The variable of each option, a pattern of its value, and what the pattern means.
+# For each option: its variable, the pattern of its value, and the meaning of the pattern.
 OPTIONS = {
     "explain_overflows": ("APEX_NPU_EXPLAIN_OVERFLOWS", r"0*[1-9]\d*(,replay)?", "N, a positive integer"),
     "profile": ("APEX_NPU_PROFILE", r"\d+:\d+", "A:B, from step A, counted from 0, to before step B"),
@@ -24,10 +24,10 @@ OPTIONS = {
 
 
 def checked(name: str, text: str) -> str:
-    """``text``, if it is a value of the option.
+    """Return ``text`` after a check that it is a value of the option.
 
     Raises:
-        ArgumentTypeError: It is none.
+        ArgumentTypeError: ``text`` is not a value of the option.
     """
     _, pattern, form = OPTIONS[name]
     first, _, last = text.partition(":")
@@ -37,10 +37,10 @@ def checked(name: str, text: str) -> str:
 
 
 def of_environment() -> dict[str, str]:
-    """The texts of the environment variables, by the names of the options.
+    """Return the values of the environment variables, by the names of the options.
 
     Raises:
-        ValueError: A text is wrong.
+        ValueError: A value is wrong.
     """
     texts = {name: os.environ.get(variable, "").strip() for name, (variable, *_) in OPTIONS.items()}
     if texts["explain_overflows"] == "0":

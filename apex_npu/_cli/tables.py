@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What commands print as a table: by rich on a terminal, where it is installed, and as plain lines elsewhere."""
+"""The tables that commands print: by rich on a terminal, if it is installed, and else as plain lines."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def show(
     styles: Sequence[str] = (),
     file: TextIO | None = None,
 ) -> None:
-    """Print ``rows``, which ``lines`` have as plain text.
+    """Print ``rows`` as a table, or ``lines``, which have the same content as plain text.
 
     Args:
-        lines: What is printed to a file, to a pipe, and without rich.
+        lines: The lines that are printed to a file or a pipe, and without rich.
         head: The names of the columns; empty strings for a table without a head.
-        rows: The cells. Text is printed as it is: brackets are no markup.
-        title: Above the table.
+        rows: The cells. Text is printed unchanged: brackets are not markup.
+        title: The title above the table.
         styles: rich's style of each row ("red"), "" for none.
-        file: Instead of stdout.
+        file: The file to print to; None: stdout.
 
     Example::
 
@@ -49,7 +49,7 @@ def show(
 def as_rich(
     head: Sequence[str], rows: Sequence[Sequence[str]], title: str, styles: Sequence[str] = (), numbers: bool = False
 ) -> Any:
-    """The table of rich's; with ``numbers`` all columns but the first are to the right.
+    """Return a table of rich; with ``numbers``, all columns but the first are right-aligned.
 
     Raises:
         ImportError: rich is missing.

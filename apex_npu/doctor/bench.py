@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Steps of the fused optimizers beside torch's own, on this CPU, with the published figures."""
+"""Times of steps of the fused optimizers and of torch's on this CPU, with the published figures."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Shapes = list[tuple[int, ...]]
 
 
 def small2000() -> Shapes:
-    """Many small tensors: 2,000 of 256 to 4,096 elements."""
+    """Return the shapes of many small tensors: 2,000 of 256 to 4,096 elements."""
     chosen = random.Random(0)
     return [(chosen.randint(256, 4096),) for _ in range(2000)]
 
 
 def resnet50() -> Shapes:
-    """The parameters of a ResNet-50: 161 tensors, 25.6 million elements."""
+    """Return the shapes of a ResNet-50's parameters: 161 tensors, 25.6 million elements."""
     shapes: Shapes = [(64, 3, 7, 7), (64,), (64,)]
     inputs = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -53,13 +53,13 @@ WORKLOADS = {function.__name__: function for function in (small2000, resnet50)}
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule that torch has as well.
+    """An update rule that torch has as well.
 
     Attributes:
         ours: The fused class.
         theirs: torch's class.
-        fused: Whether torch has a fused kernel for it.
-        options: Hyper-parameters of both.
+        fused: Whether torch has a fused kernel for the rule.
+        options: The hyper-parameters of both classes.
     """
 
     ours: type[torch.optim.Optimizer]
@@ -68,7 +68,7 @@ class Rule:
     options: dict[str, Any] = field(default_factory=dict)
 
     def variants(self) -> dict[str, Callable[..., torch.optim.Optimizer]]:
-        """What makes the optimizer: ours, and torch's three."""
+        """Return the constructors of the optimizer, by variant: ours, and torch's two or three."""
         found: dict[str, Callable[..., torch.optim.Optimizer]] = {
             OURS: partial(self.ours, **self.options),
             "torch for-loop": partial(self.theirs, foreach=False, **self.options),
@@ -93,10 +93,10 @@ class Comparison:
     """One row of published.csv.
 
     Attributes:
-        rule: One of RULES.
-        workload: One of WORKLOADS.
-        baseline: Pattern of the variants it is compared with: the fastest of each round.
-        published: The baseline's time over ours, as published.
+        rule: A key of RULES.
+        workload: A key of WORKLOADS.
+        baseline: A pattern of the variants to compare with. The fastest of them counts in each round.
+        published: The published ratio of the baseline's time to ours.
         where: The machine, the commit and the torch of the published figure.
     """
 
@@ -108,12 +108,12 @@ class Comparison:
 
     @property
     def name(self) -> str:
-        """What is printed; short."""
+        """A short name, as it is printed."""
         return f"step of {self.rule}, {self.workload}: {OURS} / {self.baseline}"
 
 
 def comparisons() -> list[Comparison]:
-    """All rows of published.csv, in its order.
+    """Return all rows of published.csv, in its order.
 
     Example::
 
@@ -136,8 +136,8 @@ def comparisons() -> list[Comparison]:
 def measure(chosen: list[Comparison], seconds: float) -> Iterator[tuple[Comparison, Spread]]:
     """Measure each of ``chosen`` on this machine, in about ``seconds`` of rounds.
 
-    One thread computes, and its CPU time counts, as in the published figures: with more, small tensors would measure
-    how threads wait for each other.
+    One thread computes, and its CPU time counts, as in the published figures. With more threads, small tensors would
+    measure how threads wait for each other.
     """
     needed: dict[tuple[str, str], list[Comparison]] = {}
     for comparison in chosen:
@@ -155,7 +155,7 @@ def measure(chosen: list[Comparison], seconds: float) -> Iterator[tuple[Comparis
 
 
 def ratios(times: Times, baseline: str) -> list[float]:
-    """Of each round: the time of the fastest variant that the pattern ``baseline`` names, over ours."""
+    """Return, for each round, the time of the fastest variant that matches the pattern ``baseline``, over ours."""
     others = [values for name, values in times.items() if name != OURS and fnmatchcase(name, baseline)]
     return [min(row) / ours for *row, ours in zip(*others, times[OURS], strict=True)]
 
@@ -164,7 +164,7 @@ def _times(rule: Rule, shapes: Shapes, patterns: list[str], budget_s: float) -> 
     made = {n: make for n, make in rule.variants().items() if any(fnmatchcase(n, pattern) for pattern in patterns)}
     steps = {name: make(_params(shapes)).step for name, make in made.items()}
     repeats = {}
-    for name, step in steps.items():  # which warms up, too
+    for name, step in steps.items():  # this warms up, too
         _milliseconds(step, 1)
         repeats[name] = max(1, int(SHORTEST_MS / max(_milliseconds(step, 1), 1e-3)))
     return in_turns(
@@ -180,7 +180,7 @@ def _milliseconds(step: Callable[[], object], repeats: int) -> float:
 
 
 def _params(shapes: Shapes) -> list[nn.Parameter]:
-    """Parameters with gradients: the same values for every variant."""
+    """Return parameters with gradients; the values are the same for every variant."""
     noise = torch.randn(sum(map(math.prod, shapes)), generator=torch.Generator().manual_seed(0))
     pieces = noise.mul_(1e-3).split([math.prod(shape) for shape in shapes])
     params = [nn.Parameter(piece.view(shape) * 25.6) for piece, shape in zip(pieces, shapes, strict=True)]

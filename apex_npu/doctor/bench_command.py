@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m apex_npu bench``: steps of the fused optimizers beside torch's on this CPU, and the published figures."""
+"""``python -m apex_npu bench``: times of the fused optimizers and torch's on this CPU, with the published figures."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _spread(spread: Spread) -> str:
 
 
 def add_parser(commands: Commands) -> None:
-    """Add the command."""
+    """Add the command ``bench``."""
     help = "time the optimizers and torch's on this CPU, with the published figures"
     parser = add_command(commands, "bench", _run, help)
     seconds = "how long to measure, all rounds together (default 60)"

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is examined, section by section. Each check asks the module that decides at run time, and repeats its reason."""
+"""The checks, by section. Each asks the module that decides at run time, and reports that module's reason."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from apex_npu.optimizers import NpuFusedAdam
 from apex_npu.optimizers.memory_choices import memory_choices
 
 _OLDEST_TORCH = (2, 6)
-# What the tests have run with; README.md says the same.
+# The newest release that the tests have run with; README.md says the same.
 _NEWEST_TESTED_TORCH = (2, 14)
 _PACKAGES = ("numpy", "triton", "torch_npu", "timm", "transformers", "accelerate", "lightning", "deepspeed")
 
 
 class State(str, Enum):
-    """How a finding counts: ``BROKEN`` makes the command end with status 1."""
+    """The severity of a finding: ``BROKEN`` makes the command end with status 1."""
 
     OK = "ok"
     NOTE = "note"
@@ -54,10 +54,10 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        name: What was examined.
-        value: What was found, in plain text.
-        state: Whether it works.
-        remedy: What to do about it; empty where nothing has to be done.
+        name: The item that was examined.
+        value: The result, in plain text.
+        state: Whether the item works.
+        remedy: The action that helps; empty if none is needed.
     """
 
     name: str
@@ -77,9 +77,9 @@ class Section:
 def examine() -> list[Section]:
     """Examine the extension, versions, devices and their kernels, torch.distributed and the name ``apex``.
 
-    It also lists the bytes that a parameter takes with each choice of level and format, for Adam.
+    Also list the bytes that a parameter takes with each choice of level and format, for Adam.
 
-    Nothing is changed. Devices are used for small trial computations, which takes a few seconds.
+    Nothing is changed. Small trial computations run on the devices, which takes a few seconds.
 
     Example::
 
@@ -140,10 +140,10 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def _import_torch_npu() -> ModuleType | Exception | None:
-    """The module; None where it is not installed; else what keeps it from being imported.
+    """Return the module; None if it is not installed; or the error that its import raises.
 
-    It is first imported in a process of its own, since some versions abort: torch_npu 2.14 does beside a torch that is
-    built for CUDA, where both register the same key.
+    It is first imported in a separate process, since some versions abort: torch_npu 2.14 does with a torch that is
+    built for CUDA, since both register the same key.
     """
     if "torch_npu" not in sys.modules:
         if importlib.util.find_spec("torch_npu") is None:
@@ -175,7 +175,7 @@ def _torch_npu(module: ModuleType | Exception | None) -> Iterator[Finding]:
             remedy = f"the npu needs it: pip install torch_npu=={wanted}.*"
             yield Finding("torch_npu", f"not installed, though {cards[0]} is there", State.BROKEN, remedy)
     else:
-        version = _version("torch_npu")  # none of a stand-in's
+        version = _version("torch_npu")  # None for a stand-in
         if version and _release(version) != _release(torch.__version__):
             remedy = (
                 f"each torch_npu is built for one torch: pip install torch=={'.'.join(map(str, _release(version)))}.*"
@@ -233,7 +233,7 @@ def _accelerators(kind: str) -> Iterator[Finding]:
 
 
 def _accelerator(module: Any, index: int) -> str:
-    # Nothing that makes the device current: torch_npu's backward then fails for want of that device's streams.
+    # No call may make the device current: torch_npu's backward would fail, since that device has no streams then.
     return f"{module.get_device_name(index)}, {module.get_device_properties(index).total_memory / 2**30:.1f} GiB"
 
 
@@ -258,7 +258,7 @@ def _precision(kind: str) -> Iterator[Finding]:
 
 
 def _guarded(name: str, ask: Callable[[], str]) -> Finding:
-    """What ``ask`` says; a device that fails is a finding, too."""
+    """Return the result of ``ask`` as a finding; a device that fails is a finding, too."""
     try:
         return Finding(name, ask())
     except Exception as error:  # drivers raise anything
@@ -271,7 +271,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _cpu(path: Path = Path("/proc/cpuinfo")) -> tuple[str, list[str]]:
-    """The model, and its instructions for float16 and bfloat16 as Linux calls them."""
+    """Return the CPU's model, and Linux's names of its instructions for float16 and bfloat16."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -318,7 +318,7 @@ def _npu_kernel(kernel: str, device: torch.device) -> Finding:
 
 @contextmanager
 def _logged() -> Iterator[list[str]]:
-    """What the library logs meanwhile; it says each thing once in a process."""
+    """Yield a list of the messages that the library logs in the block; it logs each message once in a process."""
     said: list[str] = []
 
     class _Listener(logging.Handler):

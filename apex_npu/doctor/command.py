@@ -25,7 +25,7 @@ _STYLES = {"ok": "", "note": "yellow", "broken": "red"}
 
 
 def _run(options: argparse.Namespace) -> int:
-    # A torch_npu that is broken would keep torch from being imported; the examination imports it afterwards.
+    # Otherwise importing torch would fail if torch_npu is broken; the examination imports torch_npu afterwards.
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     try:
         from apex_npu.doctor.checks import State, examine
@@ -59,7 +59,7 @@ def _show(sections: Sequence[Section]) -> None:
 
 
 def add_parser(commands: Commands) -> None:
-    """Add the command."""
+    """Add the command ``doctor``."""
     help = (
         "examine this machine: versions, devices, kernels, and what is in the way (exit status 1: something is broken)"
     )

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m apex_npu compare``: two recorded iterations; status 1 where the runs part, 2 on bad input."""
+"""``python -m apex_npu compare``: compares two recorded iterations; status 1 if the runs part, 2 on bad input."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def add_parser(commands: Commands) -> None:
-    """Add the command."""
+    """Add the command ``compare``."""
     parser = add_command(commands, "compare", _run, "compare two files of run --record; status 1 where the runs part")
     parser.add_argument("reference", help="a file of run --record, for instance of O0 on the CPU")
     parser.add_argument("candidate", help="another file, for instance of O1 on an NPU")

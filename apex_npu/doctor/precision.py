@@ -1,8 +1,8 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which low-precision dtypes a device computes natively.
+"""The low-precision dtypes that a device computes natively.
 
-They are found by timing: the flags of a CPU do not say what its torch makes of them.
+They are found by timing: the flags of a CPU do not tell whether its torch uses them.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from contextlib import suppress
 import torch
 from torch import nn
 
-# What the layers of networks are made of. A CPU, or its torch, may compute one of them natively and not the other.
+# The usual layers of networks. A CPU, or its torch, may compute one kind natively and not the other.
 LAYERS = ("linear layers", "convolutions")
 _DTYPES = (torch.bfloat16, torch.float16)
-# A dtype that is emulated is slower than float32 by far more than timings scatter; one that is not is faster.
+# A native dtype is faster than float32; an emulated one is slower by far more than timings scatter.
 _NATIVE = 1.15
 _ROUNDS = 5
-# One round tells a dtype that is slower than this apart: emulated arithmetic may be 50 times slower than float32.
+# A dtype below this ratio is timed in one round only: emulated arithmetic may be 50 times slower than float32.
 _HOPELESS = 0.5
-# Of a run in float32 on an accelerator. In less, launches show, which take as long in every dtype.
+# The least time of a float32 run on an accelerator. Shorter runs would show launches, which take as long in any dtype.
 _LONG_ENOUGH_S = 4e-3
 _LARGEST = 16
 
 
 def speed_of_low_precision(layers: str, device: torch.device | str = "cpu") -> dict[torch.dtype, float]:
-    """Time in float32 over time in bfloat16 and float16, of a layer's forward and backward.
+    """Return the time in float32 over the time in bfloat16 and float16, of a layer's forward and backward.
 
-    All dtypes are timed in turns; the shortest time of each counts. On a CPU it is the CPU time of one thread, so that
-    other programs do not matter much, and takes about a second. On an accelerator the layer is so large that its
-    arithmetic decides the time, see ``size_of``. float32 is what torch makes of it by default: on a GPU since Ampere
-    that is TF32 in convolutions.
+    All dtypes are timed in turns; the shortest time of each counts. On a CPU the CPU time of one thread counts, so that
+    other programs have little effect; this takes about a second. On an accelerator the layer is so large that
+    arithmetic decides the time, see ``size_of``. float32 is computed in torch's default way: on a GPU since Ampere,
+    convolutions use TF32.
 
     Args:
         layers: One of ``LAYERS``.
-        device: Where to compute.
+        device: The device to measure.
 
     Returns:
-        The ratio for each dtype: above 1 where it is faster than float32. 0.0 for one that the device refuses.
+        The ratio for each dtype: above 1 if it is faster than float32, 0.0 if the device refuses it.
 
     Example::
 
@@ -59,7 +59,7 @@ def speed_of_low_precision(layers: str, device: torch.device | str = "cpu") -> d
 
 
 def size_of(layers: str, device: torch.device | str = "cpu") -> str:
-    """What ``speed_of_low_precision`` measures there, in words.
+    """Return the size of the layers that ``speed_of_low_precision`` measures on ``device``, in words.
 
     Example::
 
@@ -79,7 +79,9 @@ def _convolves_in_tf32() -> bool:
 
 
 def native_dtypes(speeds: dict[torch.dtype, float]) -> list[torch.dtype]:
-    """Those dtypes of ``speed_of_low_precision`` that the device computes natively, the fastest first.
+    """Return the dtypes that the device computes natively, the fastest first.
+
+    ``speeds`` is a result of ``speed_of_low_precision``.
 
     Example::
 
@@ -91,11 +93,11 @@ def native_dtypes(speeds: dict[torch.dtype, float]) -> list[torch.dtype]:
 
 @functools.cache
 def _scale(layers: str, device: torch.device) -> int:
-    """How many times as large as on a CPU a layer has to be on ``device``."""
+    """Return the factor by which a layer on ``device`` has to be larger than on a CPU."""
     scale = 1
     if device.type == "cpu":
         return scale
-    with suppress(torch.OutOfMemoryError):  # the size before it has to do
+    with suppress(torch.OutOfMemoryError):  # then the last size that fits is used
         while scale < _LARGEST:
             work = _work(layers, torch.float32, device, scale)
             work()  # the first run of a size looks for a kernel, and allocates
@@ -126,7 +128,7 @@ def _measure(layers: str, device: torch.device, scale: int) -> dict[torch.dtype,
 
 
 def _work(layers: str, dtype: torch.dtype, device: torch.device, scale: int) -> Callable[[], None]:
-    """Forward and backward of one layer whose weights and input are ``dtype``; see ``size_of``."""
+    """Return a function that runs forward and backward of a layer with weights and input of ``dtype``."""
     layer: nn.Module
     if layers == "linear layers":
         layer = nn.Linear(512 * scale, 512 * scale, device=device, dtype=dtype)

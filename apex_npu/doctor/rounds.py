@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measurements in turns: all variants in one process, so that other load affects all alike; ratios within a round."""
+"""Measurements in turns: one process times all variants in each round, so that other load affects all alike."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import median, quantiles
 from typing import NamedTuple
 
 WARM_UP_ROUNDS = 2
-# Of one measurement. Less, and what the clock itself costs would show.
+# The least time of one measurement. In shorter ones, the cost of reading the clock would show.
 SHORTEST_MS = 4.0
 
 Times = dict[str, list[float]]
@@ -25,15 +25,15 @@ def in_turns(
     budget_s: float = float("inf"),
     least: int = 7,
 ) -> Times:
-    """The milliseconds of ``time_one(variant)`` in each round, per variant.
+    """Return the milliseconds of ``time_one(variant)`` in each round, per variant.
 
     Args:
-        variants: Which.
-        rounds: How many rounds count.
-        time_one: Measures one.
-        warm_up: Rounds before those.
-        budget_s: Stop when this much wall time is spent, but not before ``least`` rounds.
-        least: See above.
+        variants: The names of the variants.
+        rounds: The number of rounds that count.
+        time_one: Measures one variant.
+        warm_up: The number of rounds before those that count.
+        budget_s: The wall time after which to stop, but not before ``least`` rounds.
+        least: The least number of rounds that count.
     """
     times: Times = {variant: [] for variant in variants}
     deadline = time.perf_counter() + budget_s
@@ -58,6 +58,6 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of two values or more."""
+        """Return the spread of two values or more."""
         fortieths = quantiles(values, n=40, method="inclusive")
         return cls(median(values), fortieths[0], fortieths[-1])
