@@ -42,7 +42,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def add_parser(commands: Commands) -> None:
-    """Add the command."""
+    """Add the command ``convert``."""
     help = "show what is in a checkpoint, or with --to and --out convert it between apex and torch"
     parser = add_command(commands, "convert", _run, help)
     parser.add_argument("file", metavar="FILE", help="a file of torch.save, .safetensors, or an index of shards")

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which of a checkpoint's entries is the state of what, told by their structure."""
+"""Finds the states of models, optimizers and loss scalers in a checkpoint by their structure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-# What the states of a rule have, the more particular ones first.
+# The names that the states of a rule have; rules with more names come first.
 _RULES = {
     ("exp_avg", "exp_avg_sq"): "Adam, AdamW or LAMB",
     ("square_avg", "acc_delta"): "Adadelta",
@@ -20,7 +20,7 @@ _RULES = {
     ("momentum_buffer",): "SGD with momentum",
     ("sum",): "Adagrad",
 }
-# The key, after the module's name, of what its ``get_extra_state`` returns, which may be anything.
+# The key, after the module's name, of the result of its ``get_extra_state``, which may be anything.
 _EXTRA_STATE = "_extra_state"
 PREFIXES = ("module.", "_orig_mod.")
 
@@ -30,7 +30,7 @@ class Part:
     """One state in a checkpoint.
 
     Attributes:
-        path: The keys that lead to it from the top; empty where the checkpoint is this state alone.
+        path: The keys that lead to the state from the top; empty if the checkpoint is this state alone.
         kind: ``"optimizer"``, ``"amp"`` (loss scales in Apex's format), ``"GradScaler"``, ``"model"`` or ``"other"``.
         value: The state.
     """
@@ -41,16 +41,16 @@ class Part:
 
     @property
     def name(self) -> str:
-        """The path in Python's notation; "checkpoint" for the whole."""
+        """The path in Python's notation; "checkpoint" for the whole checkpoint."""
         return "checkpoint" + "".join(f"[{key!r}]" for key in self.path)
 
     def describe(self) -> str:
-        """One line on what it holds."""
+        """Return one line on the content of the state."""
         return _DESCRIPTIONS[self.kind](self.value)
 
 
 def parts_of(checkpoint: Any) -> Iterator[Part]:
-    """The states in ``checkpoint``, in their order; nested dicts are searched.
+    """Yield the states in ``checkpoint``, in their order; nested dicts are searched.
 
     Example::
 
@@ -76,7 +76,9 @@ def _search(value: Any, path: tuple[str | int, ...]) -> Iterator[Part]:
 
 
 def common_prefix(names: Iterable[str]) -> str:
-    """What DistributedDataParallel (``module.``) and torch.compile (``_orig_mod.``) have put before all ``names``.
+    """Return the prefix that DistributedDataParallel (``module.``) and torch.compile (``_orig_mod.``) put before names.
+
+    It is the longest that all ``names`` have.
 
     Example::
 
@@ -108,7 +110,7 @@ def _is_grad_scaler(value: Mapping[Any, Any]) -> bool:
 
 
 def _is_model(value: Mapping[Any, Any]) -> bool:
-    """Flat, and with a tensor; a checkpoint with a metric that is a tensor has dicts, too."""
+    """True for a flat dict with a tensor. A checkpoint that has a tensor as a metric has dicts, too."""
     names = all(isinstance(key, str) for key in value)
     flat = names and not any(_is_nested(entry) for key, entry in value.items() if not key.endswith(_EXTRA_STATE))
     return flat and any(isinstance(entry, Tensor) for entry in value.values())

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Translates the states of a checkpoint. Nothing is written into the one that is given."""
+"""Translates the states of a checkpoint. The given checkpoint is not changed."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch import Tensor
 from apex_npu.export.contents import PREFIXES, Part, common_prefix, parts_of
 
 TARGETS = ("apex", "torch")
-# What a GradScaler has beside its scale, as torch's own begins.
+# The options of a GradScaler beside its scale, with torch's defaults.
 _GRAD_SCALER = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 
 
 def convert(checkpoint: Any, to: str, *, strip_module: bool = False) -> tuple[Any, list[str]]:
-    """``checkpoint`` in the form that ``to`` loads.
+    """Return ``checkpoint`` in the form that ``to`` loads.
 
     - Loss scales become those of ``torch.amp.GradScaler`` (``to="torch"``) or of ``amp.load_state_dict`` (``"apex"``,
       which apex_npu reads as well). A GradScaler has one scale: of several losses the smallest counts.
-    - The step of an optimizer is in each parameter's state for torch.optim, and in the group for NVIDIA's optimizers.
-      Both places get it, which all of them load.
-    - float32 masters in an optimizer's state (NVIDIA's ``master_weights``) are taken out for torch, which would drop
+    - torch.optim has the step of an optimizer in each parameter's state, NVIDIA's optimizers have it in the group. The
+      result has it in both places, which all of them load.
+    - float32 masters in an optimizer's state (NVIDIA's ``master_weights``) are removed for torch, which would drop
       them.
-    - Models are not changed, but for the prefix of their names where ``strip_module`` is set.
+    - Models are not changed, except for the prefix of their names if ``strip_module`` is set.
 
     Args:
-        checkpoint: As ``torch.load`` returns it.
+        checkpoint: The result of ``torch.load``.
         to: ``"torch"``, or ``"apex"`` for NVIDIA's Apex and apex_npu.
-        strip_module: Take the prefixes that DistributedDataParallel and torch.compile add off the names of models.
+        strip_module: Remove the prefixes that DistributedDataParallel and torch.compile add to the names of models.
 
     Returns:
         The new checkpoint, which shares tensors with the old one, and a sentence for each change.
@@ -108,7 +108,7 @@ def _stripped(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
 
 
 def _with_steps(part: Part, to: str) -> tuple[dict[str, Any], list[str]]:
-    """An optimizer's state with its steps in both places."""
+    """Return an optimizer's state with its steps in both places."""
     said: dict[str, None] = {}
     state = {index: dict(entry) for index, entry in part.value["state"].items()}
     groups = [dict(group) for group in part.value["param_groups"]]
@@ -139,7 +139,7 @@ def _count(step: Any) -> int:
 
 
 def _with(container: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """A copy of ``container`` in which ``value`` is at ``path``; what is not on the way is shared."""
+    """Return a copy of ``container`` with ``value`` at ``path``; entries that are not on the path are shared."""
     if not path:
         return value
     key, *rest = path

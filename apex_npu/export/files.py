@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Reads and writes files of checkpoints. No code in a file is executed."""
+"""Reads and writes checkpoint files. No code in a file is executed."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _COPY_AGAIN = "It is cut off, or another kind of file: copy it again, or name th
 
 
 class CheckpointError(Exception):
-    """A file cannot be read or written; the text names it and the way out."""
+    """Raised if a file cannot be read or written; the message names the file and says how to fix it."""
 
 
 class _Dtype:
-    """What a pickle calls to make numpy.dtype("f8"), and the byte order that it sets then. numpy is not involved."""
+    """A stand-in for numpy.dtype in pickles: the code that it is called with, and the byte order that is set then."""
 
     def __init__(self, code: str, align: bool = False, copy: bool = True) -> None:
         self.code = code
@@ -37,20 +37,20 @@ class _Dtype:
         self.order = state[1]
 
 
-# numpy's codes of numbers, and struct's.
+# numpy's codes of numbers, with those of struct.
 _NUMBERS = {"b1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H", "u4": "I", "u8": "Q"}
 _NUMBERS |= {"f2": "e", "f4": "f", "f8": "d"}
 
 
 def _number(dtype: _Dtype, data: bytes) -> bool | int | float:
-    """A scalar of numpy, as Python's."""
-    order = "<" if dtype.order == "|" else dtype.order  # of single bytes, which have none
+    """Return a scalar of numpy as a number of Python."""
+    order = "<" if dtype.order == "|" else dtype.order  # single bytes have no order
     (number,) = struct.unpack(order + _NUMBERS[dtype.code], data)
     return cast("bool | int | float", number)
 
 
-# What training scripts write beside tensors: their arguments, of which nothing but the __dict__ is restored, and
-# metrics that numpy has computed. numpy's own functions would take sizes and flags from the file as they are.
+# The objects that training scripts write beside tensors: their arguments, of which only the __dict__ is restored, and
+# metrics that numpy has computed. numpy's own functions would trust sizes and flags in the file.
 _PLAIN: dict[str, Callable[..., Any]] = {
     "argparse.Namespace": argparse.Namespace,
     "numpy.dtype": _Dtype,
@@ -60,14 +60,14 @@ _PLAIN: dict[str, Callable[..., Any]] = {
 
 
 def read(path: Path) -> Any:
-    """The checkpoint in ``path``, on the CPU, as ``torch.load(path, weights_only=True)`` reads it.
+    """Return the checkpoint in ``path``, on the CPU, as ``torch.load(path, weights_only=True)`` reads it.
 
-    A file whose name ends with ``.safetensors`` is read with that package, and is a model's state dict. So are all
-    shards together that an index (``model.safetensors.index.json``) names. Scalars of numpy become Python's numbers.
+    A file whose name ends with ``.safetensors`` is read with that package, and is a model's state dict. The shards that
+    an index (``model.safetensors.index.json``) names are one state dict, too. Scalars of numpy become Python's numbers.
 
     Raises:
         CheckpointError: There is no such file, it is no checkpoint, or it holds objects that only unpickling, which
-            may execute code, would restore; these are named.
+            may execute code, would restore. The message names these objects.
         ImportError: The package safetensors is missing.
 
     Example::
@@ -98,13 +98,13 @@ def read(path: Path) -> Any:
                 "each; or, if it is trusted, read it from Python under torch.serialization.safe_globals([...]) with "
                 "the classes and functions of these names"
             ) from error
-        # torch's message begins with advice to unpickle, and ends with what it was raised for.
+        # torch's message begins with advice to unpickle, and ends with its cause.
         why = first_line(error.__context__ or error)
         raise CheckpointError(f"{path}: not a whole checkpoint that torch.load reads ({why}). {_COPY_AGAIN}") from error
 
 
 def _read_shards(path: Path) -> dict[str, Any]:
-    """The state dicts of all files that an index of Hugging Face's form names, which are beside it."""
+    """Return the state dict of all files that an index in Hugging Face's format names, in the index's folder."""
     state: dict[str, Any] = {}
     try:
         for shard in sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())):
@@ -134,7 +134,7 @@ def _read_safetensors(path: Path) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """Of what has caused ``error`` in the end, its first sentence there, without a terminal's colours."""
+    """Return the type and the first sentence of the error that first caused ``error``, without a terminal's colours."""
     while error.__cause__ is not None:
         error = error.__cause__
     said = _COLOURS.sub("", str(error)).strip().partition("\n")[0].partition(". ")[0][:200].removesuffix(".")
@@ -144,14 +144,14 @@ def first_line(error: BaseException) -> str:
 def _objects_in(path: Path) -> list[str]:
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except Exception:  # of files that are no checkpoint
+    except Exception:  # the file is no checkpoint
         return []
 
 
 def write(checkpoint: Any, path: Path) -> None:
     """Write ``checkpoint`` to ``path``, which has the old contents or the new ones at any time.
 
-    A link stays, and what it points at is written.
+    If ``path`` is a link, it stays, and its target is written.
 
     Raises:
         CheckpointError: The folder is missing or cannot be written to, ``path`` is a folder, or its name is one of

@@ -21,13 +21,13 @@ from apex_npu.backends.requirements import require
 from apex_npu.export.files import first_line
 from apex_npu.export.weights import first, overflows
 
-# The largest difference from the float32 model, relative to the largest magnitude of an output. Single elements have no
-# relative error of their own, since sums cancel. In float32 only the order of sums differs, about 1e-6 in deep
-# networks; a wrong weight or operator is far above 1e-4. In float16 each layer rounds its weights and results to 11
-# bits (5e-4), and the errors of 50 layers add up to less than 1 %.
+# The largest difference from the float32 model, relative to the largest magnitude of an output. The relative error of a
+# single element has no meaning, since sums cancel. In float32 only the order of sums differs, which is about 1e-6 in
+# deep networks; a wrong weight or operator gives far more than 1e-4. In float16 each layer rounds its weights and
+# results to 11 bits (5e-4), and the errors of 50 layers add up to less than 1 %.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2}
 
-# From the oldest releases that the tests have run with.
+# The oldest releases that the tests have run with.
 _PACKAGES = {"torch": "2.13", "onnx": "1.20", "onnxscript": "0.6"}
 _RUNTIME = {"onnxruntime": "1.23.2"}
 
@@ -35,7 +35,7 @@ _logger = logging.getLogger("apex_npu.export")
 
 
 class ExportError(RuntimeError):
-    """A model cannot be exported, or its file would give other results; the text says why."""
+    """Raised if a model cannot be exported, or its file would give other results; the message says why."""
 
 
 def to_onnx(
@@ -53,29 +53,29 @@ def to_onnx(
     allow_rounded: bool = False,
     check: bool = True,
 ) -> float | None:
-    """Write ``model``, in evaluation mode and without anything of amp, to an ONNX file.
+    """Write ``model``, in evaluation mode and without amp's casts, to an ONNX file.
 
-    The weights are those of ``model.state_dict()``, the fp32 masters' values at O2 and O5, in ``dtype``; so are the
-    floating inputs and outputs. There are no casts of amp in the file. ``model`` stays as it is.
+    The weights are those of ``model.state_dict()`` (at O2 and O5 the fp32 masters' values), in ``dtype``. Floating
+    inputs and outputs have ``dtype``, too. ``model`` is not changed.
 
-    torch's exporter (``torch.onnx.export(dynamo=True)``) writes the file, and folds batch norms into convolutions as
-    it optimizes, in ``dtype``. With ``fold_batch_norm`` they are folded before, in float32 by torch.nn.utils.fusion, so
-    that float16 rounds the product only, and running variances above 65504 do not matter.
+    torch's exporter (``torch.onnx.export(dynamo=True)``) writes the file. Its optimizer folds batch norms into
+    convolutions, in ``dtype``. With ``fold_batch_norm`` they are folded before, in float32 by torch.nn.utils.fusion:
+    then float16 only rounds the product, and running variances above 65504 do no harm.
 
     Args:
-        model: Trained at any level, or without amp.
-        args: Example inputs: what ``model`` is called with. Floating tensors are converted to ``dtype``.
+        model: A model that was trained at any level, or without amp.
+        args: Example inputs, with which ``model`` is called. Floating tensors are converted to ``dtype``.
         path: The file to write. It has the old contents or the new ones at any time. Above 2 GB the weights are in a
-            second file beside it, ``path`` with ``.data`` appended; one of an earlier export is removed. Where ``path``
-            is a link, it stays, and the files are those that it points at.
+            second file beside it, ``path`` with ``.data`` appended; one of an earlier export is removed. If ``path`` is
+            a link, it stays, and the files are written at its target.
         kwargs: Example inputs that are passed by name.
         dtype: ``torch.float32`` or ``torch.float16``.
-        opset: The version of ONNX's operators; what the exporter recommends without it.
+        opset: The version of ONNX's operators; None: the version that the exporter recommends.
         input_names: Names of the inputs in the file.
         output_names: Names of the outputs in the file.
-        dynamic_shapes: Which sizes of the inputs may vary, as ``torch.export.export`` has it.
-        fold_batch_norm: Fold batch norms in float32. ``model`` has to be one that torch.fx can trace.
-        allow_rounded: Accept a model all of whose weights exist in low precision alone, as at O3.
+        dynamic_shapes: The sizes of the inputs that may vary, as in ``torch.export.export``.
+        fold_batch_norm: Fold batch norms in float32. torch.fx must be able to trace ``model``.
+        allow_rounded: Accept a model whose weights exist in low precision only, as at O3.
         check: Run the file with onnxruntime on the example inputs, and compare all floating outputs with those of the
             model in float32. The largest difference, relative to the largest magnitude of an output, may be 1e-4 with
             float32 and 2e-2 with float16.
@@ -84,12 +84,12 @@ def to_onnx(
         The largest difference; None without ``check``.
 
     Raises:
-        TypeError: ``model`` is no module, or ``args`` is no tuple.
-        ValueError: ``dtype`` is another one.
-        RuntimeError: The model's weights exist in low precision alone, and ``allow_rounded`` is False.
+        TypeError: ``model`` is not a module, or ``args`` is not a tuple.
+        ValueError: ``dtype`` is neither float32 nor float16.
+        RuntimeError: The model's weights exist in low precision only, and ``allow_rounded`` is False.
         ExportError: The file cannot be written; torch cannot export or trace the model; weights are out of float16's
             range; or onnxruntime gives other results, or none. Nothing is written.
-        ImportError: A package that it needs is missing or too old.
+        ImportError: A required package is missing or too old.
 
     Example::
 
@@ -127,11 +127,11 @@ def to_onnx(
 
 
 def _replace(target: Path, folder: Path) -> None:
-    """Put the files in ``folder`` beside each other in the place of ``target`` and what belonged to it."""
+    """Replace ``target``, and its file of weights, by the files in ``folder``."""
     weights = target.with_name(f"{target.name}.data")
     is_left = target.exists() and not (folder / weights.name).exists()
     for written in sorted(folder.iterdir(), key=lambda file: file.name == target.name):
-        os.replace(written, target.with_name(written.name))  # the weights first, which the model refers to
+        os.replace(written, target.with_name(written.name))  # the weights first, since the model refers to them
     if is_left:
         weights.unlink(missing_ok=True)
 
@@ -168,7 +168,7 @@ def _folded(model: nn.Module) -> nn.Module:
 
 
 def _in_dtype(model: nn.Module, dtype: torch.dtype, *, keep: bool) -> nn.Module:
-    """``model`` in ``dtype``; a copy of it where ``keep`` is set."""
+    """Return ``model`` in ``dtype``; a copy if ``keep`` is set."""
     if dtype == torch.float32:
         return model
     tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -194,13 +194,13 @@ def _check_opset(program: Any, opset: int | None) -> None:
 
 
 def _difference(program: Any, model: nn.Module, inputs: tuple[Any, Any], dtype: torch.dtype) -> float:
-    """Of the results of ``program`` in onnxruntime from those of ``model``, which is float32."""
+    """Return the largest difference between ``program`` in onnxruntime and ``model``, which is float32."""
     args, kwargs = tree_map(lambda value: _to_cpu(value, torch.float32), inputs)
     expected = [value for value in tree_leaves(model(*args, **kwargs)) if isinstance(value, Tensor)]
     args, kwargs = inputs
     try:
         actual = program(*args, **kwargs)
-    except Exception as error:  # of onnxruntime, whose errors have no common type
+    except Exception as error:  # onnxruntime's errors have no common type
         raise ExportError(
             f"onnxruntime cannot run the file ({first_line(error)}): it is not written. Choose an older opset, or "
             "check=False"
@@ -219,7 +219,7 @@ def _difference(program: Any, model: nn.Module, inputs: tuple[Any, Any], dtype: 
 
 
 def _relative(actual: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest magnitude; 0 for integers, inf where only one is finite."""
+    """Return the largest difference over the largest magnitude; 0 for integers, inf if only one value is finite."""
     if not expected.is_floating_point():
         return 0.0
     actual, expected = actual.double(), expected.double()

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Weights from a file into a model."""
+"""Loads weights from a file into a model."""
 
 from __future__ import annotations
 
@@ -20,31 +20,32 @@ _SHOWN = 5
 
 
 def load_weights(model: Model, path: str | os.PathLike[str], *, key: str | None = None) -> Model:
-    """Load the weights in ``path`` into ``model``; what else is in the file does not matter.
+    """Load the weights in ``path`` into ``model``; ignore the other contents of the file.
 
     The file is one of ``torch.save`` (``.pth``, ``.pt``, ``.pth.tar``), read with ``weights_only=True``, a
-    ``.safetensors`` file, or the index of several (``.index.json``). The weights may be all of it or an entry
-    (``checkpoint["state_dict"]``) beside optimizer, loss scale and epoch. Prefixes that DistributedDataParallel
-    (``module.``) and torch.compile (``_orig_mod.``) put before all names do not count, in the file as in the model; nor
-    does any other (``model.``, from Lightning) before all names of the file, where the names without it are the
-    model's. Weights of any dtype are converted to the model's; under amp the fp32 masters get them as they are in the
-    file.
+    ``.safetensors`` file, or the index of several (``.index.json``). The weights may be the whole file or an entry
+    (``checkpoint["state_dict"]``) beside optimizer, loss scale and epoch.
+
+    Prefixes that DistributedDataParallel (``module.``) and torch.compile (``_orig_mod.``) put before all names are
+    ignored in the file and in the model. Another prefix of all names in the file (``model.``, from Lightning) is
+    ignored if the model has the names without it. Weights are converted to the model's dtype; under amp the fp32
+    masters get the values of the file.
 
     One name is enough for a tensor that has several in the model (tied weights). ``num_batches_tracked`` of batch norms
-    may be missing, and stays as it is.
+    may be missing, and then stays unchanged.
 
     Args:
-        model: Has the names and shapes of the file. Passed to ``amp.initialize`` or not.
+        model: A model with the names and shapes of the file, whether or not it was passed to ``amp.initialize``.
         path: The file.
-        key: Which weights, where the file has several: an entry of the checkpoint, with dots between nested ones.
+        key: The entry of the checkpoint to load if the file has several models' weights, with dots between nested keys.
 
     Returns:
         ``model``.
 
     Raises:
-        TypeError: ``model`` is no module.
-        CheckpointError: The file is missing, no checkpoint, without weights or with several; or names are missing,
-            unexpected, or of other shapes, or values are infinite in the model's dtype. Nothing is loaded.
+        TypeError: ``model`` is not a module.
+        CheckpointError: The file is missing, is no checkpoint, or has no weights or several; or names are missing,
+            unexpected, or of other shapes; or values are infinite in the model's dtype. Nothing is loaded.
         ImportError: The package safetensors is missing.
 
     Example::
@@ -61,10 +62,10 @@ def load_weights(model: Model, path: str | os.PathLike[str], *, key: str | None 
     held = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
     names = {id(held.get(own[name][0])): name for name in given if name in own}
     for name, (full, _) in own.items():
-        if name not in given and full in held and id(held[full]) in names:  # of a tensor that is given
+        if name not in given and full in held and id(held[full]) in names:  # another name of a tensor that is given
             given[name] = given[names[id(held[full])]]
     norms = [name for name, module in model.named_modules() if hasattr(module, "track_running_stats")]
-    counts = {f"{name}.num_batches_tracked".lstrip(".") for name in norms}  # which old files lack
+    counts = {f"{name}.num_batches_tracked".lstrip(".") for name in norms}  # old files lack them
     expected = {name: value for name, (full, value) in own.items() if name in given or full not in counts}
     misfits = _misfits(expected, given)
     if misfits:
@@ -82,7 +83,7 @@ def load_weights(model: Model, path: str | os.PathLike[str], *, key: str | None 
 
 
 def overflows(value: Any, dtype: torch.dtype) -> bool:
-    """Whether finite values are infinite in ``dtype``."""
+    """True if some finite values of ``value`` are infinite in ``dtype``."""
     if not (isinstance(value, Tensor) and value.is_floating_point() and dtype.is_floating_point):
         return False
     wider = torch.finfo(value.dtype).max > torch.finfo(dtype).max
@@ -107,13 +108,13 @@ def _weights_in(path: Path, checkpoint: Any, key: str | None) -> Part:
 
 
 def _by_plain_name(state: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """Name without prefix → name and value."""
+    """Return a dict from each name without prefix to the full name and the value."""
     prefix = common_prefix(state)
     return {name.removeprefix(prefix): (name, value) for name, value in state.items()}
 
 
 def _given(weights: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """``weights`` without the shortest prefix of all their names that leaves names in ``own``, or else of a wrapper."""
+    """Return ``weights`` without a prefix: a wrapper's, and the shortest that leaves only names in ``own``, if any."""
     plain = {name: value for name, (_, value) in _by_plain_name(weights).items()}
     for prefix in _beginnings(next(iter(plain))):
         if all(name.startswith(prefix) and name[len(prefix) :] in own for name in plain):
@@ -122,13 +123,13 @@ def _given(weights: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _beginnings(name: str) -> Iterator[str]:
-    """Of ``"a.b.c"``: "", "a." and "a.b."."""
+    """Yield the beginnings of a name: for ``"a.b.c"`` they are "", "a." and "a.b."."""
     parts = name.split(".")
     yield from ("".join(f"{part}." for part in parts[:count]) for count in range(len(parts)))
 
 
 def _misfits(own: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """Each kind of difference in words."""
+    """Return each kind of difference between names or shapes, in words."""
     missing = [name for name in own if name not in given]
     unexpected = [name for name in given if name not in own]
     shapes = {name: (_shape(given[name]), _shape(own[name])) for name in own if name in given}
@@ -145,6 +146,6 @@ def _shape(value: Any) -> str:
 
 
 def first(names: Sequence[str]) -> str:
-    """Some of ``names``, and how many there are beside."""
+    """Return the first of ``names`` as text, and the number of the others."""
     more = [f"and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
     return ", ".join([*names[:_SHOWN], *more])

@@ -27,17 +27,17 @@ class ApexAccelerator(Accelerator):
 
     ``prepare`` initializes amp for the models and optimizers that it is given together, before it wraps them.
     ``backward``, ``accumulate``, ``clip_grad_norm_``, ``clip_grad_value_``, ``save_state`` and ``load_state`` work as
-    with accelerate's own mixed precision: gradients are clipped unscaled, on fp32 masters where there are any,
-    ``optimizer_step_was_skipped`` tells of overflows, and prepared schedules are held back after one.
+    with accelerate's own mixed precision. Gradients are clipped unscaled, on fp32 masters if there are any.
+    ``optimizer_step_was_skipped`` reports overflows, and prepared schedules do not advance after one.
 
     Args:
-        *args: Those of ``Accelerator``.
+        *args: Arguments of ``Accelerator``.
         opt_level: "O0" to "O5".
         amp_options: Other arguments of ``amp.initialize``.
-        **kwargs: Those of ``Accelerator``.
+        **kwargs: Keyword arguments of ``Accelerator``.
 
-    With ``FullyShardedDataParallelPlugin(fsdp_version=2)`` it shards the model first, by ``amp.fsdp_policy(opt_level)``
-    where the plugin has no policy.
+    With ``FullyShardedDataParallelPlugin(fsdp_version=2)``, ``prepare`` shards the model first, by
+    ``amp.fsdp_policy(opt_level)`` if the plugin has no policy.
 
     Raises:
         ValueError: ``mixed_precision`` is set, or the distributed type is neither a single process, nor
@@ -67,10 +67,10 @@ class ApexAccelerator(Accelerator):
 
     @classmethod
     def adopt(cls, accelerator: Accelerator, opt_level: str = "O1", **amp_options: Any) -> ApexAccelerator:
-        """Make an ``ApexAccelerator`` of one that a library has created, in place.
+        """Turn an ``Accelerator`` that a library has created into an ``ApexAccelerator``, in place.
 
         Args:
-            accelerator: It has not prepared an optimizer yet.
+            accelerator: An accelerator that has not prepared an optimizer yet.
             opt_level: "O0" to "O5".
             **amp_options: Other arguments of ``amp.initialize``.
 
@@ -78,7 +78,7 @@ class ApexAccelerator(Accelerator):
             ``accelerator``.
 
         Raises:
-            ValueError: As of the constructor; or an optimizer has been prepared.
+            ValueError: See the constructor; or an optimizer has been prepared.
         """
         if accelerator._optimizers:
             raise ValueError(
@@ -98,7 +98,7 @@ class ApexAccelerator(Accelerator):
         self._amp_options = {"opt_level": opt_level, **options}
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``Accelerator.prepare``. Optimizers that have been passed to ``amp.initialize`` stay as they are.
+        """See ``Accelerator.prepare``. Optimizers that have been passed to ``amp.initialize`` are not changed.
 
         Raises:
             ValueError: An optimizer is given without a model, or needs a closure.
@@ -111,7 +111,7 @@ class ApexAccelerator(Accelerator):
         return super().prepare(*args, **kwargs)
 
     def _prepare_sharded(self, models: list[nn.Module], optimizers: list[Any], args: Any, kwargs: Any) -> Any:
-        """Shard the model first, which replaces the parameters that amp is to see."""
+        """Shard the model first, since this replaces its parameters, and then initialize amp."""
         level = self._amp_options["opt_level"]
         new = [o for o in map(adopted_inside, optimizers) if policy_of(o) is None]
         if new:
@@ -122,7 +122,7 @@ class ApexAccelerator(Accelerator):
         prepared = _of_type(torch.optim.Optimizer, result if isinstance(result, (list, tuple)) else (result,))
         if new:
             self._initialize(_of_type(nn.Module, result), [wrapper.optimizer for wrapper in prepared])
-            for wrapper in prepared:  # it holds the step of its optimizer, which is another now
+            for wrapper in prepared:  # it holds the step of its optimizer, which amp has replaced
                 wrapper.__init__(wrapper.optimizer, device_placement=False, scaler=self.scaler)
         return result
 
@@ -134,7 +134,7 @@ class ApexAccelerator(Accelerator):
             for model in models if self.device_placement else []:
                 model.to(self.device)
             amp.initialize(models, inner, **self._amp_options)
-        # Optimizers that were prepared before free_memory(), or by a predecessor of this accelerator, step by that.
+        # Optimizers that were prepared before free_memory(), or by an earlier accelerator, keep their former scaler.
         prepared = [o.scaler for o in optimizers if isinstance(getattr(o, "scaler", None), amp.AmpScaler)]
         if prepared:
             self.scaler = prepared[0]
@@ -154,12 +154,12 @@ class ApexAccelerator(Accelerator):
             self.scaler.unscale_(one)
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Any:
-        """See ``Accelerator.clip_grad_norm_``; what is clipped are the gradients of ``amp.masters_of(parameters)``."""
+        """See ``Accelerator.clip_grad_norm_``; the gradients of ``amp.masters_of(parameters)`` are clipped."""
         self.unscale_gradients()
         return super().clip_grad_norm_(amp.masters_of(parameters), max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """See ``Accelerator.clip_grad_value_``, and ``clip_grad_norm_``."""
+        """See ``Accelerator.clip_grad_value_``; the gradients of ``amp.masters_of(parameters)`` are clipped."""
         self.unscale_gradients()
         super().clip_grad_value_(amp.masters_of(parameters), clip_value)
 

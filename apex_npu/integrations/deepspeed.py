@@ -13,10 +13,11 @@ from deepspeed.runtime.zero import utils  # noqa: E402
 
 
 def register() -> None:
-    """Have ZeRO take the fused optimizers without ``zero_allow_untested_optimizer``. Idempotent.
+    """Make ZeRO accept the fused optimizers without ``zero_allow_untested_optimizer``. Idempotent.
 
-    Only those whose rule treats each element by itself: ZeRO gives an optimizer a part of the parameters, joined into
-    one tensor, of which LAMB, NovoGrad and AdamP would take norms. DeepSpeed refuses these as before.
+    It accepts only optimizers whose rule treats each element by itself. ZeRO gives an optimizer a part of the
+    parameters, joined into one tensor, of which LAMB, NovoGrad and AdamP would take norms. DeepSpeed still refuses
+    these.
 
     Example::
 

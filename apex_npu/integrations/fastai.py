@@ -26,10 +26,10 @@ from fastai.optimizer import OptimWrapper  # noqa: E402
 
 
 def fused(name: str = "NpuFusedAdamW", **options: Any) -> Callable[..., OptimWrapper]:
-    """An ``opt_func`` for a Learner: an optimizer of ``apex_npu.optimizers``.
+    """Return an ``opt_func`` for a Learner that makes an optimizer of ``apex_npu.optimizers``.
 
     Args:
-        name: Of the class.
+        name: The name of the optimizer's class.
         **options: Arguments of the optimizer, without ``lr`` and ``weight_decay``, which the Learner gives.
 
     Raises:
@@ -50,12 +50,12 @@ class ApexAmp(Callback):
 
     Args:
         opt_level: "O0" to "O5".
-        clip: Largest norm of the gradients, which are clipped unscaled, on fp32 masters where there are any.
+        clip: The largest norm of the gradients, which are clipped unscaled, on fp32 masters if there are any.
         **amp_options: Other arguments of ``amp.initialize``.
 
     Raises:
         ValueError: In ``fit``: the Learner has fastai's own mixed precision as well; its optimizer is fastai's, or
-            LBFGS; ``GradientClip`` at a level with masters, or with ``fuse_unscale``.
+            LBFGS; or it has ``GradientClip`` at a level with masters, or with ``fuse_unscale``.
 
     Example::
 
@@ -72,7 +72,7 @@ class ApexAmp(Callback):
         self._block: AbstractContextManager[Tensor] | None = None
 
     def before_fit(self) -> None:
-        """Initialize amp, unless an earlier ``fit`` has done so for this optimizer."""
+        """Initialize amp, unless an earlier ``fit`` has initialized it for this optimizer."""
         optimizer = getattr(self.learn.opt, "opt", None)
         _check(self.learn.cbs, self.learn.opt, optimizer, self.amp_options)
         if policy_of(optimizer) is None:
@@ -98,7 +98,7 @@ class ApexAmp(Callback):
         block.__exit__(None, None, None)
 
     def before_step(self) -> None:
-        """Clip; or cancel the step."""
+        """Clip the gradients, or cancel the step if it is skipped."""
         optimizer = self.learn.opt.opt
         if amp.will_skip(optimizer):
             optimizer.step()
@@ -107,7 +107,7 @@ class ApexAmp(Callback):
             optimizer.clip_optimizer_grad_norm_fused(self.clip)
 
     def after_cancel_fit(self) -> None:
-        """Leave a block that an interrupted backward has left open."""
+        """Forget a block that an interrupted backward has left open."""
         self._block = None
 
 

@@ -32,15 +32,15 @@ _SHARDING = (
     FabricFSDPStrategy,
     FabricModelParallelStrategy,
 )
-# What checkpoints and logs say: Lightning's own names for the same dtypes.
+# The names in checkpoints and logs: Lightning's own for the same dtypes.
 _NAMES = {"O0": "32-true", "O4": "bf16-mixed", "O5": "bf16-mixed"}
 
 
 class _Amp:
-    """What both have in common: initialize, one block for each backward, the state of the loss scale.
+    """The base of both plugins: initializes amp, finds the optimizers of a backward, saves and loads the loss scale.
 
     Attributes:
-        optimizers: Those that have been initialized.
+        optimizers: The optimizers that have been initialized.
     """
 
     precision: Any
@@ -83,20 +83,20 @@ class _Amp:
             self._loaded = None
 
     def _trained(self) -> list[Optimizer]:
-        """Those that the next backward is for: a discriminator's is left out while it is frozen."""
+        """Return the optimizers that the next backward is for: without a discriminator's while that is frozen."""
         trained = [o for o in self.optimizers if any(p.requires_grad for g in o.param_groups for p in g["params"])]
         return trained or self.optimizers
 
     def main_params(self, optimizer: Optimizer) -> list[Tensor]:
-        """What is clipped: unscaled gradients, of fp32 masters where there are any."""
+        """Return the parameters whose unscaled gradients are clipped: fp32 masters if there are any."""
         return list(amp.master_params(optimizer))
 
     def state_dict(self) -> dict[str, Any]:
-        """``amp.state_dict()``."""
+        """Return ``amp.state_dict()``; empty before amp is initialized."""
         return dict(amp.state_dict()) if self.optimizers else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See ``amp.load_state_dict``; before ``initialize`` it waits for that."""
+        """See ``amp.load_state_dict``; before amp is initialized, the state is kept until then."""
         if self.optimizers:
             amp.load_state_dict(state_dict)
         else:
@@ -107,8 +107,8 @@ class ApexAmpPrecision(_Amp, Precision):
     """A plugin of Lightning's ``Trainer`` that trains at an ``opt_level`` of amp.
 
     Clipping, accumulation, checkpoints, DistributedDataParallel and manual optimization work as with Lightning's own
-    precisions: gradients are unscaled before ``on_after_backward`` and are clipped on fp32 masters, checkpoints have
-    float32 weights and the loss scale. Schedules with ``interval="step"`` are held back after a skipped step.
+    precisions. Gradients are unscaled before ``on_after_backward`` and are clipped on fp32 masters. Checkpoints have
+    float32 weights and the loss scale. Schedules with ``interval="step"`` do not advance after a skipped step.
 
     Args:
         opt_level: "O0" to "O5".
@@ -116,7 +116,7 @@ class ApexAmpPrecision(_Amp, Precision):
 
     Raises:
         ValueError: ``fuse_unscale`` or ``combine_ddp`` is given; in ``fit``, the optimizer is LBFGS, or the strategy
-            shards the model (FSDP, DeepSpeed), where Lightning has not refused it before.
+            shards the model (FSDP, DeepSpeed), unless Lightning has refused it before.
 
     Example::
 
@@ -132,7 +132,7 @@ class ApexAmpPrecision(_Amp, Precision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Initialize amp, once the strategy has made the optimizers."""
+        """Initialize amp after the strategy has made the optimizers."""
         if optimizers:
             self._initialize(getattr(model, "module", model), optimizers)
             for config in lr_schedulers:
@@ -141,13 +141,13 @@ class ApexAmpPrecision(_Amp, Precision):
         return model, optimizers, lr_schedulers
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Backward in a ``scale_loss`` block."""
+        """Run backward in a ``scale_loss`` block."""
         optimizers = self._trained() if optimizer is None else [adopted_inside(optimizer)]
         with amp.scale_loss(tensor, optimizers) as scaled_loss:
             model.backward(scaled_loss, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Backward, hooks and clipping first, then the step, without a closure."""
+        """Run backward, hooks and clipping first, then the step, without a closure."""
         loss = closure()
         if loss is None and model.automatic_optimization:
             return None  # training_step has returned None
@@ -159,7 +159,7 @@ class ApexAmpPrecision(_Amp, Precision):
 class ApexFabricPrecision(_Amp, FabricPrecision):
     """A plugin of Lightning's ``Fabric`` that trains at an ``opt_level`` of amp.
 
-    ``Fabric.setup`` shows a precision plugin the model without its optimizers; ``setup`` of this class goes before it.
+    ``Fabric.setup`` shows a precision plugin the model without its optimizers, so call this class's ``setup`` first.
 
     Args:
         opt_level: "O0" to "O5".
@@ -181,13 +181,13 @@ class ApexFabricPrecision(_Amp, FabricPrecision):
     """
 
     def setup(self, fabric: Any, model: nn.Module, *optimizers: Optimizer) -> tuple[Any, ...]:
-        """Move ``model`` to its device, and initialize amp; what is returned goes to ``fabric.setup``."""
+        """Move ``model`` to its device, initialize amp, and return the arguments of ``fabric.setup``."""
         self._check_strategy(fabric.strategy)
         self._initialize(fabric.to_device(model), optimizers)
         return (model, *optimizers)
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Backward in a ``scale_loss`` block."""
+        """Run backward in a ``scale_loss`` block."""
         if not self.optimizers:
             raise RuntimeError(
                 "ApexFabricPrecision has not seen the model and its optimizers; before the first backward call "
@@ -198,7 +198,7 @@ class ApexFabricPrecision(_Amp, FabricPrecision):
 
 
 class _HeldBack:
-    """Put before the class of a schedule: after a skipped step it stays where it is."""
+    """A class to put before that of a schedule, which then does not advance after a skipped step."""
 
     optimizer: Any
 

@@ -1,8 +1,8 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""MMEngine: the fused optimizers in its registry, and its ``ApexOptimWrapper``, once this module is imported.
+"""MMEngine: the fused optimizers in its registry, and amp in its ``ApexOptimWrapper``, once this module is imported.
 
-In a config that is ``custom_imports = dict(imports=["apex_npu.integrations.mmengine"])``.
+A config imports it by ``custom_imports = dict(imports=["apex_npu.integrations.mmengine"])``.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from mmengine.registry import OPTIMIZERS  # noqa: E402
 def register() -> None:
     """Put the fused optimizers into MMEngine's ``OPTIMIZERS``, and amp into its ``ApexOptimWrapper``. Idempotent.
 
-    Averages of MMEngine (``EMAHook``) are float32: they read fp32 masters, where there are any.
+    Averages of MMEngine (``EMAHook``) are float32: they read fp32 masters if there are any.
 
-    Importing this module does so. Optimizers of the same names that MMEngine has taken from torch_npu are replaced.
+    Importing this module calls it. Optimizers of the same names that MMEngine has taken from torch_npu are replaced.
 
     Example::
 
@@ -51,7 +51,7 @@ def register() -> None:
 
 
 class _Float32Model:
-    """What MMEngine's averages read of a model: fp32 masters in place of the parameters that amp has cast."""
+    """A view of a model for MMEngine's averages: fp32 masters in place of the parameters that amp has cast."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -14,16 +14,16 @@ from apex_npu import optimizers
 class HostMuon(optimizers.NpuFusedMuon):
     """``NpuFusedMuon`` for programs that have one learning rate and one decay, of AdamW, for all parameters.
 
-    Matrices are stepped by Muon, whose steps are brought to the size of AdamW's, all else by AdamW: other parameters
-    and, in groups with timm's ``use_fallback``, matrices.
+    Muon steps matrices, and its steps are scaled to the size of AdamW's. AdamW steps all other parameters, and the
+    matrices in groups with timm's ``use_fallback``.
 
     Args:
-        params: As of ``NpuFusedMuon``.
-        lr: Of groups that do not name it.
-        betas: AdamW's.
-        eps: Of both rules.
-        weight_decay: Of groups that do not name it.
-        adjust_lr_fn: As of ``NpuFusedMuon``.
+        params: See ``NpuFusedMuon``.
+        lr: The learning rate of groups that do not set it.
+        betas: The betas of AdamW.
+        eps: The eps of both rules.
+        weight_decay: The weight decay of groups that do not set it.
+        adjust_lr_fn: See ``NpuFusedMuon``.
         **options: Other arguments of ``NpuFusedMuon``.
     """
 
@@ -47,7 +47,7 @@ class HostMuon(optimizers.NpuFusedMuon):
 
 
 def optimizer_classes() -> dict[str, type[optimizers.FusedOptimizer]]:
-    """All fused optimizers, by the names of their classes."""
+    """Return all fused optimizers, by the names of their classes."""
     named = {name: getattr(optimizers, name) for name in optimizers.__all__}
     return {
         name: cls
@@ -57,19 +57,19 @@ def optimizer_classes() -> dict[str, type[optimizers.FusedOptimizer]]:
 
 
 def host_class(name: str) -> type[optimizers.FusedOptimizer]:
-    """``optimizer_class``, or the class that takes the arguments of hosts in its place.
+    """Return ``optimizer_class(name)``, or the class that takes the arguments of hosts in its place.
 
     Raises:
-        ValueError: As of ``optimizer_class``.
+        ValueError: See ``optimizer_class``.
     """
     return HostMuon if name == "NpuFusedMuon" else optimizer_class(name)
 
 
 def optimizer_class(name: str) -> type[optimizers.FusedOptimizer]:
-    """The fused optimizer of this name.
+    """Return the fused optimizer of this name.
 
     Raises:
-        ValueError: There is none; the text lists those that there are.
+        ValueError: There is no such optimizer; the message lists those that exist.
     """
     known = optimizer_classes()
     if name not in known:

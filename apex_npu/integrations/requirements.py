@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which releases of a framework its integration works with."""
+"""Checks the release of a framework for its integration."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from apex_npu.backends import requirements
 
 
 def require(integration: str, distribution: str, oldest: str) -> None:
-    """Called by an integration before it imports its framework.
+    """Require a release of a framework. An integration calls this before it imports its framework.
 
     Args:
-        integration: Its name: that of the module, and of the extra in pyproject.toml.
-        distribution: The framework, as pip names it.
-        oldest: The oldest release that tests have run.
+        integration: The name of the integration's module, and of the extra in pyproject.toml.
+        distribution: The name of the framework for pip.
+        oldest: The oldest release that tests have run with.
 
     Raises:
         ImportError: The framework is missing, or older.

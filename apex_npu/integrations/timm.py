@@ -18,7 +18,7 @@ _MOMENTUM: dict[str, Any] = {"has_eps": False, "has_momentum": True}
 _BETAS: dict[str, Any] = {"has_betas": True}
 _RMSPROP: dict[str, Any] = {"has_momentum": True, "defaults": {"alpha": 0.9}}
 
-# timm's name: the class, and what of timm's own arguments it takes. Defaults are those of timm for the same rule.
+# By timm's name: the class, and which of timm's arguments it takes. Defaults are those of timm for the same rule.
 _OPTIMIZERS: dict[str, tuple[type[optimizers.FusedOptimizer], dict[str, Any]]] = {
     "npufusedsgd": (optimizers.NpuFusedSGD, {**_MOMENTUM, "defaults": {"nesterov": True}}),
     "npufusedmomentum": (optimizers.NpuFusedSGD, _MOMENTUM),
@@ -41,9 +41,9 @@ _OPTIMIZERS: dict[str, tuple[type[optimizers.FusedOptimizer], dict[str, Any]]] =
 def register() -> None:
     """Put the fused optimizers into timm's registry. Idempotent.
 
-    They have the names of their classes in lower case, with ``npufusedmomentum`` for SGD without Nesterov's momentum.
-    timm's own ``fusedsgd``, ``fusedadam``, ``fusedadamw``, ``fusedlamb`` and ``fusednovograd``, which it takes from an
-    installed Apex and gives to CUDA alone, become those of this package, on every device.
+    Their names are those of their classes in lower case, and ``npufusedmomentum`` for SGD without Nesterov's momentum.
+    They replace timm's own ``fusedsgd``, ``fusedadam``, ``fusedadamw``, ``fusedlamb`` and ``fusednovograd``, which
+    timm takes from an installed Apex and allows on CUDA only. Those of this package run on every device.
 
     Example::
 
@@ -51,5 +51,5 @@ def register() -> None:
         >>> optimizer = timm.optim.create_optimizer_v2(model, opt="npufusedadamw", lr=1e-3, weight_decay=0.05)
     """
     for name, (cls, options) in _OPTIMIZERS.items():
-        default_registry._optimizers.pop(name, None)  # it would warn of one that is overwritten
+        default_registry._optimizers.pop(name, None)  # registering warns if it overwrites a name
         default_registry.register(OptimInfo(name, cls, f"{cls.__name__} of apex_npu", **options))

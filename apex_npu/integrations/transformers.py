@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""transformers: amp in a ``Trainer``, or in any of its subclasses, and fused optimizers by name."""
+"""transformers: amp in a ``Trainer`` or any subclass of it, and fused optimizers by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformers.training_args import OptimizerNames  # noqa: E402
 
 from apex_npu.integrations.accelerate import ApexAccelerator  # noqa: E402
 
-# FSDP2 has other arguments there, and has not been tried.
+# Before 5, FSDP2 has other arguments, and has not been tested.
 BEFORE_5 = int(version("transformers").split(".")[0]) < 5
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
@@ -30,13 +30,13 @@ AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 def use_amp(trainer: AnyTrainer, opt_level: str = "O1", **amp_options: Any) -> AnyTrainer:
     """Train ``trainer`` at ``opt_level``.
 
-    Its accelerator becomes an ``ApexAccelerator``: gradients are clipped unscaled, on fp32 masters where there are any,
-    skipped steps hold the schedule back, and checkpoints have float32 weights and the loss scale. At O2, O3 and O5 the
-    ``config.json`` beside them has the dtype that the model computes in: load them with ``dtype=torch.float32``. With
-    FSDP2 in its arguments the model is sharded by ``amp.fsdp_policy(opt_level)``.
+    Its accelerator becomes an ``ApexAccelerator``. Gradients are clipped unscaled, on fp32 masters if there are any.
+    The schedule does not advance after skipped steps. Checkpoints have float32 weights and the loss scale. At O2, O3
+    and O5 the ``config.json`` beside them has the dtype that the model computes in: load them with
+    ``dtype=torch.float32``. With FSDP2 in its arguments the model is sharded by ``amp.fsdp_policy(opt_level)``.
 
     Args:
-        trainer: A ``Trainer``, or one of trl's or others; ``train`` has not been called.
+        trainer: A ``Trainer``, or a subclass's of trl or others, whose ``train`` has not been called.
         opt_level: "O0" to "O5".
         **amp_options: Other arguments of ``amp.initialize``.
 
@@ -78,7 +78,7 @@ def use_amp(trainer: AnyTrainer, opt_level: str = "O1", **amp_options: Any) -> A
 
     create = trainer.create_accelerator_and_postprocess
 
-    def create_and_adopt() -> None:  # auto_find_batch_size creates another
+    def create_and_adopt() -> None:  # auto_find_batch_size creates another accelerator
         create()
         ApexAccelerator.adopt(trainer.accelerator, opt_level, **amp_options)
 
@@ -90,19 +90,19 @@ def use_amp(trainer: AnyTrainer, opt_level: str = "O1", **amp_options: Any) -> A
 def optimizer_cls_and_kwargs(
     args: TrainingArguments, name: str = "NpuFusedAdamW", **kwargs: Any
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """What ``Trainer(optimizer_cls_and_kwargs=...)`` takes, of an optimizer of ``apex_npu.optimizers``.
+    """Return the argument of ``Trainer(optimizer_cls_and_kwargs=...)`` for an optimizer of ``apex_npu.optimizers``.
 
     Args:
-        args: Whose ``learning_rate`` it has, and if it has betas ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon``.
-            ``optim_args``, as in ``"momentum=0.9,nesterov=True"``, are further arguments.
-        name: Of the class.
-        **kwargs: Its arguments that come before all of these.
+        args: The source of ``learning_rate``, of ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon`` if the optimizer
+            has betas, and of further arguments in ``optim_args``, as in ``"momentum=0.9,nesterov=True"``.
+        name: The name of the optimizer's class.
+        **kwargs: Arguments of the optimizer that override all of these.
 
     Returns:
-        The class and its arguments but for the parameters, to which the Trainer adds ``weight_decay``.
+        The class and its arguments except for the parameters, to which the Trainer adds ``weight_decay``.
 
     Raises:
-        ValueError: There is no such optimizer; or ``optim_args`` are not pairs of a name and a value.
+        ValueError: There is no such optimizer, or ``optim_args`` are not pairs of a name and a value.
 
     Example::
 
@@ -129,10 +129,10 @@ def _parsed(optim_args: str | None) -> dict[str, Any]:
 
 
 def register() -> None:
-    """Have ``--optim`` take the fused optimizers by the names of their classes in lower case. Idempotent.
+    """Make ``--optim`` accept the fused optimizers by the names of their classes in lower case. Idempotent.
 
-    ``--optim adamw_torch_npu_fused`` is ``NpuFusedAdamW`` of this package then, on every device. A pickled
-    ``TrainingArguments`` (``training_args.bin``) with another of these names can be loaded after this call alone.
+    Then ``--optim adamw_torch_npu_fused`` is ``NpuFusedAdamW`` of this package, on every device. A pickled
+    ``TrainingArguments`` (``training_args.bin``) with another of these names can only be loaded after this call.
 
     Example::
 
@@ -159,7 +159,7 @@ def register() -> None:
 
 
 def _add_name(value: str) -> None:
-    """Make ``value`` one of ``OptimizerNames``, which TrainingArguments and its command line take alone."""
+    """Add ``value`` to ``OptimizerNames``: TrainingArguments and its command line accept no other names."""
     member = str.__new__(OptimizerNames, value)
     member._name_, member._value_ = value.upper(), value
     OptimizerNames._member_names_.append(member._name_)
