@@ -116,7 +116,7 @@ class HeldGradients:
     """
 
     def __init__(self, units: Iterable[Unit]) -> None:
-        """Look at ``units``, without keeping them alive. If torch keeps the gradients elsewhere, warn and look at none."""
+        """Look at ``units``, without keeping them alive; if torch keeps gradients elsewhere, warn and look at none."""
         listed = list(units)
         self._modules = [weakref.ref(unit.module) for unit in listed]
         states = [unit.module._get_fsdp_state() for unit in listed]  # type: ignore[operator]

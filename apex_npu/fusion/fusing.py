@@ -43,7 +43,7 @@ def fuse(
         apart: Parameters to fuse into groups apart from those of ``params``, unless they share memory.
         kind_of: ``id(param)`` → a kind.
         capturable: Count steps on the device, unless it is the CPU, so that a captured graph counts them.
-        aliases: ``id(param)`` → other tensors over its storage: they move with it, and may be larger than it.
+        aliases: ``id(param)`` → other tensors over its storage, which move with it and may be larger than it.
 
     Raises:
         ValueError: A parameter has gaps or overlaps itself; nothing has moved.

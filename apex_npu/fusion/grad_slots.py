@@ -3,8 +3,8 @@
 """The places of many parameters' gradients, found for all at once.
 
 A gradient is NONE while ``param.grad is None``, IN_BUFFER while it is the view of its slot, and else ELSEWHERE. An
-ELSEWHERE gradient can stay there if its elements are in the slot's order, in CPU or GPU memory that is no slot's: then
-kernels read it in place, whatever its size, instead of copying it into its slot.
+ELSEWHERE gradient can stay there if its elements are in the slot's order, in CPU or GPU memory that is no slot's. Then
+kernels read it in place, whatever its size, and it is not copied into its slot.
 """
 
 from __future__ import annotations
