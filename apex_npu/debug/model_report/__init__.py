@@ -1,3 +1,3 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``report``: what each level makes of a model."""
+"""``report``: reports the effect of each level on a model."""

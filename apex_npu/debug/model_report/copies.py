@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Copies of a model in float32 on which a level is tried: of sizes and dtypes alone."""
+"""Copies of a model in float32, with sizes and dtypes only, on which a level is tried."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from apex_npu.backends._torch_private import (
 )
 from apex_npu.debug.watching.operators import call_operator, operator_of
 
-# What batch norms write, though the schemas of some do not say so.
+# The buffers that batch norms write, although the schemas of some do not declare it.
 _STATISTICS = ("running_mean", "running_var")
 
 
 class _EqualMasters(TorchFunctionMode):
-    """What fake masters and weights are compared for is their values, which they do not have."""
+    """A mode in which ``torch.equal`` returns True, as fake masters and weights have no values to compare."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return True if func is torch.equal else func(*args, **(kwargs or {}))
 
 
 class _WriteNothingReal(TorchDispatchMode):
-    """Operators that would write tensors with values write fakes of these: a teacher's statistics, averages of a loss.
+    """A mode in which operators write fakes of real tensors, such as a teacher's statistics or averages of a loss.
 
     Args:
-        fake: The mode of the fakes, inside of which this one is.
+        fake: The mode of the fakes, which encloses this one.
     """
 
     def __init__(self, fake: Any) -> None:
@@ -67,7 +67,7 @@ class _WriteNothingReal(TorchDispatchMode):
 
 @contextmanager
 def fake_copies(model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
-    """A copy of ``model`` and of ``batch`` without values; what is computed in the block has none either."""
+    """Yield copies of ``model`` and ``batch`` without values; results in the block have no values either."""
     fake, copying = fake_modes()
     with without_cudnn(), fake:
         with copying, _EqualMasters():
@@ -77,7 +77,7 @@ def fake_copies(model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]
 
 
 class _CopyTensors(TorchFunctionMode):
-    """deepcopy makes of a tensor what ``change`` does."""
+    """A mode in which deepcopy replaces a tensor by the result of ``change``."""
 
     def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class _CopyTensors(TorchFunctionMode):
 
 
 def _copied(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``batch`` with its tensors changed, those of its objects included; modules, and what has no copy, as they are."""
+    """Copy ``batch`` with all its tensors changed, also in objects; keep modules and what cannot be copied."""
     memo: dict[int, Any] = {}
 
     def copied(value: Any) -> Any:
@@ -99,14 +99,14 @@ def _copied(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
         try:
             with _CopyTensors(change):
                 return copy.deepcopy(value, memo)
-        except Exception:  # such as of a lock
+        except Exception:  # such as for a lock
             return value
 
     return tree_map(copied, batch)
 
 
 def every_tensor(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """The tensors of ``value`` in containers, dataclasses and attributes of objects; those of modules are not."""
+    """Yield the tensors of ``value`` in containers, dataclasses and attributes of objects, but not in modules."""
     seen = set() if seen is None else seen
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
@@ -130,14 +130,14 @@ def _parts(value: Any) -> list[Any]:
 
 
 class KeptGradients:
-    """In the block tensors have no gradients; after it they have those that they had before."""
+    """A context that removes the gradients of tensors, and restores them at the end."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._former: dict[int, tuple[Tensor, Tensor | None]] = {}
         self.keep(tensors)
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """That of ``tensors``, too."""
+        """Also keep and remove the gradients of ``tensors``."""
         for tensor in tensors:
             if id(tensor) not in self._former:
                 self._former[id(tensor)] = tensor, tensor.grad
@@ -152,7 +152,7 @@ class KeptGradients:
 
 
 def nodes_of(roots: Iterable[Any]) -> set[Any]:
-    """The nodes of the graphs that a backward from the nodes ``roots`` comes to, these included."""
+    """Return the nodes that a backward from the nodes ``roots`` reaches, including ``roots``."""
     found = set(roots)
     waiting = list(found)
     while waiting:
@@ -163,7 +163,7 @@ def nodes_of(roots: Iterable[Any]) -> set[Any]:
 
 
 def leaves_of_graph(outputs: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors to which a backward of ``outputs`` gives gradients."""
+    """Return the tensors to which a backward of ``outputs`` gives gradients."""
     outputs = list(outputs)
     nodes = nodes_of(t.grad_fn for t in outputs if t.grad_fn is not None)
     accumulating = (node for node in nodes if node.name() == "torch::autograd::AccumulateGrad")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-# Namespaces in which a name tells whether there are products; operators of others may compute any.
+# Namespaces in which the name tells whether an operator computes products; operators of others may compute anything.
 _KNOWN = ("aten", "prims", "npu", "apex_npu")
 _COLLECTIVES = re.compile(r"_?c10d")
 _PRODUCTS = re.compile(
@@ -23,10 +23,10 @@ _PRODUCTS = re.compile(
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int | None:
-    """The FLOPs of a call of ``func``, an ``OpOverload``: 0 where it computes no product.
+    """Return the FLOPs of a call of ``func``, an ``OpOverload``.
 
     Returns:
-        None: It computes products, or may, and there is no formula for it.
+        The FLOPs; 0 if it computes no product; None if it computes products, or may, and has no formula.
     """
     name = func.overloadpacket.__name__
     for same in (name, name.removesuffix("_")):
@@ -41,11 +41,11 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 
 @functools.cache
 def _formulas() -> dict[Any, Callable[..., Any]]:
-    """Those of torch, and those that torch lacks."""
+    """Return the formulas of torch, and those that torch lacks."""
     aten = torch.ops.aten
     own = {getattr(aten, name): formula for name, formula in _OWN.items()}
     known = FlopCounterMode(display=False, custom_mapping=own).flop_registry
-    for direction in ("", "_backward"):  # the CPU's attention: its first arguments are those of the others
+    for direction in ("", "_backward"):  # the CPU's attention has the same first arguments as the others
         flash = "_scaled_dot_product_flash_attention"
         known[getattr(aten, f"{flash}_for_cpu{direction}")] = known[getattr(aten, flash + direction)]
     return known
@@ -56,7 +56,7 @@ def _vectors(left: Sequence[int], *rest: Any, **_: Any) -> int:
 
 
 def _matmul(left: Sequence[int], right: Sequence[int], **_: Any) -> int:
-    """2 · (elements of the result) · (length of a sum)."""
+    """Return 2 · (elements of the result) · (length of a sum)."""
     batch: tuple[int, ...] = torch.broadcast_shapes(tuple(left[:-2]), tuple(right[:-2]))
     columns = right[-1] if len(right) > 1 else 1
     return int(2 * math.prod(batch) * math.prod(left[-2:]) * columns)
@@ -67,22 +67,22 @@ def _matmul_backward(grad: Any, left: Sequence[int], right: Sequence[int], mask:
 
 
 def _rnn(input: Sequence[int], *args: Any, **_: Any) -> int:
-    """2 · steps · batch · (elements of all matrices): each is multiplied by the input or the hidden state of each."""
+    """Return 2 · steps · batch · (elements of all matrices), as each multiplies the input or the hidden state."""
     weights = args[0] if args[0] and not isinstance(args[0][0], int) else args[:4]
     return int(2 * math.prod(input[:-1]) * sum(math.prod(w) for w in weights if len(w) == 2))
 
 
 def _rnn_backward(input: Sequence[int], *args: Any, **_: Any) -> int:
-    """Of the inputs always, and of the weights where these are asked for."""
+    """Return the FLOPs of the gradients of the inputs, and of those of the weights if these are requested."""
     masks = [a for a in args if isinstance(a, (list, tuple)) and len(a) == 4 and all(isinstance(m, bool) for m in a)]
     return _rnn(input, *args) * (2 if not masks or masks[-1][3] else 1)
 
 
-# They get shapes in place of tensors.
+# The formulas receive shapes instead of tensors.
 _OWN: dict[str, Callable[..., int]] = {
     **dict.fromkeys(("mv", "dot", "vdot"), _vectors),
     "addmv": lambda added, matrix, vector, **_: 2 * math.prod(matrix),
-    "matmul": _matmul,  # these two are composed of others, but for torch_npu
+    "matmul": _matmul,  # these two are composed of others, except in torch_npu
     "matmul_backward": _matmul_backward,
     **dict.fromkeys(("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"), _rnn),
     **dict.fromkeys(("mkldnn_rnn_layer_backward", "_cudnn_rnn_backward", "miopen_rnn_backward"), _rnn_backward),

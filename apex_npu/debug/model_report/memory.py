@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a model and its optimizer keep in memory at a level, computed from sizes and dtypes."""
+"""Computes the memory of a model and its optimizer at a level, from sizes and dtypes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from apex_npu.optimizers.memory_choices import MemoryChoice, memory_choices
 
 @dataclass
 class Memory:
-    """Bytes, for each dtype.
+    """The memory of a model, in bytes for each dtype.
 
     Attributes:
-        parameters: The model's parameters and buffers.
-        gradients: Of the model's parameters, as backward leaves them.
-        masters: The fp32 masters of low-precision parameters.
-        master_gradients: The gradients of these, which ``scale_loss`` makes.
-        states: For each optimizer that was asked for, its state.
+        parameters: The bytes of the model's parameters and buffers.
+        gradients: The bytes of the parameters' gradients, as backward leaves them.
+        masters: The bytes of the fp32 masters of low-precision parameters.
+        master_gradients: The bytes of the masters' gradients, which ``scale_loss`` makes.
+        states: The bytes of the state of each requested optimizer.
     """
 
     parameters: Counter[torch.dtype] = field(default_factory=Counter)
@@ -46,9 +46,9 @@ class StateSize:
     """The state that an optimizer keeps for a parameter.
 
     Attributes:
-        elements: Elements in the dtype of what it steps, for each element of the parameter.
-        bytes_each: Bytes in other dtypes, for each element.
-        bytes_more: Bytes that do not grow with the parameter, such as a count of steps.
+        elements: The number of elements per element of the parameter, in the dtype of the stepped tensor.
+        bytes_each: The bytes in other dtypes, per element of the parameter.
+        bytes_more: The bytes that do not grow with the parameter, such as a count of steps.
     """
 
     elements: float = 0.0
@@ -56,23 +56,23 @@ class StateSize:
     bytes_more: int = 0
 
     def of(self, stepped: torch.dtype, numel: int) -> int:
-        """The bytes for a parameter of ``numel`` elements, stepped in ``stepped``."""
+        """Return the bytes for a parameter of ``numel`` elements that is stepped in dtype ``stepped``."""
         return round(numel * (self.elements * stepped.itemsize + self.bytes_each)) + self.bytes_more
 
 
-# Shown where no optimizer is given. A count of steps, of 4 bytes for a parameter, is left out.
+# The sizes shown if no optimizer is given. They leave out the count of steps, 4 bytes for each parameter.
 USUAL = {"SGD with momentum": StateSize(elements=1), "Adam": StateSize(elements=2)}
 
 Sizes = dict[str, dict[str, StateSize]]
 
 
 def measure(model: nn.Module, policy: Policy, sizes: Sizes) -> Memory:
-    """The memory of ``model``, converted for ``policy``, after a backward.
+    """Return the memory of ``model``, converted for ``policy``, after a backward.
 
     Args:
-        model: A copy; its tensors may have sizes alone.
-        policy: That of the level.
-        sizes: For each optimizer, by the names of parameters, what ``sizes_of`` has returned.
+        model: A copy of the model; its tensors may have only sizes.
+        policy: The policy of the level.
+        sizes: The state sizes of each optimizer by the names of parameters, as ``sizes_of`` returns them.
     """
     found = Memory(states=dict.fromkeys(sizes, 0))
     for tensor in _distinct([*model.parameters(), *model.buffers()]):
@@ -107,16 +107,16 @@ def _distinct(tensors: list[Tensor]) -> Iterator[Tensor]:
 
 
 def usual_sizes(model: nn.Module) -> Sizes:
-    """Those of SGD with momentum and of Adam."""
+    """Return the state sizes of SGD with momentum and of Adam."""
     return {title: dict.fromkeys((name for name, _ in model.named_parameters()), size) for title, size in USUAL.items()}
 
 
 def sizes_of(optimizer: Optimizer, model: nn.Module) -> Sizes:
-    """Those of ``optimizer``, which has stepped parameters of ``model``.
+    """Return the state sizes of ``optimizer``, which has stepped parameters of ``model``.
 
     Raises:
-        TypeError: It is no optimizer.
-        ValueError: It steps no parameter of the model, or has not stepped.
+        TypeError: ``optimizer`` is not an optimizer.
+        ValueError: ``optimizer`` steps no parameter of the model, or has not stepped.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -138,7 +138,7 @@ def sizes_of(optimizer: Optimizer, model: nn.Module) -> Sizes:
 
 
 def choices_of(optimizer: Optimizer | None) -> list[MemoryChoice]:
-    """Those of its rule, of Adam where there is none, and nothing for an optimizer of others."""
+    """Return the memory choices of ``optimizer``, or of Adam if it is None; empty if it is not of this library."""
     own = NpuFusedAdam([nn.Parameter(torch.zeros(1))]) if optimizer is None else adopted_inside(optimizer)
     return memory_choices(own) if isinstance(own, FusedOptimizer) else []
 

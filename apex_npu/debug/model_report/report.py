@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``report``: what each level makes of a model, before it is trained: dtypes, FLOPs, casts, memory."""
+"""``report``: reports the effect of each level on a model before training: dtypes, FLOPs, casts, memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LEVELS = ("O0", "O1", "O2", "O4", "O5")
 
 
 class _Refused(ValueError):
-    """Raised for what a caller has given, rather than for what cannot be done without values."""
+    """An error in the caller's arguments, as opposed to a computation that is impossible without values."""
 
 
 def report(
@@ -43,32 +43,32 @@ def report(
     optimizer: Optimizer | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> ModelReport:
-    """Compare what levels make of ``model``, by one forward and backward of each on tensors without values.
+    """Compare levels for ``model``, by one forward and backward at each level on tensors without values.
 
-    The Python code of the model and of ``loss`` runs, on copies that have sizes and dtypes alone (torch's fake
-    tensors): no values are computed or allocated, but of operators none of whose inputs depends on the model or the
-    batch. The model, all gradients, amp's session and all random generators stay as they are. Forward hooks of the
-    model are called, on the copies.
+    The Python code of the model and of ``loss`` runs on copies that have only sizes and dtypes (torch's fake tensors).
+    No values are computed or allocated, except by operators whose inputs depend on neither the model nor the batch. The
+    model, all gradients, amp's session and all random generators do not change. Forward hooks of the model are called
+    on the copies.
 
     Args:
-        model: Passed to ``amp.initialize`` or not; every level begins with its float32 weights. The module inside of
-            DistributedDataParallel, DataParallel and torch.compile is taken.
-        *batch: What the model is called with.
-        loss: Gets what the model returns, and returns a scalar; targets are a closure's. None: all floating outputs
-            that require a gradient get one, and no loss function is counted.
+        model: A model, passed to ``amp.initialize`` or not; every level begins with its float32 weights. The module
+            inside DistributedDataParallel, DataParallel and torch.compile is used.
+        *batch: The positional arguments of the model.
+        loss: A function from the model's output to a scalar; it holds the targets as a closure. With None, all floating
+            outputs that require a gradient get one, and no loss function is counted.
         levels: Some of "O0" to "O5", or policies of other names.
-        optimizer: Whose state is counted, one that has stepped. None: SGD with momentum and Adam.
-        kwargs: What the model is called with by name.
+        optimizer: The optimizer whose state is counted, which has stepped. None counts SGD with momentum and Adam.
+        kwargs: The keyword arguments of the model.
 
     Returns:
         A ``ModelReport``, which prints as tables.
 
     Raises:
-        TypeError: ``model`` is no module, ``loss`` is not callable, ``optimizer`` is no optimizer.
+        TypeError: ``model`` is not a module, ``loss`` is not callable, or ``optimizer`` is not an optimizer.
         ValueError: ``levels`` is empty; the batch is on another device than the model, or both are on meta; ``loss``
-            returns no scalar; ``optimizer`` steps no parameter of the model, or has never stepped.
-        RuntimeError: A level is unknown; parameters have no shape yet, or low precision that amp has not given them;
-            they are sharded (DTensor); the model cannot be called without values, as where shapes depend on data.
+            does not return a scalar; ``optimizer`` steps no parameter of the model, or has never stepped.
+        RuntimeError: A level is unknown; parameters have no shape yet, or low precision that amp has not given them, or
+            are sharded (DTensor); the model cannot be called without values, such as if shapes depend on data.
 
     Example::
 
@@ -162,10 +162,10 @@ def _try(
     loss: Callable[[Any], Tensor] | None,
     sizes: Sizes,
 ) -> tuple[LevelReport, bool, set[int]]:
-    """One forward and backward of a copy of ``model``, whose casts are those of ``policy``.
+    """Run one forward and backward of a copy of ``model``, with the casts of ``policy``.
 
     Returns:
-        What it was, whether there was a backward, and the ids of the tensors that it gives gradients to.
+        The report of the level, whether there was a backward, and the ids of the tensors that it gives gradients to.
     """
     tally = Tally()
     with (
@@ -184,7 +184,7 @@ def _try(
 
 
 def _ends(outputs: Any, loss: Callable[[Any], Tensor] | None) -> list[Tensor]:
-    """What backward begins with."""
+    """Return the tensors at which backward begins."""
     if loss is None:
         return [t for t in every_tensor(outputs) if t.requires_grad]
     value = loss(outputs)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ``python -m apex_npu run --model-report`` prints at the first forward of a script's model."""
+"""``FirstForward``: prints the report of ``python -m apex_npu run --model-report`` at a script's first forward."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from apex_npu.distributed.rank_progress import is_first_rank
 
 
 class FirstForward:
-    """Reports on the first model that ``amp.initialize`` has been given and that is called to be trained."""
+    """A hook that reports on the first model passed to ``amp.initialize`` that is called for training."""
 
     def __init__(self) -> None:
-        """From now on, until then."""
+        """Begin to wait for that call."""
         hook = torch_module.register_module_forward_hook(self._forward_ended, with_kwargs=True)
         self._remove = hook.remove
         self._exit = Finalize(None, self._script_ended, exitpriority=0)  # as in ScriptSteps
 
     def _forward_ended(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Report after the forward: what the model keeps in caches then has values."""
+        """Report after the forward, so that tensors in the model's caches have values."""
         policy = inspect.policy()
         if torch.compiler.is_compiling() or policy is None or not policy.enabled:
             return
@@ -72,6 +72,6 @@ class FirstForward:
             )
 
     def end(self) -> None:
-        """Look at calls no longer."""
+        """Stop waiting for calls."""
         self._exit.cancel()
         self._remove()

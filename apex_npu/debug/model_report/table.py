@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``ModelReport``: what ``amp.debug.report`` finds, and prints, as plain text or by rich."""
+"""``ModelReport``: the result of ``amp.debug.report``, which prints as plain text or by rich."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _MEANING = {
 
 @dataclass
 class LevelReport:
-    """What a level makes of a model.
+    """The effect of a level on a model.
 
     Attributes:
-        level: "O0" to "O5"; with a star where a script overrides some of it.
-        tally: FLOPs, casts, bytes and functions of one iteration.
-        memory: Bytes of parameters, gradients, masters and optimizer state.
+        level: The level, "O0" to "O5"; with a star if a script overrides some of it.
+        tally: The FLOPs, casts, bytes and functions of one iteration.
+        memory: The bytes of parameters, gradients, masters and optimizer state.
     """
 
     level: str
@@ -48,15 +48,15 @@ class LevelReport:
 
 @dataclass
 class ModelReport:
-    """What ``report`` returns; ``print`` it.
+    """The result of ``report``; ``print`` it.
 
     Attributes:
         model: The name of the model's class.
-        parameters: How many numbers its parameters are.
-        batch: Dtype and shape of each tensor that it was called with.
-        levels: For each level what it makes of the model.
-        choices: What a parameter takes with each choice of level and format; none for optimizers of others.
-        notes: What else is to be known of the figures.
+        parameters: The number of elements of the model's parameters.
+        batch: The dtype and shape of each tensor that the model was called with.
+        levels: The report of each level.
+        choices: The bytes of a parameter for each choice of level and format; empty for optimizers of other libraries.
+        notes: Further remarks on the figures.
     """
 
     model: str
@@ -70,26 +70,26 @@ class ModelReport:
         return text_of(self)
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        """For ``rich.print``."""
+        """Yield the renderables for ``rich.print``."""
         return render(self)
 
 
 @dataclass
 class Table:
-    """Rows of cells; the first column is the names of the rows."""
+    """Rows of cells, with the names of the rows in the first column."""
 
     title: str
     head: list[str]
     rows: list[list[str]]
 
     def lines(self) -> Iterator[str]:
-        """As plain text: names to the left, all else to the right."""
+        """Yield the lines of plain text, with names to the left and all other cells to the right."""
         yield self.title
         yield from aligned([self.head, *self.rows])
 
 
 def text_of(found: ModelReport) -> str:
-    """All of it as plain text."""
+    """Return the whole report as plain text."""
     lines: list[str] = []
     for part in parts_of(found):
         lines += [*part.lines(), ""] if isinstance(part, Table) else [part]
@@ -97,7 +97,7 @@ def text_of(found: ModelReport) -> str:
 
 
 def render(found: ModelReport) -> Iterator[Any]:
-    """All of it as what rich prints."""
+    """Yield the whole report as objects that rich prints."""
     from rich.text import Text
 
     for part in parts_of(found):
@@ -108,7 +108,7 @@ def render(found: ModelReport) -> Iterator[Any]:
 
 
 def parts_of(found: ModelReport) -> Iterator[Table | str]:
-    """Tables, and lines of text."""
+    """Yield the tables and lines of text of the report."""
     batch = ", ".join(found.batch)
     yield f"{found.model}, {found.parameters:,} parameters, called with {batch or 'no tensors'}"
     yield "from sizes and dtypes alone: no values were computed, and the model is as it was"
@@ -183,7 +183,7 @@ def _sum(one: LevelReport, optimizer: str) -> int:
 
 
 def _kept_in_float32(found: ModelReport) -> Iterator[Table | str]:
-    """Which functions have FLOPs that a level does not take to low precision."""
+    """Yield the functions with FLOPs that each level keeps in float32."""
     for level, one in found.levels.items():
         kept: Counter[tuple[str, str]] = Counter()
         for function, n in one.tally.flops.items():
@@ -206,7 +206,7 @@ def _kept_in_float32(found: ModelReport) -> Iterator[Table | str]:
 
 
 def _functions(found: ModelReport) -> Iterator[Table | str]:
-    """The dtype of each function of forward at each level, modules of one kind together."""
+    """Yield the dtype of each function of forward at each level, with modules of one kind together."""
     dtypes: dict[tuple[str | None, str], dict[str, list[str]]] = {}
     calls: Counter[tuple[str | None, str]] = Counter()
     for level, one in found.levels.items():
@@ -242,7 +242,7 @@ def _change(found: ModelReport, cells: Iterable[str]) -> str:
 
 
 def _starred(module: str | None) -> str:
-    """The name of a module with ``*`` for the numbers of layers in a stack."""
+    """Return the name of a module with ``*`` for the numbers of layers in a stack."""
     if module is None:
         return "(outside of the model)"
     return re.sub(r"(?<![^.=])\d+(?=\.)|(?<=\.)\d+(?=$|=)", "*", module) or "(the model itself)"

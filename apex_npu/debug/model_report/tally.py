@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``Tally``: counts the FLOPs, casts and bytes of the operators that are called in it."""
+"""``Tally``: counts the FLOPs, casts and bytes of the operators that are called in its context."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from apex_npu.debug.watching.operators import Execution, tensors_in
 from apex_npu.debug.watching.places import Names
 from apex_npu.debug.watching.stream import Consumer, Stream
 
-# These take sizes and a dtype from a tensor, and read nothing of it, or only move what they read.
+# These take sizes and a dtype from a tensor without reading it, or only move the data that they read.
 _NO_FUNCTIONS = {"clone", "_unsafe_view"} | {
     "ones_like",
     "zeros_like",
@@ -38,10 +38,10 @@ class Function:
     """An operator that a module calls.
 
     Attributes:
-        module: The name of the module; empty: the model itself; None: outside of the model, as in the loss function.
-        operator: Without namespace and overload: "addmm".
-        dtype: Of its results.
-        phase: "forward", or "backward" for the derivative of what the module has called.
+        module: The name of the module. Empty for the model itself; None outside the model, as in the loss function.
+        operator: The operator without namespace and overload, such as "addmm".
+        dtype: The dtype of the results.
+        phase: "forward", or "backward" for the derivative of an operator that the module has called.
     """
 
     module: str | None
@@ -52,17 +52,17 @@ class Function:
 
 @dataclass
 class Tally:
-    """What the operators of an iteration add up to; bytes are of the tensors that they read and write.
+    """The totals of an iteration's operators; bytes are those of the tensors that they read and write.
 
     Attributes:
-        calls: For each function how often it is called.
-        flops: For each function its FLOPs.
-        uncounted: The names of operators whose FLOPs have no formula; "aten::" is left out.
-        bytes_moved: By all operators, casts included.
-        casts: For each (from, to) how often one is called. Both are floating dtypes.
-        cast_bytes: For each (from, to) the bytes that casts read and write.
+        calls: The number of calls of each function.
+        flops: The FLOPs of each function.
+        uncounted: The names of operators whose FLOPs have no formula, without "aten::".
+        bytes_moved: The bytes that all operators read and write, casts included.
+        casts: The number of casts for each (from, to), both floating dtypes.
+        cast_bytes: The bytes that casts read and write, for each (from, to).
         cast_weights: The names of the parameters that are cast.
-        saved: For each dtype the bytes of memory that forward keeps for backward, without parameters and inputs.
+        saved: The bytes that forward keeps for backward, for each dtype, without parameters and inputs.
     """
 
     calls: Counter[Function] = field(default_factory=Counter)
@@ -76,7 +76,7 @@ class Tally:
 
     @contextmanager
     def counting(self, model: nn.Module, given: list[Tensor]) -> Iterator[None]:
-        """Count what is called in the block; ``given`` are the model's inputs."""
+        """Count the operators that are called in the block; ``given`` are the model's inputs."""
         stream = _Counting(self, model).stream
         stream.attach()
         try:
@@ -90,22 +90,22 @@ class Tally:
             )
 
     def flops_in(self, dtype: torch.dtype) -> int:
-        """The FLOPs of all functions in one dtype."""
+        """Return the FLOPs of all functions in one dtype."""
         return sum(n for function, n in self.flops.items() if function.dtype == dtype)
 
 
 @contextmanager
 def _saving(saved: Counter[torch.dtype], known: list[Tensor]) -> Iterator[None]:
-    """Count in ``saved`` what autograd saves in the block, without the memory of the tensors ``known``."""
+    """Count in ``saved`` the bytes that autograd saves in the block, without the memory of the tensors ``known``."""
     seen: dict[int, Any] = {t.untyped_storage()._cdata: t for t in known if t.layout == torch.strided}
 
-    # What is returned is kept by the node that saves it. It must not lead to a node: where a node saves its own
+    # The node that saves a tensor keeps the returned one, which must not refer to a node: if a node saves its own
     # output, that is a cycle which Python does not find.
     def pack(tensor: Tensor) -> Tensor:
         if tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
             if storage._cdata not in seen:
-                seen[storage._cdata] = storage  # kept alive: no other has its address
+                seen[storage._cdata] = storage  # kept alive, so that no other gets its address
                 saved[tensor.dtype] += storage.nbytes()
         return tensor.detach()
 
@@ -114,7 +114,7 @@ def _saving(saved: Counter[torch.dtype], known: list[Tensor]) -> Iterator[None]:
 
 
 class _Counting(Consumer):
-    """Counts in ``tally`` what the operators of ``stream`` are."""
+    """A consumer that counts the operators of ``stream`` in ``tally``."""
 
     def __init__(self, tally: Tally, model: nn.Module) -> None:
         self._tally, self._names = tally, Names([model])
@@ -138,7 +138,7 @@ class _Counting(Consumer):
             and operator.plain not in _NO_FUNCTIONS
             and any(t.dtype.is_floating_point for _, t in ran.tensors_read())
         ):
-            # Recomputation within backward is counted with the forward of its module; a loss function is of none.
+            # Recomputation within backward counts as forward of its module; a loss function belongs to no module.
             phase = "backward" if call.phase == "backward" else "forward"
             module = None if call.module is None or call.module.startswith("(") else call.module
             function = Function(module, operator.plain, floating[0].dtype, phase)
