@@ -64,7 +64,7 @@ __all__ = [
 ]
 
 # Apex's names beside this interface: ``apex_npu.compat.amp`` puts these two here, and others on optimizers
-# (``accessors.py``). What is above this package does so in a hook, since nothing here may depend on it.
+# (``accessors.py``). Packages above this one do so in a hook, since nothing here may depend on them.
 init: Callable[..., Any]
 _amp_state: Any
 hooks.amp_imported()

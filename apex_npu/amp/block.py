@@ -333,7 +333,7 @@ class Saturation(BlockPart):
     """
 
     def __init__(self, around: Sequence[AmpOptimizerState]) -> None:
-        """Args: around: The states of the optimizers whose blocks are open."""
+        """Make the part. ``around`` are the states of optimizers whose blocks are open."""
         self._around = around
 
     def before_begin(self, block: Block) -> None:

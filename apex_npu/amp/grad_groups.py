@@ -38,7 +38,7 @@ class GradGroup:
     kept_scale = 1.0
 
     def __init__(self, params: Sequence[Tensor], sources: Sequence[Tensor] | None = None) -> None:
-        """Args: params, sources: See the attributes, in the same order. sources: None: ``params``."""
+        """Make a group. ``sources`` have the order of ``params``; None: they are ``params``."""
         self.params = list(params)
         self.sources = list(params if sources is None else sources)
         self.direct: Sequence[int] = range(len(self.params))

@@ -164,7 +164,7 @@ class BucketViews(BlockPart):
     """
 
     def __init__(self, ddps: Sequence[Any], groups: Sequence[GradGroup]) -> None:
-        """Args: ddps: The instances around the block's models. groups: The gradients of these models."""
+        """Make the part. ``ddps`` are around the block's models, whose gradients are in ``groups``."""
         self._ddps = ddps
         self._copying = [group for group in groups if isinstance(group, MasterGradGroup)]
 
@@ -197,7 +197,7 @@ class UnknownAverages(BlockPart):
     """
 
     def __init__(self, ddps: Sequence[Any]) -> None:
-        """Args: ddps: The instances around models of the block, which must be a ``DelayingBlock``."""
+        """Make the part. ``ddps`` are around models of the block, which must be a ``DelayingBlock``."""
         self._ddps = ddps
 
     def begun(self, block: Block) -> None:

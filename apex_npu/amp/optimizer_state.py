@@ -552,7 +552,7 @@ class OptimizerGrads:
         return self._own_flats
 
     def combined(self, optimizer: Any, state: AmpOptimizerState) -> list[FlatGrads]:
-        """Return one object for each combined buffer; move gradients into such buffers if they are elsewhere."""
+        """Return one object for each combined buffer; lay memory out in such buffers if it is not yet."""
         if isinstance(optimizer, HasFusedGroups):
             flats = optimizer.combined_grads()
         else:

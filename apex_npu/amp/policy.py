@@ -26,7 +26,7 @@ class Policy(CastPolicy):
     """The settings of one level: the casts and all others. ``None`` in a tri-state field means "does not apply"."""
 
     opt_level: str
-    # What the banner prints after "Selected optimization level".
+    # The text that the banner prints after "Selected optimization level".
     brief: str
     master_weights: bool | None = None
     loss_scale: LossScale = 1.0

@@ -55,8 +55,9 @@ def scale_loss(
     is accumulated over all blocks since it was last cleared. Clip or read it, then call ``optimizer.step()``. If a
     gradient is inf or NaN, the scale shrinks and that ``step()`` does nothing. A dynamic scale waits for the device at
     most once here; a static one does not wait. With ``fuse_unscale`` gradients stay scaled until ``step``. The overflow
-    check then runs, and waits, when clipping or ``step`` first reads them. A fused optimizer with ``capturable`` does
-    not wait on a GPU: the GPU skips the step. The host reads ``found_inf`` at the next block, or with the scale.
+    check then runs, and waits, when clipping or ``step`` first reads them. With a fused optimizer that is
+    ``capturable`` there is no wait on a GPU: the GPU skips the step. The host reads ``found_inf`` at the next block, or
+    when the scale is read.
 
     After an exception inside the block everything is usable, and gradients are as they were before it. They are
     unscaled, except with ``fuse_unscale``, and except those left by ``delay_unscale``, which remain to be checked.

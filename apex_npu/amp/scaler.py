@@ -107,7 +107,7 @@ class StaticLossScaler:
     dynamic = False
 
     def __init__(self, scale: float) -> None:
-        """Args: scale: positive."""
+        """Make a scaler with ``scale``, a positive number."""
         self.scale = scale
         self.good_steps = 0
         self.found_inf = False

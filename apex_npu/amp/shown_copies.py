@@ -22,7 +22,7 @@ class ShownCopy:
     """
 
     def __init__(self, value: Tensor, tensor: Tensor) -> None:
-        """Args: value: The model's ``tensor`` in float32. tensor: That tensor."""
+        """Make a copy from ``value``, the model's ``tensor`` in float32."""
         self.value: Tensor | None = value
         self._users = 0
         self.note(tensor)

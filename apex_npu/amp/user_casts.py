@@ -108,7 +108,7 @@ class Registration:
     kind: Kind
 
 
-# Registrations come before any session, and outlive it.
+# Registrations are made before any session, and outlive it.
 _registered: list[Registration] = []
 
 
