@@ -1,10 +1,10 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Apex's names, and everything that exists for them alone: old modules, the name ``apex``, a patched Apex.
+"""Apex's names, and everything that exists only for them: old modules, the name ``apex``, a patched Apex.
 
-``table.py`` says which module of ours answers to which old name, and ``finder.py`` imports by it. The rest of apex_npu
-uses no old name; ``apex_npu.amp.accessors`` is where this package hangs some onto optimizers. Neither this module nor
-the two named, nor the pipeline, needs torch.
+``table.py`` maps each old name to a module of this package, and ``finder.py`` imports modules by that map. The rest of
+apex_npu uses no old name. This package adds some of the old names to optimizers through ``apex_npu.amp.accessors``.
+This module, ``table.py``, ``finder.py`` and the pipeline do not need torch.
 """
 
 from apex_npu.compat.apex_name import install_as_apex, uninstall_apex

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a patched Apex (``patch/``) calls: which of its modules are answered with ours, and which stay its own."""
+"""Functions for a patched Apex (``patch/``): they decide which of its modules this package replaces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from apex_npu.compat.table import APEX
 
 __all__ = ["SERVED", "is_served", "serve"]
 
-# Upstream's own: packages that hold more than ours, the module by which kernels are detected (amp_C), and optimizers
+# These stay upstream's: packages that hold more than ours, the module for detecting kernels (amp_C), and optimizers
 # that shard plain parameters, which ours do not.
 _UPSTREAMS = {"apex", "apex.contrib", "apex.multi_tensor_apply", "apex.optimizers", "change_data_ptr"}
 _UPSTREAMS_INSIDE = ("apex.multi_tensor_apply.", "apex.contrib.optimizers")
@@ -24,15 +24,15 @@ _PACKAGES = [old for old in SERVED if old.count(".") == 1]
 
 
 def is_served(name: str) -> bool:
-    """Whether ``name`` is a module of ours, or is inside a package of ours, where upstream's are not seen."""
+    """Whether ``name`` is served by this package, or is inside such a package, where upstream's are not seen."""
     return name in SERVED or any(name.startswith(f"{package}.") for package in _PACKAGES)
 
 
 def serve(apex_file: str) -> None:
-    """Answer for modules of the Apex whose ``__init__.py`` is ``apex_file``, from now on; or fail, and serve nothing.
+    """Serve modules of the Apex whose ``__init__.py`` is ``apex_file`` from now on; serve none if it fails.
 
     Raises:
-        ImportError: Two copies of this package are in each other's way, or a module of ours does not import.
+        ImportError: Two copies of this package conflict, or a module of this package does not import.
     """
     _check_copies(Path(apex_file).resolve().parents[1])
     with ExitStack() as undo:
@@ -47,7 +47,7 @@ def serve(apex_file: str) -> None:
 
 
 def _check_copies(folder: Path) -> None:
-    """Raise if the apex in ``folder`` carries this package and another copy has been installed over or before it."""
+    """Raise if the apex in ``folder`` carries this package and another copy was installed over it or imported first."""
     record = next(folder.glob("apex-*+ascend.dist-info/RECORD"), None)
     if record is None or "\napex_npu/__init__.py," not in f"\n{record.read_text(encoding='utf-8')}":
         return

@@ -1,11 +1,10 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``install_as_apex``: for this process, and those it spawns, the name ``apex`` answers with this package.
+"""``install_as_apex``: make ``apex`` a name of this package, for this process and those it spawns.
 
-A folder that holds a package ``apex`` of one line (``names/``) goes onto ``sys.path`` as well, since spawned processes
-inherit that and nothing else. It also holds the metadata of a distribution ``apex``: transformers, among others, asks
-``importlib.metadata`` for its version. An Apex that has been patched (``patch/``) asks ``apex_hook.py`` for the same
-modules.
+The folder ``names/``, which holds a minimal package ``apex``, is added to ``sys.path`` as well, since spawned processes
+inherit nothing else. It also holds the metadata of a distribution ``apex``, since transformers and others ask
+``importlib.metadata`` for its version. A patched Apex (``patch/``) gets the same modules from ``apex_hook.py``.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ _FOLDER = str(Path(__file__).with_name("names"))
 
 
 def install_as_apex(force: bool = False) -> None:
-    """Let ``import apex``, ``apex_C`` and ``change_data_ptr`` import this package, until ``uninstall_apex``.
+    """Make ``import apex``, ``apex_C`` and ``change_data_ptr`` import this package, until ``uninstall_apex``.
 
-    An Apex that has been patched to answer with this package is left in place: nothing is done then.
+    If an Apex that was patched to use this package is installed, nothing is done.
 
     Args:
-        force: Also where another package of that name is installed; it comes back with ``uninstall_apex``.
+        force: Hide another installed package of that name; ``uninstall_apex`` restores it.
 
     Raises:
-        RuntimeError: There is another one; nothing has been changed.
+        RuntimeError: Another package of that name is installed. Nothing has been changed.
 
     Example::
 
@@ -50,7 +49,7 @@ def install_as_apex(force: bool = False) -> None:
         for root in _ROOTS:
             _check_name_is_free(root)
     undo = ExitStack()
-    # Hidden as a whole: submodules of another Apex would not fit ours.
+    # All of another Apex is hidden: its submodules would not fit ours.
     hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in _ROOTS}
     undo.callback(sys.modules.update, {n: module for n, module in hidden.items() if not hasattr(module, MARK)})
     undo.callback(forget_modules, APEX)
@@ -67,7 +66,7 @@ def install_as_apex(force: bool = False) -> None:
 
 
 def uninstall_apex() -> None:
-    """Take ``install_as_apex`` back. What has been imported from ``apex`` stays usable.
+    """Undo ``install_as_apex``. Objects that were imported from ``apex`` stay usable.
 
     Example::
 
@@ -81,9 +80,9 @@ def uninstall_apex() -> None:
 
 
 def names_taken() -> dict[str, str]:
-    """Which of ``apex``, ``apex_C`` and ``change_data_ptr`` belong to another package, each with the refusal.
+    """The names among ``apex``, ``apex_C`` and ``change_data_ptr`` that another package owns, each with the refusal.
 
-    Empty where ``install_as_apex`` would succeed without ``force``, or has been called.
+    The dict is empty where ``install_as_apex`` would succeed without ``force``, or has been called.
     """
     taken: dict[str, str] = {}
     for root in _ROOTS:
@@ -95,7 +94,7 @@ def names_taken() -> dict[str, str]:
 
 
 def _undo() -> ExitStack | None:
-    # On the module rather than in this one: code that has replaced it in sys.modules has taken the name over.
+    # Kept on the module ``apex``, not on this one: code that replaces it in sys.modules has taken the name over.
     undo = getattr(sys.modules.get("apex"), "_undo", None)
     return undo if isinstance(undo, ExitStack) else None
 
@@ -106,17 +105,17 @@ def _remove_folder() -> None:
 
 
 def _origin(root: str) -> str | None:
-    """The file of the module that ``import root`` would load, or None where there is none."""
+    """Return the file of the module that ``import root`` would load, or None without such a module."""
     loaded = sys.modules.get(root)
     if loaded is not None:
         return getattr(loaded, "__file__", None) or "memory"
     spec = importlib.util.find_spec(root)
-    # A folder without an __init__.py, a checkout of Apex for instance, is no package that scripts could mean.
+    # A folder without an __init__.py, such as a checkout of Apex, is no package that scripts could mean.
     return None if spec is None else spec.origin
 
 
 def _is_patched_apex() -> bool:
-    """Whether what answers to ``apex``, which no other package has, does so without us: an Apex that is patched."""
+    """Whether the module ``apex``, which no other package owns, comes from a patched Apex."""
     origin = _origin("apex")
     return origin is not None and Path(_FOLDER) not in Path(origin).parents
 

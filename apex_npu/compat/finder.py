@@ -17,16 +17,19 @@ from apex_npu.compat.table import ALIASES
 
 __all__ = ["MARK", "OldModules", "forget_modules", "serve_aliases"]
 
-# An attribute of each module that stands under a name of Apex's and is ours.
+# An attribute of each module of this package that stands under one of Apex's names.
 MARK = "__apex_npu__"
-# Modules that are imported by name alone: as an attribute of its package this name is something else.
+# Modules that are imported by name only: as an attribute of the package, this name is something else.
 _NO_ATTRIBUTE = {"apex.amp._amp_state"}
-# Modules that ``python -m`` runs: Python warns of one that its package has imported already.
+# Modules run by ``python -m``: Python warns if their package has already imported them.
 _PROGRAMS = {"apex.parallel.multiproc"}
 
 
 class OldModules(MetaPathFinder, InspectLoader):
-    """Imports ``modules``, old names and ours: each shows the public names of ours, and has no other submodules."""
+    """A finder for ``modules``, a map of old names to modules of this package, whose public names it shows.
+
+    A module under an old name has no submodules but those in ``modules``.
+    """
 
     def __init__(self, modules: Mapping[str, str]) -> None:
         self.modules = modules
@@ -34,13 +37,13 @@ class OldModules(MetaPathFinder, InspectLoader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Say that the old names are ours, and no others."""
+        """Return a spec for the old names, and None for others."""
         if fullname not in self.modules:
             return None
         return ModuleSpec(fullname, self, is_package=any(self._children(fullname)))
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fill ``module``, and import its submodules: old scripts use many of them as attributes."""
+        """Fill ``module``, and import its submodules, since old scripts use many of them as attributes."""
         old = module.__name__
         ours = importlib.import_module(self.modules[old])
         public = getattr(ours, "__all__", None)
@@ -64,11 +67,11 @@ class OldModules(MetaPathFinder, InspectLoader):
         return cast(InspectLoader, cast(ModuleSpec, spec).loader)
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """The code of our module: ``python -m`` runs it."""
+        """Return the code of our module, for ``python -m``."""
         return self._ours(fullname).get_code(self.modules[fullname])
 
     def get_source(self, fullname: str) -> str | None:
-        """The source of our module."""
+        """Return the source of our module."""
         return self._ours(fullname).get_source(self.modules[fullname])
 
     def _children(self, old: str) -> list[str]:
@@ -76,12 +79,12 @@ class OldModules(MetaPathFinder, InspectLoader):
 
 
 def serve_aliases() -> None:
-    """Let modules of ours be imported by the shorter names in ``table.py``, too."""
+    """Make modules of this package importable under the shorter names in ``table.py``."""
     if not any(isinstance(finder, OldModules) and finder.modules is ALIASES for finder in sys.meta_path):
         sys.meta_path.append(OldModules(ALIASES))
 
 
 def forget_modules(modules: Iterable[str]) -> None:
-    """Let those of ``modules`` that have been imported be imported again when they are asked for."""
+    """Remove ``modules`` from the imported modules, so that they are imported anew on request."""
     for name in modules:
         sys.modules.pop(name, None)

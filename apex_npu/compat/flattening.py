@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``apex_C``: several tensors as one, and back. Apex has both functions in C++; they are torch's."""
+"""``apex_C``: flatten several tensors into one, and back. Apex has these functions in C++; here they are torch's."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["flatten", "unflatten"]
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """The elements of ``tensors``, copied into one tensor of one dimension."""
+    """Return a copy of the elements of ``tensors`` in one 1-D tensor."""
     flat: Tensor = _flatten_dense_tensors(tensors)
     return flat
 
 
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Views of ``flat`` with the shapes of ``tensors``, one after the other."""
+    """Return consecutive views of ``flat`` with the shapes of ``tensors``."""
     return list(_unflatten_dense_tensors(flat, tensors))

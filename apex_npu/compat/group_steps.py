@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Subclasses that step a parameter group by themselves: ``_group_step(index)``, as in Ascend's optimizers.
+"""Support for subclasses with a ``_group_step(index)`` that steps a parameter group, as in Ascend's optimizers.
 
-Such a method takes the place of the rule's ``update``. It finds flat tensors where amp shows Apex's private names, and
-writes to them.
+Such a method replaces the rule's ``update``. It reads flat tensors under the names that are private in Apex, and writes
+to them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from apex_npu.fusion import Run
 
 
 class Combined(NamedTuple):
-    """What a group has in one run: flat parameters, gradients, states by name, and the steps until now as ``step``."""
+    """A group's tensors in one run: flat parameters, gradients, and states by name, with the step count as ``step``."""
 
     run: Run
     param: Tensor
@@ -26,7 +26,7 @@ class Combined(NamedTuple):
 
 
 def follow_group_step(cls: Any) -> None:
-    """Let the optimizer class ``cls`` update by its ``_group_step``, if it has one that precedes any ``update``."""
+    """Make the optimizer class ``cls`` update by its ``_group_step``, if that precedes any ``update``."""
     cls.reads_param_grads = _goes_by_group_step(cls)
     if cls.reads_param_grads and not hasattr(cls.before_updates, "notes_runs"):
         cls.before_updates, cls.update = _noting_runs(cls.before_updates), _update
@@ -49,7 +49,7 @@ def _goes_by_group_step(cls: Any) -> bool:
 
 
 def check_group_step(optimizer: Any) -> None:
-    """Raise a TypeError for a ``_group_step`` that was assigned too late, or is to be captured in a CUDA graph."""
+    """Raise a TypeError for a ``_group_step`` that was assigned too late or is to be captured in a CUDA graph."""
     cls = type(optimizer)
     if "_group_step" in vars(optimizer) or (_goes_by_group_step(cls) and not cls.reads_param_grads):
         raise TypeError(
@@ -64,7 +64,7 @@ def check_group_step(optimizer: Any) -> None:
 
 
 def _update(self: Any, run: Run, group: dict[str, Any]) -> None:
-    """Step all runs of ``group`` with the first of them."""
+    """Step all runs of ``group`` when called with the first of them."""
     runs = self._runs_by_group.pop(id(group), None)
     if runs is None:
         return
@@ -72,7 +72,7 @@ def _update(self: Any, run: Run, group: dict[str, Any]) -> None:
     names = self.state_names(group)
     entries = [(self.state[p], run) for run in runs for p in run.params if p in self.state]
     counts = [(entry, entry["step"], run) for entry, run in entries if "step" in entry]
-    # While the method runs, and no longer: the tensors keep the memory of parameters where it is.
+    # Only while the method runs, since the tensors keep the memory of the parameters in place.
     self.combined_by_group = [[] for _ in self.param_groups]
     self.combined_by_group[index] = combined = [_combine(run, names, self.scalar_states) for run in runs]
     try:
@@ -98,6 +98,6 @@ def _state(run: Run, name: str, scalar_states: Sequence[str]) -> Tensor:
 
 
 def _take(flat: Tensor, found: Tensor) -> None:
-    """Copy into ``flat`` what a method has put in its place (``x.data = …``), rather than written to it."""
+    """Copy ``found`` into ``flat`` if a method replaced the tensor (``x.data = …``) instead of writing to it."""
     if found.data_ptr() != flat.data_ptr():
         flat.copy_(found)

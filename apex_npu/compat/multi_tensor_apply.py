@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``multi_tensor_applier``: Apex's way to call its CUDA kernels, of which there are none here."""
+"""``multi_tensor_applier``: the interface to Apex's CUDA kernels, which this package does not have."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["MultiTensorApply", "multi_tensor_applier"]
 
 
 class MultiTensorApply:
-    """Calls an operator on lists of tensors.
+    """A caller of operators on lists of tensors.
 
-    ``available`` is False, on which scripts fall back to plain torch: the kernels of ``amp_C`` are not part of this
-    package. An operator of the caller's own is called, with ``chunk_size`` as its first argument.
+    ``available`` is False, so that scripts fall back to plain torch: the kernels of ``amp_C`` are not part of this
+    package. An operator that the caller passes is called with ``chunk_size`` as its first argument.
 
     Example::
 
@@ -34,7 +34,7 @@ class MultiTensorApply:
         self.chunk_size = chunk_size
 
     def check_avail(self) -> None:
-        """Raise a RuntimeError, since there is no ``amp_C``."""
+        """Raise a RuntimeError, since this package has no ``amp_C``."""
         raise RuntimeError(
             "Attempted to call MultiTensorApply method, but MultiTensorApply is not available: apex_npu has no amp_C. "
             "Look at multi_tensor_applier.available first, and use torch._foreach functions where it is False"
@@ -43,7 +43,7 @@ class MultiTensorApply:
     def __call__(
         self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: Sequence[Sequence[Tensor]], *args: Any
     ) -> Any:
-        """``op(chunk_size, noop_flag_buffer, tensor_lists, *args)``."""
+        """Return ``op(chunk_size, noop_flag_buffer, tensor_lists, *args)``."""
         return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Normalization under Apex's names: torch's, which is fused. ``memory_efficient`` is accepted, without effect."""
+"""Normalization under Apex's names: torch's, which is fused. ``memory_efficient`` has no effect."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Layer norm in the dtype of ``input``; also in the order of 2020, ``(input, normalized_shape, weight, bias)``.
+    """Layer norm in the dtype of ``input``; the order of 2020, ``(input, normalized_shape, weight, bias)``, also works.
 
     Example::
 
@@ -70,7 +70,7 @@ def mixed_dtype_fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Layer norm in the dtype of ``weight``, computed in the wider one of input's and weight's.
+    """Layer norm in the dtype of ``weight``, computed in the wider dtype of input and weight.
 
     Example::
 
@@ -106,7 +106,7 @@ def fused_rms_norm_affine(
 def mixed_dtype_fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """RMS norm in the dtype of ``weight``, computed in the wider one of input's and weight's.
+    """RMS norm in the dtype of ``weight``, computed in the wider dtype of input and weight.
 
     Example::
 
@@ -118,7 +118,7 @@ def mixed_dtype_fused_rms_norm_affine(
 
 
 def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float) -> Tensor:
-    """RMS norm, times ``weight`` where there is one; in the dtype of ``weight``.
+    """RMS norm times ``weight``, if given, in the dtype of ``weight``.
 
     Example::
 
@@ -130,7 +130,7 @@ def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | Non
 
 
 def _autograd_function(name: str, function: Callable[..., Tensor]) -> Any:
-    """``function`` by its name in Apex, where it is an autograd function: ``name.apply``, ``name.forward``.
+    """Return ``function`` as a class like the autograd function of Apex: with ``name.apply`` and ``name.forward``.
 
     Megatron-LM looks for ``memory_efficient`` among the arguments of ``forward`` (``inspect.getfullargspec``).
     """
@@ -206,7 +206,7 @@ class _AlwaysAffine(_ApexArguments):
 
 
 class MixedFusedLayerNorm(_AlwaysAffine, FusedLayerNorm):
-    """``FusedLayerNorm`` whose output has the dtype of its weight, whatever the input's; always affine.
+    """``FusedLayerNorm`` whose output has the dtype of its weight, whatever the input's dtype; always affine.
 
     Example::
 
@@ -220,7 +220,7 @@ class MixedFusedLayerNorm(_AlwaysAffine, FusedLayerNorm):
 
 
 class MixedFusedRMSNorm(_AlwaysAffine, FusedRMSNorm):
-    """``FusedRMSNorm`` whose output has the dtype of its weight, whatever the input's; always affine.
+    """``FusedRMSNorm`` whose output has the dtype of its weight, whatever the input's dtype; always affine.
 
     Example::
 

@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""For the ``setup.py`` of a patched Apex: what its wheel is called, and what is in it. Needs setuptools.
+"""Support for the ``setup.py`` of a patched Apex: the name and contents of its wheel. Needs setuptools.
 
-With ``APEX_NPU_CARRY=1``, as ``scripts/build.sh`` sets it, the wheel carries apex_npu as it is here, its compiled
-extension included; otherwise it requires apex_npu to be installed.
+With ``APEX_NPU_CARRY=1``, which ``scripts/build.sh`` sets, the wheel carries this copy of apex_npu with its compiled
+extension. Otherwise it requires apex_npu to be installed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from apex_npu.compat.apex_hook import is_served
 __all__ = ["Distribution"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-# As in pyproject.toml, which is not part of an installed package.
+# The same as in pyproject.toml, which is not part of an installed package.
 _NEEDS = ("torch>=2.6", "numpy")
 
 
@@ -31,15 +31,15 @@ def _carries() -> bool:
 
 
 class BuildPy(build_py):
-    """Leaves out upstream's modules that would never be imported, and adds apex_npu where it is bundled."""
+    """A build step that leaves out upstream modules that are never imported, and adds apex_npu if it is bundled."""
 
     def find_package_modules(self, package: str, package_dir: str) -> list[Any]:
-        """The modules of a package, without those that apex_npu answers for."""
+        """Return the modules of a package, without those that apex_npu serves."""
         found = super().find_package_modules(package, package_dir)
         return [entry for entry in found if not is_served(".".join(entry[:2]).removesuffix(".__init__"))]
 
     def run(self) -> None:
-        """Build, and copy apex_npu beside the rest."""
+        """Build, and copy apex_npu beside the other packages if it is bundled."""
         super().run()
         if _carries():
             target = Path(self.build_lib) / "apex_npu"
@@ -48,7 +48,7 @@ class BuildPy(build_py):
 
 
 class Distribution(setuptools.Distribution):
-    """Upstream's, named ``0.1+ascend``."""
+    """Upstream's distribution, with ``+ascend`` added to its version."""
 
     def __init__(self, attrs: dict[str, Any] | None = None) -> None:
         attrs = dict(attrs or {})
@@ -60,6 +60,6 @@ class Distribution(setuptools.Distribution):
         super().__init__(attrs)
 
     def has_ext_modules(self) -> bool:
-        """Whether the wheel is for one Python and one platform only."""
+        """Whether the wheel is only for one Python and one platform."""
         built = any(path.suffix in (".so", ".pyd") for path in _PACKAGE.glob("_C.*"))
         return bool(super().has_ext_modules()) or (_carries() and built)

@@ -1,12 +1,12 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which module answers to an old name: those of the package ``apex``, and shorter ones of this package."""
+"""The tables of old names and the modules they map to: names of ``apex``, and shorter names of this package."""
 
 from __future__ import annotations
 
 __all__ = ["ALIASES", "APEX"]
 
-# The names of Apex, and of what Ascend's patch builds: served by ``install_as_apex``, and in a patched Apex.
+# The names of Apex and of the modules that Ascend's patch adds: served by ``install_as_apex`` and a patched Apex.
 APEX = {
     "apex": "apex_npu",
     "apex.amp": "apex_npu.amp",
@@ -64,7 +64,7 @@ APEX = {
     "apex_C": "apex_npu.compat.flattening",
     "change_data_ptr": "apex_npu.compat.contrib.combine_tensors",
 }
-# The same names in this package, and those that trees import which have been patched by ``patch/`` before.
+# The same names in this package, and the names that previously patched trees import.
 ALIASES = {
     "apex_npu.beside_upstream": "apex_npu.compat.apex_hook",
     "apex_npu.contrib": "apex_npu.compat.contrib",

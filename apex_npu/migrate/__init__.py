@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Training scripts for CUDA become scripts for npu: rules on syntax trees, edits of spans, a report.
+"""Convert training scripts for CUDA to scripts for npu, by rules on syntax trees, edits of spans, and a report.
 
-Importing this package imports no torch. ``python -m apex_npu migrate`` is its command, ``docs/migrating_cuda.md`` says
-how to use it. It reads scripts for PyTorch that ran on a GPU, and leaves their logic as it was.
+Importing this package does not import torch. Its command is ``python -m apex_npu migrate``; ``docs/migrating_cuda.md``
+says how to use it. It reads PyTorch scripts that ran on a GPU, and leaves their logic unchanged.
 """
 
 from apex_npu.migrate.engine.program import Finding, Options

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What scripts written for Apex touch by private or side names, over the session and the optimizers' records."""
+"""Apex's private names that scripts use: views of the session and of the optimizers' records."""
 
 from apex_npu import amp
 from apex_npu.amp.accessors import add_accessors

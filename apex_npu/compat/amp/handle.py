@@ -28,16 +28,17 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
 ) -> AmpHandle | NoOpHandle:
-    """Switch O1's casts on for the accelerator, or for the CPU where there is none. Prefer ``amp.initialize``.
+    """Enable O1's casts for the accelerator, or for the CPU without one. Prefer ``amp.initialize``.
 
-    The handle is the current one until the next ``init`` or ``initialize``. ``enable_caching`` and ``verbose`` are
-    accepted: casts happen inside torch, and are kept inside the forward of models given to ``amp.initialize`` alone.
+    The handle stays current until the next ``init`` or ``initialize``. ``enable_caching`` and ``verbose`` are
+    accepted for compatibility. torch does the casts, and caches them only in the forward of models given to
+    ``amp.initialize``.
 
     Args:
-        enabled: False: nothing is cast, and the handle passes everything through.
-        loss_scale: For the optimizers that the handle will wrap: "dynamic" or a positive number.
-        enable_caching: See above.
-        verbose: See above.
+        enabled: If False, nothing is cast and the handle passes everything through.
+        loss_scale: The loss scale of the optimizers that the handle wraps: "dynamic" or a positive number.
+        enable_caching: Accepted for compatibility.
+        verbose: Accepted for compatibility.
         allow_banned: Run ``binary_cross_entropy`` in float instead of refusing it.
 
     Example::
@@ -60,12 +61,12 @@ def init(
 
 
 class AmpHandle:
-    """The casts of a session."""
+    """A handle on the casts of a session."""
 
     def __init__(self, session: Session, has_cache: bool = True) -> None:
         self._session = session
         self.has_cache = has_cache
-        self.cache: dict[Any, Any] = {}  # casts that are kept are torch's own
+        self.cache: dict[Any, Any] = {}  # torch keeps the cached casts
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, AmpHandle) and other._session is self._session
@@ -74,7 +75,7 @@ class AmpHandle:
         return id(self._session)
 
     def is_active(self) -> bool:
-        """True while functions are cast: False once deactivated, replaced, or inside a block that disables casts."""
+        """True while functions are cast: not after the handle is deactivated or replaced, nor inside ``disable_casts``."""
         casts = self._session.casts
         return (
             current() is self._session
@@ -97,7 +98,7 @@ class AmpHandle:
         return OptimWrapper(optimizer, self, num_loss)
 
     def scale_loss(self, loss: Tensor, optimizer: Any) -> NoReturn:
-        """Raise a RuntimeError: it is no longer there."""
+        """Raise a RuntimeError: this method of the old API is not supported."""
         raise RuntimeError(
             "The old Amp API is no longer supported. Either call `model, optimizer = amp.initialize(model, optimizer, "
             'opt_level="O1")` and then `with amp.scale_loss(loss, optimizer) as scaled_loss`, or `optimizer = '
@@ -108,28 +109,28 @@ class AmpHandle:
         torch.clear_autocast_cache()
 
     def remove_cache(self, param: Tensor) -> None:
-        """Nothing: a cast that is kept ends with the forward that made it."""
+        """Do nothing: a cached cast ends with the forward that made it."""
 
     @property
     def verbose(self) -> bool:
-        """What ``verbose`` was."""
+        """The ``verbose`` that the session was made with, as a boolean."""
         return self._session.verbosity > 1
 
 
 class NoOpHandle:
-    """What ``init(enabled=False)`` returns: everything passes through."""
+    """The handle that ``init(enabled=False)`` returns; it passes everything through."""
 
     has_cache = verbose = False
 
     def is_active(self) -> bool:
-        """False."""
+        """Return False."""
         return False
 
     def _disable_casts(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """A wrapper that passes through."""
+        """Return a wrapper that passes everything through."""
         return OptimWrapper(optimizer, self, num_loss)
 
     def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:

@@ -23,9 +23,9 @@ __all__ = ["OptimWrapper"]
 class OptimWrapper:
     """An optimizer with a loss scale for each of several losses per step; everything else is the optimizer's.
 
-    ``with optimizer.scale_loss(loss) as scaled_loss: scaled_loss.backward()`` once per loss, always in the same order,
-    then ``step()``. If a gradient was inf or nan the step is skipped. Once the handle is inactive, everything passes
-    through. ``optimizer`` remains usable without the wrapper.
+    Run ``with optimizer.scale_loss(loss) as scaled_loss: scaled_loss.backward()`` once per loss, always in the same
+    order, then ``step()``. The step is skipped if a gradient was inf or nan. Once the handle is inactive, the wrapper
+    passes everything through. ``optimizer`` remains usable without the wrapper.
     """
 
     def __init__(self, optimizer: Optimizer, amp_handle: Any, num_loss: int) -> None:
@@ -50,7 +50,7 @@ class OptimWrapper:
         """Yield the loss times its scale; then unscale the gradients, and decide whether the step is to be skipped.
 
         Raises:
-            RuntimeError: There were ``num_loss`` losses since the last step already.
+            RuntimeError: ``num_loss`` losses have already been scaled since the last step.
         """
         if not self._amp_handle.is_active():
             yield loss
@@ -65,10 +65,10 @@ class OptimWrapper:
         self._loss_idx += 1
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step, unless a gradient has overflowed.
+        """Step the optimizer, unless a gradient has overflowed.
 
         Raises:
-            NotImplementedError: A closure, while casts are on.
+            NotImplementedError: A closure is passed while casts are on.
         """
         if not self._amp_handle.is_active():
             return self._optimizer.step(closure)

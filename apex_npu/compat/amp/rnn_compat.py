@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What scripts import of apex.amp.rnn_compat. RNNs are cast without further ado."""
+"""The names that scripts import from apex.amp.rnn_compat. RNNs need no special treatment to be cast."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ RNN_NAMES = ["rnn_relu", "rnn_tanh", "gru", "lstm"]
 
 
 def has_old_rnns() -> bool:
-    """False: those were torch 0.4's."""
+    """Return False: only torch 0.4 had these."""
     return False
 
 
 def whitelist_rnn_cells(handle: Any, verbose: bool = False) -> None:
-    """Nothing: cells are in the list of functions that O1 casts."""
+    """Do nothing: cells are in the list of functions that O1 casts."""

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``LossScaler``: Apex's face of a loss scaler. The arithmetic is in ``amp/scaler.py``."""
+"""``LossScaler``: a loss scaler with Apex's interface. The arithmetic is in ``amp/scaler.py``."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def _checked(value: Any) -> float:
     return scale
 
 
-# Apex's name of each number that moves, what it is here, and what an assigned value becomes.
+# Apex's name of each number that changes, its name here, and the conversion of an assigned value.
 _NUMBERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "_loss_scale": ("scale", _checked),
     "_unskipped": ("good_steps", int),
     "_has_overflow": ("found_inf", bool),
 }
-# Apex's name of each option that can be seen and set from outside.
+# Apex's name of each option that can be read and set from outside.
 _OPTIONS = {"_max_loss_scale": "max_scale", "_min_loss_scale": "min_scale", "_scale_seq_len": "growth_interval"}
 
 
 class LossScaler:
     """A loss scale, with the attributes and methods that Apex's scaler has.
 
-    ``scale_factor``, by which the scale grows and shrinks, was ignored in Apex. A ``min_loss_scale`` of 0 is none.
+    The scale grows and shrinks by ``scale_factor``, which Apex ignored. A ``min_loss_scale`` of 0 sets no minimum.
 
     Raises:
         ValueError: A value is out of range.
-        TypeError: A value is no number.
+        TypeError: A value is not a number.
     """
 
     has_fused_kernel = False
@@ -66,7 +66,7 @@ class LossScaler:
 
     @classmethod
     def view(cls, scaler: Scaler) -> LossScaler:
-        """A live view of ``scaler``."""
+        """Return a live view of ``scaler``."""
         view = cls.__new__(cls)
         view._own = scaler
         return view
@@ -75,7 +75,7 @@ class LossScaler:
     def _scaler(self) -> Scaler:
         session = current()
         if session is not None:
-            session.resolve_checks(self._own)  # its last block may have moved it
+            session.resolve_checks(self._own)  # its last block may have changed the scale
         return self._own
 
     def __eq__(self, other: object) -> bool:
@@ -86,7 +86,7 @@ class LossScaler:
 
     @property
     def dynamic(self) -> bool:
-        """False: a scale that stays."""
+        """True if the scale changes; False for a static scale."""
         return self._scaler.dynamic
 
     def __getattr__(self, name: str) -> Any:
@@ -106,7 +106,7 @@ class LossScaler:
             self._scaler.options = replace(options, **{_OPTIONS[name]: value})  # type: ignore[attr-defined]
 
     def loss_scale(self) -> float:
-        """What the loss is multiplied with."""
+        """Return the factor that the loss is multiplied by."""
         return self._scaler.scale
 
     def clear_overflow_state(self) -> None:
@@ -114,7 +114,7 @@ class LossScaler:
         self._has_overflow = False
 
     def update_scale(self) -> bool:
-        """Choose the next scale; True: the gradients that were unscaled last have overflowed, skip the step."""
+        """Choose the next scale; return True if the last unscaled gradients overflowed and the step is to be skipped."""
         should_skip = self.dynamic and self._has_overflow
         self._scaler.update(should_skip)
         return should_skip
@@ -129,7 +129,7 @@ class LossScaler:
     ) -> None:
         """Write model gradients, divided by the scale, into master gradients; after an overflow do nothing.
 
-        Where a model gradient is None, the master's stays. ``scale_override`` takes the place of the scale.
+        Where a model gradient is None, the master gradient stays as it is. ``scale_override`` replaces the scale.
         """
         if self._has_overflow:
             return
@@ -154,8 +154,8 @@ class LossScaler:
     ) -> None:
         """Write model gradients divided by the scale, plus those stashed before, into master gradients.
 
-        Only the model's are checked for inf and nan. After an overflow nothing is done. ``scale_override`` has the
-        scales of the first, of the second, and of the sum; otherwise they are this scale, 1 and 1.
+        Only the model gradients are checked for inf and nan. After an overflow nothing is done. ``scale_override`` holds
+        the scales of the model gradients, the stashed ones and the sum; by default they are this scale, 1 and 1.
         """
         if self._has_overflow:
             return
@@ -199,7 +199,7 @@ def scale_check_overflow_python(
 ) -> bool:
     """Write ``model_grad`` times ``scale`` into ``master_grad``, which may be the same tensor.
 
-    With ``check_overflow``, True, and nothing written, where ``model_grad`` has inf or nan; waits for the device.
+    With ``check_overflow``, wait for the device; if ``model_grad`` has inf or nan, return True and write nothing.
     """
     if check_overflow and not torch.isfinite(model_grad).all():
         return True
@@ -211,7 +211,10 @@ def scale_check_overflow_python(
 def axpby_check_overflow_python(
     model_grad: Tensor, stashed_grad: Tensor, master_grad: Tensor, a: float, b: float, check_overflow: bool = False
 ) -> bool:
-    """Write ``a * model_grad + b * stashed_grad`` into ``master_grad``, which may be one of the two; see the above."""
+    """Write ``a * model_grad + b * stashed_grad`` into ``master_grad``, which may be one of the two.
+
+    With ``check_overflow``, wait for the device; if ``model_grad`` has inf or nan, return True and write nothing.
+    """
     if check_overflow and not torch.isfinite(model_grad).all():
         return True
     master_grad.copy_(model_grad.to(master_grad.dtype) * a + stashed_grad * b)

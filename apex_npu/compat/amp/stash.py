@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What scripts touch on an optimizer that amp has adopted: ``_amp_stash`` and the methods around it."""
+"""The names that scripts use on an optimizer adopted by amp: ``_amp_stash`` and the methods around it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Aside = dict[int, tuple[Tensor, Tensor]]
 
 
 class Legacy:
-    """What is kept with an optimizer for scripts that use Apex's private names.
+    """The values kept with an optimizer for scripts that use Apex's private names.
 
-    ``names``: what they have put into ``_amp_stash``. ``aside``: gradients that make way for a backward that the script
-    scales; None: there is none.
+    ``names`` holds what scripts have put into ``_amp_stash``. ``aside`` holds the gradients set aside for a backward
+    that the script scales, or None.
     """
 
     def __init__(self, names: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -40,7 +40,7 @@ class Legacy:
         return {"names": self.names, "aside": None}
 
     def clear(self) -> None:
-        """The gradients have been cleared."""
+        """Note that the gradients have been cleared."""
         self.aside = None
 
 
@@ -52,9 +52,9 @@ def _legacy(state: AmpOptimizerState) -> Legacy:
 
 
 def set_grads_aside(groups: list[GradGroup]) -> Aside:
-    """Stash the gradients that are there, for ``unscale_and_add``, so that a scaled backward does not add to them.
+    """Stash the current gradients for ``unscale_and_add``, so that a scaled backward does not add to them.
 
-    Masters keep theirs: backward does not write there.
+    The masters keep their gradients, since backward does not write there.
     """
     clear_saturation(groups)
     aside: Aside = {}
@@ -64,7 +64,7 @@ def set_grads_aside(groups: list[GradGroup]) -> Aside:
             group.copied.put_aside()
         for param, source in zip(group.params, group.sources, strict=True):
             if param is source and param.grad is not None:
-                # A fused optimizer's gradient is a view of a buffer, into which the next one will be gathered.
+                # A fused optimizer's gradient is a view of a buffer, into which the next gradient is gathered.
                 aside[id(param)] = param, param.grad if group.flat is None else param.grad.clone()
                 param.grad = None
     return aside
@@ -81,10 +81,10 @@ def unscale_and_add(groups: list[GradGroup], aside: Aside, scaler: LossScaler) -
 
 
 class LiveList(list[Any]):
-    """A list that is made at each look, so that what a script did to it would be lost: it says so instead.
+    """A list built at each access, which refuses edits because they would be lost.
 
-    It is a list, as torch's ``_foreach`` functions ask for. An element that is there already can be assigned: scripts
-    that exchange a parameter do so in ``param_groups`` first.
+    It is a list because torch's ``_foreach`` functions require one. An element that is already in its place can be
+    assigned, since scripts that exchange a parameter first do so in ``param_groups``.
     """
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -105,12 +105,12 @@ class LiveList(list[Any]):
 
 
 class AmpStash:
-    """A live view of amp's state of an optimizer, under Apex's names.
+    """A live view, under Apex's names, of the state that amp keeps for an optimizer.
 
-    The lists are built at each access, and cannot be edited. The flags can be assigned:
-    ``params_have_scaled_gradients`` says whether the gradients that are there are scaled (by the first loss scale); the
-    others change nothing, since masters exist from ``initialize`` on and amp itself knows when to skip. Other names can
-    be assigned, too, and are kept.
+    The lists are built at each access and cannot be edited. The flags can be assigned.
+    ``params_have_scaled_gradients`` says whether the present gradients are scaled, by the first loss scale. The other
+    flags change nothing: masters exist from ``initialize`` on, and amp itself knows when to skip. Other names can be
+    assigned as well and are kept.
     """
 
     __slots__ = ("_optimizer", "_state")
@@ -162,7 +162,7 @@ class AmpStash:
         return sorted([*_FLAGS, *self._lists(), *_legacy(self._state).names])
 
     def _lists(self) -> dict[str, list[Any]]:
-        """The lists that there are at this level."""
+        """Return the lists that exist at this level."""
         aside = _legacy(self._state).aside or {}
 
         def stashed(params: list[Tensor]) -> list[Tensor | None]:
@@ -208,7 +208,7 @@ _FLAGS: dict[str, Callable[[AmpOptimizerState], bool]] = {
     "params_have_scaled_gradients": lambda state: state.awaits_block,
     "process_zero_grad": lambda state: True,
 }
-# In a ``_group_step`` of the script's own: what ``apex_npu.compat.group_steps`` has for each parameter group.
+# Inside a ``_group_step`` of the script: what ``apex_npu.compat.group_steps`` has for each parameter group.
 _COMBINED = {
     "combined_params_indexed_by_group": "param",
     "combined_grads_indexed_by_group": "grad",
@@ -217,7 +217,7 @@ _COMBINED = {
 
 
 class LegacyOptimizerNames(Optimizer):
-    """Accessors: what Apex put on optimizers, and recipes use; see ``apex_npu.amp.accessors``."""
+    """Accessors for the names that Apex put on optimizers and recipes use; see ``apex_npu.amp.accessors``."""
 
     _amp_state: Any
 
@@ -227,7 +227,7 @@ class LegacyOptimizerNames(Optimizer):
 
     @property
     def accelerate(self) -> bool:
-        """What Ascend's patch calls ``combine_grad``; without it ``combine_ddp`` averages nothing."""
+        """Ascend's name for ``combine_grad``; without it ``combine_ddp`` averages nothing."""
         return bool(self._amp_state.policy.combine_grad)
 
     @accelerate.setter
@@ -237,34 +237,34 @@ class LegacyOptimizerNames(Optimizer):
         self._amp_state.combine(combine_grad=bool(value))
 
     def _check_already_combined_params_and_grads(self) -> None:
-        """Raise a TypeError, before a copy of one of Ascend's optimizers steps: with this call those begin."""
+        """Raise a TypeError before a copy of one of Ascend's optimizers steps: their steps begin with this call."""
         raise TypeError(
             f"{type(self).__name__} is a copy of one of Ascend's optimizers, which step tensors that Ascend's patch "
             "has combined. Import the one of apex.optimizers instead, or derive from that and keep the _group_step"
         )
 
     def _amp_lazy_init(self) -> None:
-        """Nothing: masters exist from ``initialize`` on."""
+        """Do nothing: masters exist from ``initialize`` on."""
 
     def _lazy_init_maybe_master_weights(self) -> None:
-        """Nothing: masters exist from ``initialize`` on."""
+        """Do nothing: masters exist from ``initialize`` on."""
 
     def _master_params_to_model_params(self) -> None:
-        """Round the masters, after they were written by the script, into the model."""
+        """Round the masters into the model after the script has written to them."""
         copy_masters_to_model(self._amp_state.pairs)
 
     def _prepare_amp_backward(self) -> None:
-        """Before one or several backwards that the script scales: set the gradients of earlier ones aside."""
+        """Set the existing gradients aside before one or several backwards that the script scales."""
         state: AmpOptimizerState = self._amp_state
         if _legacy(state).aside is None:
-            state.resolve()  # while there is something to look at
+            state.resolve()  # while the gradients are still in place
             groups = state.grad_groups(self)
             if state.pending is not None:
                 state.pending.unscale_now_(state, groups)
             _legacy(state).aside = set_grads_aside(groups)
 
     def _post_amp_backward(self, loss_scaler: LossScaler) -> None:
-        """After it: unscale the new gradients, copy them to the masters, and add the earlier ones."""
+        """Unscale the gradients of the backwards, copy them to the masters, and add the ones set aside."""
         state: AmpOptimizerState = self._amp_state
         unscale_and_add(state.grad_groups(self), _legacy(state).aside or {}, loss_scaler)
         _legacy(state).aside = None

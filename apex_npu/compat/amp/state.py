@@ -20,7 +20,7 @@ from apex_npu.distributed.rank_progress import is_first_rank
 __all__ = ["AmpState", "_amp_state", "container_abcs", "master_params", "maybe_print", "warn_or_err"]
 
 
-# Those of Apex and of Ascend's patch.
+# The options of Apex and of Ascend's patch.
 _OPTIONS = (
     "enabled", "opt_level", "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights",
     "loss_scale", "combine_grad", "combine_ddp", "ddp_replica_count", "user_cast_preferred", "check_combined_tensors",
@@ -28,7 +28,7 @@ _OPTIONS = (
 
 
 class OptProperties:
-    """What the level and the overrides of ``initialize`` have come to: read-only; ``options`` has all of it."""
+    """The options that result from the level and the overrides of ``initialize``; read-only, all in ``options``."""
 
     def __init__(self, policy: Policy) -> None:
         vars(self)["options"] = {name: getattr(policy, name) for name in _OPTIONS}
@@ -43,9 +43,9 @@ class OptProperties:
 
 
 class AmpState:
-    """What Apex's modules shared, as far as scripts read it.
+    """The state that Apex's modules share, as far as scripts read it.
 
-    As in Apex, what only ``initialize`` sets is no attribute before it, so that ``hasattr`` can be used.
+    As in Apex, the attributes that ``initialize`` sets do not exist before it, so that ``hasattr`` can be used.
 
     Attributes:
         hard_override: Makes ``warn_or_err`` print instead of raise. It lifts no check of this library.
@@ -55,7 +55,7 @@ class AmpState:
 
     @property
     def hard_override(self) -> bool:
-        """See the class."""
+        """If True, ``warn_or_err`` prints instead of raising."""
         return self._hard_override
 
     @hard_override.setter
@@ -66,7 +66,7 @@ class AmpState:
 
     @property
     def allow_incoming_model_not_fp32(self) -> bool:
-        """True: ``initialize`` accepts models with float16 or bfloat16 parameters."""
+        """If True, ``initialize`` accepts models with float16 or bfloat16 parameters."""
         return settings.accept_low_precision_models
 
     @allow_incoming_model_not_fp32.setter
@@ -75,7 +75,7 @@ class AmpState:
 
     @property
     def verbosity(self) -> int:
-        """0 silent, 1 normal; can be assigned."""
+        """The amount of printing: 0 is silent, 1 is normal. It can be assigned."""
         session = current()
         return 1 if session is None else session.verbosity
 
@@ -123,13 +123,13 @@ _amp_state = AmpState()
 
 
 def warn_or_err(msg: str) -> None:
-    """Raise ``msg`` as a RuntimeError, or with ``hard_override`` print it."""
+    """Raise ``msg`` as a RuntimeError, or print it with ``hard_override``."""
     if not _amp_state.hard_override:
         raise RuntimeError(msg)
     print(f"Warning:  {msg}")
 
 
 def maybe_print(msg: str, rank0: bool = False) -> None:
-    """Print ``msg`` unless amp is silent; with ``rank0`` on the first rank alone."""
+    """Print ``msg`` unless amp is silent; with ``rank0``, only on the first rank."""
     if _amp_state.verbosity > 0 and (not rank0 or is_first_rank()):
         print(msg)

@@ -17,44 +17,44 @@ __all__ = [
 
 
 def is_cuda_enabled() -> bool:
-    """True for a torch that was built for CUDA."""
+    """Return True for a torch that was built for CUDA."""
     return torch.version.cuda is not None
 
 
 def is_tensor_like(x: object) -> bool:
-    """True for tensors."""
+    """Return True for tensors."""
     return isinstance(x, Tensor)
 
 
 def is_floating_point(x: Tensor) -> bool:
-    """True for floating-point tensors."""
+    """Return True for floating-point tensors."""
     return x.is_floating_point()
 
 
 def is_nested(x: object) -> bool:
-    """True for lists and tuples."""
+    """Return True for lists and tuples."""
     return isinstance(x, (list, tuple))
 
 
 def is_fp_tensor(x: Any) -> bool:
-    """True for a floating-point tensor, and for lists and tuples of nothing else."""
+    """Return True for a floating-point tensor, and for lists and tuples that hold nothing else."""
     if is_nested(x):
         return all(is_fp_tensor(item) for item in x)
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def type_string(x: Tensor) -> str:
-    """The last part of the tensor's type: "HalfTensor"."""
+    """Return the last part of the tensor's type, such as "HalfTensor"."""
     return x.type().rpartition(".")[2]
 
 
 def scalar_python_val(x: Any) -> Any:
-    """The one value of a tensor."""
+    """Return the single value of a tensor."""
     return x.item() if hasattr(x, "item") else x[0]
 
 
 def filter_attrs(module: Any, attrs: Iterable[str]) -> list[str]:
-    """The names among ``attrs`` that ``module`` has."""
+    """Return the names among ``attrs`` that ``module`` has."""
     return [name for name in attrs if hasattr(module, name)]
 
 
@@ -65,16 +65,16 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
 
 
 def maybe_half(x: Any, name: str = "", verbose: bool = False) -> Any:
-    """``x``, a tensor or nested lists of tensors, in float16. The other arguments are accepted."""
+    """Return ``x``, a tensor or nested lists of tensors, in float16. The other arguments have no effect."""
     return _cast(x, torch.float16)
 
 
 def maybe_float(x: Any, name: str = "", verbose: bool = False) -> Any:
-    """``x``, a tensor or nested lists of tensors, in float32. The other arguments are accepted."""
+    """Return ``x``, a tensor or nested lists of tensors, in float32. The other arguments have no effect."""
     return _cast(x, torch.float32)
 
 
 def casted_args(cast_fn: Callable[[Any], Any], args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """``args`` with every floating-point tensor cast; ``kwargs`` are changed in place."""
+    """Return ``args`` with every floating-point tensor cast; ``kwargs`` is changed in place."""
     kwargs.update({name: cast_fn(value) for name, value in kwargs.items() if is_fp_tensor(value)})
     return [cast_fn(value) if is_fp_tensor(value) else value for value in args]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Wrappers that cast a function's arguments while a handle is active; what patches torch itself is not offered."""
+"""Wrappers that cast a function's arguments while a handle is active. Apex's functions that patch torch are absent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Function = Callable[..., Any]
 def make_cast_wrapper(
     orig_fn: Function, cast_fn: Callable[[Any], Any], handle: AmpHandle | NoOpHandle, try_caching: bool = False
 ) -> Function:
-    """``orig_fn``, with ``cast_fn`` applied to its floating-point arguments while ``handle`` is active."""
+    """Wrap ``orig_fn`` so that its floating-point arguments are cast by ``cast_fn`` while ``handle`` is active."""
 
     @functools.wraps(orig_fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -34,7 +34,7 @@ def make_cast_wrapper(
 
 
 def make_promote_wrapper(orig_fn: Function, cast_fn: Callable[[Any], Any], handle: AmpHandle | NoOpHandle) -> Function:
-    """Likewise, but only where arguments of float16 and float32 meet."""
+    """Wrap ``orig_fn`` like ``make_cast_wrapper``, but cast only where float16 and float32 arguments meet."""
     casting = make_cast_wrapper(orig_fn, cast_fn, handle)
 
     @functools.wraps(orig_fn)

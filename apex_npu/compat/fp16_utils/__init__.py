@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Explicit mixed precision, as it was before amp: for scripts that import apex.fp16_utils."""
+"""Explicit mixed precision from before amp, for scripts that import apex.fp16_utils."""
 
 from apex_npu.compat.fp16_utils.fp16_optimizer import FP16_Optimizer
 from apex_npu.compat.fp16_utils.fp16util import (

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``FP16_Optimizer``: masters and a loss scale around an optimizer, for a model that is in float16 already."""
+"""``FP16_Optimizer``: an optimizer with masters and a loss scale, for a model that is already in float16."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from apex_npu.ops import LOW_PRECISION
 
 __all__ = ["FP16_Optimizer"]
 
-# Below it, what overflows does not do so because of the scale.
+# Below this scale, overflows are not due to the scale.
 _HOPELESS_SCALE = 2.0**-24
 
 
 class FP16_Optimizer:
     """An optimizer that steps float32 masters of the low-precision parameters it was given.
 
-    ``optimizer.zero_grad()``, ``optimizer.backward(loss)`` in place of ``loss.backward()``, ``optimizer.step()``. New
-    code is better served by ``amp.initialize(model, optimizer, opt_level="O2")``.
+    Call ``optimizer.zero_grad()``, ``optimizer.backward(loss)`` instead of ``loss.backward()``, and
+    ``optimizer.step()``. In new code, prefer ``amp.initialize(model, optimizer, opt_level="O2")``.
 
-    ``init_optimizer``, an optimizer or a LARC, will have the masters in its parameter groups. ``dynamic_loss_args`` are
+    The parameter groups of ``init_optimizer``, an optimizer or a LARC, will hold the masters. ``dynamic_loss_args`` are
     arguments of ``amp.scaler.LossScaler``. ``verbose`` prints each parameter.
 
     Raises:
-        TypeError: ``init_optimizer`` is no optimizer, or a parameter is neither in float32 nor in low precision.
+        TypeError: ``init_optimizer`` is not an optimizer, or a parameter is neither in float32 nor in low precision.
 
     Example::
 
@@ -73,16 +73,16 @@ class FP16_Optimizer:
         self.first_closure_call_this_step = True
         self.clip_grad_norm = clip_grad_norm_
         self._make_masters()
-        # Of the gradients that backward() without update_master_grads has left scaled; None: there are none.
+        # The gradients set aside while backward() without update_master_grads leaves scaled ones; None otherwise.
         self._aside: Aside | None = None
-        # Among the gradients that have been added up since they were cleared there is an inf or nan.
+        # True if a gradient added up since the last clear holds inf or nan.
         self._spoiled = False
 
     def _make_masters(self) -> None:
         self._state = AmpOptimizerState(OPT_LEVELS["O2"])
         self._state.masters.make(self.optimizer)
-        self._state.masters.end_following()  # what a script writes to the model is lost here, as in Apex
-        # Brings state that was there already to the masters' dtype.
+        self._state.masters.end_following()  # a script's writes to the model are lost here, as in Apex
+        # Casts existing state to the masters' dtype.
         self.optimizer.load_state_dict(self.optimizer.state_dict())
         model_of = {id(pair.master_param): pair.model_param for pair in self._state.pairs}
         # Per group: the parameters that have masters, these masters, and the trainable float32 parameters.
@@ -105,7 +105,7 @@ class FP16_Optimizer:
 
     @property
     def all_fp32_from_fp16_params(self) -> list[Tensor]:
-        """Their masters."""
+        """The masters of the low-precision parameters."""
         return [p for group in self.fp32_from_fp16_groups for p in group]
 
     @property
@@ -119,7 +119,7 @@ class FP16_Optimizer:
             print(msg)
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:
-        """Clear the gradients of model and masters, to zero or to None."""
+        """Clear the gradients of the model and the masters, to zero or to None."""
         self.optimizer.zero_grad(set_to_none=set_grads_to_None)
         for param in self.all_fp16_params:
             if set_grads_to_None:
@@ -130,9 +130,9 @@ class FP16_Optimizer:
         self._spoiled = False
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
-        """Backward from the loss, scaled in float32, then ``update_master_grads``. Gradients of several calls add up.
+        """Scale the loss in float32, run backward, and call ``update_master_grads``. Gradients of several calls add up.
 
-        With ``update_master_grads=False`` gradients stay scaled, for further calls: call that method before ``step``.
+        With ``update_master_grads=False`` gradients stay scaled for further calls. Call that method before ``step``.
         """
         if self._aside is None:
             self._aside = set_grads_aside(self._state.grad_groups(self.optimizer))
@@ -148,14 +148,14 @@ class FP16_Optimizer:
         self.overflow = self._spoiled = self.loss_scaler.update_scale() or self._spoiled
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip the masters' gradients to a common norm, and return it; −1 after an overflow, as there is none."""
+        """Clip the masters' gradients by their common norm, and return the norm, or −1 after an overflow."""
         stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
         return -1 if self.overflow else self.clip_grad_norm(stepped, max_norm, norm_type)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the masters and round them into the model; after an overflow do neither.
 
-        A ``closure`` calls ``zero_grad`` and ``backward`` of this object, and is called again while gradients overflow.
+        A ``closure`` calls this object's ``zero_grad`` and ``backward``. It is called again while gradients overflow.
         """
         if closure is None:
             if self.overflow:
@@ -171,7 +171,7 @@ class FP16_Optimizer:
 
     def _loss_without_overflow(self, closure: Callable[[], Any]) -> Any:
         if not self.first_closure_call_this_step:
-            # The optimizer has moved the masters since: it asks for the loss there.
+            # The optimizer has moved the masters since, and asks for the loss at the new values.
             self._master_params_to_model_params()
         self.first_closure_call_this_step = False
         loss = closure()
@@ -191,7 +191,7 @@ class FP16_Optimizer:
         copy_masters_to_model(self._state.pairs)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
-        """Per group, the gradients of what the optimizer steps; None, and a warning, after an overflow."""
+        """Return the gradients of what the optimizer steps, per group; after an overflow print a warning, return None."""
         if self.overflow:
             print(
                 "Warning:  calling FP16_Optimizer.inspect_master_grad_data while in an overflow state. Gradients are "
@@ -204,7 +204,7 @@ class FP16_Optimizer:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that is needed to go on: scaler, flags, the optimizer's state and the masters."""
+        """Return what is needed to resume: the scaler, the flags, the optimizer's state and the masters."""
         return {
             "loss_scaler": self.loss_scaler,
             "dynamic_loss_scale": self.dynamic_loss_scale,
@@ -215,10 +215,10 @@ class FP16_Optimizer:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from such a dict. Load the model first.
+        """Restore the state from a dict returned by ``state_dict``. Load the model first.
 
         Raises:
-            ValueError: The masters do not fit; nothing has been loaded then.
+            ValueError: The masters do not fit. Nothing has been loaded.
         """
         saved = [master for group in state_dict["fp32_from_fp16"] for master in group]
         own = self.all_fp32_from_fp16_params
@@ -244,7 +244,7 @@ class FP16_Optimizer:
 
     @property
     def loss_scale(self) -> float:
-        """The scale; can be assigned."""
+        """The loss scale. It can be assigned."""
         return self.loss_scaler.loss_scale()
 
     @loss_scale.setter
@@ -252,7 +252,7 @@ class FP16_Optimizer:
         self.loss_scaler._loss_scale = value
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("state", "param_groups"):  # the optimizer's
+        if name in ("state", "param_groups"):  # these belong to the optimizer
             return getattr(self.optimizer, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Explicit conversion: models to float16, masters to float32."""
+"""Explicit conversion of models to float16, and of masters to float32."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class tofp16(nn.Module):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """``input`` in float16."""
+        """Return ``input`` in float16."""
         return input.half()
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:
-    """Bring every affine batch norm in ``module`` to float32, in place, and return ``module``.
+    """Convert every affine batch norm in ``module`` to float32, in place, and return ``module``.
 
     Example::
 
@@ -53,7 +53,7 @@ def BN_convert_float(module: nn.Module) -> nn.Module:
 
 
 def network_to_half(network: nn.Module) -> nn.Sequential:
-    """``network`` in float16 except for affine batch norms, preceded by a layer that casts its input.
+    """Return ``network`` in float16 except for affine batch norms, preceded by a layer that casts its input.
 
     Example::
 
@@ -78,7 +78,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast ``network``, in place, but for its affine batch norms, and return it.
+    """Cast ``network`` in place, except for its affine batch norms, and return it.
 
     As in Apex, a batch norm without weights is cast, running statistics included. ``amp.initialize`` leaves both kinds
     in float32.
@@ -94,7 +94,7 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 class FP16Model(nn.Module):
-    """``network``, converted in place to float16 but for affine batch norms; inputs are cast, outputs are not.
+    """``network``, converted in place to float16 except for affine batch norms. Inputs are cast, outputs are not.
 
     Example::
 
@@ -108,17 +108,17 @@ class FP16Model(nn.Module):
         self.network = convert_network(network, torch.float16)
 
     def forward(self, *inputs: Tensor) -> Any:
-        """The network's output for ``inputs`` in float16."""
+        """Return the network's output for ``inputs`` cast to float16."""
         return self.network(*(input.half() for input in inputs))
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[nn.Parameter], list[Tensor]]:
-    """The trainable parameters of ``model``, and float32 masters with their values.
+    """Return the trainable parameters of ``model``, and float32 masters with their values.
 
-    With ``flat_master``, one flat master for all of them, with a gradient of zeros.
+    With ``flat_master``, all parameters have one flat master, whose gradient is zeros.
 
     Raises:
-        TypeError: ``flat_master``, and parameters of several dtypes.
+        TypeError: ``flat_master`` is True and the parameters have several dtypes.
 
     Example::
 
@@ -155,7 +155,7 @@ def model_grads_to_master_grads(
 ) -> None:
     """Copy the gradients of ``model_params`` to ``master_params``, the two lists of ``prep_param_lists``.
 
-    Where the model has none, neither has the master; a flat one has zeros there.
+    Where the model has no gradient, the master has none either; a flat master has zeros there.
 
     Example::
 
@@ -166,7 +166,7 @@ def model_grads_to_master_grads(
     """
     if not flat_master:
         for model, master in zip(model_params, master_params, strict=True):
-            # Never shared, even where the dtypes agree: clipping the master's must not clip the model's.
+            # Always a copy, even for equal dtypes: clipping the master's gradient must not clip the model's.
             master.grad = None if model.grad is None else model.grad.detach().to(master.dtype, copy=True)
         return
     (master,) = master_params
@@ -194,7 +194,7 @@ def master_params_to_model_params(
 
 
 def to_python_float(t: Any) -> Any:
-    """The one value of a tensor.
+    """Return the single value of a tensor.
 
     Example::
 

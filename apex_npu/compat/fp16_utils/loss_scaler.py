@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The loss scalers of apex.fp16_utils, for loops that scale the loss explicitly. ``FP16_Optimizer`` uses amp's."""
+"""The loss scalers of apex.fp16_utils, for loops that scale the loss themselves. ``FP16_Optimizer`` uses amp's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["DynamicLossScaler", "LossScaler", "to_python_float"]
 
 
 class LossScaler:
-    """A loss scale that stays.
+    """A static loss scale.
 
     Example::
 
@@ -29,27 +29,27 @@ class LossScaler:
 
     @property
     def loss_scale(self) -> float:
-        """The scale of now."""
+        """The current scale."""
         return self.cur_scale
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """False: a static scale does not look."""
+        """Return False: a static scale does not check."""
         return False
 
     def update_scale(self, overflow: bool) -> None:
-        """Nothing."""
+        """Do nothing: a static scale stays."""
 
     def scale_gradient(self, module: Any, grad_in: tuple[Tensor, ...], grad_out: Any) -> tuple[Tensor, ...]:
-        """A module's backward hook: its input gradients times the scale."""
+        """Return the input gradients times the scale; a backward hook of a module."""
         return tuple(self.loss_scale * grad for grad in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Backward from the loss times the scale."""
+        """Run backward from the loss times the scale."""
         (loss * self.loss_scale).backward(retain_graph=retain_graph)
 
 
 class DynamicLossScaler(LossScaler):
-    """A loss scale that shrinks at an overflow, to 1 at the least, and grows after ``scale_window`` steps without.
+    """A loss scale that shrinks at an overflow, to at least 1, and grows after ``scale_window`` steps without one.
 
     Example::
 
@@ -66,11 +66,11 @@ class DynamicLossScaler(LossScaler):
         self.scale_window = scale_window
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """True where a gradient of ``params`` holds inf or nan."""
+        """Return True if a gradient of ``params`` holds inf or nan."""
         return any(not bool(torch.isfinite(param.grad).all()) for param in params if param.grad is not None)
 
     def update_scale(self, overflow: bool) -> None:
-        """Take note of one step's outcome."""
+        """Adjust the scale to the outcome of one step."""
         if overflow:
             self.cur_scale = max(self.cur_scale / self.scale_factor, 1)
             self.last_overflow_iter = self.cur_iter

@@ -23,23 +23,22 @@ _MIB = 2**20
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """torch's DistributedDataParallel with Apex's arguments. Wrap the model after ``amp.initialize``.
 
-    As in Apex, parameters without a gradient are tolerated, and buffers are not broadcast at each forward. Both can be
-    changed with torch's own arguments: ``find_unused_parameters=False`` saves a walk over the graph per iteration.
-
-    Accepted, without effect, are ``allreduce_trigger_params``, ``num_allreduce_streams``,
-    ``gradient_average_split_factor`` and ``prof``.
+    As in Apex, parameters without a gradient are tolerated, and buffers are not broadcast at each forward. torch's own
+    arguments change both; ``find_unused_parameters=False`` saves a walk over the graph per iteration. The arguments
+    ``allreduce_trigger_params``, ``num_allreduce_streams``, ``gradient_average_split_factor`` and ``prof`` have no
+    effect.
 
     Args:
-        module: The model, the same in every process.
-        message_size: Elements per bucket of gradients that is reduced at once.
+        module: The model, which must be the same in every process.
+        message_size: The number of elements per bucket of gradients that is reduced in one call.
         delay_allreduce: Reduce all gradients in one bucket.
         allreduce_always_fp32: Reduce low-precision gradients in float32.
-        gradient_average: Divide by the number of processes.
-        gradient_predivide_factor: Divide by this before reducing, and by the rest afterwards.
+        gradient_average: Divide gradients by the number of processes.
+        gradient_predivide_factor: Divide gradients by this factor before reducing, and by the rest afterwards.
         **options: Arguments of ``torch.nn.parallel.DistributedDataParallel``.
 
     Raises:
-        ValueError: Arguments that contradict each other, or that are no longer supported.
+        ValueError: Arguments contradict each other or are no longer supported.
 
     Example::
 
@@ -80,7 +79,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             )
         numel = sum(p.numel() for p in module.parameters()) if delay_allreduce else message_size
         options.setdefault("bucket_cap_mb", max(1, -(-4 * numel // _MIB)))
-        # Newer torch has another name for the same, and warns of the old one.
+        # Newer torch has another name for this argument, and warns of the old one.
         names = inspect.signature(nn.parallel.DistributedDataParallel).parameters
         name = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
         options |= {} if "broadcast_buffers" in options else {name: options.get(name, False)}
@@ -93,11 +92,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self.register_comm_hook(None, reduction)
 
     def disable_allreduce(self) -> None:
-        """Keep gradients to this process from now on."""
+        """Stop reducing gradients; they stay in this process from now on."""
         self.require_backward_grad_sync = False
 
     def enable_allreduce(self) -> None:
-        """Reduce them again."""
+        """Reduce gradients over processes again."""
         self.require_backward_grad_sync = True
 
     def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
@@ -107,14 +106,14 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
 
 class _Reduction:
-    """A communication hook: how one bucket of gradients is reduced."""
+    """A communication hook that reduces one bucket of gradients."""
 
     def __init__(self, group: Any, in_fp32: bool, average: bool, predivide_factor: float) -> None:
         self.group = group
         self.in_fp32 = in_fp32
         self.predivide_factor = predivide_factor
         self.postdivide_factor = dist.get_world_size(group) / predivide_factor if average else 1.0
-        # torch quotes them when the hook is registered.
+        # torch quotes these names when the hook is registered.
         self.__name__ = self.__qualname__ = "apex_reduction"
 
     def __call__(self, state: Any, bucket: Any) -> Future[Tensor]:
@@ -125,21 +124,21 @@ class _Reduction:
         work = dist.all_reduce(reduced, group=self.group, async_op=True)
 
         def finish(future: Future[Any]) -> Tensor:
-            # Into the bucket, from which gradients may be views.
+            # Written into the bucket, since gradients may be views of it.
             return buffer.copy_(reduced.div_(self.postdivide_factor))
 
         reduced_later: Future[Tensor] = work.get_future().then(finish)
         return reduced_later
 
 
-# torch asks for none, or for the class GradBucket, which it has not everywhere.
+# torch requires no annotation, or the class GradBucket, which does not exist everywhere.
 _Reduction.__call__.__annotations__.clear()
 
 
 def flat_dist_call(
     tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
 ) -> None:
-    """A collective, ``call(tensor, *extra_args)``, on many tensors, in one call per dtype and device.
+    """Run a collective, ``call(tensor, *extra_args)``, on many tensors, in one call per dtype and device.
 
     With ``all_reduce`` the sums are divided by the number of processes.
 
@@ -160,10 +159,10 @@ def flat_dist_call(
 
 
 class Reducer:
-    """Averages gradients over processes when it is told to.
+    """Averages gradients over processes when ``reduce`` is called.
 
     Args:
-        module_or_grads_list: A module, whose parameters are broadcast from rank 0 at once; or gradients.
+        module_or_grads_list: A module, whose parameters are immediately broadcast from rank 0, or gradients.
 
     Example::
 
@@ -182,7 +181,7 @@ class Reducer:
             self.grads = list(_tensors(module_or_grads_list))
 
     def reduce(self) -> None:
-        """Average."""
+        """Average the gradients over processes."""
         grads = self.grads
         if self.module is not None:
             grads = [p.grad for p in self.module.parameters() if p.grad is not None]

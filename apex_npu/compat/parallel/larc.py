@@ -14,7 +14,7 @@ __all__ = ["LARC"]
 
 
 class LARC:
-    """Gives each parameter a learning rate of its own, by scaling its gradient before another optimizer steps.
+    """An optimizer wrapper that gives each parameter its own learning rate by scaling its gradient before the step.
 
     With p the parameter, g its gradient and wd the group's weight decay, which LARC applies:
 
@@ -22,8 +22,8 @@ class LARC:
         factor = min(local_lr / lr, 1) if clip else local_lr
         g ← factor · (g + wd · p)
 
-    A parameter whose |p| or |g| is 0 is left as it is, undecayed. ``amp.initialize`` and ``amp.scale_loss`` take a LARC
-    as they take the optimizer within, ``optim``, which has all that LARC has not.
+    A parameter whose |p| or |g| is 0 keeps its gradient, without decay. ``amp.initialize`` and ``amp.scale_loss``
+    accept a LARC like its inner optimizer ``optim``. LARC passes other attributes on to ``optim``.
 
     Example::
 
@@ -64,12 +64,12 @@ class LARC:
         for param in params:
             grad = param.grad
             assert grad is not None
-            # In float32: squares of float16 overflow.
+            # In float32, since squares of float16 overflow.
             param_norm, grad_norm = (torch.linalg.vector_norm(t, dtype=torch.float32) for t in (param, grad))
             factor = self.trust_coefficient * param_norm / (grad_norm + weight_decay * param_norm + self.eps)
             if self.clip:
                 factor = (factor / group["lr"]).clamp(max=1.0)
-            # On the device: asking for the norms' values here would wait for it once per parameter.
+            # On the device, since reading the norms here would wait for it once per parameter.
             applies = (param_norm != 0) & (grad_norm != 0)
             scaled = (grad + weight_decay * param) * factor.to(grad.dtype)
             grad.copy_(torch.where(applies, scaled, grad))

@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m apex.parallel.multiproc script.py ...``: a process of the script for each device.
+"""``python -m apex.parallel.multiproc script.py ...``: run one process of the script per device.
 
-Each gets ``--world-size N --rank I`` as its last arguments; ``--world-size`` can be given. All but the first write
-their standard output to ``GPU_I.log`` in the current folder. New scripts use torchrun.
+Each process gets ``--world-size N --rank I`` as its last arguments; ``--world-size`` can be given. All but the first
+write their standard output to ``GPU_I.log`` in the current folder. New scripts use torchrun.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAME = "apex.parallel.multiproc"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the script with its arguments in all processes; 0, or the exit status of the first one that failed."""
+    """Run the script in all processes; return 0, or the exit status of the first one that failed."""
     arguments = list(arguments)
     if "--world-size" in arguments:
         world_size = int(arguments[arguments.index("--world-size") + 1])
@@ -44,7 +44,7 @@ def _with_rank(arguments: list[str], rank: int) -> list[str]:
 
 
 def _interpreter() -> list[str]:
-    """What starts a script as this module was started, with the same name ``apex`` and on the same devices."""
+    """Return the command that starts a script as this module was started: the same ``apex``, the same devices."""
     if _NAME in sys.orig_argv:
         return [sys.executable, *sys.orig_argv[1 : sys.orig_argv.index(_NAME) - 1]]
     return [sys.executable, "-m", "apex_npu", "run"]

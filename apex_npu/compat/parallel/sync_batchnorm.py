@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Batch norm over the batches of all processes: torch's, with Apex's extras."""
+"""Batch norm over the batches of all processes: torch's class with Apex's additions."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ __all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group
 class SyncBatchNorm(nn.SyncBatchNorm):
     """``torch.nn.SyncBatchNorm``, whose state dict it shares, with two more ways to use it.
 
-    With ``channel_last`` the channels are the last dimension of the input rather than the second; ``fuse_relu`` applies
-    ReLU to the output.
+    With ``channel_last``, the channels are the last dimension of the input rather than the second. With ``fuse_relu``,
+    ReLU is applied to the output.
 
     Example::
 
@@ -52,14 +52,14 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         elif self.training and _has_peers(self.process_group):
             output = self._forward_from_operators(channels_second)
         else:
-            output = super(nn.SyncBatchNorm, self).forward(channels_second)  # batch norm, of this process alone
+            output = super(nn.SyncBatchNorm, self).forward(channels_second)  # batch norm of this process only
         output = output.movedim(1, -1) if moved else output
         if z is not None:
             output = output + z
         return output.relu() if self.fuse_relu else output
 
     def _forward_from_operators(self, input: Tensor) -> Tensor:
-        """What torch has as kernels for accelerators alone."""
+        """Compute with operators what torch has only as kernels for accelerators."""
         over = [d for d in range(input.dim()) if d != 1]
         shape = [1, -1] + [1] * (input.dim() - 2)
         wide = input.float() if input.dtype in LOW_PRECISION else input
@@ -84,7 +84,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 
 class _SumOverProcesses(torch.autograd.Function):
-    """The sum of a tensor over the processes of a group; so is its gradient, since every process uses the sum."""
+    """The sum of a tensor over a group's processes. The gradient is summed too, since every process uses the sum."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
@@ -133,7 +133,7 @@ def _converted(norm: _BatchNorm, process_group: Any, channel_last: bool) -> Sync
         raise RuntimeError(
             "a lazy batch norm has no number of channels yet; run the model once on a batch before converting it"
         )
-    # On no device: its own parameters are thrown away.
+    # Made on no device, since its own parameters are discarded.
     with torch.device("meta"):
         same = (norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
         converted = SyncBatchNorm(*same, process_group, channel_last=channel_last)
@@ -144,12 +144,12 @@ def _converted(norm: _BatchNorm, process_group: Any, channel_last: bool) -> Sync
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
-    """Divide the processes into groups of ``group_size`` neighbours, and return this process's; every one must call it.
+    """Divide the processes into groups of ``group_size`` neighbours, and return the group of this process.
 
-    For 0 there is one group, None.
+    Every process must call this function. For a ``group_size`` of 0 the result is None: one group of all.
 
     Raises:
-        ValueError: It does not divide the number of processes.
+        ValueError: ``group_size`` does not divide the number of processes.
 
     Example::
 

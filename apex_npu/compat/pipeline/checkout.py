@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A checkout of Apex, which is not trusted: its era, whether it is patched, and the change from one state to the other.
 
-git may run programs that a tree's git folder names. That folder is therefore asked for names alone: of commits, and of
-the folder of objects. All else uses a temporary git folder, which reads these objects and has its own settings.
+git may run programs that a tree's git folder names. That folder is therefore only asked for the names of commits and of
+the object folder. Everything else uses a temporary git folder, which reads these objects and has its own settings.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pathlib import Path
 
 from . import PipelineError, eras
 
-# The user's variables for the network. Others are dropped: GIT_DIR and the like may mean another repository.
+# The user's variables for the network. Others are dropped, since GIT_DIR and the like may mean another repository.
 _KEPT = {"GIT_SSH", "GIT_SSH_COMMAND", "GIT_SSL_CAINFO", "GIT_PROXY_COMMAND", "GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM"}
 _OPTIONS = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
 _OFFLINE = {"GIT_ALLOW_PROTOCOL": "none"}
 _NO_SETTINGS = _OFFLINE | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
-# Files are bytes, whatever filter, conversion or diff program .gitattributes asks for.
+# Files are treated as bytes, whatever filter, conversion or diff program .gitattributes names.
 _ATTRIBUTES = "* -text !eol !filter !ident !working-tree-encoding !diff !whitespace\n"
 
 
 def git(folder: Path, *arguments: str | Path, env: Mapping[str, str] | None = None, data: bytes = b"") -> bytes:
-    """What ``git arguments`` prints in ``folder``; a PipelineError where it fails, or there is no git."""
+    """Return the output of ``git arguments`` in ``folder``; raise a PipelineError if it fails or git is missing."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_") or name in _KEPT}
     environment |= {"LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0", **(env or {})}
     command = ["git", "-C", folder, *_OPTIONS, *arguments]
@@ -70,11 +70,11 @@ class Checkout:
         (self._own / "HEAD").write_text(f"{self.head}\n", encoding="ascii")
 
     def _ask(self, *arguments: str) -> str:
-        """The answer of the checkout's own git folder."""
+        """Return the answer of the checkout's own git folder."""
         return os.fsdecode(git(self.folder, "rev-parse", *arguments, env=_OFFLINE)).removesuffix("\n")
 
     def resolve(self, ref: str) -> str | None:
-        """The commit that ``ref`` names, if any."""
+        """Return the commit that ``ref`` names, if any."""
         for name in (ref, f"origin/{ref}"):
             try:
                 return self._ask("--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}")
@@ -83,20 +83,20 @@ class Checkout:
         return None
 
     def git(self, *arguments: str | Path, data: bytes = b"") -> bytes:
-        """What git prints of the checkout's objects and files, with the temporary git folder and no other settings."""
+        """Return git's output on the checkout's objects and files, using the temporary git folder and no other settings."""
         own = str(self._own)
         paths = {"GIT_DIR": own, "GIT_WORK_TREE": str(self.folder), "HOME": own, "XDG_CONFIG_HOME": own}
         return git(self.folder, *arguments, env=_NO_SETTINGS | paths, data=data)
 
     def _names(self, *arguments: str) -> list[str]:
-        """The paths that ``git arguments`` lists."""
+        """Return the paths that ``git arguments`` lists."""
         return [os.fsdecode(name) for name in self.git(arguments[0], "-z", *arguments[1:]).split(b"\0") if name]
 
     def patch(self, *, reverse: bool = False) -> str:
-        """Patch the checkout, or take the patch out, and return a line that says what has been done.
+        """Patch the checkout, or take the patch out, and return a line about the result.
 
         Raises:
-            PipelineError: The checkout is neither as upstream has it nor patched, or cannot be written. It stays as is.
+            PipelineError: The checkout is neither unmodified nor patched, or cannot be written. It stays unchanged.
         """
         era, (upstream, patched), is_patched = self.inspect()
         said = f"{'as upstream has it' if reverse else 'patched'}: {self.shown}, Apex {self.head[:8]} (era {era.name})"
@@ -109,7 +109,7 @@ class Checkout:
         return f"now {said}"
 
     def inspect(self) -> tuple[eras.Era, tuple[str, str], bool]:
-        """The era, git's trees as upstream has it and patched, and whether the files are those of the second tree.
+        """Return the era, git's upstream and patched trees, and whether the files are those of the patched tree.
 
         Raises:
             PipelineError: The era is unknown, its patch does not fit the commit, or there are other changes.
@@ -144,21 +144,21 @@ class Checkout:
         return era, (upstream, patched), not from_patched
 
     def _applied(self, patch: Path, *options: str) -> str:
-        """The tree that ``patch`` makes of the commit."""
+        """Return the tree that results from applying ``patch`` to the commit."""
         self.git("read-tree", self.head)
         self.git("apply", "--cached", "--verbose", *options, patch)
         return self.git("write-tree").decode().strip()
 
     def _differing(self, tree: str) -> set[str]:
-        """The files of ``tree`` for which the folder has other contents, something else or nothing."""
+        """Return the files of ``tree`` that are different or missing in the folder."""
         self.git("read-tree", tree)
         return set(self._names("diff", "--name-only", "--no-renames", "--ignore-submodules=all"))
 
     def _replace(self, before: str, after: str) -> None:
-        """Give the files that differ between two trees the contents of the second: all of them, or none.
+        """Give the files that differ between two trees the contents of the second; change all of them or none.
 
-        Both contents are written beside the files first, so that only renames are left to do, or to undo: a full disk
-        changes no file. A rename replaces a link, and never follows it.
+        Both contents are written beside the files first, so that only renames remain to be done or undone. A full disk
+        therefore changes no file. A rename replaces a link and never follows it.
         """
         paths = self._names("diff-tree", "-r", "--name-only", before, after)
         with tempfile.TemporaryDirectory(prefix=".apex_npu-", dir=self.folder) as aside:

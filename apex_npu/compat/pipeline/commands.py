@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The commands of ``scripts/*.sh``. ``python -m apex_npu`` has ``patch`` as well."""
+"""The commands of ``scripts/*.sh``. ``python -m apex_npu`` also has ``patch``."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from . import PipelineError
 
 
 def _printed(work: Callable[[argparse.Namespace], str]) -> Callable[[argparse.Namespace], int]:
-    """``work``, whose result or refusal is printed; its exit status is 0, 1 after a refusal, 130 after Ctrl-C."""
+    """Wrap ``work`` to print its result or refusal. Its exit status is 0, 1 after a refusal, or 130 after Ctrl-C."""
 
     def run(options: argparse.Namespace) -> int:
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             print(work(options), flush=True)
         except (PipelineError, OSError) as error:
-            # The names of files in a tree that is not trusted may have control characters.
+            # File names in a tree that is not trusted may have control characters.
             said = "".join(c if c.isprintable() or c == "\n" else "?" for c in str(error))
             print(f"apex_npu: {said}", file=sys.stderr)
             return 1
@@ -66,7 +66,7 @@ def _check(options: argparse.Namespace) -> str:
 
 
 def add_parser(commands: Commands) -> None:
-    """Add ``patch``."""
+    """Add the command ``patch``."""
     help = "patch a checkout of NVIDIA's Apex, so that it answers with apex_npu, or take the patch out"
     parser = add_command(commands, "patch", _printed(_patch), help)
     parser.add_argument("folder", type=Path, metavar="DIR", help="a git checkout of NVIDIA's Apex")

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A patched clone of upstream in a folder of its own, which is there whole or not at all."""
+"""A patched clone of upstream in its own folder, which is created completely or not at all."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .checkout import Checkout, git
 
 
 def generate(source: str | None, ref: str | None, out: Path) -> str:
-    """Clone upstream to ``out`` and patch the clone; patch an ``out`` that is there already.
+    """Clone upstream to ``out`` and patch the clone. Only patch ``out`` if it already exists.
 
     Args:
-        source: A folder or a URL; upstream's URL otherwise.
-        ref: A commit, tag or branch, or the name of an era; otherwise a folder's HEAD, or the default era.
+        source: A folder or a URL; the default is upstream's URL.
+        ref: A commit, tag or branch, or the name of an era; the default is a folder's HEAD, or the default era.
         out: The folder of the clone.
 
     Raises:
-        PipelineError: It cannot be done. ``out`` is as it was.
-        OSError: The same, where ``out`` cannot be written.
+        PipelineError: Cloning or patching fails. ``out`` is unchanged.
+        OSError: ``out`` cannot be written. It is unchanged.
     """
     upstream, commits = eras.tables()["upstream"], {era.name: era.commit for era in eras.load()}
     commit = commits.get(ref, ref) if ref else None
@@ -34,7 +34,7 @@ def generate(source: str | None, ref: str | None, out: Path) -> str:
         source, commit = source or upstream["url"], commit or commits[upstream["default"]]
     elif commit is None and Path(source, ".git").exists():
         checkout = Checkout(Path(source))
-        checkout.inspect()  # other changes would not be in the clone
+        checkout.inspect()  # the clone would not have other changes
         commit = checkout.head
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent.resolve()) as folder:
@@ -48,7 +48,7 @@ def clone(source: str, ref: str, target: Path) -> Path:
     """Clone ``source`` to ``target``, with the files of ``ref`` as its commit has them, and return ``target``.
 
     Raises:
-        PipelineError: There is no ``ref``, or no ``source``.
+        PipelineError: ``ref`` or ``source`` does not exist.
     """
     source = str(Path(source).resolve()) if Path(source).exists() else source
     git(target.parent, "clone", "--quiet", "--no-checkout", "--config", "core.autocrlf=false", "--", source, target)

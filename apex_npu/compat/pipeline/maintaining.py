@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""From an edited checkout to the patch of its era, and a check of all patches on clones of their commits."""
+"""Write the patch of an era from an edited checkout, and check all patches on clones of their commits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .fetching import clone
 
 MAX_FILES = 8
 MAX_LINES = 60
-# More than one line of context would fail to fit where upstream has edited nearby.
+# With more lines of context, the patch would not fit where upstream has edited nearby lines.
 _OPTIONS = ("--no-renames", "--full-index", "--unified=1", "--diff-algorithm=myers", "--no-indent-heuristic")
 _ROOT = Path(__file__).resolve().parents[3]
 _SMOKE = """
@@ -37,7 +37,7 @@ optimizer.step()
 
 
 def difference(checkout: Checkout) -> bytes:
-    """The patch that leads from the commit to the files, new ones included that git does not ignore."""
+    """Return the patch from the commit to the files, including new ones that git does not ignore."""
     checkout.git("read-tree", checkout.head)
     names = checkout.git("ls-files", "-z", "--modified", "--others", "--exclude-standard")
     checkout.git("update-index", "-z", "--add", "--remove", "--stdin", data=names)
@@ -45,7 +45,7 @@ def difference(checkout: Checkout) -> bytes:
 
 
 def check_limits(patch: bytes) -> dict[str, int]:
-    """The number of changed lines of each file; refused are a large patch and a hunk without its reason."""
+    """Return the number of changed lines per file; refuse a large patch, and a hunk without its reason."""
     lines = {}
     for part in re.split(rb"^diff --git a/", patch, flags=re.MULTILINE)[1:]:
         name = part.partition(b" b/")[0].decode()
@@ -62,10 +62,10 @@ def check_limits(patch: bytes) -> dict[str, int]:
 
 
 def make_patch(checkout: Checkout) -> str:
-    """Write the patch of the era whose commit ``checkout`` has, and return a line that says what has been done.
+    """Write the patch of the era whose commit ``checkout`` has, and return a line about the result.
 
     Raises:
-        PipelineError: It is no era's commit, or its changes are no patch.
+        PipelineError: The commit is not that of an era, or the changes break the rules for patches.
     """
     era = next((era for era in eras.load() if era.commit == checkout.head), None)
     if era is None:
@@ -84,7 +84,7 @@ def check(source: str) -> str:
     """Check the patches of all eras whose commit ``source`` has, and return a line per era.
 
     Raises:
-        PipelineError: A patch is not as it should be, or there was none to check.
+        PipelineError: A patch fails its check, or no patch could be checked.
     """
     said = []
     for era in eras.load():

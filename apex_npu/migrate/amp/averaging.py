@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whether a program averages gradients over processes itself: what amp does not see, and so cannot keep in step."""
+"""Detect gradients that a program averages over processes itself, which amp does not see and cannot keep in step."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.syntax import given_to, text
 
 _COLLECTIVE = re.compile(r"torch\.distributed\..*(reduce|gather|broadcast|all_to_all)\w*")
-# Functions of other libraries and other files, by their names.
+# Names of functions in other libraries and files that average gradients.
 _NAMED_SO = re.compile(r"all_?reduce|(average|reduce|sync)\w*grad", re.IGNORECASE)
-# What is made of a gradient by these is none.
+# The results of these functions on a gradient are not gradients.
 _NO_GRADIENT = re.compile("all|any|isfinite|isinf|isnan|item|max|mean|min|norm|numel|size|sum")
 _KEPT_BY = ("add", "append", "extend", "insert")
 
-# A variable: the scope that binds it, and its name; attributes by their text alone.
+# A variable: the scope that binds it, and its name. Attributes are known by their text only.
 _Variable = tuple[object, str]
 
 
@@ -41,7 +41,7 @@ class Averages:
                     self._makers |= maker
 
     def calls(self) -> Iterator[ast.Call]:
-        """The collectives that get gradients, and functions elsewhere that are called so."""
+        """Yield the collectives that get gradients, and the calls of functions elsewhere with such a name."""
         for call in self._calls:
             dotted = self.program.dotted(call.func)
             name = getattr(call.func, "attr", getattr(call.func, "id", ""))
@@ -51,7 +51,7 @@ class Averages:
                 yield call
 
     def is_gradient(self, node: ast.AST) -> bool:
-        """Whether an expression has gradients in it."""
+        """Whether an expression contains gradients."""
         if isinstance(node, ast.Call):
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             if _NO_GRADIENT.fullmatch(name):
@@ -68,7 +68,7 @@ class Averages:
         return (None if "." in name else self.program.names.scope(node).find(name), name)
 
     def _stored(self, target: ast.AST) -> set[_Variable]:
-        """The variables that are bound, or whose parts are."""
+        """Return the variables that are bound, or whose parts are."""
         while isinstance(target, (ast.Subscript, ast.Starred)):
             target = target.value
         if isinstance(target, (ast.Tuple, ast.List)):
@@ -76,7 +76,7 @@ class Averages:
         return {self._variable(target)} if text(target) else set()
 
     def _flows(self, node: ast.AST) -> Iterator[tuple[ast.AST, set[_Variable], set[str]]]:
-        """What a node stores: a value, where it goes to, and the function that returns it."""
+        """Yield what a node stores: the value, the variables that get it, and the function that returns it."""
         if isinstance(node, ast.Assign):
             yield from ((node.value, self._stored(target), set()) for target in node.targets)
         elif isinstance(node, (ast.AnnAssign, ast.AugAssign, ast.NamedExpr)) and node.value is not None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rules that put amp into a program: all that it takes, or nothing. ``training.py`` tells what the program does."""
+"""Rules that add amp to a program: all the needed changes, or none. ``training.py`` analyses the program."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NOT_GIVEN = {"models", "optimizers", "opt_level", "enabled", "num_losses", "fus
 
 
 def check(program: Program) -> None:
-    """Say what the rules for amp find."""
+    """Report what the rules for amp find."""
     if not program.options.amp:
         return
     has_amp = _has_amp(program)
@@ -54,10 +54,10 @@ def check(program: Program) -> None:
 
 
 def arguments_of_initialize() -> frozenset[str]:
-    """What else ``amp.initialize`` can be given, read from its source: nothing is imported.
+    """Return the other arguments that ``amp.initialize`` accepts, read from its source without importing it.
 
-    Left out are what the rules give, and what asks for another loop than they write: losses with scales of their own,
-    gradients that stay scaled, averages over processes.
+    Arguments that the rules pass themselves are left out. So are those that need another loop than the rules write:
+    losses with their own scales, gradients that stay scaled, averages over processes.
     """
     source = Path(__file__).parents[2].joinpath("amp", "frontend.py").read_text(encoding="utf-8")
     functions = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
@@ -66,7 +66,7 @@ def arguments_of_initialize() -> frozenset[str]:
 
 
 def why_left(files: Iterable[Sequence[Finding]]) -> str:
-    """Why amp cannot be put into a program as a whole, by the findings of its files; "": it can, or is not to be."""
+    """Return why amp cannot be added to a whole program, by the findings of its files; "" if it can or need not be."""
     found = [finding for findings in files for finding in findings if finding.rule[0] in "AT"]
     rules = [finding.rule for finding in found if finding.status == "changed"]
     left = next((one for one in found if one.status in ("refused", "kept")), None)
@@ -82,7 +82,7 @@ def why_left(files: Iterable[Sequence[Finding]]) -> str:
 
 
 def drop_covered(program: Program) -> None:
-    """Forget what other rules say of text that is removed with torch.amp, or from the call of an optimizer."""
+    """Drop what other rules report of text that is removed with torch.amp or from the call of an optimizer."""
     edits = [(draft.rule[0], edit) for draft in program.changes() for edit in draft.edits]
     spans = [(edit.start, edit.end) for family, edit in edits if family == "T" or (family == "O" and not edit.text)]
     program.drafts = [
@@ -104,7 +104,7 @@ def _has_amp(program: Program) -> ast.stmt | None:
 
 
 def _report(put: Insertion) -> None:
-    """Say all of it."""
+    """Report all findings and changes."""
     training, torch_amp = put.training, put.torch_amp
     _check_libraries(put)
     if training.made:

@@ -1,3 +1,3 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which functions are cast: for reading; ``autocast/cast_lists.py`` is where it is decided."""
+"""The names of the functions that are cast, for reading only; ``autocast/cast_lists.py`` decides which they are."""

@@ -11,7 +11,7 @@ from apex_npu.autocast import cast_lists
 
 
 class CastList(tuple[str, ...]):
-    """Names that cannot be edited: the error says what to do instead."""
+    """A tuple of names that cannot be edited; the error says what to do instead."""
 
     __slots__ = ()
 
@@ -24,13 +24,13 @@ class CastList(tuple[str, ...]):
     append = extend = insert = remove = pop = clear = __setitem__ = __delitem__ = __iadd__ = _refuse
 
 
-# Promoted by torch itself, without help, so no table of ours has them.
+# torch promotes these itself, so no table of this package has them.
 _PROMOTED = [
     "add", "addcdiv", "addcmul", "atan2", "bilinear", "cross", "div", "dot",
     "eq", "equal", "ge", "gt", "le", "lt", "mul", "ne",
 ]  # fmt: skip
 _SEQUENCES = ["cat", "stack"]
-# Made of listed operators, so they follow.
+# These are made of listed operators and follow them.
 _COMPOSED = ["cross_entropy", "normalize", "softmin"]
 _OPERATORS = {
     "__matmul__": "matmul", "__pow__": "pow", "__rpow__": "pow", "__ipow__": "pow",
@@ -44,7 +44,7 @@ _OPERATORS = {
 def cast_list(owner: Any, kind: str) -> CastList:
     """The names in ``owner`` that run in half ("half"), in float ("float"), or in the widest type ("promote").
 
-    "sequence" gives those that take a list of tensors whose widest type counts.
+    "sequence" gives the functions that take a list of tensors and run in the widest type among them.
     """
     listed = {
         "half": cast_lists.HALF_OPS,
@@ -59,6 +59,6 @@ def cast_list(owner: Any, kind: str) -> CastList:
 
 def _existing(owner: Any, names: Iterable[str]) -> list[str]:
     names = set(names)
-    # Modules have operators as well, as every object has; tensors' are what is meant.
+    # Every object has operators, modules included; only those of tensors are meant.
     operators = {name for name, of in _OPERATORS.items() if of in names and isinstance(owner, type)}
     return sorted(operators | {name for name in names if callable(getattr(owner, name, None))})

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which names of torch.Tensor are cast."""
+"""The names of torch.Tensor that are cast."""
 
 import torch
 
@@ -10,4 +10,4 @@ MODULE = torch.Tensor
 FP16_FUNCS = cast_list(MODULE, "half")
 FP32_FUNCS = cast_list(MODULE, "float")
 CASTS = cast_list(MODULE, "promote")
-SEQUENCE_CASTS = CastList()  # cat and stack are no methods
+SEQUENCE_CASTS = CastList()  # cat and stack are not methods

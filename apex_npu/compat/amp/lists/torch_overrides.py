@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which names of torch are cast."""
+"""The names of torch that are cast."""
 
 import torch
 

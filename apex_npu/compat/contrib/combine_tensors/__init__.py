@@ -19,10 +19,10 @@ __all__ = [
 
 
 def get_aligned_storage_size(tensor: Tensor) -> int:
-    """Elements that ``tensor`` takes up in a combined tensor: ``ceil(n / 16) * 16 + 32`` for n in its storage.
+    """Return the elements that ``tensor`` occupies in a combined tensor: ``ceil(n / 16) * 16 + 32``, n in its storage.
 
     Raises:
-        RuntimeError: It is not of a floating dtype.
+        RuntimeError: ``tensor`` does not have a floating-point dtype.
     """
     if not tensor.is_floating_point():
         raise RuntimeError(f"only floating-point tensors can be combined, got {tensor.dtype}")
@@ -30,19 +30,19 @@ def get_aligned_storage_size(tensor: Tensor) -> int:
 
 
 def combine_npu(list_of_tensor: Sequence[Tensor], require_copy_value: bool = True) -> Tensor | None:
-    """Move tensors into one new, flat tensor; each keeps its identity, shape and aliases, and shares the memory.
+    """Move tensors into one new flat tensor. Each keeps its identity, shape and aliases, and shares the memory.
 
     Args:
-        list_of_tensor: Dense tensors of one dtype and device. Those that share a storage share a slot; a tensor listed
-            twice counts once.
-        require_copy_value: False leaves zeros in place of the values.
+        list_of_tensor: Dense tensors of one dtype and device. Tensors that share a storage share a slot. A tensor
+            listed twice counts once.
+        require_copy_value: If False, the values are replaced by zeros.
 
     Returns:
-        The flat tensor, 1-D, slots padded with zeros; None for an empty list.
+        The 1-D flat tensor, whose slots are padded with zeros, or None for an empty list.
 
     Raises:
-        TypeError: An item is no tensor, is sparse or a tensor subclass, or dtypes differ. Nothing has moved then.
-        ValueError: Devices differ, or an item is a small view of a larger storage: that is another owner's buffer.
+        TypeError: An item is not a tensor, is sparse or a tensor subclass, or dtypes differ. Nothing has been moved.
+        ValueError: Devices differ, or an item is a small view of a larger storage, which has another owner.
         torch.OutOfMemoryError: The buffer does not fit.
     """
     tensors = list(list_of_tensor)
@@ -73,7 +73,7 @@ def combine_npu(list_of_tensor: Sequence[Tensor], require_copy_value: bool = Tru
 
 
 def get_part_combined_tensor(combined_tensor: Tensor | None, index: int, size: int) -> Tensor | None:
-    """Elements [index, index + size) of a combined tensor, sharing its memory; None for no tensor, or size 0.
+    """Return elements [index, index + size) of a combined tensor, as a view; None for no tensor or for size 0.
 
     Raises:
         ValueError: The range is not inside the tensor.
@@ -88,7 +88,7 @@ def get_part_combined_tensor(combined_tensor: Tensor | None, index: int, size: i
 
 
 def is_combined_tensor_valid(combined_tensor: Tensor | None, list_of_tensor: Sequence[Tensor | None]) -> bool:
-    """True where every tensor of the list is wholly inside ``combined_tensor`` and has its dtype and device.
+    """Return True if every tensor of the list is wholly inside ``combined_tensor`` and has its dtype and device.
 
     An empty list is valid; a list with None in it, or with no combined tensor, is not.
     """

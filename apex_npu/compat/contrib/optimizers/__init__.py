@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The names that scripts import from apex.contrib.optimizers: NVIDIA's distributed optimizers, over ``fully_shard``.
 
-NVIDIA's average gradients, and keep state in parts, by themselves. ``fully_shard`` does both, of DTensors: what is left
-are the rules, with NVIDIA's arguments. Those that say how processes communicate are accepted, and have no effect.
-https://github.com/NVIDIA/apex, apex/contrib/optimizers.
+NVIDIA's optimizers average gradients and shard their state themselves. Here ``fully_shard`` does both with DTensors, so
+these classes keep only the update rules and NVIDIA's arguments. The arguments that control communication have no
+effect. Source: https://github.com/NVIDIA/apex, apex/contrib/optimizers.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["DistributedFusedAdam", "DistributedFusedLAMB"]
 
 
 class _OnShards:
-    """Mixed into an optimizer: its parameters are DTensors."""
+    """A mixin for optimizers whose parameters are DTensors."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters.
+        """Add a parameter group.
 
         Raises:
-            TypeError: One that is trained is a plain tensor: no process would get its gradients from others.
+            TypeError: A trainable parameter is a plain tensor: its gradients would not be shared between processes.
         """
         super().add_param_group(param_group)  # type: ignore[misc]
         groups: list[dict[str, Any]] = self.param_groups  # type: ignore[attr-defined]
@@ -43,10 +43,10 @@ class _OnShards:
                 )
 
     def clip_grad_norm(self, max_norm: float, parameters: Any = None, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients of all parameters to a common norm, over all processes; returns the norm before.
+        """Clip the gradients of all parameters by their norm over all processes; return the norm before clipping.
 
         Raises:
-            ValueError: ``parameters`` are given, and are not those of the optimizer.
+            ValueError: ``parameters`` is given and differs from the optimizer's parameters.
         """
         own = [p for group in self.param_groups for p in group["params"]]  # type: ignore[attr-defined]
         given = own if parameters is None else [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -62,13 +62,13 @@ class _OnShards:
 class DistributedFusedAdam(_OnShards, FusedAdam):
     """``FusedAdam`` on parameters that ``fully_shard`` has sharded, with the arguments of NVIDIA's optimizer.
 
-    The state is float32, as the parameters are. ``communication`` are NVIDIA's other arguments, without effect:
-    ``fully_shard`` and its policy decide these.
+    The state and the parameters are float32. ``communication`` takes NVIDIA's other arguments, which have no effect:
+    ``fully_shard`` and its policy decide how processes communicate.
 
     Raises:
-        ValueError: A value is out of range, or the state would have another precision.
-        TypeError: A value is no number, a parameter is a plain tensor, or an argument is unknown.
-        RuntimeError: ``amsgrad`` is asked for.
+        ValueError: A value is out of range, or asks for state of another precision.
+        TypeError: A value is not a number, a parameter is a plain tensor, or an argument is unknown.
+        RuntimeError: ``amsgrad`` is True.
     """
 
     def __init__(
@@ -101,12 +101,12 @@ class DistributedFusedAdam(_OnShards, FusedAdam):
 class DistributedFusedLAMB(_OnShards, FusedLAMB):
     """``FusedLAMB`` on parameters that ``fully_shard`` has sharded, with the arguments of NVIDIA's optimizer.
 
-    ``communication`` are NVIDIA's other arguments, without effect. ``step_supports_amp_scaling``: a GradScaler hands
-    its scale over to the step.
+    ``communication`` takes NVIDIA's other arguments, which have no effect. With ``step_supports_amp_scaling``, a
+    GradScaler passes its scale to the step.
 
     Raises:
         ValueError: A value is out of range.
-        TypeError: A value is no number, a parameter is a plain tensor, or an argument is unknown.
+        TypeError: A value is not a number, a parameter is a plain tensor, or an argument is unknown.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class DistributedFusedLAMB(_OnShards, FusedLAMB):
         )
 
 
-# What NVIDIA's have to say about how they communicate, and where they keep buffers.
+# NVIDIA's arguments about communication and buffers.
 _OF_ADAM = (
     "grad_sync_dtype param_sync_dtype device process_group distributed_process_group redundant_process_group "
     "average_grad_sync overlap_grad_sync overlap_param_sync bucket_cap_mb pipeline_size contiguous_param_buffer "

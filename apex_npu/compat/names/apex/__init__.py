@@ -6,5 +6,5 @@ from apex_npu.compat import install_as_apex
 
 __apex_npu__ = True
 if __name__ == "apex":
-    # Puts the real modules into sys.modules, this name's included, where Python looks once this file is done.
+    # Puts the real modules into sys.modules, including this one, where Python looks when this file is done.
     install_as_apex(force=True)
