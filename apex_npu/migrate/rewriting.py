@@ -215,7 +215,7 @@ def _respect_npu(program: Program, unsure: set[int]) -> None:
 
 
 def _speaks_of_npu(program: Program, *, ours: bool) -> int | None:
-    """Where the program names an NPU in code, as an offset; with ``ours``, in a way that the sure rules do not."""
+    """Return the offset where the program names an NPU; with ``ours``, in a way that the sure rules do not."""
     devices = strings.Devices(program)
     texts = {one for one in program.every(ast.Constant) if re.fullmatch(r"npu(:\d+)?", str(one.value))}
     for text in [one for one in program.every(ast.Constant) if one in texts] if ours else ():

@@ -75,7 +75,7 @@ class AmpHandle:
         return id(self._session)
 
     def is_active(self) -> bool:
-        """True while functions are cast: not after the handle is deactivated or replaced, nor inside ``disable_casts``."""
+        """True while functions are cast: not when the handle is inactive or replaced, nor inside ``disable_casts``."""
         casts = self._session.casts
         return (
             current() is self._session

@@ -114,7 +114,7 @@ class LossScaler:
         self._has_overflow = False
 
     def update_scale(self) -> bool:
-        """Choose the next scale; return True if the last unscaled gradients overflowed and the step is to be skipped."""
+        """Choose the next scale; return True if the gradients unscaled last overflowed and the step is skipped."""
         should_skip = self.dynamic and self._has_overflow
         self._scaler.update(should_skip)
         return should_skip
@@ -154,8 +154,8 @@ class LossScaler:
     ) -> None:
         """Write model gradients divided by the scale, plus those stashed before, into master gradients.
 
-        Only the model gradients are checked for inf and nan. After an overflow nothing is done. ``scale_override`` holds
-        the scales of the model gradients, the stashed ones and the sum; by default they are this scale, 1 and 1.
+        Only the model gradients are checked for inf and nan. After an overflow nothing is done. ``scale_override``
+        holds the scales of the model gradients, the stashed ones and the sum; by default they are this scale, 1 and 1.
         """
         if self._has_overflow:
             return

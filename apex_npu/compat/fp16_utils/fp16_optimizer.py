@@ -191,7 +191,7 @@ class FP16_Optimizer:
         copy_masters_to_model(self._state.pairs)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
-        """Return the gradients of what the optimizer steps, per group; after an overflow print a warning, return None."""
+        """Return the gradients of what the optimizer steps, per group; after an overflow warn and return None."""
         if self.overflow:
             print(
                 "Warning:  calling FP16_Optimizer.inspect_master_grad_data while in an overflow state. Gradients are "

@@ -83,7 +83,7 @@ class Checkout:
         return None
 
     def git(self, *arguments: str | Path, data: bytes = b"") -> bytes:
-        """Return git's output on the checkout's objects and files, using the temporary git folder and no other settings."""
+        """Return git's output on the checkout's objects and files, using only the temporary git folder's settings."""
         own = str(self._own)
         paths = {"GIT_DIR": own, "GIT_WORK_TREE": str(self.folder), "HOME": own, "XDG_CONFIG_HOME": own}
         return git(self.folder, *arguments, env=_NO_SETTINGS | paths, data=data)

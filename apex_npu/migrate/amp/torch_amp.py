@@ -49,7 +49,7 @@ class TorchAmp:
         self.uses = [node for node in uses if text(node) in self.scalers]
 
     def _passed(self) -> list[tuple[str, ast.expr]]:
-        """What functions of this file, that get a scaler as an argument, call it, and the places that pass it on."""
+        """Return the scaler arguments of functions in this file: their names, and the places that pass them."""
         functions: dict[str, list[ast.FunctionDef]] = {}
         for node in self.program.every(ast.FunctionDef):
             if isinstance(self.program.parent(node), ast.Module):

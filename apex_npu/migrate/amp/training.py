@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a program does to train: where optimizers are made, of which models, and which steps follow a backward."""
+"""The training steps of a program: where optimizers are made, of which models, and which steps follow a backward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 
 class UnclearError(Exception):
-    """What stands in the way of amp: a place, the id of a rule, and why."""
+    """An obstacle to amp: a place, the id of a rule, and the reason."""
 
     def __init__(self, node: ast.expr | ast.stmt, rule: str, reason: str) -> None:
         super().__init__(reason)
@@ -74,7 +74,7 @@ class Training:
         return (call for call in self.calls if isinstance(call.func, ast.Attribute) and call.func.attr == name)
 
     def offset(self, node: ast.expr | ast.stmt) -> int:
-        """Where ``node`` begins."""
+        """Return the offset where ``node`` begins."""
         return self.program.source.span(node)[0]
 
     def _made(self, call: ast.Call) -> Made:
@@ -132,7 +132,7 @@ class Training:
         return any(method in MOVES for method in methods)
 
     def scope_of(self, node: ast.AST, name: str) -> Scope | None:
-        """Where the name, or the first name of an attribute, is bound."""
+        """Return the scope that binds the name, or the first name of an attribute."""
         return self.program.names.scope(node).find(name.partition(".")[0])
 
     def _check_made(self) -> None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which name is what: imports followed by scope. A parameter, local, loop or class variable of that name shadows."""
+"""Resolve names by imports and scope. A parameter, local, loop or class variable of the same name shadows an import."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def _outside(node: ast.AST) -> list[ast.AST]:
 
 
 def _of_comprehension(scope: Scope, parent: ast.AST | None) -> Scope:
-    """Where a name is stored: ``:=`` inside a comprehension binds in the function around it."""
+    """Return the scope that stores a name: ``:=`` inside a comprehension binds in the function around it."""
     if isinstance(parent, ast.NamedExpr):
         while isinstance(scope.node, _COMPREHENSIONS) and scope.outer is not None:
             scope = scope.outer

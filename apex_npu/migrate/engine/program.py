@@ -18,7 +18,7 @@ from .source import Edit, Source, UnreadableError, apply_edits, parse, same_else
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """What a rule says of one place. Lines and columns count from 1; columns count characters.
+    """The report of a rule on one place. Lines and columns count from 1; columns count characters.
 
     Example::
 
@@ -91,7 +91,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Options:
-    """What the rules are told.
+    """The options of the rules.
 
     Example::
 
@@ -294,7 +294,7 @@ class Program:
         self.drafts[since:] = [one.refused(message) if concerns(one) else one for one in self.drafts[since:]]
 
     def changes(self) -> list[Draft]:
-        """What is to be changed."""
+        """Return the drafts that are to be changed."""
         return [draft for draft in self.drafts if draft.status == "changed"]
 
     def rewritten(self) -> str:

@@ -105,7 +105,7 @@ class Source:
         return self._starts[line - 1]
 
     def indent(self, node: ast.stmt) -> str:
-        """What stands on the line of a statement before it."""
+        """Return the text before a statement on its line."""
         return self.text[self.line_start(node.lineno) : self.span(node)[0]]
 
     def line_end(self, line: int) -> int:
@@ -115,7 +115,7 @@ class Source:
         return start + len(self.text[start:end].rstrip("\r\n"))
 
     def newline(self, line: int) -> str:
-        """What ends a line; for the last line, what ends the first."""
+        """Return the characters that end a line; for the last line, those that end the first."""
         for one in (line, 1):
             if one < len(self._starts):
                 return self.text[self.line_end(one) : self._starts[one]]
@@ -200,7 +200,7 @@ def same_elsewhere(source: Source, tree: ast.Module, edits: Sequence[Edit], text
 
 
 def _first(source: Source, node: ast.stmt) -> int:
-    """Where a statement begins, or its first decorator."""
+    """Return the offset where a statement, or its first decorator, begins."""
     return min(source.span(one)[0] for one in (node, *getattr(node, "decorator_list", ())))
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What stands where in a program: names as written, the statements, functions and lines around a node."""
+"""Syntax helpers: names as written, and the statements, functions and lines around a node."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def text(node: ast.AST) -> str:
 
 
 def method_of(call: ast.Call) -> tuple[str, str]:
-    """Whose method is called, as the program writes it, and which."""
+    """Return the object whose method is called, as written, and the method's name."""
     return (text(call.func.value), call.func.attr) if isinstance(call.func, ast.Attribute) else ("", "")
 
 
@@ -63,7 +63,7 @@ def is_argument(program: Program, node: ast.AST, name: str) -> bool:
 
 
 def given_to(function: ast.FunctionDef | ast.AsyncFunctionDef, call: ast.Call) -> dict[str, ast.expr]:
-    """What a call of a function or method of the program gives for its arguments, by their names."""
+    """Return the values that a call of a function or method of the program passes, by argument name."""
     places = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
     named = {*places, *(one.arg for one in function.args.kwonlyargs)}
     given = dict(zip(places[places[:1] == ["self"] :], call.args, strict=False))
@@ -71,7 +71,7 @@ def given_to(function: ast.FunctionDef | ast.AsyncFunctionDef, call: ast.Call) -
 
 
 def argument(call: ast.Call, place: int, name: str) -> ast.expr | None:
-    """What a call gives for an argument, by its place or its name."""
+    """Return the value that a call passes for an argument, by place or name."""
     given = [*call.args[place : place + 1], *(one.value for one in call.keywords if one.arg == name)]
     return given[0] if given else None
 

@@ -117,7 +117,7 @@ def rewrite_notebook(data: bytes, path: str, rewrite: Callable[[str], Rewritten]
 
 
 def _in_file(text: str, piece: _Text, offset: int) -> int:
-    """Where the character number ``offset`` of a string is in the JSON text."""
+    """Return the offset in the JSON text of a string's character number ``offset``."""
     at = piece.start
     for _ in range(offset):
         at = _ESCAPE.match(text, at).end()  # type: ignore[union-attr]

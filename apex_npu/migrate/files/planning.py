@@ -153,7 +153,7 @@ class _Work:
             self.done[shown] = Rewritten(data, (unreadable(shown, error.rule, error.reason),))
 
     def findings(self) -> dict[Path, Sequence[Finding]]:
-        """What was said of each module."""
+        """Return the findings of each module."""
         return {path: self.done[str(path)].findings for path in self.modules if str(path) in self.done}
 
     def choose_script(self, main: Path) -> None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which files are one program, by their imports, and what they get from one another: names, optimizers.
+"""Find the files of one program by their imports, and the names and optimizers that they share.
 
 amp is put into all files of a program, or into none.
 """

@@ -69,7 +69,7 @@ def summary(plan: Plan, *, written: bool) -> str:
 
 
 def unified_diff(plan: Plan) -> str:
-    """What changes, as ``diff -u`` shows it."""
+    """Return the changes in the format of ``diff -u``."""
     pieces = []
     for change in plan.files:
         old, new = (_text(data).splitlines(keepends=True) for data in (change.before, change.after))
@@ -140,7 +140,7 @@ def _result(finding: Finding) -> dict[str, object]:
 
 
 def explanation(rule: Rule) -> str:
-    """A rule with its example, what a report says of that, and where else the rule applies."""
+    """Return a rule with its example, the report on it, and where else the rule applies."""
     options = replace(rule.options, own=EXAMPLES) if rule.id[0] == "R" or rule.id == "D170" else rule.options
     rewritten = rewrite(rule.example.encode(), options=options)
     assert isinstance(rewritten.source, bytes)

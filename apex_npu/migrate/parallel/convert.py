@@ -113,7 +113,7 @@ def _last(call: ast.Call) -> str:
 
 
 def _parallel(program: Program) -> Iterator[ast.expr]:
-    """What a script for several cards has."""
+    """Yield the parts of a script that is already for several cards."""
     for node in program.every(ast.Name, ast.Attribute):
         dotted = program.dotted(node)
         if dotted in _SAMPLERS:

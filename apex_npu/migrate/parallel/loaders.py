@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which DataLoaders a program trains with, and which loops count its epochs."""
+"""Find the DataLoaders that a program trains with, and the loops that count its epochs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ORDERS = {
 
 
 def unseeded(program: Program) -> Iterator[tuple[ast.Call, bool]]:
-    """What each process draws for itself, and whether that is a split of data."""
+    """Yield the calls that each process draws for itself, and whether each is a split of data."""
     calls = [*program.every(ast.Call)]
     seeds = [(call, seeded) for call in calls if (seeded := _seeded(program, call))]
     for call in calls:
@@ -159,7 +159,7 @@ class Loaders:
 
 
 def _inside(node: ast.expr) -> ast.expr:
-    """What a loop goes over, without the calls around it that count or show progress."""
+    """Return the iterable of a loop, without the calls around it that count or show progress."""
     while isinstance(node, ast.Call) and node.args and text(node.func).rpartition(".")[2] in _AROUND:
         node = node.args[0]
     return node

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a program does with a model inside of DistributedDataParallel: what it looks into is the model inside."""
+"""Find where a program looks into a model that is wrapped in DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Wrapped:
 
 
 def given_for(training: Training, name: str, node: ast.AST) -> list[ast.expr]:
-    """What an argument is given, or another name is assigned."""
+    """Return the values that an argument gets, or that another name is assigned."""
     if "." not in name and is_argument(training.program, node, name):
         return [given for _, given in training.passed(name, node)]
     return [one.value for one in training.assigned(name, node)]

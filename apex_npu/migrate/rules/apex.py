@@ -32,12 +32,12 @@ def exports(module: str) -> frozenset[str]:
 
 
 def _top_names() -> frozenset[str]:
-    """What ``import apex_npu as apex`` gives as ``apex.name``."""
+    """Return the names that ``import apex_npu as apex`` gives as ``apex.name``."""
     return exports("apex_npu") | {"apex", "apex_C", "change_data_ptr"}
 
 
 def _lacking(name: str) -> str | None:
-    """Of a dotted name of apex's, the part that we do not have or that is private; None where all is there."""
+    """Return the part of a dotted apex name that is missing here or private; None if all of it exists."""
     parts = name.split(".")
     for count, part in enumerate(parts, 1):
         start = ".".join(parts[:count])

@@ -251,7 +251,7 @@ class Rule:
 
     @property
     def source(self) -> str:
-        """Where the behaviour is documented; "": nowhere else."""
+        """The page that documents the behaviour, or ""."""
         return next(_SOURCES[key] for key in (self.id, self.id[0], "") if key in _SOURCES)
 
     @property

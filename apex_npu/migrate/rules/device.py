@@ -33,7 +33,7 @@ _OF_SEQUENCES = ["all", "any", "enumerate", "iter", "len", "list", "map", "max",
 
 
 def missing(parts: list[str], *, similar: bool = False) -> str | None:
-    """Of a name after ``torch.cuda.``, as its parts, the part without a counterpart; None where there is one.
+    """Return the part of a name after ``torch.cuda.`` that has no counterpart; None if all have one.
 
     With ``similar``, a counterpart that is only similar is one.
     """

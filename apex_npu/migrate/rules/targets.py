@@ -226,7 +226,7 @@ def target_of(program: Program) -> Npu:
 
 
 def torch_name(program: Program) -> str | None:
-    """What torch is called at the top level."""
+    """Return the name of torch at the top level."""
     module = program.names.module
     return next((name for name in module.bindings if program.names.meanings(name, module) == {"torch"}), None)
 

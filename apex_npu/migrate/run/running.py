@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``run --device npu``: a script whose modules are rewritten as they are imported. No file changes.
+"""``run --device npu``: run a script and rewrite its modules on import. No file changes.
 
 Lines keep their numbers, so tracebacks are right; ``linecache`` has the new text, so that ``inspect.getsource`` and
 what compiles functions see it. Modules elsewhere than below the script's folder stay as they are, and find an NPU.
@@ -52,7 +52,7 @@ def npu_arguments(arguments: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Run:
-    """What is run, and how."""
+    """The script or module to run, and the settings for it."""
 
     script: str  # a file, or the name of a module
     is_module: bool = False
@@ -157,7 +157,7 @@ class _SpawnedSpec(ModuleSpec):
 
     @property
     def parent(self) -> str:
-        """What relative imports begin from."""
+        """The package that relative imports start from."""
         return self._package
 
 
