@@ -39,14 +39,14 @@ class NpuFusedAdadelta(FusedOptimizer):
         weight_decay: L2 penalty.
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
-        capturable: Likewise.
+        capturable: See ``FusedOptimizer``.
         state_dtype: See ``FusedOptimizer``; ``"int8"`` is kept in bfloat16.
-        stochastic_rounding: Likewise.
-        of_torch: Likewise.
+        stochastic_rounding: See ``FusedOptimizer``.
+        of_torch: See ``FusedOptimizer``.
 
     Raises:
         ValueError: A value is out of range.
-        TypeError: A value is no number.
+        TypeError: A value is not a number.
 
     Example::
 
@@ -88,7 +88,7 @@ class NpuFusedAdadelta(FusedOptimizer):
         )
 
     def validate(self, group: ParamGroup) -> None:
-        """Check ``group``."""
+        """Check the hyper-parameters of ``group``."""
         check_non_negative("learning rate", "lr", group["lr"])
         check_unit_interval("rho value", "rho", group["rho"])
         check_non_negative("epsilon value", "eps", group["eps"])
@@ -99,7 +99,7 @@ class NpuFusedAdadelta(FusedOptimizer):
         return ("square_avg", "acc_delta")
 
     def call(self, run: Run, group: ParamGroup) -> Call:
-        """The rule."""
+        """Bind the op of the rule to ``run``, with its arguments."""
         return adadelta_.bind(
             run.param,
             run.scaled_grad,

@@ -31,7 +31,7 @@ class FusedAdagrad(FusedOptimizer):
 
     Duchi et al. 2011, https://jmlr.org/papers/v12/duchi11a.html. State: ``step``, ``sum`` h (shape and dtype of the
     parameter, float32 for float16 and bfloat16). Groups also have ``lr_decay`` and ``initial_accumulator_value``, both
-    0: torch.optim.Adagrad reads them in a state dict, and its own values apply here once its state dict is loaded.
+    0, because torch.optim.Adagrad reads them in a state dict. Loading its state dict here applies its values.
 
     Args:
         params: Parameters or parameter groups, as for any torch optimizer.
@@ -41,14 +41,14 @@ class FusedAdagrad(FusedOptimizer):
         set_grad_none: What ``zero_grad()`` does without an argument.
         adagrad_w_mode: Decouple the decay.
         capturable: See ``FusedOptimizer``.
-        fuse_grad_scaler: Likewise; None: where it is capturable.
+        fuse_grad_scaler: See ``FusedOptimizer``; None means the value of ``capturable``.
         state_dtype: See ``FusedOptimizer``.
-        stochastic_rounding: Likewise.
-        of_torch: Likewise.
+        stochastic_rounding: See ``FusedOptimizer``.
+        of_torch: See ``FusedOptimizer``.
 
     Raises:
         ValueError: A value is out of range.
-        TypeError: A value is no number.
+        TypeError: A value is not a number.
 
     Example::
 
@@ -96,14 +96,14 @@ class FusedAdagrad(FusedOptimizer):
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore ``state``, which may be of Apex's FusedAdagrad, whose groups lack torch's options."""
+        """Restore ``state``; if it is of Apex's FusedAdagrad, add torch's options, which its groups lack."""
         super().__setstate__(state)
         for group in (self.defaults, *self.param_groups):
             for name, value in _OF_TORCH.items():
                 group.setdefault(name, value)
 
     def validate(self, group: ParamGroup) -> None:
-        """Check ``group``."""
+        """Check the hyper-parameters of ``group``."""
         check_non_negative("learning rate", "lr", group["lr"])
         check_non_negative("epsilon value", "eps", group["eps"])
         check_non_negative("weight_decay value", "weight_decay", group["weight_decay"])
@@ -118,17 +118,17 @@ class FusedAdagrad(FusedOptimizer):
         return ("sum",)
 
     def initial_state(self, name: str, group: ParamGroup) -> float:
-        """As torch.optim.Adagrad has it."""
+        """``initial_accumulator_value``, as in torch.optim.Adagrad."""
         value: float = group["initial_accumulator_value"]
         return value
 
     def learning_rate(self, run: Run, group: ParamGroup) -> float | Tensor:
-        """``group["lr"]``, less what torch.optim.Adagrad's ``lr_decay`` takes off."""
+        """``group["lr"]``, reduced by ``lr_decay`` as in torch.optim.Adagrad."""
         lr = super().learning_rate(run, group)
         return lr / (1.0 + (run.step - 1.0) * group["lr_decay"]) if group["lr_decay"] else lr
 
     def call(self, run: Run, group: ParamGroup) -> Call:
-        """The rule."""
+        """Bind the op of the rule to ``run``, with its arguments."""
         return adagrad_.bind(
             run.param,
             run.scaled_grad,

@@ -29,7 +29,7 @@ class NpuFusedAdam(FusedOptimizer):
         v ← β₂ · v + (1 − β₂) · g²
         p ← p − lr / (1 − β₁ᵗ) · m / (sqrt(v̂) / sqrt(1 − β₂ᵗ) + eps)
 
-    where t counts a parameter's own steps and v̂ is v, or with ``amsgrad`` its running maximum.
+    where t counts a parameter's own steps. v̂ is v, or its running maximum with ``amsgrad``.
     Kingma & Ba 2014, https://arxiv.org/abs/1412.6980; AMSGrad: Reddi et al. 2018, https://arxiv.org/abs/1904.09237.
 
     State: ``step`` (float32, 0-dim; on the host unless ``capturable``), ``exp_avg`` m, ``exp_avg_sq`` v, with amsgrad
@@ -44,15 +44,15 @@ class NpuFusedAdam(FusedOptimizer):
         amsgrad: Use the maximum of all v so far.
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
-        capturable: Likewise.
+        capturable: See ``FusedOptimizer``.
         state_dtype: See ``FusedOptimizer``.
-        stochastic_rounding: Likewise.
+        stochastic_rounding: See ``FusedOptimizer``.
         decoupled_weight_decay: Must be False; ``NpuFusedAdamW`` has the decoupled decay.
         of_torch: See ``FusedOptimizer``.
 
     Raises:
         ValueError: A value is out of range.
-        TypeError: A value is no number.
+        TypeError: A value is not a number.
 
     Example::
 
@@ -108,7 +108,7 @@ class NpuFusedAdam(FusedOptimizer):
         )
 
     def validate(self, group: ParamGroup) -> None:
-        """Check ``group``."""
+        """Check the hyper-parameters of ``group``."""
         check_adam(group)
         check_bool("amsgrad", group["amsgrad"])
         if group.get("decoupled_weight_decay") and not self.decoupled and group["weight_decay"]:
@@ -121,18 +121,18 @@ class NpuFusedAdam(FusedOptimizer):
             )
 
     def add_torch_options(self, group: ParamGroup) -> None:
-        """As of ``FusedOptimizer``, with what tells torch's Adam from its AdamW."""
+        """Add ``FusedOptimizer``'s keys and ``decoupled_weight_decay``, which tells torch's Adam from its AdamW."""
         super().add_torch_options(group)
         if self.shows_decoupled:
-            # What was loaded without weight decay may say otherwise: there is no difference then.
+            # A group loaded without weight decay may have the other value: it makes no difference then.
             group["decoupled_weight_decay"] = self.decoupled
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
-        """First and second moment, and the latter's maximum."""
+        """The names of the first and second moment, and with amsgrad of the second's maximum."""
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
     def call(self, run: Run, group: ParamGroup) -> Call:
-        """The rule."""
+        """Bind the op of the rule to ``run``, with its arguments."""
         beta1, beta2 = group["betas"]
         return adam_.bind(
             run.param,

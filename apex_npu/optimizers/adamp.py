@@ -48,17 +48,17 @@ class NpuFusedAdamP(NormOptimizer):
         eps: Added to the denominator, and to norms.
         weight_decay: Decoupled decay.
         delta: Threshold below which gradient and weight count as perpendicular.
-        wd_ratio: Share of the decay that projected parameters get.
-        nesterov: Look ahead.
+        wd_ratio: Factor of the decay for projected parameters.
+        nesterov: Nesterov momentum.
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
-        capturable: Likewise.
-        state_dtype: Likewise.
-        stochastic_rounding: Likewise.
+        capturable: See ``FusedOptimizer``.
+        state_dtype: See ``FusedOptimizer``.
+        stochastic_rounding: See ``FusedOptimizer``.
 
     Raises:
         ValueError: A value is out of range.
-        TypeError: A value is no number.
+        TypeError: A value is not a number.
 
     Example::
 
@@ -108,7 +108,7 @@ class NpuFusedAdamP(NormOptimizer):
         )
 
     def validate(self, group: ParamGroup) -> None:
-        """Check ``group``."""
+        """Check the hyper-parameters of ``group``."""
         check_adam(group)
         check_non_negative("delta value", "delta", group["delta"])
         check_non_negative("wd_ratio value", "wd_ratio", group["wd_ratio"])
@@ -132,7 +132,7 @@ class NpuFusedAdamP(NormOptimizer):
         eps, weight_decay, delta = group["eps"], group["weight_decay"], group["delta"]
         lr, segments = self.learning_rate(run, group), run.segments(rows=True)
         if not isinstance(run.step, Tensor):
-            lr = float(lr)  # where the host counts, its arithmetic is that of the rate, too
+            lr = float(lr)  # where the host counts steps, it also computes the rate
         tables = run.remember("AdamP", delta, lambda: _Tables.of(run, delta, self._fused.full_param_of))
         param, grad, direction = run.wide_param(), run.wide_grad(), run.scratch("direction")
         exp_avg, exp_avg_sq = run.wide_state("exp_avg"), run.wide_state("exp_avg_sq")
@@ -183,14 +183,14 @@ class NpuFusedAdamP(NormOptimizer):
 
 
 class _Tables(NamedTuple):
-    """What a run's projections depend on beside its values.
+    """The constants of a run's projections.
 
     Attributes:
         owner: The index of each row's parameter.
-        row_limit: For each row the cosine below which it is projected; 0: never.
-        whole_limit: Likewise for each parameter as a whole.
-        ones: As many as five numbers for each row are.
-        of_params: Where the rows of each parameter are in these.
+        row_limit: The cosine below which a row is projected, for each row; 0 means never.
+        whole_limit: The cosine below which a whole parameter is projected, for each parameter; 0 means never.
+        ones: Ones, five for each row.
+        of_params: The segments of ``ones`` that belong to each parameter.
     """
 
     owner: Tensor
@@ -201,7 +201,7 @@ class _Tables(NamedTuple):
 
     @classmethod
     def of(cls, run: Run, delta: float, full_param_of: Callable[[Tensor], Tensor]) -> _Tables:
-        """Those of ``run``; of a part of a parameter the limits are those of the full one."""
+        """Make the tables of ``run``. A part of a parameter has the limits of the full parameter."""
         counts = [row_count(p) for p in run.params]
         limits = [
             (delta / max(1, p.numel() // row_count(p)) ** 0.5, delta / max(1, p.numel()) ** 0.5)
@@ -223,11 +223,11 @@ class _Tables(NamedTuple):
         )
 
     def sums_of_rows(self, values: Tensor) -> Tensor:
-        """Of five numbers for each row, those for each parameter."""
+        """Sum five numbers for each row into five numbers for each parameter."""
         return segment_dot(values.flatten(), self.ones, *self.of_params).view(5, -1)
 
 
 def _cosine_and_multiple(sums: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """|cos(g, p)|, and how many p there are in u, from the sums of p · g, g², p² and p · u."""
+    """Return |cos(g, p)| and (p · u) / ‖p‖² from the sums of p · g, g², p² and p · u."""
     norms = sums[1:3].sqrt().add_(eps)
     return sums[0].abs().div_(norms[0] * norms[1]), sums[3].div(norms[1].square())

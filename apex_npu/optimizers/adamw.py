@@ -18,7 +18,7 @@ from apex_npu.optimizers.state_formats import StateDtype
 class NpuFusedAdamW(NpuFusedAdam):
     """AdamW on flat buffers, with the rule and the results of torch.optim.AdamW.
 
-    ``NpuFusedAdam``, but the decay is decoupled::
+    It is ``NpuFusedAdam`` with decoupled decay::
 
         p ← p − lr · weight_decay · p,   then Adam's rule with the gradient alone.
 
@@ -33,10 +33,10 @@ class NpuFusedAdamW(NpuFusedAdam):
         amsgrad: Use the maximum of all v so far.
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
-        capturable: Likewise.
+        capturable: See ``FusedOptimizer``.
         state_dtype: See ``FusedOptimizer``.
-        stochastic_rounding: Likewise.
-        of_torch: Likewise.
+        stochastic_rounding: See ``FusedOptimizer``.
+        of_torch: See ``FusedOptimizer``.
 
     Example::
 

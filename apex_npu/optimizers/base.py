@@ -56,34 +56,34 @@ _PARAMS = itemgetter("params")
 
 
 class FusedOptimizer(CombinedAccessors, Optimizer):
-    """Steps flat buffers instead of tensors; in all else a ``torch.optim.Optimizer``.
+    """A ``torch.optim.Optimizer`` that steps flat buffers instead of single tensors.
 
-    Parameters, gradients and state of each device and dtype are in flat buffers, so a step is one pass of one kernel
-    over each, in one call for each param group. Fusing happens at the first step and keeps every Parameter's identity.
-    What the user does to tensors in between (``p.data = …``, ``.to()``, ``load_state_dict``, ``add_param_group``,
-    unfreezing) is noticed at the next step and followed from the values found then.
+    Parameters, gradients and state of each device and dtype are in flat buffers. A step is one pass of one kernel over
+    each, in one call for each param group. The first step fuses; every Parameter keeps its identity.
+    The next step detects changes to tensors (``p.data = …``, ``.to()``, ``load_state_dict``, ``add_param_group``,
+    unfreezing) and continues from the values that it finds.
 
     float16 and bfloat16 parameters are updated in float32 arithmetic and rounded once; their state is float32.
-    Parameters without a gradient are unchanged, their step count included, as in torch.optim.
+    Parameters without a gradient and their step counts are unchanged, as in torch.optim.
 
-    Every fused optimizer takes ``fuse_grad_scaler``: True lets ``torch.amp.GradScaler.step`` pass its scale and
-    its overflow flag, so that unscaling is part of the step. Then ``.grad`` stays scaled, before and after the step,
-    and tools that clip in between must be told (``scaler.unscale_``), as with torch's own fused optimizers.
+    Every fused optimizer takes ``fuse_grad_scaler``. True lets ``torch.amp.GradScaler.step`` pass its scale and its
+    overflow flag, so that unscaling is part of the step. Then ``.grad`` stays scaled, before and after the step.
+    Call ``scaler.unscale_`` before clipping, as with torch's own fused optimizers.
 
-    The rules of torch.optim take ``fused``, ``foreach`` and ``differentiable=False``, too, so that a call of torch's
-    optimizer need not be changed. There is one implementation here, so that they choose nothing.
+    The rules of torch.optim also accept ``fused``, ``foreach`` and ``differentiable=False``, so that a call of torch's
+    optimizer works unchanged. There is one implementation here, so these arguments have no effect.
 
-    Those that take ``state_dtype`` can keep their states in fewer bytes than float32's: ``torch.bfloat16``, ``"int8"``
-    (with one float32 scale for 128 elements), or a dict of these by the names of states. All rounding is stochastic,
-    with random numbers that depend on the step, the parameter and the element alone. ``optimizer.state`` shows objects
-    with ``dequantize()`` then, and ``state_dict()`` float32 tensors, which can be loaded with every ``state_dtype``.
-    Where a format is too narrow for a rule, a state is kept in a wider one: docs/memory.md has the list.
-    ``stochastic_rounding`` rounds bfloat16 parameters so, too, which then need no masters.
+    Optimizers that take ``state_dtype`` can keep their states in fewer bytes than float32. It is ``torch.bfloat16``,
+    ``"int8"`` (with one float32 scale for 128 elements), or a dict from names of states to these. Rounding is
+    stochastic, with random numbers that depend only on the step, the parameter and the element. ``optimizer.state``
+    then has objects with ``dequantize()``. ``state_dict()`` has float32 tensors, which load with every ``state_dtype``.
+    Where a format is too narrow for a rule, the state is kept in a wider one: docs/memory.md has the list.
+    ``stochastic_rounding`` also rounds bfloat16 parameters stochastically, which then need no masters.
 
-    Those that take ``capturable`` can be captured in a CUDA graph with it, as torch's can: steps are counted on the
-    device (``state["step"]`` is there), a learning rate that is a tensor there is read there, and no step waits for
-    the device; with ``fuse_grad_scaler`` not for a GradScaler's flag either. A capture must find everything as the step
-    before has left it: take some steps first. On a CPU nothing is different.
+    With ``capturable=True``, optimizers that take it can be captured in a CUDA graph, as torch's can. Steps are counted
+    on the device, where ``state["step"]`` is. A learning rate that is a tensor on the device is read there. No step
+    waits for the device; with ``fuse_grad_scaler`` this includes a GradScaler's flag. A capture must find everything
+    as the previous step left it: take some steps first. On a CPU the option has no effect.
 
     Example::
 
@@ -103,31 +103,31 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     """
 
     is_npu_fused_optimizer = True
-    # True where state_dict() shows a `step` per parameter, as torch.optim's optimizer of the same rule does; where that
-    # depends on the group, ``shows_step`` says it.
+    # True if state_dict() has a `step` per parameter, as torch.optim's optimizer of the same rule does. If this depends
+    # on the group, the rule overrides ``shows_step``.
     has_step_state: ClassVar[bool] = True
-    # States that only some hyper-parameters call for: a state dict may have them or lack them.
+    # States that only some hyper-parameters need: a state dict may have them or lack them.
     optional_states: ClassVar[tuple[str, ...]] = ()
     # States of one number for each parameter, rather than one for each element.
     scalar_states: ClassVar[tuple[str, ...]] = ()
     # True where no element's update depends on other elements, so that a part of a parameter can be stepped by itself.
     elementwise: ClassVar[bool] = False
-    # True where the rule adds up over processes what it takes of whole parameters; ``NormOptimizer`` sets it.
+    # True where the rule sums numbers of whole parameters over processes; ``NormOptimizer`` sets it.
     adds_up_parts: ClassVar[bool] = False
-    # True where ``update`` takes whatever may be a tensor: ``learning_rate``, ``run.step`` and ``run.found_inf``.
+    # True where ``update`` accepts tensors as ``learning_rate``, ``run.step`` and ``run.found_inf``.
     supports_capture: ClassVar[bool] = False
     # Keys that the groups of torch's optimizer have beside the rule's numbers, for state dicts: nothing reads them.
     torch_options: ClassVar[tuple[str, ...]] = ()
-    # True where ``update`` reads ``p.grad`` rather than ``run.grad``: gradients are unscaled in place before.
+    # True where ``update`` reads ``p.grad`` rather than ``run.grad``: gradients are unscaled in place before it.
     reads_param_grads: ClassVar[bool] = False
-    # The states that can be kept in other formats than float32: of rules whose ``update`` only passes them to their own
-    # op, or asks for ``run.wide_state`` and calls ``run.write_back``.
+    # The states that can be kept in formats other than float32. The rule's ``update`` must only pass them to its own
+    # op, or read ``run.wide_state`` and call ``run.write_back``.
     encodable_states: ClassVar[tuple[str, ...]] = ()
     # True: print when parameters had to be fused again, and why; "error": raise instead.
     check_combined_tensors: bool | Literal["error"] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """A subclass may have a ``_group_step``, as those of Ascend's optimizers do; see ``compat/group_steps.py``."""
+        """Accept subclasses with a ``_group_step``, as those of Ascend's optimizers; see ``compat/group_steps.py``."""
         super().__init_subclass__(**kwargs)
         if hasattr(cls, "_group_step"):
             hooks.group_steps().follow_group_step(cls)
@@ -137,7 +137,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         params: ParamsT,
         defaults: dict[str, Any],
         *,
-        fuse_grad_scaler: bool | None = False,  # None: where it is capturable
+        fuse_grad_scaler: bool | None = False,  # None: the value of ``capturable``
         capturable: bool = False,
         set_grad_none: bool = True,
         state_dtype: StateDtype = None,
@@ -153,7 +153,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         self.capturable = capturable
         if hasattr(self, "_group_step"):
             hooks.group_steps().check_group_step(self)
-        # The first is the name by which torch.amp.GradScaler asks.
+        # torch.amp.GradScaler reads the first by this name.
         fuses = capturable if fuse_grad_scaler is None else fuse_grad_scaler
         self._step_supports_amp_scaling = fuses and not self.reads_param_grads
         with naming(type(self).__name__):
@@ -173,7 +173,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     # What a rule provides
 
     def validate(self, group: ParamGroup) -> None:
-        """Check the hyper-parameters of ``group``, each with an error that names it, its rule and its value."""
+        """Check the hyper-parameters of ``group``; errors say which is wrong, what is allowed and its value."""
         raise NotImplementedError(f"{type(self).__name__} must define validate(group)")
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
@@ -185,46 +185,45 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         return self.has_step_state
 
     def widens_grads(self, group: ParamGroup) -> bool:
-        """True where ``update`` of ``group`` has 16-bit gradients of masters widened: it reads ``run.grad``."""
+        """True if ``update`` of ``group`` widens 16-bit gradients of masters, because it reads ``run.grad``."""
         return self.reads_param_grads or not self.encodable_states
 
     def group_defaults(self, group: ParamGroup) -> dict[str, Any]:
-        """What ``group`` has where it does not say otherwise."""
+        """The default hyper-parameters of ``group``."""
         return self.defaults
 
     def initial_state(self, name: str, group: ParamGroup) -> float:
-        """What the elements of state ``name`` are before a parameter's first step."""
+        """The value of the elements of state ``name`` before a parameter's first step."""
         return 0.0
 
     def before_updates(self, runs: list[tuple[Run, ParamGroup]]) -> None:
-        """Called once a step with all runs, before the first ``update``: for what spans all parameters."""
+        """Compute what spans all parameters. Called once a step, with all runs, before the first ``update``."""
 
     def update(self, run: Run, group: ParamGroup) -> None:
         """Apply the rule to ``run``: flat ``param``, ``grad``, ``state(name)``, and ``step``, counted from 1.
 
-        What it needs of ``run`` is asked for, and what it finds wrong is raised (as TypeError or ValueError), before
-        anything is written.
+        It must read ``run``'s buffers, and raise its errors (TypeError or ValueError), before it writes anything.
 
-        ``run.grad`` is never to be written. Ops that take a ``grad_scale`` and a ``model_param`` get
-        ``run.scaled_grad``, ``run.grad_scale`` and ``run.model_param()`` instead, and save a pass or two.
+        It must not write ``run.grad``. Ops that take a ``grad_scale`` and a ``model_param`` get
+        ``run.scaled_grad``, ``run.grad_scale`` and ``run.model_param()`` instead, which saves a pass or two.
         """
         op, operands, options = self.call(run, group)
         op(*operands, **options)
 
     def call(self, run: Run, group: ParamGroup) -> Call:
-        """In place of ``update``: the op that it calls, with its arguments; nothing is written by then.
+        """The op that ``update`` calls, with its arguments. A rule has this in place of ``update``; it writes nothing.
 
-        The runs of several param groups can be updated by one call of such a rule, and where a hyper-parameter of any
-        of them is wrong, none is.
+        One call of such a rule can update the runs of several param groups. If a hyper-parameter of any of them is
+        wrong, none is updated.
         """
         raise NotImplementedError(f"{type(self).__name__} must define update(run, group), or call(run, group)")
 
     def takes_lists(self, group: ParamGroup, fused: FusedGroup) -> bool:
-        """True where ``update`` reads ``run.is_listed``, and for ``fused`` a list saves the gathering."""
+        """True if ``update`` reads ``run.is_listed``, and a list of gradients saves gathering those of ``fused``."""
         return False
 
     def learning_rate(self, run: Run, group: ParamGroup) -> float | Tensor:
-        """``group["lr"]``: a tensor where that is one, and the device can read it by itself."""
+        """``group["lr"]``: a tensor if it is one and the device can read it without the host, else a float."""
         lr: float | Tensor = group["lr"]
         if type(lr) is float or (self.capturable and isinstance(lr, Tensor) and lr.device == run.param.device):
             return lr
@@ -234,7 +233,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """What torch puts around ``step``: hooks, and a range for profilers. Without either the step runs by itself."""
+        """Wrap ``step`` as torch does, in hooks and a profiler range; with neither active, call it directly."""
         hooked = Optimizer.profile_hook_step(func)
 
         @functools.wraps(func)
@@ -253,20 +252,20 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
         Args:
             closure: Reevaluates the loss; called with gradients enabled, before the update.
-            older: ``grad_scaler`` alone: a GradScaler that hands over itself, as torch's once did and torch_npu's does.
-                It is not in the signature, by which torch's own decides what to hand over.
+            older: Only ``grad_scaler`` is accepted: a GradScaler that passes itself, as torch's once did and
+                torch_npu's does. It is not in the signature, because torch's own reads that to decide what to pass.
 
         Returns:
-            What the closure returned, or None.
+            The value that the closure returned, or None.
 
         Raises:
             RuntimeError: A gradient is sparse, or of another dtype, or a CUDA graph is being captured that could not
-                replay this step; nothing has been updated then. Or a device has failed, or run out of memory, in the
-                middle of an update: the message says that this step cannot be repeated.
-            torch.OutOfMemoryError: There is no memory for state, and nothing has been updated then; or there was none
-                in the middle of an update, and the message says so.
-            TypeError: A parameter has become one of a dtype that cannot be fused; likewise. Or there is an argument
-                that a step does not have.
+                replay this step; nothing has been updated then. Or a device has failed, or run out of memory, during
+                an update: the message says that this step cannot be repeated.
+            torch.OutOfMemoryError: There is no memory for state, and nothing has been updated then. Or memory ran out
+                during an update, and the message says so.
+            TypeError: The dtype of a parameter has become one that cannot be fused, and nothing has been updated. Or
+                there is an argument that a step does not have.
         """
         scaler = grad_scaler_of(self, older) if older else None
         if (torch.cuda.is_initialized() or "torch_npu" in sys.modules) and is_capturing():
@@ -283,7 +282,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         return loss
 
     def _step(self) -> None:
-        """Skip, or fuse what is not, gather, count and update: in this order, so that errors come before any write."""
+        """Skip, or fuse, gather, count and update, in this order, so that errors come before any write."""
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and self.skips_on() != found_inf.device:
             if found_inf:
@@ -304,7 +303,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             for count, (update, operands, options) in self._updates(runs):
                 begun += count
                 update(*operands, **options)
-                # Writes to the flat buffer are invisible to autograd: without this it could not notice that a parameter
+                # Autograd does not see writes to the flat buffer: without this it could not detect that a parameter
                 # changed between forward and backward.
                 for run, _ in runs[updated:begun]:
                     increment_versions(run.params)
@@ -324,7 +323,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             self._shown.remember(self, self._slots())
 
     def _updates(self, runs: list[tuple[Run, ParamGroup]]) -> list[tuple[int, Call]]:
-        """The calls that update ``runs``, in order, each with how many of them it updates."""
+        """The calls that update ``runs``, in order, each with the number of runs that it updates."""
         if getattr(self.update, "__func__", None) is not FusedOptimizer.update:
             _check_learning_rates(runs)  # before the first of several updates
             return [(1, (self.update, pair, {})) for pair in runs]
@@ -335,9 +334,9 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         return list(zip(repeat(1), calls, strict=False)) if joined is None else [(len(calls), joined)]
 
     def _gather(self) -> list[tuple[FusedGroup, bytes]]:
-        """Bring gradients where ``update`` can read them: for each group, which of its slots have one, and where."""
+        """Make gradients readable by ``update``. Return, for each group, which slots have one and where it is."""
         found: list[tuple[FusedGroup, bytes]] = []
-        # A gradient may alias a parameter, which is about to be written: it is copied, unless it certainly does not.
+        # A gradient may alias a parameter, which is about to be written: it is copied unless it cannot alias one.
         in_place = InPlace.READ if self._all_in_slots else InPlace.WRITE
         for fused in self._fused.groups:
             grads = fused.grads
@@ -357,7 +356,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         runs: list[tuple[Run, ParamGroup]],
         found_inf: Tensor | None,
     ) -> None:
-        """Count one step for all slots that have a gradient, and append the ``runs`` that they make."""
+        """Count one step for all slots that have a gradient, and append their runs to ``runs``."""
         grad_scale = getattr(self, "grad_scale", None)
         groups, names = self.param_groups, self._fused.state_names
         for fused, states in gathered:
@@ -385,12 +384,12 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             self._shown.show_state(self, slot)
 
     def steps_by_rule_alone(self) -> bool:
-        """False for a class whose ``step`` or ``update`` does more than the rule that says that it heeds a flag."""
+        """False for a subclass that overrides ``step`` or ``update`` of the rule that sets ``supports_capture``."""
         cls: Any = type(self)
         return _steps_by_rule_alone(cls)
 
     def skips_on(self) -> torch.device | None:
-        """The device that can skip a step, for a number there that the host has not read; None: none can."""
+        """The device that can skip a step because of a number that the host has not read; None if none can."""
         if not self.capturable:
             return None
         devices = {p.device for group in self.param_groups for p in group["params"]}
@@ -400,7 +399,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop all gradients, or with ``set_to_none=False`` write zeros into those that exist.
 
-        Without an argument they are dropped, as torch does; NVIDIA's signatures have a ``set_grad_none`` for that.
+        Without an argument they are dropped, as in torch; NVIDIA's signatures have ``set_grad_none`` for this choice.
         """
         set_to_none = self.set_grad_none if set_to_none is None else set_to_none
         if set_to_none:
@@ -419,7 +418,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             memory.let_go()
 
     def _zero_slots(self) -> bool:
-        """Zero the slots, if all gradients are in them: it does not matter whether parameters are still in theirs."""
+        """Zero the slots if all gradients are in them. The parameters need not be in theirs. Return whether it did."""
         fits = self._all_fused and not self._fused.unfused and self._fused.are_listed(self._lists())
         held = self._flat_grads
         if not fits or not all(grads.all_present() for grads in held):
@@ -429,7 +428,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         return True
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Add parameters, at any time; they are fused at the next step and move nothing that is already fused.
+        """Add parameters, at any time. The next step fuses them, and moves nothing that is already fused.
 
         Raises:
             ValueError: A hyper-parameter is out of range, or the memory of a parameter has gaps.
@@ -451,9 +450,9 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             raise
 
     def flat_grads(self) -> list[FlatGrads]:
-        """The gradient buffers of all parameters, in order; fuses what is not.
+        """The gradient buffers of all parameters, in order. Fuses parameters that are not fused yet.
 
-        Without the C++ extension there are none.
+        Without the C++ extension the list is empty.
         """
         if not self._is_fused(for_step=False):
             self._fuse_outside_of_step()
@@ -466,7 +465,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             self._fuse_again(for_step=False)
 
     def fused_groups(self) -> list[FusedGroup]:
-        """What the last step has stepped: none before the first."""
+        """The fused groups of the last step; an empty list before the first."""
         return self._fused.groups
 
     @property
@@ -489,14 +488,14 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     # State dicts, copies
 
     def add_torch_options(self, group: ParamGroup) -> None:
-        """Give ``group`` the keys that those of torch's optimizer have: torch.distributed.checkpoint looks for them."""
+        """Give ``group`` the keys that torch's optimizer has in its groups: torch.distributed.checkpoint reads them."""
         # Not this optimizer's own capturable: torch's would refuse the state dict where it is loaded on a CPU.
         values = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
         for name in self.torch_options:
             group.setdefault(name, values[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """As of torch.optim, whose names and float32 tensors it has, whatever state is kept in."""
+        """Return the state dict, with torch.optim's names and float32 tensors, whatever format the state is kept in."""
         if not self.state_formats.are_special:
             return super().state_dict()
         shown = self.state
@@ -507,9 +506,9 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             self.state = shown
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict()`` of this optimizer, or of torch.optim's with the same rule, has returned.
+        """Load a state dict of this optimizer, or of torch.optim's optimizer with the same rule.
 
-        State is copied, in the precision it was saved with: torch's own method would round it to a float16 parameter's.
+        State is copied in the precision it was saved with; torch's own method would round it to a parameter's dtype.
 
         Raises:
             ValueError: Groups, parameters, shapes or hyper-parameters do not fit; the optimizer is unchanged.
@@ -528,19 +527,19 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             super().load_state_dict(state_dict)
             copy_loaded(self, loaded)
         except BaseException:
-            self.__dict__.update(before)  # what torch has rounded, or shares, is not to stay
+            self.__dict__.update(before)  # drop the state that torch has rounded, or shares
             raise
         finally:
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What torch's optimizers pickle, and the flags that are not in ``defaults``."""
+        """The attributes that torch's optimizers pickle, and the flags that are not in ``defaults``."""
         names = ("_step_supports_amp_scaling", "capturable", "set_grad_none", "state_formats")
         flags = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **flags}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore ``state``. Buffers are never part of it: a copy fuses its own at its first step."""
+        """Restore ``state``. It never has buffers: a copy fuses its own at its first step."""
         super().__setstate__(state)
         if "_fused" not in self.__dict__:
             self._forget_fusion()
@@ -557,7 +556,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         self._all_fused = self._prepares = False
 
     def _is_fused(self, *, for_step: bool) -> bool:
-        """True while every buffer matches what the user now has; only a step needs the present ``state``."""
+        """True while every buffer matches the user's tensors; ``state`` is compared only for a step."""
         record, groups = self._fused, self.param_groups
         if not self._all_fused or len(record.listed) != len(groups):
             return False
@@ -583,13 +582,13 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         return [group["params"] for group in self.param_groups]
 
     def _fuse_again(self, *, for_step: bool) -> None:
-        if is_capturing():  # parameters would move at once, and their values only when the graph is replayed
+        if is_capturing():  # parameters would move now, but their values only when the graph is replayed
             raise refusal(type(self).__name__, "its parameters or its state are not those of the step before")
-        # An interrupt leaves what follows to the next call: by then there are new buffers, which have no state yet.
+        # After an interrupt the next call does what follows, because new buffers may have no state yet.
         changed, self._all_fused = not self._all_fused, False
         self._fused.capturable = self.capturable
         with naming(type(self).__name__):
-            # Once more after a change: fusing moves storages, and with them what groups share that stay where they are.
+            # Repeat after a change: fusing moves storages, and groups that stay in place may share these.
             for stayed in (bool(self._fused.groups), False):
                 if not self._fused.follow(self._lists(), list(map(self.state_names, self.param_groups)), self._report):
                     break
@@ -639,7 +638,7 @@ def _check_learning_rates(runs: list[tuple[Run, ParamGroup]]) -> None:
 
 
 def _drop_repeated(group: ParamGroup) -> None:
-    """List each parameter once, which has one slot; torch has warned of those that are listed again."""
+    """Remove repeated parameters from ``group``: each has one slot. torch has already warned about them."""
     first = {id(p): i for i, p in reversed(list(enumerate(group["params"])))}
     if len(first) < len(group["params"]):
         for name in group.keys() & {"params", "param_names"}:
@@ -649,7 +648,7 @@ def _drop_repeated(group: ParamGroup) -> None:
 @functools.lru_cache(maxsize=64)
 def _steps_by_rule_alone(cls: Any) -> bool:
     rule = next(base for base in cls.__mro__ if "supports_capture" in vars(base))
-    # torch puts a wrapper into each class; the class that amp adds is no FusedOptimizer, and handles the flag.
+    # torch puts a wrapper into each class. The class that amp adds is not a FusedOptimizer, and handles the flag.
     steps = [vars(base)["step"] for base in cls.__mro__ if issubclass(base, FusedOptimizer) and "step" in vars(base)]
     return (
         all(inspect.unwrap(step) is inspect.unwrap(FusedOptimizer.step) for step in steps)

@@ -30,31 +30,31 @@ class NpuFusedBertAdam(NormOptimizer):
         v ← b2 · v + (1 − b2) · g²
         p ← p − lrₜ · (m / (sqrt(v) + e) + weight_decay · p)
 
-    with lrₜ = lr · schedule(t / t_total, warmup), t counting a parameter's own finished steps, or lr if t_total is -1.
-    https://github.com/huggingface/pytorch-pretrained-BERT, optimization.py. Gradients are not written. Defaults are
-    Ascend's: ``b2`` = 0.99 and no clipping, where the original has 0.999 and 1.0.
+    with lrₜ = lr · schedule(t / t_total, warmup), where t counts a parameter's own finished steps; lrₜ = lr if t_total
+    is -1. https://github.com/huggingface/pytorch-pretrained-BERT, optimization.py. Gradients are not written.
+    Defaults are Ascend's: ``b2`` = 0.99 and no clipping, where the original has 0.999 and 1.0.
     State: ``step``, ``exp_avg`` m, ``exp_avg_sq`` v (of the parameter's shape and dtype, but float32 for float16 and
     bfloat16).
 
     Args:
         params: Parameters or parameter groups, as for any torch optimizer.
         lr: Learning rate; required.
-        warmup: Share of ``t_total`` to warm up in, in [0, 1), or -1: none.
-        t_total: Steps in all, or -1: no schedule.
+        warmup: Share of ``t_total`` for warm-up, in [0, 1), or -1 for none.
+        t_total: Total number of steps, or -1 for no schedule.
         schedule: A name in ``SCHEDULES``.
         b1: Decay of m, in [0, 1).
         b2: Decay of v, in [0, 1).
         e: Added to the denominator.
         weight_decay: Decay added to the direction.
-        max_grad_norm: Norm to which each parameter's gradient is clipped; not positive: no clipping.
+        max_grad_norm: Norm to which each parameter's gradient is clipped; no clipping if it is not positive.
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
-        state_dtype: Likewise.
-        stochastic_rounding: Likewise.
+        state_dtype: See ``FusedOptimizer``.
+        stochastic_rounding: See ``FusedOptimizer``.
 
     Raises:
         ValueError: A value is out of range.
-        TypeError: A value is no number, or ``lr`` is missing.
+        TypeError: A value is not a number, or ``lr`` is missing.
 
     Example::
 
@@ -105,7 +105,7 @@ class NpuFusedBertAdam(NormOptimizer):
         )
 
     def validate(self, group: ParamGroup) -> None:
-        """Check ``group``."""
+        """Check the hyper-parameters of ``group``."""
         if group["lr"] is None:
             raise TypeError("NpuFusedBertAdam has no default learning rate: pass lr, for example lr=5e-5")
         check_non_negative("learning rate", "lr", group["lr"])
@@ -128,7 +128,7 @@ class NpuFusedBertAdam(NormOptimizer):
         return ("exp_avg", "exp_avg_sq")
 
     def get_lr(self) -> list[float]:
-        """The learning rate that the next step of each parameter with state will use; 0 for those without, as ever."""
+        """The learning rate of the next step for each parameter with state; 0 for parameters without state."""
         return [
             _scheduled_lr(group, float(self.state[p]["step"])) if p in self.state else 0.0
             for group in self.param_groups
@@ -140,7 +140,7 @@ class NpuFusedBertAdam(NormOptimizer):
         return self.reads_param_grads or group["max_grad_norm"] > 0
 
     def call(self, run: Run, group: ParamGroup) -> Call:
-        """The rule."""
+        """Bind the op of the rule to ``run``, with its arguments."""
         if group["max_grad_norm"] <= 0:
             return self._call(run, group, run.scaled_grad, run.grad_scale)
         grad, segments = run.wide_grad(), run.segments()
@@ -178,7 +178,7 @@ class NpuFusedBertAdam(NormOptimizer):
 
 
 def _clipped(run: Run, max_norm: float, squares: Tensor) -> Tensor:
-    """The gradients of ``run``, each scaled down to a norm of ``max_norm`` where that of ``squares`` is larger."""
+    """The gradients of ``run``, each scaled down to norm ``max_norm`` if the root of its ``squares`` is larger."""
     clipped, norm = run.scratch("clipped").zero_(), squares.sqrt()
     segment_add_(clipped, run.wide_grad(), (max_norm / (norm + 1e-6)).clamp_max_(1.0), *run.segments())
     return clipped

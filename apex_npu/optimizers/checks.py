@@ -19,7 +19,7 @@ from apex_npu.ops import FLOATS
 
 
 class OfTorch(TypedDict, total=False):
-    """Arguments by which torch's optimizers choose among their implementations; here they choose nothing."""
+    """Arguments that select an implementation in torch's optimizers; they have no effect here."""
 
     fused: bool | None
     foreach: bool | None
@@ -28,7 +28,7 @@ class OfTorch(TypedDict, total=False):
 
 @contextmanager
 def naming(optimizer: str) -> Iterator[None]:
-    """Put the name of ``optimizer`` in front of what the checks inside the block say."""
+    """Prefix the errors of checks inside the block with the name of ``optimizer``."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -36,7 +36,7 @@ def naming(optimizer: str) -> Iterator[None]:
 
 
 def as_number(name: str, value: Any) -> float:
-    """``value`` as a float.
+    """Return ``value`` as a float.
 
     Raises:
         TypeError: It is neither a real number nor a tensor.
@@ -56,7 +56,7 @@ def check_non_negative(label: str, name: str, value: Any) -> None:
 
     Raises:
         ValueError: It is negative, infinite or NaN.
-        TypeError: It is no number.
+        TypeError: It is not a number.
     """
     if not 0.0 <= as_number(name, value) < float("inf"):
         raise ValueError(f"Invalid {label}: {value} ({name} must be finite and >= 0)")
@@ -67,7 +67,7 @@ def check_unit_interval(label: str, name: str, value: Any) -> None:
 
     Raises:
         ValueError: It is outside, or NaN.
-        TypeError: It is no number.
+        TypeError: It is not a number.
     """
     if not 0.0 <= as_number(name, value) <= 1.0:
         raise ValueError(f"Invalid {label}: {value} ({name} must be in [0, 1])")
@@ -78,7 +78,7 @@ def check_half_open_interval(label: str, name: str, value: Any) -> None:
 
     Raises:
         ValueError: It is outside, or NaN.
-        TypeError: It is no number.
+        TypeError: It is not a number.
     """
     if not 0.0 <= as_number(name, value) < 1.0:
         raise ValueError(f"Invalid {label}: {value} ({name} must be in [0, 1))")
@@ -120,7 +120,7 @@ def check_bool(name: str, value: Any) -> None:
 
 
 def check_of_torch(optimizer: str, given: Mapping[str, Any]) -> None:
-    """Require that ``given`` arguments are those of ``OfTorch``, and refuse the one that asks for more.
+    """Require that ``given`` arguments are those of ``OfTorch``, and that ``differentiable`` is not True.
 
     Raises:
         TypeError: There is another argument.
@@ -141,7 +141,7 @@ def check_adam(group: dict[str, Any]) -> None:
 
     Raises:
         ValueError: One is out of range.
-        TypeError: One is no number.
+        TypeError: One is not a number.
     """
     check_non_negative("learning rate", "lr", group["lr"])
     check_betas(group["betas"])
@@ -153,8 +153,8 @@ def check_params(params: Sequence[Tensor], *, shards: bool = True) -> None:
     """Require parameters of a dtype and a layout that can be fused, where they are trainable or have a gradient.
 
     Args:
-        params: Of one group.
-        shards: The rule can step a part of a parameter.
+        params: The parameters of one group.
+        shards: Whether the rule can step a part of a parameter.
 
     Raises:
         TypeError: One has another dtype, is a subclass that has no memory of its own, or a DTensor that cannot be
@@ -180,7 +180,7 @@ def check_params(params: Sequence[Tensor], *, shards: bool = True) -> None:
 
 
 def takes_part(param: Tensor) -> bool:
-    """True where a step concerns ``param``: as torch's do, it steps frozen parameters that have a gradient."""
+    """True if a step updates ``param``: as in torch, this includes frozen parameters that have a gradient."""
     return param.requires_grad or param.grad is not None
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What scripts ask a fused optimizer for over all of its parameters: combined buffers, and clipping by one norm."""
+"""Accessors over all parameters of a fused optimizer: combined buffers, and clipping by one norm."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from apex_npu.optimizers.fused_params import FusedParams
 
 
 class CombinedAccessors(HasFusedGroups):
-    """A base of ``FusedOptimizer``, which has the attributes below."""
+    """A base of ``FusedOptimizer``, which sets the attributes below."""
 
     capturable: bool
     _fused: FusedParams
     _all_fused: bool
 
     def _end_fusing(self) -> None:
-        """Take note of the groups that ``_fused`` has, and bring state to them."""
+        """Record the groups of ``_fused``, and give them their state."""
         raise NotImplementedError
 
     def clip_optimizer_grad_norm_fused(
@@ -38,9 +38,9 @@ class CombinedAccessors(HasFusedGroups):
     ) -> Tensor:
         """Clip the gradients of all parameters to a common norm, in one pass over each buffer.
 
-        The same values as ``torch.nn.utils.clip_grad_norm_``, without a host sync. Before the first backward there is
-        nothing to clip, and the norm is 0. Of parameters that are sharded over processes (DTensor) it is the norm of
-        the whole gradients, the same on all processes, which all have to call this.
+        The values are those of ``torch.nn.utils.clip_grad_norm_``, without a host sync. Before the first backward there
+        is nothing to clip, and the norm is 0. If parameters are sharded over processes (DTensor), the norm is that of
+        the whole gradients, the same on all processes. All processes must call this method then.
 
         Args:
             max_norm: Largest norm.
@@ -54,12 +54,12 @@ class CombinedAccessors(HasFusedGroups):
         return clip_grad_norm_(flats, self._fused.apart(), max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_norm_fused_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """``clip_optimizer_grad_norm_fused`` by the name that ``torch_npu.optim`` has for it."""
+        """Call ``clip_optimizer_grad_norm_fused``; this is its name in ``torch_npu.optim``."""
         return self.clip_optimizer_grad_norm_fused(max_norm, norm_type)
 
     @disable_dynamo
     def combined_groups(self) -> list[FusedGroup]:
-        """The fused groups, one for each combined buffer; parameters get such memory now if they have other.
+        """The fused groups, one for each combined buffer. Parameters elsewhere are moved into one now.
 
         Raises:
             RuntimeError: See ``get_optimizer_combined_params``; nothing has moved.
@@ -95,15 +95,15 @@ class CombinedAccessors(HasFusedGroups):
         self._end_fusing()
 
     def _release_groups(self) -> None:
-        self._all_fused = False  # until all have been taken: what is interrupted by then, the next step completes
+        self._all_fused = False  # until all have been taken, so that the next step completes what is interrupted
         self._fused.release()
 
     def get_optimizer_combined_params(self) -> list[Tensor]:
-        """All parameters that are trained, over all param groups: one flat buffer for each device and dtype.
+        """All trained parameters of all param groups, as one flat buffer for each device and dtype.
 
-        Under amp with masters these are the first, and parameters without one have a buffer after it. What is written
-        to a buffer, the parameters have. The first call after parameters were fused, added or unfrozen may move them
-        into one buffer; call it in each step, since a buffer from before has none of them any more.
+        Under amp with masters, the masters come first, and then a buffer of the parameters without one. Writing to a
+        buffer changes the parameters. The first call after parameters were fused, added or unfrozen may move them into
+        one buffer. Call this in each step: a buffer from an earlier call may no longer hold the parameters.
 
         Raises:
             RuntimeError: A parameter shares its memory with other tensors, or is sharded over processes; or, where
@@ -114,25 +114,25 @@ class CombinedAccessors(HasFusedGroups):
         return [fused.param_flat for fused in self.combined_groups()]
 
     def get_optimizer_combined_grads(self) -> list[Tensor]:
-        """The gradients of these parameters, laid out alike, with zeros where a gradient is None.
+        """The gradients of the combined parameters, in the same layout, with zeros where a gradient is None.
 
-        What is written to a buffer the next step takes, but where a gradient is None, which stays None. Call it after
-        each backward, which gives new gradients.
+        The next step reads the values written to a buffer, except where a gradient is None, which stays None. Call it
+        after each backward, which makes new gradients.
 
         Raises:
-            RuntimeError: As of ``get_optimizer_combined_params``.
+            RuntimeError: See ``get_optimizer_combined_params``.
         """
         return [grads.show() for grads in self.combined_grads()]
 
     def get_optimizer_combined_grad_masks(self) -> list[Tensor]:
-        """For each of these buffers float32 ones where there is a gradient now, and zeros elsewhere.
+        """float32 masks of the combined buffers: ones where there is a gradient now, and zeros elsewhere.
 
         Raises:
-            RuntimeError: As of ``get_optimizer_combined_params``.
+            RuntimeError: See ``get_optimizer_combined_params``.
         """
         return [grads.mask() for grads in self.combined_grads()]
 
-    # Without masters the model's parameters are the optimizer's; amp overrides these where they are not.
+    # Without masters the model's parameters are the optimizer's. With masters amp overrides these methods.
     clip_model_grad_norm_fused = clip_optimizer_grad_norm_fused
     get_model_combined_params = get_optimizer_combined_params
     get_model_combined_grads = get_optimizer_combined_grads

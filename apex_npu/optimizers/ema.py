@@ -26,15 +26,15 @@ class FusedEMA:
 
         average ← decay · average + (1 − decay) · value
 
-    Averages are float32 for float16 and bfloat16 tensors, else of the tensor's dtype; those of one device and dtype are
-    in one flat buffer, and are updated together. Where amp keeps fp32 masters of the model, these are averaged, as
-    ``model.state_dict()`` shows them. The model is not moved. Tensors of integers (batch counts) are copied.
-    Of sharded parameters (DTensor) each process averages its part, and averages are DTensors as well.
+    Averages are float32 for float16 and bfloat16 tensors, else of the tensor's dtype. Those of one device and dtype are
+    in one flat buffer and updated together. Where amp keeps fp32 masters of the model, the masters are averaged, as
+    ``model.state_dict()`` has them. The model is not moved. Tensors of integers (batch counts) are copied.
+    For sharded parameters (DTensor) each process averages its part, and averages are DTensors as well.
     Polyak & Juditsky 1992, https://doi.org/10.1137/0330046.
 
     Args:
-        model: Whose weights to follow; its averages start at what it has now.
-        decay: Share that an average keeps, in [0, 1].
+        model: The model to average; averages start at its present weights.
+        decay: The share of its previous value that an average keeps, in [0, 1].
 
     Raises:
         ValueError: ``decay`` is out of range.
@@ -84,7 +84,7 @@ class FusedEMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the model's present weights into the averages.
+        """Update the averages with the model's present weights.
 
         Raises:
             RuntimeError: The model has lost or gained tensors, or one has changed its shape, or has been sharded.
@@ -108,7 +108,7 @@ class FusedEMA:
 
     @contextmanager
     def swapped(self) -> Iterator[nn.Module]:
-        """The model has the averages as its weights inside the block, and its own again after it.
+        """Give the model the averages as its weights inside the block, and restore its own after it.
 
         Weights and their masters are written in place, so optimizers, fused or not, are unaffected.
         """
@@ -119,16 +119,16 @@ class FusedEMA:
                 self._copy(self._averages, part)
             yield self.model
         finally:
-            reshard(self.model)  # what it has gathered inside are averages
+            reshard(self.model)  # weights that it has gathered inside are averages
             for values, part in zip(own, written, strict=True):
                 self._copy(values, part)
 
     def state_dict(self) -> dict[str, Any]:
-        """``{"decay": float, "averages": {name: tensor}}``; names are those of the model."""
+        """Return ``{"decay": float, "averages": {name: tensor}}``, with the model's names."""
         return {"decay": self.decay, "averages": dict(self._averages)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from such a dict.
+        """Load the decay and the averages of a dict that ``state_dict()`` has returned.
 
         Raises:
             RuntimeError: Names or shapes do not fit, or one is sharded (DTensor) and the other is not; nothing has

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Steps that fail while they update: what they may have written, and what they say."""
+"""Errors of steps that fail while they update."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _QUEUE_ENDED = "The process exits for this inner error"
 
 
 def end_failed_step(optimizer: str, runs: Sequence[Run], begun: int, updated: int, error: BaseException) -> None:
-    """Count the step no longer for runs that it has not reached.
+    """Undo the count of the step for runs that it has not reached.
 
     Args:
-        optimizer: The class's name.
-        runs: All that were to be updated, and are counted.
-        begun: How many updates have begun.
-        updated: How many of these have ended.
-        error: What has ended the last.
+        optimizer: The name of the optimizer's class.
+        runs: All runs of the step; each has counted it.
+        begun: The number of updates that have begun.
+        updated: The number of updates that have ended.
+        error: The error that has ended the last update.
 
     Raises:
-        Exception: As ``half_updated`` gives it, where that run may have been written in part.
+        Exception: The error of ``half_updated``, if the last run may have been written in part.
     """
     interrupted = not isinstance(error, Exception)
     try:
-        # Python handles an interrupt when a kernel has returned, most likely: that run has been stepped.
+        # Python most likely handles an interrupt after a kernel has returned: that run has been stepped.
         for run in runs[begun if interrupted else updated :]:
             run.undo_count()
     finally:
@@ -46,7 +46,7 @@ def end_failed_step(optimizer: str, runs: Sequence[Run], begun: int, updated: in
 def may_have_written(error: BaseException, updated: int) -> bool:
     """Whether ``error``, after ``updated`` runs, may have ended the update of a run that was being written.
 
-    What is wrong with hyper-parameters or operands is said, by other types, before; and so is a lack of buffers.
+    Wrong hyper-parameters or operands raise errors of other types, before any write. So does a lack of buffers.
     """
     before_writing = updated == 0 and isinstance(error, NoRoomError)
     failed = isinstance(error, (RuntimeError, MemoryError)) and not isinstance(error, NotImplementedError)
@@ -54,7 +54,7 @@ def may_have_written(error: BaseException, updated: int) -> bool:
 
 
 def half_updated(optimizer: str, error: BaseException) -> Exception:
-    """What a step of ``optimizer`` raises for ``error`` that has ended an update: of its kind, and with the way out."""
+    """The exception for an ``error`` that ended an update of ``optimizer``: of its kind, saying what to do."""
     kinds = (torch.OutOfMemoryError, MemoryError)
     kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
     way_out = "Load the model and the optimizer from a checkpoint before the next one"

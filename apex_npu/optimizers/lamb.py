@@ -52,13 +52,13 @@ class NpuFusedLamb(NormOptimizer):
             written.
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
-        capturable: Likewise.
-        state_dtype: Likewise.
-        stochastic_rounding: Likewise.
+        capturable: See ``FusedOptimizer``.
+        state_dtype: See ``FusedOptimizer``.
+        stochastic_rounding: See ``FusedOptimizer``.
 
     Raises:
         ValueError: A value is out of range.
-        TypeError: A value is no number.
+        TypeError: A value is not a number.
 
     Example::
 
@@ -106,7 +106,7 @@ class NpuFusedLamb(NormOptimizer):
         )
 
     def validate(self, group: ParamGroup) -> None:
-        """Check ``group``."""
+        """Check the hyper-parameters of ``group``."""
         check_lamb(group)
         check_bool("use_global_grad_norm", group["use_global_grad_norm"])
 
@@ -120,7 +120,7 @@ class NpuFusedLamb(NormOptimizer):
         self._grad_scales = times(runs, self.grad_norm(runs).clamp_min(1.0)) if wanted else {}
 
     def call(self, run: Run, group: ParamGroup) -> Call:
-        """The rule."""
+        """Bind the op of the rule to ``run``, with its arguments."""
         return lamb_.bind(
             run.param,
             run.scaled_grad,
@@ -218,7 +218,7 @@ class Lamb(Optimizer):
 
     Raises:
         ValueError: A value is out of range.
-        TypeError: A value is no number.
+        TypeError: A value is not a number.
 
     Example::
 

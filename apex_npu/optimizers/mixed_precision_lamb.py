@@ -49,12 +49,12 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         use_nvlamb: Adapt the steps of parameters without weight decay, too.
         reduced_precision_dtype: torch.float16 or torch.bfloat16, whose parameters have masters; None: none have.
         capturable: See ``FusedOptimizer``.
-        fuse_grad_scaler: Likewise.
-        state_dtype: Likewise.
+        fuse_grad_scaler: See ``FusedOptimizer``.
+        state_dtype: See ``FusedOptimizer``.
 
     Raises:
         ValueError: A value is out of range.
-        TypeError: A value is no number.
+        TypeError: A value is not a number.
         RuntimeError: ``amsgrad`` is asked for.
 
     Example::
@@ -120,7 +120,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         )
 
     def validate(self, group: ParamGroup) -> None:
-        """Check ``group``."""
+        """Check the hyper-parameters of ``group``."""
         super().validate(group)
         for name in ("step", "step_offset"):
             if not 0 <= as_number(name, group[name]) < float("inf") or not float(group[name]).is_integer():
@@ -161,7 +161,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             group["step"] = torch.as_tensor(_step_of(run, group), dtype=torch.int32, device=run.param.device).reshape(1)
 
     def call(self, run: Run, group: ParamGroup) -> Call:
-        """The rule."""
+        """Bind the op of the rule to ``run``, with its arguments."""
         call = super().call(run, group)
         return on_masters(run, call) if MASTER_PARAM in self.state_names(group) else call
 

@@ -71,14 +71,14 @@ class NpuFusedMuon(NpuFusedAdamW):
         adjust_lr_fn: "original", "match_rms_adamw" or "spectral_unclamped"; None is "original".
         use_muon: That of groups without their own: True, False or "auto".
         fuse_grad_scaler: See ``FusedOptimizer``.
-        capturable: Likewise.
-        state_dtype: Likewise.
-        stochastic_rounding: Likewise.
-        of_torch: Likewise.
+        capturable: See ``FusedOptimizer``.
+        state_dtype: See ``FusedOptimizer``.
+        stochastic_rounding: See ``FusedOptimizer``.
+        of_torch: See ``FusedOptimizer``.
 
     Raises:
         ValueError: A value is out of range, or a parameter of a group with ``use_muon=True`` is no matrix.
-        TypeError: A value is no number, or a parameter is a DTensor: only whole matrices can be orthogonalized.
+        TypeError: A value is not a number, or a parameter is a DTensor: only whole matrices can be orthogonalized.
 
     Example::
 
@@ -177,7 +177,7 @@ class NpuFusedMuon(NpuFusedAdamW):
         )
 
     def validate(self, group: ParamGroup) -> None:
-        """Check ``group``."""
+        """Check the hyper-parameters of ``group``."""
         if group["use_muon"] != "auto":
             check_bool("use_muon", group["use_muon"])
         if not group["use_muon"]:

@@ -50,12 +50,12 @@ class FusedNovoGrad(NormOptimizer):
         init_zero: Start v at 0.
         set_grad_none: What ``zero_grad()`` does without an argument.
         fuse_grad_scaler: See ``FusedOptimizer``.
-        state_dtype: Likewise, of ``exp_avg``.
-        stochastic_rounding: Likewise.
+        state_dtype: See ``FusedOptimizer``, of ``exp_avg``.
+        stochastic_rounding: See ``FusedOptimizer``.
 
     Raises:
         ValueError: A value is out of range.
-        TypeError: A value is no number.
+        TypeError: A value is not a number.
         RuntimeError: ``amsgrad`` is asked for.
 
     Example::
@@ -110,7 +110,7 @@ class FusedNovoGrad(NormOptimizer):
         )
 
     def validate(self, group: ParamGroup) -> None:
-        """Check ``group``."""
+        """Check the hyper-parameters of ``group``."""
         check_adam(group)
         for name in ("bias_correction", "reg_inside_moment", "grad_averaging", "init_zero"):
             check_bool(name, group[name])

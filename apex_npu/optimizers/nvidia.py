@@ -56,11 +56,11 @@ class FusedAdam(FusedOptimizer):
             of them. ``master_weights`` is not needed for it. Parameters are rounded to nearest; halves are rounded away
             from zero in bfloat16, and to even in float16. Masters of float16 below 2⁻¹⁶ are off by at most 2⁻³⁹.
         state_dtype: See ``FusedOptimizer``.
-        stochastic_rounding: Likewise.
+        stochastic_rounding: See ``FusedOptimizer``.
 
     Raises:
         ValueError: A value is out of range.
-        TypeError: A value is no number.
+        TypeError: A value is not a number.
         RuntimeError: ``amsgrad`` is asked for.
 
     Example::
@@ -130,7 +130,7 @@ class FusedAdam(FusedOptimizer):
         )
 
     def validate(self, group: ParamGroup) -> None:
-        """Check ``group``."""
+        """Check the hyper-parameters of ``group``."""
         check_adam(group)
         for name in ("bias_correction", "adam_w_mode", "master_weights"):
             check_bool(name, group[name])
@@ -170,7 +170,7 @@ class FusedAdam(FusedOptimizer):
             group["step"] = run.step
 
     def call(self, run: Run, group: ParamGroup) -> Call:
-        """The rule."""
+        """Bind the op of the rule to ``run``, with its arguments."""
         beta1, beta2 = group["betas"]
         call = adam_.bind(
             run.param,
@@ -246,13 +246,13 @@ class FusedSGD(NpuFusedSGD):
         materialize_master_grads: Accepted; masters always have gradients here.
         set_grad_none: What ``zero_grad()`` does without an argument; False as in NVIDIA's.
         capturable: See ``FusedOptimizer``.
-        fuse_grad_scaler: Likewise.
-        state_dtype: Likewise.
-        stochastic_rounding: Likewise.
+        fuse_grad_scaler: See ``FusedOptimizer``.
+        state_dtype: See ``FusedOptimizer``.
+        stochastic_rounding: See ``FusedOptimizer``.
 
     Raises:
         ValueError: A value is out of range.
-        TypeError: A value is no number, or ``lr`` is missing.
+        TypeError: A value is not a number, or ``lr`` is missing.
 
     Example::
 
@@ -302,7 +302,7 @@ class FusedSGD(NpuFusedSGD):
         )
 
     def validate(self, group: ParamGroup) -> None:
-        """Check ``group``."""
+        """Check the hyper-parameters of ``group``."""
         if group["lr"] is None:
             raise TypeError("FusedSGD has no default learning rate: pass lr, for example lr=0.1")
         super().validate(group)
@@ -340,13 +340,13 @@ class FusedLAMB(NpuFusedLamb):
             There is one for all groups: a group's own does not count.
         use_nvlamb: Adapt the steps of parameters without weight decay, too.
         capturable: See ``FusedOptimizer``.
-        fuse_grad_scaler: Likewise.
-        state_dtype: Likewise.
-        stochastic_rounding: Likewise.
+        fuse_grad_scaler: See ``FusedOptimizer``.
+        state_dtype: See ``FusedOptimizer``.
+        stochastic_rounding: See ``FusedOptimizer``.
 
     Raises:
         ValueError: A value is out of range.
-        TypeError: A value is no number.
+        TypeError: A value is not a number.
         RuntimeError: ``amsgrad`` is asked for.
 
     Example::
@@ -404,7 +404,7 @@ class FusedLAMB(NpuFusedLamb):
         )
 
     def validate(self, group: ParamGroup) -> None:
-        """Check ``group``."""
+        """Check the hyper-parameters of ``group``."""
         check_adam(group)
         check_non_negative("max_grad_norm", "max_grad_norm", group["max_grad_norm"])
         for name in ("bias_correction", "adam_w_mode", "grad_averaging", "use_nvlamb"):

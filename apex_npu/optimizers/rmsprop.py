@@ -42,14 +42,14 @@ class NpuFusedRMSprop(FusedOptimizer):
         centered: Normalise by the variance rather than the second moment.
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
-        capturable: Likewise.
+        capturable: See ``FusedOptimizer``.
         state_dtype: See ``FusedOptimizer``; with ``centered`` both averages stay float32.
-        stochastic_rounding: Likewise.
-        of_torch: Likewise.
+        stochastic_rounding: See ``FusedOptimizer``.
+        of_torch: See ``FusedOptimizer``.
 
     Raises:
         ValueError: A value is out of range.
-        TypeError: A value is no number.
+        TypeError: A value is not a number.
 
     Example::
 
@@ -102,7 +102,7 @@ class NpuFusedRMSprop(FusedOptimizer):
         )
 
     def validate(self, group: ParamGroup) -> None:
-        """Check ``group``."""
+        """Check the hyper-parameters of ``group``."""
         check_non_negative("learning rate", "lr", group["lr"])
         check_non_negative("alpha value", "alpha", group["alpha"])
         check_non_negative("epsilon value", "eps", group["eps"])
@@ -116,7 +116,7 @@ class NpuFusedRMSprop(FusedOptimizer):
         return ("square_avg", *momentum, *(("grad_avg",) if group["centered"] else ()))
 
     def call(self, run: Run, group: ParamGroup) -> Call:
-        """The rule."""
+        """Bind the op of the rule to ``run``, with its arguments."""
         return rmsprop_.bind(
             run.param,
             run.scaled_grad,

@@ -46,13 +46,13 @@ class NpuFusedRMSpropTF(NpuFusedRMSprop):
         init_square_avg: What s starts at; Ascend's patch had 0.
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
-        capturable: Likewise.
+        capturable: See ``FusedOptimizer``.
         state_dtype: See ``FusedOptimizer``; with ``centered`` both averages stay float32.
-        stochastic_rounding: Likewise.
+        stochastic_rounding: See ``FusedOptimizer``.
 
     Raises:
         ValueError: A value is out of range.
-        TypeError: A value is no number.
+        TypeError: A value is not a number.
 
     Example::
 
@@ -107,7 +107,7 @@ class NpuFusedRMSpropTF(NpuFusedRMSprop):
         )
 
     def validate(self, group: ParamGroup) -> None:
-        """Check ``group``."""
+        """Check the hyper-parameters of ``group``."""
         super().validate(group)
         check_bool("decoupled_decay", group["decoupled_decay"])
         check_bool("lr_in_momentum", group["lr_in_momentum"])

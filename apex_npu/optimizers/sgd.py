@@ -39,14 +39,14 @@ class NpuFusedSGD(FusedOptimizer):
         nesterov: Nesterov momentum; needs a momentum and no dampening.
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
-        capturable: Likewise.
+        capturable: See ``FusedOptimizer``.
         state_dtype: See ``FusedOptimizer``.
-        stochastic_rounding: Likewise.
-        of_torch: Likewise.
+        stochastic_rounding: See ``FusedOptimizer``.
+        of_torch: See ``FusedOptimizer``.
 
     Raises:
         ValueError: A value is out of range.
-        TypeError: A value is no number.
+        TypeError: A value is not a number.
 
     Example::
 
@@ -97,7 +97,7 @@ class NpuFusedSGD(FusedOptimizer):
         )
 
     def validate(self, group: ParamGroup) -> None:
-        """Check ``group``."""
+        """Check the hyper-parameters of ``group``."""
         check_non_negative("learning rate", "lr", group["lr"])
         check_non_negative("momentum value", "momentum", group["momentum"])
         as_number("dampening", group["dampening"])
@@ -119,7 +119,7 @@ class NpuFusedSGD(FusedOptimizer):
         return bool(group["momentum"] > 0 and not group.get("wd_after_momentum", False))
 
     def call(self, run: Run, group: ParamGroup) -> Call:
-        """The rule."""
+        """Bind the op of the rule to ``run``, with its arguments."""
         if run.is_listed and run.grad_scale is None and run.found_inf is None:
             operands = (run.params, run.grads, run.states("momentum_buffer"))
             numbers = {name: group[name] for name in ("momentum", "dampening", "weight_decay", "nesterov", "maximize")}
