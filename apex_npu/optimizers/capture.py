@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What keeps a step from being captured in a CUDA graph: what a replay, in which the host has no part, would miss."""
+"""Checks that a step can be captured in a CUDA graph: that a replay needs no work of the host."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from apex_npu.fusion.graph_runs import GraphRuns
 
 
 class Capturable(Protocol):
-    """What is required of an optimizer here; see ``FusedOptimizer``."""
+    """The attributes of an optimizer that the checks read; ``FusedOptimizer`` documents them."""
 
     param_groups: list[dict[str, Any]]
     capturable: bool
     supports_capture: ClassVar[bool]
 
     def fused_groups(self) -> list[FusedGroup]:
-        """What the last step has stepped."""
+        """The fused groups of the last step."""
         ...
 
 
@@ -121,7 +121,7 @@ def lies_in(ranges: Sequence[tuple[int, int]], address: int) -> bool:
 
 
 def refusal(owner: str, because: str, *, capturable: bool = True, supported: bool = True) -> RuntimeError:
-    """An error that says what is wrong ``because`` of which a step cannot be captured, and what to do.
+    """The error of a step that cannot be captured ``because`` of something; it also says what to do.
 
     Args:
         owner: The optimizer's name.

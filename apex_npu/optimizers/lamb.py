@@ -154,7 +154,7 @@ class NpuFusedLamb(NormOptimizer):
 
 
 def check_lamb(group: ParamGroup) -> None:
-    """Check what both LAMBs have."""
+    """Check the hyper-parameters that both LAMBs have."""
     check_adam(group)
     check_bool("adam", group["adam"])
 
@@ -196,7 +196,7 @@ def _parts(
 
 
 def times(runs: list[tuple[Run, ParamGroup]], divisor: Tensor) -> dict[torch.device, Tensor]:
-    """What gradients have to be divided by on each device, where ``divisor`` comes on top of their scale."""
+    """The divisor of gradients on each device: ``divisor`` times their scale."""
     scales = {run.param.device: run.grad_scale for run, _ in runs}
     there = {device: number_on(divisor, device).reshape(1) for device in scales}
     return {device: there[device] if scale is None else scale * there[device] for device, scale in scales.items()}
@@ -205,8 +205,8 @@ def times(runs: list[tuple[Run, ParamGroup]], divisor: Tensor) -> dict[torch.dev
 class Lamb(Optimizer):
     """LAMB one tensor at a time: the rule of ``NpuFusedLamb``, for comparison and for tensors that cannot be fused.
 
-    State: as of ``NpuFusedLamb``, and of the last step ``weight_norm`` min(‖p‖, 10), ``adam_norm`` ‖u‖ and
-    ``trust_ratio`` r, each 0-dim, for inspection.
+    State: that of ``NpuFusedLamb``. For inspection it also has, from the last step, ``weight_norm`` min(‖p‖, 10),
+    ``adam_norm`` ‖u‖ and ``trust_ratio`` r, each 0-dim.
 
     Args:
         params: Parameters or parameter groups, as for any torch optimizer.
@@ -265,7 +265,7 @@ class Lamb(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict()`` of this optimizer, or of ``NpuFusedLamb``, has returned.
+        """Load a state dict of this optimizer or of ``NpuFusedLamb``.
 
         State of 16-bit parameters stays float32; torch's own method rounds it to their dtype.
         """

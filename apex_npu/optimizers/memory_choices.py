@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a parameter takes in memory with each choice of level and format; docs/memory.md explains them."""
+"""The memory of a parameter with each choice of level and format; docs/memory.md explains the choices."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class MemoryChoice:
         name: The options that make it.
         model: The parameter of the model.
         gradient: Its gradient.
-        master: Of a float32 master, or of its remainder.
-        master_gradient: Of the master.
-        state: Of the optimizer.
+        master: A float32 master, or its remainder.
+        master_gradient: The master's gradient.
+        state: The optimizer's state.
     """
 
     name: str
@@ -46,7 +46,7 @@ class MemoryChoice:
 
     @property
     def total(self) -> float:
-        """Of all."""
+        """The sum of all parts, in bytes."""
         return sum(self.parts().values())
 
 

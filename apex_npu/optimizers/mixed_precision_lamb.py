@@ -132,7 +132,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         _put_beside(self.param_groups[-1])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of ``FusedOptimizer``; a group of NVIDIA's state dicts has the count of all its parameters."""
+        """Load ``state_dict``. In NVIDIA's state dicts, a group has the count of all its parameters."""
         if "param_groups" in state_dict:
             groups = [{"step_offset": 0, **group} for group in state_dict["param_groups"]]
             state_dict = {**state_dict, "param_groups": groups}
@@ -141,7 +141,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             _put_beside(group)
 
     def __getstate__(self) -> dict[str, Any]:
-        """As of ``FusedOptimizer``, with the dtype of the parameters that have masters."""
+        """Return the state of ``FusedOptimizer`` and the dtype of the parameters that have masters."""
         return {**super().__getstate__(), "reduced_precision_dtype": self.reduced_precision_dtype}
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
@@ -155,7 +155,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         return dtype in LOW_PRECISION and dtype == self.reduced_precision_dtype
 
     def before_updates(self, runs: list[tuple[Run, ParamGroup]]) -> None:
-        """As of ``FusedLAMB``, and show the count of steps where NVIDIA's optimizer has it."""
+        """Take the norm as ``FusedLAMB`` does, and show the count of steps where NVIDIA's optimizer has it."""
         super().before_updates(runs)
         for run, group in runs:
             group["step"] = torch.as_tensor(_step_of(run, group), dtype=torch.int32, device=run.param.device).reshape(1)

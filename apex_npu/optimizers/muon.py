@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Muon: momentum whose matrices are orthogonalized; with AdamW for the parameters that are none."""
+"""Muon: momentum whose matrices are orthogonalized, with AdamW for parameters that are not matrices."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ADAMW: dict[str, Any] = {
 
 
 class NpuFusedMuon(NpuFusedAdamW):
-    """Muon on flat buffers, with the rule and the state of torch.optim.Muon; beside it AdamW, in groups of their own.
+    """Muon on flat buffers, with the rule and state of torch.optim.Muon, and AdamW in groups of their own.
 
     ::
 
@@ -46,15 +46,15 @@ class NpuFusedMuon(NpuFusedAdamW):
                                     r = sqrt(rows / columns)               "spectral_unclamped"
 
     with (α, β, γ) the ``ns_coefficients``. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; the second r:
-    Liu et al. 2025, https://arxiv.org/abs/2502.16982. The iterations for o are computed in bfloat16, as torch.optim's
-    are, and those of all matrices of one shape together; on a device without bfloat16 products in float32, where
-    results differ from torch's by what bfloat16 rounds.
+    Liu et al. 2025, https://arxiv.org/abs/2502.16982. The iterations for o run in bfloat16, as torch.optim's, and
+    all matrices of one shape run together. On a device without bfloat16 products they run in float32, where results
+    differ from torch's by the rounding of bfloat16.
 
-    Matrices alone can be stepped so, and embeddings and heads are better not. A group with ``use_muon=False`` is
+    Muon steps matrices only, and is not recommended for embeddings and heads. A group with ``use_muon=False`` is
     stepped by ``NpuFusedAdamW``'s rule, with its ``lr``, ``betas``, ``eps``, ``weight_decay``, ``amsgrad`` and
     ``maximize`` and that class's defaults for them: the constructor's arguments are Muon's. A group with
-    ``use_muon="auto"`` becomes two: one of its matrices, with ``use_muon=True``, and one of all other parameters; what
-    the group names, its ``lr`` for instance, both have.
+    ``use_muon="auto"`` becomes two: one of its matrices, with ``use_muon=True``, and one of all other parameters. Both
+    have the options that the group names, its ``lr`` for instance.
 
     State: ``momentum_buffer`` b, or in groups of AdamW its ``step``, ``exp_avg`` and ``exp_avg_sq`` (shape and dtype of
     the parameter, float32 for float16 and bfloat16).
@@ -65,11 +65,11 @@ class NpuFusedMuon(NpuFusedAdamW):
         weight_decay: Decay rate per unit of ``lr``.
         momentum: Momentum factor.
         nesterov: Nesterov momentum.
-        ns_coefficients: Of the polynomial in each iteration.
+        ns_coefficients: Coefficients of the polynomial in each iteration.
         eps: Smallest norm to divide by.
         ns_steps: Number of iterations, less than 100.
         adjust_lr_fn: "original", "match_rms_adamw" or "spectral_unclamped"; None is "original".
-        use_muon: That of groups without their own: True, False or "auto".
+        use_muon: Default of groups without their own: True, False or "auto".
         fuse_grad_scaler: See ``FusedOptimizer``.
         capturable: See ``FusedOptimizer``.
         state_dtype: See ``FusedOptimizer``.
@@ -194,7 +194,7 @@ class NpuFusedMuon(NpuFusedAdamW):
         return ("momentum_buffer",) if group["use_muon"] else super().state_names(group)
 
     def shows_step(self, group: ParamGroup) -> bool:
-        """Only AdamW's do, as torch.optim's."""
+        """True for groups of AdamW alone, as in torch.optim."""
         return not group["use_muon"]
 
     def group_defaults(self, group: ParamGroup) -> dict[str, Any]:
@@ -207,11 +207,11 @@ class NpuFusedMuon(NpuFusedAdamW):
             super().add_torch_options(group)
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """As of ``FusedOptimizer``; of a group with ``use_muon="auto"`` two are added, unless one has no parameters.
+        """Add parameters. A group with ``use_muon="auto"`` becomes two, unless one of them has no parameters.
 
         Raises:
-            ValueError: Likewise; or a parameter of a group with ``use_muon=True`` is no matrix.
-            TypeError: Likewise. The optimizer is unchanged in either case.
+            ValueError: See ``FusedOptimizer``; or a parameter of a group with ``use_muon=True`` is not a matrix.
+            TypeError: See ``FusedOptimizer``. The optimizer is unchanged in either case.
         """
         before = len(self.param_groups)
         try:

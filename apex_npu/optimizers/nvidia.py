@@ -50,7 +50,7 @@ class FusedAdam(FusedOptimizer):
         fuse_grad_scaler: See ``FusedOptimizer``.
         exp_avg_dtype: Transformer Engine's name for ``state_dtype={"exp_avg": ...}``. ``"int8"`` is kept in bfloat16
             unless ``exp_avg_sq`` has 8 bits, too.
-        exp_avg_sq_dtype: Likewise, of ``exp_avg_sq``.
+        exp_avg_sq_dtype: Transformer Engine's name for ``state_dtype={"exp_avg_sq": ...}``.
         master_weight_dtype: Must be torch.float32.
         store_param_remainders: Keep, in place of float32 masters, the 16 bits that float16 and bfloat16 parameters lack
             of them. ``master_weights`` is not needed for it. Parameters are rounded to nearest; halves are rounded away
@@ -152,9 +152,9 @@ class FusedAdam(FusedOptimizer):
         return ("exp_avg", "exp_avg_sq", "master_param")
 
     def state_dict(self) -> dict[str, Any]:
-        """As of ``FusedOptimizer``; a group's count that is on the device is an int32 there, as NVIDIA's is.
+        """Return the state dict. A group's count that is on the device is an int32 there, as NVIDIA's is.
 
-        Of remainders it has masters, and ``master_weights``, by which another optimizer steps them.
+        In place of remainders it has masters, and ``master_weights``, so that another optimizer steps them.
         """
         packed = super().state_dict()
         for group in packed["param_groups"]:

@@ -136,5 +136,5 @@ class NpuFusedRMSprop(FusedOptimizer):
         )
 
     def _options_of(self, group: ParamGroup) -> dict[str, bool]:
-        """What a rule derived from this one passes to ``rmsprop_`` besides."""
+        """The options that a derived rule also passes to ``rmsprop_``."""
         return {}

@@ -29,9 +29,9 @@ class NpuFusedRMSpropTF(NpuFusedRMSprop):
         b ← momentum · b + g / d;  p ← p − lr · b     with momentum, else
         p ← p − lr · g / d                           without momentum
 
-    The decoupled decay is not multiplied with ``lr``, as in Ascend's optimizer of this name. Only at an ``lr`` of 0
-    there is none: torch.distributed.checkpoint takes a step at 0 to make state, and such a step must not move weights.
-    https://github.com/huggingface/pytorch-image-models, timm/optim/rmsprop_tf.py. State as of ``NpuFusedRMSprop``.
+    The decoupled decay is not multiplied with ``lr``, as in Ascend's optimizer of this name. At ``lr`` 0 weights do not
+    decay: torch.distributed.checkpoint takes a step at 0 to make state, and such a step must not move weights.
+    https://github.com/huggingface/pytorch-image-models, timm/optim/rmsprop_tf.py. State: that of ``NpuFusedRMSprop``.
 
     Args:
         params: Parameters or parameter groups, as for any torch optimizer.

@@ -65,13 +65,13 @@ class StateFormats:
         store_param_remainders: bool = False,
         stochastic_rounding: bool = False,
     ) -> StateFormats:
-        """What these arguments ask for.
+        """Make the formats that these arguments select.
 
         Args:
-            states: Those that the rule can keep in other formats.
+            states: The states that the rule can keep in other formats.
             state_dtype: See ``FusedOptimizer``.
-            store_param_remainders: Likewise.
-            stochastic_rounding: Likewise.
+            store_param_remainders: See ``FusedAdam``.
+            stochastic_rounding: See ``FusedOptimizer``.
 
         Raises:
             ValueError: There is no such format or state, or the arguments contradict each other.
@@ -116,7 +116,7 @@ class StateFormats:
 
     @property
     def has_remainders(self) -> bool:
-        """16-bit parameters have float32 masters, of which the bits that they lack are kept."""
+        """True if only the bits of float32 masters that 16-bit parameters lack are kept."""
         return MASTER_PARAM in self.dtypes
 
     def check(self, params: Iterable[Tensor]) -> None:
@@ -147,7 +147,7 @@ class StateFormats:
         *,
         decodes_runs: bool,
     ) -> None:
-        """Have ``groups`` keep their states so.
+        """Apply the formats to the states of ``groups``.
 
         Args:
             groups: All of the optimizer.

@@ -23,7 +23,7 @@ from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 
 
 class Addend(NamedTuple):
-    """What this process has of a number for each parameter of a run, or for each row of each.
+    """This process's addend of a number for each parameter of a run, or for each row of each.
 
     Attributes:
         values: (k, n): k numbers for each of n parameters or rows.
