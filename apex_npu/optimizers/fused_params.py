@@ -146,7 +146,7 @@ class FusedParams:
                 report(index, params)
 
     def combinable_params(self) -> list[Tensor]:
-        """Those that are fused, in the order of the lists.
+        """The fused parameters, in the order of the lists.
 
         Raises:
             RuntimeError: One of them is in another optimizer's buffer, which would take it back.
@@ -247,7 +247,7 @@ def _number(group: FusedGroup, place_of: dict[int, tuple[int, int]]) -> None:
 
 
 def _without_members(params: list[Tensor], groups: list[FusedGroup]) -> list[Tensor]:
-    """Those of ``params`` that are in none of ``groups``."""
+    """The parameters of ``params`` that are in none of ``groups``."""
     held = {id(p) for group in groups for p in group.params}
     return [p for p in params if id(p) not in held]
 

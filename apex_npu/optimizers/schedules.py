@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Learning rate schedules of BertAdam: functions of progress, and torch learning rate schedulers over them.
 
-Each function takes x, the share of all steps that is done, and ``warmup``, the share to warm up in (-1: none), and
-gives a factor of the learning rate: x / warmup while warming up, then as named. Beyond the end, x counts as 1.
+Each function takes x, the share of all steps that is done, and ``warmup``, the share for warm-up (-1: none). It
+returns a factor of the learning rate: x / warmup during warm-up, then as named. Beyond the end, x counts as 1.
 https://github.com/huggingface/pytorch-pretrained-BERT, optimization.py.
 """
 
@@ -55,9 +55,9 @@ class WarmupLR(LambdaLR):
     """A BertAdam schedule for any optimizer: lr of step t is the base lr times ``schedule(t / t_total, warmup)``.
 
     Args:
-        optimizer: Whose learning rates to set.
+        optimizer: The optimizer whose learning rates to set.
         schedule: A name in ``SCHEDULES``, or a function of (x, warmup).
-        t_total: Steps in all.
+        t_total: Total number of steps.
         warmup: Share of them to warm up in; -1: none.
 
     Raises:

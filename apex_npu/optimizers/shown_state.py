@@ -19,7 +19,7 @@ _COUNT = "applied_steps"
 
 
 class Rule(Protocol):
-    """What is required of an optimizer here; see ``FusedOptimizer``."""
+    """The methods of an optimizer used here; ``FusedOptimizer`` documents them."""
 
     state: Any
     param_groups: list[dict[str, Any]]
@@ -34,7 +34,7 @@ class Rule(Protocol):
         ...
 
     def initial_state(self, name: str, group: dict[str, Any]) -> float:
-        """What their elements are before a parameter's first step."""
+        """The value of a state's elements before a parameter's first step."""
         ...
 
 
