@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
-import old_patch
 import torch
 from ceiling import ceiling, compiler
 from torch import nn
@@ -107,13 +106,30 @@ def imported(module: str, name: str) -> Any:
         return None
 
 
+def compiles(device: torch.device) -> bool:
+    """Whether torch.compile has what it needs."""
+    return device.type == "cuda" or (device.type == "cpu" and compiler() is not None)
+
+
 def stepping(
-    make: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer], bench: Bench, shapes: Shapes | None
+    make: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer], bench: Bench, shapes: Shapes | None = None
 ) -> Step:
     """``step`` of an optimizer over new parameters that have gradients for good."""
     params = bench.params(shapes)
     bench.gradients(params, fixed=True)
     return make(params).step
+
+
+def muon(bench: Bench) -> dict[str, Callable[[], Step]]:
+    """Of Muon, on the matrices of the workload; see ``variants``."""
+    bench = Bench(bench.device, [shape for shape in bench.shapes if len(shape) == 2])
+    found: dict[str, Callable[[], Step]] = {
+        "apex_npu": lambda: stepping(optimizers.NpuFusedMuon, bench),
+        "torch": lambda: stepping(torch.optim.Muon, bench),
+    }
+    if compiles(bench.device):
+        found["torch compiled"] = lambda: torch.compile(stepping(torch.optim.Muon, bench))
+    return found
 
 
 def variants(name: str, bench: Bench) -> dict[str, Callable[[], Step]]:
@@ -135,7 +151,7 @@ def variants(name: str, bench: Bench) -> dict[str, Callable[[], Step]]:
         found["torch foreach"] = of(theirs, foreach=True)
         if rule.torch_fused and device != "npu":
             found["torch fused"] = of(theirs, fused=True)
-        if rule.torch_fused and (device == "cuda" or (device == "cpu" and compiler() is not None)):
+        if rule.torch_fused and compiles(bench.device):
             flat = [(numel(bench.shapes),)]
             found["torch compiled, one tensor"] = lambda: torch.compile(of(theirs, flat, foreach=True)())
             if len(bench.shapes) <= MOST_COMPILED:
@@ -147,11 +163,6 @@ def variants(name: str, bench: Bench) -> dict[str, Callable[[], Step]]:
         if other is not None:
             found[package] = of(other, **options)
 
-    def old() -> Step:
-        params = bench.params()
-        return old_patch.bare_step(name, params, [g.clone() for g in bench.gradients(params).values])
-
-    found["old patch"] = old
-    if device == "cuda" or (device == "cpu" and compiler() is not None):
+    if compiles(bench.device):
         found["ceiling"] = lambda: ceiling(bench, rule.kernel)
     return found

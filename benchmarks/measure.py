@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -19,7 +18,6 @@ from fnmatch import fnmatchcase
 
 import bare_steps
 import iterations
-import muon_steps
 import overhead
 import torch
 import whole_steps
@@ -35,7 +33,7 @@ def _comparisons() -> dict[str, Make]:
     found: dict[str, Make] = {
         f"step of {rule}": lambda bench, rule=rule: bare_steps.variants(rule, bench) for rule in bare_steps.RULES
     }
-    found["step of Muon"] = muon_steps.variants
+    found["step of Muon"] = bare_steps.muon
     for precision in whole_steps.REFERENCE:
         whole: Make = lambda bench, precision=precision: whole_steps.variants(precision, bench)  # noqa: E731
         found[f"whole {precision} step"] = whole
@@ -138,7 +136,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds")
     parser.add_argument("--variants", nargs="+", default=["*"], help="names, as in a shell")
-    parser.add_argument("--json", action="store_true", help="the times alone")
     options = parser.parse_args()
     if options.comparison is None:
         print(*COMPARISONS, sep="\n")
@@ -151,9 +148,6 @@ def main() -> None:
         rounds=options.rounds,
         budget_s=options.budget,
     )
-    if options.json:
-        print(json.dumps(times))
-        return
     reference = next(iter(times))
     for name, values in times.items():
         ms, ratio = Spread.of(values), Spread.of([a / b for a, b in zip(values, times[reference], strict=True)])

@@ -12,9 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from bare_steps import stepping
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from workloads import LOSS_SCALE, Bench
+from whole_steps import Params, initialized, torch_adam
+from workloads import Bench
 
 from apex_npu import amp, optimizers
 
@@ -39,32 +41,16 @@ def variants(what: str, bench: Bench) -> dict[str, Callable[[], Step]]:
     if what == "O2":
         return {"O2 forward": lambda: _forward(bench, "O2"), "by hand": lambda: _casts_by_hand(bench)}
     return {
-        "step": lambda: _step(bench),
-        "torch's fused step": lambda: _torch_step(bench),
+        "step": lambda: stepping(optimizers.NpuFusedAdam, bench),
+        "torch's fused step": lambda: stepping(torch_adam, bench),
         "step under amp": lambda: _amp_step(bench),
         "scale_loss": lambda: _amp_block(bench),
     }
 
 
-def _step(bench: Bench) -> Step:
-    params = bench.params()
-    bench.gradients(params, fixed=True)
-    return optimizers.NpuFusedAdam(params, lr=1e-4).step
-
-
-def _torch_step(bench: Bench) -> Step:
-    params = bench.params()
-    bench.gradients(params, fixed=True)
-    return torch.optim.Adam(params, lr=1e-4, fused=bench.device.type != "npu").step
-
-
 def _adopted(bench: Bench) -> tuple[Optimizer, Step]:
     """An optimizer under amp, and a block of it, into which gradients come off the clock."""
-    model = nn.Module()
-    model.params = nn.ParameterList(bench.params())
-    optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=1e-4)
-    options = {"loss_scale": "dynamic", "dynamic_init_scale": LOSS_SCALE, "verbosity": 0}
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O0", **options)
+    model, optimizer = initialized(Params(bench.params()), "O0", fold=False)
     gradients = bench.gradients(list(model.parameters()))
     loss = torch.ones((), device=bench.device, requires_grad=True)
 

@@ -4,9 +4,8 @@
 
     python benchmarks/plots.py
 
-results/speed_*, rules_*, iterations_* and growth_* are drawn for each device that has been timed, docs/sharded_steps_*
-from sharded_whole_steps_cpu.csv, and docs/memory_* from what ``apex_npu`` says of itself. They are as wide as a page on
-a telephone can show.
+results/speed_*, rules_*, iterations_* and growth_* are drawn for each device that has been timed, and docs/memory_*
+from what ``apex_npu`` says of itself. They are as wide as a page on a telephone can show.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ Table = list[dict[str, str]]
 # A median, and the ends of the interval around it.
 Speed = tuple[float, float, float]
 
-_DOCS = RESULTS.parents[1] / "docs"
-_WIDTH = 4.8  # inches: letters of 10 points are as large as the text where a page has 390 pixels
+DOCS = RESULTS.parents[1] / "docs"
+WIDTH = 4.8  # inches: letters of 10 points are as large as the text where a page has 390 pixels
 _COMMON = {
     "axes.spines.right": False,
     "axes.spines.top": False,
@@ -37,35 +36,30 @@ _COMMON = {
     "savefig.transparent": True,
     "svg.hashsalt": "apex_npu",  # the same csv makes the same file
 }
-_INK = {"light": "#1f2328", "dark": "#e6edf3"}
+INK = {"light": "#1f2328", "dark": "#e6edf3"}
 _PALE = {"light": "#d1d9e0", "dark": "#3d444d"}
 _OWN = {"light": "#0072B2", "dark": "#56B4E9"}
 _OTHER = {"light": "#8c959f", "dark": "#9198a1"}
 # Okabe and Ito's colours, which colour-blind readers tell apart.
-_COLOURS = {
+COLOURS = {
     "O0": _OTHER,
-    "O1": dict.fromkeys(_INK, "#E69F00"),
-    "O2": dict.fromkeys(_INK, "#D55E00"),
-    "O4": dict.fromkeys(_INK, "#009E73"),
+    "O1": dict.fromkeys(INK, "#E69F00"),
+    "O2": dict.fromkeys(INK, "#D55E00"),
+    "O4": dict.fromkeys(INK, "#009E73"),
     "O5": _OWN,
     "torch": _OTHER,
     "apex_npu": _OWN,
-    "with fuse_unscale": dict.fromkeys(_INK, "#009E73"),
+    "with fuse_unscale": dict.fromkeys(INK, "#009E73"),
     "model": _OWN,
-    "gradient": dict.fromkeys(_INK, "#009E73"),
-    "master": dict.fromkeys(_INK, "#E69F00"),
-    "its gradient": dict.fromkeys(_INK, "#CC79A7"),
+    "gradient": dict.fromkeys(INK, "#009E73"),
+    "master": dict.fromkeys(INK, "#E69F00"),
+    "its gradient": dict.fromkeys(INK, "#CC79A7"),
     "state": _OTHER,
 }
 _MARKERS = {"O0": "o", "O1": "s", "O2": "D", "O4": "^", "O5": "v"}
 _PRECISIONS = {"O0": "float32", "O1": "float16", "O2": "float16", "O4": "bfloat16", "O5": "bfloat16"}
 _WORKLOADS = {"bert": "BERT", "resnet50": "ResNet-50", "small2000": "2,000 small tensors"}
 _VARIANTS = {"apex_npu": "apex_npu", "torch for-loop": "torch", "torch foreach": "O1", "torch fused": "O4"}
-_SHARDED = {
-    "torch": "GradScaler, clip, fused",
-    "apex_npu": "apex_npu",
-    "with fuse_unscale": "apex_npu, folded",
-}
 
 
 def where(*tables: Table) -> str:
@@ -122,19 +116,6 @@ def adamw_steps(table: Table, sharded: Table | None = None) -> dict[str, Speed]:
     return found
 
 
-def sharded_steps(table: Table) -> dict[str, dict[str, Speed]]:
-    """How many DTensors → what is drawn → speed over torch's, of all that follows a backward."""
-    rows = {(row["workload"], row["variant"]): row for row in table}
-    prefix = f"ratio_to_{_SHARDED['torch']}"
-    return {
-        workload.partition(",")[0]: {
-            label: speed(rows[workload, variant], prefix, "ratio_low", "ratio_high")
-            for label, variant in _SHARDED.items()
-        }
-        for workload in dict.fromkeys(row["workload"] for row in table)
-    }
-
-
 def speed(row: dict[str, str], ratio: str = "ratio", low: str = "low", high: str = "high") -> Speed:
     """Of a row with a time over another's."""
     return 1 / float(row[ratio]), 1 / float(row[high]), 1 / float(row[low])
@@ -157,7 +138,7 @@ def _threads(models: Table) -> str:
     return f", {max(int(row['threads']) for row in models)} threads" if models[0]["device"] == "cpu" else ""
 
 
-def _shown(value: float) -> str:
+def multiple(value: float) -> str:
     return f"{value:.{2 if value < 3 else 1 if value < 10 else 0}f}×"
 
 
@@ -167,8 +148,8 @@ def _bars(axes: Any, theme: str, speeds: dict[str, Speed], *, log: bool) -> None
         axes.set_xscale("log")
     for row, (value, low, high) in enumerate(speeds.values()):
         axes.barh(row, value - 1, 0.5, 1, color=_OWN[theme])
-        axes.plot([low, high], [row, row], color=_INK[theme], linewidth=1)
-        axes.text(max(high, 1), row, f" {_shown(value)}", va="center", fontweight="bold")
+        axes.plot([low, high], [row, row], color=INK[theme], linewidth=1)
+        axes.text(max(high, 1), row, f" {multiple(value)}", va="center", fontweight="bold")
     axes.axvline(1, color=_OTHER[theme], linewidth=1.5)
     axes.set_yticks(range(len(speeds)), list(speeds))
     axes.tick_params(axis="y", length=0)
@@ -188,7 +169,7 @@ def _speed(theme: str, models: Table, table: Table, sharded: Table | None) -> An
     """Of the first pages: whole iterations, and steps."""
     import matplotlib.pyplot as plt
 
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(_WIDTH, 5.6), height_ratios=(6, 4.4))
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(WIDTH, 5.6), height_ratios=(6, 4.4))
     figure.suptitle(where(models, table, *filter(None, [sharded])), fontweight="bold")
     _bars(top, theme, iterations(models, "as written")["O5"], log=False)
     top.set_title(f"A whole training iteration at O5{_threads(models)}")
@@ -203,7 +184,7 @@ def _rules(theme: str, table: Table) -> Any:
     import matplotlib.pyplot as plt
 
     others = fastest_others(table)
-    figure, axes = plt.subplots(figsize=(_WIDTH, 0.8 + 0.5 * len(others)))
+    figure, axes = plt.subplots(figsize=(WIDTH, 0.8 + 0.5 * len(others)))
     figure.suptitle(where(table), fontweight="bold")
     _bars(axes, theme, {f"{rule}\n/ {name}": ours for rule, (name, ours) in others.items()}, log=True)
     axes.set_title("A step over 2,000 small tensors")
@@ -214,14 +195,14 @@ def _rules(theme: str, table: Table) -> Any:
 def _iterations(theme: str, table: Table) -> Any:
     import matplotlib.pyplot as plt
 
-    figure, both = plt.subplots(2, 1, figsize=(_WIDTH, 9.2), sharex=True)
+    figure, both = plt.subplots(2, 1, figsize=(WIDTH, 9.2), sharex=True)
     figure.suptitle(where(table), fontweight="bold")
     titles = {"as written": "Scripts as they are written", "folded": "With fuse_unscale=True and fused clipping"}
     for axes, (how, title) in zip(both, titles.items(), strict=True):
         speeds = iterations(table, how)
         models = list(dict.fromkeys(model for found in speeds.values() for model in found))
         for place, (level, found) in enumerate(speeds.items()):
-            colour = _COLOURS[level][theme]
+            colour = COLOURS[level][theme]
             for model, (value, low, high) in found.items():
                 height = models.index(model) + 0.16 * (place - (len(speeds) - 1) / 2)
                 axes.plot([low, high], [height, height], color=colour, linewidth=1)
@@ -242,40 +223,17 @@ def _iterations(theme: str, table: Table) -> Any:
 def _growth(theme: str, table: Table) -> Any:
     import matplotlib.pyplot as plt
 
-    figure, both = plt.subplots(2, 1, figsize=(_WIDTH, 7))
+    figure, both = plt.subplots(2, 1, figsize=(WIDTH, 7))
     figure.suptitle(where(table), fontweight="bold")
     titles = {"tensors, of 4 million elements together": COUNTS, "elements, in 100 tensors": SIZES}
     for axes, (label, sweep) in zip(both, titles.items(), strict=True):
         rows = [row for row in table if row["comparison"] == "step of Adam" and row["workload"] in sweep]
         for variant in dict.fromkeys(row["variant"] for row in rows):
             points = [(sweep[row["workload"]], float(row["median_ms"])) for row in rows if row["variant"] == variant]
-            colour, width = _COLOURS[_VARIANTS[variant]][theme], 2.5 if variant == "apex_npu" else 1.5
+            colour, width = COLOURS[_VARIANTS[variant]][theme], 2.5 if variant == "apex_npu" else 1.5
             axes.plot(*zip(*points, strict=True), marker=".", label=variant, color=colour, linewidth=width)
         axes.set(xlabel=label, ylabel="ms", xscale="log", yscale="log", title="A step of Adam")
     figure.legend(*both[0].get_legend_handles_labels(), ncols=2, loc="outside lower center")
-    return figure
-
-
-def _sharded(theme: str, table: Table) -> Any:
-    import matplotlib.pyplot as plt
-
-    speeds = sharded_steps(table)
-    figure, axes = plt.subplots(figsize=(_WIDTH, 3.7))
-    for place, label in enumerate(_SHARDED):
-        for row, found in enumerate(speeds.values()):
-            value, low, high = found[label]
-            height = row + 0.27 * (place - 1)
-            shown = label if row == 0 else None
-            axes.barh(height, value, 0.25, color=_COLOURS[label][theme], label=shown)
-            axes.plot([low, high], [height, height], color=_INK[theme], linewidth=1)
-            axes.text(high, height, f" {_shown(value)}", va="center")
-    axes.set_yticks(range(len(speeds)), [name.replace(" ", "\n") for name in speeds])
-    figure.suptitle(f"{table[0]['device'].upper()}, 2 processes, torch {table[0]['torch']}", fontweight="bold")
-    axes.set_title("A whole O2 step of AdamW, sharded")
-    axes.set_xlabel("speed: GradScaler, clip_grad_norm_ and\ntorch.optim.AdamW(fused=True) = 1")
-    axes.invert_yaxis()
-    axes.margins(x=0.15)
-    figure.legend(*axes.get_legend_handles_labels(), ncols=3, loc="outside lower center")
     return figure
 
 
@@ -287,13 +245,13 @@ def _memory(theme: str) -> Any:
     from apex_npu.optimizers.memory_choices import memory_choices
 
     choices = memory_choices(NpuFusedAdam([torch.nn.Parameter(torch.zeros(1))]))
-    figure, axes = plt.subplots(figsize=(_WIDTH, 5.2))
+    figure, axes = plt.subplots(figsize=(WIDTH, 5.2))
     for row, choice in enumerate(choices):
         end = 0.0
         for part, nbytes in choice.parts().items():
             label = {"its gradient": "master's gradient", "state": "Adam's moments"}.get(part, part)
             shown = label if row == 0 else None
-            axes.barh(row, nbytes, 0.4, end, label=shown, color=_COLOURS[part][theme])
+            axes.barh(row, nbytes, 0.4, end, label=shown, color=COLOURS[part][theme])
             end += nbytes
         axes.text(end, row, f" {choice.total:.3g}", va="center", fontweight="bold")
         axes.text(0, row - 0.27, choice.name.replace("torch.", ""), va="bottom", fontsize=8.5)
@@ -308,14 +266,14 @@ def _memory(theme: str) -> Any:
     return figure
 
 
-def _save(path: Path, draw: Callable[..., Any], *tables: Table | None) -> None:
+def save(path: Path, draw: Callable[..., Any], *tables: Table | None) -> None:
     """``path`` with ``_light.svg`` and ``_dark.svg``."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    for theme, ink in _INK.items():
+    for theme, ink in INK.items():
         inks = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
         with mpl.rc_context({**_COMMON, **dict.fromkeys(inks, ink)}):
             figure = draw(theme, *tables)
@@ -335,18 +293,17 @@ def write(results: Path = RESULTS) -> None:
             read_csv(path) if path.exists() else None for path in (results / f"{name}.csv" for name in names)
         )
         if table is not None:
-            _save(results / f"rules_{device}", _rules, table)
+            save(results / f"rules_{device}", _rules, table)
             if any(row["workload"] in COUNTS for row in table):
-                _save(results / f"growth_{device}", _growth, table)
+                save(results / f"growth_{device}", _growth, table)
         if models is not None:
-            _save(results / f"iterations_{device}", _iterations, models)
+            save(results / f"iterations_{device}", _iterations, models)
         if table is not None and models is not None:
             # Those of two processes do not say on which processor.
             named = sharded if sharded is not None and "processor" in sharded[0] else None
-            _save(results / f"speed_{device}", _speed, models, table, named)
+            save(results / f"speed_{device}", _speed, models, table, named)
     if results == RESULTS:
-        _save(_DOCS / "sharded_steps", _sharded, read_csv(results / "sharded_whole_steps_cpu.csv"))
-        _save(_DOCS / "memory", _memory)
+        save(DOCS / "memory", _memory)
 
 
 if __name__ == "__main__":

@@ -80,82 +80,16 @@ def steps(table: Table) -> str:
     return _origin(table) + _markdown(("rule", "workload", "ms", "of the ceiling", *there), lines)
 
 
-def whole(table: Table) -> str:
-    """Whole steps and iterations: times relative to the first variant of each."""
-    lines = [
-        (
-            row["comparison"],
-            row["workload"],
-            row["variant"],
-            _ms(row),
-            f"{float(row['ratio']):.2f}",
-        )
-        for row in table
-        if "whole" in row["comparison"] or row["comparison"].startswith("iteration")
-    ]
-    return _origin(table) + _markdown(("", "workload", "variant", "ms", "relative to the first"), lines)
-
-
-def iterations(table: Table) -> str:
-    """Models that people know: how many times as long torch's recipe takes, by threads, and where ours spends it."""
-    threads = list(dict.fromkeys(row["threads"] for row in table))
-    phases = [name for name in ("forward", "block", "backward", "clip", "step") if name in table[0]]
-    found: dict[tuple[str, str, str], dict[str, dict[str, str]]] = {}
-    for row in table:
-        found.setdefault((row["model"], row["precision"], row["variant"]), {})[row["threads"]] = row
-    lines = []
-    for (model, precision, variant), rows in found.items():
-        first = rows.get(threads[0], {})
-        speeds = [
-            f"{float(rows[n]['speed']):.2f} ({float(rows[n]['low']):.2f} .. {float(rows[n]['high']):.2f})"
-            if n in rows
-            else ""
-            for n in threads
-        ]
-        times = [f"{float(first[name]):.1f}" if first else "" for name in ("median_ms", *phases)]
-        name = f"torch, {precision}" if variant == "torch" else variant
-        lines.append((model, name, *(["", ""][: len(threads)] if variant == "torch" else speeds), *times))
-    head = ("model", "", *(f"speed, {n} thread{'s' * (n != '1')}" for n in threads), "ms", *phases)
-    return _origin(table) + _markdown(head, lines)
-
-
-def growth(table: Table) -> str:
-    """Microseconds for each tensor."""
-    phases = list(table[0])[list(table[0]).index("variant") + 1 :]
-    lines = [
-        (f"{int(row['tensors']):,}", row["groups"], row["variant"], *(f"{float(row[phase]):.1f}" for phase in phases))
-        for row in table
-    ]
-    return _origin(table) + _markdown(("tensors", "groups", "", *phases), lines)
-
-
-def counts(table: Table) -> str:
-    """What the simulated npu has counted."""
-    kept = [row for row in table if not row["comparison"].startswith("overhead") and row["workload"] != "tiny"]
-    lines = [
-        (
-            row["comparison"],
-            row["workload"],
-            row["variant"],
-            f"{int(row['launches']):,}",
-            f"{int(row['bytes']) / 1e6:,.1f}",
-            f"{int(row['syncs']):,}",
-        )
-        for row in kept
-        if row["workload"] in ("small2000", "resnet50")
-    ]
-    return _origin(table) + _markdown(("", "workload", "variant", "launches", "MB", "waits"), lines)
-
-
 def vendor_counts(table: Table) -> str:
-    """What host_cann has counted, of each variant a column."""
+    """Return the counts of host_cann for 2,000 tensors, with a column for each variant."""
     names = list(dict.fromkeys(row["variant"] for row in table))
     found: dict[tuple[str, ...], dict[str, str]] = {}
     for row in table:
-        cell = f"{int(row['launches']):,} / {int(row['syncs']):,} / {int(row['bytes']) / 1e6:,.1f}"
-        found.setdefault((row["rule"], row["workload"], row["comparison"]), {})[row["variant"]] = cell
+        if row["workload"] == "small2000":
+            cell = f"{int(row['launches']):,} / {int(row['syncs']):,} / {int(row['bytes']) / 1e6:,.1f}"
+            found.setdefault((row["rule"], row["comparison"]), {})[row["variant"]] = cell
     lines = [(*key, *(cells.get(name, "") for name in names)) for key, cells in found.items()]
-    return _origin(table) + _markdown(("rule", "tensors", "launches / waits / MB of", *names), lines)
+    return _origin(table) + _markdown(("rule", "launches / waits / MB of", *names), lines)
 
 
 def sharded(table: Table) -> str:
@@ -255,19 +189,11 @@ TABLES: dict[str, tuple[str | tuple[str, ...], Callable[..., str]]] = {
     "summary on cuda, in Chinese": (_ON_GPU, partial(summary, words=_IN_CHINESE)),
     "goals on cpu": ("goals_cpu.csv", goals),
     "steps on cpu": ("cpu.csv", steps),
-    "whole steps on cpu": ("cpu.csv", whole),
-    "iterations on cpu": ("iterations_cpu.csv", iterations),
-    "growth on cpu": ("growth_cpu.csv", growth),
-    "counts on npu": ("npu.csv", counts),
     "counts on the vendor's torch_npu": ("npu_counts.csv", vendor_counts),
     "goals on cuda": ("goals_cuda.csv", goals),
     "steps on cuda": ("cuda.csv", steps),
-    "whole steps on cuda": ("cuda.csv", whole),
-    "iterations on cuda": ("iterations_cuda.csv", iterations),
     "sharded steps on cpu": ("sharded_steps_cpu.csv", sharded),
     "sharded steps on cuda": ("sharded_steps_cuda.csv", sharded),
-    "sharded whole steps on cpu": ("sharded_whole_steps_cpu.csv", sharded),
-    "sharded whole steps on cuda": ("sharded_whole_steps_cuda.csv", sharded),
     "sharded memory on cuda": ("sharded_memory_cuda.csv", sharded_memory),
 }
 MISSING = "There are no figures yet."

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the benchmarks share: a device, a clock, variants in turns, and rows with ratios taken within a turn."""
+"""What the benchmarks share: a device, a clock, variants in turns, and tables."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median, quantiles
 from typing import Any
 
 import torch
 
-from apex_npu.doctor.rounds import SHORTEST_MS, WARM_UP_ROUNDS, Spread, Times, in_turns
+from apex_npu.doctor.rounds import SHORTEST_MS, WARM_UP_ROUNDS, Spread, Times, in_turns  # noqa: F401 (Spread: for others)
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -138,17 +137,6 @@ class Counter(Stopwatch):
         return dict(self.counts)  # what sets up the next one is counted, too
 
 
-def time_calls(call: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Milliseconds of one call, after one that warms up."""
-    call()
-    synchronize(device)
-    start = clock(device)
-    for _ in range(repeats):
-        call()
-    synchronize(device)
-    return (clock(device) - start) * 1e3 / repeats
-
-
 def steps_in_turns(steps: dict[str, Callable[[], object]], watch: Stopwatch, rounds: int, budget_s: float) -> Times:
     """``in_turns`` of ``steps``, each repeated in a round until it takes long enough for the clock."""
     repeats = {}
@@ -181,42 +169,6 @@ def processor(device: torch.device) -> str:
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
-
-
-def rows(device: torch.device, dtype: torch.dtype, workload: str, times: Times, reference: str) -> list[dict[str, str]]:
-    """One row per variant; README.md explains the columns."""
-    same = {"commit": commit(), "device": device.type, "processor": processor(device), "torch": torch.__version__}
-    same["dtype"] = str(dtype)
-    table = []
-    for variant, values in times.items():
-        ratio = Spread.of([a / b for a, b in zip(values, times[reference], strict=True)])
-        numbers = {
-            "median_ms": median(values),
-            "p90_ms": quantiles(values, n=10, method="inclusive")[-1],
-            f"ratio_to_{reference}": ratio.middle,
-            "ratio_low": ratio.low,
-            "ratio_high": ratio.high,
-        }
-        table.append(
-            {**same, "workload": workload, "variant": variant, **{name: f"{x:.4f}" for name, x in numbers.items()}}
-        )
-    return table
-
-
-def show(table: list[dict[str, str]]) -> None:
-    """Print what one wants to see of ``rows``."""
-    for row in table:
-        ratio = next(value for name, value in row.items() if name.startswith("ratio_to"))
-        spread = f"({float(row['ratio_low']):.2f} .. {float(row['ratio_high']):.2f})"
-        print(
-            f"{row['workload']:28} {row['variant']:34} {float(row['median_ms']):9.3f} ms {float(ratio):7.2f} {spread}",
-            flush=True,
-        )
-
-
-def write(name: str, device: torch.device, table: list[dict[str, str]]) -> None:
-    """Write ``results/<name>_<device>.csv``."""
-    write_csv(RESULTS / f"{name}_{device.type}.csv", table)
 
 
 def write_csv(path: Path, table: list[dict[str, str]]) -> None:

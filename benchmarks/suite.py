@@ -33,8 +33,8 @@ from workloads import COUNTS, SIZES, WORKLOADS, numel
 SWEPT = ("apex_npu", "torch f*")
 # Of a model of 109 million parameters, as many as 12 GiB hold: each has buffers of its own.
 LARGE_ON_CPU = {
-    "step": ("apex_npu", "torch foreach", "torch fused", "old patch", "ceiling"),
-    "whole": ("*GradScaler, clip, fused", "apex_npu, as written", "apex_npu, folded", "old patch"),
+    "step": ("apex_npu", "torch foreach", "torch fused", "ceiling"),
+    "whole": ("*GradScaler, clip, fused", "apex_npu, as written", "apex_npu, folded"),
 }
 # Largest part of the memory that a comparison may need.
 SHARE_OF_MEMORY = 0.8

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import old_patch
 import torch
 from ceiling import ceiling, compiler
 from torch import Tensor, nn
@@ -145,19 +144,6 @@ def ours(
     return step
 
 
-def old(bench: Bench) -> Step:
-    """The old patch's operators, at O1 with combine_grad, where backward adds to a flat buffer of zeros."""
-    params = bench.params()
-    gradients = bench.gradients(params)
-
-    def hand_over(views: list[Tensor]) -> None:
-        bench.watch.stop()
-        torch._foreach_copy_(views, gradients.values)
-        bench.watch.start()
-
-    return old_patch.whole_step(params, hand_over)
-
-
 def variants(precision: str, bench: Bench) -> dict[str, Callable[[], Step]]:
     """Those of "fp32" or "O2"; each makes its own parameters when it is called."""
     theirs, level = (torch_o2, "O2") if precision == "O2" else (torch_fp32, "O0")
@@ -174,9 +160,7 @@ def variants(precision: str, bench: Bench) -> dict[str, Callable[[], Step]]:
     }
     if bench.device.type == "cuda":
         found[f"apex_npu, folded{CAPTURABLE}"] = lambda: ours(bench, level, fold=True, capturable=True)
-    if precision == "fp32":
-        found["old patch"] = lambda: old(bench)
-        if bench.device.type == "cpu" and compiler() is not None:
-            found["ceiling, as written"] = lambda: ceiling(bench, "in_place", "read_only", "in_place", "one_pass_3")
-            found["ceiling, folded"] = lambda: ceiling(bench, "read_only", "one_pass_3")
+    if precision == "fp32" and bench.device.type == "cpu" and compiler() is not None:
+        found["ceiling, as written"] = lambda: ceiling(bench, "in_place", "read_only", "in_place", "one_pass_3")
+        found["ceiling, folded"] = lambda: ceiling(bench, "read_only", "one_pass_3")
     return found

@@ -46,8 +46,27 @@ _PATCHABLE = (
 )
 
 
+# Marks of all tests of a folder.
+_FOLDERS = {
+    "amp": "device",
+    "debug": "device",
+    "fp16_utils": "device",
+    "integrations": "framework",
+    "normalization": "device",
+    "scripts": "device",
+    "vendor": "device",
+}
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        folder = item.path.parent.name
+        if folder in _FOLDERS:
+            item.add_marker(_FOLDERS[folder])
+        # On an NPU those of diagnostics repeat what they show on the CPU.
+        if folder == "debug" and DEVICE.type == "npu" and item.get_closest_marker("slow"):
+            item.add_marker("sweep")
     mark_sweeps(items)
 
 

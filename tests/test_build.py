@@ -120,7 +120,7 @@ def test_wheels_are_built_for_the_pythons_that_are_tested():
     exclusions = "--exclude 'libtorch*.so' --exclude 'libc10*.so'"
     assert exclusions in project["tool"]["cibuildwheel"]["repair-wheel-command"]
     assert exclusions in makefile
-    assert "-c {project}/requirements-dev.txt" in project["tool"]["cibuildwheel"]["before-build"]
+    assert "--group {project}/pyproject.toml:build" in project["tool"]["cibuildwheel"]["before-build"]
 
 
 @pytest.mark.slow

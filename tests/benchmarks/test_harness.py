@@ -15,12 +15,10 @@ import goals
 import measure
 import old_patch
 import plots
-import processes
 import pytest
 import report
 import suite
 import torch
-import torch.distributed as dist
 from rounds import RESULTS, Spread, Stopwatch, in_turns, read_csv, steps_in_turns, write_csv
 from torch import nn
 from workloads import WORKLOADS, Bench, Gradients, numel
@@ -240,14 +238,6 @@ def test_every_variant_runs(comparison):
         assert bench.watch.time(step, 1) > 0.0, name
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
-def test_what_is_measured_of_sharded_models_runs():
-    worker = Path(__file__).with_name("sharded_steps_worker.py")
-    path = os.pathsep.join([processes.PYTHONPATH, str(ROOT / "benchmarks")])
-    processes.run(worker, "bare", "whole", "trainings", "memory", processes=1, PYTHONPATH=path)
-
-
 def test_tables_of_sharded_models_are_as_their_rows_say():
     same = {"commit": "abc", "device": "cuda", "processor": "GPU", "torch": "2"}
     spread = {"ratio_to_torch": "0.5", "ratio_low": "0.25", "ratio_high": "1"}
@@ -411,13 +401,11 @@ def test_report_replaces_what_is_between_markers_alone(tmp_path):
 
 def test_bench_gpu_says_how_to_use_it_and_what_is_missing():
     script = str(ROOT / "benchmarks/bench_gpu.sh")
-    asked = subprocess.run(["bash", script, "--help"], capture_output=True, text=True)
-    assert asked.returncode == 0
-    assert "usage" in asked.stdout
     wrong = subprocess.run(["bash", script, "--turbo"], capture_output=True, text=True)
     assert wrong.returncode == 2
-    assert "unknown argument '--turbo'" in wrong.stderr
+    assert wrong.stderr.startswith("usage: ")
     if not torch.cuda.is_available():
-        without = subprocess.run(["bash", script, "--python", sys.executable], capture_output=True, text=True)
+        environment = {**os.environ, "PYTHON": sys.executable}
+        without = subprocess.run(["bash", script], capture_output=True, text=True, env=environment)
         assert without.returncode == 2
-        assert without.stderr.startswith("bench_gpu.sh: torch")
+        assert "PYTHON=... names another" in without.stderr

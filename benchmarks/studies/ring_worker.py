@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The formulas of benchmarks/ring.py beside the collectives and the memory of a small model.
+"""The formulas of ring.py beside the collectives and the memory of a small model.
 
 One process, by torch's fake process group one of 16 on two nodes: collectives are counted, and nothing is sent.
 """

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What a step costs with the vendor's own torch_npu: operators launched, waits of the host and bytes, ours and others'.
 
-    .venv-npu/bin/python benchmarks/npu_counts.py [--write] [--only PATTERN] [--operators]
+    PYTHONPATH=benchmarks .venv-npu/bin/python benchmarks/studies/npu_counts.py [--write] [--only PATTERN] [--operators]
 
 It needs the vendor's torch_npu, which ``make setup-torch-npu`` installs on x86-64 Linux, and no NPU: the package
 ``host_cann`` of tests/host_cann does in host memory what torch_npu asks of CANN. README.md says what is counted.
@@ -29,7 +29,7 @@ from workloads import Shapes, resnet50
 
 from apex_npu import amp, optimizers
 
-HOST_CANN = Path(__file__).parents[1] / "tests" / "host_cann"
+HOST_CANN = Path(__file__).parents[2] / "tests" / "host_cann"
 
 # Rule: the end of the class's name, ours and the vendor's; torch.optim's; what it is made with.
 RULES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
@@ -79,7 +79,7 @@ def open_device() -> None:
     except ImportError as error:
         sys.exit(
             f"{error}. What is counted is the vendor's torch_npu, whose wheel is for x86-64 Linux among others: "
-            "`make setup-torch-npu` there, then .venv-npu/bin/python benchmarks/npu_counts.py. What the stand-in "
+            "`make setup-torch-npu` there, then the command of this file's docstring. What the stand-in "
             "counts is measured by python benchmarks/suite.py --device npu"
         )
 

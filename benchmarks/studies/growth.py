@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What each tensor costs when an optimizer is set up, stepped, saved and extended, by the number of tensors and groups.
 
-    python benchmarks/growth.py [--tensors 10 100 1000 10000 100000] [--groups 1 64] [--numel 16] [--write]
+    PYTHONPATH=benchmarks python benchmarks/studies/growth.py [--write]
+        [--tensors 10 100 1000 10000 100000] [--groups 1 64] [--numel 16]
 
 Microseconds of CPU time for each tensor, one thread, the median of three. A phase that grows linearly has the same
 number in each line. A step includes the block before it at O2; 10 % of new parameters are added.

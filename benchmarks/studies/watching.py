@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What an iteration costs that ``amp.debug`` looks at, beside the iteration alone and torch's own means.
 
-    python benchmarks/watching.py [--device cpu|cuda|npu] [--opt-level O5] [--rounds 12]
+    PYTHONPATH=benchmarks python benchmarks/studies/watching.py [--device cpu|cuda|npu] [--opt-level O5] [--rounds 12]
 
 All variants run in one process, in turns; ratios are taken within a turn. README.md explains the columns.
 """
@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 from iterations import MODELS
-from rounds import in_turns, open_device, rows, show, time_calls, write
+from rounds import in_turns, open_device
+from shared import rows, show, time_calls, write
 from torch import nn
 from whole_steps import initialized
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What benchmarks/sharded_steps.py measures, on the device, of models that are small; nothing is timed.
+"""What sharded_steps.py measures, on the device, of models that are small; nothing is timed.
 
 Run in one process; the arguments are names of functions here.
 """

@@ -2,17 +2,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What the patch of Apex for Ascend does on its flat buffers: ATen's operators in the same order, temporaries included.
 
-An independent implementation of the same computation. Hyper-parameters are fixed: only its time and launches matter.
+    PYTHONPATH=benchmarks python benchmarks/studies/old_patch.py "step of LAMB" resnet50 [OPTION...]
+
+takes the arguments of ``measure.py`` and has these steps among the variants. This is an independent implementation of
+the same computation. Hyper-parameters are fixed: only its time and launches matter.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
-from workloads import LOSS_SCALE, MAX_NORM
+from workloads import LOSS_SCALE, MAX_NORM, Bench
 
 LR, BETA1, BETA2, EPS, MOMENTUM, ALPHA, RHO = 1e-3, 0.9, 0.999, 1e-8, 0.9, 0.99, 0.9
 # Elements between two slots, and what their sizes are rounded up to.
@@ -164,3 +168,39 @@ def whole_step(params: Sequence[Tensor], hand_over: Callable[[list[Tensor]], Non
         flat.grad.zero_()
 
     return step
+
+
+def _bare(rule: str, bench: Bench) -> Callable[[], None]:
+    params = bench.params()
+    return bare_step(rule, params, [g.clone() for g in bench.gradients(params).values])
+
+
+def _whole(bench: Bench) -> Callable[[], None]:
+    """At O1 with combine_grad, where backward adds to a flat buffer of zeros."""
+    params = bench.params()
+    gradients = bench.gradients(params)
+
+    def hand_over(views: list[Tensor]) -> None:
+        bench.watch.stop()
+        torch._foreach_copy_(views, gradients.values)
+        bench.watch.start()
+
+    return whole_step(params, hand_over)
+
+
+def main() -> None:
+    """``measure.main``, with the old patch in each comparison that it takes part in."""
+    import measure
+
+    made = {f"step of {rule}": partial(_bare, rule) for rule in RULES} | {"whole fp32 step": _whole}
+    for name, old in made.items():
+        others = measure.COMPARISONS[name]
+        measure.COMPARISONS[name] = lambda bench, others=others, old=old: {
+            **others(bench),
+            "old patch": lambda: old(bench),
+        }
+    measure.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The formulas of benchmarks/ring.py: messages of a ring that is played, collectives and memory of a small model."""
+"""The formulas of ring.py: messages of a ring that is played, collectives and memory of a small model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import ring
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
-BENCHMARKS = ROOT / "benchmarks"
+STUDIES = Path(__file__).parent
 
 
 class Ring:
@@ -62,10 +62,8 @@ def test_bytes_and_hops_are_those_of_a_ring(ranks):
 @pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")
 def test_collectives_and_memory_are_those_of_the_formulas():
-    worker = Path(__file__).with_name("ring_worker.py")
-    processes.run(
-        worker, *ring.ENGINES, processes=1, PYTHONPATH=os.pathsep.join([processes.PYTHONPATH, str(BENCHMARKS)])
-    )
+    path = os.pathsep.join([processes.PYTHONPATH, str(STUDIES)])
+    processes.run(STUDIES / "ring_worker.py", *ring.ENGINES, processes=1, PYTHONPATH=path)
 
 
 def test_a_link_within_a_node_and_cards_between_nodes():

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The formats of ``docs/memory.md``: bytes of state, and time of a step; ``state_training.py`` has losses.
 
-    python benchmarks/state_formats.py [--device cuda] [--numel 16000000] [--rounds 9]
+    PYTHONPATH=benchmarks python benchmarks/studies/state_formats.py [--device cuda] [--numel 16000000] [--rounds 9]
 
 Times are the CPU time of one thread, or on another device the time from one synchronization to the next, of formats in
 turns: the median of the ratios within a round.

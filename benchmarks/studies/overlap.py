@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Draws one recorded step of two processes: docs/overlap.png.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/overlap.py
+    PYTHONPATH=benchmarks torchrun --standalone --nproc-per-node 2 benchmarks/studies/overlap.py
 
 Of several recorded steps that with the median length is drawn, rank 0's.
 """
@@ -17,7 +17,7 @@ from data_parallel import CombineDdp, large
 from timeline import Timeline
 
 WARM_UP, STEPS = 5, 21
-PICTURE = Path(__file__).parents[1] / "docs" / "overlap.png"
+PICTURE = Path(__file__).parents[2] / "docs" / "overlap.png"
 
 
 def draw(timeline: Timeline, path: Path) -> None:

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """On paper: memory and communication of each way to train on several devices, by formulas for rings.
 
-    python benchmarks/ring.py [--ranks 8 64 512 4096] [--size 1 7 30 70] [--within 200] [--between 200 25] [--latency 5]
+    PYTHONPATH=benchmarks python benchmarks/studies/ring.py [--ranks 8 64 512 4096]
+        [--size 1 7 30 70] [--within 200] [--between 200 25] [--latency 5]
 
 Adam at O2 or O5, parameters gathered and gradients reduced in 16 bits. A ring of d ranks passes a tensor on in d - 1
 hops, twice for an all-reduce, with 1/d of it in each. Over several nodes it passes through one after another, in as

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """AdamW with each format of its state, beside 8-bit AdamWs of other packages: loss after training, bytes, time.
 
-    python benchmarks/state_training.py [--seeds 10] [--numel 4000000] [--rounds 7] [--tasks digits characters]
+    PYTHONPATH=benchmarks python benchmarks/studies/state_training.py [--seeds 10]
+        [--numel 4000000] [--rounds 7] [--tasks digits characters]
 
 Losses are the mean of the last 100 steps, of a perceptron on scikit-learn's handwritten digits (600 steps), and of the
 language model of the examples, small, on the pages of docs/ (300 steps, beta2 0.99). Differences to float32 state are
@@ -31,7 +32,7 @@ from apex_npu.optimizers import NpuFusedAdamW
 
 Optimizers = dict[str, Callable[..., torch.optim.Optimizer]]
 CPU = torch.device("cpu")
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 FLOAT32 = "float32"
 
 

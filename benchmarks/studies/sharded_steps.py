@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Steps of AdamW over the DTensors that fully_shard makes, and the memory of a training: ours beside torch's.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/sharded_steps.py [--units 50 250] [--rounds 20]
-    torchrun --standalone --nproc-per-node gpu benchmarks/sharded_steps.py --device cuda
+    PYTHONPATH=benchmarks torchrun --standalone --nproc-per-node 2 benchmarks/studies/sharded_steps.py
+        [--units 50 250] [--rounds 20]
+    PYTHONPATH=benchmarks torchrun --standalone --nproc-per-node gpu benchmarks/studies/sharded_steps.py --device cuda
 
 --measure chooses: "bare" is a step alone, "whole" all that follows a backward, at O2 (unscale, check, clip, step,
 clear), "memory", on accelerators, what the iterations of a larger model hold. Without torchrun there is one process.
@@ -23,11 +24,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import plots
 import report
 import torch
 import torch.distributed as dist
 from report import Table
-from rounds import Stopwatch, commit, is_simulated, open_device, processor, rows, show, steps_in_turns, write
+from rounds import Stopwatch, commit, is_simulated, open_device, processor, steps_in_turns
+from shared import rows, show, write
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -44,6 +47,12 @@ MEASURES = ("bare", "whole", "memory")
 SECONDS = 2.5
 # Of the model whose memory is measured: its gradients are more than a buffer that is kept (docs/memory.md).
 COUNT, WIDTH = 24, 1024
+# Label in the picture → variant.
+DRAWN = {
+    "torch": "GradScaler, clip, fused",
+    "apex_npu": "apex_npu",
+    "with fuse_unscale": "apex_npu, folded",
+}
 
 
 @functools.cache
@@ -365,12 +374,51 @@ def steps(device: torch.device, variants: dict[str, Make], count: int, rounds: i
     return new
 
 
+def speeds(table: Table) -> dict[str, dict[str, plots.Speed]]:
+    """How many DTensors → what is drawn → speed over torch's, of all that follows a backward."""
+    rows = {(row["workload"], row["variant"]): row for row in table}
+    prefix = f"ratio_to_{DRAWN['torch']}"
+    return {
+        workload.partition(",")[0]: {
+            label: plots.speed(rows[workload, variant], prefix, "ratio_low", "ratio_high")
+            for label, variant in DRAWN.items()
+        }
+        for workload in dict.fromkeys(row["workload"] for row in table)
+    }
+
+
+def draw(theme: str, table: Table) -> Any:
+    """docs/sharded_steps_light.svg or _dark.svg."""
+    import matplotlib.pyplot as plt
+
+    found_of = speeds(table)
+    figure, axes = plt.subplots(figsize=(plots.WIDTH, 3.7))
+    for place, label in enumerate(DRAWN):
+        for row, found in enumerate(found_of.values()):
+            value, low, high = found[label]
+            height = row + 0.27 * (place - 1)
+            shown = label if row == 0 else None
+            axes.barh(height, value, 0.25, color=plots.COLOURS[label][theme], label=shown)
+            axes.plot([low, high], [height, height], color=plots.INK[theme], linewidth=1)
+            axes.text(high, height, f" {plots.multiple(value)}", va="center")
+    axes.set_yticks(range(len(found_of)), [name.replace(" ", "\n") for name in found_of])
+    figure.suptitle(f"{table[0]['device'].upper()}, 2 processes, torch {table[0]['torch']}", fontweight="bold")
+    axes.set_title("A whole O2 step of AdamW, sharded")
+    axes.set_xlabel("speed: GradScaler, clip_grad_norm_ and\ntorch.optim.AdamW(fused=True) = 1")
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    figure.legend(*axes.get_legend_handles_labels(), ncols=3, loc="outside lower center")
+    return figure
+
+
 def publish(name: str, device: torch.device, table: Table, show: Callable[[Table], object]) -> None:
     """By the first process: show ``table``, and write it, unless its times are those of a simulation."""
     if dist.get_rank() == 0:
         show(table)
         if not is_simulated(device):
             write(name, device, table)
+            if (name, device.type) == ("sharded_whole_steps", "cpu"):
+                plots.save(plots.DOCS / "sharded_steps", draw, table)
 
 
 def main() -> None:

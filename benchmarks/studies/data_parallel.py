@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """combine_ddp against DistributedDataParallel with GradScaler and torch's fused Adam: a step of two processes.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/data_parallel.py [--rounds 20]
+    PYTHONPATH=benchmarks torchrun --standalone --nproc-per-node 2 benchmarks/studies/data_parallel.py [--rounds 20]
 
 One thread for each process, gloo, wall clock, for what is measured waits on others. Variants take turns in the same
 processes; ratios are taken within a turn. README.md explains the columns.
@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from rounds import in_turns, rows, show, write
+from rounds import in_turns
+from shared import rows, show, write
 from timeline import Timeline, record
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
