@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "amp/float32_data.h"
 #include "amp/overlay.h"
 #include "combine_tensors/change_data_ptr.h"
 #include "combine_tensors/python_objects.h"
@@ -18,7 +19,6 @@
 #include "fused_optim/grad_list.h"
 #include "fused_optim/grad_slots.h"
 #include "fused_optim/kernels_cpu.h"
-#include "fused_optim/rounded_copy.h"
 #include "fused_optim/zero_grads.h"
 
 namespace py = pybind11;
@@ -46,7 +46,7 @@ using apex_npu::borrow;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 27;
+  m.attr("API") = 29;
 
   m.def("move_storages", &apex_npu::move_storages, py::arg("lists"), py::arg("src"), py::arg("offsets"),
         py::arg("copy_values"));
@@ -107,34 +107,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("note_grads", [](WriteTable& table, const py::sequence& params) { table.note_grads(borrow(params)); })
       .def("changed_grads",
            [](const WriteTable& table, const py::sequence& params) { return table.changed_grads(borrow(params)); });
-  using apex_npu::RoundedCopies;
-  py::class_<RoundedCopies>(m, "RoundedCopies")
-      .def(py::init<>())
-      .def("take",
-           [](RoundedCopies& copies, const py::sequence& params, const py::sequence& tensors) {
-             RoundedCopies::Written written = copies.take(borrow(params), borrow(tensors));
-             return std::make_tuple(std::move(written.copies), std::move(written.params), std::move(written.others));
-           })
-      .def("write", [](RoundedCopies& copies, const py::sequence& params,
-                       const py::sequence& tensors) { return copies.write(borrow(params), borrow(tensors)); })
-      .def("note", [](RoundedCopies& copies, const py::sequence& params,
-                      const py::sequence& tensors) { copies.note(borrow(params), borrow(tensors)); })
-      .def("written_copies", [](const RoundedCopies& copies,
-                                const py::sequence& tensors) { return copies.written_copies(borrow(tensors)); })
-      .def("written_params",
-           [](const RoundedCopies& copies, const py::sequence& params, const py::sequence& tensors) {
-             return copies.written_params(borrow(params), borrow(tensors));
-           })
-      .def("since",
-           [](const RoundedCopies& copies, const py::sequence& params, const py::sequence& tensors,
-              const py::sequence& places) { return copies.since(borrow(params), borrow(tensors), borrow(places)); })
-      .def("glance", [](const RoundedCopies& copies, const py::sequence& params, const py::sequence& tensors) {
-        return copies.glance(borrow(params), borrow(tensors));
-      });
-  m.def("watch_copies", &apex_npu::watch_copies, py::arg("flat"), py::arg("offsets"), py::arg("numels"));
-  m.def("round_to_copies", &apex_npu::round_to_copies, py::arg("params"), py::arg("flat"));
-  m.def("written_copies", &apex_npu::written_copies, py::arg("flat"));
-
   py::class_<apex_npu::GradSlots>(m, "GradSlots")
       .def(py::init<const std::vector<at::Tensor>&, std::vector<int64_t>, std::optional<c10::Device>>(),
            py::arg("shapes"), py::arg("offsets"), py::arg("device"))
@@ -191,15 +163,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             const auto states = slots.packed_states(borrow(params), total_numel);
             return states.has_value() ? std::optional(py::bytes(*states)) : std::nullopt;
           },
-          py::arg("params"), py::arg("total_numel"))
-      .def(
-          "share",
-          [](const apex_npu::GradSlots& slots, const py::sequence& sources, const py::sequence& params,
-             int64_t least_numel, bool lazily) {
-            const auto found = slots.share(borrow(sources), borrow(params), least_numel, lazily, &apex_npu::is_alone);
-            return std::pair(found.any, found.others);
-          },
-          py::arg("sources"), py::arg("params"), py::arg("least_numel"), py::arg("lazily"));
+          py::arg("params"), py::arg("total_numel"));
   py::class_<apex_npu::Shards>(m, "Shards")
       .def(py::init<const py::type&, py::list, py::list>(), py::arg("cls"), py::arg("full_params"), py::arg("parts"))
       .def("have_parts", &apex_npu::Shards::have_parts)
@@ -238,18 +202,23 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("tensors"));
   m.def("drop_grads", [](const py::sequence& tensors) { apex_npu::drop_grads(borrow(tensors)); }, py::arg("tensors"));
   m.def(
-      "set_aliases",
-      [](const py::sequence& tensors, const std::vector<at::Tensor>& grads) {
-        apex_npu::set_aliases(borrow(tensors), grads);
-      },
-      py::arg("tensors"), py::arg("grads"));
-
-  m.def(
       "set_grads",
       [](const py::sequence& tensors, const py::sequence& grads) {
         apex_npu::set_grads(borrow(tensors), borrow(grads));
       },
       py::arg("tensors"), py::arg("grads"));
+  m.def(
+      "swap_data",
+      [](const py::sequence& params, const py::sequence& sources) {
+        return apex_npu::swap_data(borrow(params), borrow(sources));
+      },
+      py::arg("params"), py::arg("sources"));
+  m.def(
+      "take_written_cpu",
+      [](const py::sequence& values, const py::sequence& params) {
+        return apex_npu::take_written_cpu(borrow(values), borrow(params));
+      },
+      py::arg("values"), py::arg("params"));
   m.def(
       "grads_of", [](const py::sequence& tensors) { return apex_npu::grads_of(borrow(tensors)); }, py::arg("tensors"));
   m.def("versions_of", &apex_npu::versions_of, py::arg("tensors"));

@@ -115,12 +115,14 @@ class Training:
         return loss
 
     def held_nbytes(self) -> int:
-        """Bytes of parameters, gradients and moments that this process has; padding and buckets of DDP not counted."""
-        tensors = [*self.inner.parameters(), *amp.master_params(self.optimizer)]
+        """Bytes of parameters, gradients and state that this process has; padding and buckets of DDP not counted."""
+        tensors = list(self.inner.parameters())
         tensors += [p.grad for p in tensors if p.grad is not None]
-        tensors += [value for state in self.optimizer.state.values() for value in state.values()]
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        tensors += [value for value in states if isinstance(value, torch.Tensor)]
         parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-        return sum({part.data_ptr(): part.nbytes for part in parts}.values())
+        encoded = sum(value.nbytes for value in states if not isinstance(value, torch.Tensor))
+        return encoded + sum({part.data_ptr(): part.nbytes for part in parts}.values())
 
     @torch.no_grad()
     def accuracy(self, data: Digits) -> float:

@@ -69,7 +69,8 @@ class Capture(TorchDispatchMode):
             assert len(devices) == 1, f"{func} copies between {devices}, which ends a capture"
         if func is torch.ops.aten.lift_fresh.default:  # all that a mode sees of torch.tensor
             assert out.device.type == "cpu", "torch.tensor copies numbers of the host, which ends a capture"
-        self._calls.append((func, args, kwargs, tree_leaves(out)))
+        if not func.is_view:  # a view stays one of the memory it was taken of, whatever data a parameter has in between
+            self._calls.append((func, args, kwargs, tree_leaves(out)))
         return out
 
     def _record(self, run: Callable[[], object], launch: Launch) -> None:

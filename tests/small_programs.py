@@ -117,6 +117,12 @@ def assert_values(tensors, *expected, **tolerance):
         torch.testing.assert_close(found, want, **{"rtol": 0.0, "atol": 0.0, **tolerance})
 
 
+def near(found, expected, within):
+    """Whether the norm of the difference is ``within`` that of ``expected``, times this."""
+    found, expected = (value if isinstance(value, torch.Tensor) else torch.tensor(value) for value in (found, expected))
+    return (found - expected).norm() <= within * expected.norm()
+
+
 def right_or_refused(act, check, tensors=(), naming=""):
     """``act()`` does what ``check`` of its result asserts, or is refused before any of ``tensors`` has changed.
 

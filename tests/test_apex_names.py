@@ -17,6 +17,8 @@ from torch import nn
 
 import apex_npu
 
+pytestmark = pytest.mark.device
+
 ROOT = Path(__file__).parents[2]
 
 

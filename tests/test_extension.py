@@ -24,7 +24,7 @@ def test_built_for_another_torch(note):
     note.write_text("1.0.0\n")
     with pytest.warns(
         RuntimeWarning,
-        match=r"was built for torch 1\.0\.0, this is torch .*using torch's operators, without fusing.*rebuild",
+        match=r"torch 1\.0\.0.*rebuild",
     ):
         assert _extension.load(note) is None
 
@@ -38,15 +38,13 @@ def test_does_not_load(note, monkeypatch):
         raise ImportError("undefined symbol: _ZN3c10")
 
     monkeypatch.setattr(_extension.importlib, "import_module", undefined_symbol)
-    with pytest.warns(
-        RuntimeWarning, match=r"does not load \(undefined symbol: _ZN3c10\): using torch's operators, without fusing"
-    ):
+    with pytest.warns(RuntimeWarning, match="undefined symbol: _ZN3c10"):
         assert _extension.load(note) is None
 
 
 def test_of_another_version_of_this_package(note, monkeypatch):
     monkeypatch.setattr(_extension.importlib, "import_module", lambda name: types.SimpleNamespace(API=0))
-    with pytest.warns(RuntimeWarning, match="is of another version: using torch's operators, without fusing"):
+    with pytest.warns(RuntimeWarning, match="another version"):
         assert _extension.load(note) is None
 
 

@@ -63,24 +63,10 @@ def cycles_of(graph: Imports) -> list[list[str]]:
     return sorted(list(group) for group in groups if group)
 
 
-def longest_chain(graph: Imports, package: str) -> list[str]:
-    """Of the modules of ``package`` as many as possible, each of which imports the next. There may be no cycle."""
-    inside = {name for name in graph if name == package or name.startswith(f"{package}.")}
-
-    @functools.cache
-    def chain_from(name: str) -> tuple[str, ...]:
-        return (name, *max(map(chain_from, sorted(graph[name] & inside)), key=len, default=()))
-
-    return list(max(map(chain_from, sorted(inside)), key=len))
-
-
 def test_a_cycle_is_found():
     graph: Imports = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": set(), "e": {"a"}}
     assert cycles_of(graph) == [["a", "b", "c"]]
     assert cycles_of({"a": {"b"}, "b": {"c"}, "c": set()}) == []
-    assert longest_chain({"p": {"p.a"}, "p.a": {"p.b", "p.c"}, "p.b": {"p.c"}, "p.c": set()}, "p") == [
-        "p", "p.a", "p.b", "p.c",
-    ]  # fmt: skip
 
 
 def test_all_kinds_of_imports_count():
@@ -101,10 +87,3 @@ if TYPE_CHECKING:
 
 def test_no_module_imports_itself_through_others():
     assert cycles_of(imports_of_package()) == []
-
-
-def test_the_longest_chain_in_amp():
-    chain = longest_chain(imports_of_package(), "apex_npu.amp")
-    print(f"{len(chain)} modules: {' -> '.join(chain)}")
-    # 8 for what a step runs; amp_scaler.py is a view of scale_loss above them.
-    assert len(chain) <= 9

@@ -12,6 +12,7 @@ from apex_npu.amp.amp_scaler import AmpScaler
 from apex_npu.amp.checkpoint_view import checkpoint_view
 from apex_npu.amp.float32_copies import float32_copy
 from apex_npu.amp.frontend import (
+    float32_params,
     initialize,
     last_step,
     load_state_dict,
@@ -42,6 +43,7 @@ __all__ = [
     "checkpoint_view",
     "disable_casts",
     "float32_copy",
+    "float32_params",
     "float_function",
     "fsdp_policy",
     "half_function",

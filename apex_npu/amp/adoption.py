@@ -10,10 +10,13 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from apex_npu._extension import extension
 from apex_npu.amp.amp_optimizer import SharedGroupsMixin, adopted_class
 from apex_npu.amp.data_parallel import GradSync
+from apex_npu.amp.float32_masters import Float32Masters
 from apex_npu.amp.optimizer_state import AmpOptimizerState, state_of
 from apex_npu.amp.pending_step import PendingStep
+from apex_npu.amp.policy import Policy
 from apex_npu.amp.preconditions import optimizers_inside, shares_groups
 from apex_npu.amp.remainder_masters import RemainderMasters
 from apex_npu.amp.session import Session
@@ -40,20 +43,41 @@ def adopt(optimizer: Optimizer, session: Session, fp32_values: Mapping[int, Tens
     optimizer.__class__ = adopted_class(cls)
     if policy.check_combined_tensors is not None and isinstance(optimizer, HasFusedGroups):
         optimizer.check_combined_tensors = policy.check_combined_tensors  # type: ignore[attr-defined]
-    if policy.store_param_remainders:
-        state.masters = RemainderMasters()
-    if policy.master_weights or policy.store_param_remainders:
+    if state.widens:
+        state.masters = RemainderMasters() if _keeps_remainders(optimizer, policy) else Float32Masters()
         state.masters.make(optimizer, fp32_values)
     session.register(optimizer, state)
+
+
+# The methods by which subclasses of fused optimizers update parameters by a rule of their own.
+_RULES = ("update", "_group_step")
+
+
+def _keeps_remainders(optimizer: Any, policy: Policy) -> bool:
+    """Whether the float32 values are kept as remainders of 16 bits, which kernels of a CPU and a GPU read and write."""
+    if policy.store_param_remainders:
+        return True
+    devices = {p.device.type for group in optimizer.param_groups for p in group["params"]}
+    return (
+        policy.store_param_remainders is None
+        and extension is not None
+        and isinstance(optimizer, HasFusedGroups)
+        and bool(getattr(optimizer, "encodable_states", ()))
+        and not _has_own_rule(type(optimizer))
+        and devices <= {"cpu", "cuda"}
+    )
+
+
+def _has_own_rule(cls: type) -> bool:
+    """Whether ``cls``, a fused optimizer, updates by a method of a script, which computes in the data's dtype."""
+    owner = next(base for base in cls.__mro__ if not vars(base).keys().isdisjoint((*_RULES, "encodable_states")))
+    return "encodable_states" not in vars(owner)
 
 
 def release(optimizer: Optimizer, cls: Any, state_formats: Any) -> None:
     """Undo ``adopt``, as far as it got. The optimizer had the class ``cls`` and, if fused, ``state_formats``."""
     state = state_of(optimizer)
-    for pair in [] if state is None else state.pairs:
-        if pair.master_param in optimizer.state:
-            optimizer.state[pair.model_param] = optimizer.state.pop(pair.master_param)
-    if state is not None and state.policy.store_param_remainders:
+    if state is not None and isinstance(state.masters, RemainderMasters):
         optimizer.state_formats = state_formats  # type: ignore[attr-defined]
         for entry in optimizer.state.values():
             entry.pop(MASTER_PARAM, None)
@@ -70,9 +94,6 @@ def adopt_inside(optimizer: Optimizer) -> None:
     stepping: list[Optimizer] = []
     for inner in found:
         vars(inner).pop("step", None)
-        for pair in state.pairs:
-            if pair.model_param in inner.state:
-                inner.state[pair.master_param] = inner.state.pop(pair.model_param)
         vars(inner).update(_amp_state=state, _amp_stepping=stepping)
         cls: Any = type(inner)
         inner.__class__ = adopted_class(cls, SharedGroupsMixin)
@@ -86,9 +107,6 @@ def release_inside(optimizer: Optimizer) -> None:
     for inner in optimizers_inside(optimizer):
         if state is None or state_of(inner) is not state:
             continue
-        for pair in state.pairs:
-            if pair.master_param in inner.state:
-                inner.state[pair.model_param] = inner.state.pop(pair.master_param)
         if isinstance(inner, SharedGroupsMixin):
             inner.__class__ = type(inner).__bases__[1]
         vars(inner).pop("_amp_state", None)

@@ -34,13 +34,15 @@ from apex_npu.fusion.shards import replicated
 
 
 class AmpOptimizerMixin(OptimizerAccessors):
-    """The methods that amp adds to an optimizer: they skip steps, update masters and clear all gradients."""
+    """The methods that amp adds to an optimizer: they skip steps, step float32 values, and clear all gradients."""
 
     _amp_state: AmpOptimizerState
 
     @disable_dynamo
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step the optimizer unless the gradients have overflowed, then copy masters to the model.
+        """Step the optimizer unless the gradients have overflowed.
+
+        The float32 values of 16-bit parameters are stepped, and rounded into them.
 
         Args:
             *args: Positional arguments of the optimizer's own step. A closure is called before that step, so that an
@@ -73,10 +75,11 @@ class AmpOptimizerMixin(OptimizerAccessors):
                 warn_once(self, doubt)
             begun = True
             own = super().step
-            if pending is None:
-                result = own(*args, **kwargs)
-            else:
-                result = pending.take(self, state, check, partial(own, *args, **kwargs))
+            with state.masters.stepping():
+                if pending is None:
+                    result = own(*args, **kwargs)
+                else:
+                    result = pending.take(self, state, check, partial(own, *args, **kwargs))
             begun = False
             state.end_step(self, check)
         except BaseException as error:
@@ -89,7 +92,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
 
     @disable_dynamo
     def zero_grad(self, set_to_none: bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Clear the gradients of all parameters, and of the model parameters that have masters.
+        """Clear the gradients of all parameters, and inside of a block those set aside.
 
         Args:
             set_to_none: Passed to the optimizer's own ``zero_grad``. None: the default of that method.
@@ -128,9 +131,8 @@ class AmpOptimizerMixin(OptimizerAccessors):
             RuntimeError: Gradients are not unscaled: a scale_loss is open, or the last one had ``delay_unscale``.
         """
         state = self._amp_state
-        # At a scale of 1, without masters, a backward outside of blocks is allowed; but only a block ends the work left
-        # to a step.
-        fuses = state.policy.fuse_unscale and (state.grad_scale != 1.0 or state.masters.masters)
+        # At a scale of 1 a backward outside of blocks is allowed; but only a block ends the work left to a step.
+        fuses = state.policy.fuse_unscale and (state.grad_scale != 1.0 or state.widens)
         if not fuses:
             return self._clip_at_once(max_norm, norm_type, error_if_nonfinite)
         state.check_unscaled("clipping")
@@ -166,16 +168,11 @@ class AmpOptimizerMixin(OptimizerAccessors):
     def clip_model_grad_norm_fused(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Clip as ``clip_optimizer_grad_norm_fused``, for levels where the optimizer steps the model's parameters.
-
-        Raises:
-            RuntimeError: The level has masters, so that clipping the model's own gradients would have no effect.
-        """
-        _require_no_masters(self._amp_state, "clip_model_grad_norm_fused", "clip_optimizer_grad_norm_fused")
+        """Clip as ``clip_optimizer_grad_norm_fused``: the optimizer steps the model's parameters."""
         return self.clip_optimizer_grad_norm_fused(max_norm, norm_type, error_if_nonfinite)
 
     def get_optimizer_combined_params(self) -> list[Tensor]:
-        """Return all parameters that the optimizer trains, masters first; see ``FusedOptimizer``.
+        """Return all parameters that the optimizer trains, 16-bit ones first; see ``FusedOptimizer``.
 
         Raises:
             RuntimeError: ``FusedOptimizer`` raises it, or the optimizer is not a fused one of this package.
@@ -185,17 +182,18 @@ class AmpOptimizerMixin(OptimizerAccessors):
                 f"{type(self).__name__} does not keep its parameters in combined buffers: use an optimizer of "
                 "apex_npu.optimizers, or the parameters themselves (amp.master_params)"
             )
-        self._amp_state.masters.show_new()
+        masters = self._amp_state.masters
         found: list[Tensor] = super().get_optimizer_combined_params()  # type: ignore[misc]
         self._amp_state.grad_groups(self)  # new groups take over from those of other buffers
-        return found
+        return masters.combined_model(self.combined_groups()) if masters.swaps else found
 
+    @disable_dynamo  # FakeTensor cannot hold a 16-bit parameter with a float32 gradient
     def get_optimizer_combined_grads(self) -> list[Tensor]:
         """Return the gradients of all trained parameters in one flat buffer over all param groups.
 
-        There is one buffer for each device and dtype. With masters there are two: one for masters, and one for
-        parameters without a master. A gradient that is None appears as zeros and stays None. The next step uses all
-        other values written to a buffer. Call it after each block. The list is empty without combined gradients.
+        There is one buffer for each device and dtype of parameters. That of 16-bit parameters is float32 at O2 and O5,
+        and comes first. A gradient that is None appears as zeros and stays None. The next step uses all other values
+        written to a buffer. Call it after each block. The list is empty without combined gradients.
 
         Raises:
             RuntimeError: ``FusedOptimizer.get_optimizer_combined_params`` raises it, or the last block had
@@ -204,28 +202,35 @@ class AmpOptimizerMixin(OptimizerAccessors):
         flats = _combined_grads(self, self._amp_state)
         return [flat.show() for flat in flats]
 
+    @disable_dynamo
     def get_optimizer_combined_grad_masks(self) -> list[Tensor]:
         """Return float32 masks of these buffers, 1 where a gradient exists and else 0; raises the same errors."""
         flats = _combined_grads(self, self._amp_state)
         return [flat.mask() for flat in flats]
 
     def get_model_combined_params(self) -> list[Tensor]:
-        """Return the buffers of the model's parameters: as the optimizer's, with model parameters instead of masters.
-
-        Model parameters are laid out like their masters. The next step overwrites values written to them.
+        """Return the buffers of the model's parameters, which are those that the optimizer steps.
 
         Raises:
-            RuntimeError: ``get_optimizer_combined_params`` raises it, or a model parameter shares its memory.
+            RuntimeError: See ``get_optimizer_combined_params``.
         """
-        found, masters = self.get_optimizer_combined_params(), self._amp_state.masters
-        if not masters.masters:
-            return found
-        groups: list[FusedGroup] = self.combined_groups()  # type: ignore[attr-defined]
-        return masters.combined_model(groups)
+        return self.get_optimizer_combined_params()
+
+    def combined_groups(self) -> list[FusedGroup]:
+        """See ``HasFusedGroups``."""
+        with self._amp_state.masters.stepping():
+            groups: list[FusedGroup] = super().combined_groups()  # type: ignore[misc]
+        return groups
 
     def leading_params(self) -> list[Tensor]:
         """See ``HasFusedGroups``."""
-        return self._amp_state.masters.masters
+        return self._amp_state.masters.params()
+
+    def flat_grads(self) -> list[FlatGrads]:
+        """See ``HasFusedGroups``."""
+        with self._amp_state.masters.stepping():
+            flats: list[FlatGrads] = super().flat_grads()  # type: ignore[misc]
+        return flats
 
     def check_combining(self) -> None:
         """See ``HasFusedGroups``."""
@@ -241,13 +246,11 @@ class AmpOptimizerMixin(OptimizerAccessors):
         return self._amp_state.masters.moving()
 
     def get_model_combined_grads(self) -> list[Tensor]:
-        """Return the flat buffers of the model's gradients; only for levels without masters."""
-        _require_no_masters(self._amp_state, "get_model_combined_grads", "get_optimizer_combined_grads")
+        """Return the flat buffers of the model's gradients, which are those of ``get_optimizer_combined_grads``."""
         return self.get_optimizer_combined_grads()
 
     def get_model_combined_grad_masks(self) -> list[Tensor]:
-        """Return the masks of these buffers; only for levels without masters."""
-        _require_no_masters(self._amp_state, "get_model_combined_grad_masks", "get_optimizer_combined_grad_masks")
+        """Return the masks of these buffers."""
         return self.get_optimizer_combined_grad_masks()
 
     @property
@@ -266,15 +269,11 @@ class AmpOptimizerMixin(OptimizerAccessors):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """The optimizer's own value. ``GradScaler.step`` reads it first, which emits a warning that names AmpScaler.
-
-        Raises:
-            RuntimeError: ``GradScaler.step`` reads it, and there are masters, which only a block gives gradients.
-        """
+        """The optimizer's own value. ``GradScaler.step`` reads it first, which emits a warning that names AmpScaler."""
         frame = inspect.currentframe()
         caller = None if frame is None else frame.f_back
         if caller is not None and isinstance(caller.f_locals.get("self"), GradScaler):
-            _name_amp_scaler(self, self._amp_state)
+            _name_amp_scaler(self)
         own, name = vars(self), "_step_supports_amp_scaling"
         supports: bool = own[name] if name in own else getattr(super(), name)
         return supports
@@ -284,22 +283,27 @@ class AmpOptimizerMixin(OptimizerAccessors):
         vars(self)["_step_supports_amp_scaling"] = value
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters. Low-precision ones get masters if the level has masters."""
+        """Add parameters. At O2 and O5 amp keeps the float32 values of 16-bit ones."""
         super().add_param_group(param_group)
         state = state_of(self)
         session = current()
         if state is None or state.masters.retired:
             return
-        made = state.policy.store_param_remainders or (state.policy.master_weights and state.masters.make(self))
-        if made and session is not None:
+        if state.widens and state.masters.make(self) and session is not None:
             session.register(self, state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's own state dict. The float32 values of parameters are in the model's."""
+        masters = self._amp_state.masters
+        masters.end_loop()
+        return masters.without_values(super().state_dict())
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load a state dict as the optimizer's own method does. All processes have the remainders that it loads."""
-        result = super().load_state_dict(*args, **kwargs)
         masters = self._amp_state.masters
-        if not masters.masters:
-            masters.own_values = []
+        with masters.loading():
+            result = super().load_state_dict(*args, **kwargs)
+        masters.own_values = []
         return result
 
     def join_hook(self, **kwargs: Any) -> Any:
@@ -330,8 +334,8 @@ class AmpOptimizerMixin(OptimizerAccessors):
 class SharedGroupsMixin(AmpOptimizerMixin):
     """An optimizer that shares its groups with one inside of it, as SAM with its base optimizer; or the inner one.
 
-    The two share one state. A step of the inner one that the script calls is skipped after an overflow, and copies
-    masters to the model. A step that the outer one's step calls is a part of that step.
+    The two share one state. A step of the inner one that the script calls is skipped after an overflow, and
+    steps float32 values. A step that the outer one's step calls is a part of that step.
     """
 
     _amp_stepping: list[Optimizer]
@@ -376,16 +380,14 @@ def _combined_grads(optimizer: Optimizer, state: AmpOptimizerState) -> list[Flat
     return state.grads.combined(optimizer, state)
 
 
-def _name_amp_scaler(optimizer: Optimizer, state: AmpOptimizerState) -> None:
-    """Warn that a GradScaler is about to step ``optimizer``; raise if there are masters."""
+def _name_amp_scaler(optimizer: Optimizer) -> None:
+    """Warn that a GradScaler is about to step ``optimizer``."""
     if current() is None:
         return
     text = (
         f"torch.amp.GradScaler.step was called with {type(optimizer).__name__}, whose gradients amp scales, unscales "
         "and checks: use scaler = amp.AmpScaler(optimizer) in its place, which has the same methods"
     )
-    if state.policy.master_weights:
-        raise RuntimeError(f"{text}. At {state.policy.opt_level} it steps fp32 masters, which have no gradients")
     warn_once(optimizer, text)
 
 
@@ -433,7 +435,7 @@ def _evaluate_closure(
 
 def _evaluate(optimizer: Optimizer, state: AmpOptimizerState, closure: Callable[[], Any]) -> Any:
     """Return the loss of ``closure``, called before the optimizer's step so that an overflow still skips the step."""
-    if isinstance(optimizer, LBFGS) or state.masters.masters:
+    if isinstance(optimizer, LBFGS):
         raise RuntimeError(
             "Currently, Amp does not support closure use with optimizers. Compute the loss, call scale_loss "
             "and backward, then step() without arguments"
@@ -442,18 +444,28 @@ def _evaluate(optimizer: Optimizer, state: AmpOptimizerState, closure: Callable[
         return closure()
 
 
-def _require_no_masters(state: AmpOptimizerState, name: str, instead: str) -> None:
-    if state.masters.masters:
-        raise RuntimeError(
-            f"{name} can only be used when opt_level='O1' (or without masters); at "
-            f"{state.policy.opt_level} the gradients that count are the masters': use {instead}"
-        )
+# The methods of published optimizers that write weights outside of ``step``: SAM's, ScheduleFree's, Lookahead's, SWA's.
+_WRITING_WEIGHTS = (
+    "first_step", "second_step", "ascent_step", "descent_step", "train", "eval", "sync_lookahead", "swap_swa_sgd",
+    "update_swa", "_backup_and_load_cache", "_clear_and_load_backup", "backup_and_load_cache", "clear_and_load_backup",
+)  # fmt: skip
+
+
+def _in_float32(name: str) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._amp_state.masters.float32_data():
+            return getattr(super(AmpOptimizerMixin, self), name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
 
 
 @functools.cache
 def adopted_class(cls: Any, mixin: Any = AmpOptimizerMixin) -> Any:
-    """The class of adopted optimizers whose own class is ``cls``."""
-    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    """The class of adopted optimizers whose own class is ``cls``. Its methods that write weights do so in float32."""
+    writing = {name: _in_float32(name) for name in _WRITING_WEIGHTS if callable(getattr(cls, name, None))}
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (mixin, cls), {**writing, **names})
 
 
 def new_adopted(cls: Any) -> Optimizer:

@@ -22,8 +22,8 @@ class AmpScaler:
     """``scale_loss`` with the interface of ``torch.amp.GradScaler``, for training frameworks.
 
     ``scale`` opens a ``scale_loss`` block. The first call after its backward closes it: ``unscale_``, ``step``,
-    ``update``, ``state_dict`` or the next ``scale``. Gradients, masters, the loss scale and skipped steps are therefore
-    those of a block around each backward. With masters, gradients are accumulated in float32.
+    ``update``, ``state_dict`` or the next ``scale``. Gradients, weights, the loss scale and skipped steps are therefore
+    those of a block around each backward. At O2 and O5 gradients are accumulated in float32.
 
     As with GradScaler, ``step`` calls ``optimizer.step`` unless a gradient is inf or NaN, and only ``update`` changes
     ``get_scale``; either shows whether a step was skipped. There are three differences from GradScaler. One overflow

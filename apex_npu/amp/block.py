@@ -17,8 +17,9 @@ from apex_npu.amp.saturation import clear_saturation, read_and_clear_saturation
 from apex_npu.amp.scaler import LossScaler
 from apex_npu.amp.session import Session
 from apex_npu.amp.step_decision import StepDecision
+from apex_npu.amp.widened_grads import WidenedGrads
 from apex_npu.backends._torch_private import disable_dynamo
-from apex_npu.fusion import drop_grads
+from apex_npu.fusion import any_grads, drop_grads
 
 _DEVICE_TYPE = attrgetter("device.type")
 Work = list[tuple[AmpOptimizerState, list[GradGroup]]]
@@ -88,8 +89,8 @@ class Block:
         waited: The stages that optimizers had whose gradients wait for a later block, by the identity of their state.
     """
 
-    # Whether gradients reach masters in this block, and whether the block decides about the next step.
-    copies_grads = True
+    # Whether the block unscales gradients, and whether it decides about the next step.
+    unscales = True
     decides = True
 
     def __init__(self, args: BlockArgs, parts: Sequence[BlockPart] = ()) -> None:
@@ -102,6 +103,7 @@ class Block:
             self.groups += groups
         self.scale, self.dynamic = self._scaler.scale, self._scaler.dynamic
         self.waited: dict[int, Stage] = {}
+        self._unscaled: set[int] = set()  # the identities of states whose gradients were ready for a step
         self._ending = self._unchecked = False
 
     @disable_dynamo
@@ -115,6 +117,8 @@ class Block:
         try:
             for state, groups in self.work:
                 factor = self.scale / state.grad_scale
+                if state.widens and state.stage is Stage.UNSCALED:
+                    self._unscaled.add(id(state))
                 if state.decision is not None and state.decision.skip:
                     state.drop_overflowed()
                 self._unchecked |= state.grads.unchecked
@@ -145,7 +149,7 @@ class Block:
         return group.begin_block(factor)
 
     def _keep(self, state: AmpOptimizerState, group: GradGroup) -> None:
-        """Keep gradients of a backward outside of blocks: this block's end checks them and adds them to masters."""
+        """Keep gradients of a backward outside of blocks: this block's end checks and adds them."""
         if state.grads.scaled_by:
             group.edited = OF_OTHER_BLOCKS
             group.drop_kept()
@@ -243,18 +247,17 @@ class Block:
         self._end_abandoned(state)
 
     def _end_abandoned(self, state: AmpOptimizerState) -> None:
-        """Set the stage to LOCAL if DistributedDataParallel has not averaged the gradients yet, else to READY."""
+        """Set the stage to the one before the block: LOCAL, or UNSCALED where gradients were set aside; else READY."""
         local = self.waited.get(id(state)) is Stage.LOCAL
-        state.stage = Stage.LOCAL if local else Stage.READY
+        state.stage = Stage.LOCAL if local else Stage.UNSCALED if id(state) in self._unscaled else Stage.READY
 
     @disable_dynamo
     def drop_all(self) -> None:
         """Drop all gradients, for use when only some of them are unscaled."""
         for state, groups in self.work:
             for group in groups:
-                for tensor in (*group.params, *group.sources):
-                    tensor.grad = None
-                group.forget_copied(set_to_none=True)
+                drop_grads(group.params)
+                group.forget(set_to_none=True)
             state.stage, state.grad_scale = Stage.READY, 1.0
             if state.pending is not None:
                 state.pending.clear()
@@ -290,29 +293,29 @@ class DelayingBlock(Block):
         super()._end_with(stage, grad_scale)
         for state, groups in self.work:
             if stage in STAGE_AFTER.values() and stage is not Stage.UNSCALED:
-                state.grads.unchecked |= self.copies_grads
+                state.grads.unchecked |= self.unscales
             if stage is Stage.DELAYED:
                 self._leave_delayed(state, groups)
 
     def set_delay(self, delay: Delay | None) -> None:
         """Set what the block delays; None: nothing."""
         self.delay = delay
-        self.copies_grads = delay != "delay_unscale"
+        self.unscales = delay != "delay_unscale"
         self.decides = delay is None
 
     def leave_to_averages(self) -> None:
-        """Delay the masters' gradients, or the decision about the step, until a block whose gradients are averages."""
-        if any(state.masters.masters or state.policy.store_param_remainders for state in self.states):
+        """Delay unscaling at O2 and O5, or the decision about the step, until a block whose gradients are averages."""
+        if any(state.widens for state in self.states):
             self.set_delay("delay_unscale")
-        elif self.copies_grads and self.dynamic:
+        elif self.unscales and self.dynamic:
             self.set_delay("no_sync")
 
     def _unscale(self) -> bool:
         if self.decides:
             return super()._unscale()
-        if self.copies_grads:
+        if self.unscales:
             unscale(self.groups, self.scale, check=False)
-        self._end_with(STAGE_AFTER[self.delay], 1.0 if self.copies_grads else self.scale)
+        self._end_with(STAGE_AFTER[self.delay], 1.0 if self.unscales else self.scale)
         return False
 
 
@@ -371,15 +374,13 @@ class Saturation(BlockPart):
 
 
 def _has_own_grads(group: GradGroup) -> bool:
-    """True if backward adds to an existing gradient that is the optimizer's own, not copied to a master."""
-    return any(p is s and p.grad is not None for p, s in zip(group.params, group.sources, strict=True))
+    """True if backward adds to existing gradients."""
+    return not isinstance(group, WidenedGrads) and any_grads(group.params)
 
 
 def _has_nonzero_grads(state: AmpOptimizerState, groups: Sequence[GradGroup]) -> bool:
     """True if gradients have not been cleared in any way."""
     params = [p for group in groups for p in group.params]
-    if state.stage is Stage.DELAYED:  # gradients have not been brought to masters
-        params += [p for group in groups for p in group.sources]
     grads = [p.grad for p in params]
     return any(grad is not None and bool(grad.count_nonzero()) for grad in grads)
 

@@ -67,7 +67,8 @@ def _check_optimizer(optimizer: Optimizer, state: AmpOptimizerState | None) -> N
             f"with {type(optimizer).__name__}, which is not capturable: use one of apex_npu.optimizers with "
             "capturable=True"
         )
-    if state is not None and state.masters.masters and not state.masters.has_flat_model(fused_groups(optimizer)):
+    masters = None if state is None or not state.masters.swaps else state.masters
+    if masters is not None and masters.params() and not masters.has_flat_model(fused_groups(optimizer)):
         raise _refusal(
             "before a step like it has been taken: parameters of the model are about to move. Take some outside first"
         )

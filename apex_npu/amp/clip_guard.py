@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch's gradient clipping under amp: noticed where it would do the wrong thing, done in one pass where it can be."""
+"""torch's gradient clipping under amp: refused for scaled gradients, and done in one pass where it can be."""
 
 from __future__ import annotations
 
@@ -12,22 +12,12 @@ from typing import Any
 import torch.nn.utils
 from torch import Tensor
 
+from apex_npu.amp.float32_loop import Float32Loop
+from apex_npu.backends._torch_private import disable_dynamo
 from apex_npu.backends.patching import Undo
 from apex_npu.fusion import are_same
 
 _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_")
-WRITTEN = (
-    "gradients of the model have been written or replaced, as torch.nn.utils.clip_grad_norm_, clip_grad_value_ and "
-    "`p.grad = ...` do, after amp.scale_loss has copied them to the fp32 masters that the optimizer steps: the "
-    "gradients that count are the masters', which stay as they were. Clip or replace those of "
-    "amp.master_params(optimizer), or call optimizer.clip_optimizer_grad_norm_fused(max_norm)"
-)
-SHARED_WRITTEN = (
-    "gradients of the model have been written or replaced after amp.scale_loss. With fuse_unscale=True fp32 masters "
-    "share them on this device: what has been written counts in the step, divided by the loss scale as all gradients "
-    "are. What has been replaced does not count. Call optimizer.zero_grad() before another backward, clip by "
-    "optimizer.clip_optimizer_grad_norm_fused(max_norm), or leave fuse_unscale out"
-)
 SCALED_CLIPPED = (
     "torch.nn.utils.clip_grad_norm_ or clip_grad_value_ was given gradients that fuse_unscale=True keeps multiplied "
     "with the loss scale until step: it clips them as if they were larger than they are. Call "
@@ -47,8 +37,7 @@ def watch_clipping(undo: Undo, adopted: Collection[Any], warn_once: Callable[[An
     def watched(original: Callable[..., Any]) -> Callable[..., Any]:
         name = original.__name__
 
-        def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
-            listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)  # it may be a generator
+        def clip_list(listed: list[Tensor], *args: Any, **kwargs: Any) -> Any:
             # ``foreach`` selects one of torch's implementations.
             asked = len(args) > 3 or kwargs.get("foreach") is not None
             clip_at_once = None if asked or name != "clip_grad_norm_" else _clip_of(adopted, listed)
@@ -57,6 +46,16 @@ def watch_clipping(undo: Undo, adopted: Collection[Any], warn_once: Callable[[An
                 return clip_by_torch(original, listed, *args, **kwargs)
             kwargs.pop("foreach", None)
             return clip_at_once(*args, **kwargs)
+
+        @disable_dynamo  # FakeTensor cannot hold a 16-bit parameter with a float32 gradient
+        def clip_masters(masters: Float32Loop, *args: Any, **kwargs: Any) -> Any:
+            return clip_list(masters.params(), *args, **kwargs)  # only gradients are of interest
+
+        def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+            if isinstance(parameters, Float32Loop):
+                return clip_masters(parameters, *args, **kwargs)
+            # It may be a generator.
+            return clip_list([parameters] if isinstance(parameters, Tensor) else list(parameters), *args, **kwargs)
 
         return clip
 
@@ -91,7 +90,7 @@ def _clip_of(adopted: Collection[Any], params: list[Tensor]) -> Callable[..., Te
 def _check_clipped(
     adopted: Collection[Any], warn_once: Callable[[Any, str], None], caller: str, params: list[Tensor]
 ) -> None:
-    """Before torch clips ``params``: refuse gradients that are to be unscaled yet, and warn of those that do not count.
+    """Before torch clips ``params``: refuse gradients that a block has yet to unscale.
 
     Raises:
         RuntimeError: See ``AmpOptimizerState.check_unscaled``.
@@ -99,9 +98,6 @@ def _check_clipped(
     given = {id(p) for p in params}
     for optimizer in adopted:
         state = optimizer._amp_state
-        of_model = any(id(p) in given for p in state.masters.model_params)
-        if of_model and state.grad_scale != 1.0:
-            state.check_unscaled(caller)
         if any(id(p) in given for group in optimizer.param_groups for p in group["params"]):
             state.check_unscaled(caller)
             if state.pending is not None and state.pending.check is not None:
@@ -110,5 +106,3 @@ def _check_clipped(
                 state.pending.clip_now(state.grad_groups(optimizer))
             if state.policy.fuse_unscale and state.grad_scale != 1.0:
                 warn_once(optimizer, SCALED_CLIPPED)
-        if of_model and not state.awaits_block:
-            warn_once(optimizer, WRITTEN)

@@ -8,7 +8,6 @@ import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.grad_groups import GradGroup
+from apex_npu.amp.grad_groups import FlatGradGroup, GradGroup
 from apex_npu.backends import numbers_on
 from apex_npu.backends._torch_private import disable_dynamo
 from apex_npu.distributed import GradReducer, RankProgress, ReduceOptions
@@ -27,31 +26,21 @@ from apex_npu.fusion import FlatGrads, are_same
 logger = logging.getLogger(__name__)
 
 
-class LocalGrads(IntEnum):
-    """The gradients of an optimizer that are this process's own because they are not averaged yet."""
-
-    NONE = 0
-    # They are where backward leaves them, so that the next reduction includes them.
-    IN_SOURCES = 1
-    # They have been copied to fp32 masters, whose gradients must then be averaged.
-    IN_MASTERS = 2
-
-
 class GradSync:
     """The averaging state of one optimizer's gradients.
 
     Attributes:
         parallel: The processes that average the gradients, and how.
-        local_grads: The gradients that have not been averaged yet.
+        has_local_grads: There are gradients of this process that have not been averaged yet.
     """
 
     def __init__(self, parallel: DataParallel) -> None:
         self.parallel = parallel
-        self.local_grads = LocalGrads.NONE
+        self.has_local_grads = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the processes. A copy uses those of the session in which it is loaded."""
-        return {"local_grads": self.local_grads}
+        return {"has_local_grads": self.has_local_grads}
 
     def check_averaged(self) -> None:
         """Require that the gradients are averaged, before a step.
@@ -59,7 +48,7 @@ class GradSync:
         Raises:
             RuntimeError: The gradients are those of this process alone.
         """
-        if self.local_grads is not LocalGrads.NONE:
+        if self.has_local_grads:
             raise RuntimeError(
                 "the gradients are those of this process alone: the last scale_loss was inside of amp.no_sync(); "
                 "before step(), close one outside of it, or call zero_grad()"
@@ -67,7 +56,7 @@ class GradSync:
 
     def clear(self) -> None:
         """Take note that the gradients have been cleared."""
-        self.local_grads = LocalGrads.NONE
+        self.has_local_grads = False
 
 
 @dataclass
@@ -105,42 +94,35 @@ class DataParallel:
         fitted = [fitted for known in self._fitted.values() for fitted in known.values()]
         return [one.reducer for one in fitted if one.reducer is not None]
 
-    def begin(
-        self, states: Sequence[Any], optimizers: Sequence[Optimizer], units: list[GradGroup], *, masters: bool
-    ) -> Reduction | None:
+    def begin(self, states: Sequence[Any], optimizers: Sequence[Optimizer], units: list[GradGroup]) -> Reduction | None:
         """Begin to average the gradients of the backward that follows.
 
         Args:
             states: amp's state of each optimizer.
             optimizers: The optimizers of the block.
             units: The gradient groups of the optimizers.
-            masters: Average the gradients of the stepped parameters, once they exist, rather than those of the model.
 
         Returns:
             The reduction; None if nothing is trained.
         """
-        fitted = self._fit(states, optimizers, units, masters=masters)
+        fitted = self._fit(states, optimizers, units)
         if fitted.reducer is None:
             return None
-        fitted.reducer.begin(_finder(units, masters=masters))
-        return Reduction(self, fitted.reducer, masters)
+        fitted.reducer.begin(_finder(units))
+        return Reduction(self, fitted.reducer)
 
-    def plan(
-        self, states: Sequence[Any], optimizers: Sequence[Optimizer], units: list[GradGroup], *, masters: bool
-    ) -> None:
+    def plan(self, states: Sequence[Any], optimizers: Sequence[Optimizer], units: list[GradGroup]) -> None:
         """Note which gradients a later block will average; see ``begin`` for the arguments."""
-        self._fit(states, optimizers, units, masters=masters)
+        self._fit(states, optimizers, units)
 
-    def _fit(
-        self, states: Sequence[Any], optimizers: Sequence[Optimizer], units: list[GradGroup], *, masters: bool
-    ) -> _Fitted:
-        key = (int(masters), *(id(state) for state in states))
+    def _fit(self, states: Sequence[Any], optimizers: Sequence[Optimizer], units: list[GradGroup]) -> _Fitted:
+        key = tuple(map(id, states))
         known = self._fitted.setdefault(states[0], {})
         fitted = known.get(key)
         if fitted is not None and are_same(fitted.units, units):
             return fitted
         before = fitted or _Fitted([])
-        groups = _groups(optimizers, units, {id(t) for t in before.tensors}, masters=masters)
+        groups = _groups(optimizers, {id(t) for t in before.tensors})
         tensors = [t for group in groups for t in group]
         if fitted is not None and are_same(fitted.tensors, tensors):
             fitted.units = units
@@ -197,22 +179,16 @@ class DataParallel:
 
 
 class Reduction:
-    """The averaging of one scale_loss block's gradients.
+    """The averaging of one scale_loss block's gradients."""
 
-    Attributes:
-        masters: True: it ends after unscaling and averages the gradients of stepped parameters. False: it ends before.
-    """
-
-    def __init__(self, parallel: DataParallel, reducer: GradReducer, masters: bool) -> None:
+    def __init__(self, parallel: DataParallel, reducer: GradReducer) -> None:
         self._parallel, self._reducer = parallel, reducer
-        self.masters = masters
 
     @disable_dynamo
-    def finish(self, groups: Sequence[GradGroup], scale: float, *, dynamic: bool) -> None:
+    def finish(self, scale: float, *, dynamic: bool) -> None:
         """Wait until all gradients are averages.
 
         Args:
-            groups: The gradient groups of the block.
             scale: The loss scale.
             dynamic: The scale is dynamic, so that this block waits for the device anyway.
 
@@ -221,8 +197,6 @@ class Reduction:
         """
         read = dynamic or self._parallel.must_read(scale)
         self._parallel.check(self._reducer.finish(scale, read=read, others_read=dynamic), scale)
-        for group in groups:
-            group.note_reduced(self._reducer)
 
     def abandon(self, error: BaseException, scale: float, *, dynamic: bool) -> None:
         """End the averaging after ``error`` has ended the block.
@@ -245,33 +219,25 @@ class Reduction:
             logger.error("the other ranks could not be told: %s", second)
 
 
-def _groups(
-    optimizers: Sequence[Optimizer], units: Sequence[GradGroup], planned: set[int], *, masters: bool
-) -> list[list[Tensor]]:
-    """The tensors to be reduced, by optimizer, device and dtype, as ``combine_grad`` lays them out.
+def _groups(optimizers: Sequence[Optimizer], planned: set[int]) -> list[list[Tensor]]:
+    """The parameters whose gradients are reduced, by optimizer, device and dtype, as ``combine_grad`` lays them out.
 
-    Planned tensors stay when they are frozen, so that freezing on one process alone changes nothing.
+    Planned parameters stay when they are frozen, so that freezing on one process alone changes nothing.
     """
-    source_of = {id(p): s for unit in units for p, s in zip(unit.params, unit.sources, strict=True)}
     seen: set[int] = set()
     found: list[list[Tensor]] = []
     for optimizer in optimizers:
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for param in (p for group in optimizer.param_groups for p in group["params"]):
-            tensor = param if masters else source_of.get(id(param), param)
-            if id(tensor) not in seen and (tensor.requires_grad or id(tensor) in planned):
-                seen.add(id(tensor))
-                alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+            if id(param) not in seen and (param.requires_grad or id(param) in planned):
+                seen.add(id(param))
+                alike.setdefault((param.device, param.dtype), []).append(param)
         found.extend(alike.values())
     return found
 
 
-def _finder(units: Sequence[GradGroup], *, masters: bool) -> FindFlat:
-    by_first = {
-        id(unit.params[0]): unit.flat
-        for unit in units
-        if unit.flat is not None and (masters or are_same(unit.params, unit.sources))
-    }
+def _finder(units: Sequence[GradGroup]) -> FindFlat:
+    by_first = {id(unit.params[0]): unit.flat for unit in units if isinstance(unit, FlatGradGroup)}
 
     def find(tensors: Sequence[Tensor]) -> FlatGrads | None:
         flat = by_first.get(id(tensors[0]))

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apex_npu.amp.master_params import MasterParams, fp32_value
-from apex_npu.amp.session import current, warn_once, write_models
+from apex_npu.amp.masters import Masters, fp32_value
+from apex_npu.amp.session import current, end_loops, warn_once
 from apex_npu.amp.shown_copies import ShownCopy
 from apex_npu.autocast.containers import cast_floating
 from apex_npu.autocast.forward_cast import is_wrapped, remove_wrapper, unwrapped_forward
@@ -57,7 +57,7 @@ class CopyLink:
     """
 
     def __init__(self) -> None:
-        self.masters: list[MasterParams] = []
+        self.masters: list[Masters] = []
         self.showing: weakref.WeakSet[ModuleCopies] = weakref.WeakSet()
         self.copied = False
         self._undo = Undo()
@@ -66,7 +66,7 @@ class CopyLink:
         """Copy as an empty object."""
         return CopyLink, ()
 
-    def masters_with(self, param: Tensor) -> MasterParams | None:
+    def masters_with(self, param: Tensor) -> Masters | None:
         """The masters that include one of ``param``, a parameter of the model; None if it has no master."""
         return next((masters for masters in reversed(self.masters) if masters.has(param)), None)
 
@@ -75,13 +75,13 @@ class CopyLink:
         for copies in list(self.showing):
             copies.load_written()
 
-    def add(self, model: nn.Module, masters: MasterParams) -> None:
+    def add(self, model: nn.Module, masters: Masters) -> None:
         """Add ``masters``, after new ones have taken the values that ``model`` keeps of their parameters.
 
         After an interrupt the next call does the rest: a value is kept until the masters have been added.
         """
         kept = list(_kept_in(model)) if masters.are_new else []
-        taken = [(copies, name, param) for copies, name, param in kept if masters.may_take(param)]
+        taken = [(copies, name, param) for copies, name, param in kept if masters.has(param)]
         masters.take_values({id(param): fp32_value(param, copies.kept[name]) for copies, name, param in taken})
         if masters not in self.masters:
             self.masters.append(masters)
@@ -159,13 +159,9 @@ class ModuleCopies:
     def show(self, name: str, tensor: Tensor, low: Tensor) -> Tensor:
         """Return the float32 values of the module's ``tensor`` of that name for scripts, which may write to them.
 
-        It is the master if the two agree, and else a copy whose writes ``load_written`` loads.
+        It is a copy whose writes ``load_written`` loads.
         """
         value = self.float32(name, tensor, low)
-        masters = self.link.masters_with(tensor)
-        master = None if masters is None else masters.of(tensor)
-        if value is not None and master is not None and _are_one(value, master):
-            return value
         value = fp32_value(low, None) if value is None else value.clone() if name in self.kept else value
         copies = self.shown.setdefault(name, [])
         copies[:] = [shown for shown in copies if shown.value is not None]
@@ -253,7 +249,7 @@ def _end_copy(module: nn.Module, state_and_values: tuple[Any, dict[str, Tensor]]
 def _exact_values(copies: ModuleCopies) -> dict[str, Tensor]:
     """The float32 values of the module's own low-precision tensors with a master or a kept value."""
     copies.load_written()
-    write_models(_low_precision_in(copies.module))
+    end_loops()
     low = [(name, t) for name, t in own_tensors(copies.module) if t.dtype in LOW_PRECISION]
     known = [(name, copies.float32(name, t, t.detach())) for name, t in low]
     return {name: value for name, value in known if value is not None}
@@ -385,7 +381,7 @@ def _flatten(module: nn.Module) -> None:
 def float32_copy(model: nn.Module, *, allow_rounded: bool = False) -> nn.Module:
     """Return a deep copy of ``model`` without amp, to pass to torch.export, torch.onnx or torch.jit.
 
-    Its parameters and buffers are those of ``model.state_dict()``, the fp32 masters' values at O2 and O5. It takes
+    Its parameters and buffers are those of ``model.state_dict()``, exact float32 values at O2 and O5. It takes
     float32 inputs, and has no forward, hook or method of amp; ``model`` is unchanged. With O1 on, run and export the
     copy within ``amp.disable_casts()``, because O1 casts functions of torch for all models.
 
@@ -438,10 +434,6 @@ def float32_copy(model: nn.Module, *, allow_rounded: bool = False) -> nn.Module:
     return clean
 
 
-def _are_one(value: Tensor, other: Tensor) -> bool:
-    return value.device == other.device and value.data_ptr() == other.data_ptr()
-
-
 def _is_exact(module: nn.Module) -> bool:
     copies = copies_of(module)
     return copies is not None and any(
@@ -462,13 +454,18 @@ def _low_precision_in(module: nn.Module) -> list[Tensor]:
 
 def _show_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     """Show low-precision entries of this module in fp32, with exact values if known (a state_dict hook)."""
-    copies, low = copies_of(module), _low_precision_in(module)
-    if copies is None or not low:
+    copies = copies_of(module)
+    if copies is None:
+        return
+    for masters in copies.link.masters:
+        masters.end_loop()
+    if not _low_precision_in(module):
         return
     copies.load_written()
-    write_models(low)
     for name, tensor in own_tensors(module):
         entry = state_dict.get(prefix + name)
+        if isinstance(entry, Tensor) and entry.dtype == torch.float32 and tensor.dtype in LOW_PRECISION:
+            entry = tensor.detach()  # the loop that has been ended above gave it float32 data
         if isinstance(entry, Tensor) and entry.dtype in LOW_PRECISION and tensor.dtype == entry.dtype:
             state_dict[prefix + name] = copies.show(name, tensor, entry)
 
@@ -482,7 +479,7 @@ def _fill_masters(
     if copies is None:
         return
     copies.load_written()
-    write_models(_low_precision_in(module))  # keeps a script's writes to masters that are not loaded
+    end_loops()
     for name, tensor in own_tensors(module):
         entry, masters = state_dict.get(prefix + name), copies.link.masters_with(tensor)
         if masters is not None and local_metadata.get("assign_to_params_buffers"):
@@ -490,8 +487,7 @@ def _fill_masters(
                 f"load_state_dict(assign=True) would replace {prefix + name}, whose fp32 master the optimizer steps; "
                 "load without assign, or before amp.initialize"
             )
-        master = None if masters is None else masters.of(tensor)
-        if isinstance(entry, Tensor) and entry.shape == (tensor if master is None else master).shape:
+        if isinstance(entry, Tensor) and entry.shape == tensor.shape:
             state_dict[prefix + name] = copies.load(name, tensor, entry)
 
 

@@ -5,9 +5,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -19,9 +18,9 @@ from apex_npu._extension import REBUILD, extension
 from apex_npu.amp.adoption import adopt, adopt_inside, release, release_inside
 from apex_npu.amp.data_parallel import DataParallel
 from apex_npu.amp.float32_copies import CopyLink, restore_float32, show_float32, undo_show_float32
+from apex_npu.amp.float32_loop import Float32Loop
 from apex_npu.amp.fused_unscale import check_fusible
 from apex_npu.amp.kept_values import follow_broadcast, keep_values
-from apex_npu.amp.master_params import copy_masters_to_model
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, adopted_inside, inner_optimizer, state_of
 from apex_npu.amp.policy import OVERRIDES, Policy, resolve
 from apex_npu.amp.preconditions import (
@@ -44,9 +43,7 @@ from apex_npu.amp.session import (
     check_thread,
     current,
     install,
-    master_of,
     require,
-    warn_once,
 )
 from apex_npu.amp.sharding import sharded_policy
 from apex_npu.amp.step_decision import APPLIED, StepReport
@@ -59,7 +56,6 @@ from apex_npu.distributed import GroupReference, ReduceOptions
 from apex_npu.distributed.consistency import Description, broadcast_values, describe, failing_together
 from apex_npu.distributed.rank_progress import is_first_rank
 from apex_npu.distributed.torch_ddp import ddps_of, find_ddps, rebuild_reducer
-from apex_npu.fusion import remainders_of
 from apex_npu.ops import LOW_PRECISION
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -124,7 +120,7 @@ def initialize(
         cast_model_type: Dtype of the model's parameters and inputs. False: they are not cast.
         patch_torch_functions: Cast around functions (O1 and O4 only).
         keep_batchnorm_fp32: Leave batch norms in float32. The strings "True" and "False" count as bools.
-        master_weights: Keep fp32 masters of low-precision parameters, and step the masters.
+        master_weights: Keep the float32 value of each low-precision parameter beside it, and step that.
         loss_scale: "dynamic" or a positive number, which may be a string.
         cast_model_outputs: Dtype to which the outputs of the models' forward are cast. The default is float32 if
             inputs are cast.
@@ -152,10 +148,10 @@ def initialize(
             with ``fused=True``, divide them in the pass that updates the parameters; others use a separate pass. After
             scale_loss ``.grad`` is still scaled: clip with ``optimizer.clip_optimizer_grad_norm_fused``, which needs
             no extra pass either.
-        store_param_remainders: O2 and O5 with fused optimizers: instead of fp32 masters (4 bytes each), keep the 16
-            bits that each 16-bit parameter lacks (2 bytes). There is one gradient, ``param.grad``, which is float32
-            between blocks. Steps are bit for bit those with masters, for values of 2⁻¹⁶ and more; see docs/memory.md.
-            ``optimizer.state_dict()`` has the fp32 values, as ``master_param``.
+        store_param_remainders: The format of the float32 values at O2 and O5. True: the 16 bits that each 16-bit
+            parameter lacks (2 bytes); steps are bit for bit those with float32, for values of 2⁻¹⁶ and more. False:
+            float32 (4 bytes). None: the former where kernels can, which is with fused optimizers on CPUs and GPUs.
+            See docs/memory.md. ``model.state_dict()`` has the float32 values.
         process_group: For ``combine_ddp``: the processes that train together. None: all.
         ddp_reduce_dtype: For ``combine_ddp``: the dtype in which float16 and bfloat16 gradients are added up,
             torch.float32 or torch.bfloat16. None: their own dtype.
@@ -348,12 +344,10 @@ def _set_up(
     """Convert models, adopt optimizers, patch torch and install ``session``; undo all of it if a part fails."""
     policy = session.policy
     device_types = session.device_types
-    as_they_were = [
-        (o, type(o), getattr(o, "state_formats", None), [list(group["params"]) for group in o.param_groups])
-        for o in optimizers
-    ]
+    as_they_were = [(o, type(o), getattr(o, "state_formats", None)) for o in optimizers]
     parallel = session.data_parallel
     undo = Undo()
+    undo.callback(_keep_remainders())
     ddps = [ddp for ddp in ddps if changes_dtypes(policy, ddp)]
     try:
         undo.callback(_rebuild_reducers, ddps)
@@ -383,9 +377,8 @@ def _set_up(
         states = [optimizer._amp_state for optimizer in optimizers]  # type: ignore[attr-defined]
         for state in states:
             state.masters.keep_values_of({id(p) for ddp in ddps for p in ddp.parameters()})
-        with_master = {id(param) for state in states for param in state.masters.model_params}
-        with_master.update(id(param) for optimizer in optimizers for param in remainders_of(optimizer))
-        keeps = keeps and (bool(policy.master_weights) or policy.store_param_remainders)
+        with_master = {id(param) for state in states for param in state.masters.params()}
+        keeps = keeps and bool(policy.master_weights)
         for text in keep_values(models, before, with_master, keep=keeps):
             session.say(text)
         _rebuild_reducers(ddps)
@@ -394,6 +387,14 @@ def _set_up(
         if current() is not session:  # an interrupt after the last change undoes nothing
             undo.close()
         raise
+
+
+def _keep_remainders() -> Callable[[], None]:
+    """Return a function that lets optimizers of the current session keep the remainders of parameters put back."""
+    session, moving = current(), ExitStack()
+    for optimizer in [] if session is None else list(session.adopted):
+        moving.enter_context(optimizer._amp_state.masters.moving())
+    return moving.close
 
 
 def _rebuild_reducers(ddps: list[DistributedDataParallel]) -> None:
@@ -410,26 +411,23 @@ def _start_alike(
     Parameters that belong to no model keep their values: they may differ between processes, such as the parts of a
     classifier.
     """
-    pairs = [pair for optimizer in optimizers for pair in optimizer._amp_state.pairs]  # type: ignore[attr-defined]
-    masters = {id(pair.model_param): pair.master_param for pair in pairs}
     tensors = [t for m in models for t in [*m.parameters(), *m.buffers()]]
-    exact = [masters.get(id(t), before.get(id(t), t)) for t in tensors]
+    exact = [before.get(id(t), t) for t in tensors]
     broadcast_values(exact, parallel.group)
-    copy_masters_to_model(pairs)
-    for optimizer in optimizers:
-        optimizer._amp_state.masters.keep_values_of(set(map(id, tensors)))  # type: ignore[attr-defined]
-        optimizer._amp_state.masters.end_broadcast()  # type: ignore[attr-defined]
     for t, value in zip(tensors, exact, strict=True):
-        if id(t) not in masters and t.dtype != value.dtype:
+        if t.dtype != value.dtype:
             t.data.copy_(value)
+    values = dict(zip(map(id, tensors), exact, strict=True))
+    for optimizer in optimizers:
+        masters = optimizer._amp_state.masters  # type: ignore[attr-defined]
+        masters.take_values(values)
+        masters.keep_values_of(values.keys())
 
 
-def _release(optimizers: list[tuple[Optimizer, Any, Any, list[list[Tensor]]]]) -> None:
-    for optimizer, cls, state_formats, params in optimizers:
+def _release(optimizers: list[tuple[Optimizer, Any, Any]]) -> None:
+    for optimizer, cls, state_formats in optimizers:
         release_inside(optimizer)
         release(optimizer, cls, state_formats)
-        for group, listed in zip(optimizer.param_groups, params, strict=True):
-            group["params"][:] = listed
 
 
 def _put_back(values: list[tuple[Tensor, Tensor]]) -> None:
@@ -445,7 +443,11 @@ def _device_types(models: list[nn.Module], optimizers: list[Optimizer]) -> list[
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Iterate over the parameters that ``optimizer`` steps, fp32 masters included. Clip the gradients of these.
+    """Iterate over the parameters that ``optimizer`` steps. Clip the gradients of these.
+
+    At O2 and O5 the gradient of a 16-bit parameter is float32. In the body of a ``for`` loop the parameter itself has
+    its float32 value as data, so that ``for p in amp.master_params(optimizer): p.data.mul_(1 - wd)`` is exact. Each is
+    16-bit again once the loop goes on, and in ``list(amp.master_params(optimizer))``; see ``float32_params``.
 
     Example::
 
@@ -456,40 +458,48 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
         >>> norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm=1.0)
         >>> optimizer.step()
     """
+    stepped = adopted_inside(optimizer)
+    state = state_of(stepped)
 
-    def lists() -> Iterator[list[Tensor]]:  # runs when the first parameter is requested
-        stepped = adopted_inside(optimizer)
-        state = state_of(stepped)
+    def params() -> list[Tensor]:  # runs when the first parameter is requested
         if state is not None:
-            _show_masters(stepped, state)
-        for group in stepped.param_groups:
-            yield group["params"]
+            state.drop_cleared(stepped)
+        return [p for group in stepped.param_groups for p in group["params"]]
 
-    return chain.from_iterable(lists())
+    return Float32Loop(params, None if state is None else state.masters)
 
 
-def _show_masters(optimizer: Optimizer, state: AmpOptimizerState) -> None:
-    """Update masters and their gradients with the script's changes to the model and its gradients."""
-    doubt = state.masters.show()
-    if doubt is not None:
-        warn_once(optimizer, doubt)
-    if any(p.grad is not None for p in state.masters.model_params):
-        state.grad_groups(optimizer)
-    state.grads.materialize()
-    state.drop_cleared(optimizer)
+@contextmanager
+def float32_params(optimizer: Optimizer) -> Iterator[None]:
+    """Give 16-bit parameters of ``optimizer`` their float32 values as data, for arithmetic that 16 bits would round.
+
+    What is written counts. The context is re-entrant, and does nothing at levels without 16-bit parameters. Call the
+    model outside of it.
+
+    Example::
+
+        >>> optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+        >>> with amp.float32_params(optimizer), torch.no_grad():
+        ...     for p in model.parameters():
+        ...         p.mul_(1 - 1e-5)
+    """
+    state = state_of(adopted_inside(inner_optimizer(optimizer)))
+    if state is None:
+        yield
+        return
+    state.masters.end_loop()
+    with state.masters.float32_data():
+        yield
 
 
 def masters_of(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors that optimizers step for a model's ``parameters``: the fp32 master, or the parameter itself.
+    """Return ``parameters`` as a list: optimizers step a model's own parameters, at all levels.
 
-    Use it in code that clips ``model.parameters()``, or reads their gradients, after ``scale_loss``. Without
-    ``initialize`` it returns ``parameters``.
+    Apex's optimizers step float32 copies at O2; scripts that ask for these get what is stepped here.
 
     Args:
         parameters: One parameter or several, of any models.
-
-    Returns:
-        One tensor for each parameter, in the same order.
 
     Example::
 
@@ -500,16 +510,7 @@ def masters_of(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
         >>> norm = torch.nn.utils.clip_grad_norm_(amp.masters_of(model.parameters()), max_norm=1.0)
         >>> optimizer.step()
     """
-    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    session = current()
-    if session is None:
-        return listed
-    ids = set(map(id, listed))
-    for optimizer in session.adopted:
-        if any(id(p) in ids for p in optimizer._amp_state.masters.model_params):
-            _show_masters(optimizer, optimizer._amp_state)
-    masters = map(master_of, listed)
-    return [p if master is None else master for p, master in zip(listed, masters, strict=True)]
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
 def will_skip(optimizer: Optimizer) -> bool:

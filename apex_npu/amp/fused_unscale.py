@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from apex_npu.amp.grad_groups import GradGroup, any_raised, look_for_overflow, u
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, inner_optimizer, state_of
 from apex_npu.amp.pending_step import DeferredInfCheck, supports_found_inf
 from apex_npu.amp.scaled_grads import ScaledGrads
-from apex_npu.amp.session import Session, current
+from apex_npu.amp.session import current
 
 
 class DeferringBlock(DelayingBlock):
@@ -40,10 +39,9 @@ class DeferringBlock(DelayingBlock):
         super().begin()
 
     def _begin_group(self, group: GradGroup, factor: float) -> bool:
-        """See ``Block``. With ``fuse_unscale`` gradients of masters are also multiplied by the loss scale."""
+        """See ``Block``. With ``fuse_unscale`` gradients set aside are also multiplied by the loss scale."""
         if not self._fuses:
             return super()._begin_group(group, factor)
-        group.kept_scale = self.scale
         keeps = group.begin_block(1.0)
         group.scale_all_(factor)
         return keeps
@@ -70,9 +68,9 @@ class DeferringBlock(DelayingBlock):
         self._session.resolve_checks(self._scaler)
         check: DeferredInfCheck | None = None
         found_inf = False
-        if self.copies_grads:
+        if self.unscales:
             found_inf, check = self._bring()
-        self._end_with(STAGE_AFTER[self.delay], self.scale if self._fuses or not self.copies_grads else 1.0)
+        self._end_with(STAGE_AFTER[self.delay], self.scale if self._fuses or not self.unscales else 1.0)
         if check is not None:
             self.decides = False  # the check decides when it is resolved
             self.states[0].pending.check = self._session.open_checks[self._scaler] = check
@@ -86,9 +84,6 @@ class DeferringBlock(DelayingBlock):
         check = self.dynamic and self.decides and not (leaves_open and self._fuses)
         scale = 1.0 if self._fuses else self.scale
         flags = unscale(self.groups, scale, check=check, share=self._fuses and self._alone)
-        for optimizer, (_, groups) in zip(self.optimizers, self.work, strict=True):
-            if any(group.is_aliased for group in groups):
-                self._session.sharing[optimizer] = threading.current_thread()
         if leaves_open:
             for group in self.groups if check and self._unchecked else ():
                 group.check(flags[0])
@@ -130,24 +125,6 @@ class DeferringBlock(DelayingBlock):
             group.abandon_block(1.0)
         state.pending.scaled = ScaledGrads(groups)
         self._end_abandoned(state)
-
-
-def unpack_others(session: Session, optimizers: Sequence[Optimizer]) -> None:
-    """Give masters of other optimizers their own gradients before a block of ``optimizers``.
-
-    The block's backward may add to model gradients that these masters share. Optimizers of other running threads are
-    left unchanged, since they may be about to step.
-    """
-    thread = threading.current_thread()
-    for optimizer, owner in list(session.sharing.items()):
-        if optimizer not in optimizers and (owner is thread or not owner.is_alive()):
-            state = optimizer._amp_state
-            if state.pending is not None:
-                state.pending.look_for_unscaled(optimizer, state)
-            state.grads.materialize()
-            if state.pending is not None and state.pending.scaled is not None:
-                state.pending.scaled = ScaledGrads(state.grads.groups)  # gradients without a master are gathered, too
-            session.sharing.pop(optimizer, None)
 
 
 def check_fusible(given: Sequence[Any]) -> None:

@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``GradGroup``: gradients that are unscaled together, on their way from backward to the optimizer's parameters.
+"""``GradGroup``: gradients that are unscaled together.
 
-There is one class for each place of gradients: in separate memory or in one flat buffer, and copied to masters
-(``master_grads.py``) or not. ``grad_layout.py`` chooses the class.
+There is one class for gradients in separate memory, one for those in a flat buffer, and one for those that blocks widen
+(``widened_grads.py``). ``grad_layout.py`` chooses the class.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from apex_npu.backends import number_on
-from apex_npu.distributed import GradReducer
 from apex_npu.fusion import FlatGrads, any_grads, extent_numel, overlapping, wraps_tensors
 from apex_npu.fusion.grad_slots import InPlace
 from apex_npu.fusion.shards import local_part
@@ -22,97 +21,61 @@ from apex_npu.ops import unscale_grads
 
 
 class GradGroup:
-    """Gradients of one device and dtype, each in separate memory, of parameters without masters.
+    """Gradients of one device and dtype, each in separate memory.
 
     Attributes:
         params: The parameters that the optimizer steps.
-        sources: The parameters that autograd gives gradients: the model parameter of a master, else the parameter.
-        direct: The indices of ``params`` that are not masters.
         flat: The buffer with the gradients of ``params``; None: each has separate memory.
         edited: The text of a warning that ``step`` emits; empty: no warning.
-        kept_scale: The factor of the masters' gradients while a block is open.
     """
 
     flat: FlatGrads | None = None
     edited = ""
-    kept_scale = 1.0
 
-    def __init__(self, params: Sequence[Tensor], sources: Sequence[Tensor] | None = None) -> None:
-        """Make a group. ``sources`` have the order of ``params``; None: they are ``params``."""
+    def __init__(self, params: Sequence[Tensor]) -> None:
         self.params = list(params)
-        self.sources = list(params if sources is None else sources)
-        self.direct: Sequence[int] = range(len(self.params))
 
     @property
     def device(self) -> torch.device:
         """The device of all gradients."""
         return self.params[0].device
 
-    @property
-    def is_aliased(self) -> bool:
-        """Whether gradients of ``sources`` and ``params`` may share memory, so that a write changes both."""
-        return False
-
-    @property
-    def direct_params(self) -> list[Tensor]:
-        """The parameters in ``params`` that are not masters."""
-        params = self.params
-        return params if len(self.direct) == len(params) else [params[i] for i in self.direct]
-
     def begin_block(self, factor: float) -> bool:
         """Multiply gradients by ``factor``, to the scale of the backward that follows and adds to them.
 
         Returns:
-            True if gradients that masters lack are kept until they can be added to the masters' gradients.
+            True if gradients that no block has checked are set aside.
         """
         self.scale_sources_(factor)
         return False
 
     def scale_sources_(self, factor: float) -> None:
         """Multiply the gradients to which backward adds by ``factor``."""
-        if factor != 1.0 and any_grads(self.sources):
+        if factor != 1.0 and any_grads(self.params):
             self.scale_(factor)
 
     def scale_all_(self, factor: float) -> None:
-        """Multiply the gradients of ``params``, and those not yet copied to masters, by ``factor``."""
+        """Multiply all gradients by ``factor``, those set aside included."""
         self.scale_sources_(factor)
 
-    def end_step(self) -> None:
-        """Take note that masters have been stepped and their gradients dropped."""
+    def begin_step(self) -> None:
+        """Prepare the gradients for the step of an optimizer that has float32 values."""
 
     def abandon_block(self, factor: float) -> None:
         """After an exception: multiply the gradients of ``begin_block``, and those added since, by ``factor``."""
         self.scale_sources_(factor)
 
     def note_delayed(self) -> None:
-        """Take note that a later block copies the new gradients to masters."""
+        """Take note that a later block unscales the gradients."""
 
-    def drop_cleared(self) -> bool:
-        """Clear the gradients of masters whose model parameter's gradient has been cleared; see ``CopiedGrads``.
-
-        Returns:
-            True if ``copy_uncopied`` has gradients to copy.
-        """
-        return False
-
-    def copy_uncopied(self, scale: float) -> None:
-        """Add the model's gradients that masters lack, multiplied by ``scale``, to the masters' gradients."""
+    def drop_cleared(self) -> None:
+        """Clear the gradients set aside of parameters whose delayed gradient a script has cleared."""
 
     def drop_kept(self) -> None:
-        """Drop the gradients that ``begin_block`` has kept."""
+        """Drop the gradients that ``begin_block`` has set aside, and that no block has checked."""
 
-    def forget_copied(self, set_to_none: bool) -> None:
-        """Take note that the gradients of masters and of their model parameters have been cleared."""
-
-    def materialize_grads(self) -> None:
-        """Give masters that share the model's gradients separate ones."""
-
-    def has_uncopied(self) -> bool:
-        """True if a model parameter has a gradient, not cleared to zeros, that its master lacks."""
-        return False
-
-    def note_reduced(self, reducer: GradReducer) -> None:
-        """Take note of the memory in which ``reducer`` has averaged the model's gradients, if one copy can read it."""
+    def forget(self, set_to_none: bool) -> None:
+        """Take note that the gradients of all parameters have been cleared."""
 
     def part(self, indices: Sequence[int]) -> GradGroup:
         """Return a group of some of the parameters, without a flat buffer."""
@@ -121,12 +84,12 @@ class GradGroup:
     @torch.no_grad()
     def zero_(self) -> None:
         """Fill existing gradients with zeros."""
-        for grad in writable_grads({id(t): t for t in (*self.params, *self.sources)}.values()):
+        for grad in writable_grads(self.params):
             grad.zero_()
 
     @torch.no_grad()
     def scale_(self, factor: float, found_inf: Tensor | None = None) -> None:
-        """Multiply the gradients of ``params``, with masters, by ``factor``; see ``unscale_`` for ``found_inf``."""
+        """Multiply the gradients of ``params`` by ``factor``; see ``unscale_`` for ``found_inf``."""
         if factor != 1.0 or found_inf is not None:
             unscale_grads(writable_grads(self.params), factor, found_inf)
 
@@ -134,23 +97,22 @@ class GradGroup:
     def clip_(self, coefficient: Tensor) -> None:
         """Multiply the gradients of ``params`` by ``coefficient``, one number on any device."""
         coefficient = number_on(coefficient.reshape(()), self.device)
-        self.materialize_grads()
         # One by one: the padding of a buffer must stay 0, and 0 times a coefficient that is NaN is NaN.
         for grad in writable_grads(self.params):
             grad.mul_(coefficient.to(grad.dtype))
 
     def has_grads(self) -> bool:
         """True if any gradient exists."""
-        return any_grads(self.params) or any_grads(self.sources)
+        return any_grads(self.params)
 
     @torch.no_grad()
     def unscale_(self, inv_scale: float, found_inf: Tensor | None, *, share: bool = False) -> None:
-        """Bring all gradients to ``params``, multiplied by ``inv_scale``.
+        """Multiply all gradients by ``inv_scale``. Those of 16-bit parameters with masters become float32.
 
         Args:
             inv_scale: 1 / loss scale.
             found_inf: float32, one element; set to 1 if a gradient is not finite. None: do not check.
-            share: Masters may share the model's gradients, in its dtype, if no conversion is needed.
+            share: Gradients of 16-bit parameters may stay as they are, until the step.
 
         Raises:
             RuntimeError: A gradient that belongs in a flat buffer is sparse.
@@ -165,12 +127,12 @@ class GradGroup:
 
 
 class FlatGradGroup(GradGroup):
-    """Gradients of one device and dtype in one flat buffer, of parameters without masters."""
+    """Gradients of one device and dtype in one flat buffer."""
 
     flat: FlatGrads
 
-    def __init__(self, flat: FlatGrads, sources: Sequence[Tensor] | None = None) -> None:
-        super().__init__(flat.full_params, sources)
+    def __init__(self, flat: FlatGrads) -> None:
+        super().__init__(flat.full_params)
         self.flat = flat
 
     def scale_(self, factor: float, found_inf: Tensor | None = None) -> None:
@@ -246,7 +208,7 @@ def _span(grad: Tensor) -> tuple[int, int]:
 def separate(groups: Sequence[GradGroup]) -> None:
     """Replace gradients that share memory with another group by copies. Within a group the write does this."""
     if any(group.flat is None or group.flat.is_sharded for group in groups):
-        writable_grads(s for group in groups for p, s in zip(group.params, group.sources, strict=True) if p is s)
+        writable_grads(p for group in groups for p in group.params)
 
 
 def unscale(
@@ -257,7 +219,7 @@ def unscale(
     share: bool = False,
     spare: dict[torch.device, Tensor] | None = None,
 ) -> list[Tensor]:
-    """Bring all gradients to the optimizer's parameters, divided by ``scale``.
+    """Divide all gradients by ``scale``; see ``GradGroup.unscale_``.
 
     Args:
         groups: The groups of the gradients.

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -12,31 +12,27 @@ from torch.optim import Optimizer
 
 from apex_npu._extension import extension
 from apex_npu.amp.grad_groups import FlatGradGroup, GradGroup
-from apex_npu.amp.master_grads import FlatMasterGradGroup, MasterGradGroup
-from apex_npu.amp.widened_grads import WidenedGrads
+from apex_npu.amp.widened_grads import LooseGrads, WidenedGrads
 from apex_npu.fusion import FlatGrads
+from apex_npu.ops import LOW_PRECISION
 
 
 def make_grad_groups(
-    params: Sequence[Tensor], flats: Sequence[FlatGrads], model_param_of: Mapping[int, Tensor]
+    params: Sequence[Tensor],
+    flats: Sequence[FlatGrads],
+    widened: Collection[int] = (),
 ) -> list[GradGroup]:
     """Make the groups of an optimizer.
 
     Args:
         params: All parameters that it steps.
         flats: The buffers with some of their gradients.
-        model_param_of: ``id(master)`` → model parameter.
+        widened: The identities of 16-bit parameters that get float32 gradients.
     """
-
-    def sources_of(params: Sequence[Tensor]) -> list[Tensor]:
-        return [model_param_of.get(id(p), p) for p in params]
-
     groups: list[GradGroup] = []
     for flat in flats:
-        if flat.is_widened:
+        if flat.is_widened or any(id(p) in widened for p in flat.full_params):
             groups.append(WidenedGrads(flat))
-        elif any(id(p) in model_param_of for p in flat.full_params):
-            groups.append(FlatMasterGradGroup(flat, sources_of(flat.params)))
         else:
             groups.append(FlatGradGroup(flat))
     held = {id(p) for flat in flats for p in flat.full_params}
@@ -45,8 +41,8 @@ def make_grad_groups(
         if id(p) not in held:
             alike.setdefault((p.device, p.dtype), []).append(p)
     for members in alike.values():
-        has_masters = any(id(p) in model_param_of for p in members)
-        groups.append(MasterGradGroup(members, sources_of(members)) if has_masters else GradGroup(members))
+        widens = any(id(p) in widened for p in members)
+        groups.append(WidenedGrads(LooseGrads(members)) if widens else GradGroup(members))
     return groups
 
 
@@ -55,11 +51,12 @@ def trainable(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad or p.grad is not None]
 
 
-def combine_grads(params: Sequence[Tensor], former: list[FlatGrads]) -> list[FlatGrads]:
+def combine_grads(params: Sequence[Tensor], former: list[FlatGrads], *, widens: bool) -> list[FlatGrads]:
     """Return one gradient buffer per device and dtype of ``params``, for an optimizer without buffers of its own.
 
     Without the C++ extension there are no buffers. Buffers of ``former`` that still fit are kept. Parameters that
-    replace others get a separate buffer, since they may be replaced in every step.
+    replace others get a separate buffer, since they may be replaced in every step. With ``widens`` the gradients of
+    16-bit parameters are float32.
     """
     if extension is None:
         return []
@@ -71,4 +68,8 @@ def combine_grads(params: Sequence[Tensor], former: list[FlatGrads]) -> list[Fla
     for p in params:
         if id(p) not in held:
             members.setdefault((id(p) in known, p.device, p.dtype), []).append(p)
-    return [*flats, *map(FlatGrads.apart, members.values())]
+    made = list(map(FlatGrads.apart, members.values()))
+    for flat in made:
+        if widens and flat.params[0].dtype in LOW_PRECISION:
+            flat.widen()
+    return [*flats, *made]

@@ -12,9 +12,8 @@ import torch
 from torch.optim import Optimizer
 
 from apex_npu.amp.block import Block, BlockPart, DelayingBlock
-from apex_npu.amp.data_parallel import DataParallel, GradSync, LocalGrads, Reduction, agree_on_overflow
+from apex_npu.amp.data_parallel import DataParallel, GradSync, Reduction, agree_on_overflow
 from apex_npu.amp.grad_groups import GradGroup
-from apex_npu.amp.master_grads import MasterGradGroup
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
 from apex_npu.amp.session import require
 from apex_npu.backends import for_device
@@ -80,7 +79,7 @@ class Agreement(BlockPart):
         self._averaged = [(state, optimizer) for state, optimizer in pairs if state.averages]
         self._syncs: list[GradSync] = [state.sync for state, _ in self._averaged]
         self._reduction: Reduction | None = None
-        self._local_after: LocalGrads | None = None
+        self._local_after = False
 
     def before_begin(self, block: Block) -> None:
         """Begin to average the gradients of the backward that follows, while it runs."""
@@ -90,54 +89,33 @@ class Agreement(BlockPart):
         if self._averaged:
             self._reduce(parallel, block)
         all_averages = len(self._averaged) == len(block.states)
-        late = self._reduction is None or self._reduction.masters
         # Averages, and so their overflows, are the same on all processes. Other gradients are each process's own.
-        if late or not all_averages or any(for_device(group.device).saturates() for group in block.groups):
+        if self._reduction is None or not all_averages or any(map(_saturates, block.groups)):
             self._agreeing.insert(0, (parallel.group, None))
 
     def _reduce(self, parallel: DataParallel, block: Block) -> None:
         """Begin to average gradients, or note those to be averaged later."""
         states = [state for state, _ in self._averaged]
         optimizers = [optimizer for _, optimizer in self._averaged]
-        former = max(sync.local_grads for sync in self._syncs)
-        with_masters = any(state.masters.masters for state in states)
-        if require("amp.scale_loss").no_sync_depth > 0:
-            local = LocalGrads.IN_MASTERS if with_masters and block.copies_grads else LocalGrads.IN_SOURCES
-            self._local_after = max(former, local)
+        self._local_after = require("amp.scale_loss").no_sync_depth > 0
+        if self._local_after:
             # Parameters trained now take part in the next average, even if they are frozen by then.
-            in_masters = self._local_after is LocalGrads.IN_MASTERS
-            parallel.plan(states, optimizers, block.groups, masters=in_masters)
-        elif former is LocalGrads.IN_MASTERS and not block.copies_grads:
-            self._local_after = former  # averaged once all of them have reached the masters
+            parallel.plan(states, optimizers, block.groups)
         else:
-            self._local_after = LocalGrads.NONE
-            in_masters = former is LocalGrads.IN_MASTERS
-            self._reduction = parallel.begin(states, optimizers, block.groups, masters=in_masters)
+            self._reduction = parallel.begin(states, optimizers, block.groups)
 
     def before_unscale(self, block: Block) -> None:
-        if self._reduction is not None and not self._reduction.masters:
-            self._finish_reduction(block)
-        if self._reduction is None:
-            self._note()
+        if self._reduction is not None:
+            self._reduction.finish(block.scale, dynamic=block.dynamic)
+            self._reduction = None
+        for sync in self._syncs:
+            sync.has_local_grads = self._local_after
 
     def after_unscale(self, block: Block, found_inf: bool) -> bool:
-        if self._reduction is not None and block.copies_grads:
-            self._finish_reduction(block)
-            self._note()
         if block.decides and block.dynamic:
             for group, device_type in self._agreeing:
                 found_inf = agree_on_overflow(found_inf, block.scale, group, _device(block, device_type))
         return found_inf
-
-    def _finish_reduction(self, block: Block) -> None:
-        assert self._reduction is not None
-        self._reduction.finish(block.groups, block.scale, dynamic=block.dynamic)
-        self._reduction = None
-
-    def _note(self) -> None:
-        if self._local_after is not None:
-            for sync in self._syncs:
-                sync.local_grads = self._local_after
 
     def drops(self, block: Block, error: BaseException) -> bool:
         """Notify other processes that this one is about to raise ``error``."""
@@ -149,6 +127,10 @@ class Agreement(BlockPart):
                 for group, device_type in self._agreeing:
                     agree_on_overflow(True, block.scale, group, _device(block, device_type), failed=True)
         return bool(self._syncs)
+
+
+def _saturates(group: GradGroup) -> bool:
+    return for_device(group.device).saturates()
 
 
 def _device(block: Block, device_type: str | None) -> torch.device:
@@ -163,25 +145,16 @@ class BucketViews(BlockPart):
     See ``gradient_as_bucket_view``.
     """
 
-    def __init__(self, ddps: Sequence[Any], groups: Sequence[GradGroup]) -> None:
-        """Make the part. ``ddps`` are around the block's models, whose gradients are in ``groups``."""
+    def __init__(self, ddps: Sequence[Any]) -> None:
+        """Make the part. ``ddps`` are around the block's models."""
         self._ddps = ddps
-        self._copying = [group for group in groups if isinstance(group, MasterGradGroup)]
-
-    def begun(self, block: Block) -> None:
-        for group in self._copying:
-            group.begin_in_buckets()
 
     def before_unscale(self, block: Block) -> None:
         self._rebuild()
-        for group in self._copying:
-            group.end_in_buckets()
 
     def drops(self, block: Block, error: BaseException) -> bool:
         if isinstance(error, Exception):
             self._rebuild()
-        for group in self._copying:
-            group.copied.restore_put_aside(ended=False)
         return False
 
     def _rebuild(self) -> None:
@@ -192,8 +165,8 @@ class BucketViews(BlockPart):
 class UnknownAverages(BlockPart):
     """A block whose gradients DistributedDataParallel may keep to this process, as in its ``no_sync``.
 
-    If so, masters do not get them, and nothing is decided about the step, until a block has averages. Gradients of one
-    process would make masters, or loss scales, differ between processes.
+    If so, they are not widened at O2 and O5, and nothing is decided about the step, until a block has averages.
+    Gradients of one process would make parameters, or loss scales, differ between processes.
     """
 
     def __init__(self, ddps: Sequence[Any]) -> None:

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex_npu.amp.amp_optimizer import AmpOptimizerMixin
-from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, inner_optimizer, state_of
+from apex_npu.amp.optimizer_state import AmpOptimizerState, inner_optimizer, state_of
 from apex_npu.amp.optimizer_state import adopted_inside as adopted_inside
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.preconditions import check_incoming as check_incoming
 from apex_npu.amp.session import Observer as Observer
-from apex_npu.amp.session import Session, current, master_of, standing_in
+from apex_npu.amp.session import Session, current, standing_in
 from apex_npu.amp.session import check_thread as check_thread
 from apex_npu.amp.session import require as require
 from apex_npu.amp.session import settings as settings
@@ -140,41 +140,32 @@ def patch_step(undo: Undo, around: Callable[[Any], Any]) -> None:
 
 
 def float32_of(param: Tensor) -> Tensor:
-    """The tensor with the float32 value of a model's parameter: its fp32 master, or the parameter itself."""
-    master = master_of(param)
-    return param if master is None else master
+    """The float32 value of a model's parameter: its master, or the parameter itself."""
+    session = current()
+    for optimizer in [] if session is None else session.adopted:
+        masters = optimizer._amp_state.masters
+        value: Tensor | None = masters.float32(param, param.detach()) if masters.has(param) else None
+        if value is not None:
+            return value
+    return param
 
 
-def parameters(given: Any) -> list[tuple[Tensor, Tensor]]:
-    """Each parameter of the model that optimizers step, with the tensor that they step for it."""
-    return [pair for optimizer, state in _states(given) for pair in _pairs(optimizer, state)]
-
-
-def masters(given: Any) -> list[tuple[Tensor, Tensor]]:
-    """Each parameter of the model that has an fp32 master, including frozen ones, with this master."""
-    return [(pair.model_param, pair.master_param) for _, state in _states(given) for pair in state.pairs]
+def parameters(given: Any) -> list[Tensor]:
+    """The parameters that optimizers step."""
+    return [p for optimizer, state in _states(given) for group in state.grad_groups(optimizer) for p in group.params]
 
 
 def gradients(given: Any) -> list[tuple[Tensor, Tensor | None, float]]:
-    """Each parameter of the model that optimizers step, with its gradient or None, and the factor of the gradient.
-
-    In a block the gradient is the one that backward leaves, and else the one that ``step`` uses. If the step has none
-    yet, as after a block with ``delay_unscale``, it is the model's.
-    """
-    return [
-        (param, param.grad if state.stage is Stage.SCALED or taking.grad is None else taking.grad, state.grad_scale)
-        for optimizer, state in _states(given)
-        for param, taking in _pairs(optimizer, state)
-    ]
+    """Each parameter that optimizers step, with its gradient or None, and the factor of the gradient."""
+    found = []
+    for optimizer, state in _states(given):
+        params = [p for group in state.grad_groups(optimizer) for p in group.params]
+        found += [(p, p.grad, state.grad_scale) for p in params]
+    return found
 
 
 def _states(given: Any) -> list[tuple[Optimizer, AmpOptimizerState]]:
     return [(one, state) for one in stepped(given) if (state := state_of(one)) is not None]
-
-
-def _pairs(optimizer: Optimizer, state: AmpOptimizerState) -> list[tuple[Tensor, Tensor]]:
-    groups = state.grad_groups(optimizer)
-    return [pair for group in groups for pair in zip(group.sources, group.params, strict=True)]
 
 
 def averages(given: Any) -> bool:

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from apex_npu._extension import REBUILD, extension
 from apex_npu.amp.float32_copies import ModuleCopies, copies_of, own_tensors
-from apex_npu.amp.master_params import fp32_value
+from apex_npu.amp.masters import fp32_value
 from apex_npu.amp.session import Session
 from apex_npu.backends import for_device
 from apex_npu.distributed.consistency import broadcast_values
-from apex_npu.fusion import remainders_of
 from apex_npu.ops import LOW_PRECISION, unscale_grads
 
 # The number of bytes above which kept values are announced.
@@ -149,6 +149,19 @@ def _ask(cast: Sequence[_Cast]) -> list[list[bool]]:
 
 
 @torch.no_grad()
+def check_averages() -> None:
+    """Raise if DistributedDataParallel would lose its hooks when 16-bit parameters get float32 data for a step.
+
+    Raises:
+        RuntimeError: There is no extension, without which ``Tensor.data`` gives a parameter another accumulator.
+    """
+    if extension is None:
+        raise RuntimeError(
+            "DistributedDataParallel would not average the gradients of 16-bit parameters whose float32 values amp "
+            f"keeps: that needs apex_npu's C++ extension. Build it ({REBUILD}), or use opt_level O1 or O4"
+        )
+
+
 def follow_broadcast(session: Session, module: nn.Module, sent: Sequence[Tensor], group: Any, rank: int) -> None:
     """Set masters and kept values to those of the process whose rounded values DistributedDataParallel has broadcast.
 
@@ -158,25 +171,30 @@ def follow_broadcast(session: Session, module: nn.Module, sent: Sequence[Tensor]
         sent: The parameters and buffers of the module that were broadcast.
         group: The process group.
         rank: The rank of the sending process in ``group``.
+
+    Raises:
+        RuntimeError: See ``check_averages``.
     """
     rounded = {id(tensor): tensor for tensor in sent if tensor.dtype in LOW_PRECISION}
-    concerned = [o for o in session.adopted if any(id(p) in rounded for p in o._amp_state.masters.model_params)]
-    for optimizer in concerned:
-        optimizer._amp_state.masters.follow(optimizer)
-    remainders = {id(p): view for o in session.adopted for p, view in remainders_of(o).items()}
-    masters = {id(pair.model_param): pair.master_param for o in concerned for pair in o._amp_state.pairs}
+    owners = {
+        key: [o._amp_state.masters for o in session.adopted if o._amp_state.masters.has(t)]
+        for key, t in rounded.items()
+    }
+    if any(masters.swaps for found in owners.values() for masters in found):
+        check_averages()
     named = [(copies_of(m), name, t) for m in module.modules() for name, t in own_tensors(m) if id(t) in rounded]
     kept = {id(t): copies.kept[name] for copies, name, t in named if copies is not None and name in copies.kept}
     # One value for each tensor, even if none is known here: all processes must broadcast the same list.
-    values = {key: masters[key] if key in masters else fp32_value(t, kept.get(key)) for key, t in rounded.items()}
-    values.update({key: remainders[key].dequantize() for key in rounded if key in remainders})
+    values = {key: fp32_value(t, kept.get(key)) for key, t in rounded.items()}
+    for key, masters in owners.items():
+        known = masters[0].sent(rounded[key]) if masters else None
+        values[key] = values[key] if known is None else known
     broadcast_values(values.values(), group, rank)
-    for key in rounded.keys() & remainders.keys():
-        remainders[key].copy_(values[key])
+    for key, masters in owners.items():
+        for one in masters:
+            one.load(rounded[key], values[key])
     for copies, name, tensor in named:
-        if copies is not None and copies.keeps and id(tensor) not in masters and id(tensor) not in remainders:
+        if copies is not None and copies.keeps and not owners[id(tensor)]:
             copies.keep(name, tensor, values[id(tensor)])
     for optimizer in session.adopted:
-        optimizer._amp_state.masters.keep_values_of(rounded.keys())
-    for optimizer in concerned:
-        optimizer._amp_state.masters.end_broadcast()
+        optimizer._amp_state.masters.end_loading(list(rounded.values()))

@@ -19,11 +19,12 @@ from torch.autograd.function import BackwardCFunction
 from torch.optim import Optimizer
 
 from apex_npu.amp.block import Block, BlockPart
-from apex_npu.amp.optimizer_state import AmpOptimizerState
+from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
 from apex_npu.amp.scaler import LossScaler
 from apex_npu.amp.session import Session, settings
 from apex_npu.backends._torch_private import disable_dynamo
 from apex_npu.backends.live_objects import instances_of
+from apex_npu.fusion import any_grads, drop_grads, grads_of, set_grads
 from apex_npu.ops import LOW_PRECISION
 
 
@@ -39,10 +40,6 @@ class FirstLook(BlockPart):
     def before_begin(self, block: Block) -> None:
         """See ``BlockPart``."""
         check_optimizers(self._session, self._loss, block.optimizers, block.scale)
-        for optimizer in block.optimizers:
-            doubt = optimizer._amp_state.masters.look_there(in_step=False)  # type: ignore[attr-defined]
-            if doubt is not None:
-                self._session.warn_once(optimizer, doubt)
         if any(map(_computes_outside, block.states)) and (dtype := rounded_to(self._loss)) is not None:
             name, bits = str(dtype).removeprefix("torch."), 1 - int(math.log2(torch.finfo(dtype).eps))
             self._session.warn_once(
@@ -79,26 +76,54 @@ class Reaching(BlockPart):
     """A block whose backward may give gradients to parameters of optimizers that were not passed to it.
 
     These gradients stay multiplied by the loss scale of this block, until they are cleared or a block of their own
-    optimizer has unscaled others.
+    optimizer has unscaled others. 16-bit parameters that have gradients keep these: what the block gives them is
+    dropped.
     """
 
     def __init__(self, session: Session) -> None:
         self._reached = session.reached
+        self._kept: list[Any] = []  # the other optimizers whose gradients are aside
+        self._aside: list[tuple[list[Tensor], list[Tensor | None]]] = []
 
     def begun(self, block: Block) -> None:
         """See ``BlockPart``."""
+        own = {id(p) for group in block.groups for p in group.params}
+        for other in self._others(block):
+            state, params = other._amp_state, [p for p in _params_of(other) if id(p) not in own]
+            if state.widens and any_grads(params) and state.stage not in (Stage.SCALED, Stage.DELAYED):
+                self._aside.append((params, grads_of(params)))
+                self._kept.append(other)
+                drop_grads(params)
+                state.grads.scaled_by = ""
         self._mark(block)  # already here, because backward may raise
 
     def before_unscale(self, block: Block) -> None:
         """See ``BlockPart``."""
+        self._put_back()
         self._mark(block)  # again: a block inside of this one, or zero_grad(), may have removed the mark
         for state in block.states:
             state.grads.scaled_by = ""
 
+    def drops(self, block: Block, error: BaseException) -> bool:
+        """See ``BlockPart``."""
+        self._put_back()
+        return False
+
+    def _put_back(self) -> None:
+        for params, grads in self._aside:
+            drop_grads(params)
+            held = [(p, grad) for p, grad in zip(params, grads, strict=True) if grad is not None]
+            set_grads([p for p, _ in held], [grad for _, grad in held])
+        self._aside = []
+
+    def _others(self, block: Block) -> list[Any]:
+        others = {o for optimizer in block.optimizers for o in self._reached.get(optimizer, ())}
+        return [other for other in others if other._amp_state not in block.states]
+
     def _mark(self, block: Block) -> None:
         if block.scale != 1.0:
-            for other in {o for optimizer in block.optimizers for o in self._reached.get(optimizer, ())}:
-                if other._amp_state not in block.states:
+            for other in self._others(block):
+                if other not in self._kept:
                     other._amp_state.grads.scaled_by = _names(block.optimizers)
 
 
@@ -197,8 +222,10 @@ def check_optimizers(session: Session, loss: Tensor, optimizers: Sequence[Optimi
 
 
 def _gets_gradients(optimizer: Any) -> set[int]:
-    """The identities of the parameters that ``optimizer`` steps, including the model parameters of masters."""
-    state = getattr(optimizer, "_amp_state", None)
-    model_params = [] if state is None else state.masters.model_params
+    """The identities of the parameters that ``optimizer`` steps."""
+    return set(map(id, _params_of(optimizer)))
+
+
+def _params_of(optimizer: Any) -> list[Tensor]:
     groups = getattr(optimizer, "param_groups", ())  # missing if the optimizer's constructor has failed
-    return {id(p) for p in (*(p for group in groups for p in group["params"]), *model_params)}
+    return [p for group in groups for p in group["params"]]

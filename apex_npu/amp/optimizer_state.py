@@ -17,8 +17,7 @@ from apex_npu._extension import require_extension
 from apex_npu.amp.accessors import OptimizerAccessors
 from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.amp.grad_layout import combine_grads, make_grad_groups, trainable
-from apex_npu.amp.master_grads import MasterGradGroup
-from apex_npu.amp.master_params import MasterPair, MasterParams
+from apex_npu.amp.masters import Masters
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.saturation import saturates
 from apex_npu.amp.session import current, warn_once
@@ -34,9 +33,6 @@ from apex_npu.fusion import (
     by_kind,
     combined,
     drop_grads,
-    low_precision_of,
-    remainders_of,
-    zero_grads,
 )
 from apex_npu.fusion.grad_memory import GradMemory
 from apex_npu.fusion.shards import meshes_of
@@ -103,7 +99,7 @@ class AmpOptimizerState:
     grad_scale: float = 1.0
     decision: StepDecision | None = None
     report: StepReport | None = None
-    masters: MasterParams = field(default_factory=MasterParams)
+    masters: Masters = field(default_factory=Masters)
     grads: OptimizerGrads = field(default_factory=lambda: OptimizerGrads())
     pending: Any = None
     sync: Any = None
@@ -129,6 +125,11 @@ class AmpOptimizerState:
         for link in self.links:
             link.masters.append(self.masters)
             link.mark_copied()
+
+    @property
+    def widens(self) -> bool:
+        """Whether blocks widen the gradients of 16-bit parameters, whose float32 values the optimizer steps."""
+        return bool(self.policy.master_weights)
 
     @property
     def skip(self) -> bool:
@@ -170,11 +171,6 @@ class AmpOptimizerState:
             )
         self.policy = policy
 
-    @property
-    def pairs(self) -> list[MasterPair]:
-        """Model parameters and their masters."""
-        return self.masters.pairs
-
     def retire(self, undo: Undo | None = None) -> None:
         """Forget the model, whose parameters another optimizer now steps, so that a step does not write them.
 
@@ -185,7 +181,7 @@ class AmpOptimizerState:
             changed = ("masters", "grads", "stage", "decision")
             undo.callback(vars(self).update, {name: getattr(self, name) for name in changed})
         self.resolve()
-        self.masters, self.grads = MasterParams(retired=True), OptimizerGrads()
+        self.masters, self.grads = Masters(retired=True), OptimizerGrads()
         self.stage, self.decision = Stage.READY, None
 
     def check_has_model(self, optimizer: Optimizer, caller: str) -> None:
@@ -206,8 +202,7 @@ class AmpOptimizerState:
     def is_unscaled(self) -> bool:
         """Whether gradients are as backward has left them, and stay so in a block at a scale of 1."""
         skips = self.decision is not None and self.decision.skip
-        widens = self.policy.master_weights or self.policy.store_param_remainders
-        return self.grad_scale == 1.0 and not widens and not skips
+        return self.grad_scale == 1.0 and not self.widens and not skips
 
     @property
     def holds_scaled(self) -> bool:
@@ -217,10 +212,9 @@ class AmpOptimizerState:
 
     @property
     def awaits_block(self) -> bool:
-        """Whether a block must unscale the gradients, check them or copy them to masters before a step or clipping."""
+        """Whether a block must unscale the gradients, check them or widen them before a step or clipping."""
         if self.stage in (Stage.SCALED, Stage.DELAYED):
-            widens = bool(self.policy.master_weights) or self.policy.store_param_remainders
-            return self.grad_scale != 1.0 or self.policy.loss_scale == "dynamic" or widens
+            return self.grad_scale != 1.0 or self.policy.loss_scale == "dynamic" or self.widens
         return self.grad_scale != 1.0 and not self.policy.fuse_unscale
 
     def check_unscaled(self, caller: str) -> None:
@@ -252,44 +246,14 @@ class AmpOptimizerState:
         buffered = all(group.flat is not None and group.flat.dtype == torch.float32 for group in groups)
         return self.grad_scale == 1.0 and bool(groups) and buffered and len(self.grads.meshes) <= 1
 
-    def prepare_masters(self, optimizer: Optimizer) -> bool:
-        """Make masters for parameters that have been added or unfrozen.
-
-        Args:
-            optimizer: The optimizer with this state.
-
-        Returns:
-            True if masters are new or must follow the model to its device, or if a quick check finds that a master or a
-            model parameter has been written.
-        """
-        masters = self.masters
-        for group in optimizer.param_groups:
-            if low_precision_of(group["params"]):
-                self.masters.make(optimizer)
-        # One pair that is not new is enough to look at: Module.to moves all.
-        moved = bool(masters.masters) and masters.masters[0].device != masters.model_params[0].device
-        return bool(
-            moved
-            or masters.first_new < len(masters.masters)
-            or masters.model_writes.written(masters.model_params)
-            or masters.master_writes.counted(masters.masters)
-            or masters.copies.glance(masters.masters, masters.model_params)
-        )
-
-    def forget_own_values(self, optimizer: Optimizer) -> None:
+    def forget_own_values(self) -> None:
         """At the first block with several processes, restart masters from the low-precision weights, as Apex does.
 
         A broadcast of ``p.data`` after ``initialize`` does not reach masters or remainders, which would then differ
         between processes. The sending process cannot detect it, since it writes nothing, so all processes do this.
         """
         if has_peers():
-            if self.masters.masters:
-                self.masters.follow(optimizer)
-                self.masters.round_own_values()
-            own = set(map(id, self.masters.own_values))
-            for param, remainder in remainders_of(optimizer).items():
-                if id(param) in own:
-                    remainder.fill_(0.0)
+            self.masters.round_own_values()
         self.masters.own_values = []
 
     def grad_groups(self, optimizer: Optimizer) -> list[GradGroup]:
@@ -297,29 +261,13 @@ class AmpOptimizerState:
         return self.grads.fit(optimizer, self)
 
     def drop_cleared(self, optimizer: Optimizer | None = None) -> None:
-        """Apply the script's changes to the model's gradients, since they were copied, to the masters' gradients.
-
-        A change that cannot be applied emits a warning: now if ``optimizer`` is given, else in its step.
-        """
-        if self.stage is not Stage.SCALED:  # an open block has set the model's gradients aside
+        """Apply what a script did to delayed gradients to those set aside. With ``optimizer`` emit its warnings now."""
+        if self.stage is not Stage.SCALED:
             for group in self.grads.groups:
-                if group.drop_cleared():
-                    self.copy_uncopied(group)
+                group.drop_cleared()
                 if group.edited and optimizer is not None:
                     text, group.edited = group.edited, ""
                     warn_once(optimizer, text)
-
-    def copy_uncopied(self, group: GradGroup) -> None:
-        """Copy gradients that a script has left on the model, outside of blocks, to the masters of ``group``."""
-        if self.stage in (Stage.DELAYED, Stage.LOCAL):
-            return  # a later block does so
-        if self.grads.scaled_by:
-            group.edited = OF_OTHER_BLOCKS
-            return
-        if self.stage is Stage.READY and self.policy.loss_scale != 1.0 and group.has_uncopied():
-            group.edited = OUTSIDE_BLOCKS
-        group.copy_uncopied(self.grad_scale)
-        self.grads.unchecked = True
 
     def drop_overflowed(self) -> None:
         """Zero gradients whose step will be skipped, before a block, so that it finds only its own overflows.
@@ -352,16 +300,18 @@ class AmpOptimizerState:
                 link.load_written()
         if self.stage is not Stage.UNSCALED:
             doubt = self._begin_without_block(optimizer)
-        if self.masters.masters or self.policy.store_param_remainders:
-            doubt = self.masters.take_writes(optimizer) or doubt
+        if self.widens:
+            self.masters.begin_step(optimizer)
         if self.sync is not None:
             self.sync.check_averaged()
-        for group in self.grads.groups:
+        for group in self.grad_groups(optimizer) if self.masters.swaps else self.grads.groups:
             # After a block the pending step has done this, before it decided whether gradients have overflowed.
-            if (self.pending is None or self.stage is Stage.READY) and group.drop_cleared():
-                self.copy_uncopied(group)
+            if self.pending is None or self.stage is Stage.READY:
+                group.drop_cleared()
             if group.edited:
                 doubt, group.edited = group.edited, ""
+            if self.masters.swaps:
+                group.begin_step()
         for param_group in optimizer.param_groups:
             for param in param_group["params"]:
                 if param.grad is not None:
@@ -380,11 +330,8 @@ class AmpOptimizerState:
             return None
         self.check_has_model(optimizer, "step()")
         if self.masters.own_values:
-            self.forget_own_values(optimizer)
-        if self.masters.masters:
-            has_grads = any([group.has_uncopied() for group in self.grad_groups(optimizer)])
-        else:
-            has_grads = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+            self.forget_own_values()
+        has_grads = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
         if has_grads and self.grads.scaled_by:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() was called with gradients that no amp.scale_loss block of its own "
@@ -395,19 +342,15 @@ class AmpOptimizerState:
         return OUTSIDE_BLOCKS if has_grads and self.policy.loss_scale == "dynamic" else None
 
     def end_step(self, optimizer: Optimizer, check: Any = None) -> None:
-        """Copy masters to the model, and record the outcome of the step; with ``check``, the device decides it."""
+        """Round masters into parameters and record the outcome of the step, which with ``check`` the device decides."""
         try:
-            doubt = self.masters.copy_to_model(fused_groups(optimizer), None if check is None else check.flag)
-            if doubt is not None:
-                warn_once(optimizer, doubt)
+            self.masters.end_step(fused_groups(optimizer), None if check is None else check.flag)
         except BaseException:
-            # Another step() then finds no gradients and only copies again.
+            # Another step() then finds no gradients.
             for group in optimizer.param_groups:
                 drop_grads(group["params"])
             raise
         finally:
-            if self.masters.masters:
-                self._drop_master_grads()
             for memory in self.grads.lending:
                 memory.let_go()
             if check is not None:
@@ -416,10 +359,10 @@ class AmpOptimizerState:
                 self.note_step()
 
     def end_failed_step(self, optimizer: Optimizer, error: BaseException, *, begun: bool) -> None:
-        """After ``error``, copy masters to the model if the own step has ``begun``, since masters may be stepped."""
+        """After ``error``, round masters into parameters if the own step has ``begun``, since they may be stepped."""
         interrupted = not isinstance(error, Exception)
         if begun or interrupted:
-            self.masters.copy_to_model(fused_groups(optimizer))
+            self.masters.end_step(fused_groups(optimizer))
         if interrupted:  # no gradient may be stepped twice
             for group in optimizer.param_groups:
                 drop_grads(group["params"])
@@ -435,18 +378,11 @@ class AmpOptimizerState:
             alarms = report.skips_in_a_row == session.skip_alarm
             if alarms or session.verbosity > 0:
                 hooks.step_skipped(optimizer, report, alarms, session.verbosity > 0)
-        if self.masters.masters:
-            self._drop_master_grads()
         if self.holds_scaled:
             # Gradients that are not cleared count as ordinary ones.
             self.pending.unscale_now_(self, self.grad_groups(optimizer))
         for memory in self.grads.lending:
             memory.let_go()
-
-    def _drop_master_grads(self) -> None:
-        drop_grads(self.masters.masters)
-        for group in self.grads.groups:
-            group.end_step()
 
     def note_step(self) -> StepReport:
         """Record that ``step`` has ended as decided, and drop the decision."""
@@ -469,16 +405,8 @@ class AmpOptimizerState:
 
     def clear(self, set_to_none: bool) -> None:
         """Clear the model's gradients, after those of ``param_groups`` have been cleared."""
-        if self.masters.masters:
-            if set_to_none:
-                drop_grads(self.masters.model_params)
-            else:
-                if self.stage is not Stage.SCALED:  # an open block has set the model's gradients aside
-                    for group in self.grads.groups:
-                        group.drop_cleared()  # dropped gradients do not become zeros
-                zero_grads(self.masters.model_params)
-        if self.masters.masters or self.policy.store_param_remainders:
-            self.grads.forget_copied(set_to_none)
+        if self.widens:
+            self.grads.forget(set_to_none)
         self.decision = None
         self.grads.unchecked = self.grads.saturated = False
         self.grads.scaled_by = ""
@@ -522,7 +450,7 @@ class OptimizerGrads:
         if isinstance(optimizer, HasFusedGroups):
             flats = optimizer.flat_grads()
         else:
-            flats = self._combined(optimizer) if state.policy.combine_grad else []
+            flats = self._combined(optimizer, widens=state.widens) if state.policy.combine_grad else []
         fitted_to: list[list[Any]] = [flats, *map(_PARAMS, optimizer.param_groups)]
         fits = len(fitted_to) == len(self._fitted_to) and all(map(are_same, fitted_to, self._fitted_to))
         if not fits or (self.groups and self.groups[0].device != self._device):
@@ -532,10 +460,11 @@ class OptimizerGrads:
 
     def _make(self, optimizer: Optimizer, state: AmpOptimizerState, flats: list[FlatGrads]) -> None:
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        model_param_of = {id(pair.master_param): pair.model_param for pair in state.pairs}
-        groups = make_grad_groups(params, flats, model_param_of)
+        fused = state.masters.swaps and bool(flats) and isinstance(optimizer, HasFusedGroups)
+        widened = set(map(id, params if fused else state.masters.params()))
+        groups = make_grad_groups(params, flats, widened)
         for group in groups:
-            if isinstance(group, (MasterGradGroup, WidenedGrads)):
+            if isinstance(group, WidenedGrads):
                 group.adopt_from(self.groups)
         self.saturates, self.meshes = saturates(groups), meshes_of(params)
         self.special = self.saturates or bool(self.meshes)
@@ -544,11 +473,11 @@ class OptimizerGrads:
         self._device = groups[0].device if groups else None
         self.groups = groups  # last, when they know all copied gradients
 
-    def _combined(self, optimizer: Optimizer) -> list[FlatGrads]:
+    def _combined(self, optimizer: Optimizer, *, widens: bool) -> list[FlatGrads]:
         params = trainable(optimizer)
         held = {id(p) for flat in self._own_flats for p in flat.params}
         if held != {id(p) for p in params} or any(flat.broken() for flat in self._own_flats):
-            self._own_flats = combine_grads(params, self._own_flats)
+            self._own_flats = combine_grads(params, self._own_flats, widens=widens)
         return self._own_flats
 
     def combined(self, optimizer: Any, state: AmpOptimizerState) -> list[FlatGrads]:
@@ -562,23 +491,22 @@ class OptimizerGrads:
 
     def _combined_own(self, optimizer: Any, state: AmpOptimizerState) -> list[FlatGrads]:
         require_extension("a combined buffer")
-        flats = self._combined(optimizer) if state.policy.combine_grad else []
+        flats = self._combined(optimizer, widens=state.widens) if state.policy.combine_grad else []
         leading = {id(p) for p in optimizer.leading_params()}
         found = combined(flats, leading)
         if found is None:
             optimizer.check_combining()
-            found = self._own_flats = list(map(FlatGrads.apart, by_kind(trainable(optimizer), leading)))
+            found = self._own_flats = [
+                flat
+                for kind in by_kind(trainable(optimizer), leading)
+                for flat in combine_grads(kind, [], widens=state.widens)
+            ]
         return found
 
-    def forget_copied(self, set_to_none: bool) -> None:
-        """Take note that the gradients of the model and of the masters have been cleared."""
+    def forget(self, set_to_none: bool) -> None:
+        """Take note that gradients have been cleared."""
         for group in self.groups:
-            group.forget_copied(set_to_none)
-
-    def materialize(self) -> None:
-        """Give masters that share the model's gradients until the step gradients of their own, before a read."""
-        for group in self.groups:
-            group.materialize_grads()
+            group.forget(set_to_none)
 
 
 def _stands_still(optimizer: Optimizer) -> bool:

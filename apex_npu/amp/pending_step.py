@@ -264,8 +264,6 @@ class PendingStep:
         fuses = isinstance(optimizer, HasFusedGroups)
         # Code of the script reads the gradients.
         are_read = bool(optimizer._optimizer_step_pre_hooks) or getattr(optimizer, "reads_param_grads", False)
-        if not fuses or are_read:
-            state.grads.materialize()
         if not state.holds_scaled:
             return False
         coefficient = self.clip_coefficient

@@ -38,8 +38,8 @@ class Policy(CastPolicy):
     check_combined_tensors: bool | Literal["error"] | None = None
     # Gradients stay multiplied by the loss scale until step, which divides them in the same pass.
     fuse_unscale: bool = False
-    # Instead of masters the optimizer keeps the 16 bits that 16-bit parameters lack of a float32.
-    store_param_remainders: bool = False
+    # The float32 values of 16-bit parameters are kept as the 16 bits that these lack; None: where kernels can.
+    store_param_remainders: bool | None = None
 
     @property
     def title(self) -> str:
@@ -99,8 +99,6 @@ def resolve(opt_level: str, **overrides: Any) -> Policy:
     checked = {name: _CHECKS[name](name, value) for name, value in overrides.items() if value is not None}
     level = OPT_LEVELS[opt_level]
     _check_against_level(level, checked)
-    if checked.get("store_param_remainders"):
-        checked["master_weights"] = False
     return replace(level, **checked)
 
 
@@ -141,21 +139,11 @@ def _check_against_level(level: Policy, given: dict[str, Any]) -> None:
 
 def _check_remainders(level: Policy, given: dict[str, Any]) -> None:
     dtype = given.get("cast_model_type", level.cast_model_type)
-    if not level.master_weights or dtype not in LOW_PRECISION:
+    if not given.get("master_weights", level.master_weights) or dtype not in LOW_PRECISION:
         raise RuntimeError(
             "store_param_remainders=True keeps, in place of float32 masters, the 16 bits that float16 and bfloat16 "
             f"parameters lack; opt_level {level.opt_level} here has no 16-bit parameters with masters. Use "
             "opt_level='O2' or 'O5', or leave it out"
-        )
-    if "master_weights" in given:
-        raise RuntimeError(
-            "store_param_remainders=True takes the place of fp32 masters, so leave master_weights unspecified, got "
-            f"{given['master_weights']}"
-        )
-    if given.get("combine_ddp"):
-        raise RuntimeError(
-            "combine_ddp=True starts all processes from the first one's masters, which store_param_remainders=True "
-            "does not support; use DistributedDataParallel, or leave one of them out"
         )
 
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from apex_npu._extension import require_extension
 from apex_npu.amp.float32_copies import is_cast, own_tensors
+from apex_npu.amp.kept_values import check_averages
 from apex_npu.amp.optimizer_state import state_of
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import current, settings
@@ -83,6 +84,8 @@ def check_memory(policy: Policy, models: list[nn.Module]) -> None:
 
 def check_inside_of_ddp(policy: Policy, ddps: list[nn.parallel.DistributedDataParallel]) -> None:
     """Raise for models inside of wrappers that would no longer average gradients."""
+    if policy.master_weights and any(changes_dtypes(policy, ddp) for ddp in ddps):
+        check_averages()
     for ddp in ddps:
         obstacle = obstacle_to_rebuilding(ddp) if changes_dtypes(policy, ddp) else None
         if obstacle is not None:
@@ -167,66 +170,62 @@ def check_plain(optimizers: list[Optimizer]) -> None:
 
 
 def check_own_groups(policy: Policy, optimizers: list[Optimizer]) -> None:
-    """Raise for optimizers that step by an inner optimizer with groups of its own, which do not get masters.
+    """Raise for optimizers that step, or send, parameters of which they do not list themselves.
 
     Raises:
-        RuntimeError: There is such an optimizer, and the level has masters.
+        RuntimeError: There is such an optimizer, and the level keeps float32 values of 16-bit parameters.
     """
     if not policy.master_weights:
         return
     _check_not_partitioned(policy, optimizers)
     for optimizer in optimizers:
+        listed = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for inner in optimizers_inside(optimizer):
-            if not shares_groups(optimizer, inner):
+            if any(id(p) not in listed for group in inner.param_groups for p in group["params"]):
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} steps parameters by a {type(inner).__name__} inside, which has groups "
-                    f"of its own: at {policy.opt_level} those keep the low-precision parameters, whose gradients are "
-                    "with the fp32 masters. Pass the inner optimizers to amp.initialize, as a list, or use O1 or O4"
+                    f"{type(optimizer).__name__} steps parameters by a {type(inner).__name__} inside that are not in "
+                    f"its own param_groups: at {policy.opt_level} those would be stepped in 16 bits. Pass the inner "
+                    "optimizers to amp.initialize, as a list, or use O1 or O4"
                 )
 
 
 def _check_not_partitioned(policy: Policy, optimizers: list[Optimizer]) -> None:
-    """Raise for ZeroRedundancyOptimizer and its inner optimizer, since its step sends the inner one's parameters.
+    """Raise for ZeroRedundancyOptimizer with ``parameters_as_bucket_view=True``, whose buckets have the 16-bit data.
 
     Raises:
         RuntimeError: There is such an optimizer.
     """
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     for zero in [] if module is None else instances_of(module.ZeroRedundancyOptimizer):
-        if any(optimizer in (zero, getattr(zero, "optim", None)) for optimizer in optimizers):
+        given = any(optimizer in (zero, getattr(zero, "optim", None)) for optimizer in optimizers)
+        if given and getattr(zero, "parameters_as_bucket_view", False):
             raise RuntimeError(
-                f"{type(zero).__name__} sends what the optimizer inside of it steps to the other processes: at "
-                f"{policy.opt_level} that would be fp32 masters, where they expect low-precision weights. Use O1 or "
-                "O4; or O5 with a fused optimizer inside: amp.initialize(model, zero.optim, opt_level='O5', "
-                "store_param_remainders=True), with zero.optim in amp.scale_loss, too, and step by zero.step()"
+                f"{type(zero).__name__} with parameters_as_bucket_view=True sends the memory that parameters had when "
+                f"it was made, but at {policy.opt_level} float32 values beside it are stepped, so that each process "
+                "would train its part alone. Leave parameters_as_bucket_view out, or use O1 or O4"
             )
 
 
 def check_masters(optimizers: list[Optimizer]) -> None:
-    """Raise for optimizers with an option for parameters without masters, at a level with masters.
+    """Raise for optimizers that round parameters stochastically, at a level that keeps their float32 values.
 
     Raises:
-        RuntimeError: An optimizer is for bfloat16 parameters without masters.
+        RuntimeError: There is such an optimizer.
     """
     for optimizer in optimizers:
-        formats = optimizer.state_formats if isinstance(optimizer, HasFusedGroups) else None
-        if formats is None or not (formats.has_remainders or formats.stochastic_rounding):
-            continue
-        name, option = "store_param_remainders", "store_param_remainders=True"
-        if formats.stochastic_rounding:
-            name, option = "stochastic_rounding", "master_weights=False"
-        raise RuntimeError(
-            f"{type(optimizer).__name__} has {name}=True, which is for bfloat16 parameters without masters, but here "
-            f"amp keeps float32 masters: pass {option} to amp.initialize at O5, or leave {name} out"
-        )
+        if isinstance(optimizer, HasFusedGroups) and optimizer.state_formats.stochastic_rounding:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has stochastic_rounding=True, which is for bfloat16 parameters without "
+                "float32 values, but here amp keeps these: pass master_weights=False to amp.initialize at O5, or leave "
+                "stochastic_rounding out"
+            )
 
 
 def check_remainders(optimizers: list[Optimizer]) -> None:
     """Raise for optimizers that cannot keep the remainders of parameters.
 
     Raises:
-        RuntimeError: An optimizer is not a fused one of this package, or rounds parameters stochastically. Or the C++
-            extension is missing, which gives 16-bit parameters float32 gradients.
+        RuntimeError: An optimizer is not a fused one of this package, or the C++ extension is missing.
     """
     require_extension("store_param_remainders=True")
     for optimizer in optimizers:
@@ -234,11 +233,6 @@ def check_remainders(optimizers: list[Optimizer]) -> None:
             raise RuntimeError(
                 f"{type(optimizer).__name__} cannot keep the remainders of parameters: store_param_remainders=True is "
                 "for the fused optimizers of apex_npu.optimizers"
-            )
-        if optimizer.state_formats.stochastic_rounding:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} has stochastic_rounding=True, which rounds parameters that "
-                "store_param_remainders=True keeps exact: leave one of them out"
             )
 
 

@@ -6,80 +6,190 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from apex_npu.amp.master_params import MasterParams
-from apex_npu.fusion import MASTER_PARAM, EncodedView, FusedGroup, WriteTable, remainders_of
+from apex_npu.amp.masters import Masters
+from apex_npu.fusion import (
+    MASTER_PARAM,
+    EncodedView,
+    FusedGroup,
+    WriteTable,
+    low_precision_of,
+    remainders_of,
+    swap_data,
+)
 from apex_npu.ops import LOW_PRECISION
 
 
-class RemainderMasters(MasterParams):
+class RemainderMasters(Masters):
     """The masters of an optimizer that steps the model's own parameters and keeps their missing bits in its state.
 
     A remainder does not show whether it belongs to the parameter's current value. After a script has written to a
     parameter, and until the next step, the parameter's own value is shown.
     """
 
-    are_new = True  # the optimizer may have got parameters since the last look
-
     def __init__(self) -> None:
         """Make an object that belongs to no optimizer until ``belong_to``."""
         super().__init__()
         self._optimizer: Callable[[], Any] = _gone
         self._views: dict[int, EncodedView] = {}
+        # Remainders of parameters that the optimizer has not stepped. They are not in its state because
+        # torch.distributed.checkpoint takes an optimizer with any state for one that has stepped.
+        self._unstepped: dict[Tensor, EncodedView] = {}
+        self._copied: dict[Tensor, Tensor] = {}
         self._groups: list[weakref.ref[FusedGroup]] = []
         self._indices: dict[int, int] = {}
         self._stepped: list[Tensor] = []
         self._loaded: list[Tensor] = []
         self._writes = WriteTable()
+        # The parameters that have float32 data, each with its 16-bit data.
+        self._open: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __reduce__(self) -> Any:
-        """Copy as an empty object, which then belongs to the optimizer's copy."""
-        return RemainderMasters, ()
+        """Copy as an object with the values that no optimizer's state holds, which then belongs to the copy."""
+        return RemainderMasters, (), {"_copied": dict(self._unstepped)}  # each is copied as its float32 value
 
     def belong_to(self, optimizer: Any) -> None:
-        """See ``MasterParams``. The reference is weak: models keep their masters alive, maybe without the optimizer."""
+        """See ``Masters``. The reference is weak: models keep their masters alive, maybe without the optimizer."""
         self._optimizer = weakref.ref(optimizer)
-        self._remember(remainders_of(optimizer))
+        copied, self._copied = self._copied, {}
+        self.take_values({id(param): value for param, value in copied.items()})
+        self._remember(self._shown())
 
     def make(self, optimizer: Any, fp32_values: Mapping[int, Tensor] = MappingProxyType({})) -> bool:
         """Store the bits of ``fp32_values`` that 16-bit parameters lack in the state of ``optimizer``, a fused one."""
+        if self._optimizer() is optimizer:
+            return True
         optimizer.state_formats = optimizer.state_formats.with_remainders()
         self.belong_to(optimizer)
         self.take_values(fp32_values)
-        self.own_values = [param for param in self._params() if id(param) in fp32_values]
         return False
 
-    def has(self, param: Tensor) -> bool:
-        """See ``MasterParams``."""
-        return self._view(param) is not None or self.may_take(param)
+    def without_values(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """See ``Masters``. The count of random bits is left out, too, unless states are encoded with these."""
+        optimizer = self._optimizer()
+        counts = optimizer.state_formats.draws_random_bits
+        left_out = {MASTER_PARAM} if counts else {MASTER_PARAM, "applied_steps"}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        unstepped = {i for i, param in enumerate(params) if optimizer.state.get(param, {}).keys() == {MASTER_PARAM}}
+        state = state_dict["state"].items()
+        kept = {
+            key: {name: value for name, value in entry.items() if name not in left_out}
+            for key, entry in state
+            if key not in unstepped
+        }
+        return {**state_dict, "state": {key: entry for key, entry in kept.items() if entry}}
 
-    def may_take(self, param: Tensor) -> bool:
-        """See ``MasterParams``."""
-        return any(param is p for p in self._params())
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """See ``Masters``. A parameter keeps its float32 value where the loaded state has none."""
+        with self.stepping():
+            shown = self._shown()
+            unwritten = {param: view for param, view in shown.items() if not self._is_written(param, view)}
+            yield
+            lost = {param: view for param, view in unwritten.items() if self._view(param) is None}
+            self.take_values({id(param): view.dequantize() for param, view in lost.items()})
+
+    @contextmanager
+    def float32_data(self, params: Sequence[Tensor] | None = None) -> Iterator[None]:
+        """See ``Masters``."""
+        known = self.params()
+        ids = set(map(id, known if params is None else params)).difference(self._open)
+        chosen = [p for p in known if id(p) in ids]
+        self._show_float32(chosen)
+        try:
+            yield
+        finally:
+            self._hide_float32(chosen)
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """See ``Masters``. The optimizer steps 16-bit data, also if it is called inside of ``float32_data``."""
+        optimizer: Any = self._optimizer()
+        for param, view in self._unstepped.items():
+            optimizer.state[param][MASTER_PARAM] = view
+        self._unstepped.clear()
+        return self._with_16_bits() if self._open else nullcontext()
+
+    @contextmanager
+    def _with_16_bits(self) -> Iterator[None]:
+        shown = [param for param, _ in self._open.values()]
+        self._hide_float32(shown)
+        try:
+            yield
+        finally:
+            self._show_float32(shown)
+
+    def _show_float32(self, params: list[Tensor]) -> None:
+        if params:
+            low = swap_data(params, [_float32_of(p, self.float32(p, p)) for p in params])
+            self._open.update((id(p), (p, data)) for p, data in zip(params, low, strict=True))
+
+    def _hide_float32(self, params: list[Tensor]) -> None:
+        if params:
+            low = [self._open.pop(id(p))[1] for p in params]
+            for param, value in zip(params, swap_data(params, low), strict=True):
+                before = _float32_of(param, self.float32(param, param))
+                if not torch.equal(value, before):
+                    self.load(param, value)
+            self.end_loading(params)
+
+    def find_new(self, optimizer: Any) -> bool:
+        """See ``Masters``."""
+        self.end_loop()
+        self.take_assigned()
+        return False
+
+    def take_assigned(self) -> None:
+        """See ``Masters``."""
+        optimizer = self._optimizer()
+        for group in [] if optimizer is None else optimizer.param_groups:
+            params = group["params"]
+            low = low_precision_of(params)
+            others = set(range(len(params))).difference(low) if len(low) < len(params) else ()
+            for param in map(params.__getitem__, others):
+                view = self._view(param)
+                if view is not None and id(param) not in self._open:
+                    value = param.data
+                    param.data = value.to(view.dtype)
+                    self.load(param, value)
+                    self.end_loading([param])
+
+    @property
+    def are_new(self) -> bool:
+        """See ``Masters``. The optimizer may have got parameters since the last look."""
+        return True
+
+    def has(self, param: Tensor) -> bool:
+        """See ``Masters``."""
+        return self._view(param) is not None or any(param is p for p in self.params())
 
     def take_values(self, fp32_values: Mapping[int, Tensor]) -> None:
-        """See ``MasterParams``."""
-        optimizer: Any = self._optimizer()
-        taking = [param for param in self._params() if id(param) in fp32_values]
+        """See ``Masters``."""
+        taking = [param for param in self.params() if id(param) in fp32_values]
         views = {param: EncodedView.remainder_of(param, fp32_values[id(param)]) for param in taking}
-        for param, view in views.items():
-            optimizer.state[param][MASTER_PARAM] = view
+        self._unstepped.update(views)
         self._remember(views)
+        self.own_values = [*self.own_values, *taking]
 
     def float32(self, param: Tensor, shown: Tensor) -> Tensor | None:
-        """See ``MasterParams``."""
+        """See ``Masters``."""
         view = self._view(param)
         if view is None or self._is_written(param, view):
             return None
         return view.dequantize().to(shown.device)
 
+    def sent(self, param: Tensor) -> Tensor | None:
+        """See ``Masters``. The version counter has moved, but the remainder still belongs to the values."""
+        view = self._view(param)
+        return None if view is None else view.dequantize()
+
     def load(self, param: Tensor, value: Tensor) -> Tensor:
-        """See ``MasterParams``."""
+        """See ``Masters``."""
         view = self._view(param)
         if view is not None:
             view.copy_(value)
@@ -89,14 +199,14 @@ class RemainderMasters(MasterParams):
         return param.detach()  # torch would round halves to even
 
     def end_loading(self, loaded: Collection[Tensor], *, by_value: bool = False) -> None:
-        """See ``MasterParams``."""
+        """See ``Masters``."""
         ids = set(map(id, loaded))
         self.keep_values_of(ids.intersection(map(id, self._loaded)))
         self._note_params([param for param in self._loaded if id(param) in ids])
         self._loaded = [param for param in self._loaded if id(param) not in ids]
 
-    def copy_to_model(self, groups: Sequence[FusedGroup], skipped: Tensor | None = None) -> str | None:
-        """Note that a step has written parameters and remainders, so that they belong together."""
+    def end_step(self, groups: Sequence[FusedGroup], skipped: Tensor | None = None) -> None:
+        """See ``Masters``. Note that a step has written parameters and remainders, so that they belong together."""
         if self._groups != (fused := list(map(weakref.ref, groups))):
             for group in groups:
                 if group.own_states:
@@ -104,29 +214,35 @@ class RemainderMasters(MasterParams):
                     self._remember(dict(zip(group.params, views, strict=True)))
             self._groups = fused
         self._writes.note(self._stepped)
-        return None
 
-    def take_writes(self, optimizer: Any) -> str | None:
-        """See ``MasterParams``. If a parameter's version counter has changed, its remainder becomes 0."""
+    def begin_step(self, optimizer: Any) -> None:
+        """See ``Masters``. If a parameter's version counter has changed, its remainder becomes 0."""
+        self.find_new(optimizer)
         for i in self._writes.counted(self._stepped):
-            view = self._view(self._stepped[i])
-            if view is not None and not view.is_of_param():
+            param = self._stepped[i]
+            view = self._view(param)
+            if view is not None and id(param) not in self._open and not view.is_of_param():
                 view.fill_(0.0)
-        return None
+
+    def round_own_values(self) -> None:
+        """See ``Masters``."""
+        for param in self.own_values:
+            view = self._view(param)
+            if view is not None:
+                view.fill_(0.0)
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """See ``MasterParams``."""
-        optimizer = self._optimizer()
-        shown = {} if optimizer is None else remainders_of(optimizer)
-        unwritten = [param for param, view in shown.items() if not self._is_written(param, view)]
+        """See ``Masters``."""
+        unwritten = [param for param, view in self._shown().items() if not self._is_written(param, view)]
         yield
         self._note_params(unwritten)
 
-    def _params(self) -> list[Tensor]:
+    def params(self) -> list[Tensor]:
+        """See ``Masters``. A parameter with a remainder counts where its data is float32, too, as in a shutdown."""
         optimizer = self._optimizer()
-        groups = [] if optimizer is None else optimizer.param_groups
-        return [p for group in groups for p in group["params"] if p.dtype in LOW_PRECISION]
+        listed = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+        return [p for p in listed if p.dtype in LOW_PRECISION or self._view(p) is not None]
 
     def _remember(self, views: Mapping[Tensor, EncodedView]) -> None:
         self._views.update((id(param), view) for param, view in views.items())
@@ -136,8 +252,14 @@ class RemainderMasters(MasterParams):
         optimizer = self._optimizer()
         if optimizer is None:
             return self._views.get(id(param))
-        shown = optimizer.state.get(param, {}).get(MASTER_PARAM)
+        shown = self._unstepped.get(param)
+        if shown is None:
+            shown = optimizer.state.get(param, {}).get(MASTER_PARAM)
         return shown if isinstance(shown, EncodedView) else None
+
+    def _shown(self) -> dict[Tensor, EncodedView]:
+        optimizer = self._optimizer()
+        return {} if optimizer is None else {**remainders_of(optimizer), **self._unstepped}
 
     def _is_written(self, param: Tensor, view: EncodedView) -> bool:
         return not view.is_of_param() and self._index(param) in self._writes.written(self._stepped)
@@ -151,6 +273,10 @@ class RemainderMasters(MasterParams):
             self._indices[id(param)] = len(self._stepped)
             self._stepped.append(param)
         return self._indices[id(param)]
+
+
+def _float32_of(param: Tensor, value: Tensor | None) -> Tensor:
+    return param.detach().float() if value is None else value
 
 
 def _gone() -> None:

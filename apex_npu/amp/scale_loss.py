@@ -27,7 +27,7 @@ from apex_npu.amp.block import (
     Work,
 )
 from apex_npu.amp.capture import check_block
-from apex_npu.amp.fused_unscale import DeferringBlock, check_fusible, unpack_others
+from apex_npu.amp.fused_unscale import DeferringBlock, check_fusible
 from apex_npu.amp.grad_sync import Agreement, BucketViews, UnknownAverages
 from apex_npu.amp.loss_graph import FirstLook, Reaching, warn_of_dtypes
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, adopted_inside, inner_optimizer
@@ -51,8 +51,8 @@ def scale_loss(
 ) -> Iterator[Tensor]:
     """Yield ``loss`` times the loss scale; then unscale the gradients and decide whether to skip the step.
 
-    After the block ``param.grad`` of every optimizer parameter, at O2 of the fp32 masters, is the unscaled gradient. It
-    is accumulated over all blocks since it was last cleared. Clip or read it, then call ``optimizer.step()``. If a
+    After the block ``param.grad`` of every optimizer parameter is the unscaled gradient, at O2 and O5 in float32. It is
+    accumulated over all blocks since it was last cleared. Clip or read it, then call ``optimizer.step()``. If a
     gradient is inf or NaN, the scale shrinks and that ``step()`` does nothing. A dynamic scale waits for the device at
     most once here; a static one does not wait. With ``fuse_unscale`` gradients stay scaled until ``step``. The overflow
     check then runs, and waits, when clipping or ``step`` first reads them. With a fused optimizer that is
@@ -138,8 +138,6 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
     """Make the block for ``optimizers``: an ordinary one, unless they or the session need a special one."""
     scaler = session.scaler(loss_id)
     listed = [optimizers] if isinstance(optimizers, OptimizerAccessors) else _listed(optimizers)
-    if session.sharing:
-        unpack_others(session, listed)
     capturing = (torch.cuda.is_initialized() or "torch_npu" in sys.modules) and is_capturing()
     if capturing:
         check_block(listed, scaler, delays=delay is not None)
@@ -157,11 +155,10 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
         return UnscaledBlock(BlockArgs(session, listed, [(state, []) for state in states], scaler, loss_id))
     work: Work = []
     for optimizer, state in zip(listed, states, strict=True):
-        written = state.policy.master_weights and state.prepare_masters(optimizer)
-        if written or optimizer not in session.adopted:
+        new = state.widens and state.masters.find_new(optimizer)
+        if new or optimizer not in session.adopted:
             session.register(optimizer, state)
-        if written:
-            _follow_writes(session, optimizer, state)
+            state.masters.end_following()
         work.append((state, state.grad_groups(optimizer)))
         ordinary = ordinary and not state.grads.special and state.report is not None
     if len(work) > 1:
@@ -169,14 +166,6 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
     args = BlockArgs(session, listed, work, scaler, loss_id)
     ordinary = ordinary and not (capturing or session.ddps or session.reached)
     return Block(args) if ordinary else _special_block(args, loss, optimizers, delay)
-
-
-def _follow_writes(session: Session, optimizer: Optimizer, state: AmpOptimizerState) -> None:
-    doubt = state.masters.begin_block(optimizer)
-    if state.masters.own_values:
-        state.forget_own_values(optimizer)
-    if doubt is not None:
-        session.warn_once(optimizer, doubt)
 
 
 def _listed(optimizers: Any) -> list[Optimizer]:
@@ -196,8 +185,8 @@ def _state_for_block(optimizer: Optimizer) -> AmpOptimizerState:
         raise RuntimeError(
             f"{type(optimizer).__name__} was not passed to amp.initialize; pass it there, and use what that returns"
         )
-    if state.masters.own_values and not state.masters.masters:
-        state.forget_own_values(optimizer)
+    if state.masters.own_values:
+        state.forget_own_values()
     if state.masters.retired:
         state.check_has_model(optimizer, "amp.scale_loss")
     if state.stage is Stage.SCALED:
@@ -216,8 +205,10 @@ def _special_block(args: BlockArgs, loss: Tensor, given: Any, delay: Delay | Non
     _check_fusing(given, states)
     _check_parallel(states)
     ddps = _may_keep_grads(session, work)
-    if ddps and is_capturing() and any(state.masters.masters for state in states):
+    if ddps and is_capturing() and any(state.widens for state in states):
         check_block(args.optimizers, args.scaler, delays=True)
+    if delay is None and session.no_sync_depth and any(state.sync is not None and state.widens for state in states):
+        delay = "delay_unscale"  # gradients of one process must not be added to averages
     parts: list[BlockPart] = []
     first = any(state.report is None for state in states)
     if first:
@@ -228,7 +219,7 @@ def _special_block(args: BlockArgs, loss: Tensor, given: Any, delay: Delay | Non
         parts.append(UnknownAverages(ddps))
     views = _with_bucket_views(session, work)
     if views:
-        parts.append(BucketViews(views, [group for _, groups in work for group in groups]))
+        parts.append(BucketViews(views))
     meshes = list(dict.fromkeys(mesh for state in states for mesh in state.grads.meshes))
     held = session.held if meshes and not ddps else None
     if held is not None:
@@ -260,15 +251,15 @@ def _may_keep_grads(session: Session, work: Work) -> list[Any]:
     known = may_keep_grads(session.ddps) if session.ddps else []
     if not known or any(state.sync is not None for state, _ in work):
         return []
-    return ddps_of(known, [source for _, groups in work for group in groups for source in group.sources])
+    return ddps_of(known, [p for _, groups in work for group in groups for p in group.params])
 
 
 def _with_bucket_views(session: Session, work: Work) -> list[Any]:
     """The DistributedDataParallel instances whose buckets hold gradients that are read again after this block."""
     known = with_bucket_views(session.ddps) if session.ddps else []
-    if not known or not any(state.masters.masters or state.pending is not None for state, _ in work):
+    if not known or not any(state.pending is not None for state, _ in work):
         return []
-    return ddps_of(known, [source for _, groups in work for group in groups for source in group.sources])
+    return ddps_of(known, [p for _, groups in work for group in groups for p in group.params])
 
 
 def _check_fusing(given: Any, states: Sequence[AmpOptimizerState]) -> None:

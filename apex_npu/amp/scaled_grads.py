@@ -24,11 +24,11 @@ NOT_SCALED = (
 
 
 class ScaledGrads:
-    """The gradients of parameters without a master, as they were when a block ended."""
+    """The gradients of parameters as they were when a block ended."""
 
     def __init__(self, groups: Sequence[GradGroup]) -> None:
         """Of ``groups``, now."""
-        self._parts = [(group, group.direct_params, WriteTable()) for group in groups]
+        self._parts = [(group, group.params, WriteTable()) for group in groups]
         for _, params, table in self._parts:
             table.note_grads(params)
 
@@ -39,7 +39,7 @@ class ScaledGrads:
             written, moved = table.changed_grads(params)
             if moved and group.flat is not None:
                 states = group.flat.states()
-                moved = [k for k in moved if states[group.direct[k]] != IN_BUFFER]
+                moved = [k for k in moved if states[k] != IN_BUFFER]
             for k in written + moved:
                 grad = params[k].grad
                 assert grad is not None

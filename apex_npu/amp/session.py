@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from apex_npu.amp.accessors import step_without
 from apex_npu.amp.clip_guard import watch_clipping
 from apex_npu.amp.data_parallel import DataParallel
-from apex_npu.amp.master_params import MasterParams
+from apex_npu.amp.masters import Masters
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.scaler import LossScaler, in_apex_format
 from apex_npu.amp.step_decision import StepReport
@@ -43,14 +43,14 @@ from apex_npu.ops import LOW_PRECISION
 class HasMasters(Protocol):
     """The interface that a session requires of an optimizer's state."""
 
-    masters: MasterParams
+    masters: Masters
     """Of what it steps."""
 
     links: list[Any]
     """What copies of the optimizer and of the models that it steps find each other by."""
 
     def retire(self, undo: Undo | None = None) -> None:
-        """Note that its model parameters have got other masters; ``undo`` receives the callback that undoes this."""
+        """Note that another optimizer steps its parameters now; ``undo`` receives the callback that undoes this."""
         ...
 
 
@@ -168,7 +168,6 @@ class Session:
         observers: Observers of blocks and skipped steps, in the order of their calls. The list is replaced, not
             changed.
         reached: For each optimizer, the other optimizers whose parameters also get gradients from its blocks.
-        sharing: Optimizers whose masters may share gradients with the model, and the thread of their last block.
         spare_flags: For each device, a flag that a block has found to be 0, for the next block.
     """
 
@@ -193,7 +192,6 @@ class Session:
     observers: list[Observer] = field(default_factory=lambda: [] if settings.observer is None else [settings.observer])
     open_checks: dict[LossScaler, Any] = field(default_factory=dict)
     reached: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = field(default_factory=weakref.WeakKeyDictionary)
-    sharing: weakref.WeakKeyDictionary[Any, threading.Thread] = field(default_factory=weakref.WeakKeyDictionary)
     spare_flags: dict[torch.device, Tensor] = field(default_factory=dict)
     _undo: Undo = field(default_factory=Undo)
     _warned: weakref.WeakKeyDictionary[Any, set[str]] = field(default_factory=weakref.WeakKeyDictionary)
@@ -291,14 +289,12 @@ class Session:
         """Register ``optimizer``, and link its masters with the models that it steps, which give new ones values."""
         self.adopted.add(optimizer)
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        stepped.update(map(id, state.masters.model_params))
         for model in self.models:
             model.link_to(state, stepped)
 
     def continue_from(self, former: Session) -> None:
         """Take over the changes of ``former`` and earlier sessions that still exist."""
         self.adopted.update(former.adopted)
-        self.sharing.update(former.sharing)
         self.models[:0] = [model for model in former.models if model.alive]
         self.data_parallels[:0] = former.data_parallels
         if former.held is not None:
@@ -324,7 +320,7 @@ class Session:
                 self._undo,
                 nn.parallel.distributed,
                 "_sync_module_states",
-                around_broadcast(before_forward, partial(self.after_broadcast, self)),
+                around_broadcast(before_broadcast, partial(self.after_broadcast, self)),
             )
         self.casts = enable_casts(self.policy, self.device_types, self.patches, self._undo, self.ambient)
         if self.casts.active:
@@ -377,7 +373,7 @@ class Session:
         for optimizer in self.adopted:
             state = optimizer._amp_state
             stepped = [p for group in optimizer.param_groups for p in group["params"]]
-            if state.averages and any(id(p) in wrapped for p in (*stepped, *state.masters.model_params)):
+            if state.averages and any(id(p) in wrapped for p in stepped):
                 raise RuntimeError(
                     f"{type(module).__name__} was given to DistributedDataParallel, but combine_ddp=True of "
                     f"amp.initialize averages the gradients of its {type(optimizer).__name__} already; each would wait "
@@ -420,8 +416,9 @@ def install(session: Session) -> None:
         former = _current
         states: list[HasMasters] = [] if former is None else [optimizer._amp_state for optimizer in former.adopted]
         own = list(session.adopted)
-        stepped = [p for optimizer in own for p in optimizer._amp_state.masters.model_params]
-        replaced = [state for state in states if any(state.masters.of(p) is not None for p in stepped)]
+        models = [model for model in (converted.model for converted in session.models) if model is not None]
+        params = [p for model in models for p in model.parameters()]
+        replaced = [state for state in states if any(map(state.masters.has, params))]
         undo = Undo()
         try:
             for state in replaced:
@@ -507,8 +504,8 @@ def require(caller: str) -> Session:
 def shutdown() -> None:
     """Undo the patches of ``initialize``: functions of torch, forwards and state_dict hooks of models.
 
-    Models that were cast are float32 again, with the values of their masters. Optimizers keep their master parameters,
-    and their ``step`` raises. Without a session nothing happens.
+    Models that were cast are float32 again, with the values of their masters. ``step`` of optimizers that had masters
+    raises. Without a session nothing happens.
 
     Raises:
         RuntimeError: Another thread that still runs has called ``initialize``. Or, at O1 or O4, the call is inside an
@@ -534,7 +531,7 @@ def shutdown() -> None:
                 parallel.close()
             former.restore_models()
             for optimizer in former.adopted:
-                if optimizer._amp_state.masters.masters:
+                if optimizer._amp_state.masters.params():
                     optimizer._amp_state.retire()
         _current = None  # last: after an interrupt another call completes it
 
@@ -556,23 +553,24 @@ def disable_casts() -> AbstractContextManager[Any]:
     return casts.disabled() if casts is not None and casts.active else nullcontext()
 
 
-def master_of(model_param: Tensor) -> Tensor | None:
-    """The fp32 master that an optimizer steps for ``model_param``; None if it has no master."""
+def end_loops() -> None:
+    """End loops over ``amp.master_params`` that scripts have left early, before parameters are read."""
     for optimizer in [] if _current is None else list(_current.adopted):
-        master: Tensor | None = optimizer._amp_state.masters.of(model_param)
-        if master is not None:
-            return master
-    return None
+        optimizer._amp_state.masters.end_loop()
 
 
-def write_models(shown: Sequence[Tensor] = ()) -> None:
-    """Copy a script's writes to masters to the models, before the tensors ``shown`` are read."""
+def before_broadcast() -> None:
+    """Have masters take what scripts have written, before DistributedDataParallel sends the 16-bit values."""
+    before_forward()
     for optimizer in [] if _current is None else list(_current.adopted):
-        optimizer._amp_state.masters.write_model(shown)
+        optimizer._amp_state.masters.begin_step(optimizer)
 
 
 def before_forward() -> None:
-    """Copy a script's writes to masters and to state dicts to the models, before the models are read."""
+    """Bring a script's writes to state dicts and float32 data to the models, before the models are read."""
     for model in [] if _current is None else _current.models:
         model.load_written()
-    write_models()
+    for optimizer in [] if _current is None else list(_current.adopted):
+        masters = optimizer._amp_state.masters
+        masters.end_loop()
+        masters.take_assigned()

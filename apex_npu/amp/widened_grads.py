@@ -9,12 +9,69 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from apex_npu._extension import extension
-from apex_npu.amp.grad_groups import GradGroup, dense_grad
+from apex_npu.amp.grad_groups import GradGroup, dense_grad, sparse_grad
 from apex_npu.backends import number_on
-from apex_npu.fusion import FlatGrads, any_grads, drop_grads
-from apex_npu.fusion.grad_slots import ELSEWHERE, InPlace, places_of
-from apex_npu.ops import unscale_grads
+from apex_npu.fusion import FlatGrads, any_grads, drop_grads, grads_of, set_grads
+from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, NONE, InPlace, places_of
+from apex_npu.ops import LOW_PRECISION, unscale_grads
+
+
+class LooseGrads:
+    """Float32 gradients of 16-bit parameters, each in memory of its own.
+
+    ``FlatGrads`` documents the members that both classes have.
+    """
+
+    reads_in_place = True
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.params = self.full_params = list(params)
+        self._taken: dict[int, int] = {}  # the addresses of gradients that a block has widened
+
+    def states(self) -> bytes:
+        """Return one byte for each parameter; IN_BUFFER is a gradient that ``take`` has made."""
+        return bytes(map(self._state_of, range(len(self.params)), grads_of(self.params)))
+
+    def _state_of(self, slot: int, grad: Tensor | None) -> int:
+        if grad is None:
+            return NONE
+        return IN_BUFFER if grad.dtype == torch.float32 and self._taken.get(slot) == _address(grad) else ELSEWHERE
+
+    def gather(self) -> None:
+        """Widen the gradients that are not float32."""
+        low = [
+            slot for slot, grad in enumerate(grads_of(self.params)) if grad is not None and grad.dtype != torch.float32
+        ]
+        set_grads([self.params[i] for i in low], [_widened(self.params[i]) for i in low])
+
+    @torch.no_grad()
+    def take(
+        self,
+        sources: Sequence[Tensor],
+        inv_scale: float = 1.0,
+        found_inf: Tensor | None = None,
+        slots: Sequence[int] | None = None,
+    ) -> None:
+        """Widen the gradients of ``slots``, multiply them by ``inv_scale`` and check them."""
+        chosen = range(len(self.params)) if slots is None else slots
+        taken = [i for i in chosen if self.params[i].grad is not None]
+        params = [self.params[i] for i in taken]
+        wide = list(map(_widened, params))
+        unscale_grads([g if g.layout == torch.strided else g.values() for g in wide], inv_scale, found_inf)
+        set_grads(params, wide)
+        self._taken.update((i, _address(grad)) for i, grad in zip(taken, wide, strict=True))
+
+
+def _widened(param: Tensor) -> Tensor:
+    """Return the gradient of ``param`` in new float32 memory."""
+    grad: Tensor = param.grad  # type: ignore[assignment]
+    if grad.layout != torch.strided:
+        return sparse_grad(grad, torch.float32)
+    return torch.empty_like(param, dtype=torch.float32, requires_grad=False).copy_(dense_grad(grad, param))
+
+
+def _address(grad: Tensor) -> int:
+    return grad.data_ptr() if grad.layout == torch.strided else id(grad)
 
 
 class _Aside:
@@ -44,20 +101,23 @@ class WidenedGrads(GradGroup):
     those to which nothing is added stay as backward has left them.
     """
 
-    def __init__(self, grads: FlatGrads, slots: Sequence[int] | None = None, aside: _Aside | None = None) -> None:
+    def __init__(
+        self, grads: FlatGrads | LooseGrads, slots: Sequence[int] | None = None, aside: _Aside | None = None
+    ) -> None:
         """Make a group of the parameters in the given slots of a buffer.
 
         Args:
-            grads: The buffer.
+            grads: The buffer, or gradients in no buffer.
             slots: The slots of ``grads``; None: all.
             aside: The gradients set aside, which the groups of one buffer share.
         """
         self._grads, self._slots = grads, range(len(grads.params)) if slots is None else slots
         super().__init__([grads.full_params[slot] for slot in self._slots])
-        self.flat = grads if slots is None else None
+        self.flat = grads if slots is None and isinstance(grads, FlatGrads) else None
         self._aside = _Aside() if aside is None else aside
         for param in self.params if hasattr(Tensor, "grad_dtype") else ():
-            param.grad_dtype = None  # scripts also assign float32 gradients
+            if param.dtype in LOW_PRECISION:
+                param.grad_dtype = None  # scripts also assign float32 gradients
 
     def adopt_from(self, former: Sequence[GradGroup]) -> None:
         """Take over the gradients of these parameters that ``former`` groups have set aside."""
@@ -122,7 +182,12 @@ class WidenedGrads(GradGroup):
                 param.grad = torch.zeros_like(param, requires_grad=False)
             self._aside.shown[slot] = param.grad, param.grad._version
 
-    def drop_cleared(self) -> bool:
+    def begin_step(self) -> None:
+        """See ``GradGroup``. Optimizers other than the fused ones require gradients of the dtype of their parameter."""
+        if not self._aside.delayed and (isinstance(self._grads, LooseGrads) or self._grads.is_widened):
+            self._grads.gather()
+
+    def drop_cleared(self) -> None:
         shown, self._aside.shown = self._aside.shown, {}
         for slot, (grad, version) in shown.items():
             now = self._grads.full_params[slot].grad
@@ -132,16 +197,16 @@ class WidenedGrads(GradGroup):
                 self._aside.shown[slot] = now, now._version
                 if now is grad and now._version != version and not now.any():
                     self._aside.grads[slot].zero_()
-        return False
 
-    def forget_copied(self, set_to_none: bool) -> None:
+    def forget(self, set_to_none: bool) -> None:
         self._aside.delayed = False
         if set_to_none:
             self._aside.grads, self._aside.shown = {}, {}
             return
         if not self._aside.is_open:
             self.drop_cleared()  # dropped gradients do not become zeros
-        self.zero_()
+        for grad in self._aside.grads.values():
+            grad.zero_()
         if not self._aside.is_open:
             self._put_back()
 
@@ -161,35 +226,39 @@ class WidenedGrads(GradGroup):
 
     @torch.no_grad()
     def unscale_(self, inv_scale: float, found_inf: Tensor | None, *, share: bool = False) -> None:
-        slots = None if self.flat is not None else self._slots
+        slots = None if len(self._slots) == len(self._grads.params) else self._slots
         if self._aside.grads:
             slots = [slot for slot in self._slots if slot not in self._aside.grads]
             self._add_to_aside(inv_scale, found_inf)
         if not share:
             self._grads.take(self._grads.params, inv_scale, found_inf, slots)
         else:
-            if slots is None and not self._grads.reads_in_place:
-                self._grads.pack(self._grads.params)
+            if slots is None and isinstance(self._grads, FlatGrads) and not self._grads.reads_in_place:
+                self._grads.pack()
             if found_inf is not None:
                 self.check(found_inf)
         self._aside.delayed = self._aside.is_open = False
 
     def _add_to_aside(self, inv_scale: float, found_inf: Tensor | None) -> None:
         """Put the gradients set aside back, with the new gradients added."""
-        params = self._grads.full_params
-        shown = ((grad, params[slot]) for slot, grad in self._aside.grads.items())
-        both = [(grad, dense_grad(param.grad, param)) for grad, param in shown if param.grad is not None]
+        dense: list[tuple[Tensor, Tensor]] = []
+        for slot, grad in self._aside.grads.items():
+            new = self._grads.full_params[slot].grad
+            if new is not None and grad.layout == new.layout == torch.strided:
+                dense.append((grad, new.detach()))
+            elif new is not None:
+                self._aside.grads[slot] = grad + new.detach().float() * inv_scale
         sums = list(self._aside.grads.values())
         self._put_back()
-        if both:
-            torch._foreach_add_([grad for grad, _ in both], [new for _, new in both], alpha=inv_scale)
+        if dense:
+            torch._foreach_add_([grad for grad, _ in dense], [new for _, new in dense], alpha=inv_scale)
         if found_inf is not None:
-            unscale_grads(sums, 1.0, found_inf)
+            unscale_grads([g if g.layout == torch.strided else g.coalesce().values() for g in sums], 1.0, found_inf)
 
     def _put_back(self) -> None:
         aside, self._aside.grads, self._aside.unchecked = self._aside.grads, {}, set()
         self._aside.shown, self._aside.is_open = {}, False
-        extension.set_grads([self._grads.full_params[slot] for slot in aside], list(aside.values()))
+        set_grads([self._grads.full_params[slot] for slot in aside], list(aside.values()))
 
     @torch.no_grad()
     def scale_(self, factor: float, found_inf: Tensor | None = None) -> None:

@@ -28,7 +28,7 @@ _AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "Autocast
 
 
 def autocast_key(device_type: str) -> str:
-    """The name of the dispatch key under which autocast for ``device_type`` is registered."""
+    """Return the name of the dispatch key under which autocast for ``device_type`` is registered."""
     if device_type == privateuse1_device_type():
         return "AutocastPrivateUse1"
     try:
@@ -36,13 +36,13 @@ def autocast_key(device_type: str) -> str:
     except KeyError:
         known = ", ".join(sorted(_AUTOCAST_KEYS))
         raise ValueError(
-            f"no autocast for device type {device_type!r}: this torch knows {known}, and the out-of-tree backend that "
-            "is loaded, if any (for npu, import torch_npu first)"
+            f"autocast does not support device type {device_type!r}: this torch supports {known}, and the "
+            "out-of-tree backend that is loaded, if any (for npu, import torch_npu first)"
         ) from None
 
 
 def _already_cast(device_type: str, key: str) -> set[str]:
-    """The operators, without ``aten::``, that the device's own autocast (or an outer overlay) handles."""
+    """Return the operators, without ``aten::``, that the device's own autocast (or an outer overlay) handles."""
     registered = {name.removeprefix("aten::") for name in operators_with_kernel(key)}
     if device_type == "cpu":
         return registered
@@ -57,7 +57,7 @@ def _has_op(name: str) -> bool:
 
 
 def _missing_casts(device_type: str) -> list[tuple[str, str]]:
-    """The (operator, policy) pairs that Apex casts, torch has, and autocast for ``device_type`` does not cast."""
+    """Return (operator, policy) pairs that Apex casts, torch has, and autocast for ``device_type`` does not cast."""
     already_cast = _already_cast(device_type, autocast_key(device_type))
     policies = cast_lists.policies(device_type)
     return [(name, policy) for name, policy in policies.items() if name not in already_cast and _has_op(name)]

@@ -192,12 +192,12 @@ LINALG_FLOAT_OPS = (
     "triangular_solve",
 )
 
-# Every accelerator's autocast registers these in a way that breaks Apex's promise, so that ours override them.
+# Every accelerator's autocast registers these in a way that breaks Apex's promise, so the overlay overrides them.
 # grid_sampler takes the widest type there; matrix norms request float results, and then refuse half arguments.
 # On cpu torch already runs these in float.
 ACCELERATOR_FORCED_OPS = ("grid_sampler", "linalg_matrix_norm", "linalg_matrix_norm.str_ord")
 
-# The widest type wins; torch itself refuses mixed arguments. vdot calls dot; within a dispatch mode below the casts.
+# The widest type wins; torch refuses mixed arguments. vdot calls dot, which a dispatch mode moves below the casts.
 PROMOTE_OPS = ("bilinear", "cross", "dot", "vdot")
 
 # In place: the other arguments take the type of self; torch itself refuses mixed arguments.
@@ -207,7 +207,7 @@ MATCH_SELF_OPS = (
     "addr_",
     "addbmm_",
     "baddbmm_",
-    # not Apex's: x[indices] = y and its like
+    # not Apex's: x[indices] = y and similar statements
     "index_put_",
     "index_copy_",
     "index_add_",
@@ -219,7 +219,7 @@ MATCH_SELF_OPS = (
 
 
 def policies(device_type: str) -> dict[str, str]:
-    """Operator → policy, on devices of one type.
+    """Return a dict from operator to policy on devices of ``device_type``.
 
     A policy is "half", "float", "promote" or "match_self".
     """
@@ -232,7 +232,7 @@ def policies(device_type: str) -> dict[str, str]:
     return table
 
 
-# torch.nn.functional names made of several operators, of which autocast casts only some or none.
+# Functions of torch.nn.functional that call several operators; autocast casts only some of these, or none.
 FLOAT_FUNCTIONS = ("interpolate", "local_response_norm", "multilabel_soft_margin_loss")
 
 # The in-place forms of "float" functions cannot widen their argument. Attributes, not operators: torch's own kernels

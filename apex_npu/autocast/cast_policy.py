@@ -15,14 +15,14 @@ class CastPolicy:
     """The casts of a level. ``None`` in a tri-state field means that it does not apply.
 
     Attributes:
-        enabled: False: nothing is cast.
+        enabled: Whether anything is cast.
         cast_model_type: O0, O2, O3: the dtype of the model's floating-point parameters and of its forward's inputs.
             False or None: no cast.
         patch_torch_functions: O1: run under torch.autocast, completed by ``autocast_ops.py`` and ``monkey_patches.py``.
-        keep_batchnorm_fp32: Affine BatchNorms keep float32 in a model that is cast.
-        user_cast_preferred: The lists do not act on functions with registered casts.
-        allow_banned: O1: half arguments of functions that are not safe with them become float32, instead of an error.
-        cast_model_outputs: The dtype of the forward's outputs.
+        keep_batchnorm_fp32: Keep affine BatchNorms in float32 in a model that is cast.
+        user_cast_preferred: Do not apply the lists to functions with registered casts.
+        allow_banned: O1: cast half arguments to float32 for functions that are not safe with them, instead of an error.
+        cast_model_outputs: The dtype of the forward's outputs; None: they are not cast.
         autocast_dtype: The low-precision dtype of ``patch_torch_functions``.
     """
 

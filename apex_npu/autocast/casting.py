@@ -87,7 +87,7 @@ class CastHandle:
         self._undo = Undo()
 
     def enable(self, policy: CastPolicy, patches: Sequence[Patch] = ()) -> None:
-        """See ``enable_casts``. If this fails, ``undo`` reverts the part that was done."""
+        """Switch the casts of ``policy`` on, and apply ``patches``; ``undo`` also reverts a part after a failure."""
         if not (policy.enabled and policy.patch_torch_functions):
             return
         try:
@@ -131,7 +131,7 @@ class CastHandle:
         leaving = map(inside.remove, [thread_id])
         ending = chain(leaving, self._restoring())
         try:
-            inside.append(thread_id)  # within try: an interrupt after it undoes it
+            inside.append(thread_id)  # inside try, so that an interrupt after it is undone
             torch.set_autocast_cache_enabled(True)  # for a region inside, as without O1
             self._switch_off()
             yield
@@ -146,7 +146,7 @@ class CastHandle:
     def _restoring(self) -> Iterator[None]:
         """Return an iterator that restores autocast's current state when it is exhausted.
 
-        That is one call in which no interrupt can come, unlike in a function of this class.
+        Exhausting it is one call that no interrupt can divide, unlike a function of this class.
         """
         enabled = list(map(torch.is_autocast_enabled, self.device_types))
         return chain(
@@ -249,7 +249,7 @@ def _set_autocast(undo: Undo, device_type: str, dtype: torch.dtype) -> None:
 
 
 def _is_users_formula(function: type) -> bool:
-    """False for torch's own Functions (checkpoint, compiled graphs, collectives), which manage autocast themselves."""
+    """Return False for torch's own Functions (checkpoint, compiled graphs), which set autocast themselves."""
     module = function.__module__
     # torch.compile and torch.func turn a user's Function into one of that single module of torch.
     return module.partition(".")[0] != "torch" or module == "torch._functorch.autograd_function"

@@ -15,7 +15,7 @@ from apex_npu.ops import LOW_PRECISION
 
 
 def float32_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of ``model`` by name, low-precision ones as ``model.state_dict()`` shows them.
+    """Return the parameters and buffers of ``model`` by name; low-precision ones as ``model.state_dict()`` shows them.
 
     If amp keeps an fp32 master, the tensor is the master itself.
     """

@@ -49,12 +49,12 @@ class Ambient:
     before_forward: Callable[[], object] = lambda: None
 
     def is_here(self) -> bool:
-        """True if the current autocast state is O1's, unless an autocast region has been entered."""
+        """Return whether the current autocast state is O1's, unless an autocast region has been entered."""
         # torch.compile cannot trace get_ident.
         return self.active and (torch.compiler.is_compiling() or threading.get_ident() == self.thread_id)
 
     def is_inside(self) -> bool:
-        """True if the current autocast state applies, because only O1 and code inside of it have set it.
+        """Return whether the current autocast state applies, because only O1 and code inside of it have set it.
 
         Otherwise the state may be that of a region around the forward.
         """
@@ -69,7 +69,7 @@ class Ambient:
         entering = chain(map(self.inside.remove, here), map(self.inside.append, there))
         leaving = chain(map(self.inside.remove, there), map(self.inside.append, here))
         try:
-            list(entering)  # within try: an interrupt after it undoes it
+            list(entering)  # inside try, so that an interrupt after it is undone
             return function(*args, **kwargs)
         finally:
             list(leaving)
@@ -86,12 +86,12 @@ def without_autocast(device_types: Sequence[str]) -> Iterator[None]:
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """True if ``keep_batchnorm_fp32`` keeps ``module`` in float32."""
+    """Return whether ``keep_batchnorm_fp32`` keeps ``module`` in float32."""
     return isinstance(module, _BatchNorm)
 
 
 def is_affine_batch_norm(module: nn.Module) -> bool:
-    """True if ``module`` is a batch norm with weights."""
+    """Return whether ``module`` is a batch norm with weights."""
     return is_batch_norm(module) and bool(module.affine)
 
 
@@ -139,12 +139,12 @@ def convert_model(
 
 
 def is_wrapped(model: nn.Module) -> bool:
-    """True if ``convert_model`` has wrapped the forward of ``model``."""
+    """Return whether ``convert_model`` has wrapped the forward of ``model``."""
     return isinstance(vars(model).get("forward"), CastForward)
 
 
 def unwrapped_forward(model: nn.Module) -> Callable[..., Any] | None:
-    """The instance attribute ``forward`` of ``model``, without the wrapper; None if only its class has a forward."""
+    """Return the instance attribute ``forward`` of ``model`` without the wrapper; None if only its class has one."""
     forward: Callable[..., Any] | None = vars(model).get("forward")
     return forward.inner if isinstance(forward, CastForward) else forward
 
@@ -168,7 +168,7 @@ def remove_wrapper(model: nn.Module) -> None:
 
 
 def wrapper_of(model: nn.Module) -> dict[str, Any]:
-    """The attributes that an earlier ``convert_model`` has set on the model, for ``put_wrapper_back``."""
+    """Return the attributes that an earlier ``convert_model`` has set on the model, for ``put_wrapper_back``."""
     return {name: vars(model)[name] for name in ("forward", "_replicate_for_data_parallel") if name in vars(model)}
 
 
@@ -227,7 +227,7 @@ class ForwardSettings:
         autocast_dtype: The dtype of that region.
         ambient: Tells when a forward is no region: inside another forward, or inside ``disable_casts``.
         title: The name of the policy in warnings.
-        caches_weights: True: a weight is cast once in a forward. False: it is cast in each use.
+        caches_weights: Whether a weight is cast once in a forward; otherwise, it is cast in each use.
     """
 
     input_dtype: torch.dtype | None
@@ -264,9 +264,9 @@ def _forward_settings(policy: CastPolicy, device_types: Sequence[str], ambient: 
 
 @functools.cache
 def _cached_weights_have_gradients() -> bool:
-    """True if a weight first used under ``no_grad`` in an autocast region gets a gradient from its next use.
+    """Return whether a weight first used under ``no_grad`` in an autocast region gets a gradient from its next use.
 
-    It gets none in older releases of torch (https://github.com/pytorch/pytorch/issues/158232).
+    Older releases of torch do not give it one (https://github.com/pytorch/pytorch/issues/158232).
     """
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
         weight = torch.ones(1, 1, dtype=torch.float32, device="cpu", requires_grad=True)
@@ -289,8 +289,8 @@ class CastForward:
         shield: Casts to keep out of this forward, and the device types they act on.
         running: The threads inside this forward, or ``TRACED``, one entry per call. It is a list because append and
             remove are atomic.
-        looks_around: The forward warns if it is inside an autocast region. False after the first forward that trains:
-            later ones are called in the same place.
+        looks_around: Whether to warn if the forward is inside an autocast region. False after the first forward that
+            trains, because later ones are called in the same place.
     """
 
     model: nn.Module
@@ -321,7 +321,7 @@ class CastForward:
         return output if settings.output_dtype is None else cast_floating(output, settings.output_dtype)
 
     def before_forward(self) -> None:
-        """See ``Ambient``."""
+        """Call ``Ambient.before_forward`` of the settings."""
         if self.settings is not None and self.settings.ambient is not None:
             self.settings.ambient.before_forward()
 
@@ -356,7 +356,7 @@ class CastForward:
             return self._call_traced(settings, args, kwargs)
         thread_id = threading.get_ident()
         try:
-            self.running.append(thread_id)  # within try: an interrupt after it undoes it
+            self.running.append(thread_id)  # inside try, so that an interrupt after it is undone
             return self._call_shielded(settings, args, kwargs)
         except RuntimeError as error:
             if re.search(r"dtype|scalar type|type .*should be the same", str(error)):
@@ -383,11 +383,12 @@ class CastForward:
         if others:
             more = f" and {len(others) - 1} more" if len(others) > 1 else ""
             raise RuntimeError(
-                f"the forward of a model that amp.initialize has cast to {settings.input_dtype} ({settings.title}) has "
-                f"failed, and {others[0]}{more} have another dtype: were they converted since (model.float(), "
-                ".double()), passed to functional_call, added to the model, or are they buffers that initialize has "
-                "said to stay float32? Add modules before amp.initialize, or have them cast their inputs, and forwards "
-                "such buffers; for a float32 model call amp.shutdown(), for a copy amp.float32_copy()"
+                f"the forward of a model that amp.initialize has cast to {settings.input_dtype} ({settings.title}) "
+                f"has failed, and {others[0]}{more} have another dtype. They may have been converted "
+                "(model.float(), .double()), passed to functional_call, or added to the model, or they are buffers "
+                "that initialize reported as float32. Add modules before amp.initialize, or cast their inputs in "
+                "the model's code, also in forwards that use such buffers; for a float32 model call "
+                "amp.shutdown(), for a float32 copy amp.float32_copy()"
             ) from error
 
     def _call_traced(self, settings: ForwardSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -411,7 +412,7 @@ class CastForward:
             return self._call_in_regions(settings, settings.device_types, args, kwargs)
         thread_id = threading.get_ident()
         try:
-            ambient.inside.append(thread_id)  # within try: an interrupt after it undoes it
+            ambient.inside.append(thread_id)  # inside try, so that an interrupt after it is undone
             torch.clear_autocast_cache()  # copies of weights from a region around this forward
             return self._call_in_regions(settings, settings.device_types, args, kwargs)
         finally:

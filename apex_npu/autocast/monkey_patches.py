@@ -110,12 +110,13 @@ def _banned_bce(casting: Test, low_precision: Test, original: Function) -> Funct
     def binary_cross_entropy(*args: Any, **kwargs: Any) -> Any:
         if any(low_precision(value) for value in (*args, *kwargs.values())):
             raise NotImplementedError(
-                "binary_cross_entropy (also called by torch.nn.BCELoss) is not safe with fp16 arguments: probabilities "
-                "near 0 and 1 round to them, and their logarithm is infinite. Ways out: leave out the sigmoid and use "
-                "binary_cross_entropy_with_logits (torch.nn.BCEWithLogitsLoss); or let the sigmoid run in float32, "
-                "with amp.register_float_function(torch, 'sigmoid') before amp.initialize; or cast the arguments with "
-                ".float() and compute the loss under amp.disable_casts(); or, if half probabilities are good enough, "
-                "allow_banned=True of amp.init."
+                "binary_cross_entropy (also called by torch.nn.BCELoss) is not safe with fp16 arguments: "
+                "probabilities near 0 and 1 are rounded to 0 and 1, and their logarithm is infinite. Do one of "
+                "these: leave out the sigmoid and use binary_cross_entropy_with_logits "
+                "(torch.nn.BCEWithLogitsLoss); compute the sigmoid in float32, with "
+                "amp.register_float_function(torch, 'sigmoid') before amp.initialize; cast the arguments with "
+                ".float() and compute the loss under amp.disable_casts(); or, if half probabilities are accurate "
+                "enough, pass allow_banned=True to amp.init."
             )
         return in_float(*args, **kwargs)
 

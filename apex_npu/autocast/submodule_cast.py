@@ -69,11 +69,11 @@ class CastInputs:
 
     Attributes:
         of: The reference to the model with the wrapped forward.
-        alone: The last forward of the submodule was called directly.
+        alone: Whether the last forward of the submodule was called directly.
     """
 
     def __init__(self, of: ModelRef) -> None:
-        """Make a hook; only ``watch_submodules`` calls this."""
+        """Create a hook; only ``watch_submodules`` calls this."""
         self.of = of
         self.alone = False
 

@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One small protocol for all kinds of device."""
+"""The interface to devices: a small protocol that every kind of device implements."""
 
 from apex_npu.backends.base import Backend
-from apex_npu.backends.host_copy import HostCopy, HostFlag, number_on, numbers_on
+from apex_npu.backends.host_copy import HostCopy, number_on, numbers_on
 from apex_npu.backends.registry import for_device, is_capturing
 
-__all__ = ["Backend", "HostCopy", "HostFlag", "for_device", "is_capturing", "number_on", "numbers_on"]
+__all__ = ["Backend", "HostCopy", "for_device", "is_capturing", "number_on", "numbers_on"]

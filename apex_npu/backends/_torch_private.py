@@ -2,14 +2,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The private names of torch that the package touches, each with the reason.
 
-What belongs here: a name of torch, or of an attribute of its objects, that begins with an underscore or is in a module
-that does. What does not: operators of ATen (``torch._foreach_*``, ``torch._fused_*``,
+A name is private if it, or the module that it is in, begins with an underscore; this includes attributes of torch's
+objects. Not listed are operators of ATen (``torch._foreach_*``, ``torch._fused_*``,
 ``torch._amp_foreach_non_finite_check_and_unscale_``, ``torch._debug_has_internal_overlap``), whose schemas torch keeps
 for saved programs, and attributes that the package itself sets.
 
-``NAMES`` lists all of them; ``tests/test_torch_private.py`` fails with those that the installed torch no longer has.
-What belongs to a module of torch is reached through the functions below, which look the name up when they are called:
-a name that is missing fails what needs it, not the import. Attributes of objects are read where they are needed.
+``NAMES`` lists all names; ``tests/test_torch_private.py`` fails for names that the installed torch no longer has. Names
+in modules of torch are reached through the functions below. These look a name up when they are called, so that a
+missing name breaks only its users and not the import. Attributes of objects are read where they are needed.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ torch_profiler = torch.autograd.profiler
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# Each name and why no public one does. "()" stands for an instance.
+# Each name, and why no public name replaces it. "()" stands for an instance.
 NAMES: dict[str, str] = {
     # Memory
-    "torch.UntypedStorage._cdata": "identifies a storage; data_ptr() is 0 for all that are empty",
-    "torch._C._storage_Use_Count": "how many tensors look at a storage",
-    "torch.Tensor._use_count": "how many hold a tensor: whether a gradient may be written in place",
-    "torch.Tensor._version": "how often a tensor has been written; public only as increment_version",
-    "torch.Tensor._indices": "of a sparse gradient as backward leaves it; indices() is refused before it is coalesced",
-    "torch.Tensor._values": "likewise",
+    "torch.UntypedStorage._cdata": "identifies a storage; data_ptr() is 0 for all empty storages",
+    "torch._C._storage_Use_Count": "the number of tensors that use a storage",
+    "torch.Tensor._use_count": "the number of references to a tensor: whether a gradient may be written in place",
+    "torch.Tensor._version": "the number of writes to a tensor; only increment_version is public",
+    "torch.Tensor._indices": "the indices of a sparse gradient; indices() raises an error before it is coalesced",
+    "torch.Tensor._values": "the values of a sparse gradient; values() raises an error before it is coalesced",
     "torch.distributed.tensor.DTensor._local_tensor": "to_local() is differentiable, and makes a view for each call",
-    "torch.distributed.tensor.DTensor._spec": "how it is cut, without a call in Python for each",
-    "torch.distributed._composable_state._module_state_mapping": "the modules that fully_shard has cut",
+    "torch.distributed.tensor.DTensor._spec": "how it is sharded, without a call in Python for each",
+    "torch.distributed._composable_state._module_state_mapping": "the modules that fully_shard has sharded",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "whether a subclass has tensors inside",
     # Dispatcher
     "torch._C._dispatch_keys": "whether a tensor has a dispatch of its own",
@@ -48,33 +48,33 @@ NAMES: dict[str, str] = {
     "torch._C._dispatch_get_registrations_for_dispatch_key": "which operators a device's autocast casts",
     "torch._C.DispatchKeySet": "redispatch below a key",
     "torch._C._get_privateuse1_backend_name": "the device type of an out-of-tree backend",
-    "torch.library.Library._destroy": "takes back what a library has registered, before it is collected",
+    "torch.library.Library._destroy": "removes a library's registrations before the library is collected",
     "torch.library._impls": "which kernels Python has registered",
     "torch.utils._python_dispatch.TorchDispatchMode": "sees every operator, those of backward included",
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "which modes see the operators of this thread",
-    "torch.utils._python_dispatch._pop_mode": "takes a mode off that is not the innermost one",
-    "torch.utils._python_dispatch._push_mode": "puts those back that were above it",
+    "torch.utils._python_dispatch._pop_mode": "removes a mode that is not the innermost one",
+    "torch.utils._python_dispatch._push_mode": "restores the modes above it",
     "torch.ops.mkldnn._is_mkldnn_fp16_supported": "whether this CPU has float16 arithmetic for oneDNN's layers",
-    "torch.ops.mkldnn._is_mkldnn_bf16_supported": "likewise of bfloat16",
+    "torch.ops.mkldnn._is_mkldnn_bf16_supported": "whether this CPU has bfloat16 arithmetic for oneDNN's layers",
     # Autocast and torch.compile
     "torch._C._DisableAutocast": "TensorGuards compare autocast's state, too",
     "torch._compile._disable_dynamo": "torch.compiler.disable imports all of dynamo, which takes seconds",
-    "torch._C._dynamo.eval_frame.get_eval_frame_callback": "whether there is something to disable",
+    "torch._C._dynamo.eval_frame.get_eval_frame_callback": "whether dynamo would compile a function in this thread",
     # Autograd
     "torch._C._len_torch_dispatch_stack": "whether a dispatch mode is on",
-    "torch._C._is_torch_function_mode_enabled": "likewise for the modes of functions",
+    "torch._C._is_torch_function_mode_enabled": "whether a function mode is on",
     "torch._C._set_grad_enabled": "torch.set_grad_enabled is a class in Python, and is entered twice by torch.no_grad",
     "torch._C._current_graph_task_id": "whether this is within a backward",
     "torch._C._current_autograd_node": "which node of the graph an operator of backward belongs to",
-    "torch.autograd._get_sequence_nr": "by which a node of backward and its operator of forward find each other",
-    "torch.autograd.function.BackwardCFunction()._sequence_nr": "likewise",
-    "torch.Tensor._base": "what a view is of, such as the transposed weight of a linear layer",
+    "torch.autograd._get_sequence_nr": "matches a node of backward with its operator of forward",
+    "torch.autograd.function.BackwardCFunction()._sequence_nr": "matches a node of backward with its operator",
+    "torch.Tensor._base": "the tensor of a view, such as the weight that a linear layer transposes",
     "torch.autograd._engine_run_backward": "patched, so that backward runs without ambient autocast",
     "torch.autograd.function.BackwardCFunction()._input_metadata": "the dtype of a result that was converted since",
-    "torch.autograd.function.BackwardCFunction()._forward_cls": "whose backward runs: a user's or torch's",
+    "torch.autograd.function.BackwardCFunction()._forward_cls": "the class whose backward runs, a user's or torch's",
     "torch.utils.checkpoint._CheckpointFrame": "patched, so that models are computed again with the casts they had",
     "torch.nn.utils.clip_grad._no_grad": "wraps the clipping functions; what the wrapper calls is patched",
-    "torch.autograd.profiler._is_profiler_enabled": "whether a profiler is on that ranges are to be opened for",
+    "torch.autograd.profiler._is_profiler_enabled": "whether a profiler is on, for which ranges are opened",
     # Data parallel training
     "torch.nn.parallel.distributed._sync_module_states": "patched, so that masters follow what it broadcasts",
     # Data loading
@@ -83,10 +83,10 @@ NAMES: dict[str, str] = {
     "torch.utils._pytree.tree_leaves": "torch.export puts the tensors of a model's results in this order",
     "torch.utils._pytree.tree_map": "reaches the tensors of all containers that torch.export takes",
     # Fake tensors
-    "torch._C._get_cudnn_enabled": "torch.backends.cudnn.flags sets, and restores, what else may be set there, too",
-    "torch._C._set_cudnn_enabled": "likewise",
+    "torch._C._get_cudnn_enabled": "torch.backends.cudnn.flags sets and restores other settings, too",
+    "torch._C._set_cudnn_enabled": "torch.backends.cudnn.flags sets and restores other settings, too",
     "torch._subclasses.fake_tensor.FakeTensorMode": "sizes and dtypes of results, without computing or allocating them",
-    "torch._subclasses.fake_tensor.FakeTensor": "tells what has sizes and dtypes alone",
+    "torch._subclasses.fake_tensor.FakeTensor": "recognizes a tensor that has only a size and a dtype",
     "torch._subclasses.fake_tensor.FakeCopyMode": "deepcopy of a model under FakeTensorMode, without its memory",
     # Modules
     "torch.nn.Module()._parameters": "a module's own parameters, with names, None included",
@@ -117,40 +117,41 @@ NAMES: dict[str, str] = {
     "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data": "whether it has a communication hook",
     "torch.nn.parallel.DistributedDataParallel()._join_config": "whether this is inside of join()",
     "torch.distributed.fsdp.FSDPModule()._get_fsdp_state": "the policy of a unit, and whether it has reduced gradients",
-    "torch.distributed.fsdp.FSDPState()._mp_policy": "likewise",
-    "torch.distributed.fsdp.FSDPState()._fsdp_param_group": "likewise; since torch 2.12 there may be several",
+    "torch.distributed.fsdp.FSDPState()._mp_policy": "the policy of a unit",
+    "torch.distributed.fsdp.FSDPState()._fsdp_param_group": "the group of a unit; several since torch 2.12",
     "torch.distributed.fsdp.FSDPState()._is_root": "which unit knows whether a forward or backward was interrupted",
-    "torch.distributed.fsdp.FSDPState()._state_ctx": "likewise",
+    "torch.distributed.fsdp.FSDPState()._state_ctx": "the state that all units of a model share",
     "torch.distributed.fsdp.FSDPStateContext().all_states": "all units of the model, to clear what they hold back",
     "torch.distributed.fsdp.FSDPStateContext().iter_forward_root": "whether a forward was interrupted",
     "torch.distributed.fsdp.FSDPStateContext().post_backward_final_callback_queued": "whether a backward was",
     "torch.distributed.fsdp.FSDPParamGroup().fsdp_params": "the parameters of a unit",
     "torch.distributed.fsdp.FSDPParamGroup().reduce_grads": "whether a unit holds gradients back",
-    "torch.distributed.fsdp.FSDPParamGroup()._partial_reduce_output": "what HSDP has reduced over the shards alone",
-    "torch.distributed.fsdp.FSDPParam().sharded_param": "whose gradient is held back",
+    "torch.distributed.fsdp.FSDPParamGroup()._partial_reduce_output": "what HSDP has reduced only over the shards",
+    "torch.distributed.fsdp.FSDPParam().sharded_param": "the parameter whose gradient is held back",
     "torch.distributed.fsdp.FSDPParam()._sharded_param_data": "the memory of a part, its padding included",
     "torch.distributed.fsdp.FSDPParam()._unsharded_param": "has the gradient that is held back",
-    "torch.distributed.fsdp.FSDPParam().unsharded_accumulated_grad": "likewise; up to torch 2.14 with a reduce_dtype",
+    "torch.distributed.fsdp.FSDPParam().unsharded_accumulated_grad": "has it up to torch 2.14 with a reduce_dtype",
     "torch._utils._flatten_dense_tensors": "Apex's parallel module exports them as flatten and unflatten",
     "torch._utils._unflatten_dense_tensors": "Apex's parallel module exports them as flatten and unflatten",
 }
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
-    """How many hold ``storage``, the Python object that is passed included."""
+    """Return the number of references to ``storage``, including the Python object that is passed."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
 def dtensor_slots() -> bool:
-    """Whether DTensor has what is read in it without a call in Python."""
+    """Return whether the attributes of DTensor that the package reads can be read without a call in Python."""
     cls: Any = torch.distributed.tensor.DTensor
     return all(hasattr(getattr(cls, name, None), "__set__") for name in ("_local_tensor", "_spec"))
 
 
 def memory_of_shards() -> dict[int, list[Tensor]] | None:
-    """``id(parameter)`` → the tensors that fully_shard has over the memory of its part, of all that it has cut.
+    """Return ``id(parameter)`` → fully_shard's tensors over the memory of its part, for all sharded parameters.
 
-    They are longer than the part where the parameter is cut unevenly. None: this torch keeps them elsewhere.
+    The tensors are longer than the part if the parameter is sharded unevenly. The result is None if this torch keeps
+    them elsewhere.
     """
     try:
         from torch.distributed._composable_state import _module_state_mapping
@@ -169,7 +170,7 @@ def memory_of_shards() -> dict[int, list[Tensor]] | None:
 
 
 def param_groups(state: Any) -> list[Any]:
-    """Of fully_shard's state of a module; of what others keep of modules none."""
+    """Return the parameter groups in fully_shard's state of a module; empty for other kinds of state."""
     if not type(state).__name__.startswith("FSDP"):
         return []
     if hasattr(state, "_fsdp_param_groups"):
@@ -178,7 +179,7 @@ def param_groups(state: Any) -> list[Any]:
 
 
 def finds_held_gradients(state: Any) -> bool:
-    """Whether the gradients that fully_shard's ``state`` of a module holds back are where they are looked for."""
+    """Return whether the attributes that hold back gradients exist in fully_shard's ``state`` of a module."""
     try:
         groups = param_groups(state)
         params = [cut for group in groups for cut in group.fsdp_params]
@@ -191,58 +192,58 @@ def finds_held_gradients(state: Any) -> bool:
         and all(hasattr(context, name) for name in names)
         and all(hasattr(group, name) for group in groups for name in ("reduce_grads", "_partial_reduce_output"))
         and all(hasattr(cut, name) for cut in params for name in ("sharded_param", "unsharded_accumulated_grad"))
-        # It is declared; the first forward sets it.
+        # The attribute is declared; the first forward sets it.
         and all("_unsharded_param" in type(cut).__annotations__ for cut in params)
     )
 
 
 def has_python_dispatch(tensor: Tensor) -> bool:
-    """True for a subclass that intercepts operators."""
+    """Return whether ``tensor`` is of a subclass that intercepts operators."""
     return bool(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python))
 
 
 def has_kernel(operator: str, key: str) -> bool:
-    """True where ``operator``, with its namespace, has a kernel for the dispatch key ``key``."""
+    """Return whether ``operator``, with its namespace, has a kernel for the dispatch key ``key``."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
 
 
 def operators_with_kernel(key: str) -> list[str]:
-    """The operators, with namespaces, that have a kernel for the dispatch key ``key``."""
+    """Return the operators, with namespaces, that have a kernel for the dispatch key ``key``."""
     return torch._C._dispatch_get_registrations_for_dispatch_key(key)
 
 
 def operators_implemented_in_python() -> set[str]:
-    """Namespace, operator and dispatch key, with slashes, of what ``torch.library`` has registered."""
+    """Return the registrations of ``torch.library``: namespace, operator and dispatch key, joined by slashes."""
     found: set[str] = getattr(torch.library, "_impls", set())
     return found
 
 
 def onednn_computes(dtype: torch.dtype) -> bool:
-    """Whether oneDNN computes ``dtype``, float16 or bfloat16, on this CPU; torch emulates what it does not."""
+    """Return whether oneDNN computes ``dtype``, float16 or bfloat16, on this CPU; torch emulates the others."""
     name = {torch.float16: "_is_mkldnn_fp16_supported", torch.bfloat16: "_is_mkldnn_bf16_supported"}[dtype]
     return bool(getattr(torch.ops.mkldnn, name)())
 
 
 def privateuse1_device_type() -> str:
-    """The device type of the out-of-tree backend."""
+    """Return the device type of the out-of-tree backend."""
     return torch._C._get_privateuse1_backend_name()
 
 
 def destroy_library(library: torch.library.Library) -> None:
-    """Take back what ``library`` has registered."""
+    """Remove the registrations of ``library``."""
     destroy: Callable[[], None] = library._destroy
     destroy()
 
 
 def autocast_disabler() -> Callable[[], AbstractContextManager[Any]]:
-    """What makes contexts without autocast."""
+    """Return the class of contexts without autocast."""
     make: Callable[[], AbstractContextManager[Any]] = torch._C._DisableAutocast
     return make
 
 
 @contextmanager
 def autocast_within() -> Iterator[None]:
-    """For a dispatch mode: operators that a kernel calls are cast as they are without the mode, which excludes that."""
+    """Let autocast cast operators that a kernel calls, which it does not do below a dispatch mode."""
     keys = [getattr(torch._C.DispatchKey, name) for name in ("AutocastCPU", "AutocastCUDA", "AutocastPrivateUse1")]
     excluded = [key for key in keys if torch._C._dispatch_tls_is_dispatch_key_excluded(key)]
     for key in excluded:
@@ -260,13 +261,13 @@ def _torch_release() -> tuple[int, int]:
 
 
 def disable_dynamo(function: _F) -> _F:
-    """Let torch.compile run ``function`` as it is: compiled code does not see that slots and buffers share memory."""
+    """Let torch.compile run ``function`` uncompiled: compiled code does not see that slots and buffers share memory."""
     from torch._compile import _disable_dynamo
 
     disabled: Any = _disable_dynamo(function)
-    # torch's wrapper takes longer than a small step's arithmetic once a backward has evicted it from the caches.
+    # After a backward has evicted torch's wrapper from the caches, it takes longer than the arithmetic of a small step.
     callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
-    # Before 2.8 it returns what it has no reference to give of: after thousands of steps the interpreter ends with
+    # Before 2.8 it returns an object without taking a reference: after thousands of steps the interpreter ends with
     # "deallocating None".
     if callback is None or _torch_release() < (2, 8):
         return cast(_F, disabled)
@@ -282,13 +283,13 @@ def disable_dynamo(function: _F) -> _F:
 
 
 def no_grad(function: _F) -> _F:
-    """``torch.no_grad()`` for the functions of a step: torch's makes two objects in Python for each call."""
+    """Do the same as ``torch.no_grad()`` without the two Python objects that it makes for each call."""
 
     @functools.wraps(function)
     def without_grad(*args: Any, **kwargs: Any) -> Any:
         before = torch.is_grad_enabled()
         try:
-            torch._C._set_grad_enabled(False)  # in here: an interrupt that follows at once ends it, too
+            torch._C._set_grad_enabled(False)  # inside of try, so that an interrupt right after it is undone, too
             return function(*args, **kwargs)
         finally:
             torch._C._set_grad_enabled(before)
@@ -297,30 +298,30 @@ def no_grad(function: _F) -> _F:
 
 
 def wraps_tensors(tensor: Any) -> bool:
-    """True for a subclass that has no memory but that of the tensors inside."""
+    """Return whether ``tensor`` is of a subclass that has no memory except that of the tensors inside."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def is_in_backward() -> bool:
-    """True within a backward of this thread."""
+    """Return whether a backward of this thread is running."""
     return torch._C._current_graph_task_id() != -1
 
 
 def autograd_node() -> Any:
-    """The node of the graph that backward is at in this thread; None outside of it."""
+    """Return the node of the graph that backward is at in this thread; None outside of backward."""
     return torch._C._current_autograd_node()
 
 
 def sequence_number() -> int:
-    """The number that the next node of a graph gets; within an operator, its own has the one before."""
+    """Return the number of the next node of a graph; within an operator, its own node has the number before."""
     number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
     return number
 
 
 def is_dispatch_observed() -> bool:
-    """True where a mode or a profiler observes the operators that are dispatched in this thread."""
+    """Return whether a mode or a profiler observes the operators that this thread dispatches."""
     return bool(
         torch_profiler._is_profiler_enabled
         or torch._C._len_torch_dispatch_stack()
@@ -329,14 +330,14 @@ def is_dispatch_observed() -> bool:
 
 
 def dispatch_modes() -> list[Any]:
-    """The dispatch modes of this thread, the innermost one last."""
+    """Return the dispatch modes of this thread, the innermost one last."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     return list(_get_current_dispatch_mode_stack())
 
 
 def pop_mode(mode: Any) -> None:
-    """Take ``mode`` off the dispatch modes of this thread, also from below others, which stay."""
+    """Remove ``mode`` from the dispatch modes of this thread, and keep those above it."""
     from torch.utils._python_dispatch import _pop_mode, _push_mode
 
     above = []
@@ -350,7 +351,7 @@ def pop_mode(mode: Any) -> None:
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """No dispatch mode of this thread sees what is called within."""
+    """Disable the dispatch modes of this thread in the block."""
     from torch.utils._python_dispatch import _pop_mode, _push_mode
 
     modes = dispatch_modes()
@@ -364,14 +365,14 @@ def without_modes() -> Iterator[None]:
 
 
 def data_worker() -> ModuleType:
-    """The module that has the main loop of a DataLoader's worker process."""
+    """Return the module with the main loop of a DataLoader's worker process."""
     from torch.utils.data._utils import worker
 
     return worker
 
 
 def checkpoint_frame() -> type:
-    """What remembers how to compute the tensors of a checkpoint again (``use_reentrant=False``)."""
+    """Return the class that recomputes the tensors of a checkpoint (``use_reentrant=False``)."""
     from torch.utils.checkpoint import _CheckpointFrame
 
     frame: type = _CheckpointFrame
@@ -379,21 +380,21 @@ def checkpoint_frame() -> type:
 
 
 def tree_leaves(value: Any) -> list[Any]:
-    """What is in the containers of ``value``, in the order of torch.export."""
+    """Return the items in the containers of ``value``, in the order of torch.export."""
     from torch.utils._pytree import tree_leaves
 
     return list(tree_leaves(value))
 
 
 def tree_map(change: Callable[[Any], Any], value: Any) -> Any:
-    """``value`` with ``change`` applied to what is in its containers."""
+    """Return ``value`` with ``change`` applied to the items in its containers."""
     from torch.utils._pytree import tree_map
 
     return tree_map(change, value)
 
 
 def fake_modes() -> tuple[Any, Any]:
-    """A mode in which tensors have sizes and dtypes alone, and one in which deepcopy makes such tensors."""
+    """Return a mode in which tensors have only sizes and dtypes, and one in which deepcopy makes such tensors."""
     from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -402,7 +403,7 @@ def fake_modes() -> tuple[Any, Any]:
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """Recurrent layers run as products and cells: of cuDNN's a fake forward leaves out what backward asks for."""
+    """Run recurrent layers as products and cells: a fake forward of cuDNN's leaves out a result that backward needs."""
     enabled = torch._C._get_cudnn_enabled()
     torch._C._set_cudnn_enabled(False)
     try:
@@ -412,7 +413,7 @@ def without_cudnn() -> Iterator[None]:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """True for a tensor that has a size and a dtype alone."""
+    """Return whether ``tensor`` has only a size and a dtype."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)

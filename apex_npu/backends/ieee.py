@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""cpu, cuda, and every other device of torch with IEEE arithmetic and plain storages: one class serves them all."""
+"""The backend of cpu, cuda, and every other device of torch with IEEE arithmetic and plain storages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, device
 
 
 class IeeeBackend:
-    """Plain storages; overflow gives inf. Serves cpu, cuda and any accelerator of torch that has no backend here."""
+    """Plain storages, and overflow gives inf: cpu, cuda, and any accelerator of torch without a backend of its own."""
 
     def __init__(self, device_type: str, comm_backend: str) -> None:
         self.device_type = device_type

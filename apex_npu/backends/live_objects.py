@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The objects of a class that exist in this process, for classes of torch that keep no list of theirs."""
+"""The objects of a class that exist in this process, for classes of torch that do not list their objects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 
 
 def instances_of(cls: type[_T]) -> list[_T]:
-    """All that the garbage collector knows; takes as long as it has objects."""
+    """Return all that the garbage collector tracks; takes time proportional to the number of objects in the process."""
     objects = gc.get_objects()
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, cls)}
     return [found for found in objects if type(found) in kinds] if kinds else []

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ascend NPUs, through torch_npu. Importing this module needs no torch_npu; asking it something does."""
+"""Ascend NPUs, through torch_npu. Importing this module does not import torch_npu; calling its methods does."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, device
 
-# Undefined, NCHW, ND and NHWC: torch's own strides describe the memory. All others (NC1HWC0, FRACTAL_NZ, ...) tile it.
+# Undefined, NCHW, ND and NHWC: torch's strides describe the memory. All others (NC1HWC0, FRACTAL_NZ, ...) tile it.
 _BASE_FORMATS = frozenset({-1, 0, 1, 2})
 _NCHW, _ND = 0, 2
 
 
 class NpuBackend:
-    """Private formats, and on chips before the 910B saturating arithmetic with a sticky overflow flag."""
+    """Private formats; on chips before the 910B, saturating arithmetic with a sticky overflow flag."""
 
     device_type = "npu"
     comm_backend = "hccl"
@@ -43,8 +43,8 @@ class NpuBackend:
         return based
 
     def is_capturing(self) -> bool:
-        """True while the current stream records a graph instead of running. Never initializes the device."""
-        # Not imported for it; and NPUGraph is younger than most of torch_npu.
+        """Return whether the current stream records a graph instead of running. It never initializes the device."""
+        # torch_npu is not imported for this, and most of its releases have no NPUGraph.
         npu: Any = getattr(sys.modules.get("torch_npu"), "npu", None)
         asks = getattr(npu, "is_current_stream_capturing", None)
         return asks is not None and npu.is_initialized() and bool(asks())
@@ -63,5 +63,5 @@ class NpuBackend:
 
 @functools.cache
 def _keeps_float64(device: device) -> bool:
-    """False where a tensor that is to become float64 becomes float32, by which torch_npu says what the device has."""
+    """Return whether a tensor stays float64; torch_npu makes it float32 if the device has no float64."""
     return torch.empty(0, dtype=torch.float32, device=device).to(torch.float64).dtype == torch.float64

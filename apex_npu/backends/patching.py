@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attributes that are patched for a time, and ``Undo``, which takes all changes back, after an interrupt, too."""
+"""Temporary patches of attributes, and ``Undo``, which undoes all changes, also after an interrupt."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _ABSENT = object()
 
 
 class Undo:
-    """Calls that take changes back. Each is registered before its change, and may be made more than once.
+    """Calls that undo changes. Each is registered before its change, and may be made more than once.
 
-    An ``ExitStack`` drops a callback before it calls it; an interrupt at that place would leave the change for good.
+    An ``ExitStack`` removes a callback before it calls it, so that an interrupt between the two would leave the change.
     """
 
     def __init__(self) -> None:
         self._calls: list[Callable[[], Any]] = []
 
     def callback(self, call: Callable[..., Any], *arguments: Any) -> None:
-        """Have ``close`` call ``call(*arguments)``, before what has been registered so far."""
+        """Have ``close`` call ``call(*arguments)``, before the calls that are registered already."""
         self._calls.append(partial(call, *arguments))
 
     def close(self) -> None:
-        """Take everything back, last change first. After an interrupt the next call does what remains.
+        """Undo everything, the last change first. After an interrupt, the next call undoes the rest.
 
         Raises:
-            Exception: The first of what the calls have raised, when all have been made.
+            Exception: The first exception of a call, raised after all calls were made.
         """
         first: Exception | None = None
         while self._calls:
@@ -44,12 +44,12 @@ class Undo:
 
 
 class Patch(NamedTuple):
-    """``make(owner.name)`` takes the place of ``owner.name``.
+    """The replacement of ``owner.name`` by ``make(owner.name)``.
 
     Attributes:
         owner: A module, a class, or an object.
         name: The attribute, which must exist.
-        make: Gets the attribute's value and returns the replacement.
+        make: A function that takes the attribute's value and returns the replacement.
     """
 
     owner: Any
@@ -58,13 +58,13 @@ class Patch(NamedTuple):
 
 
 def patch_attribute(undo: Undo, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Put a ``Patch`` in place until ``undo`` is closed.
+    """Replace an attribute until ``undo`` is closed.
 
     Args:
-        undo: Takes the callback that puts the attribute back, or deletes it where ``owner`` only inherited it.
-        owner: See ``Patch``.
-        name: See ``Patch``.
-        make: See ``Patch``.
+        undo: It restores the attribute, or deletes it if ``owner`` only inherited it.
+        owner: A module, a class, or an object.
+        name: The attribute, which must exist.
+        make: A function that takes the attribute's value and returns the replacement.
     """
     own = vars(owner).get(name, _ABSENT)
     kind = type(inspect.getattr_static(owner, name)) if isinstance(owner, type) else None
@@ -74,7 +74,7 @@ def patch_attribute(undo: Undo, owner: Any, name: str, make: Callable[[Any], Any
     else:
         original = getattr(owner, name)
         replacement = functools.wraps(original)(make(original))
-    undo.callback(_put_back, owner, name, own)  # first: what is interrupted after the change is undone, too
+    undo.callback(_put_back, owner, name, own)  # before the change, so that an interrupt after it is undone, too
     setattr(owner, name, replacement)
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which releases of an optional package work."""
+"""Checks the release of an optional package."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import re
 
 
 def require(needed_by: str, distribution: str, oldest: str) -> None:
-    """Called before the first import of an optional package.
+    """Check an optional package before its first import.
 
     Args:
-        needed_by: What needs it, for the message.
-        distribution: The package, as pip names it.
-        oldest: The oldest release that tests have run.
+        needed_by: The name of what needs the package, for the message.
+        distribution: The name of the package for pip.
+        oldest: The oldest release that is tested.
 
     Raises:
-        ImportError: The package is missing, or older.
+        ImportError: The package is missing or older.
     """
     try:
         found = importlib.metadata.version(distribution)
@@ -31,7 +31,7 @@ def require(needed_by: str, distribution: str, oldest: str) -> None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The numbers that ``version`` begins with; what follows (``rc1``, ``.dev0``) does not count."""
+    """Return the numbers at the start of ``version``; a suffix (``rc1``, ``.dev0``) is ignored."""
     match = re.match(r"\d+(\.\d+)*", version)
     numbers = [] if match is None else list(map(int, match[0].split(".")))
     while numbers and numbers[-1] == 0:

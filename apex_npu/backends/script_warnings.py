@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Warnings that point at the script's line, however many wrappers are between that and what warns."""
+"""Warnings that point at the script's line, through any number of wrappers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import inspect
 import warnings
 from types import FrameType
 
-# contextlib: of a with statement.
+# contextlib is the caller in a with statement.
 _LIBRARIES = {"apex", "apex_npu", "contextlib", "torch", "torch_npu"}
 
 

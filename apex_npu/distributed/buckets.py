@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# The time of smaller collectives is all latency: on links of 100 Gbit/s, 1 MiB takes as long to send as to start.
+# Smaller collectives take only their latency: on links of 100 Gbit/s, 1 MiB takes as long to send as to start.
 MIN_BUCKET_NBYTES = 2**20
-# Nothing is computed while the last bucket travels, so it must not be large.
+# Nothing is computed while the last bucket is sent, so it must not be large.
 MAX_BUCKET_NBYTES = 32 * 2**20
 
 
@@ -22,8 +22,8 @@ class Ownership:
     """The elements of a bucket's average that each rank needs.
 
     Attributes:
-        parts: The number of ranges of one length, the last ones perhaps shorter, into which a bucket is cut. Rank r
-            owns range r modulo ``parts``. 1: every rank owns everything.
+        parts: The number of ranges that a bucket is cut into, all of one length except for shorter ones at the end.
+            Rank r owns range r modulo ``parts``. With 1, every rank owns everything.
     """
 
     parts: int = 1
@@ -73,7 +73,7 @@ def order_of_completion(buckets: Sequence[Sequence[int]], arrival: Sequence[int]
 
 
 def waits_little(buckets: Sequence[Sequence[int]], slot_nbytes: Sequence[int], arrival: Sequence[int]) -> bool:
-    """True if no bucket waits while more bytes than the largest bucket has arrive for buckets after it.
+    """Return True if no bucket waits while more bytes than the largest bucket arrive for buckets after it.
 
     Args:
         buckets: The slots of each bucket, in the order in which buckets are to be sent.

@@ -84,11 +84,18 @@ def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: Any, *, of: s
     Raises:
         RuntimeError: A process of ``group`` has ended, or has not joined within the group's timeout.
     """
-    try:
+    with naming_failure(group, f"reduce {of}"):
         dist.all_reduce(tensor, op=op, group=group)
+
+
+@contextmanager
+def naming_failure(group: Any, what: str) -> Iterator[None]:
+    """Add to a RuntimeError in the block that this rank of ``group`` could not do ``what``."""
+    try:
+        yield
     except RuntimeError as error:
         raise type(error)(
-            f"rank {dist.get_rank(group)} of {dist.get_world_size(group)} could not reduce {of}: {error}"
+            f"rank {dist.get_rank(group)} of {dist.get_world_size(group)} could not {what}: {error}"
         ) from error
 
 
@@ -116,16 +123,17 @@ def _first_difference(heard: Sequence[Description]) -> str:
             more, longer = (0, first) if len(first) > len(other) else (rank, other)
             name, value = longer[min(len(first), len(other))]
             return (
-                f"ranks 0 and {rank} of the process group differ: {name} ({value}) is on rank {more} alone; build the "
+                f"ranks 0 and {rank} of the process group differ: only rank {more} has {name} ({value}); build the "
                 "same model on all ranks"
             )
-    return "ranks differ, but not in what they say"
+    return "ranks of the process group differ, but their descriptions do not show where"
 
 
 def describe(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], settings: Description) -> Description:
-    """Return a description of all that has to be the same on all processes.
+    """Return a description of everything that has to be the same on all processes.
 
-    It leaves out parameters of no model: each process may have others, such as its part of a classifier.
+    It leaves out parameters that belong to no model, which may differ between processes, as the parts of a classifier
+    do.
     """
     lines = list(settings)
     names: dict[int, str] = {}

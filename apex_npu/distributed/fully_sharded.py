@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Models that ``fully_shard`` has cut: their units, their precision policies, and gradients that units hold back."""
+"""Models that ``fully_shard`` has sharded: their units, precision policies, and gradients that units hold back."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def units_of(model: nn.Module) -> list[Unit]:
 def reshard(model: nn.Module) -> None:
     """Make ``model`` show its sharded parameters.
 
-    A forward without a backward, as in evaluation, leaves gathered parameters of some units in their place.
+    A forward without a backward, as in evaluation, leaves the gathered parameters of some units in place.
     """
     for unit in units_of(model):
         module: Any = unit.module
@@ -63,7 +63,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def unit_around(units: Iterable[Unit], name: str) -> Unit | None:
-    """Return the innermost of ``units`` that is, or contains, the module of this name; None if there is none."""
+    """Return the innermost of ``units`` that is or contains the module of this name, or None."""
     found = None
     for unit in units:
         if not unit.name or name == unit.name or name.startswith(f"{unit.name}."):
@@ -72,10 +72,10 @@ def unit_around(units: Iterable[Unit], name: str) -> Unit | None:
 
 
 def ensure_averages(units: Sequence[Unit], meshes: Iterable[Any]) -> None:
-    """Require that ``units`` get averages of gradients over ``meshes``; all processes of the meshes have to call it.
+    """Make sure that ``units`` get averages of gradients over ``meshes``; all processes of the meshes have to call it.
 
-    In some releases of torch, gloo's reductions return sums instead of averages, without an error. Units then request
-    sums, and divide by themselves.
+    In some releases of torch, gloo's reductions return sums instead of averages, without an error. Units are then told
+    to request sums and to divide by themselves.
 
     Raises:
         RuntimeError: The units of this release of torch cannot request sums.
@@ -88,15 +88,15 @@ def ensure_averages(units: Sequence[Unit], meshes: Iterable[Any]) -> None:
         module: Any = unit.module
         if not hasattr(module, "set_force_sum_reduction_for_comms"):
             raise RuntimeError(
-                f"gloo of torch {torch.__version__} gives fully_shard sums of gradients where it asks for averages, so "
-                f"that they would be {max(map(dist.get_world_size, groups.values()))} times too large; use torch 2.12 "
-                "or newer on a CPU"
+                f"gloo of torch {torch.__version__} returns sums of gradients to fully_shard instead of averages, "
+                f"so that they would be {max(map(dist.get_world_size, groups.values()))} times too large: use torch "
+                "2.12 or newer on a CPU"
             )
         module.set_force_sum_reduction_for_comms(True)
 
 
 def _averages(group: Any) -> bool:
-    """True if the reductions of ``group`` that ``fully_shard`` uses can average, and do."""
+    """Return whether the reductions of ``group`` that ``fully_shard`` uses can average, and do."""
     part, whole = torch.zeros(1, device="cpu"), torch.ones(1, device="cpu")
     # The name in torch 2.13, and the name in earlier releases.
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -109,9 +109,9 @@ def _averages(group: Any) -> bool:
 
 
 class HeldGradients:
-    """The gradients that units hold back, since they are not reduced yet.
+    """The gradients that units hold back because they are not reduced yet.
 
-    ``set_requires_gradient_sync(False)`` makes units hold them back, and so does HSDP's
+    Units hold them back after ``set_requires_gradient_sync(False)``, and after HSDP's
     ``set_requires_all_reduce(False)``. They have the loss scale of their backward, and no ``.grad`` shows them.
     """
 
@@ -123,10 +123,10 @@ class HeldGradients:
         if not all(map(finds_held_gradients, states)):
             states = []
             warn(
-                f"torch {torch.__version__} keeps gradients that fully_shard holds back elsewhere than the releases "
-                "that this package knows, which does not see them: where set_requires_gradient_sync or "
-                "set_requires_all_reduce is used, pass a static loss_scale to amp.initialize, and load a checkpoint "
-                "after an exception in a block"
+                f"torch {torch.__version__} keeps gradients that fully_shard holds back in a place that this "
+                "package does not know, so that it does not see them. If you use set_requires_gradient_sync or "
+                "set_requires_all_reduce, pass a static loss_scale to amp.initialize, and load a checkpoint after "
+                "an exception in a block"
             )
         self._groups = [weakref.ref(group) for state in states for group in param_groups(state)]
 
@@ -136,7 +136,7 @@ class HeldGradients:
         self._groups += other._groups
 
     def knows(self, unit: Unit) -> bool:
-        """True if this object looks at ``unit``."""
+        """Return whether this object looks at ``unit``."""
         return any(reference() is unit.module for reference in self._modules)
 
     def params(self) -> list[Tensor]:
@@ -150,9 +150,9 @@ class HeldGradients:
 
     @torch.no_grad()
     def multiply(self, factors: Mapping[int, float]) -> None:
-        """Multiply the gradients that are held back for a parameter by its factor, found by ``id(parameter)``.
+        """Multiply the gradients that are held back for a parameter by ``factors[id(parameter)]``.
 
-        This includes units that reduce in the next backward: until then they hold their gradients back.
+        This includes units that reduce in the next backward, which hold their gradients back until then.
         """
         for group in (reference() for reference in self._groups):
             fsdp_params: list[Any] = [] if group is None else group.fsdp_params
@@ -167,8 +167,8 @@ class HeldGradients:
     def drop(self, params: set[int]) -> bool:
         """Forget, after an exception, an interrupted forward or backward, and the gradients held back for ``params``.
 
-        ``params`` are ids. Whole models are cleared: the unit that was interrupted has half of a backward. torch has no
-        other way to clear gradients that are held back: its ``reset_iter_state`` leaves those that are not reduced.
+        ``params`` are ids. Whole models are cleared, because the unit that was interrupted has half of a backward.
+        torch has no other way: its ``reset_iter_state`` does not clear gradients that are not reduced.
 
         Returns:
             Whether anything was forgotten.
@@ -186,7 +186,7 @@ class HeldGradients:
             interrupted = context.post_backward_final_callback_queued or context.iter_forward_root is not None
             if interrupted and hasattr(module, "reset_iter_state"):  # torch 2.13 has it
                 module.reset_iter_state()
-            # A list, so that all groups are cleared, whatever the first ones hold.
+            # A list, not a generator, so that all groups are cleared.
             found |= any([_drop(group) for group in groups]) or interrupted
         return found
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Averages flat gradients over processes, bucket by bucket, while backward still computes the next ones.
 
-The content and the order of the messages depend only on the list of tensors and their sizes, never on addresses:
-processes with different memory layouts still send the same.
+The content and the order of the messages depend only on the list of tensors and their sizes, never on addresses, so
+that processes with different memory layouts send the same.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Report:
     Attributes:
         largest_scale: The largest loss scale of the processes.
         smallest_scale: The smallest loss scale of the processes.
-        failed_rank: The last of the group's ranks whose backward has failed; None: none has.
+        failed_rank: The last of the group's ranks whose backward has failed; None if all have succeeded.
     """
 
     largest_scale: float
@@ -92,10 +92,10 @@ class LateGradientError(RuntimeError):
 def divisors(dtype: torch.dtype, size: int) -> tuple[float, float]:
     """Return the divisors of gradients before and after they are summed over ``size`` processes.
 
-    The first is a power of two, so that dividing by it rounds nothing but float16's smallest numbers. For float16 it is
+    The first is a power of two, so that dividing by it rounds only the smallest float16 numbers. For float16 it is
     about the square root of ``size``: dividing by ``size`` first would lose small gradients, and dividing only
-    afterwards would overflow large sums. Other dtypes have enough range, and the largest power of two saves a second
-    pass.
+    afterwards would overflow large sums. Other dtypes have enough range; for them it is the largest power of two, which
+    can save the second division.
     """
     exponent = math.log2(size)
     before = 2.0 ** (math.ceil(exponent / 2) if dtype == torch.float16 else math.floor(exponent))
@@ -142,7 +142,7 @@ class GradReducer:
         self._lock = threading.Lock()
         self.tensors: list[Tensor] = []
         self._rows: list[list[int]] = []
-        # Lists that are merged, or whose order is not backward's, have memory of their own.
+        # Merged lists, and lists in another order than backward's, have memory of their own.
         self._apart: list[bool] = []
         for group, merged in _merged_if_small(groups, options.min_bucket_nbytes):
             self._rows.append(list(range(len(self.tensors), len(self.tensors) + len(group))))
@@ -184,7 +184,7 @@ class GradReducer:
         self._planned = False
 
     def _adopt_order(self, arrival: list[int]) -> None:
-        """Send buckets in the order in which they were complete; if they would wait, lay memory out in this order."""
+        """Send buckets in the order of their completion; if they would wait, lay memory out in this order."""
         by_members = [bucket.members for bucket in self._buckets]
         order = order_of_completion(by_members, arrival)
         if waits_little([by_members[b] for b in order], self._nbytes, arrival):
@@ -199,14 +199,6 @@ class GradReducer:
         self._cut()
         by_members = [bucket.members for bucket in self._buckets]
         self._set_order([self._buckets[b] for b in order_of_completion(by_members, arrival)])
-
-    def gathered(self, tensors: Sequence[Tensor], offsets: Sequence[int]) -> tuple[FlatGrads, range] | None:
-        """Return the consecutive slots of the averages of ``tensors`` that are spaced like ``offsets``, or None."""
-        for grads in self._grads:
-            slots = grads.slots_of(tensors, offsets)
-            if slots is not None:
-                return grads, slots
-        return None
 
     @property
     def bucket_members(self) -> list[list[int]]:
@@ -258,8 +250,8 @@ class GradReducer:
         self._planned = True
 
     def send_up_to(self, count: int) -> None:
-        """Send those of the first ``count`` buckets that have not been sent yet."""
-        with self._lock:  # devices have threads of their own in backward
+        """Send the buckets among the first ``count`` that have not been sent yet."""
+        with self._lock:  # each device has a thread of its own in backward
             while self._next < count:
                 self._send(self._buckets[self._next])
 
@@ -270,8 +262,8 @@ class GradReducer:
         wire_dtype = self.options.wire_dtype(part.dtype)
         before, _ = divisors(wire_dtype, self._size)
         same = part.dtype == wire_dtype
-        # Gradients are divided while they are gathered. Those that are widened are divided afterwards, which keeps the
-        # bits that float16 would lose.
+        # Gradients are divided while they are gathered. If they are widened, they are divided afterwards, which keeps
+        # the bits that float16 would lose.
         states = bytes(len(bucket.slots)) if empty else grads.gather_times(1.0 / before if same else 1.0, bucket.slots)
         bucket.absent = [slot for slot, state in zip(bucket.slots, states, strict=True) if state == NONE]
         if bucket.absent:
@@ -298,7 +290,7 @@ class GradReducer:
 
         Args:
             scale: This process's loss scale, for the report.
-            failed: Whether this process's gradients are invalid; then zeros are sent for the remaining buckets.
+            failed: Whether this process's gradients are invalid; zeros are then sent for the remaining buckets.
             read: Whether to return a report. Reading it waits for the device, and may be necessary anyway.
             others_read: Whether all processes read the report.
 
@@ -408,12 +400,12 @@ class GradReducer:
             self._progress.note(f"failed in {place}", now=True)
             raise RuntimeError(
                 f"rank {self._rank} could not average its gradients with the other processes: {place} failed in "
-                f"reduction {self._progress.reductions + 1}; a process has ended, or it is too late. "
-                f"Of reductions, {self._progress.tell()}. The rank with the fewest reports the cause. ({error})"
+                f"reduction {self._progress.reductions + 1}; a process has ended, or is too late. Completed "
+                f"reductions: {self._progress.tell()}. The rank with the fewest reports the cause. ({error})"
             ) from error
 
     def cancel(self) -> None:
-        """Stop the reduction that ``begin`` has begun, without notice to other processes."""
+        """Stop the reduction that ``begin`` has begun, without telling other processes."""
         self._arrivals.end()
 
     def close(self) -> None:

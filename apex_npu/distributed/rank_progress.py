@@ -21,12 +21,12 @@ def own_rank() -> int:
 
 
 def is_first_rank() -> bool:
-    """True on rank 0, and without torch.distributed."""
+    """Return whether this is rank 0; True without torch.distributed."""
     return own_rank() == 0
 
 
 def has_peers() -> bool:
-    """True if torch.distributed has other processes."""
+    """Return whether torch.distributed has other processes."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -48,14 +48,14 @@ class RankProgress:
     """
 
     def __init__(self, group: Any) -> None:
-        """Keep the notes of ``group`` in the store of torch.distributed; without a store nothing is noted."""
+        """Keep the notes of ``group`` in the store of torch.distributed, if there is one."""
         self.reductions = 0
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._noted = 0.0
         self._store = store_for(group.group_name)
 
     def note(self, doing: str, *, now: bool = False) -> None:
-        """Store ``doing``, the activity of this process; at most once a second, unless ``now``."""
+        """Store ``doing``, the activity of this process, at most once a second unless ``now``."""
         clock = time.monotonic()
         if self._store is None or (not now and clock - self._noted < _INTERVAL_SECONDS):
             return
@@ -75,6 +75,6 @@ class RankProgress:
                 return "has not reported anything"
             reductions, then, doing = json.loads(self._store.get(str(rank)))
         except RuntimeError:
-            return "is not known, since the store is gone"
+            return "is not known, because the store is gone"
         ago = max(0.0, time.time() - then)
         return f"had completed {reductions} and {doing}, {ago:.0f} s ago"

@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The gradients of sharded parameters (DTensor), as those of the plain parts inside.
+"""The gradients of sharded parameters (DTensor), handled as gradients of the plain tensors inside.
 
 fully_shard reduces the gradients of a unit into one flat tensor; the gradient of each part is a view of it. CPU and GPU
-kernels read and write these views in place. An NPU gathers them into slots.
+kernels read and write these views in place. For an NPU, they are gathered into slots.
 """
 
 from __future__ import annotations
@@ -47,26 +47,26 @@ def wait_for_moved_parts(parts: Iterable[Tensor]) -> None:
 
 @functools.lru_cache(maxsize=1)
 def finds_parts() -> bool:
-    """True if the parts of sharded parameters and their memory are where the extension looks; warn once if not.
+    """Return whether the parts of sharded parameters and their memory are where the extension looks; warn once if not.
 
-    It is False without the extension, too. Parts that are not found are stepped one by one, in place.
+    It returns False without the extension, too. Parts that are not found are stepped one by one, in place.
     """
     if extension is None:
         return False
     found = dtensor_slots() and memory_of_shards() is not None
     if not found:
         warn(
-            f"torch {torch.__version__} keeps the memory of sharded parameters elsewhere than the releases that this "
-            "package knows: they are stepped one by one"
+            f"torch {torch.__version__} keeps the memory of sharded parameters in a place that this package does "
+            "not know: they are stepped one by one"
         )
     return found
 
 
 class ShardGrads(FlatGrads):
-    """``FlatGrads`` of the parts of sharded parameters, to which the gradients have to be brought.
+    """``FlatGrads`` for the parts of sharded parameters, whose gradients are first taken from the parameters.
 
-    Between calls only the parameters have gradients: parts would keep the memory of gradients that a script has
-    cleared.
+    Between calls only the parameters have gradients; gradients of the parts would keep the memory of gradients that a
+    script has cleared.
 
     Attributes:
         full_params: The sharded parameters, one for each part; all are cut alike.
@@ -84,7 +84,7 @@ class ShardGrads(FlatGrads):
         self._holds = self._has_brought = False
 
     def have_parts(self) -> bool:
-        """True while each sharded parameter still has its part inside."""
+        """Return whether each sharded parameter still has its part inside."""
         found: bool = self._shards.have_parts()
         return found
 
@@ -93,7 +93,7 @@ class ShardGrads(FlatGrads):
         self._drop(stepped=True)
 
     def forget_stepped(self) -> None:
-        """See ``FlatGrads``."""
+        """Forget which gradients have been stepped, because they have been dropped."""
         self._drop()
 
     def _drop(self, *, stepped: bool = False) -> None:
@@ -102,13 +102,13 @@ class ShardGrads(FlatGrads):
         self._holds = self._has_brought = False
 
     def states(self, slots: range | None = None) -> bytes:
-        """See ``FlatGrads``."""
+        """Return one byte per parameter, of all or of ``slots``: NONE, IN_BUFFER or ELSEWHERE."""
         found = super().states(slots)
         self._drop()
         return found
 
     def unscale_(self, inv_scale: float, found_inf: Tensor | None) -> None:
-        """See ``FlatGrads``, whose single pass would look for gradients of the parts."""
+        """Multiply all gradients; the single pass of ``FlatGrads`` would look for gradients of the parts."""
         self._unscale_any(inv_scale, found_inf)
         self._drop()
 
@@ -147,12 +147,15 @@ class ShardGrads(FlatGrads):
         found_inf: Tensor | None = None,
         slots: Sequence[int] | None = None,
     ) -> None:
-        """See ``FlatGrads``."""
+        """Copy the gradients of ``sources`` into the slots, multiplied by ``inv_scale``, as ``FlatGrads`` does."""
         super().take(sources, inv_scale, found_inf, slots)
         self._shards.return_grads()
 
     def operand(self, slots: range, numel: int, *, stepped: bool = False) -> Tensor:
-        """See ``FlatGrads``. No gradient has to be gathered for a second step, since all stay with fully_shard."""
+        """Return the gradients of consecutive ``slots`` for ``ops`` to read.
+
+        No gradient is gathered for a second step, because all stay with fully_shard.
+        """
         if not self._holds:
             return super().operand(slots, numel)
         listed: Tensor = self._holding.grad_list(self.memory.slots, slots.start, len(slots), numel)

@@ -158,10 +158,10 @@ def rebuild_buckets(ddp: Any) -> None:
 
 
 class LocalBackward:
-    """A backward whose gradients some instances may keep to this process."""
+    """A backward after which some instances may not have averaged gradients."""
 
     def __init__(self, ddps: Sequence[DistributedDataParallel], *, pending: bool) -> None:
-        """Record the gradients before the backward; ``pending``: those that exist may have been kept, too."""
+        """Record the gradients before the backward; ``pending``: existing gradients may not be averaged either."""
         self._before = []
         for ddp in ddps:
             params = list(ddp.module.parameters())
@@ -169,7 +169,7 @@ class LocalBackward:
             self._before.append((ddp.reducer, ddp.reducer.get_backward_stats(), params, grads, versions_of(grads)))
 
     def kept_grads(self) -> bool:
-        """True if, after the backward, there are gradients in which an instance had no part.
+        """Return whether, after the backward, there are gradients that an instance has not averaged.
 
         A reducer records when each gradient was ready. If it has recorded none, the model inside may have been used
         otherwise, as in a forward under ``no_grad``, and may have no gradients of this backward.
@@ -181,7 +181,7 @@ class LocalBackward:
 
 
 def _has_new(now: list[Tensor | None], before: list[Tensor | None], versions: list[int]) -> bool:
-    """True if a gradient is not the one ``before``, or has been written since."""
+    """Return whether a gradient is not the one ``before``, or has been written since."""
     return any(
         grad is not None and (grad is not former or grad._version != version)
         for grad, former, version in zip(now, before, versions, strict=True)
@@ -202,8 +202,8 @@ def follow_dtypes(ddp: DistributedDataParallel, dtypes: list[torch.dtype]) -> No
         rebuild_reducer(ddp)
     else:
         warn(
-            f"a model inside of a DistributedDataParallel with {obstacle} is float32 again: its gradients are not "
-            "averaged from now on. Wrap it again"
+            f"a model in a DistributedDataParallel with {obstacle} is float32 again: its gradients are not averaged "
+            "from now on. Wrap it in DistributedDataParallel again"
         )
 
 

@@ -12,7 +12,6 @@ from apex_npu.fusion.grad_clip import clip_coefficient
 from apex_npu.fusion.group_buffers import ModelParamBuffer
 from apex_npu.fusion.layout import extent_numel, is_dense, overlapping
 from apex_npu.fusion.many_tensors import (
-    RoundedCopies,
     WriteTable,
     any_grads,
     are_same,
@@ -23,6 +22,8 @@ from apex_npu.fusion.many_tensors import (
     hold_values,
     increment_versions,
     low_precision_of,
+    set_grads,
+    swap_data,
     versions_of,
     zero_grads,
 )
@@ -31,11 +32,9 @@ from apex_npu.fusion.run import Run, row_count
 from apex_npu.fusion.storage import (
     change_data_ptr,
     is_slot,
-    round_to_copies,
     storage_numel,
     storage_view,
     wraps_tensors,
-    written_copies,
 )
 
 __all__ = [
@@ -48,7 +47,6 @@ __all__ = [
     "ModelParamBuffer",
     "OwnGrad",
     "Plan",
-    "RoundedCopies",
     "Run",
     "WriteTable",
     "any_grads",
@@ -76,13 +74,13 @@ __all__ = [
     "overlapping",
     "plan",
     "remainders_of",
-    "round_to_copies",
     "row_count",
+    "set_grads",
     "step_in_place",
     "storage_numel",
     "storage_view",
+    "swap_data",
     "versions_of",
     "wraps_tensors",
-    "written_copies",
     "zero_grads",
 ]

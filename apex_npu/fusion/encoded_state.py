@@ -139,6 +139,11 @@ class EncodedView:
         return self._size
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameter."""
+        return self._dtype
+
+    @property
     def stored_dtype(self) -> torch.dtype:
         """The dtype of the encoded values: bfloat16, int8 or uint8; int16 for remainders."""
         return self._values.dtype

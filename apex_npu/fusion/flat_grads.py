@@ -35,7 +35,7 @@ from apex_npu.fusion.grad_slots import (
     stretches,
     with_state,
 )
-from apex_npu.fusion.many_tensors import are_same, increment_versions
+from apex_npu.fusion.many_tensors import increment_versions
 from apex_npu.fusion.storage import SlotTable
 from apex_npu.ops import (
     cats_lists,
@@ -206,16 +206,6 @@ class FlatGrads:
         end = self.offsets[slots.stop] if slots.stop < len(self.offsets) else self.total_numel
         return end - self.offsets[slots.start]
 
-    def slots_of(self, tensors: Sequence[Tensor], offsets: Sequence[int]) -> range | None:
-        """Return the consecutive slots of ``tensors`` that are spaced like ``offsets``; None if there are none."""
-        first = next((i for i, p in enumerate(self.params) if p is tensors[0]), None)
-        if first is None:
-            return None
-        last = first + len(tensors)
-        apart = [offset - self.offsets[first] for offset in self.offsets[first:last]]
-        alike = len(apart) == len(offsets) and apart == [offset - offsets[0] for offset in offsets]
-        return range(first, last) if alike and are_same(tensors, self.params[first:last]) else None
-
     def all_present(self, slots: range | None = None) -> bool:
         """True if each of ``slots``, or each of all slots, is IN_BUFFER."""
         states = self.states(slots)
@@ -355,37 +345,12 @@ class FlatGrads:
             self.is_packed = False
         return states
 
-    @property
-    def shares_lazily(self) -> bool:
-        """Whether gradients that share memory after ``share`` are copied when either is first written."""
-        return self.device.type == "cpu" and self._addressed is None
-
-    def share(self, sources: Sequence[Tensor]) -> None:
-        """Give ``params`` the gradients of ``sources``, without a copy if they can be read in place.
-
-        Then both have a gradient of the source's dtype, in the same memory; on a CPU until either is written.
-        ``gather`` converts it to the parameter's dtype. If none can be read in place, all are packed if possible.
-
-        Raises:
-            RuntimeError: See ``take``.
-        """
-        slots, lazily = self.memory.slots, self.shares_lazily
-        least_numel = grad_slots.WRITTEN_NUMEL if lazily else grad_slots.STAYS_NUMEL
-        reads = lazily or (self._addressed is not None and not is_capturing())
-        shared, others = False, list[int]()
-        if reads and self._largest_numel >= least_numel and not (self.is_shown or self.gathers_all):
-            shared, others = slots.share(sources, self.params, least_numel, lazily)
-        if shared and others:
-            self.take(sources, slots=others)
-        elif not shared and not self.pack(sources):
-            self.take(sources)
-
     @no_grad
-    def pack(self, sources: Sequence[Tensor]) -> bool:
-        """Copy the gradients of ``sources`` to ``params`` as views of one tensor of their own dtype, on any device.
+    def pack(self) -> bool:
+        """Copy 16-bit gradients into one tensor, of which ``params`` get views as gradients, on any device.
 
-        The sources get these views as gradients, too, which frees the memory of their former ones. Only ``ops`` can
-        read the tensor instead of the buffer; ``gather`` converts the gradients to the parameters' dtype.
+        That frees the memory of the former ones. Only ``ops`` can read the tensor instead of the buffer; ``gather``
+        converts the gradients to the dtype of the slots.
 
         Returns:
             False, with nothing changed, if this is not possible or would save too little memory.
@@ -394,7 +359,7 @@ class FlatGrads:
             return False
         memory = self.memory
         self.is_packed = packed_grads.pack_grads(
-            sources, self.params, memory.slots, memory.shapes, self.offsets, self.total_numel
+            self.params, memory.slots, memory.shapes, self.offsets, self.total_numel
         )
         return self.is_packed
 
@@ -530,11 +495,7 @@ class FlatGrads:
         states = self.states()
         if ELSEWHERE in states and not (self.is_shown or self.is_sharded or self.is_packed):
             found = [(self.params[i].grad, self.memory.shapes[i]) for i in places_of(ELSEWHERE, states)]
-            grads = [
-                grad
-                for grad, shape in found
-                if grad is not None and grad_slots.fits(grad, shape, grad.dtype if self.is_widened else None)
-            ]
+            grads = [grad for grad, shape in found if grad is not None and grad_slots.fits(grad, shape, grad.dtype)]
             if len(grads) == len(found):
                 torch._foreach_zero_(grads)
                 states = states.replace(bytes([ELSEWHERE]), bytes([NONE]))

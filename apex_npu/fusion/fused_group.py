@@ -44,7 +44,7 @@ class HasFusedGroups:
         return [fused.grads for fused in self.combined_groups() if isinstance(fused.grads, FlatGrads)]
 
     def leading_params(self) -> Sequence[Tensor]:
-        """Return the parameters that have combined buffers of their own, before all others: amp's masters."""
+        """Return the parameters whose combined buffers come before all others: amp's 16-bit ones."""
         return ()
 
     def check_combining(self) -> None:

@@ -76,22 +76,6 @@ class GradSlots(Protocol):
         """
         ...
 
-    def share(
-        self, sources: Sequence[Tensor], params: Sequence[Tensor], least_numel: int, lazily: bool
-    ) -> tuple[bool, list[int]]:
-        """Give ``params`` those gradients of ``sources`` that need no copy.
-
-        Args:
-            sources: For each slot of the buffer, its parameter, or the model parameter that has the master's gradient.
-            params: For each slot of the buffer, its parameter.
-            least_numel: Share only gradients of at least so many elements.
-            lazily: Copy a shared gradient when either is written.
-
-        Returns:
-            Whether any gradient is shared, and the indices of those that are not.
-        """
-        ...
-
     def unscale(
         self, params: list[Tensor], views: list[Tensor], factor: float, found_inf: Tensor | None, least_numel: int
     ) -> bool:

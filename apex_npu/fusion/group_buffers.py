@@ -14,9 +14,9 @@ from torch import Tensor
 from apex_npu._extension import extension
 from apex_npu.fusion.flat_buffer import FlatBuffer, leave_private_formats, may_move
 from apex_npu.fusion.flat_grads import FlatGrads
-from apex_npu.fusion.layout import ALIGN_NUMEL, Layout, Slot
+from apex_npu.fusion.layout import Layout, Slot
 from apex_npu.fusion.own_grad import OwnGrad
-from apex_npu.fusion.storage import SlotTable, is_slot, release_previous, storage_numel, watch_copies
+from apex_npu.fusion.storage import SlotTable, is_slot, release_previous, storage_numel
 from apex_npu.ops import wide_dtype
 
 
@@ -172,11 +172,6 @@ class GroupBuffers:
         slots = tuple(Slot(self.grads.offsets[i], t.numel(), t.numel()) for i, t in movable)
         buffer.adopt(moved, Layout(slots, tuple(range(len(slots))), buffer.flat.numel()))
         found = ModelParamBuffer(buffer.flat, moved)
-        # If all parameters begin at a cache line, so does each block that a step updates at once. Memory that a script
-        # still owns may begin elsewhere.
-        if not any(offset % ALIGN_NUMEL for offset in self.grads.offsets):
-            offsets, numels = [slot.offset_numel for slot in slots], [slot.numel for slot in slots]
-            found.watched = watch_copies(buffer.flat, offsets, numels)
         self.model_params = weakref.ref(found)
         return found
 
@@ -190,15 +185,14 @@ class _State(NamedTuple):
 
 
 class ModelParamBuffer:
-    """The model parameters of masters, in a buffer laid out like a ``GroupBuffers``'s.
+    """The 16-bit data of parameters that are stepped in float32, in a buffer laid out like a ``GroupBuffers``'s.
 
     Attributes:
-        flat: 1-D, as long as the group's ``param_flat``; arbitrary values where a parameter has no model parameter.
-        params: The model parameters.
-        table: The places of the model parameters when they were moved here.
-        kept: Model parameters whose former memory may still be referenced from outside torch.
-        written: The number of model parameters that the last step has updated.
-        watched: Whether rules look for writes of scripts to ``params``, see ``watch_copies``.
+        flat: 1-D, as long as the group's ``param_flat``; arbitrary values where a parameter has no 16-bit data.
+        params: The parameters.
+        table: The places of their 16-bit data when it was moved here.
+        kept: Parameters whose former memory may still be referenced from outside torch.
+        written: The number of parameters whose 16-bit data the last step has written.
         parts: Slices of ``flat`` that runs have asked for, by their begin and end.
     """
 
@@ -206,7 +200,6 @@ class ModelParamBuffer:
         """Wrap ``flat``, which already holds ``params``."""
         self.flat = flat
         self.written = 0
-        self.watched = False
         self.parts: dict[tuple[int, int], Tensor] = {}
         self.params = list(params)
         self.table = SlotTable(self.params)

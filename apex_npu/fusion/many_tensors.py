@@ -15,7 +15,6 @@ from apex_npu.fusion import unfused
 
 if extension is None:
     from apex_npu.fusion.unfused import (
-        RoundedCopies,
         WriteTable,
         any_grads,
         are_same,
@@ -26,11 +25,12 @@ if extension is None:
         hold_values,
         increment_versions,
         low_precision_of,
+        set_grads,
+        swap_data,
         versions_of,
     )
 else:
     from apex_npu._C import (  # type: ignore[assignment]
-        RoundedCopies,
         WriteTable,
         any_grads,
         are_same,
@@ -41,11 +41,12 @@ else:
         hold_values,
         increment_versions,
         low_precision_of,
+        set_grads,
+        swap_data,
         versions_of,
     )
 
 __all__ = [
-    "RoundedCopies",
     "WriteTable",
     "any_grads",
     "are_same",
@@ -56,6 +57,8 @@ __all__ = [
     "hold_values",
     "increment_versions",
     "low_precision_of",
+    "set_grads",
+    "swap_data",
     "versions_of",
     "zero_grads",
 ]

@@ -11,7 +11,8 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -92,6 +93,56 @@ def mesh_groups(param: Any, *, along: Along = Along.ALL) -> list[tuple[Any, str]
         for dim, placement in enumerate(param.placements)
         if not placement.is_replicate() and along.includes(getattr(placement, "dim", 0))
     ]
+
+
+class MatrixCut(NamedTuple):
+    """How matrices are divided between processes: by rows, or by columns.
+
+    Attributes:
+        group: The process group.
+        device_type: The device type of its communication.
+        dim: 0: each process has some rows; 1: some columns.
+        sizes: How many each process has, in the order of ranks.
+    """
+
+    group: Any
+    device_type: str
+    dim: int
+    sizes: tuple[int, ...]
+
+    def begins(self) -> list[int]:
+        """Return the first row or column of each process."""
+        return list(accumulate(self.sizes, initial=0))[:-1]
+
+    def of_rows(self, first: int, count: int) -> MatrixCut:
+        """Return how ``count`` rows from ``first`` on, a matrix of their own, are divided."""
+        if self.dim:
+            return self
+        spans = [(max(begin, first), min(begin + size, first + count)) for begin, size in self._spans()]
+        return self._replace(sizes=tuple(max(0, end - begin) for begin, end in spans))
+
+    def _spans(self) -> Iterable[tuple[int, int]]:
+        return zip(self.begins(), self.sizes, strict=True)
+
+
+def matrix_cuts(param: Any) -> list[MatrixCut]:
+    """Return the cuts of the matrices of ``param``, its last two dimensions, one for each mesh dimension.
+
+    Each process has whole matrices if there is none, as for a plain tensor, for replicas, and for a stack of matrices
+    that is cut between them.
+    """
+    if not is_sharded(param):
+        return []
+    mesh, before = param.device_mesh, param.dim() - 2
+    found: list[MatrixCut] = []
+    for number, placement in enumerate(param.placements):
+        count, dim = mesh.size(number), getattr(placement, "dim", -1) - before
+        if not placement.is_replicate() and count > 1 and dim >= 0:
+            numel = param.size(before + dim)
+            chunk = -(-numel // count)  # as torch.chunk divides
+            sizes = tuple(max(0, min(chunk, numel - chunk * rank)) for rank in range(count))
+            found.append(MatrixCut(mesh.get_group(number), mesh.device_type, dim, sizes))
+    return found
 
 
 def part_number(param: Any) -> int:

@@ -21,19 +21,15 @@ if extension is None:
     from apex_npu.fusion.unfused import (
         SlotTable,
         is_slot,
-        round_to_copies,
         storage_view,
         storage_views,
-        written_copies,
     )
 else:
     from apex_npu._C import (  # type: ignore[assignment]
         SlotTable,
         is_slot,
-        round_to_copies,
         storage_view,
         storage_views,
-        written_copies,
     )
 
 __all__ = [
@@ -45,13 +41,10 @@ __all__ = [
     "move_out",
     "move_storages",
     "release_previous",
-    "round_to_copies",
     "storage_numel",
     "storage_view",
     "storage_views",
-    "watch_copies",
     "wraps_tensors",
-    "written_copies",
 ]
 
 
@@ -138,24 +131,4 @@ def release_previous(tensor: Tensor) -> bool:
     if has_unnamed_aliases([tensor]):
         return False
     extension.release_previous(tensor)
-    return True
-
-
-def watch_copies(flat: Tensor, offsets: Sequence[int], numels: Sequence[int]) -> bool:
-    """Make kernels watch ``flat``, a buffer of float16 or bfloat16 copies of parameters, for writes of scripts.
-
-    A kernel that updates parameters and rounds them into ``flat`` then first copies into the parameters what has been
-    written to ``flat`` since the last rounding.
-
-    Args:
-        flat: The buffer, on any device.
-        offsets: The beginnings of the copies; the rest of ``flat`` holds arbitrary values.
-        numels: The numbers of elements of the copies.
-
-    Returns:
-        True if the kernels of the device can watch; else nothing is watched.
-    """
-    if flat.device.type != "cpu":
-        return False
-    extension.watch_copies(flat, offsets, numels)
     return True

@@ -48,16 +48,6 @@ def storage_views(src: Tensor, offsets: Sequence[int], like: Sequence[Tensor]) -
     return [storage_view(src, offset, t.size(), t.stride()) for offset, t in zip(offsets, like, strict=True)]
 
 
-def round_to_copies(params: Tensor, flat: Tensor) -> bool:
-    """Update a whole watched buffer as a kernel does, without a step; return False if ``flat`` is not watched."""
-    return False
-
-
-def written_copies(flat: Tensor) -> tuple[int, int]:
-    """Return how many elements of a watched buffer, and of its parameters, were found written since the last call."""
-    return 0, 0
-
-
 def increment_versions(tensors: list[Tensor]) -> None:
     """Tell autograd that ``tensors`` have been written through memory that they share."""
     torch.autograd.graph.increment_version(tensors)
@@ -67,6 +57,28 @@ def drop_grads(tensors: list[Tensor]) -> None:
     """Set ``tensor.grad = None`` for each tensor."""
     for tensor in tensors:
         tensor.grad = None
+
+
+def set_grads(tensors: list[Tensor], grads: list[Tensor]) -> None:
+    """Set ``tensor.grad`` for each tensor to its one of ``grads``, which may be float32 for a 16-bit tensor."""
+    for tensor, grad in zip(tensors, grads, strict=True):
+        if tensor.dtype == grad.dtype or hasattr(tensor, "grad_dtype"):
+            tensor.grad = grad
+        else:  # torch before 2.10 refuses it, but does not look at a gradient when data changes
+            (former,) = swap_data([tensor], [grad])
+            tensor.grad = grad
+            swap_data([tensor], [former])
+
+
+def swap_data(params: list[Tensor], sources: list[Tensor]) -> list[Tensor]:
+    """Give ``params`` the data of ``sources``, and return the former data; see ``csrc/amp/float32_data.h``.
+
+    A parameter that changes its dtype gets another gradient accumulator, and loses the hooks on it.
+    """
+    former = [param.data for param in params]
+    for param, source in zip(params, sources, strict=True):
+        param.data = source
+    return former
 
 
 @torch.no_grad()
@@ -198,103 +210,6 @@ def _entries_of(tensors: Sequence[Tensor | None]) -> tuple[list[int], list[int |
 def _differing(now: Sequence[int | None], before: Sequence[int | None]) -> list[int]:
     """Return the indices where two lists of numbers differ."""
     return [] if now == before else [i for i, (a, b) in enumerate(zip(now, before, strict=True)) if a != b]
-
-
-class RoundedCopies:
-    """A record of float16 or bfloat16 copies of float32 CPU parameters, as they were last rounded.
-
-    A script may write a copy or a parameter without autograd's count. If a copy is not its rounded parameter, the
-    record tells which of the two was written.
-    """
-
-    def __init__(self) -> None:
-        self._rounded: dict[int, tuple[int, Tensor]] = {}  # by the identity of the copy: its address, and its values
-
-    @torch.no_grad()
-    def take(self, params: list[Tensor], copies: list[Tensor]) -> tuple[list[int], list[int], list[int]]:
-        """Copy into parameters what has been written to their copies since the last rounding.
-
-        Returns:
-            Three lists of indices of pairs: those whose copy has been written; those whose parameter has, maybe both;
-            and those that are left out, because the rounded value is not known, as on other devices.
-        """
-        written: tuple[list[int], list[int], list[int]] = ([], [], [])
-        for i, (param, copy) in enumerate(zip(params, copies, strict=True)):
-            known = self._known(copy) if _is_pair(param, copy) else None
-            if known is None:
-                written[2].append(i)
-                continue
-            differs = _differs(param, copy)
-            if differs.any():
-                of_copy = not _same(known, copy)
-                if not of_copy or not _same(known, param.to(copy.dtype)):
-                    written[1].append(i)
-                if of_copy:
-                    written[0].append(i)
-                    param.data.copy_(torch.where(differs, copy.to(param.dtype), param))
-        return written
-
-    @torch.no_grad()
-    def write(self, params: list[Tensor], copies: list[Tensor]) -> list[int]:
-        """Round each parameter into its copy, whose version stays; return the indices of pairs that are left out."""
-        pairs = [i for i, pair in enumerate(zip(params, copies, strict=True)) if _is_pair(*pair)]
-        if pairs:
-            torch._foreach_copy_([copies[i].data for i in pairs], [params[i] for i in pairs])
-        self._rounded = {}
-        self.note([params[i] for i in pairs], [copies[i] for i in pairs])
-        known = set(pairs)
-        return [i for i in range(len(params)) if i not in known]
-
-    def note(self, params: list[Tensor], copies: list[Tensor]) -> None:
-        """Record that the present values of ``copies`` are those that their parameters have been rounded to."""
-        pairs = [copy for param, copy in zip(params, copies, strict=True) if _is_pair(param, copy)]
-        self._rounded.update({id(copy): (copy.data_ptr(), copy.detach().clone()) for copy in pairs})
-
-    def written_copies(self, copies: list[Tensor]) -> list[int]:
-        """Return the indices of the copies that have been written; change nothing."""
-        known = [None if wraps_tensors(copy) else self._known(copy) for copy in copies]
-        pairs = enumerate(zip(known, copies, strict=True))
-        return [i for i, (rounded, copy) in pairs if rounded is not None and not _same(rounded, copy)]
-
-    @torch.no_grad()
-    def written_params(self, params: list[Tensor], copies: list[Tensor]) -> list[int]:
-        """Return the indices of pairs whose parameter has been written and whose copy has not; change nothing."""
-        written = []
-        for i, (param, copy) in enumerate(zip(params, copies, strict=True)):
-            known = self._known(copy) if _is_pair(param, copy) else None
-            if known is not None and _differs(param, copy).any() and _same(known, copy):
-                written.append(i)
-        return written
-
-    @torch.no_grad()
-    def since(self, params: list[Tensor], copies: list[Tensor], places: list[Tensor]) -> tuple[list[int], list[int]]:
-        """Compare pairs with the last rounding of the copies, whatever address these have now.
-
-        Args:
-            params: Parameters.
-            copies: Their copies.
-            places: The tensors where the copies were, for instance in a watched buffer; a copy itself if not known.
-
-        Returns:
-            The indices of the pairs whose copy still has the rounded values, and of those whose parameter would now be
-            rounded to other values.
-        """
-        same_copies, other_params = [], []
-        for i, (param, copy) in enumerate(zip(params, copies, strict=True)):
-            if id(copy) in self._rounded and _is_pair(param, copy):
-                _, known = self._rounded[id(copy)]
-                same_copies += [i] if _same(known, copy) else []
-                other_params += [i] if not _same(known, param.to(copy.dtype)) else []
-        return same_copies, other_params
-
-    def glance(self, params: list[Tensor], copies: list[Tensor]) -> bool:
-        """True if a check of a few of the pairs finds a parameter that has been written."""
-        step = len(copies) // 16 + 1
-        return bool(self.written_params(params[::step], copies[::step]))
-
-    def _known(self, copy: Tensor) -> Tensor | None:
-        address, rounded = self._rounded.get(id(copy), (None, None))
-        return rounded if address == copy.data_ptr() else None
 
 
 def _differs(param: Tensor, copy: Tensor) -> Tensor:

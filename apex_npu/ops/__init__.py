@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Update rules on flat buffers: one declaration per op, a kernel per device, the reference where there is none."""
+"""Update rules on flat buffers. Each op is declared once; a device without a kernel of its own runs the reference."""
 
 import apex_npu.ops.kernels  # noqa: F401 -- registers the kernels of devices
-from apex_npu.ops.cuda import masks_writes, note_differences, prepared
+from apex_npu.ops.cuda import masks_writes, prepared
 from apex_npu.ops.dispatch import Call, call_of_all
 from apex_npu.ops.elementwise import adadelta_, adagrad_, adam_, rmsprop_, sgd_
 from apex_npu.ops.encoded_calls import EncodedState, RunEncoding, prepared_encoded
@@ -23,7 +23,13 @@ from apex_npu.ops.gather import (
 )
 from apex_npu.ops.grad_lists import ListedSlots, is_grad_list
 from apex_npu.ops.lists import sgd_list_, takes_sgd_lists
-from apex_npu.ops.newton_schulz import Matrices, orthogonalize_
+from apex_npu.ops.newton_schulz import (
+    Matrices,
+    new_directions,
+    orthogonalize_,
+    orthogonalize_stack_,
+    product_dtype,
+)
 from apex_npu.ops.reference import FLOATS, LOW_PRECISION, chunks, wide_dtype
 from apex_npu.ops.segmented import clip_coefficient, lamb_, norm, norm_to_clip, segment_add_, segment_dot
 from apex_npu.ops.segments import Segments
@@ -54,12 +60,14 @@ __all__ = [
     "lamb_",
     "masks_writes",
     "multiply_",
+    "new_directions",
     "norm",
     "norm_to_clip",
-    "note_differences",
     "orthogonalize_",
+    "orthogonalize_stack_",
     "prepared",
     "prepared_encoded",
+    "product_dtype",
     "reads_listed",
     "rmsprop_",
     "segment_add_",

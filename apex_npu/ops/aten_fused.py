@@ -1,9 +1,10 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch's own fused kernels on flat buffers: one call, one pass. They take one dtype; else there is the reference.
+"""torch's own fused kernels on flat buffers: one call makes one pass over memory.
 
-On a single flat tensor torch's CPU kernels come close to the memory's speed, which a list of small tensors does not let
-them. Scaled gradients they would divide in place, which no op here does: chunks of them are divided on the side.
+On a single flat tensor, torch's CPU kernels come close to the memory's speed; on a list of small tensors they do not.
+The kernels take operands of one dtype; for others, the functions here call the reference. The kernels would divide
+scaled gradients in place, and no op may write a gradient, so chunks of the gradients are divided into scratch memory.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from torch import Tensor
 from apex_npu.ops import elementwise, reference
 from apex_npu.ops.dispatch import Rule
 
-# More than elsewhere: a call of these kernels costs more, and less of what it touches has to stay in the cache.
+# Larger than elsewhere: a call of these kernels costs more, and a chunk needs less room in the cache.
 _CHUNK_NUMEL = 1 << 18
-# At which betas to its power are far below a rounding error: nothing is left of torch's bias correction.
+# At this step, betas to the power of the step are negligible, so that torch's bias correction changes nothing.
 LATE_STEP = 2.0**24
 
 
@@ -33,14 +34,14 @@ def sgd_(
     found_inf: Tensor | None = None,
     **options: Any,
 ) -> None:
-    """See ``apex_npu.ops.elementwise.sgd_``."""
+    """Step ``elementwise.sgd_`` by torch's fused kernel if it takes the operands, else by the reference."""
     operands, step = (param, grad, momentum_buffer, model_param), options["step"]
     decays = options.get("decoupled", False) and options["weight_decay"] != 0
-    # The buffer is zeros before the first step, which makes only this difference.
+    # The buffer holds zeros before the first step, so dampening is the only difference of that step.
     dampened = momentum_buffer is not None and options["dampening"] != 0
-    # Beside Nesterov's momentum torch knows no dampening.
+    # torch does not combine dampening with Nesterov's momentum.
     asks = dampened and (isinstance(step, Tensor) or options["nesterov"])
-    # Nor a buffer without momentum.
+    # torch has no buffer without momentum.
     asks = asks or (momentum_buffer is not None and options["momentum"] == 0)
     if decays or asks or not _one_dtype(grad, param, momentum_buffer) or param.dtype in reference.LOW_PRECISION:
         elementwise.sgd_.reference(*operands, grad_scale=grad_scale, found_inf=found_inf, **options)
@@ -70,9 +71,9 @@ def adam_(
     found_inf: Tensor | None = None,
     **options: Any,
 ) -> None:
-    """See ``apex_npu.ops.elementwise.adam_``."""
+    """Step ``elementwise.adam_`` by torch's fused kernel if it takes the operands, else by the reference."""
     operands = (param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, model_param)
-    # Without bias correction: torch has no such option, but steps so many that there is nothing left to correct.
+    # torch has no option to leave out the bias correction, but at a very late step there is nothing to correct.
     corrects = options.get("bias_correction", True)
     steps = options["step"] if corrects else late_step(options["beta1"], options["beta2"])
     if steps is None or not _one_dtype(grad, param, *operands[2:5]):
@@ -92,7 +93,7 @@ def adam_(
 
 
 def sgd_runs(*columns: list[Tensor], **options: Any) -> None:
-    """The overload ``runs`` of ``sgd_``."""
+    """Kernel of the overload ``runs`` of ``sgd_``."""
     flags = {"nesterov": options["nesterov"], "maximize": options["maximize"]}
 
     def update(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], *, step: int, **numbers: Any) -> None:
@@ -103,7 +104,7 @@ def sgd_runs(*columns: list[Tensor], **options: Any) -> None:
 
 
 def adam_runs(*columns: list[Tensor], **options: Any) -> None:
-    """The overload ``runs`` of ``adam_``."""
+    """Kernel of the overload ``runs`` of ``adam_``."""
     kernel: Callable[..., None] = torch._fused_adamw_ if options["decoupled"] else torch._fused_adam_
     flags = {"amsgrad": bool(columns[4]), "maximize": options["maximize"]}
 
@@ -117,13 +118,13 @@ def adam_runs(*columns: list[Tensor], **options: Any) -> None:
 def _update_lists(
     rule: Rule[...], columns: Sequence[list[Tensor]], options: dict[str, Any], update: Callable[..., None] | None
 ) -> None:
-    """Call ``update`` once for all ranges of one dtype with the same numbers; ``rule`` for each that it cannot take.
+    """Call ``update`` once for all ranges with the same dtype and numbers, and ``rule`` for ranges it cannot take.
 
     Args:
-        rule: What ``update`` computes.
-        columns: The operands, of which the last are model parameters.
-        options: Those of the overload ``runs``.
-        update: torch's kernel, of lists of operands and of numbers that these share; None: it cannot take any.
+        rule: The rule that ``update`` computes.
+        columns: The operands; the last column holds model parameters.
+        options: The options of the overload ``runs``.
+        update: torch's kernel, which takes lists of operands, and numbers that these share; None if it can take none.
     """
     plain = update is not None and not columns[-1] and options.get("grad_scale") is None
     kinds: dict[tuple[Any, ...], list[int]] = {}
@@ -141,27 +142,28 @@ def _update_lists(
 
 
 def _as_torch_reads(number: Any, *, flag: bool = False) -> Any:
-    """A tensor in float32, and as a flag 1 where it is not 0: torch's kernels take nothing else for one."""
+    """Convert a tensor to float32, and a flag to 0 or 1, as torch's kernels require; return other numbers unchanged."""
     if not isinstance(number, Tensor):
         return number
     return (number != 0 if flag else number).to(torch.float32)
 
 
 def _one_dtype(grad: Tensor, param: Tensor, *states: Tensor | None) -> bool:
-    """True where the states have the dtype of the parameters, and a gradient can be given it."""
+    """Return whether the states have the dtype of the parameters and the gradient can be converted to it."""
     alike = all(state.dtype == param.dtype for state in states if state is not None)
     return alike and reference.is_wide_or_narrow(grad, param)
 
 
 def late_step(*betas: float) -> float | None:
-    """``LATE_STEP``; None where one of ``betas`` is so near to 1 that even its power to that is not negligible."""
+    """Return ``LATE_STEP``; None if one of ``betas`` to that power is not negligible."""
     return LATE_STEP if max(betas) ** LATE_STEP < 1e-30 else None
 
 
 def _pieces(tensors: tuple[Tensor | None, ...], grad_scale: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """The operands, whole; or piece by piece where the last, ``model_param``, is to be written, too.
+    """Yield the operands, with the gradient divided by ``grad_scale`` and in the parameters' dtype.
 
-    Likewise where the second, the gradient, has to be divided by ``grad_scale``, or widened: so it comes.
+    The operands are whole if the gradient is ready as it is and there is no ``model_param``, the last operand.
+    Otherwise they are in pieces.
     """
     param, grad = tensors[:2]
     assert param is not None

@@ -35,7 +35,7 @@ logger = logging.getLogger("apex_npu")
 _OLDEST_TRITON = (3, 6)
 # Ops whose kernels Triton could not compile here: not tried again.
 _given_up: set[object] = set()
-_TAKE, _SCALE, _DIFFER = "take_addressed", "scale_listed", "note_differences"
+_TAKE, _SCALE = "take_addressed", "scale_listed"
 _ids: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -94,24 +94,6 @@ def scale_listed(grads: Tensor, factor: float | Tensor, found_inf: Tensor | None
     return _run_plan(_SCALE, (grads, factor, found_inf), {})[0]
 
 
-def note_differences(
-    param: Tensor, copy: Tensor, lines: Tensor | None, found: Tensor, *, width: int, first: int = 0, every: int = 1
-) -> bool:
-    """Look for elements of ``copy`` that are not those of ``param``, rounded; False where Triton cannot.
-
-    Args:
-        param: Contiguous.
-        copy: Likewise, of as many elements, float16 or bfloat16. What is not a number, here or there, is no difference.
-        lines: 1 for each line of ``width`` elements that is looked at, else 0; None: all are.
-        found: float32, one element, set to 1 where there is one: on their device, or in memory of the host that
-            kernels can write, see ``HostFlag``.
-        width: Elements of a line.
-        first: Only every so many-th line is looked at, and this is the first,
-        every: How many.
-    """
-    return _run_plan(_DIFFER, (param, copy, lines, found, width, first, every), {})[0]
-
-
 @functools.cache
 def _plans() -> ModuleType | None:
     """The module that plans the launches; None where plain torch is used."""
@@ -123,10 +105,12 @@ def _plans() -> ModuleType | None:
         version = tuple(int(part) for part in triton.__version__.split(".")[:2])
         if version < _OLDEST_TRITON:
             oldest = ".".join(map(str, _OLDEST_TRITON))
-            raise ImportError(f"this is Triton {triton.__version__}, and {oldest} or newer is needed")
+            raise ImportError(f"Triton {triton.__version__} is too old: {oldest} or newer is needed")
         return importlib.import_module("apex_npu.ops.triton_kernels.plans")
     except Exception as error:  # a broken installation raises anything
-        logger.warning("apex_npu: no Triton on cuda, using torch's own kernels (more launches): %s", error)
+        logger.warning(
+            "apex_npu: Triton is not used on cuda; torch's own kernels run instead, with more launches: %s", error
+        )
         return None
 
 
@@ -189,7 +173,7 @@ def _planned(
         return plan.run, (device, plan.compile(device)), {}
     except CompilationError as error:
         _given_up.add(key)
-        logger.warning("apex_npu: Triton cannot compile %s, using torch's own kernels: %s", name, error)
+        logger.warning("apex_npu: Triton cannot compile %s; torch's own kernels run instead: %s", name, error)
     return None
 
 

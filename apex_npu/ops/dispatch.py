@@ -2,17 +2,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Ops declared once: a typed Python function whose signature is the schema and whose body is the reference kernel.
 
-A call of a declared op goes through torch's dispatcher to the kernel for the operands' device: one that ``kernels.py``
-registers, or else the body. In signatures
+A call of a declared op goes through torch's dispatcher to the kernel for the operands' device: the one that
+``kernels.py`` registers, or else the body. In signatures
 
 - ``Mutated`` is a tensor that is updated in place;
-- ``Scratch`` likewise, with arbitrary values before and after the call;
+- ``Scratch`` is a tensor that is updated in place and has arbitrary values before and after the call;
 - ``float | Tensor`` and ``int | Tensor`` are numbers, or tensors of one element on the operands' device.
 
-A *rule* updates parameters. It has four overloads: the default one takes numbers; ``on_device`` takes in addition
-``<name>_tensor`` for each number that may be a tensor, and ``found_inf``; ``runs`` takes lists of operands and of
-numbers, for several ranges of parameters. A call picks one of the first two, ``call_of_all`` the third. A fourth,
-``encoded``, for states in fewer bytes, is called by ``encoded_calls.py``.
+A *rule* updates parameters and has four overloads:
+
+- the default overload takes numbers;
+- ``on_device`` also takes ``<name>_tensor`` for each number that may be a tensor, and ``found_inf``;
+- ``runs`` takes lists of operands and of numbers, for several ranges of parameters;
+- ``encoded`` takes states that are stored in fewer bytes.
+
+Calling the rule picks one of the first two. ``call_of_all`` uses ``runs``, and ``encoded_calls.py`` uses ``encoded``.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ _R = TypeVar("_R")
 Mutated = Annotated[Tensor, "mutated"]
 Scratch = Annotated[Tensor, "mutated", "scratch"]
 
-# An op, or another function, and its arguments.
+# An op or another function, its arguments and its options.
 Call: TypeAlias = tuple[Callable[..., None], tuple[Any, ...], dict[str, Any]]
 
 _library = torch.library.Library("apex_npu", "DEF")  # lives as long as the process
@@ -46,21 +50,20 @@ _library = torch.library.Library("apex_npu", "DEF")  # lives as long as the proc
 class Op(Generic[_P, _R]):
     """A declared op.
 
-    Attributes:
-        name: As torch registers it, with the overload.
-        overload: What the dispatcher calls.
-        reference: The body: the op in plain torch, on any device.
-        operands: Names of the positional parameters.
-        defaults: Of the parameters that have one.
+    name: The name that torch registers, with the overload.
+    overload: The object that the dispatcher calls.
+    reference: The body: the op in plain torch, on any device.
+    operands: The names of the positional parameters.
+    defaults: The defaults of the parameters that have one.
     """
 
     def __init__(self, body: Callable[_P, _R], name: str, fake: Callable[..., object]) -> None:
         """Register the op.
 
         Args:
-            body: See the module.
-            name: As torch registers it, with the overload.
-            fake: Returns what the op returns for tensors without memory.
+            body: The declaration; see the module's docstring.
+            name: The name that torch registers, with the overload.
+            fake: A function that returns what the op returns for tensors without memory.
         """
         self.__name__, self.__doc__, self.__wrapped__ = body.__name__, body.__doc__, body
         self.name = name
@@ -77,9 +80,9 @@ class Op(Generic[_P, _R]):
         return result
 
     def quickly(self, *operands: Any) -> Any:
-        """The same of plain tensors without a graph: on a GPU without torch's dispatcher, unless something observes it.
+        """Call the op with plain tensors and no graph; on a GPU without torch's dispatcher, if nothing observes it.
 
-        The dispatcher's way to a kernel in Python takes longer than a launch.
+        The dispatcher takes longer than a launch to reach a kernel in Python.
         """
         kernel = self._cuda_kernel if operands[0].is_cuda and not torch.compiler.is_compiling() else None
         if kernel is None or is_dispatch_observed():
@@ -87,7 +90,7 @@ class Op(Generic[_P, _R]):
         return kernel(*operands)
 
     def implement(self, kernel: Callable[..., Any], key: str, overload: str = "") -> None:
-        """Make ``kernel`` that of an overload, by default the declared one, for the dispatch key ``key``."""
+        """Register ``kernel`` for an overload, by default the declared one, under the dispatch key ``key``."""
         if key == "CUDA" and not overload:
             self._cuda_kernel = kernel
         _library.impl(f"{self.name}.{overload}" if overload else self.name, kernel, key)
@@ -98,17 +101,17 @@ class Rule(Op[_P, None]):
 
     Attributes:
         scalars: The parameters that are numbers, with their types.
-        numbers: Those of them that may be tensors.
+        numbers: The scalars that may be tensors, with their types as numbers.
         on_device: The overload for such tensors and for ``found_inf``.
-        runs: The overload for lists: of operands, empty where there is none, and of numbers.
-        is_elementwise: No element depends on others.
-        joins_on: The devices, by type, with a kernel of ``runs`` that is quicker than one call for each.
+        runs: The overload for lists of operands, empty for an operand that is None, and of numbers.
+        is_elementwise: Whether no element depends on others.
+        joins_on: The device types where a kernel of ``runs`` is faster than a call for each range.
     """
 
     joins_on: tuple[str, ...] = ()
 
     def __init__(self, body: Callable[_P, None]) -> None:
-        """Register both overloads. The body need not read ``found_inf``."""
+        """Register all overloads. The body need not read ``found_inf``."""
         super().__init__(body, body.__name__, _return_none)
         hints = {name: _members(hint) for name, hint in get_type_hints(body, include_extras=True).items()}
         self.numbers = {name: kinds[0] for name, kinds in hints.items() if Tensor in kinds[1:]}
@@ -131,18 +134,18 @@ class Rule(Op[_P, None]):
         for name, number in self.numbers.items():
             if isinstance(options.get(name), Tensor):
                 tensors[f"{name}_tensor"] = options[name]
-                options[name] = number()  # required, and not read
+                options[name] = number()  # required, but not read
         if tensors or found_inf is not None:
             self.on_device(*operands, found_inf=found_inf, **tensors, **options)
         else:
             self.overload(*operands, **options)
 
     def bind(self, *operands: _P.args, **options: _P.kwargs) -> Call:
-        """A call with these arguments, to be made later."""
+        """Return a call with these arguments, to be made later."""
         return self, operands, options
 
     def call_of_all(self, operands: Sequence[tuple[Any, ...]], options: Sequence[dict[str, Any]]) -> Call | None:
-        """One call in the place of several; None where they differ in more than tensors and numbers."""
+        """Join several calls into one; return None if they differ in more than tensors and numbers."""
         columns = list(zip(*operands, strict=True))
         if any(len(kinds) > 1 and NoneType in kinds for kinds in (set(map(type, column)) for column in columns)):
             return None
@@ -159,7 +162,7 @@ class Rule(Op[_P, None]):
                 return None
         if joined.pop("found_inf", None) is not None:
             return None
-        for name in self.scalars.keys() - joined.keys():  # no list has a default
+        for name in self.scalars.keys() - joined.keys():  # lists have no defaults
             joined[name] = [self.defaults[name]] * len(options)
         return self.runs, tuple([] if column[0] is None else column for column in columns), joined
 
@@ -170,7 +173,7 @@ class Rule(Op[_P, None]):
             self.overload(*(column[i] if column else None for column in operands), **numbers)
 
     def device_scalars(self, kernel: Callable[..., None]) -> Callable[..., None]:
-        """A kernel of the overload ``on_device``, from one with the declared signature."""
+        """Wrap a kernel with the declared signature as a kernel of the overload ``on_device``."""
 
         def on_device(*operands: Any, **options: Any) -> None:
             for name in self.numbers:
@@ -182,21 +185,21 @@ class Rule(Op[_P, None]):
         return on_device
 
     def host_scalars(self) -> Callable[..., None]:
-        """The same for the CPU, where tensors can be read without waiting: its kernels take numbers alone."""
+        """Return a kernel of ``on_device`` for the CPU, which reads tensors without waiting and passes on numbers."""
 
         def default(*operands: Any, found_inf: Tensor | None = None, **options: Any) -> None:
             if found_inf is not None and bool(found_inf):
                 return
-            for name in self.numbers.keys() & options.keys():  # the others have defaults
+            for name in self.numbers.keys() & options.keys():  # the others keep their defaults
                 options[name] = self.numbers[name](options[name])
             self.overload(*operands, **options)
 
         return self.device_scalars(default)
 
     def _skippable(self, *operands: Any, found_inf: Tensor | None = None, **options: Any) -> None:
-        """The body; where ``found_inf`` is not 0, what it has written is as it was before.
+        """Run the body; if ``found_inf`` is not 0, restore everything that it has written.
 
-        It takes clones of the mutated operands, of a chunk at a time where elements are independent of each other.
+        It clones the mutated operands, one chunk at a time if elements are independent of each other.
         """
         if found_inf is None:
             self.__wrapped__(*operands, **options)
@@ -210,17 +213,17 @@ class Rule(Op[_P, None]):
                 torch.where(skipped, then, now, out=now)
 
 
-# The rules by the names that torch has for them.
+# The rules by their names in torch.
 rules: dict[str, Rule[...]] = {}
 
-# What the overload `encoded` takes in addition: the remainders of 16-bit parameters; the scales of each 8-bit state;
-# int64 rows (first element, elements, position, first scale), one for each parameter; the step, for random bits; and
-# whether bfloat16 parameters are rounded stochastically.
+# The additional arguments of the overload `encoded`: the remainders of 16-bit parameters; the scales of each 8-bit
+# state; int64 rows (first element, elements, position, first scale), one for each parameter; the step, for random bits;
+# and whether bfloat16 parameters are rounded stochastically.
 _ENCODING = "Tensor(y!)? remainder, Tensor(z!)[] scales, Tensor table, int count, bool stochastic_param"
 
 
 def call_of_all(calls: Sequence[Call]) -> Call | None:
-    """One call that does what ``calls`` do; None where there is none, or it would not be quicker."""
+    """Join ``calls`` into one; return None if that is impossible or not faster."""
     rule = calls[0][0]
     if not isinstance(rule, Rule) or calls[0][1][0].device.type not in rule.joins_on:
         return None
@@ -229,7 +232,7 @@ def call_of_all(calls: Sequence[Call]) -> Call | None:
 
 
 def op(name: str, fake: Callable[..., object]) -> Callable[[Callable[_P, _R]], Op[_P, _R]]:
-    """Declare an op under ``name``; see ``Op``."""
+    """Declare an op under ``name``; see ``Op`` for the arguments."""
     return lambda body: Op(body, name, fake)
 
 
@@ -243,17 +246,17 @@ def _register(schema: str, kernel: Callable[..., Any], fake: Callable[..., objec
 
 
 def _return_none(*operands: object, **options: object) -> None:
-    """Shapes do not change and nothing is returned: all that tracing needs."""
+    """Return nothing and change no shapes, which is all that tracing needs."""
 
 
-# torch.library.infer_schema makes SymInt of an int, which no kernel here takes, and has no words for unions.
+# torch.library.infer_schema makes int a SymInt, which no kernel here takes, and does not support unions.
 _TYPES: dict[Any, str] = {Tensor: "Tensor", float: "float", int: "int", bool: "bool", type(None): "()"}
 
 
 def _schema(body: Callable[..., Any], *, lists: bool = False) -> str:
-    """The schema that follows from the signature of ``body``; ``found_inf`` is in it only if it is mutated.
+    """Return the schema of the signature of ``body``; it includes ``found_inf`` only if that is mutated.
 
-    With ``lists`` it is that of an overload that takes lists of operands and numbers.
+    With ``lists`` it is the schema of an overload that takes lists of operands and numbers.
     """
     hints = get_type_hints(body, include_extras=True)
     aliases = iter(ascii_lowercase)
@@ -274,5 +277,5 @@ def _schema(body: Callable[..., Any], *, lists: bool = False) -> str:
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """The types in a union, or the one type."""
+    """Return the types in a union, or the one type."""
     return (hint,) if get_origin(hint) is Annotated else get_args(hint) or (hint,)

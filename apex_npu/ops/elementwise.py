@@ -2,21 +2,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Update rules that treat each element on its own.
 
-Each function declares an op, see ``dispatch.py``: its body is the reference kernel, in plain torch. The arithmetic is
-that of the states' dtype, float32 for low-precision parameters, rounded once on the way back. Buffers are processed in
-chunks that stay in the cache, so no temporary grows with the model.
+Each function declares an op, see ``dispatch.py``: its body is the reference kernel, in plain torch. Buffers are
+processed in chunks that stay in the cache, so no temporary grows with the model.
 
 All ops work in place on 1-D buffers of one length and device. States have the dtype of the parameters, or float32
-beside float16 and bfloat16; gradients have it, too, or float16 or bfloat16 beside float32. What is computed is computed
-in the states' dtype, and rounded once. What several of them take:
+for float16 and bfloat16 parameters. Gradients have the dtype of the parameters, or float16 or bfloat16 for float32
+parameters. The ops compute in the dtype of the states and round each result once. Several ops share these arguments:
 
-- ``grad``: never written.
-- ``grad_scale``: one number, a float32 or float64 tensor, that gradients are divided by first: the loss scale, over
-  what clipping multiplies with. None: 1.
-- ``model_param``: of float16 or bfloat16; gets the new ``param``, rounded. None: not written.
-- ``lr``, ``step``: numbers, or tensors of one element on the buffers' device, which are read there without a wait. A
-  CUDA graph that was captured with tensors finds in them at each replay what they are by then.
-- ``found_inf``: one element, likewise; where it is not 0, nothing is written. None: there is no such flag.
+- ``grad``: The gradient. It is never written.
+- ``grad_scale``: One number, a float32 or float64 tensor, that gradients are divided by first: the loss scale, divided
+  by the factor of gradient clipping. None stands for 1.
+- ``model_param``: A float16 or bfloat16 tensor that receives the new ``param``, rounded. None writes no copy.
+- ``lr``, ``step``: Numbers, or tensors of one element on the buffers' device, which are read there without a wait. A
+  CUDA graph that was captured with tensors reads their current values at each replay.
+- ``found_inf``: One element on the buffers' device; if it is not 0, nothing is written. None stands for 0.
 """
 
 from __future__ import annotations
@@ -67,17 +66,17 @@ def sgd_(
         param: θ, updated in place.
         grad: g.
         momentum_buffer: b, updated in place; None without momentum.
-        model_param: See the module.
-        lr: Learning rate.
-        momentum: Of b.
-        dampening: Of the gradient's share in b, and beside b.
-        weight_decay: L2 penalty, or decoupled decay.
-        nesterov: Look ahead.
-        maximize: Ascend instead.
-        step: Number of this update, from 1.
-        decoupled: Which of the two.
-        grad_scale: See the module.
-        found_inf: See the module.
+        model_param: The rounded copy of θ; see the module.
+        lr: The learning rate.
+        momentum: The decay of b.
+        dampening: The share of the gradient that is left out.
+        weight_decay: The L2 penalty, or the decoupled decay.
+        nesterov: Use Nesterov's momentum.
+        maximize: Step along the gradient instead of against it.
+        step: The number of this update, from 1.
+        decoupled: Decay the parameters instead of adding the penalty to the gradient.
+        grad_scale: The divisor of gradients; see the module.
+        found_inf: The flag that prevents writing; see the module.
     """
     compute_dtype = wide_dtype(param.dtype)
     for p_chunk, g_chunk, b, model_chunk in chunks((param, grad, momentum_buffer, model_param)):
@@ -135,27 +134,28 @@ def adam_(
         v ← beta2 · v + (1 − beta2) · g²
         p ← p − lr / (1 − beta1^step) · m / (sqrt(v̂) / sqrt(1 − beta2^step) + eps)
 
-    with v̂ = v, or the running maximum of v where ``max_exp_avg_sq`` is given (AMSGrad, of the uncorrected v as in
-    torch), and without ``bias_correction`` 1 for both of the brackets.
+    where v̂ = v, or the running maximum of v if ``max_exp_avg_sq`` is given (AMSGrad, of the uncorrected v as in
+    torch). Without ``bias_correction``, 1 − beta1^step and 1 − beta2^step are replaced by 1.
 
     Args:
         param: θ, updated in place.
         grad: g.
         exp_avg: m, updated in place.
         exp_avg_sq: v, updated in place.
-        max_exp_avg_sq: Running maximum of v, updated in place; None without AMSGrad.
-        model_param: See the module.
-        lr: Learning rate.
-        beta1: Decay of m.
-        beta2: Decay of v.
-        eps: Added to the denominator.
-        weight_decay: L2 penalty, or decoupled decay (Loshchilov & Hutter 2017, https://arxiv.org/abs/1711.05101).
-        decoupled: Which of the two.
-        maximize: Ascend instead.
-        step: Number of this update, from 1.
-        bias_correction: Correct m and v for their start.
-        grad_scale: See the module.
-        found_inf: See the module.
+        max_exp_avg_sq: The running maximum of v, updated in place; None without AMSGrad.
+        model_param: The rounded copy of θ; see the module.
+        lr: The learning rate.
+        beta1: The decay of m.
+        beta2: The decay of v.
+        eps: The number added to the denominator.
+        weight_decay: The L2 penalty, or the decoupled decay (Loshchilov & Hutter 2017,
+            https://arxiv.org/abs/1711.05101).
+        decoupled: Decay the parameters instead of adding the penalty to the gradient.
+        maximize: Step along the gradient instead of against it.
+        step: The number of this update, from 1.
+        bias_correction: Correct m and v for their start at 0.
+        grad_scale: The divisor of gradients; see the module.
+        found_inf: The flag that prevents writing; see the module.
     """
     step_size = lr / bias_correction_of(beta1, step) if bias_correction else lr
     root_correction2 = bias_correction_of(beta2, step) ** 0.5 if bias_correction else 1.0
@@ -215,21 +215,21 @@ def rmsprop_(
         param: θ, updated in place.
         grad: g.
         square_avg: s, updated in place.
-        grad_avg: a, updated in place; None: not centered.
-        momentum_buffer: b, updated in place; None: no momentum.
-        model_param: See the module.
-        lr: Learning rate.
-        alpha: Decay of s and a.
-        eps: See above.
-        weight_decay: L2 penalty, or decoupled decay; the latter is not multiplied with lr, but a step with an lr of 0
-            must not move parameters: torch.distributed.checkpoint takes one to make state.
-        momentum: Of b.
-        eps_inside_sqrt: TensorFlow's way.
-        decoupled: Decay the parameter instead of adding to the gradient.
-        lr_in_momentum: TensorFlow's way.
-        maximize: Ascend instead.
-        grad_scale: See the module.
-        found_inf: See the module.
+        grad_avg: a, updated in place; None if not centered.
+        momentum_buffer: b, updated in place; None without momentum.
+        model_param: The rounded copy of θ; see the module.
+        lr: The learning rate.
+        alpha: The decay of s and a.
+        eps: The number added to the denominator, inside or outside of the root.
+        weight_decay: The L2 penalty, or the decoupled decay. The latter is not multiplied by lr, but a step with lr = 0
+            does not move parameters, because torch.distributed.checkpoint makes such a step to create the state.
+        momentum: The decay of b.
+        eps_inside_sqrt: Add eps inside of the root, as TensorFlow does.
+        decoupled: Decay the parameters instead of adding the penalty to the gradient.
+        lr_in_momentum: Multiply by lr before adding to b, as TensorFlow does.
+        maximize: Step along the gradient instead of against it.
+        grad_scale: The divisor of gradients; see the module.
+        found_inf: The flag that prevents writing; see the module.
     """
     operands = (param, grad, square_avg, grad_avg, momentum_buffer, model_param)
     for p_chunk, g_chunk, s, mean, b, model_chunk in chunks(operands):
@@ -287,14 +287,14 @@ def adadelta_(
         grad: g.
         square_avg: s, updated in place.
         acc_delta: a, updated in place.
-        model_param: See the module.
-        lr: Learning rate.
-        rho: Decay of s and a.
-        eps: See above.
-        weight_decay: L2 penalty.
-        maximize: Ascend instead.
-        grad_scale: See the module.
-        found_inf: See the module.
+        model_param: The rounded copy of θ; see the module.
+        lr: The learning rate.
+        rho: The decay of s and a.
+        eps: The number added inside of both roots.
+        weight_decay: The L2 penalty.
+        maximize: Step along the gradient instead of against it.
+        grad_scale: The divisor of gradients; see the module.
+        found_inf: The flag that prevents writing; see the module.
     """
     for p_chunk, g_chunk, s, a, model_chunk in chunks((param, grad, square_avg, acc_delta, model_param)):
         p = p_chunk.to(square_avg.dtype)
@@ -335,14 +335,14 @@ def adagrad_(
         param: θ, updated in place.
         grad: g.
         square_sum: s, updated in place.
-        model_param: See the module.
-        lr: Learning rate.
-        eps: Added to the denominator.
-        weight_decay: L2 penalty, or decoupled decay.
-        decoupled: Which of the two.
-        maximize: Ascend instead.
-        grad_scale: See the module.
-        found_inf: See the module.
+        model_param: The rounded copy of θ; see the module.
+        lr: The learning rate.
+        eps: The number added to the denominator.
+        weight_decay: The L2 penalty, or the decoupled decay.
+        decoupled: Decay the parameters instead of adding the penalty to the gradient.
+        maximize: Step along the gradient instead of against it.
+        grad_scale: The divisor of gradients; see the module.
+        found_inf: The flag that prevents writing; see the module.
     """
     for p_chunk, g_chunk, s, model_chunk in chunks((param, grad, square_sum, model_param)):
         p = p_chunk.to(square_sum.dtype)

@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Calls of rules on states, or parameters, that are kept in fewer bytes.
+"""Calls of rules on states, or parameters, that are stored in fewer bytes.
 
-Such operands take the places of tensors in the ordinary call of a rule. torch hands that call back here, by its
-protocol for arguments that are no tensors, so that calls without such operands have nothing to ask.
+Such operands take the places of tensors in an ordinary call of a rule. By its protocol for arguments that are not
+tensors, torch passes such a call to this module, so that calls without such operands need no check.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class _Operand:
         rule = None if schema is None else rules.get(schema.name)
         if rule is None:
             raise TypeError(
-                f"{func} cannot read a state that is kept in fewer bytes, which only the update rules can: leave "
-                "state_dtype out, or pass the rule's own op what run.state(name) gives"
+                f"{func} cannot read a state that is stored in fewer bytes; only the ops of update rules can: leave "
+                "state_dtype out, or pass run.state(name) to the rule's own op"
             )
         if func.__name__.endswith(".runs"):
             rule.each(*args, **kwargs or {})
@@ -53,19 +53,17 @@ class _Operand:
 
 
 class RunEncoding(_Operand):
-    """What a run has beside its operands; it takes the place of ``model_param``.
-
-    Calls without it have other parameters than the run's, which are not encoded.
+    """The encoding of a run's parameters and states; it takes the place of ``model_param`` if parameters are encoded.
 
     Attributes:
-        model_param: The operand in whose place it is.
-        remainder: Of bfloat16 or float16 parameters, if these have any.
-        stochastic_param: bfloat16 parameters are rounded stochastically.
+        model_param: The operand whose place it takes.
+        remainder: The remainders of bfloat16 or float16 parameters; None if they have none.
+        stochastic_param: Whether bfloat16 parameters are rounded stochastically.
         count: The number of the step, for random bits.
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
-        """Of a run that holds ``segments``."""
+        """Create the encoding of a run that holds ``segments``."""
         self.model_param: Tensor | None = None
         self.remainder: Tensor | None = None
         self.stochastic_param = False
@@ -75,31 +73,31 @@ class RunEncoding(_Operand):
 
     @cached_property
     def table(self) -> Tensor:
-        """See ``dispatch.py``."""
+        """The int64 table of the parameters; see ``dispatch.py``."""
         return torch.tensor(self._segments, dtype=torch.int64, device="cpu").reshape(-1, 4)
 
     def pieces(self, param: Tensor) -> Iterator[Piece]:
-        """Of ``param``, which is all of the run, for kernels in plain torch.
+        """Yield pieces of ``param``, which is the whole run, for kernels in plain torch.
 
-        They are cut once: a captured graph reads their tables at each replay, and a copy from the host would wait. Each
-        call has copies, since what a piece finds out about its elements takes more memory than it describes.
+        The pieces are cut once, because a captured graph reads their tables at each replay and a copy from the host
+        would wait. Each call yields copies, because a piece caches tensors that are larger than its elements.
         """
         self._pieces = self._pieces or list(pieces(self._segments, param.numel(), param.device))
         return map(copy, self._pieces)
 
     def decode_param(self, param: Tensor, span: slice) -> Tensor:
-        """What a rule steps in the place of ``param[span]``: a view of it, where that is not encoded."""
+        """Return the values that a rule steps for ``param[span]``; if it is not encoded, a view of it."""
         if self.remainder is not None:
             return decode_remainder(param[span], self.remainder[span])
         return param[span].to(torch.float32) if self.stochastic_param else param[span]
 
     def encode_run(self, values: Tensor, param: Tensor, states: Sequence[tuple[int, EncodedState, Tensor]]) -> None:
-        """Write all of a run: ``values`` to ``param``, where it is encoded, and others to its ``states``.
+        """Write a whole run: ``values`` to ``param`` if it is encoded, and the values of ``states``.
 
         Args:
-            values: What ``decode_param`` has given, of the whole run.
+            values: The result of ``decode_param`` for the whole run, which a rule has stepped.
             param: The parameters.
-            states: Each with its index in the rule, and its values, which may be overwritten.
+            states: Each state with its index in the rule, and its values, which may be overwritten.
         """
         if not _by_extension(param):
             for piece in self.pieces(param):
@@ -116,7 +114,7 @@ class RunEncoding(_Operand):
             cpu.encode_state(wide, kept, scales, self.table, int(self.count), index)
 
     def encode_param(self, values: Tensor, param: Tensor, piece: Piece) -> None:
-        """Write what ``decode_param`` has given, and a rule has changed, to a piece of ``param``."""
+        """Write ``values``, which ``decode_param`` returned and a rule has changed, to a piece of ``param``."""
         if self.remainder is not None:
             param[piece.span], self.remainder[piece.span] = encode_remainder(values, param.dtype)
         elif self.stochastic_param:
@@ -125,30 +123,30 @@ class RunEncoding(_Operand):
 
 
 class EncodedState(_Operand):
-    """The part of a run in one state that is kept in fewer bytes.
+    """The part of a run in one state that is stored in fewer bytes.
 
     Attributes:
-        values: bfloat16, int8 or uint8.
-        scales: Of all parameters of the arena, for 8-bit states; else None.
-        encoding: Of the run.
+        values: The stored values: bfloat16, int8 or uint8.
+        scales: The scales of all parameters of the arena, for 8-bit states; else None.
+        encoding: The encoding of the run.
     """
 
     def __init__(self, values: Tensor, scales: Tensor | None, encoding: RunEncoding) -> None:
-        """See the attributes."""
+        """Store the attributes."""
         self.values, self.scales, self.encoding = values, scales, encoding
 
     def decode(self, piece: Piece) -> Tensor:
-        """The values of a piece in float32."""
+        """Return the values of a piece in float32."""
         return decode(self.values[piece.span], self.scales, piece)
 
     def decode_run(self) -> Tensor:
-        """The values of all of the run in float32."""
+        """Return the values of the whole run in float32."""
         if _by_extension(self.values):
             return cpu.decode_state(self.values, self.scales, self.encoding.table)
         return self.decode_all(self.encoding.pieces(self.values))
 
     def decode_all(self, its_pieces: Iterable[Piece]) -> Tensor:
-        """The values of ``its_pieces``, joined; parameters without elements make none."""
+        """Return the joined values of ``its_pieces``; zeros of the run's length if there are no pieces."""
         parts = [self.decode(piece) for piece in its_pieces]
         return torch.cat(parts) if parts else torch.zeros_like(self.values, dtype=torch.float32)
 
@@ -160,9 +158,9 @@ class EncodedState(_Operand):
 
 @dataclass(frozen=True)
 class Encoded:
-    """What the kernels of a rule have beside the declared arguments: see ``encoded`` in ``dispatch.py``.
+    """The arguments of a rule's kernels besides the declared ones: see ``encoded`` in ``dispatch.py``.
 
-    ``scales`` has one for each state of the rule, which is None unless that is of 8 bits; ``count`` may be a tensor.
+    ``scales`` has an item for each state of the rule, None for a state that has no 8 bits; ``count`` may be a tensor.
     """
 
     remainder: Tensor | None
@@ -176,12 +174,12 @@ def _by_extension(operand: Tensor) -> bool:
     return cpu.available and operand.device.type == "cpu"
 
 
-# Kernels, by the type of their device, that take operands as they are stored: they are planned, or None is returned.
+# Planning functions of kernels that take operands as they are stored, by device type; they may return None.
 _KERNELS = {"cuda": cuda.plan_encoded}
 
 
 def prepared_encoded(call: Call) -> Call:
-    """As ``cuda.prepared``, of a run whose operands are encoded."""
+    """Do what ``cuda.prepared`` does, for a run whose operands are encoded."""
     rule, operands, options = call
     if not isinstance(rule, Rule):
         return call
@@ -217,7 +215,7 @@ def _call(rule: Rule[...], operands: tuple[Any, ...], options: dict[str, Any]) -
 
 
 def _taken_apart(operands: tuple[Any, ...]) -> tuple[RunEncoding, RunEncoding | None, tuple[Any, ...]]:
-    """The encoding of ``operands``, again where it encodes their parameters, and what it is in the place of."""
+    """Return the encoding, the encoding again if it encodes parameters or else None, and the plain operands."""
     found = next(operand for operand in operands if isinstance(operand, _Operand))
     encoding = found.encoding if isinstance(found, EncodedState) else found
     assert isinstance(encoding, RunEncoding)
@@ -280,9 +278,9 @@ def _run_on_pieces(
     operands: tuple[Any, ...],
     options: dict[str, Any],
 ) -> None:
-    """The kernel for float32 values, piece by piece, or of the whole run where elements depend on others.
+    """Run the kernel on float32 values: piece by piece, or on the whole run if elements depend on others.
 
-    With ``found_inf`` it leaves values as they are, and so do the encoders.
+    If ``found_inf`` is set, the kernel leaves the values unchanged, and encoding them again changes nothing.
     """
     operands = tuple(map(with_memory, operands))
     if rule.is_elementwise:
@@ -309,7 +307,7 @@ def _step(
         values[2 + index] = state.decode_all(its_pieces())
     if of_params is not None:
         values[0] = of_params.decode_param(operands[0], span)
-    values[1] = values[1].to(torch.float32)  # as the gradients of masters are
+    values[1] = values[1].to(torch.float32)  # as the gradients of masters
     rule(*values, **options)
     for piece in its_pieces():
         part = slice(piece.span.start - span.start, piece.span.stop - span.start)

@@ -1,8 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gradients, as autograd has left them, on their way into slots. Not a dispatcher op: lists are slow to pass there.
+"""Moves gradients from where autograd left them into slots.
 
-On a CPU the C++ extension (csrc/fused_optim) takes them, where it is there; ``gather_torch.py`` has the rest.
+The functions are not dispatcher ops, because passing lists to those is slow. On a CPU they use the C++ extension
+(csrc/fused_optim) if it is loaded; ``gather_torch.py`` does the rest.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ __all__ = [
 
 
 def gathers_in_one_pass(slot: Tensor) -> bool:
-    """True where ``gather_`` copies, widens, multiplies and checks every element in one pass."""
+    """Return whether ``gather_`` copies, widens, multiplies and checks every element in one pass."""
     return extension is not None and slot.device.type == "cpu" and slot.dtype in FLOATS
 
 
@@ -46,13 +47,14 @@ def gathers_in_one_pass(slot: Tensor) -> bool:
 def gather_(
     slots: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: float = 1.0, found_inf: Tensor | None = None
 ) -> None:
-    """Write grad · inv_scale into its slot, for each pair.
+    """Write grad · inv_scale into the slot, for each pair.
 
     Args:
-        slots: Dense, of one dtype and device, not overlapping.
-        grads: Shaped like them; of any floating dtype, widened before they are multiplied.
+        slots: Dense tensors of one dtype and device that do not overlap.
+        grads: Tensors of the same shapes, of any floating dtype; they are widened before they are multiplied.
         inv_scale: 1 / loss scale.
-        found_inf: float32, one element; set to 1 where an element of a gradient is inf or nan. None: do not look.
+        found_inf: float32, one element; set to 1 if an element of a gradient is inf or nan. None if this is not
+            checked.
     """
     if slots and gathers_in_one_pass(slots[0]) and all(grad.dtype in FLOATS for grad in grads):
         extension.gather_cpu(slots, grads, inv_scale, found_inf)
@@ -65,9 +67,9 @@ def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | Non
     """Multiply ``grads``, all of one device and dtype, by ``inv_scale``.
 
     Args:
-        grads: Dense tensors, or all of them lists of gradients.
+        grads: Dense tensors, or only lists of gradients.
         inv_scale: 1 / loss scale.
-        found_inf: float32, one element; set to 1 where a gradient is not finite. None: do not look.
+        found_inf: float32, one element; set to 1 if a gradient is not finite. None if this is not checked.
     """
     if not grads or (inv_scale == 1.0 and found_inf is None):
         return
@@ -75,10 +77,10 @@ def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | Non
         for listed in grads:
             if listed.device.type != "cpu":
                 gather_cuda.scale_listed(listed, inv_scale, found_inf)
-            # The norm is checked first, which is quicker: it is finite where they are, unless it overflows itself.
+            # Checking the norm first is faster; it is finite if all elements are, unless it overflows itself.
             elif inv_scale != 1.0 or not math.isfinite(norm(listed)):
                 extension.scale_grad_list(listed, inv_scale, found_inf)
-    # Subclasses may have no memory but that of tensors inside (DTensor).
+    # Subclasses may have no memory of their own but only tensors inside (DTensor).
     elif (
         inv_scale != 1.0
         and gathers_in_one_pass(grads[0])
@@ -90,7 +92,7 @@ def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | Non
 
 
 def multiply_(grads: Tensor, factor: Tensor) -> None:
-    """``grads.mul_(factor)``, of a dense tensor or a list of gradients, with one number on their device."""
+    """Multiply a dense tensor or a list of gradients in place by ``factor``, one number on their device."""
     if is_grad_list(grads) and grads.device.type != "cpu":
         gather_cuda.scale_listed(grads, factor.to(grads.dtype))
     elif is_grad_list(grads):
@@ -100,19 +102,19 @@ def multiply_(grads: Tensor, factor: Tensor) -> None:
 
 
 def cats_lists(device: torch.device) -> bool:
-    """True where ``cat_into`` copies a long list into one tensor, instead of one launch for every few of them."""
+    """Return whether ``cat_into`` copies a long list into one tensor faster than one launch for every few tensors."""
     return device.type == "npu"
 
 
 @torch.no_grad()
 def cat_into(out: Tensor, tensors: Sequence[Tensor], gaps: Sequence[int], zeros: Tensor) -> None:
-    """Write ``tensors``, one after the other with zeros between them, in one launch however many there are.
+    """Write ``tensors`` to ``out``, one after the other with zeros between them, in one launch.
 
     Args:
-        out: 1-D, as long as all of that; of any floating dtype.
-        tensors: 1-D, and none of them in the memory of ``out``.
-        gaps: For each how many zeros follow it; for the last there need be none.
-        zeros: 1-D, as many as the largest gap at least. They have the dtype of the tensors, unless these differ:
+        out: 1-D, of the total length, of any floating dtype.
+        tensors: 1-D tensors that do not overlap ``out``.
+        gaps: The number of zeros after each tensor; the last may be 0.
+        zeros: 1-D zeros, at least as many as the largest gap. They have the dtype of the tensors, unless these differ:
             a list of one dtype is converted as a whole.
     """
     pads = {gap: zeros[:gap] for gap in set(gaps)}
@@ -123,15 +125,15 @@ def cat_into(out: Tensor, tensors: Sequence[Tensor], gaps: Sequence[int], zeros:
 
 
 def reads_listed(slot: Tensor) -> bool:
-    """True where ops read, and can write, gradients of slots like this one where autograd left them, as one operand."""
+    """Return whether ops read and write gradients of slots like this one where autograd left them, as one operand."""
     return extension is not None and (slot.device.type == "cpu" or takes_addresses(slot))
 
 
 def takes_grads(slot: Tensor) -> bool:
-    """True where gathering, multiplying and checking gradients in one pass is faster, by any kernel."""
+    """Return whether a kernel gathers, multiplies and checks gradients in one pass, which is faster."""
     return (slot.device.type == "cpu" and slot.dtype in FLOATS) or takes_addresses(slot)
 
 
 def divides_in_update(device: torch.device) -> bool:
-    """True where an update with a ``grad_scale`` needs no more launches, or passes over memory, than one without."""
+    """Return whether an update with a ``grad_scale`` takes no more launches and passes than one without."""
     return device.type != "npu"

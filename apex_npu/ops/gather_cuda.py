@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gradients that a kernel finds by a table of their addresses: one launch, however many there are and wherever."""
+"""Takes gradients by a table of their addresses, in one launch for any number of gradients."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from apex_npu.ops.triton_kernels.chunks import Chunks
 
 
 def takes_addresses(slot: Tensor) -> bool:
-    """True where an ``AddressTable`` may take gradients into slots like this one."""
+    """Return whether an ``AddressTable`` can write gradients into slots like this one."""
     return extension is not None and cuda.takes_addresses(slot)
 
 
 class AddressTable:
-    """The slots of a flat buffer, cut into chunks, one for each program of a kernel that follows addresses.
+    """The slots of a flat buffer in chunks, one for each program of a kernel that follows addresses.
 
     Attributes:
-        addresses: int64 on the host, one for each slot: what ``GradSlots.addresses`` writes, and ``take`` follows.
+        addresses: int64 on the host, one for each slot: ``GradSlots.addresses`` writes it and ``take`` reads it.
     """
 
     def __init__(self, flat: Tensor, offsets: Sequence[int], numels: Sequence[int]) -> None:
-        """``flat`` has slots of ``numels`` elements that begin at ``offsets``."""
+        """Set the buffer ``flat``, with slots of ``numels`` elements that begin at ``offsets``."""
         starts, lengths = (torch.tensor(given, dtype=torch.int64, device="cpu") for given in (offsets, numels))
         chunks = Chunks.of(starts, lengths, flat)
         self._flat = flat
@@ -44,13 +44,14 @@ class AddressTable:
         """Write gradient · inv_scale into each of ``slots`` that has an address, in one launch and without a wait.
 
         Args:
-            dtype: Of all gradients.
+            dtype: The dtype of all gradients.
             inv_scale: 1 / loss scale.
-            found_inf: float32, one element; set to 1 where an element of a gradient is inf or nan. None: do not look.
-            slots: Consecutive ones.
+            found_inf: float32, one element; set to 1 if an element of a gradient is inf or nan. None if this is not
+                checked.
+            slots: The indices of consecutive slots.
 
         Returns:
-            False, with nothing written, where Triton cannot compile the kernel.
+            False, with nothing written, if Triton cannot compile the kernel; else True.
         """
         chunks, firsts = self._chunks, self._firsts
         if len(slots) < len(firsts) - 1:
@@ -70,7 +71,7 @@ class AddressTable:
 
 
 def scale_listed(grads: Tensor, factor: float | Tensor, found_inf: Tensor | None = None) -> None:
-    """Multiply the gradients that the operand ``grads`` lists, where they are; see ``gather_torch.unscale_grads``."""
+    """Multiply in place the gradients that the operand ``grads`` lists; see ``gather.unscale_grads``."""
     if not cuda.scale_listed(grads, factor, found_inf):
         found = [grad for grad, _ in listed_grads(grads)]
         if isinstance(factor, Tensor):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Multiplying and checking gradients by torch's operators."""
+"""Multiplies and checks gradients by torch's operators."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from apex_npu.ops.segmented import norm
 
 
 def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | None) -> None:
-    """See ``gather.py``; of dense tensors."""
+    """Do what ``gather.unscale_grads`` does, for dense tensors."""
     if not grads or (inv_scale == 1.0 and found_inf is None):
         return
     if grads[0].is_complex():
         grads = [as_real(grad) for grad in grads]
-    # Subclasses may have no memory but that of tensors inside (DTensor); torch's own ops handle them.
+    # Subclasses may have no memory of their own but only tensors inside (DTensor); torch's own ops handle them.
     plain = all(type(grad) is Tensor for grad in grads)
     if plain and inv_scale == 1.0 and found_inf is not None and found_inf.device.type == "cpu":
         if not all(map(_is_finite, grads)):
@@ -29,43 +29,43 @@ def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | Non
         if inv_scale != 1.0:
             torch._foreach_mul_(grads, inv_scale)
     elif found_inf is not None:
-        # One pass that multiplies and checks every element; where it need not multiply, it still is the fewest calls.
+        # One pass multiplies and checks every element. It takes the fewest calls even if there is nothing to multiply.
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, _factor_beside(found_inf, inv_scale))
     else:
         torch._foreach_mul_(grads, inv_scale)
 
 
 def _factor_beside(found_inf: Tensor, inv_scale: float) -> Tensor:
-    """``inv_scale`` on the device of ``found_inf``, made once for it: what waits for the flag waits for this, too."""
+    """Return ``inv_scale`` on the device of ``found_inf``; the tensor is kept with the flag and made only once."""
     known: tuple[float, Tensor] | None = vars(found_inf).get("factor")
     if known is None or known[0] != inv_scale:
-        # Without dimensions, as GradScaler's: chips that saturate multiply a gradient of that shape in place by it.
+        # A 0-dim tensor, as GradScaler's: chips that saturate multiply a gradient of the factor's shape in place by it.
         factor = torch.full((), inv_scale, dtype=torch.float32, device=found_inf.device)
         known = vars(found_inf)["factor"] = inv_scale, factor
     return known[1]
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """A view of the numbers that complex ones consist of, or of their conjugates."""
+    """Return a real view of complex numbers, or of their conjugates."""
     return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
 
 
 def _checks_by_norms(grad: Tensor) -> bool:
-    """True where torch's kernel cannot: that of cuda has no bfloat16, and takes large float64 numbers for inf."""
+    """Return whether torch's kernel cannot check: on cuda it lacks bfloat16, and takes large float64 values for inf."""
     return grad.is_cuda and grad.dtype not in {torch.float32, torch.float16}
 
 
 def _look(grads: list[Tensor], found_inf: Tensor) -> None:
-    """Set ``found_inf`` where an element is not finite, without a wait: by the largest of each, in its own dtype."""
+    """Set ``found_inf`` if an element is not finite, without a wait: by the largest magnitude of each gradient."""
     filled = [grad for grad in grads if grad.numel()]
     if filled:
         largest = torch.stack(torch._foreach_norm(filled, math.inf))
-        # inf and nan, less themselves, are nan, which is true.
+        # inf - inf and nan - nan are nan, which counts as true.
         found_inf.logical_or_((largest - largest).any())
 
 
 def _is_finite(grad: Tensor) -> bool:
-    """True where every element is finite: by the norm, which is fast, unless that alone is too large for its dtype."""
+    """Return whether every element is finite, first by the fast norm, which may overflow although elements do not."""
     if grad.dtype not in LOW_PRECISION and math.isfinite(torch.linalg.vector_norm(grad)):
         return True
     return math.isfinite(norm(grad.reshape(-1))) or bool(grad.isfinite().all())

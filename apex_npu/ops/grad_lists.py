@@ -1,8 +1,8 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gradients of a GPU where autograd left them, as one operand: a tensor without memory, and where kernels find them.
+"""Gradients that stay where autograd left them, as one operand: a tensor without memory, and a table of addresses.
 
-On a CPU the extension's kernels follow such an operand by themselves.
+On a GPU, kernels follow the table. On a CPU, the extension's kernels follow the operand without a table.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _T = TypeVar("_T")
 
 
 class Addresses(NamedTuple):
-    """Where the gradients of an operand are.
+    """The addresses of the gradients of an operand.
 
     Attributes:
         begins: int64, on the host: the first element of each slot in the operand.
-        lengths: int64, likewise: its elements.
-        on_device: int64: for each slot the address that the operand would begin at if the gradient were in its place,
-            plus 1 where it is ``narrow``; 0: there is none.
-        wide: The dtype of the operand, and of its gradients,
-        narrow: But of those that have this; None: none has.
-        kept: What was planned for these slots, for the next time.
+        lengths: int64, on the host: the number of elements of each slot.
+        on_device: int64: for each slot, the address of the operand if the gradient were in its place, plus 1 if the
+            gradient has the dtype ``narrow``; 0 if there is no gradient.
+        wide: The dtype of the operand, and of gradients that are not narrow.
+        narrow: The dtype of the other gradients; None if there are no others.
+        kept: A dict that keeps plans for these slots for the next call.
     """
 
     begins: Tensor
@@ -44,21 +44,21 @@ def _is_none(tensor: object) -> bool:
     return False
 
 
-# True for an operand that refers to gradients where autograd left them: only ops can read it, it has no memory.
+# Tells an operand that refers to gradients where autograd left them. It has no memory, and only ops can read it.
 is_grad_list: Callable[[object], bool] = _is_none if extension is None else extension.is_grad_list
 
 
 class SentTables:
-    """Tables of addresses that a device has: gradients are, most often, where those of one of the last steps were."""
+    """Tables of addresses on a device, kept because gradients mostly are where those of a recent step were."""
 
     MOST = 4
 
     def __init__(self) -> None:
-        # By the stream, too: work on another one could come before the copy, or after the memory is another's.
+        # The key has the stream: another stream might read before the copy, or after the memory is used again.
         self._sent: dict[tuple[int, bytes], Tensor] = {}
 
     def on(self, device: torch.device, addresses: Tensor) -> Tensor:
-        """``addresses``, of the host, on ``device``: without a wait, and without a copy where it has had them."""
+        """Copy ``addresses`` from the host to ``device`` without a wait; return a previous copy if there is one."""
         numbers: Any = addresses.numpy()
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         key = stream, numbers.tobytes()
@@ -71,10 +71,10 @@ class SentTables:
 
 
 class ListedSlots:
-    """Consecutive slots whose gradients are listed in each step, most often at the addresses of the step before."""
+    """Consecutive slots whose gradients are listed in each step, mostly at the addresses of the previous step."""
 
     def __init__(self, begins: Sequence[int], lengths: Sequence[int]) -> None:
-        """See ``Addresses``."""
+        """Set the ranges of the slots; see ``Addresses``."""
         self._begins, self._lengths, self._found = (
             torch.tensor(numbers, dtype=torch.int64, device="cpu") for numbers in (begins, lengths, [0] * len(begins))
         )
@@ -84,7 +84,7 @@ class ListedSlots:
     def add_addresses(self, grads: Tensor) -> None:
         """Find the gradients of the operand ``grads`` for kernels, without a wait.
 
-        Where they have two dtypes beside the operand's, they are copied before they are read.
+        If they have more than one other dtype besides the operand's, no addresses are added, and kernels read a copy.
         """
         others = extension.grad_addresses(grads, self._begins, self._lengths, self._found)
         if len(others) <= 1:
@@ -94,25 +94,25 @@ class ListedSlots:
 
 
 def addresses_of(grads: Tensor) -> Addresses | None:
-    """What ``ListedSlots.add_addresses`` has found, if anything; of any other tensor nothing."""
+    """Return the addresses that ``ListedSlots.add_addresses`` has added to ``grads``; None if there are none."""
     found: Addresses | None = vars(grads).get("addresses")
     return found
 
 
 def listed_grads(grads: Tensor) -> list[tuple[Tensor, int]]:
-    """The gradients of the operand, 1-D, each with its first element there; writing them is not counted."""
+    """Return the gradients of the operand, 1-D, each with its first element; autograd does not see writes to them."""
     found: list[tuple[Tensor, int]] = extension.listed_grads(grads)
     return found
 
 
 def count_writes(grads: Tensor) -> None:
-    """Have autograd notice that the gradients of the operand have been written."""
+    """Mark the gradients of the operand as written, so that autograd notices it."""
     extension.count_grad_writes(grads)
 
 
 @torch.no_grad()
 def dense(grads: Tensor) -> Tensor:
-    """The operand, with memory: a copy, with zeros where there is no gradient."""
+    """Return a copy of the operand with memory, and with zeros for missing gradients."""
     flat = torch.zeros(grads.numel(), dtype=grads.dtype, device=grads.device)
     found = listed_grads(grads)
     for dtype in {grad.dtype for grad, _ in found}:
@@ -123,5 +123,5 @@ def dense(grads: Tensor) -> Tensor:
 
 
 def with_memory(operand: _T) -> _T | Tensor:
-    """``operand``, but ``dense`` where it is a list."""
+    """Return ``dense(operand)`` if ``operand`` is a list of gradients, and else ``operand``."""
     return dense(operand) if isinstance(operand, Tensor) and is_grad_list(operand) else operand

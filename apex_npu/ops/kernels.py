@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which kernel runs on which device, where it is not the body of the op's declaration."""
+"""Registers the kernels of each device; an op without one for a device runs the body of its declaration there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ for _op, _kernel in cuda.KERNELS.items():
         _op.implement(_op.device_scalars(_kernel), "CUDA", "on_device")
 
 if cpu.available:
-    _cpu_kernels = cpu.register()  # they last as long as this
+    _cpu_kernels = cpu.register()  # keeps the kernels registered
     for _rule in (*elementwise.RULES, *segmented.RULES):
         _rule.joins_on = ("cpu",)
 else:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rules for lists of tensors, where a device steps them in one launch: gradients need not be gathered for these."""
+"""Rules that step lists of tensors in one launch, so that gradients need not be gathered first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from apex_npu.ops import npu
 
 
 def takes_sgd_lists(device: torch.device, dtype: torch.dtype) -> bool:
-    """True where ``sgd_list_`` steps parameters of ``dtype`` in one launch, however many there are."""
+    """Return whether ``sgd_list_`` steps parameters of ``dtype`` in one launch, however many there are."""
     return device.type == "npu" and dtype == torch.float32 and npu.works("_fused_sgd_", device)
 
 
@@ -29,19 +29,19 @@ def sgd_list_(
     maximize: bool,
     step: int,
 ) -> None:
-    """``sgd_`` for lists, with momentum and an L2 penalty; only where ``takes_sgd_lists``.
+    """Step lists of tensors as ``sgd_`` does, with momentum and an L2 penalty; call it only if ``takes_sgd_lists``.
 
     Args:
-        params: Updated in place.
-        grads: One for each, with its size, strides and dtype.
-        momentum_buffers: Likewise; updated in place.
-        lr: Learning rate.
-        momentum: Of the buffers; not 0.
-        dampening: Of the gradient's share in them; 0 for ``nesterov``.
-        weight_decay: L2 penalty.
-        nesterov: Look ahead.
-        maximize: Ascend instead.
-        step: Number of this update, from 1.
+        params: The parameters, updated in place.
+        grads: The gradients, with the sizes, strides and dtypes of the parameters.
+        momentum_buffers: The momentum buffers, updated in place, with the sizes, strides and dtypes of the parameters.
+        lr: The learning rate.
+        momentum: The decay of the buffers; not 0.
+        dampening: The share of the gradient that is left out; 0 with ``nesterov``.
+        weight_decay: The L2 penalty.
+        nesterov: Use Nesterov's momentum.
+        maximize: Step along the gradient instead of against it.
+        step: The number of this update, from 1.
     """
     torch._fused_sgd_(
         params,

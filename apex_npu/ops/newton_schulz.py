@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Newton-Schulz iterations on the matrices of a flat buffer, those of equal shape by batched products.
+"""Newton-Schulz iterations on the matrices of a flat buffer, with batched products for matrices of equal shape.
 
-They need no kernel of their own: almost all of the work is in torch's products. How many products and other launches
-there are depends on the number of different shapes, not on that of the matrices.
+Almost all of the work is in torch's products, so there is no kernel of its own. The number of launches depends on the
+number of different shapes, not on the number of matrices.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from apex_npu.ops.reference import chunk_numel, wide_dtype
 
 logger = logging.getLogger("apex_npu")
 
-# On a CPU a batch is to stay in the cache of a core, and products of larger matrices are as quick alone.
+# On a CPU, a batch should stay in the cache of a core; products of larger matrices are as fast one by one.
 _BATCH_NUMEL = 1 << 19
 _ALONE_NUMEL = 1 << 16
 
@@ -30,10 +30,10 @@ class Stack(NamedTuple):
     """Matrices of equal shape in a flat buffer.
 
     Attributes:
-        rows: Of each, as they are in memory: row by row.
-        columns: Likewise.
-        factor: What their results are multiplied by.
-        members: Which of the matrices.
+        rows: The rows of each, as in memory.
+        columns: The columns of each.
+        factor: The factor of their results.
+        members: The indices of the matrices.
     """
 
     rows: int
@@ -43,14 +43,14 @@ class Stack(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """Memory for a step of the matrices of a flat buffer, laid out as they are there.
+    """Memory for a step of the matrices of a flat buffer, in the same layout.
 
     Attributes:
         flat: 1-D, as long as the buffer; zeros between matrices.
         pieces: The matrices in ``flat``, each 1-D.
-        gaps: Elements after each, up to the next one.
-        stacks: Those that are stepped together; empty ones are in none.
-        zeros: 1-D, of the dtype of the products; as many as the largest gap has.
+        gaps: The number of elements between each matrix and the next.
+        stacks: The matrices that are stepped together; empty matrices are in no stack.
+        zeros: 1-D, of the dtype of the products; at least as many as the largest gap.
     """
 
     flat: Tensor
@@ -63,7 +63,7 @@ class Matrices(NamedTuple):
     def of(
         shapes: Sequence[tuple[int, int]], offsets: Sequence[int], factors: Sequence[float], param: Tensor
     ) -> Matrices:
-        """Matrices of ``shapes`` at ``offsets``, the first of which is 0, in buffers like ``param``."""
+        """Allocate for matrices of ``shapes`` at ``offsets``, the first of which is 0, in buffers like ``param``."""
         ends = [*offsets[1:], param.numel()]
         sizes: list[int] = []
         stacks: dict[tuple[int, int, float], Stack] = {}
@@ -71,17 +71,22 @@ class Matrices(NamedTuple):
             sizes += [rows * columns, end - begin - rows * columns]
             if rows * columns:
                 stacks.setdefault((rows, columns, factor), Stack(rows, columns, factor, [])).members.append(i)
-        dtype, products = wide_dtype(param.dtype), product_dtype(param.device)
-        # Kernels of the CPU write what the products take, unless they compute in float64.
-        narrow = param.device.type == "cpu" and dtype == torch.float32
-        flat = param.new_zeros(param.numel(), dtype=products if narrow else dtype)
-        zeros = param.new_zeros(max(sizes[1::2], default=0), dtype=products)
+        flat = new_directions(param)
+        zeros = param.new_zeros(max(sizes[1::2], default=0), dtype=product_dtype(param.device))
         return Matrices(flat, list(flat.split_with_sizes(sizes)[::2]), sizes[1::2], list(stacks.values()), zeros)
+
+
+def new_directions(param: Tensor) -> Tensor:
+    """Return zeros for the directions of a step of ``param``, a flat buffer."""
+    dtype = wide_dtype(param.dtype)
+    # Kernels of the CPU write the dtype of the products, unless they compute in float64.
+    narrow = param.device.type == "cpu" and dtype == torch.float32
+    return param.new_zeros(param.numel(), dtype=product_dtype(param.device) if narrow else dtype)
 
 
 @functools.cache
 def product_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16, or float32 where ``device`` has no batched products of that."""
+    """Return bfloat16, or float32 if ``device`` has no batched products of bfloat16."""
     try:
         ones = torch.ones(1, 16, 16, dtype=torch.bfloat16, device=device)
         product = torch.bmm(ones, ones)
@@ -92,18 +97,18 @@ def product_dtype(device: torch.device) -> torch.dtype:
         if found == 16 + 16**2:
             return torch.bfloat16
         because = f"a product is {found} instead of {16 + 16**2}"
-    logger.info("apex_npu: no bfloat16 products on %s, Newton-Schulz iterations are in float32: %s", device, because)
+    logger.info("apex_npu: %s has no bfloat16 products; Newton-Schulz iterations run in float32: %s", device, because)
     return torch.float32
 
 
 def orthogonalize_(matrices: Matrices, *, coefficients: Sequence[float], steps: int, eps: float) -> None:
-    """Replace each matrix by ``factor`` times ``newton_schulz`` of it.
+    """Replace each matrix by ``factor`` times its ``newton_schulz``.
 
     Args:
-        matrices: What to replace.
-        coefficients: See ``newton_schulz``.
-        steps: Likewise.
-        eps: Likewise.
+        matrices: The matrices.
+        coefficients: a, b and c of ``newton_schulz``.
+        steps: The number of iterations.
+        eps: The smallest divisor.
     """
     flat, pieces, dtype = matrices.flat, matrices.pieces, matrices.zeros.dtype
     joins = cats_lists(flat.device)
@@ -124,8 +129,17 @@ def orthogonalize_(matrices: Matrices, *, coefficients: Sequence[float], steps: 
         cat_into(flat, results, matrices.gaps, matrices.zeros)
 
 
+def orthogonalize_stack_(
+    stack: Tensor, *, coefficients: Sequence[float], steps: int, eps: float, factor: float
+) -> None:
+    """Replace each matrix of ``stack``, which has one or more, by ``newton_schulz`` of it; see there."""
+    for batch in stack.split(_batch_size(stack[0].numel(), stack.device)):
+        x = batch if len(batch) > 1 else batch[0]
+        newton_schulz(x, coefficients=coefficients, steps=steps, eps=eps, factor=factor)
+
+
 def _gathered(pieces: list[Tensor], dtype: torch.dtype, *, joins: bool) -> Tensor:
-    """Copies of ``pieces`` in rows, of ``dtype``."""
+    """Return copies of ``pieces`` in rows, of ``dtype``."""
     if joins:
         return torch.stack(pieces).to(dtype)
     rows = pieces[0].new_empty(len(pieces), pieces[0].numel(), dtype=dtype)
@@ -134,7 +148,7 @@ def _gathered(pieces: list[Tensor], dtype: torch.dtype, *, joins: bool) -> Tenso
 
 
 def newton_schulz(x: Tensor, *, coefficients: Sequence[float], steps: int, eps: float, factor: float = 1.0) -> Tensor:
-    """Bring the singular values of matrices near to 1: U diag(s) Vᵀ becomes about U Vᵀ, without a decomposition.
+    """Move the singular values of matrices near to 1: U diag(s) Vᵀ becomes about U Vᵀ, without a decomposition.
 
     ::
 
@@ -142,19 +156,19 @@ def newton_schulz(x: Tensor, *, coefficients: Sequence[float], steps: int, eps: 
         A = x xᵀ;  x ← a · x + (b · A + c · A A) x      ``steps`` times
         A = xᵀx;   x ← a · x + x (b · A + c · A A)      where x has more rows than columns: A is the smaller of both
 
-    with the Frobenius norm of each matrix. Each iteration applies a · s + b · s³ + c · s⁵ to all singular values.
+    where ‖x‖ is the Frobenius norm of each matrix. An iteration applies a · s + b · s³ + c · s⁵ to all singular values.
 
     Args:
         x: One matrix, or a stack of them; the result is written into it.
         coefficients: a, b and c.
-        steps: How many iterations.
-        eps: Smallest divisor.
-        factor: What the result is multiplied by.
+        steps: The number of iterations.
+        eps: The smallest divisor.
+        factor: The factor of the result.
 
     Returns:
         ``x``.
     """
-    if x.dim() == 2 and x.size(0) > x.size(1):  # one is quicker transposed, a stack as it is
+    if x.dim() == 2 and x.size(0) > x.size(1):  # a single matrix is faster transposed, a stack is not
         newton_schulz(x.T, coefficients=coefficients, steps=steps, eps=eps, factor=factor)
         return x
     multiply, multiply_add = (torch.mm, torch.addmm) if x.dim() == 2 else (torch.bmm, torch.baddbmm)
@@ -164,9 +178,9 @@ def newton_schulz(x: Tensor, *, coefficients: Sequence[float], steps: int, eps: 
     size = min(x.shape[-2:])
     gram, polynomial = (x.new_empty(*x.shape[:-2], size, size) for _ in range(2))
     diagonal = polynomial.diagonal(dim1=-2, dim2=-1)
-    # torch does not read what it multiplies by a beta of 0; CANN does not say so.
+    # torch does not read a tensor that it multiplies by a beta of 0; CANN does not guarantee this.
     results = [(x.new_zeros if x.device.type == "npu" else x.new_empty)(x.shape) for _ in range(min(2, steps))]
-    # a · x is a part of the product, so that x is not copied first: the polynomial is 1 + b/a · A + c/a · A A.
+    # The term a · x is part of the product, which saves a copy of x: the polynomial is 1 + b/a · A + c/a · A A.
     scale = a or 1.0
     for step in range(1, steps + 1):
         last = step == steps
@@ -184,7 +198,7 @@ def newton_schulz(x: Tensor, *, coefficients: Sequence[float], steps: int, eps: 
 
 
 def _batch_size(numel: int, device: torch.device) -> int:
-    """How many matrices of ``numel`` elements are worth a batch: memory for intermediate values is to have a bound."""
+    """Return how many matrices of ``numel`` elements to batch; it bounds the memory for intermediate values."""
     if device.type != "cpu":
         return max(1, chunk_numel(device) // numel)
     return max(1, _BATCH_NUMEL // numel) if numel <= _ALONE_NUMEL else 1

@@ -1,24 +1,24 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Fused kernels of Ascend's CANN, where this torch_npu has them: a few launches for what the reference needs many for.
+"""Fused kernels of Ascend's CANN, for releases of torch_npu that have them; they take far fewer launches.
 
-For Adam there are two, both in https://gitee.com/ascend/op-plugin. ``npu_apply_adam_w`` is one launch, for tensors that
-are all of their storages: others it copies, there and back. ``aten::_fused_adamw_`` takes views and keeps AMSGrad's
-maximum, in two launches. Both are AdamW's rule; without decay, Adam's. ``aten::_fused_adam_`` is never called: it is
-registered for every chip, and computes on the CPU on most.
+Adam has two kernels, both in https://gitee.com/ascend/op-plugin. ``npu_apply_adam_w`` takes one launch, for tensors
+that cover their whole storages; it copies others there and back. ``aten::_fused_adamw_`` takes two launches, and
+accepts views and AMSGrad's maximum. Both compute AdamW's rule, which without decay is Adam's. ``aten::_fused_adam_``
+is never called: it is registered for every chip, but computes on the CPU on most.
 
-CANN's kernels compute 1 − beta from a float32 beta, in float32. For 0.999 that is 1.3e-5 less than it should be, for
-0.9999 1.7e-4 more, and so are the first steps' ``exp_avg_sq``. What is short is therefore added to the moment before
-the kernel runs, in a launch of its own that moves 16 bytes for each element beside the kernel's 28 (the reference: 76).
-Then moments and steps are within float32's rounding of the exact rule, as the reference's are, and a checkpoint means
-the same here and in torch.optim. Moments that would be off by less than four units of the last place (beta 0.9 and
-0.95) are left to the kernel.
+CANN's kernels compute 1 − beta in float32, from a float32 beta. For 0.999 the result is 1.3e-5 too small, for 0.9999
+1.7e-4 too large, and the first steps' ``exp_avg_sq`` is off by as much. An extra launch therefore adds the difference
+to the moment before the kernel runs. It moves 16 bytes for each element; the kernel moves 28 and the reference 76.
+Moments and steps are then within float32's rounding of the exact rule, as the reference's are, so that a checkpoint
+means the same here and in torch.optim. Differences of less than four units in the last place (beta 0.9 and 0.95) are
+ignored.
 
-LAMB's direction is a step of Adam's kernel from zero. Its norms are taken over rows of 16 elements, at a multiple of
-which every slot begins: the parameter of an element is then read once a row, not once an element.
+LAMB's direction is a step of Adam's kernel from zero. Its norms are taken over rows of 16 elements. Every slot begins
+at a multiple of 16, so the trust ratio is looked up once for each row, not once for each element.
 
-A kernel is used after it has stepped a small tensor as the reference does, tested once in a process for each device.
-Where it does not, the reference kernel is used, with a warning in the log.
+A kernel is used only if a trial step of a small tensor agrees with the reference; each process tries it once for each
+device. Otherwise the reference kernel is used, with a warning in the log.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from apex_npu.ops import aten_fused, elementwise, reference, reference_segments,
 
 logger = logging.getLogger("apex_npu")
 
-# torch_npu's number of the 910B1: chips of the generations before have none of the optimizers that aten:: names.
+# torch_npu's number of the 910B1. Chips of earlier generations have no optimizer kernels of aten::.
 _OLDEST_CHIP = 220
 _TRIAL_NUMEL = 64
-# Of gradients in 16 bits, which these kernels do not take, so many are widened at once.
+# These kernels do not take 16-bit gradients; at most this many elements are widened at once.
 _WIDENED_NUMEL = 1 << 24
-# Slots of flat buffers begin at multiples of it, and so do their ends with the padding.
+# Slots of flat buffers begin at multiples of this, and end there with the padding.
 _ROW_NUMEL = 16
 
 
 def has_apply_adam_w() -> bool:
-    """True where torch_npu has its AdamW kernel: the overload that writes to a list of tensors."""
+    """Return whether torch_npu has its AdamW kernel: the overload that writes to a list of tensors."""
     overload = getattr(getattr(torch.ops.npu, "npu_apply_adam_w", None), "out", None)
     return overload is not None and overload._schema.arguments[-1].name == "out"
 
 
 def has_aten_kernel(name: str) -> bool:
-    """True where torch_npu has a kernel for ``aten::name``, one of torch's fused optimizers, and the chip may, too."""
+    """Return whether torch_npu has a kernel for ``aten::name``, an optimizer of torch, and the chip supports it."""
     if not has_kernel(f"aten::{name}", "PrivateUse1"):
         return False
     import torch_npu
@@ -64,9 +64,9 @@ def has_aten_kernel(name: str) -> bool:
 
 @functools.cache
 def works(kernel: str, device: torch.device) -> bool:
-    """True where ``kernel`` is there, and has stepped a small tensor on ``device`` as the reference does on the host.
+    """Return whether ``kernel`` exists and its trial step on ``device`` agrees with the reference on the host.
 
-    It waits for the device, in the first call alone.
+    The first call waits for the device.
     """
     has_kernel, trial, expected = _KERNELS[kernel]
     if not has_kernel():
@@ -91,8 +91,8 @@ def works(kernel: str, device: torch.device) -> bool:
 
 
 def sgd_(param: Tensor, grad: Tensor, momentum_buffer: Tensor | None, *args: Any, **options: Any) -> None:
-    """See ``apex_npu.ops.elementwise.sgd_``."""
-    # CANN's refuses to work without momentum.
+    """Step ``elementwise.sgd_`` by CANN's kernel if it takes the operands, else by the reference."""
+    # CANN's kernel requires momentum.
     fused = momentum_buffer is not None and options["momentum"] > 0 and _is_float32(param, momentum_buffer)
     fused = fused and reference.is_wide_or_narrow(grad, param)
     kernel = aten_fused.sgd_ if fused and works("_fused_sgd_", param.device) else elementwise.sgd_.reference
@@ -108,7 +108,7 @@ def adam_(
     model_param: Tensor | None = None,
     **options: Any,
 ) -> None:
-    """See ``apex_npu.ops.elementwise.adam_``."""
+    """Step ``elementwise.adam_`` by one of CANN's kernels if it takes the operands, else by the reference."""
     operands = (param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq)
     pieces = list(reference.chunks(operands, _piece_numel(param, grad, options)))
     kernel = _adam_kernel(*pieces[0], betas=(options["beta1"], options["beta2"])) if pieces else None
@@ -122,7 +122,7 @@ def adam_(
 
 
 def _piece_numel(param: Tensor, grad: Tensor, options: dict[str, Any]) -> int | None:
-    """How much is stepped at once: all, unless there has to be another gradient. That may not grow with the model."""
+    """Return the number of elements to step at once; None for a default that bounds the memory of a new gradient."""
     if grad.dtype != param.dtype:
         return _WIDENED_NUMEL
     decays = options.get("weight_decay", 0) != 0 and not options["decoupled"]
@@ -133,8 +133,8 @@ class _Rows(NamedTuple):
     """The positions of segments in a buffer that is viewed as rows.
 
     Attributes:
-        ids: For each row the index of its segment; see ``reference_segments.segment_ids``.
-        padding: Elements that share a row with the end of a segment and are in none.
+        ids: The index of the segment of each row; see ``reference_segments.segment_ids``.
+        padding: The elements that share a row with the end of a segment but belong to no segment.
     """
 
     ids: Tensor
@@ -142,12 +142,12 @@ class _Rows(NamedTuple):
 
 
 _rows: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-# The options of LAMB that its direction depends on, by the names that Adam has for them.
+# The options of LAMB that its direction depends on, by Adam's names for them.
 _OF_DIRECTION = ("beta1", "beta2", "eps", "step", "maximize", "bias_correction", "grad_scale")
 
 
 def _rows_of(starts: Tensor, lengths: Tensor, buffer: Tensor) -> _Rows | None:
-    """The rows of ``buffer``, found once for the same segments; None where a row may have parts of two of them."""
+    """Return the rows of ``buffer``, found once for each segments; None if a row may have parts of two segments."""
     if buffer.numel() % _ROW_NUMEL or bool((starts % _ROW_NUMEL).any()):
         return None
     found: _Rows | None = _rows.get(starts)
@@ -174,8 +174,8 @@ def lamb_(
     ids: Tensor | None,
     **options: Any,
 ) -> None:
-    """See ``apex_npu.ops.segmented.lamb_``."""
-    options = {**segmented.lamb_.defaults, **options}  # the dispatcher leaves out what is a default
+    """Step ``segmented.lamb_`` by a kernel of Adam if it takes the operands, else by the reference."""
+    options = {**segmented.lamb_.defaults, **options}  # the dispatcher leaves out defaults
     betas = options["beta1"], options["beta2"]
     is_adams = options["adapt"] and not options["l2"] and options["beta3"] == 1 - betas[0]
     rows = _rows_of(starts, lengths, param) if is_adams and _is_float32(param) else None
@@ -193,7 +193,7 @@ def lamb_(
     settings = {name: options[name] for name in _OF_DIRECTION if name in options}
     for piece in pieces:
         _adam(kernel, *piece, lr=1.0, weight_decay=0.0, decoupled=True, **settings)
-    # What is there now is the direction with the opposite sign.
+    # ``direction`` now holds the direction with the opposite sign.
     squares = _squared_norms(param, direction, rows, starts.numel())
     ratio = reference_segments.trust_ratio(squares, options["max_weight_norm"])
     factors = ratio[rows.ids[: param.numel() // _ROW_NUMEL]].unsqueeze(1)
@@ -203,12 +203,12 @@ def lamb_(
 
 
 def _squared_norms(param: Tensor, direction: Tensor, rows: _Rows, count: int) -> Tensor:
-    """Of both, for each of ``count`` segments and for the padding; what shares a row with a segment becomes zero."""
+    """Return squared norms for each of ``count`` segments and for the padding; padding inside rows becomes zero."""
     numel = param.numel() // _ROW_NUMEL
     squares = param.new_empty(2, rows.ids.numel())
     for x, norms in zip((param, direction), squares, strict=True):
         if rows.padding.numel():
-            # Zeros already, unless a step has overflowed, or the user has written to the whole buffer.
+            # It is zero already, unless a step has overflowed or the user has written to the whole buffer.
             x.index_fill_(0, rows.padding, 0.0)
         torch.linalg.vector_norm(x.view(-1, _ROW_NUMEL), dim=1, out=norms[:numel])
     squares.square_()
@@ -227,10 +227,10 @@ def _adam_kernel(
     *,
     betas: tuple[float, float],
 ) -> Callable[..., None] | None:
-    """The kernel for such operands; None where there is none but the reference."""
+    """Return the kernel for these operands; None if only the reference takes them."""
     if not _is_float32(param, exp_avg) or not reference.is_wide_or_narrow(grad, param):
         return None
-    stepped_by = (grad,) if grad.dtype == param.dtype else ()  # else a copy, which is whole
+    stepped_by = (grad,) if grad.dtype == param.dtype else ()  # else a copy, which covers its storage
     whole = max_exp_avg_sq is None and all(map(_is_whole, (param, *stepped_by, exp_avg, exp_avg_sq)))
     if whole and works("npu_apply_adam_w", param.device):
         return _apply_adam_w
@@ -251,7 +251,7 @@ def _as_float32(number: float) -> float:
 
 
 def _shortfall(beta: float) -> float:
-    """What 1 − beta is more than what a kernel computes; 0 where that is less than four units of the last place."""
+    """Return what the kernel's 1 − beta lacks; 0 if that is less than four units in the last place."""
     short = _as_float32(beta) - beta
     return short if abs(short) > 2.0**-21 * (1 - beta) else 0.0
 
@@ -284,15 +284,15 @@ def _adam(
     float_beta1, float_beta2 = _as_float32(beta1), _as_float32(beta2)
 
     def add_shortfall(times: float) -> None:
-        # Divided by what the kernel is about to multiply it with.
+        # Divide by the factor that the kernel is about to apply.
         if short1:
             exp_avg.add_(grad, alpha=(-times if flips else times) * short1 / float_beta1)
         if short2:
             exp_avg_sq.addcmul_(grad, grad, value=times * short2 / float_beta2)
 
-    # The kernel would take 1 − beta2^step in float32, which for the first steps has five digits: it is told that there
-    # is nothing to correct, and gets a learning rate and an eps that amount to the same, with the betas by which the
-    # moments have come about.
+    # The kernel would compute 1 − beta2^step in float32, with only five digits for the first steps. It therefore runs
+    # without bias correction, with a learning rate and an eps that have the same effect. They are computed from the
+    # betas that the moments were made with.
     bias1, bias2 = 1 - (beta1 if short1 else float_beta1) ** step, 1 - (beta2 if short2 else float_beta2) ** step
     if not bias_correction:
         bias1, bias2 = bias1 / (1 - beta1**step), bias2 / (1 - beta2**step)
@@ -317,7 +317,7 @@ def _adam(
         raise
 
 
-# AdamW without bias correction by each kernel: powers of 0, or a step so late that there is nothing left to correct.
+# AdamW without bias correction by each kernel: powers of 0, or a step so late that there is nothing to correct.
 
 
 def _apply_adam_w(
@@ -379,7 +379,7 @@ _SGD: dict[str, Any] = {
 
 
 def _step_sgd(kernel: Callable[..., None], *operands: Tensor) -> None:
-    """A step with dampening, and one with Nesterov's momentum, which torch's kernel has without it alone."""
+    """Make a step with dampening, and one with Nesterov's momentum, which torch's kernel does not combine with it."""
     kernel(*operands[:3], dampening=0.25, nesterov=False, **_SGD)
     kernel(*operands[:3], dampening=0.0, nesterov=True, **_SGD)
 
@@ -388,7 +388,7 @@ def _reference_adamw(*operands: Tensor) -> None:
     elementwise.adam_.reference(*operands, None, **_ADAM, decoupled=True, maximize=False, step=1, bias_correction=False)
 
 
-# For each kernel: whether there is one, a trial on four tensors of one dtype, and what these are afterwards.
+# For each kernel: whether it exists, a trial step on four tensors of one dtype, and the same step by the reference.
 _KERNELS: dict[str, tuple[Callable[[], bool], Callable[..., None], Callable[..., None]]] = {
     "npu_apply_adam_w": (has_apply_adam_w, functools.partial(_apply_adam_w, **_ADAM), _reference_adamw),
     "_fused_adamw_": (
@@ -402,5 +402,5 @@ _KERNELS: dict[str, tuple[Callable[[], bool], Callable[..., None], Callable[...,
         lambda *operands: _step_sgd(elementwise.sgd_.reference, *operands),
     ),
 }
-# Those that ``works`` tells of.
+# The names that ``works`` accepts.
 KERNELS = tuple(_KERNELS)

@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the reference kernels of ``segmented.py`` are made of, in plain torch; see ``reference.py``.
+"""Parts of the reference kernels of ``segmented.py``, in plain torch; see also ``reference.py``.
 
-Whatever the number of segments, the number of torch calls is the same, and nothing waits for the device: sums are
-scattered by a map from elements to segments, in which padding is a segment of its own, the last.
+The number of torch calls does not depend on the number of segments, and nothing waits for the device. Sums are
+scattered by a map from elements to segments, in which padding is the last segment.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch import Tensor
 
 from apex_npu.ops.reference import bias_correction_of, chunk_numel, chunks, in_dtype
 
-# Partial sums of one segment: in a single float32 one, the millionth element would hardly count.
+# The limit of partial sums of a segment; in a single float32 sum, the millionth element would hardly count.
 _MAX_LANES = 1 << 14
 
 
 def segment_ids(starts: Tensor, lengths: Tensor, numel: int, device: torch.device) -> Tensor:
-    """For each of ``numel`` elements the index of its segment, or ``len(starts)`` outside all of them (int64).
+    """Return the index of the segment of each of ``numel`` elements, int64; ``len(starts)`` outside all segments.
 
-    There are some more, up to a multiple of ``lanes_of``: ``len(starts) + 1``, for elements that are not there.
+    The result is padded with ``len(starts) + 1`` up to a multiple of ``lanes_of``.
     """
     count = starts.numel()
     lanes = lanes_of(numel, count, device)
     ids = torch.full((-(-numel // lanes) * lanes,), count, dtype=torch.int64, device="cpu")
     ids[numel:] = count + 1
-    # Every covered element in order of segments: its position, and whose it is.
+    # For every covered element, in the order of segments: its position and the index of its segment.
     owner = torch.repeat_interleave(torch.arange(count, device="cpu"), lengths)
     before = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
     positions = torch.arange(owner.numel(), device="cpu") - before + torch.repeat_interleave(starts, lengths)
@@ -37,9 +37,9 @@ def segment_ids(starts: Tensor, lengths: Tensor, numel: int, device: torch.devic
 
 
 def lanes_of(numel: int, count: int, device: torch.device) -> int:
-    """How many partial sums a segment has: a power of two, and so few that all of them are less than the buffer.
+    """Return the number of partial sums of a segment: a power of two, so that all of them are less than the buffer.
 
-    Where they are of float64 (see ``segment_sums``) they may be so few that all of them are less than a chunk.
+    If they are of float64 (see ``segment_sums``), all of them are less than a chunk.
     """
     together = numel // 4 if device.type == "npu" else min(numel // 4, _MAX_LANES)
     lanes = max(1, min(_MAX_LANES, together // (count + 2)))
@@ -47,13 +47,13 @@ def lanes_of(numel: int, count: int, device: torch.device) -> int:
 
 
 def segment_sums(pairs: Sequence[tuple[Tensor, Tensor]], ids: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """For each of ``pairs`` a row of ``dtype``: the sum of a · b over each of ``count`` segments, and over the padding.
+    """Return for each of ``pairs`` a row of ``dtype``: the sums of a · b over each of ``count`` segments.
 
-    Then comes one arbitrary number.
+    The sum over the padding and an arbitrary number follow.
     """
     first = pairs[0][0]
     numel, lanes = first.numel(), lanes_of(first.numel(), count, first.device)
-    # An NPU has no float64 to speak of; elsewhere it costs little, and long sums need it.
+    # An NPU has no usable float64. Elsewhere it costs little, and long sums need it.
     wide = dtype if first.device.type == "npu" else torch.float64
     partial = first.new_zeros(len(pairs), count + 2, lanes, dtype=wide)
     step = max(lanes, chunk_numel(first.device) // len(pairs) // lanes * lanes)
@@ -88,7 +88,7 @@ def update_moments_(
     maximize: bool,
     grad_scale: Tensor | None,
 ) -> None:
-    """Adam's moments, and in ``direction`` the first over the root of the second, plus ``decay`` · param."""
+    """Update Adam's moments, and write m / sqrt(v) + ``decay`` · param to ``direction``."""
     dtype = exp_avg.dtype
     correction1 = bias_correction_of(beta1, step) if correct_first else None
     root_correction2 = bias_correction_of(beta2, step) ** 0.5 if correct_second else None
@@ -121,7 +121,7 @@ def add_product_(to: Tensor, a: Tensor, b: Tensor, factor: float | Tensor) -> No
 
 
 def trust_ratio(squares: Tensor, max_weight_norm: float) -> Tensor:
-    """LAMB's r for each segment, from the squared norms of parameters and directions; ``squares`` is overwritten."""
+    """Return LAMB's r for each segment, from the squared norms of parameters and directions; overwrites ``squares``."""
     norms = squares.sqrt_()
-    unusable = (norms == 0).any(0)  # NaN is not: what has overflowed must show
+    unusable = (norms == 0).any(0)  # nan stays nan, so that an overflow shows
     return norms[0].clamp_max_(max_weight_norm).div_(norms[1]).masked_fill_(unusable, 1.0)

@@ -1,9 +1,10 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Update rules that depend on whole parameters, or their rows, and the sums that such rules take.
+"""Update rules that depend on whole parameters or their rows, and the sums that such rules need.
 
-As in ``elementwise.py`` each function declares an op on 1-D buffers, and ``grad``, ``grad_scale``, ``model_param``,
-``lr``, ``step`` and ``found_inf`` are the same. ``starts``, ``lengths`` and ``ids`` are a ``Segments``.
+As in ``elementwise.py``, each function declares an op on 1-D buffers, and ``grad``, ``grad_scale``, ``model_param``,
+``lr``, ``step`` and ``found_inf`` have the same meaning. ``starts``, ``lengths`` and ``ids`` are those of a
+``Segments``.
 """
 
 from __future__ import annotations
@@ -55,33 +56,33 @@ def lamb_(
         u ← m / (1 − beta1^step) / (sqrt(v) / sqrt(1 − beta2^step) + eps) + decay · p
         p ← p − lr · r · u,   r = min(‖p‖, max_weight_norm) / ‖u‖  for each segment
 
-    with r = 1 unless ``adapt``, and where either norm is 0, and without ``bias_correction`` 1 for both of the brackets.
-    Padding between segments may be written.
+    where r = 1 without ``adapt``, or if either norm is 0. Without ``bias_correction``, 1 − beta1^step and 1 −
+    beta2^step are replaced by 1. Padding between segments may be written.
 
     Args:
         param: θ, updated in place.
         grad: g.
         exp_avg: m, updated in place.
         exp_avg_sq: v, updated in place.
-        model_param: See ``elementwise.py``.
-        direction: Memory for u, of the states' dtype; what it holds before and afterwards is arbitrary.
-        starts: See ``Segments``; of each parameter.
-        lengths: See ``Segments``.
-        ids: See ``Segments``.
-        lr: Learning rate.
-        beta1: Decay of m.
-        beta2: Decay of v.
+        model_param: The rounded copy of θ; see ``elementwise.py``.
+        direction: Memory for u, of the states' dtype, with arbitrary values before and after the call.
+        starts: The first element of each parameter; see ``Segments``.
+        lengths: The number of elements of each parameter; see ``Segments``.
+        ids: The index of the segment of each element, or None; see ``Segments``.
+        lr: The learning rate.
+        beta1: The decay of m.
+        beta2: The decay of v.
         beta3: The gradient's share in m.
-        eps: Added to the denominator.
-        step: Number of this update, from 1.
-        bias_correction: Correct m and v for their start.
-        l2: Penalty added to the gradient.
-        decay: Decay added to the direction.
+        eps: The number added to the denominator.
+        step: The number of this update, from 1.
+        bias_correction: Correct m and v for their start at 0.
+        l2: The penalty added to the gradient.
+        decay: The decay added to the direction.
         adapt: False keeps r at 1.
-        max_weight_norm: ‖p‖ counts no more than this.
-        maximize: Ascend instead.
-        grad_scale: See ``elementwise.py``.
-        found_inf: See ``elementwise.py``.
+        max_weight_norm: The upper limit of ‖p‖ in r.
+        maximize: Step along the gradient instead of against it.
+        grad_scale: The divisor of gradients; see ``elementwise.py``.
+        found_inf: The flag that prevents writing; see ``elementwise.py``.
     """
     update_moments_(
         direction,
@@ -118,17 +119,17 @@ def lamb_(
 
 @op("segment_dot", fake=lambda a, b, starts, lengths, ids: a.new_empty(starts.numel()))
 def segment_dot(a: Tensor, b: Tensor, starts: Tensor, lengths: Tensor, ids: Tensor | None) -> Tensor:
-    """Sum a[j] · b[j] over each segment: squared norms, and cosines, of parameters or their rows.
+    """Sum a[j] · b[j] over each segment, for squared norms and cosines of parameters or their rows.
 
     Args:
-        a: 1-D.
-        b: 1-D, of a's length and dtype; may be a.
-        starts: See ``Segments``; of what is summed.
-        lengths: See ``Segments``.
-        ids: See ``Segments``.
+        a: A 1-D tensor.
+        b: A 1-D tensor of a's length and dtype; may be a.
+        starts: The first element of each segment; see ``Segments``.
+        lengths: The number of elements of each segment; see ``Segments``.
+        ids: The index of the segment of each element, or None; see ``Segments``.
 
     Returns:
-        One sum per segment, of a's dtype, accumulated in float64 where the device has it.
+        One sum for each segment, of a's dtype, accumulated in float64 if the device supports it.
     """
     ids = segment_ids(starts, lengths, a.numel(), a.device) if ids is None else ids
     return segment_sums([(a, b)], ids, starts.numel(), a.dtype)[0, : starts.numel()]
@@ -136,15 +137,15 @@ def segment_dot(a: Tensor, b: Tensor, starts: Tensor, lengths: Tensor, ids: Tens
 
 @op("segment_add_", fake=lambda *operands: None)
 def segment_add_(x: Mutated, y: Tensor, factors: Tensor, starts: Tensor, lengths: Tensor, ids: Tensor | None) -> None:
-    """Add factors[i] · y[j] to x[j] for every element j of every segment i; other elements stay.
+    """Add factors[i] · y[j] to x[j] for every element j of every segment i; other elements do not change.
 
     Args:
-        x: 1-D, updated in place.
-        y: 1-D, of x's length and dtype; may be x.
-        factors: One per segment, of x's dtype.
-        starts: See ``Segments``; of what is added to.
-        lengths: See ``Segments``.
-        ids: See ``Segments``.
+        x: A 1-D tensor, updated in place.
+        y: A 1-D tensor of x's length and dtype; may be x.
+        factors: One factor for each segment, of x's dtype.
+        starts: The first element of each segment; see ``Segments``.
+        lengths: The number of elements of each segment; see ``Segments``.
+        ids: The index of the segment of each element, or None; see ``Segments``.
     """
     ids = segment_ids(starts, lengths, x.numel(), x.device) if ids is None else ids
     factors = torch.cat([factors, factors.new_zeros(1)])
@@ -154,11 +155,11 @@ def segment_add_(x: Mutated, y: Tensor, factors: Tensor, starts: Tensor, lengths
 
 @op("norm", fake=lambda x: x.new_empty((), dtype=wide_dtype(x.dtype)))
 def plain_norm(x: Tensor) -> Tensor:
-    """See ``norm``."""
+    """Compute the 2-norm; see ``norm``."""
     if x.device.type != "cpu":
         total: Tensor = torch.linalg.vector_norm(x, dtype=wide_dtype(x.dtype))
         return total
-    # Each row in float32, all of them in float64; unless squares leave float32's range, or elements are not finite.
+    # Squares are summed in float32 for each row and in float64 for all, unless float32 overflows or underflows.
     total = sum_of_squares(x, wide_dtype(x.dtype))
     if not 1e-30 < total < math.inf:
         total = sum_of_squares(x, torch.float64)
@@ -167,8 +168,8 @@ def plain_norm(x: Tensor) -> Tensor:
 
 @op("norm.check", fake=lambda x, found_inf: plain_norm(x))
 def checked_norm(x: Tensor, found_inf: Mutated) -> Tensor:
-    """See ``norm``."""
-    # The largest magnitude is finite where all are, whatever becomes of their squares; without a host sync.
+    """Compute the 2-norm and check the elements; see ``norm``."""
+    # The largest magnitude is finite if all elements are, even if squares overflow; it needs no host sync.
     if x.numel():
         found_inf.masked_fill_(torch.linalg.vector_norm(x, math.inf).isfinite().logical_not_(), 1.0)
     return plain_norm(x)
@@ -176,14 +177,14 @@ def checked_norm(x: Tensor, found_inf: Mutated) -> Tensor:
 
 @op("norm.clip", fake=lambda x, coefficient, max_norm: plain_norm(x))
 def clipping_norm(x: Tensor, coefficient: Mutated, max_norm: float) -> Tensor:
-    """See ``norm_to_clip``."""
+    """Compute the 2-norm and the coefficient of clipping; see ``norm_to_clip``."""
     total: Tensor = plain_norm.overload(x)
     coefficient.copy_(clip_coefficient(total, max_norm))
     return total
 
 
 def norm_to_clip(x: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
-    """The norm as of ``norm``, and its ``clip_coefficient``, 0-dim; on a GPU without launches of its own."""
+    """Return the ``norm`` and its ``clip_coefficient``, 0-dim; on a GPU the latter takes no extra launch."""
     if not x.is_cuda:
         total = norm(x)
         return total, clip_coefficient(total, max_norm)
@@ -192,19 +193,19 @@ def norm_to_clip(x: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """What to multiply gradients of this norm by, so that it is at most ``max_norm``: as torch computes it."""
+    """Return the factor that limits gradients of this norm to ``max_norm``, with torch's formula."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def norm(x: Tensor, found_inf: Tensor | None = None) -> Tensor:
-    """The 2-norm: 0-dim, float32 or wider, accumulated in float64 where the device has it.
+    """Return the 2-norm: 0-dim, float32 or wider, accumulated in float64 if the device supports it.
 
-    On the CPU it is finite wherever all elements are, unless it is itself too large for its dtype.
+    On the CPU it is finite if all elements are, unless it is itself too large for its dtype.
 
     Args:
-        x: 1-D.
-        found_inf: float32, one element; set to 1 where an element of ``x``, rather than the norm, is inf or nan. None:
-            elements are not checked.
+        x: A 1-D tensor.
+        found_inf: float32, one element; set to 1 if an element of ``x`` is inf or nan, which does not depend on the
+            norm. None if elements are not checked.
     """
     total: Tensor = plain_norm.quickly(x) if found_inf is None else checked_norm.quickly(x, found_inf)
     return total

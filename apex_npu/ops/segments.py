@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ranges of a flat buffer: one per parameter, or one per row of each."""
+"""Ranges of a flat buffer: one for each parameter, or one for each row of a parameter."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from apex_npu.ops.segmented import segment_dot
 
 
 class Segments(NamedTuple):
-    """Where segments are, in the forms that kernels read, and in the order in which ops take them.
+    """The positions of segments in the forms that kernels read, in the order of the ops' arguments.
 
     Attributes:
-        starts: int64 on the host: the first element of each.
-        lengths: int64 on the host: how many elements each has.
-        ids: int64 on the device: for each element of the buffer the index of its segment, ``len(starts)`` for padding;
-            see ``reference_segments.segment_ids``. None where the kernel for the device does without.
+        starts: int64 on the host: the first element of each segment.
+        lengths: int64 on the host: the number of elements of each segment.
+        ids: int64 on the device: the index of the segment of each element of the buffer, ``len(starts)`` for padding;
+            see ``reference_segments.segment_ids``. None if the device's kernel does not need it.
     """
 
     starts: Tensor
@@ -31,13 +31,13 @@ class Segments(NamedTuple):
 
     @staticmethod
     def of(starts: Sequence[int], lengths: Sequence[int], numel: int, device: torch.device) -> Segments:
-        """Segments of a buffer of ``numel`` elements on ``device``."""
+        """Return the segments of a buffer of ``numel`` elements on ``device``."""
         start, length = (torch.tensor(given, dtype=torch.int64, device="cpu") for given in (starts, lengths))
         without_ids = (device.type == "cpu" and cpu.available) or (device.type == "cuda" and cuda.takes_ranges())
         return Segments(start, length, None if without_ids else segment_ids(start, length, numel, device))
 
     def dots(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """For each pair (a, b) of 1-D tensors a row: the sum of a · b over each segment; see ``segment_dot``."""
+        """Return for each pair (a, b) of 1-D tensors a row: the sum of a · b over each segment; see ``segment_dot``."""
         if self.ids is None:
             return torch.stack([segment_dot(a, b, *self) for a, b in pairs])
         count = self.starts.numel()

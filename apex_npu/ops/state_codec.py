@@ -1,31 +1,33 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Formats that keep optimizer state in fewer bytes than float32, in plain torch.
+"""Formats that store optimizer state in fewer bytes than float32, in plain torch.
 
-This is the definition, and the kernel of every device without one of its own; ``csrc/fused_optim/state_codec.h`` gives
-the same bits on the CPU. Elements are counted within their parameter, in the order of memory.
+This module defines the formats. It runs on every device without kernels of its own;
+``csrc/fused_optim/state_codec.h`` gives the same bits on the CPU. Elements are counted within their parameter, in the
+order of memory.
 
 bfloat16
-    Rounded stochastically: ``(bits + r) >> 16`` with 16 random bits ``r``. To nearest, a second moment would stop to
-    change: with β₂ = 0.999 an update is less than half of its last bit.
+    Rounded stochastically: ``(bits + r) >> 16`` with 16 random bits ``r``. Rounded to nearest, a second moment would
+    stop changing: with β₂ = 0.999 an update is less than half of its last bit.
 int8, uint8
-    Codes in blocks of 128 elements of one parameter, with a float32 scale each, the largest magnitude in the block. A
-    signed code c stands for c / 127 · scale; an unsigned one, of states that are never negative, for (c / 255)² · scale
-    and is 0 only where the value is, since a step divides by its root. Both are rounded stochastically in the code.
-    A block with an inf or a nan is nan as a whole; one without a magnitude of 2⁻⁹⁰ is zeros.
+    Codes in blocks of 128 elements of one parameter. Each block has a float32 scale, its largest magnitude. A signed
+    code c stands for c / 127 · scale. An unsigned code, for states that are never negative, stands for
+    (c / 255)² · scale; it is 0 only for the value 0, because a step divides by its root. Both are rounded
+    stochastically in the code. A block with inf or nan is decoded as nan throughout. A block without a magnitude of at
+    least 2⁻⁹⁰ is decoded as zeros.
 remainder
-    What a 16-bit parameter lacks of a float32 master, int16. A bfloat16 parameter is the upper half of its master:
-    ``master = (parameter << 16) + remainder``. This is exact where the parameter is rounded to nearest with halves away
-    from zero. For float16, ``master = parameter + remainder · ulp(parameter) · 2⁻¹⁵``, where ulp is the distance to the
-    next larger magnitude and 2⁻²⁴ for subnormal numbers. This is exact for magnitudes of 2⁻¹⁶ and more, and else off by
-    at most 2⁻³⁹.
+    The difference of a 16-bit parameter from a float32 master, int16. A bfloat16 parameter is the upper half of its
+    master: ``master = (parameter << 16) + remainder``. This is exact if the parameter is rounded to nearest with halves
+    away from zero. For float16, ``master = parameter + remainder · ulp(parameter) · 2⁻¹⁵``, where ulp is the distance
+    to the next larger magnitude, and 2⁻²⁴ for subnormal numbers. This is exact for magnitudes of at least 2⁻¹⁶; below,
+    the error is at most 2⁻³⁹.
 
-Random bits are Philox4x32-10's under a fixed key. The counter is made of ``element // 64``, the pair that a state
-belongs to, the step, and the position of the parameter in the optimizer. One word serves 16 elements, the k-th of which
-adds k · 0x9e3779b9; the first state of a pair takes the lower 16 bits, the second the upper. So they depend on neither
-threads, device nor layout, and a resumed run continues with the same.
+Random bits come from Philox4x32-10 with a fixed key. The counter consists of ``element // 64``, the pair that a state
+belongs to, the step, and the position of the parameter in the optimizer. One word serves 16 elements; the k-th of them
+adds k · 0x9e3779b9. The first state of a pair takes the lower 16 bits, the second the upper. So the bits depend on
+neither threads, device nor layout, and a resumed run continues with the same bits.
 
-For all that these encoders can return, ``encode(decode(x)) == x``, whatever the random bits are.
+For every value that these encoders return, ``encode(decode(x)) == x``, whatever the random bits are.
 """
 
 from __future__ import annotations
@@ -38,17 +40,17 @@ import torch
 from torch import Tensor
 
 SCALE_NUMEL = 128
-# Of the random bits that parameters themselves are rounded by.
+# The pair of the random bits for parameters.
 PARAM_PAIR = 255
 
 KEY = (0x243F6A88, 0x85A308D3)
 WEYL = 0x9E3779B9
 _WORD = 0xFFFFFFFF
 LEAST_SCALE = 2.0**-90
-# Larger ones have a denormal reciprocal.
+# Larger scales have a denormal reciprocal.
 LARGE_SCALE = 2.0**125
 _CHUNK_NUMEL = 1 << 16
-# Each element takes some 60 bytes of memory for intermediate values.
+# Intermediate values take about 60 bytes for each element.
 _CHUNK_NUMEL_ACCELERATOR = 1 << 22
 
 
@@ -56,10 +58,10 @@ class Segment(NamedTuple):
     """One parameter in flat buffers.
 
     Attributes:
-        begin: The elements before its first one.
-        numel: Its elements.
+        begin: The number of elements before its first one.
+        numel: The number of its elements.
         position: Its number among all parameters of the optimizer.
-        first_scale: The index of its first scale among those of all.
+        first_scale: The index of its first scale among the scales of all parameters.
     """
 
     begin: int
@@ -69,20 +71,20 @@ class Segment(NamedTuple):
 
 
 def scale_count(numel: int) -> int:
-    """How many blocks ``numel`` elements of a parameter make."""
+    """Return the number of blocks of ``numel`` elements of a parameter."""
     return -(-numel // SCALE_NUMEL)
 
 
 class Piece:
-    """A range of flat buffers, and for each element which parameter's it is.
+    """A range of flat buffers, with the parameter of each element.
 
     Attributes:
-        span: The range. It begins and ends where blocks of 128 elements do, or between parameters.
-        scale_span: The scales of all elements.
+        span: The range. It begins and ends at ends of blocks of 128 elements, or between parameters.
+        scale_span: The range of the scales of all elements.
     """
 
     def __init__(self, parts: Sequence[tuple[Segment, int, int]], begin: int, end: int, device: torch.device) -> None:
-        """Of ``parts``: segments, each with the first of its elements that is in [begin, end), and how many are."""
+        """Set ``parts``: segments, each with its first element in [begin, end) and its number of elements there."""
         self.span = slice(begin, end)
         self.scale_span = slice(
             min(segment.first_scale + first // SCALE_NUMEL for segment, first, _ in parts),
@@ -103,7 +105,7 @@ class Piece:
 
     @cached_property
     def _elements(self) -> tuple[Tensor, Tensor, Tensor]:
-        """For each element the index of its part, its number in its parameter, and whether it is one, or padding."""
+        """For each element: the index of its part, its number in its parameter, and whether it is not padding."""
         begins, counts, firsts, *_ = self._table
         flat = torch.arange(self.span.stop - self.span.start, device=self._device)
         part = torch.bucketize(flat, begins, right=True).sub_(1).clamp_(min=0)
@@ -117,13 +119,13 @@ class Piece:
 
     @cached_property
     def scale_index(self) -> Tensor:
-        """For each element the index of its scale; for padding that of any."""
+        """The index of the scale of each element; for padding, any index."""
         part, number, valid = self._elements
         return self._table[4][part] + torch.where(valid, number, self._table[2][part]) // SCALE_NUMEL
 
     @cached_property
     def block_elements(self) -> Tensor:
-        """For each scale the elements of its block, of shape [scales, 128]; a shorter block repeats its last one."""
+        """The elements of the block of each scale, of shape [scales, 128]; a shorter block repeats its last element."""
         begins, counts, firsts, _, first_scales, _ = self._table
         first_scales = first_scales + firsts // SCALE_NUMEL
         scale = torch.arange(self.scale_span.start, self.scale_span.stop, device=self._device)
@@ -135,7 +137,7 @@ class Piece:
         return found
 
     def random(self, pair: int, count: int | Tensor) -> Tensor:
-        """32 random bits for each element, int64; the last ones are kept, since two states share them."""
+        """Return 32 random bits for each element, int64; the last result is kept, because two states share it."""
         if self._random is None or self._random[0] != pair or self._random[1] is not count:
             self._random = pair, count, self._make_random(pair, count)
         return self._random[2]
@@ -156,7 +158,7 @@ class Piece:
 
 
 def pieces(segments: Sequence[Segment], numel: int, device: torch.device) -> Iterator[Piece]:
-    """Cut flat buffers of ``numel`` elements, which hold ``segments``, into pieces."""
+    """Cut flat buffers of ``numel`` elements, which hold ``segments``, into pieces; yield these."""
     limit = _CHUNK_NUMEL if device.type == "cpu" else _CHUNK_NUMEL_ACCELERATOR
     parts: list[tuple[Segment, int, int]] = []
     begin = 0
@@ -180,7 +182,7 @@ def pieces(segments: Sequence[Segment], numel: int, device: torch.device) -> Ite
 
 
 def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> Tensor:
-    """Philox4x32-10: four words, each int64, for each counter of four words.
+    """Return the four words of Philox4x32-10, each int64, for each counter of four words.
 
     Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405.
     """
@@ -194,29 +196,29 @@ def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> Tensor:
 
 
 def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """The lower and the upper word of a product of two words: in int64 it wraps around, which keeps its bits."""
+    """Return the lower and the upper word of a product of two words; int64 wraps around but keeps the bits."""
     low, high = (x & 0xFFFF) * factor, _shifted(x, 16) * factor
     middle = _shifted(low, 16) + (high & 0xFFFF)
     return ((middle & 0xFFFF) << 16) | (low & 0xFFFF), _shifted(high, 16) + _shifted(middle, 16)
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """``x >> bits``, where torch_npu copies ``bits`` from the host; a divisor is an argument of CANN's operator."""
+    """Return ``x >> bits``. torch_npu would copy ``bits`` from the host, but passes a divisor as an argument."""
     return x // 2**bits if x.device.type == "npu" else x >> bits
 
 
 def half_of(random: Tensor, index: int) -> Tensor:
-    """The 16 bits of ``random`` that the state ``index`` of a rule takes."""
+    """Return the 16 bits of ``random`` that belong to the state ``index`` of a rule."""
     return _shifted(random, 16) & 0xFFFF if index % 2 else random & 0xFFFF
 
 
 def decode(stored: Tensor, scales: Tensor | None, piece: Piece) -> Tensor:
-    """The float32 values of ``stored``, a piece of a state; padding is 0.
+    """Return the float32 values of ``stored``, a piece of a state; padding is 0.
 
     Args:
         stored: bfloat16, int8 or uint8.
-        scales: Of all parameters; None for bfloat16.
-        piece: Where its elements are.
+        scales: The scales of all parameters; None for bfloat16.
+        piece: The positions of its elements.
     """
     if scales is None:
         return stored.to(torch.float32)
@@ -226,7 +228,7 @@ def decode(stored: Tensor, scales: Tensor | None, piece: Piece) -> Tensor:
 
 
 def encode(values: Tensor, stored: Tensor, scales: Tensor | None, piece: Piece, half: Tensor) -> None:
-    """Write float32 ``values`` to ``stored``, and their scales; ``half``: 16 random bits for each. See ``decode``."""
+    """Write float32 ``values`` to ``stored``, and their scales; ``half`` has 16 random bits for each value."""
     if scales is None:
         stored.copy_(round_stochastically(values, half))
         return
@@ -260,7 +262,7 @@ def _root(values: Tensor) -> Tensor:
 
 
 def round_stochastically(values: Tensor, half: Tensor) -> Tensor:
-    """float32 ``values`` as bfloat16, by 16 random bits for each; nan stays nan."""
+    """Round float32 ``values`` to bfloat16 with 16 random bits for each; nan stays nan."""
     bits = values.view(torch.int32)
     rounded = (bits.to(torch.int64) & _WORD) + half
     words = torch.where(values.isnan(), (bits.to(torch.int64) & _WORD) | 0x00400000, rounded)
@@ -268,7 +270,7 @@ def round_stochastically(values: Tensor, half: Tensor) -> Tensor:
 
 
 def decode_remainder(param: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 masters of bfloat16 or float16 parameters.
+    """Return the float32 masters of bfloat16 or float16 parameters.
 
     A script may write to a parameter and leave its remainder as it is. The master then rounds to the parameter that was
     written: remainders that would round to another number are clamped (float16), and those that would change a bfloat16
@@ -283,7 +285,7 @@ def decode_remainder(param: Tensor, remainder: Tensor) -> Tensor:
 
 
 def encode_remainder(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Parameters of ``dtype``, bfloat16 or float16, rounded to nearest, and their int16 remainders; a nan is quiet."""
+    """Round ``values`` to ``dtype``, bfloat16 or float16; return them and int16 remainders. A nan becomes quiet."""
     if dtype == torch.float16:
         return _encode_half(values)
     bits = values.contiguous().view(torch.int32).to(torch.int64) & _WORD
@@ -298,7 +300,7 @@ def _decode_half(param: Tensor, remainder: Tensor) -> Tensor:
     inward = torch.where((magnitude % 1024 == 0) & (magnitude > 1024), 1 << 13, outward)
     negative, units = param.signbit(), remainder.to(torch.int32)
     away = torch.minimum(torch.maximum(torch.where(negative, -units, units), -inward), outward)
-    away = torch.where(magnitude < 0x7C00, away, 0)  # inf and nan have none
+    away = torch.where(magnitude < 0x7C00, away, 0)  # inf and nan have no remainder
     master = param.abs().to(torch.float32) + away.to(torch.float32) * _power_of_two(exponent - 40)
     return torch.where(negative, -master, master)
 
@@ -313,9 +315,9 @@ def _encode_half(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _largest_remainder(magnitude: Tensor) -> Tensor:
-    """Half of the last bit. This is a tie, which is for even numbers; for odd ones, the next float32 below it.
+    """Return the largest remainder that rounds back: half of the last bit for even numbers, which win a tie.
 
-    Toward zero from a power of two, it is half of that.
+    For odd numbers, it is the next float32 below that. Toward zero from a power of two, the limit is half of it.
     """
     odd = magnitude % 2
     return (1 << 14) - odd - odd * (magnitude >= 0x200) - 2 * odd * (magnitude >= 0x400)
@@ -328,7 +330,7 @@ def _half_magnitude(param: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent in float32, of normal numbers."""
+    """Return 2^exponent in float32, for normal numbers."""
     return ((exponent + 127) * (1 << 23)).to(torch.int32).view(torch.float32)
 
 

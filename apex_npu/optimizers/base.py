@@ -114,6 +114,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     elementwise: ClassVar[bool] = False
     # True where the rule sums numbers of whole parameters over processes; ``NormOptimizer`` sets it.
     adds_up_parts: ClassVar[bool] = False
+    # True where the rule brings parts of matrices together, see ``NpuFusedMuon``.
+    exchanges_parts: ClassVar[bool] = False
     # True where ``update`` accepts tensors as ``learning_rate``, ``run.step`` and ``run.found_inf``.
     supports_capture: ClassVar[bool] = False
     # Keys that the groups of torch's optimizer have beside the rule's numbers, for state dicts: nothing reads them.
@@ -185,7 +187,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         return self.has_step_state
 
     def widens_grads(self, group: ParamGroup) -> bool:
-        """True if ``update`` of ``group`` widens 16-bit gradients of masters, because it reads ``run.grad``."""
+        """True if ``update`` of ``group`` needs 16-bit gradients in float32, because it reads ``run.grad``."""
         return self.reads_param_grads or not self.encodable_states
 
     def group_defaults(self, group: ParamGroup) -> dict[str, Any]:
@@ -443,7 +445,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         self.add_torch_options(self.param_groups[-1])
         try:
             with naming(type(self).__name__):
-                check_params(self.param_groups[-1]["params"], shards=self.elementwise or self.adds_up_parts)
+                shards = self.elementwise or self.adds_up_parts or self.exchanges_parts
+                check_params(self.param_groups[-1]["params"], shards=shards)
                 self.state_formats.check(self.param_groups[-1]["params"])
         except (TypeError, ValueError):
             del self.param_groups[-1]

@@ -214,7 +214,7 @@ def _check_shard(which: str, param: Tensor, *, shards: bool) -> None:
     if not shards:
         raise TypeError(
             f"{which} is a DTensor, as fully_shard and distribute_tensor make them, of which this process has a part: "
-            "this optimizer's rule needs whole parameters. Use another of this package (all but Muon step parts), or "
+            "this optimizer's rule needs whole parameters. Use one of this package, all of which step parts, or "
             "replicate the model, with combine_ddp=True or DistributedDataParallel"
         )
     if is_partial(param):

@@ -101,9 +101,9 @@ class CombinedAccessors(HasFusedGroups):
     def get_optimizer_combined_params(self) -> list[Tensor]:
         """All trained parameters of all param groups, as one flat buffer for each device and dtype.
 
-        Under amp with masters, the masters come first, and then a buffer of the parameters without one. Writing to a
-        buffer changes the parameters. The first call after parameters were fused, added or unfrozen may move them into
-        one buffer. Call this in each step: a buffer from an earlier call may no longer hold the parameters.
+        Under amp at O2 and O5 the buffer of 16-bit parameters comes first. Writing to a buffer changes the parameters.
+        The first call after parameters were fused, added or unfrozen may move them into one buffer. Call this in each
+        step: a buffer from an earlier call may no longer hold the parameters.
 
         Raises:
             RuntimeError: A parameter shares its memory with other tensors, or is sharded over processes; or, where
@@ -132,7 +132,7 @@ class CombinedAccessors(HasFusedGroups):
         """
         return [grads.mask() for grads in self.combined_grads()]
 
-    # Without masters the model's parameters are the optimizer's. With masters amp overrides these methods.
+    # The model's parameters are the optimizer's.
     clip_model_grad_norm_fused = clip_optimizer_grad_norm_fused
     get_model_combined_params = get_optimizer_combined_params
     get_model_combined_grads = get_optimizer_combined_grads

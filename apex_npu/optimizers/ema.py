@@ -27,7 +27,7 @@ class FusedEMA:
         average ← decay · average + (1 − decay) · value
 
     Averages are float32 for float16 and bfloat16 tensors, else of the tensor's dtype. Those of one device and dtype are
-    in one flat buffer and updated together. Where amp keeps fp32 masters of the model, the masters are averaged, as
+    in one flat buffer and updated together. Where amp keeps float32 values of parameters, these are averaged, as
     ``model.state_dict()`` has them. The model is not moved. Tensors of integers (batch counts) are copied.
     For sharded parameters (DTensor) each process averages its part, and averages are DTensors as well.
     Polyak & Juditsky 1992, https://doi.org/10.1137/0330046.
@@ -110,7 +110,7 @@ class FusedEMA:
     def swapped(self) -> Iterator[nn.Module]:
         """Give the model the averages as its weights inside the block, and restore its own after it.
 
-        Weights and their masters are written in place, so optimizers, fused or not, are unaffected.
+        Weights and their float32 values are written in place, so optimizers, fused or not, are unaffected.
         """
         written = [self._tensors(), float32_tensors(self.model)]
         own = [{name: t.clone() for name, t in part.items()} for part in written]

@@ -14,8 +14,8 @@ from apex_npu.optimizers.state_formats import StateFormats
 
 _BF16 = "state_dtype=torch.bfloat16"
 _INT8 = 'state_dtype="int8"'
-_REMAINDERS = "store_param_remainders=True"
-_FOLDED = f"{_REMAINDERS}, fuse_unscale=True"
+_WIDE = "store_param_remainders=False"
+_FOLDED = "fuse_unscale=True"
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,7 @@ class MemoryChoice:
         name: The options that make it.
         model: The parameter of the model.
         gradient: Its gradient.
-        master: A float32 master, or its remainder.
-        master_gradient: The master's gradient.
+        master: Its float32 value, or the remainder of 16 bits.
         state: The optimizer's state.
     """
 
@@ -35,13 +34,12 @@ class MemoryChoice:
     model: float
     gradient: float
     master: float
-    master_gradient: float
     state: float
 
     def parts(self) -> dict[str, float]:
         """The bytes by name, as tables show them."""
-        names = ("model", "gradient", "master", "its gradient", "state")
-        values = (self.model, self.gradient, self.master, self.master_gradient, self.state)
+        names = ("model", "gradient", "float32 value", "state")
+        values = (self.model, self.gradient, self.master, self.state)
         return dict(zip(names, values, strict=True))
 
     @property
@@ -59,7 +57,7 @@ def memory_choices(optimizer: FusedOptimizer) -> list[MemoryChoice]:
 
         >>> adam = optimizers.NpuFusedAdam([torch.nn.Parameter(torch.zeros(1))])
         >>> [choice.total for choice in memory_choices(adam)]
-        [16, 20, 16, 16, 14, 10, 8.0625, 8]
+        [16, 16, 14, 10, 8.0625, 18, 16, 8]
     """
     names = [name for name in optimizer.state_names(optimizer.param_groups[0]) if name not in optimizer.scalar_states]
 
@@ -68,23 +66,22 @@ def memory_choices(optimizer: FusedOptimizer) -> list[MemoryChoice]:
         dtypes = formats.kept_in([optimizer.param_groups[0]], names)
         return sum(map(_nbytes, (dtypes.get(name, torch.float32) for name in names)))
 
-    widened = 4 if optimizer.widens_grads(optimizer.param_groups[0]) else 0
-    found = [
-        MemoryChoice("O0", 4, 4, 0, 0, state()),
-        MemoryChoice("O2, O5", 2, 2, 4, 4, state()),
-        MemoryChoice("O2, O5, fuse_unscale=True", 2, 2, 4, widened, state()),
-    ]
+    folded = 2 + (4 if optimizer.widens_grads(optimizer.param_groups[0]) else 0)
+    found = [MemoryChoice("O0", 4, 4, 0, state())]
     if not optimizer.encodable_states or optimizer.reads_param_grads:
-        return found
-    found.append(MemoryChoice(f"O2, O5, {_REMAINDERS}", 2, 4, 2, 0, state()))
-    found.append(MemoryChoice(f"O2, O5, {_FOLDED}", 2, 2, 2, widened, state()))
+        wide = MemoryChoice("O2, O5", 2, 4, 4, state())
+        return [*found, wide, MemoryChoice(f"O2, O5, {_FOLDED}", 2, folded, 4, state())]
+    found.append(MemoryChoice("O2, O5", 2, 4, 2, state()))
+    found.append(MemoryChoice(f"O2, O5, {_FOLDED}", 2, folded, 2, state()))
     if state(torch.bfloat16) < state():
-        found.append(MemoryChoice(f"O2, O5, {_FOLDED}, {_BF16}", 2, 2, 2, widened, state(torch.bfloat16)))
+        found.append(MemoryChoice(f"O2, O5, {_FOLDED}, {_BF16}", 2, folded, 2, state(torch.bfloat16)))
     if state("int8") < state(torch.bfloat16):
-        found.append(MemoryChoice(f"O2, O5, {_FOLDED}, {_INT8}", 2, 2, 2, widened, state("int8")))
+        found.append(MemoryChoice(f"O2, O5, {_FOLDED}, {_INT8}", 2, folded, 2, state("int8")))
+    found.append(MemoryChoice(f"O2, O5, {_WIDE}", 2, 4, 4, state()))
+    found.append(MemoryChoice(f"O2, O5, {_WIDE}, {_FOLDED}", 2, folded, 4, state()))
     options = ["O5, master_weights=False, stochastic_rounding=True"]
     options += [_BF16] if state(torch.bfloat16) < state() else []
-    found.append(MemoryChoice(", ".join(options), 2, 2, 0, 0, state(torch.bfloat16)))
+    found.append(MemoryChoice(", ".join(options), 2, 2, 0, state(torch.bfloat16)))
     return found
 
 

@@ -7,14 +7,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, ClassVar, Literal
+from itertools import accumulate
+from typing import Any, ClassVar, Literal, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from apex_npu.fusion import Run
-from apex_npu.ops import Matrices, orthogonalize_, sgd_
+from apex_npu.distributed import MatrixExchange, MatrixPart
+from apex_npu.fusion import Run, are_same
+from apex_npu.fusion.shards import is_sharded, local_part, matrix_cuts
+from apex_npu.ops import (
+    Call,
+    Matrices,
+    new_directions,
+    orthogonalize_,
+    orthogonalize_stack_,
+    product_dtype,
+    sgd_,
+)
 from apex_npu.optimizers.adamw import NpuFusedAdamW
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import OfTorch, as_number, check_bool, naming
@@ -46,9 +59,21 @@ class NpuFusedMuon(NpuFusedAdamW):
                                     r = sqrt(rows / columns)               "spectral_unclamped"
 
     with (α, β, γ) the ``ns_coefficients``. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; the second r:
-    Liu et al. 2025, https://arxiv.org/abs/2502.16982. The iterations for o run in bfloat16, as torch.optim's, and
-    all matrices of one shape run together. On a device without bfloat16 products they run in float32, where results
-    differ from torch's by the rounding of bfloat16.
+    Liu et al. 2025 (Moonlight), https://arxiv.org/abs/2502.16982; the third: torch.optim.Muon from 2.14 on. The
+    iterations for o run in bfloat16, as torch.optim's, and all matrices of one shape run together. On a device without
+    bfloat16 products they run in float32, where results differ from torch's by the rounding of bfloat16.
+
+    A 3-D parameter (experts) is a stack of matrices. With ``split`` the rows of each matrix are several matrices, as
+    Jordan et al. recommend for fused queries, keys and values: of ``split=(n, n, n)`` each has its own o and r.
+
+    Of a DTensor, as ``fully_shard`` makes it, each process has rows of b and u. Each matrix has one owner::
+
+        u, whole  ←  rows of all processes            all-to-all, in bfloat16
+        o         ←  the iterations                   by the owner of the matrix
+        o, rows   ←  the owners                       all-to-all, in bfloat16
+
+    Replicas (HSDP) exchange within each replica. The results are those of whole parameters, within the rounding of
+    bfloat16 products, and the same bits on repetition with as many processes. docs/distributed.md has the details.
 
     Muon steps matrices only, and is not recommended for embeddings and heads. A group with ``use_muon=False`` is
     stepped by ``NpuFusedAdamW``'s rule, with its ``lr``, ``betas``, ``eps``, ``weight_decay``, ``amsgrad`` and
@@ -70,6 +95,8 @@ class NpuFusedMuon(NpuFusedAdamW):
         ns_steps: Number of iterations, less than 100.
         adjust_lr_fn: "original", "match_rms_adamw" or "spectral_unclamped"; None is "original".
         use_muon: Default of groups without their own: True, False or "auto".
+        split: Default of groups without their own: the numbers of rows of the matrices that each matrix of a parameter
+            consists of; their sum is the number of its rows. None: it is one.
         fuse_grad_scaler: See ``FusedOptimizer``.
         capturable: See ``FusedOptimizer``.
         state_dtype: See ``FusedOptimizer``.
@@ -78,7 +105,8 @@ class NpuFusedMuon(NpuFusedAdamW):
 
     Raises:
         ValueError: A value is out of range, or a parameter of a group with ``use_muon=True`` is no matrix.
-        TypeError: A value is not a number, or a parameter is a DTensor: only whole matrices can be orthogonalized.
+        TypeError: A value is not a number, or a parameter is a DTensor whose matrices are cut over several dimensions
+            of a mesh.
 
     Example::
 
@@ -93,6 +121,7 @@ class NpuFusedMuon(NpuFusedAdamW):
     """
 
     elementwise = False
+    exchanges_parts = True
     encodable_states: ClassVar[tuple[str, ...]] = ("momentum_buffer", *NpuFusedAdamW.encodable_states)
     supports_capture = True
 
@@ -109,6 +138,7 @@ class NpuFusedMuon(NpuFusedAdamW):
         adjust_lr_fn: str | None = None,
         *,
         use_muon: bool | Literal["auto"] = True,
+        split: Sequence[int] | None = None,
         fuse_grad_scaler: bool = False,
         capturable: bool = False,
         state_dtype: StateDtype = None,
@@ -125,6 +155,7 @@ class NpuFusedMuon(NpuFusedAdamW):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
             "use_muon": use_muon,
+            "split": split,
         }
         FusedOptimizer.__init__(
             self,
@@ -142,27 +173,15 @@ class NpuFusedMuon(NpuFusedAdamW):
         if not group["use_muon"]:
             super().update(run, group)
             return
-        copy, matrices = run.model_param(), run.remember("matrices", group["adjust_lr_fn"], partial(_find, run, group))
-        # What SGD would subtract, with the momentum's share taken from the gradient: from a parameter of zeros.
-        direction = matrices.flat.zero_()
-        sgd_(
-            direction,
-            run.scaled_grad,
-            run.state("momentum_buffer"),
-            lr=-1.0,
-            momentum=group["momentum"],
-            dampening=group["momentum"],
-            weight_decay=0.0,
-            nesterov=group["nesterov"],
-            maximize=False,
-            step=2,
-            grad_scale=run.grad_scale,
-            found_inf=run.found_inf,
-        )
+        copy, matrices = run.model_param(), run.remember("matrices", _division(group), partial(_find, run, group))
+        _set_directions(matrices.flat, run, group)
         orthogonalize_(matrices, coefficients=group["ns_coefficients"], steps=group["ns_steps"], eps=group["eps"])
+        self._descend(run, group, matrices.flat, copy)
+
+    def _descend(self, run: Run, group: ParamGroup, directions: Tensor, copy: Tensor | None) -> None:
         sgd_(
             run.param,
-            direction,
+            directions,
             None,
             copy,
             lr=self.learning_rate(run, group),
@@ -175,6 +194,58 @@ class NpuFusedMuon(NpuFusedAdamW):
             step=2,
             found_inf=run.found_inf,
         )
+
+    # Where parameters are DTensors
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A subclass with an ``update`` of its own cannot step DTensors."""
+        super().__init_subclass__(**kwargs)
+        names = {"update", "call", "_group_step"}
+        cls.exchanges_parts = next(base for base in cls.__mro__ if names & vars(base).keys()) is NpuFusedMuon
+
+    def skips_on(self) -> torch.device | None:
+        """See ``FusedOptimizer``. Where processes exchange parts, the host has to know whether they do."""
+        return None if self._fused.is_any_sharded() else super().skips_on()
+
+    def _forget_fusion(self) -> None:
+        super()._forget_fusion()
+        self._exchange: tuple[list[Run], list[Any], MatrixExchange] | None = None
+
+    def _updates(self, runs: list[tuple[Run, ParamGroup]]) -> list[tuple[int, Call]]:
+        calls = super()._updates(runs)
+        if not calls or not self._fused.is_any_sharded():
+            return calls
+        return [(len(runs), (self._update_parts, (runs,), {}))]
+
+    def _update_parts(self, runs: list[tuple[Run, ParamGroup]]) -> None:
+        """Apply the rule to all runs. No parameter is written before all matrices are orthogonalized."""
+        stepping = [(run, group, run.model_param(), _directions_of(run)) for run, group in runs if group["use_muon"]]
+        exchange = self._exchange_of([(run, group) for run, group, _, _ in stepping])
+        for run, group, _, directions in stepping:
+            _set_directions(directions, run, group)
+        exchange.apply(_orthogonalize_)
+        for run, group, copy, directions in stepping:
+            self._descend(run, group, directions, copy)
+        for run, group in runs:
+            if not group["use_muon"]:
+                super().update(run, group)
+
+    def _exchange_of(self, runs: list[tuple[Run, ParamGroup]]) -> MatrixExchange:
+        """The exchange of the matrices of ``runs``, the one of the step before where they are the same."""
+        given = [run for run, _ in runs]
+        options = [(_division(group), _iterations(group, 1.0)) for _, group in runs]
+        if self._exchange is None or not are_same(self._exchange[0], given) or self._exchange[1] != options:
+            places = {id(p): i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
+            found: dict[int, list[MatrixPart]] = {}
+            for run, group in runs:
+                fulls = list(map(self._fused.full_param_of, run.params))
+                _check_matrices(fulls, group["split"])
+                for full, (part, offset) in zip(fulls, run.members(), strict=True):
+                    found[places[id(full)]] = _parts_of(full, part, _directions_of(run)[offset:], group)
+            # In the order of the lists, which is the same on all processes; their runs may differ.
+            ordered = [part for place in sorted(found) for part in found[place]]
+            self._exchange = given, options, MatrixExchange(ordered)
+        return self._exchange[2]
 
     def validate(self, group: ParamGroup) -> None:
         """Check the hyper-parameters of ``group``."""
@@ -222,7 +293,7 @@ class NpuFusedMuon(NpuFusedAdamW):
                     del added[name]  # which torch has added
                 if added["use_muon"]:
                     with naming(type(self).__name__):
-                        _check_matrices(added["params"])
+                        _check_matrices(added["params"], added["split"])
         except (TypeError, ValueError):
             del self.param_groups[before:]
             raise
@@ -257,6 +328,11 @@ class NpuFusedMuon(NpuFusedAdamW):
         """
         groups = [{"use_muon": "betas" not in group, **group} for group in state_dict["param_groups"]]
         for i, (found, group) in enumerate(zip(groups, self.param_groups, strict=False)):
+            if found["use_muon"] and group["use_muon"]:
+                found.setdefault("split", group["split"])  # torch's has none
+                with naming(type(self).__name__):
+                    _check_split(found["split"])
+                    _check_matrices(group["params"], found["split"])
             if bool(found["use_muon"]) is not group["use_muon"]:
                 rules = ["Muon" if each["use_muon"] else "AdamW" for each in (found, group)]
                 raise ValueError(
@@ -275,16 +351,117 @@ _ADJUST_LR: dict[str | None, Callable[[int, int], float]] = {
 _ADJUST_LR[None] = _ADJUST_LR["original"]
 
 
+class _Iterations(NamedTuple):
+    """The arguments of ``orthogonalize_stack_``."""
+
+    coefficients: tuple[float, ...]
+    steps: int
+    eps: float
+    factor: float
+
+
+def _iterations(group: ParamGroup, factor: float) -> _Iterations:
+    return _Iterations(tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"], factor)
+
+
+def _orthogonalize_(stack: Tensor, options: _Iterations) -> None:
+    coefficients, steps, eps, factor = options
+    orthogonalize_stack_(stack, coefficients=coefficients, steps=steps, eps=eps, factor=factor)
+
+
+def _division(group: ParamGroup) -> tuple[Any, ...]:
+    """The options that decide which matrices a run has, and what their steps are multiplied by."""
+    return group["adjust_lr_fn"], group["split"] and tuple(group["split"])
+
+
+def _set_directions(directions: Tensor, run: Run, group: ParamGroup) -> None:
+    """Step the momentum of ``run``, and set ``directions`` to what is to be orthogonalized."""
+    # What SGD would subtract, with the momentum's share taken from the gradient: from a parameter of zeros.
+    sgd_(
+        directions.zero_(),
+        run.scaled_grad,
+        run.state("momentum_buffer"),
+        lr=-1.0,
+        momentum=group["momentum"],
+        dampening=group["momentum"],
+        weight_decay=0.0,
+        nesterov=group["nesterov"],
+        maximize=False,
+        step=2,
+        grad_scale=run.grad_scale,
+        found_inf=run.found_inf,
+    )
+
+
+def _directions_of(run: Run) -> Tensor:
+    return run.remember("directions", None, partial(new_directions, run.param))
+
+
+class _Block(NamedTuple):
+    """A matrix of a parameter: ``rows`` rows from ``first`` on of the one with this ``number`` in its stack."""
+
+    number: int
+    first: int
+    rows: int
+    columns: int
+    factor: float
+
+
+def _blocks(count: int, rows: int, columns: int, group: ParamGroup) -> Iterator[_Block]:
+    """The matrices of ``count`` times ``rows`` x ``columns``, each of which is split as ``group`` says."""
+    sizes = group["split"] or (rows,)
+    for number in range(count):
+        for first, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
+            factor = _ADJUST_LR[group["adjust_lr_fn"]](size, max(1, columns))
+            yield _Block(number, first, size, columns, factor)
+
+
 def _find(run: Run, group: ParamGroup) -> Matrices:
     """The matrices of ``run``, and what their steps are multiplied by."""
     members = run.members()
-    _check_matrices([p for p, _ in members])
-    shapes, factors = [], []
-    for p, _ in members:
-        rows, columns = p.shape
-        shapes.append((rows, columns) if p.is_contiguous() else (columns, rows))  # a transposed one
-        factors.append(_ADJUST_LR[group["adjust_lr_fn"]](rows, max(1, columns)))
-    return Matrices.of(shapes, [offset for _, offset in members], factors, run.param)
+    _check_matrices([p for p, _ in members], group["split"])
+    shapes: list[tuple[int, int]] = []
+    offsets: list[int] = []
+    factors: list[float] = []
+    for p, offset in members:
+        *_, rows, columns = p.shape
+        if not p.numel():
+            shapes.append((0, 0))
+            offsets.append(offset)
+            factors.append(1.0)
+            continue
+        for block in _blocks(p.numel() // (rows * columns), rows, columns, group):
+            shape = block.rows, columns
+            shapes.append(shape if p.is_contiguous() else shape[::-1])  # transposed ones
+            offsets.append(offset + (block.number * rows + block.first) * columns)
+            factors.append(block.factor)
+    return Matrices.of(shapes, offsets, factors, run.param)
+
+
+def _parts_of(full: Tensor, part: Tensor, directions: Tensor, group: ParamGroup) -> list[MatrixPart]:
+    """This process's part of each matrix of ``full``.
+
+    Args:
+        full: The parameter.
+        part: This process's part of it.
+        directions: The elements of ``part`` in a flat buffer, and others behind them.
+        group: The param group.
+    """
+    view = directions.as_strided(part.size(), part.stride())
+    view = view if view.dim() == 3 else view.unsqueeze(0)
+    cut = next(iter(matrix_cuts(full)), None)
+    dtype = product_dtype(part.device if cut is None else torch.device(cut.device_type))
+    found = []
+    for block in _blocks(view.size(0), full.size(-2), full.size(-1), group):
+        own = cut
+        first, count = block.first, block.rows
+        if cut is not None and cut.dim == 0:
+            own = cut.of_rows(first, count)
+            rank = dist.get_rank(cut.group)
+            first, count = max(0, first - cut.begins()[rank]), own.sizes[rank]
+        here = view[block.number].narrow(0, min(first, view.size(1)), count)
+        found.append(MatrixPart(here, block.rows, block.columns, own, dtype, _iterations(group, block.factor)))
+    return found
 
 
 def _is_matrix(param: Any) -> bool:
@@ -293,12 +470,52 @@ def _is_matrix(param: Any) -> bool:
     return isinstance(tensor, Tensor) and tensor.ndim == 2
 
 
-def _check_matrices(params: Sequence[Tensor]) -> None:
+def _check_matrices(params: Sequence[Tensor], split: Sequence[int] | None) -> None:
+    """Require matrices, or stacks of them, that can be brought together, and split as ``split`` says.
+
+    Raises:
+        ValueError: One has another number of dimensions, of rows or other strides.
+        TypeError: One is a DTensor of which processes have parts that cannot be brought together.
+    """
     for p in params:
-        if p.ndim != 2:
+        which = f"a parameter of shape {tuple(p.shape)}"
+        if p.dim() not in (2, 3):
             raise ValueError(
-                f"Muon only supports 2D parameters whereas we found a parameter with size: {p.size()}. Give it to a "
-                'group with use_muon=False, which AdamW steps, or pass use_muon="auto"'
+                f"Muon only supports 2D parameters whereas we found a parameter with size: {p.size()}; 3D ones are "
+                "stacks of matrices. Give it to a group with use_muon=False, which AdamW steps, or pass "
+                'use_muon="auto", which leaves 3D ones to AdamW, too'
+            )
+        if split is not None and sum(split) != p.size(-2):
+            raise ValueError(
+                f"split={split!r} has {sum(split)} rows in all, and {which} has matrices of {p.size(-2)}; give each "
+                "group the parameters that have the rows of its split"
+            )
+        if is_sharded(p):
+            _check_cuts(which, p)
+        elif not (p.is_contiguous() or (split is None and p.mT.is_contiguous())):
+            raise ValueError(
+                f"{which} has strides {p.stride()}: Muon takes stacks of matrices one after the other, transposed or "
+                "not, and splits those whose rows are contiguous. Replace it in the module by "
+                "nn.Parameter(p.detach().contiguous()) first"
+            )
+
+
+def _check_cuts(which: str, param: Any) -> None:
+    cuts = matrix_cuts(param)
+    if len(cuts) > 1:
+        raise TypeError(
+            f"{which} is a DTensor with placements {param.placements} on a mesh of shape "
+            f"{tuple(param.device_mesh.shape)}: Muon brings matrices together that are cut over one mesh dimension, "
+            "not over several. Shard it over one and replicate it over the others, or give it to a group with "
+            "use_muon=False, which AdamW steps"
+        )
+    for cut in cuts:
+        here = local_part(param).size(cut.dim - 2)
+        if here != cut.sizes[dist.get_rank(cut.group)]:
+            raise TypeError(
+                f"{which} is a DTensor with placements {param.placements}, of which this process has {here} "
+                f"{('rows', 'columns')[cut.dim]} where torch.chunk gives {cut.sizes}: Muon needs the latter, as "
+                "fully_shard and distribute_tensor divide"
             )
 
 
@@ -320,3 +537,13 @@ def _check_iterations(group: ParamGroup) -> None:
         raise ValueError(
             f"Adjust learning rate function {adjust} is not supported; adjust_lr_fn must be one of {names}, or None"
         )
+    _check_split(group["split"])
+
+
+def _check_split(split: Any) -> None:
+    if split is None:
+        return
+    if not isinstance(split, tuple | list) or not all(type(rows) is int for rows in split):
+        raise TypeError(f"split must be None or the numbers of rows of matrices, a tuple of ints, got {split!r}")
+    if not split or min(split) < 1:
+        raise ValueError(f"split must have at least one number of rows, and each must be >= 1, got {split!r}")

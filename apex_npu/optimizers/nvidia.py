@@ -158,7 +158,7 @@ class FusedAdam(FusedOptimizer):
         """
         packed = super().state_dict()
         for group in packed["param_groups"]:
-            if self.state_formats.has_remainders:
+            if self.state_formats.has_remainders and not self.state_formats.widens_grads:  # not those of amp
                 group["master_weights"] = True
             if isinstance(group.get("step"), Tensor):
                 group["step"] = group["step"].to(torch.int32)

@@ -119,6 +119,11 @@ class StateFormats:
         """True if only the bits of float32 masters that 16-bit parameters lack are kept."""
         return MASTER_PARAM in self.dtypes
 
+    @property
+    def draws_random_bits(self) -> bool:
+        """True if states or parameters are rounded with random bits, by the count of steps."""
+        return self.stochastic_rounding or any(name != MASTER_PARAM for name in self.dtypes)
+
     def check(self, params: Iterable[Tensor]) -> None:
         """Require parameters whose states can be kept so.
 

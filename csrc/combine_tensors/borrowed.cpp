@@ -50,10 +50,4 @@ void set_grads(const Borrowed& tensors, const Borrowed& grads) {
   look_at_grads(tensors, set, kPointersBytes);
 }
 
-void set_aliases(const Borrowed& tensors, const std::vector<at::Tensor>& grads) {
-  TORCH_CHECK_VALUE(tensors.size() == grads.size(), "set_aliases: expected one gradient per tensor (", tensors.size(),
-                    "), got ", grads.size());
-  look_at_each(tensors, prefetch_autograd, [&](size_t i) { tensors[i]->mutable_grad() = grads[i].variable_data(); });
-}
-
 }  // namespace apex_npu

@@ -95,8 +95,5 @@ void drop_grads(const Borrowed& tensors);
 
 // tensors[i].grad = grads[i], for each.
 void set_grads(const Borrowed& tensors, const Borrowed& grads);
-// tensor.grad = an alias of its one of `grads`, for each, with a version counter of its own. Python refuses other
-// dtypes than the tensor's.
-void set_aliases(const Borrowed& tensors, const std::vector<at::Tensor>& grads);
 
 }  // namespace apex_npu

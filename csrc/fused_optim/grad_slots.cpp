@@ -18,17 +18,6 @@ bool is_narrow(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at:
 
 bool is_float(at::ScalarType dtype) { return is_narrow(dtype) || dtype == at::kFloat || dtype == at::kDouble; }
 
-// The same values, in memory that is copied as soon as one of the two is written: by a backward of another loss through
-// the same model, for one, or by model.zero_grad(). Undefined where the memory is not torch's own.
-at::Tensor lazy_copy(const at::Tensor& t) {
-  c10::intrusive_ptr<c10::StorageImpl> storage =
-      c10::impl::cow::lazy_clone_storage(*t.storage().unsafeGetStorageImpl());
-  if (!storage) return {};
-  at::Tensor copy = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)), t.key_set(), t.dtype());
-  copy.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
-  return copy;
-}
-
 }  // namespace
 
 GradSlots::GradSlots(const std::vector<at::Tensor>& shapes, std::vector<int64_t> offsets,
@@ -226,29 +215,6 @@ void GradSlots::add_to(GradList& grads, const at::Tensor& grad, size_t i, size_t
   TORCH_CHECK_VALUE(is_readable(grad, slots_[i]), "grad_list: the gradient of parameter ", i, ", ", grad.toString(),
                     " of shape ", grad.sizes(), " with strides ", grad.strides(), ", cannot be read where it is");
   grads.add(grad, slots_[i].offset - slots_[first].offset);
-}
-
-SharedGrads GradSlots::share(const Borrowed& sources, const Borrowed& params, int64_t least_numel, bool lazily,
-                             IsAlone is_alone) const {
-  TORCH_CHECK_VALUE(sources.size() == slots_.size() && params.size() == slots_.size(), "share: expected ",
-                    slots_.size(), " sources and parameters, got ", sources.size(), " and ", params.size());
-  SharedGrads found{false, {}};
-  look_at_grads(sources, [&](const at::Tensor& grad, size_t i) {
-    if (!grad.defined() || sources[i]->is_same(*params[i])) return;
-    // Other references to its memory (a bucket of DistributedDataParallel, DLPack) would not follow when it is
-    // copied, or write it.
-    const bool shares = slots_[i].numel >= least_numel && is_readable(grad, slots_[i]) && !is_slot(grad) &&
-                        allocated_by_torch(grad) && is_alone(grad);
-    at::Tensor twin;
-    if (shares) twin = lazily ? lazy_copy(grad) : grad.variable_data();
-    if (twin.defined()) {
-      params[i]->mutable_grad() = std::move(twin);
-      found.any = true;
-    } else {
-      found.others.push_back(static_cast<int64_t>(i));
-    }
-  });
-  return found;
 }
 
 std::optional<std::vector<at::Tensor>> GradSlots::take_up(const Borrowed& params, const at::Tensor& flat) {

@@ -43,12 +43,6 @@ struct GradAddresses {
   bool views_are_free;                  // the views of all that are ELSEWHERE may become gradients
 };
 
-// What has become of gradients that were to be shared.
-struct SharedGrads {
-  bool any;                     // some are
-  std::vector<int64_t> others;  // the indices of those that are not
-};
-
 class GradSlots {
  public:
   // `shapes` have the slots' sizes, strides and dtype, on any device; `offsets` their first elements. Kernels read
@@ -94,11 +88,6 @@ class GradSlots {
 
   // Whatever is a gradient later is another one.
   void forget_stepped() { stepped_.clear(); }
-
-  // Gives params[i] the gradient of sources[i], which is another, where that can be read where it is, and is alone: one
-  // memory, with `lazily` until either is written.
-  SharedGrads share(const Borrowed& sources, const Borrowed& params, int64_t least_numel, bool lazily,
-                    IsAlone is_alone) const;
 
   // Leaves `flat`, in which the views are that have been remembered, without memory: whatever is in slots owns it.
   void let_go(const at::Tensor& flat) { lent_.emplace(flat); }

@@ -114,8 +114,6 @@ Operands::Operands(const char* op, const at::Tensor& param, const at::Tensor& gr
   if (encoding.given()) check_encoding(op, states);
   if (grad_list_ == nullptr) grad_ = grad.const_data_ptr();
   model_param_ = model_param.has_value() ? model_param->mutable_data_ptr() : nullptr;
-  if (model_param_ != nullptr && param_dtype_ == at::kFloat) copies_ = rounded_copy_of(*model_param);
-  if (copies_ != nullptr) first_copy_ = copies_->offset_of(model_param_, numel_);
 }
 
 void Operands::check_encoding(const char* op, std::initializer_list<State> states) {
@@ -166,13 +164,7 @@ void Operands::write_back(int64_t /*begin*/, int64_t /*n*/, const double* /*para
 
 template <>
 float* Operands::param(int64_t begin, int64_t n, float* copy) const {
-  if (param_dtype_ == at::kFloat) {
-    float* const data = static_cast<float*>(param_) + begin;
-    if (copies_ != nullptr) {
-      copies_->take(data, static_cast<const uint16_t*>(model_param_) + begin, first_copy_ + begin, n);
-    }
-    return data;
-  }
+  if (param_dtype_ == at::kFloat) return static_cast<float*>(param_) + begin;
   if (remainder_ != nullptr) {
     decode_remainder(static_cast<uint16_t*>(param_) + begin, param_dtype_, remainder_ + begin, copy, n);
     return copy;
@@ -212,12 +204,7 @@ void Operands::write_back_stochastically(int64_t begin, int64_t n, const float* 
 
 void Operands::write_back_model(int64_t begin, int64_t n, const float* param) const {
   if (model_param_ == nullptr) return;
-  uint16_t* const copy = static_cast<uint16_t*>(model_param_) + begin;
-  if (copies_ != nullptr) {
-    copies_->write(param, copy, first_copy_ + begin, n);
-  } else {
-    narrow(param, copy, model_dtype_, n);
-  }
+  narrow(param, static_cast<uint16_t*>(model_param_) + begin, model_dtype_, n);
 }
 
 }  // namespace apex_npu

@@ -10,7 +10,6 @@
 #include <optional>
 
 #include "fused_optim/grad_list.h"
-#include "fused_optim/rounded_copy.h"
 #include "fused_optim/state_codec.h"
 #include "fused_optim/vectors.h"
 
@@ -46,8 +45,7 @@ struct Gradient {
 // float64, else any of the other three), states (float64 beside float64, else float32), and, beside parameters that are
 // not float64, model_param (float16 or bfloat16), which gets a rounded copy of the new parameters; and grad_scale, one
 // number that gradients are divided by. Gradients may be a list of tensors, too. With an encoding states may also be
-// bfloat16, or of 8 bits with scales, and parameters of 16 bits may have remainders. Where model_param is in a watched
-// buffer (rounded_copy.h), parameters first take what scripts have written there.
+// bfloat16, or of 8 bits with scales, and parameters of 16 bits may have remainders.
 class Operands {
  public:
   // Raises ValueError or TypeError, with the name of what does not fit.
@@ -134,8 +132,6 @@ class Operands {
   const void* grad_ = nullptr;
   const GradList* grad_list_;  // instead
   void* model_param_;
-  RoundedCopy* copies_ = nullptr;  // of model_param, where scripts may write it
-  int64_t first_copy_ = 0;
   double grad_scale_ = 1;
   bool maximize_;
   at::ScalarType param_dtype_, grad_dtype_, model_dtype_;

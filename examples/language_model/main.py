@@ -50,8 +50,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--context", type=int, default=256, metavar="N", help="characters that the model sees (default %(default)s)")
     add("--dropout", type=float, default=0.2, metavar="P", help="default %(default)s")
 
-    recipe = parser.add_argument_group("optimization: AdamW, warm-up, cosine")
+    recipe = parser.add_argument_group("optimization: AdamW or Muon, warm-up, cosine")
     add = recipe.add_argument
+    add("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: of the blocks' matrices (default adamw)")
     add("--lr", type=float, default=1e-3, help="the highest learning rate; it ends at a tenth (default %(default)s)")
     add("--warmup", type=int, default=100, metavar="N", help="steps (default %(default)s)")
     add(
@@ -67,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--combine-grad", action="store_true", help="gradients in one flat buffer")
     add("--store-param-remainders", action="store_true", help="no float32 masters, but 16 bits beside the model")
     states = ["float32", "bfloat16", "int8"]
-    add("--state-dtype", choices=states, default="float32", help="of AdamW's moments (default %(default)s)")
+    add("--state-dtype", choices=states, default="float32", help="of the optimizer's moments (default %(default)s)")
     add("--fsdp", action="store_true", help="shard the model over the processes that torchrun has started")
 
     sample = parser.add_argument_group("what it writes at the end")

@@ -19,6 +19,9 @@ from torch.nn import functional as F
 
 from apex_npu import amp, optimizers
 
+# A checkpoint is continued with the same.
+OPTIONS = ("layers", "heads", "width", "context", "optimizer", "weight_decay")
+
 
 def run(args: Namespace) -> None:
     """Train and save; then write some text."""
@@ -115,13 +118,36 @@ def show(text: str) -> None:
 
 
 def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
-    """AdamW, with weight decay for matrices, and none for biases and norms."""
+    """AdamW, with weight decay for matrices, and none for biases and norms; or Muon for the matrices of the blocks."""
+    if args.optimizer == "muon":
+        return make_muon(model, args)
     params = list(model.parameters())
     groups = [
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": args.weight_decay},
         {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
     ]
     return optimizers.NpuFusedAdamW(groups, lr=args.lr, betas=(0.9, 0.99), state_dtype=args.state_dtype)
+
+
+def make_muon(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
+    """Muon for the matrices of the blocks, queries, keys and values each for themselves; AdamW for all else."""
+    hidden = {name: p for name, p in model.blocks.named_parameters() if p.dim() == 2}
+    fused = [p for name, p in hidden.items() if name.endswith("qkv.weight")]
+    others = [p for name, p in hidden.items() if not name.endswith("qkv.weight")]
+    adamw = {"use_muon": False, "lr": args.lr, "betas": (0.9, 0.99)}
+    groups = [
+        {"params": fused, "split": (args.width,) * 3},
+        {"params": others},
+        {"params": [model.token.weight, model.position.weight], **adamw, "weight_decay": args.weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() < 2], **adamw, "weight_decay": 0.0},
+    ]
+    return optimizers.NpuFusedMuon(
+        groups,
+        lr=args.lr,
+        weight_decay=args.weight_decay,
+        adjust_lr_fn="match_rms_adamw",  # with which AdamW's learning rate suits matrices
+        state_dtype=args.state_dtype,
+    )
 
 
 def learning_rate(step: int, args: Namespace) -> float:
@@ -160,7 +186,7 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, text: "Text", step:
         return  # the first process has them
     state = {
         "step": step,
-        "options": {name: getattr(args, name) for name in ("layers", "heads", "width", "context", "weight_decay")},
+        "options": {name: getattr(args, name) for name in OPTIONS},
         "characters": text.characters,
         "amp": amp.state_dict(),
         **states,
@@ -188,9 +214,11 @@ def read_checkpoint(path: Path, args: Namespace) -> dict[str, Any]:
         raise SystemExit(f"{path}: not a whole checkpoint ({type(error).__name__})") from error
     if not isinstance(state, dict) or "options" not in state:
         raise SystemExit(f"{path}: not a checkpoint of this example")
+    # With --sample-only there is no optimizer; with --fsdp its state is loaded nevertheless.
+    unused = ("weight_decay", *([] if args.fsdp else ["optimizer"])) if args.sample_only else ()
     for name, saved in state["options"].items():
-        if name == "weight_decay" and args.sample_only:
-            continue  # of the optimizer, which is not there
+        if name in unused:
+            continue
         if getattr(args, name) != saved:
             option = f"--{name.replace('_', '-')} {saved}"
             raise SystemExit(f"{path}: it was saved with {option}, this run has {getattr(args, name)}; add {option}")

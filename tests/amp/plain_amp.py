@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``PlainAmp``: what docs/amp.md and Apex promise, on float32 parameters and an optimizer of torch, without amp.
 
-Scaling by powers of two changes no number. Gradients here are therefore never scaled, and a parameter and its master
-are one tensor; what is left of amp is when a step is skipped, how the scale moves, and which gradients are cleared.
+Scaling by powers of two changes no number. Gradients here are therefore never scaled, and parameters have no 16-bit
+data; what is left of amp is when a step is skipped, how the scale moves, and which gradients are cleared.
 """
 
 from __future__ import annotations
@@ -45,22 +45,18 @@ class PlainAmp:
         optimizers: Of torch, over parameters in float32.
         scale: A number, or "dynamic".
         losses: How many loss scales there are.
-        masters: The level has masters.
-        has_master: Whether a parameter would have one.
+        widens: The level widens gradients of 16-bit parameters.
         fuses: ``fuse_unscale``: overflow is looked for when the result is needed.
-        drops: Whether a block that fails drops what its backward has given to a parameter; None: as ``has_master``.
+        drops: Whether a block that fails drops what its backward has given to a parameter.
     """
 
-    def __init__(self, optimizers, scale, losses, masters, has_master, fuses, drops=None):
+    def __init__(self, optimizers, scale, losses, widens, fuses, drops):
         self.optimizers = optimizers
         self.scalers = [PlainScaler(scale) for _ in range(losses)]
         self.skip, self.applied = [False] * len(optimizers), [None] * len(optimizers)
         self.delayed, self._were_delayed = [False] * len(optimizers), [False] * len(optimizers)
         self._unchecked = {}  # optimizer → scaler
-        self._masters, self._has_master, self._fuses = masters, has_master, fuses
-        self._drops = drops or has_master
-        # Parameters with masters: whose gradient the model has, and of those the ones that have been stepped since.
-        self._shown, self._stepped, self._zeros = set(), set(), set()
+        self._widens, self._fuses, self._drops = widens, fuses, drops
 
     def params(self, o):
         return [p for group in self.optimizers[o].param_groups for p in group["params"]]
@@ -88,7 +84,6 @@ class PlainAmp:
             self.skip[o] = self.skip[o] and bool(self.grads(o))
             for p in self.params(o) if self.skip[o] else []:
                 self.clear(p, set_to_none=False)
-            self._shown -= self._stepped & set(self.params(o))
 
     def backward(self, which, loss, *, fails):
         """Backward in the block, after which it fails, maybe.
@@ -97,20 +92,10 @@ class PlainAmp:
         """
         params = [p for o in which if not self._were_delayed[o] for p in self.params(o) if self._drops(p)]
         before = [None if p.grad is None else p.grad.clone() for p in params]
-        versions = self._versions(which)
         loss.backward()
-        reached = {p for p, version in self._versions(which).items() if version != versions[p]}
         if fails:
             for p, grad in zip(params, before, strict=True):
                 p.grad = grad
-            reached.difference_update(params)
-        self._shown |= reached
-        self._stepped -= reached
-        self._zeros -= reached
-
-    def _versions(self, which):
-        params = [p for o in which for p in self.params(o) if self._has_master(p)]
-        return {p: None if p.grad is None else p.grad._version for p in params}
 
     def fail(self, which):
         for o in which:
@@ -119,8 +104,8 @@ class PlainAmp:
     def end(self, which, loss_id, delay):
         scaler = self.scalers[loss_id]
         for o in which:
-            # A plain backward is as good as a block at a static scale of 1, but for masters.
-            self.delayed[o] = delay == "delay_unscale" and (scaler.dynamic or scaler.scale != 1.0 or self._masters)
+            # A plain backward is as good as a block at a static scale of 1, but for 16-bit parameters.
+            self.delayed[o] = delay == "delay_unscale" and (scaler.dynamic or scaler.scale != 1.0 or self._widens)
         if delay is not None:
             return
         if self._fuses and scaler.dynamic and len(which) == 1:
@@ -139,11 +124,6 @@ class PlainAmp:
         if self.applied[o]:
             self.optimizers[o].step()
         self.skip[o] = False
-        for p in self.params(o):
-            if self._has_master(p):
-                if p not in self._zeros or p.grad is None or p.grad.any():
-                    p.grad = None  # zeros stay, as they stay on the model
-                self._stepped |= self._shown & {p}
 
     def zero_grad(self, o, set_to_none):
         self.check(o)
@@ -151,16 +131,12 @@ class PlainAmp:
             self.clear(p, set_to_none)
         self.skip[o] = self.delayed[o] = False
 
-    def clear(self, p, set_to_none):
+    @staticmethod
+    def clear(p, set_to_none):
         if set_to_none:
             p.grad = None
-            self._shown.discard(p)
         elif p.grad is not None:
             p.grad.zero_()
-        elif p in self._shown:  # as without masters, whose gradients a step drops
-            p.grad = torch.zeros_like(p)
-        self._stepped.discard(p)
-        (self._zeros.add if p.grad is not None else self._zeros.discard)(p)
 
     def clip(self, o, max_norm, norm_type):
         self.check(o)

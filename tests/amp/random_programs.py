@@ -35,7 +35,7 @@ from apex_npu import amp, optimizers
 from apex_npu._extension import extension
 
 LOW = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
-WITH_MASTERS = ("O2", "O5")
+WITH_MASTERS = ("O2", "O5")  # where 16-bit parameters have float32 values
 # The second is large enough to be read in place, the fourth is transposed, the last comes after those of BATCH_NORM.
 SHAPES = ((3,), (65, 64), (), (3, 2), (0,))
 BATCH_NORM = (4, 5)  # the indices of its parameters, which stay float32
@@ -58,7 +58,7 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
 class Config:
     level: str
     rule: str  # sgd, or adam without averages
-    how: str  # torch, combine_grad, fused, or remainders: fused with store_param_remainders
+    how: str  # torch, combine_grad, fused, or float32: fused with store_param_remainders=False
     fuse_unscale: bool
     scale: float | str
     momentum: float
@@ -66,6 +66,16 @@ class Config:
     hook: bool
     groups: tuple  # for each optimizer its groups, of indices of parameters; those in none are frozen
     averages: str = ""  # over two processes: combine_ddp, or DistributedDataParallel
+
+    @property
+    def remainders(self):
+        """Whether the bits that 16-bit parameters lack are kept."""
+        in_kernels = DEVICE.type != "npu" and extension is not None
+        return self.level in WITH_MASTERS and self.how == "fused" and in_kernels
+
+    @property
+    def is_wide(self):
+        return self.level in WITH_MASTERS and self.how == "float32"
 
     @property
     def defers(self):
@@ -109,9 +119,6 @@ class Script:
 
     Attributes:
         groups: For each optimizer the indices of the parameters in its groups.
-        started: Parameters whose master has had a block: from then on the master is what a script edits.
-        assigned: Parameters whose master a script has given a gradient, which clearing the model's may clear or not.
-        stale: Optimizers whose masters have been edited since they were copied to the model.
     """
 
     device = DEVICE
@@ -120,7 +127,7 @@ class Script:
         self.config, self.models = config, [Net(self.device), Net(self.device)]
         self.forwards = self.models
         self.groups = [list(map(list, groups)) for groups in config.groups]
-        self.started, self.assigned, self.stale, self.saved = set(), set(), [False, False], None
+        self.saved = None
         for o in BOTH:
             self.freeze_unlisted(o)
         self.optimizers = [
@@ -144,15 +151,6 @@ class Script:
     def listed(self, o):
         return [i for group in self.groups[o] for i in group]
 
-    def stepped(self, o, i):
-        """What the optimizer steps for parameter ``i``: itself, or its master."""
-        if i not in self.listed(o):
-            return self.params(o)[i]
-        return [p for g in self.optimizers[o].param_groups for p in g["params"]][self.listed(o).index(i)]
-
-    def has_master(self, i):
-        return self.config.level in WITH_MASTERS and i not in BATCH_NORM and self.config.how != "remainders"
-
     def freeze_unlisted(self, o):
         for i, p in enumerate(self.params(o)):
             p.requires_grad_(i in self.listed(o))
@@ -174,49 +172,40 @@ class Script:
         self.which = which
         if not which:
             return
-        self.started |= {(o, i) for o in which for i in self.listed(o)}  # frozen ones, too: their optimizer had a block
         self.scale_loss(which, loss_id, self.loss(which, factor, reached), delay, clear, fail)
 
     def step(self, o):
         self.step_optimizer(o)
-        self.assigned = {one for one in self.assigned if one[0] != o}
-        self.stale[o] = self.stale[o] and not self.applied(o)
 
     def clip(self, o, by, norm_type, max_norm):
         self.norm = None if by == "torch" and self.is_delayed(o) else self.clip_grads(o, by, norm_type, max_norm)
 
     def model_zero_grad(self, o, set_to_none):
         for i in range(PARAMS):
-            self.clear_unassigned(o, i, set_to_none)
-
-    def drop(self, o, i):
-        self.clear_unassigned(o, i, set_to_none=True)
-
-    def zero(self, o, i):
-        self.clear_unassigned(o, i, set_to_none=False)
-
-    def clear_unassigned(self, o, i, set_to_none):
-        if (o, i) not in self.assigned:
             self.clear(o, i, set_to_none)
 
+    def drop(self, o, i):
+        self.clear(o, i, set_to_none=True)
+
+    def zero(self, o, i):
+        self.clear(o, i, set_to_none=False)
+
     def edit_grad(self, o, i, factor):
-        grad = self.stepped(o, i).grad
+        grad = self.params(o)[i].grad
         if grad is not None and not self.is_delayed(o):
             grad.mul_(factor)
 
     def put_inf(self, o, i):
-        grad = self.stepped(o, i).grad
-        if grad is None or self.is_delayed(o) or self.has_master(i) or NO_INF:
-            return  # a block looks at what it brings to a master, as with Apex
+        grad = self.params(o)[i].grad
+        if grad is None or self.is_delayed(o) or NO_INF:
+            return
         with torch.no_grad():
             grad.view(-1)[-1:].fill_(torch.inf) if grad.is_contiguous() else grad[-1:].fill_(torch.inf)
 
     def assign_grad(self, o, i, factor):
-        if i in self.listed(o) and not self.is_delayed(o) and (not self.has_master(i) or (o, i) in self.started):
-            self.look_at_masters(o)
-            p = self.stepped(o, i)
+        if i in self.listed(o) and not self.is_delayed(o):
+            p = self.params(o)[i]
             p.grad = torch.full_like(p, factor)
-            self.assigned |= {(o, i)} if self.has_master(i) else set()
 
     def freeze(self, o, i, clear):
         self.params(o)[i].requires_grad_(False)
@@ -228,27 +217,23 @@ class Script:
 
     def edit_weight(self, o, i, value):
         """Multiply by 0.5, or assign ``value`` to p.data."""
-        is_master = self.has_master(i) and (o, i) in self.started
-        if is_master and i not in self.listed(o):
-            return
-        p = self.stepped(o, i) if is_master else self.params(o)[i]
-        if self.config.how == "remainders":  # a write that is counted ends a remainder, one that is not may keep it
+        p = self.params(o)[i]
+        if value is None and self.config.level in WITH_MASTERS:
+            if i in self.listed(o):
+                self.halve(o, p)  # 16 bits would round
+        elif self.config.remainders:  # a write that is not counted keeps the remainder
             with torch.no_grad():
-                p.fill_(0.5 if value is None else value)
+                p.mul_(0.5) if value is None else p.fill_(value)
         elif value is None:
             p.data.mul_(0.5)
         else:
             p.data = torch.full_like(p, value)
-        self.stale[o] |= is_master
 
     def move(self, o):
-        if self.config.how == "remainders":
+        if self.config.remainders:
             return  # as after other writes that are not counted, state dicts have 16 bits until the next step
-        if self.stale[o] and DEVICE.type != "cpu":
-            return  # there what is moved counts as written, and a warning says that the masters' values are lost
-        for i in range(PARAMS):
-            for p in {id(p): p for p in (self.params(o)[i], self.stepped(o, i))}.values():
-                p.data = p.data.clone()
+        for p in self.params(o):
+            p.data = p.data.clone()
 
     def set_lr(self, o, lr):
         for group in self.optimizers[o].param_groups:
@@ -279,20 +264,19 @@ class Script:
         """Keep a gradient."""
 
     def save(self):
-        if not any(self.stale):
-            self.saved = copy.deepcopy(
-                {
-                    "model": [model.state_dict() for model in self.models],
-                    "optimizer": [optimizer.state_dict() for optimizer in self.optimizers],
-                    "amp": self.amp_state(),
-                }
-            )
+        self.saved = copy.deepcopy(
+            {
+                "model": [model.state_dict() for model in self.models],
+                "optimizer": [optimizer.state_dict() for optimizer in self.optimizers],
+                "amp": self.amp_state(),
+            }
+        )
 
     def load(self, parts):
         if self.saved is None:
             return
         saved = copy.deepcopy(self.saved)
-        if self.config.how == "remainders" and "optimizer" in parts and "model" not in parts:
+        if self.config.remainders and "optimizer" in parts and "model" not in parts:
             parts = (*parts, "model")  # an optimizer's state has master_param, which is the model's
         for part in parts:
             if part == "amp":
@@ -300,7 +284,6 @@ class Script:
                 continue
             for o in BOTH:
                 getattr(self, f"{part}s")[o].load_state_dict(saved[part][o])
-                self.stale[o] &= part != "model"
 
 
 def grads_of(optimizer):
@@ -324,13 +307,14 @@ class Plain(Script):
             for model in self.models:
                 model.half()
         index = {id(p): i for o in BOTH for i, p in enumerate(self.params(o))}
-        has_master = lambda p: self.has_master(index[id(p)])  # noqa: E731
-        masters = self.config.level in WITH_MASTERS
-        drops = lambda p: masters and index[id(p)] not in BATCH_NORM  # noqa: E731
+        widens = self.config.level in WITH_MASTERS
+        # Where float32 parameters share a buffer with the float32 values of others, they are treated alike.
+        joint = self.config.how in ("fused", "float32") and not self.config.remainders and extension is not None
+        drops = lambda p: widens and (joint or index[id(p)] not in BATCH_NORM)  # noqa: E731
         # What processes decide together is decided when the block ends.
         leaves_open = self.config.fuse_unscale and not lacks("flag_on_the_device")
         leaves_open = leaves_open and self.config.averages != "combine_ddp"
-        self.amp = PlainAmp(self.optimizers, self.config.scale, 2, masters, has_master, leaves_open, drops)
+        self.amp = PlainAmp(self.optimizers, self.config.scale, 2, widens, leaves_open, drops)
 
     def scale_loss(self, which, loss_id, loss, delay, clear, fail):
         self.amp.begin(which)
@@ -369,8 +353,8 @@ class Plain(Script):
     def load_amp_state(self, state):
         self.amp.load(state)
 
-    def look_at_masters(self, o):
-        """There are none."""
+    def halve(self, o, p):
+        p.data.mul_(0.5)
 
     def is_finite(self):
         """No overflow has gone into weights, or a norm, which a device without inf makes other numbers of."""
@@ -402,7 +386,7 @@ class Amp(Script):
 
     def optimizer_class(self):
         names = {"sgd": "SGD", "adam": "Adam"}
-        if self.config.how in ("fused", "remainders"):
+        if self.config.how in ("fused", "float32"):
             return getattr(optimizers, f"NpuFused{names[self.config.rule]}")
         return getattr(torch.optim, names[self.config.rule])
 
@@ -421,7 +405,9 @@ class Amp(Script):
             combine_grad=self.config.how == "combine_grad" or self.config.averages == "combine_ddp",
             combine_ddp=self.config.averages == "combine_ddp",
             fuse_unscale=self.config.fuse_unscale,
-            store_param_remainders=self.config.how == "remainders" or None,
+            store_param_remainders=False
+            if self.config.how == "float32" and self.config.level in WITH_MASTERS
+            else None,
         )
         if self.config.averages == "DistributedDataParallel":
             ddp = nn.parallel.DistributedDataParallel
@@ -454,13 +440,9 @@ class Amp(Script):
         with self.letting_go(o):
             self.optimizers[o].zero_grad(set_to_none)
 
-    def look_at_masters(self, o):
-        """As a script does that edits them."""
-        list(amp.master_params(self.optimizers[o]))
-
     def keep(self, o, i):
         """As PCGrad does; with ``fuse_unscale`` the values are scaled, or not yet clipped."""
-        p = self.stepped(o, i)
+        p = self.params(o)[i]
         if p.grad is not None and not self.is_delayed(o) and not self.config.fuse_unscale:
             self.kept.append([o, p, p.grad, None])
 
@@ -479,7 +461,13 @@ class Amp(Script):
             p.grad = None
         elif p.grad is not None:
             p.grad.zero_()  # and what has been kept of it, as in plain torch
-            self.kept = [k for k in self.kept if k[1] is not self.stepped(o, i)]
+            self.kept = [k for k in self.kept if k[1] is not self.params(o)[i]]
+
+    def halve(self, o, p):
+        """As scripts do that decay weights by hand."""
+        for q in amp.master_params(self.optimizers[o]):
+            if q is p:
+                q.data.mul_(0.5)
 
     def clip_grads(self, o, by, norm_type, max_norm):
         if by == "fused":
@@ -524,26 +512,14 @@ def compare(ours, plain, *, grads_of):
         for i, (p, q) in enumerate(zip(ours.params(o), plain.params(o), strict=True)):
             rounded = q if low is None or i in BATCH_NORM else q.to(low)
             require(
-                ours.stale[o] or same(p, rounded) or (ours.config.how == "remainders" and is_tie(p, q, rounded)),
+                same(p, rounded) or (ours.config.remainders and is_tie(p, q, rounded)),
                 f"weights: model {o}, parameter {i}:",
                 show(p),
                 "not",
                 show(q),
             )
-            if (o, i) in ours.started and ours.has_master(i):
-                master = ours.stepped(o, i)
-                require(
-                    same(master, q) or i not in ours.listed(o),
-                    f"masters: model {o}, parameter {i}:",
-                    show(master),
-                    "not",
-                    show(q),
-                )
         for i in ours.listed(o) if o in grads_of and not plain.is_delayed(o) and not plain.amp.skip[o] else ():
-            g, h = ours.stepped(o, i).grad, plain.stepped(o, i).grad
-            if g is None and h is not None:  # zeros of the model are shown by the next look
-                ours.look_at_masters(o)
-                g = ours.stepped(o, i).grad
+            g, h = ours.params(o)[i].grad, plain.params(o)[i].grad
             require(same(g, h), f"gradients: model {o}, parameter {i}:", show(g), "not", show(h))
 
 
@@ -626,7 +602,7 @@ def run_both(ours, plain, name, arguments):
 def compare_saved(ours, plain):
     for o in BOTH:
         mine, theirs = (script.saved["optimizer"][o]["state"] for script in (ours, plain))
-        if ours.config.how == "remainders":  # all state is there from the start, and the count of random bits
+        if ours.config.remainders:  # all state is there from the start, and the count of random bits
             mine = {i: {k: v for k, v in mine[i].items() if k in entry} for i, entry in theirs.items()}
         for name, tensor in ours.saved["model"][o].items():
             wanted = plain.saved["model"][o][name]
@@ -646,16 +622,15 @@ def draw_config(draw, processes):
     averages = draw.choice(["combine_ddp", "DistributedDataParallel"]) if processes > 1 else ""
     level = draw.choice(["O0", "O1", "O2", "O2", "O3", "O4", "O5"])
     how = draw.choice(["combine_grad" if averages == "combine_ddp" else "torch", "combine_grad", "fused", "fused"])
-    takes_remainders = level in WITH_MASTERS and how == "fused" and averages != "combine_ddp"
-    if takes_remainders and draw.random() < 0.5 and extension is not None:
-        how = "remainders"
+    if level in WITH_MASTERS and how == "fused" and draw.random() < 0.3:
+        how = "float32"
     rule = "sgd" if level == "O3" else draw.choice(["sgd", "sgd", "adam"])
     exact_in_half = level == "O3"
     return Config(
         level,
         rule,
         how,
-        fuse_unscale=draw.random() < (0.4 if how in ("fused", "remainders") else 0.15),
+        fuse_unscale=draw.random() < (0.4 if how in ("fused", "float32") else 0.15),
         scale=draw.choice(["dynamic", "dynamic", "dynamic", 1.0, 16.0]),
         momentum=0.0 if exact_in_half else draw.choice([0.0, 0.5]),
         weight_decay=0.0 if exact_in_half else draw.choice([0.0, 2.0**-4]),

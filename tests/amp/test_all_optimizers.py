@@ -41,24 +41,28 @@ def test_steps_by_its_rule_on_what_amp_leaves(spec, level):
     model, optimizer = amp.initialize(
         model, spec.cls(model.parameters(), **kwargs), opt_level=level, loss_scale=128.0, verbosity=0
     )
-    stepped = amp.masters_of(model.parameters())
-    twins = [nn.Parameter(p.detach().float().clone()) for p in stepped]
+    params = list(model.parameters())
+
+    def float32_values():
+        shown = model.state_dict()
+        return [shown[name] for name, _ in model.named_parameters()]
+
+    twins = [nn.Parameter(value.float().clone()) for value in float32_values()]
     reference = spec.reference(twins, **kwargs)
     for step in range(6):
         optimizer.zero_grad(set_to_none=True)
         with amp.scale_loss(loss_of(model, step), optimizer) as scaled_loss:
             scaled_loss.backward()
-        for p, q in zip(stepped, twins, strict=True):
+        for p, q in zip(params, twins, strict=True):
             q.grad = p.grad.float()
             if level == "O3":  # there each step starts from a rounded parameter
                 q.data.copy_(p.detach())
         optimizer.step()
         reference.step()
     rounding = torch.finfo(torch.float16).eps if level == "O3" else 2 * spec.tolerance
-    for p, q in zip(stepped, twins, strict=True):
-        assert p.numel() == 0 or (p.detach().float() - q).abs().max() <= rounding * q.abs().max()
-    for p, model_param in zip(stepped, model.parameters(), strict=True):
-        assert torch.equal(p.detach().to(model_param.dtype), model_param)
+    for p, value, q in zip(params, float32_values(), twins, strict=True):
+        assert p.numel() == 0 or (value.float() - q).abs().max() <= rounding * q.abs().max()
+        assert torch.equal(value.to(p.dtype), p)
 
 
 class Wide(nn.Module):
@@ -101,7 +105,7 @@ def test_the_bits_of_iterations_do_not_depend_on_threads(spec, level, fold):
         finally:
             torch.set_num_threads(threads)
         states = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
-        found.append([torch.as_tensor(norm), *model.parameters(), *amp.master_params(optimizer), *states])
+        found.append([torch.as_tensor(norm), *model.parameters(), *model.state_dict().values(), *states])
     for others in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
 
@@ -172,8 +176,7 @@ class Machine:
         getattr(self, action.replace(" ", "_").replace(".", "_"))()
 
     def params(self):
-        """What the optimizer steps, then what the model computes with."""
-        return [*amp.master_params(self.optimizer), *self.model.parameters()]
+        return list(self.model.parameters())
 
     def loss(self, **options):
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(self.number)).to(DEVICE)
@@ -269,15 +272,16 @@ def check(spec, kwargs, level, program):
     machine = Machine(spec.cls, level, True, **kwargs)
     for action in program:
         machine.run(action)
-        course.append(([p.detach().clone() for p in machine.params()], amp.state_dict()))
+        with amp.float32_params(machine.optimizer):
+            course.append(([p.detach().clone() for p in machine.params()], amp.state_dict()))
     amp.shutdown()
     machine = Machine(spec.reference_for(torch.float16), level, None, **kwargs)
     for action, (params, scales) in zip(program, course, strict=True):
         machine.run(action)
-        assert_equal_params(params, machine.params(), 2 * spec.tolerance, floor=1e-2)
-        assert amp.state_dict() == scales
-        with torch.no_grad():
+        with amp.float32_params(machine.optimizer), torch.no_grad():
+            assert_equal_params(params, machine.params(), 2 * spec.tolerance, floor=1e-2)
             torch._foreach_copy_(machine.params(), params)
+        assert amp.state_dict() == scales
     amp.shutdown()
 
 

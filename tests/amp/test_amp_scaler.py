@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``amp.AmpScaler`` is scale_loss, called as GradScaler is; ``masters_of`` and ``will_skip``; wrapped optimizers."""
 
+import contextlib
 import copy
 import gc
 import math
@@ -273,25 +274,30 @@ class OwnScaler(torch.amp.GradScaler):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 def test_a_grad_scaler_beside_amp_is_told_of_this(level, kind, unscale, scaler_class):
-    """It is right without masters, and finds no gradients with them."""
+    """It trains right, but torch refuses to unscale float16 gradients."""
     model, optimizer = start(Weights(10.0), level=level, kind=kind)
     scaler = scaler_class(DEVICE.type, init_scale=64.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         supports = getattr(optimizer, "_step_supports_amp_scaling", False)  # as frameworks ask
     scaler.scale(model(vector(1.0, 2.0, 4.0)).float()).backward()
-    if unscale:
-        scaler.unscale_(optimizer)
-    if level in ("O2", "O5"):
-        with pytest.raises(RuntimeError, match=r"GradScaler.*use scaler = amp.AmpScaler\(optimizer\)"):
-            scaler.step(optimizer)
+    if level == "O2":
+        with (
+            pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"),
+            contextlib.nullcontext() if unscale else pytest.warns(RuntimeWarning, match=r"use .*AmpScaler"),
+        ):
+            scaler.unscale_(optimizer) if unscale else scaler.step(optimizer)
         assert_values(model.parameters(), 10.0)
         return
+    if unscale:
+        scaler.unscale_(optimizer)
     with pytest.warns(RuntimeWarning, match=r"GradScaler.*use scaler = amp.AmpScaler\(optimizer\)"):
         scaler.step(optimizer)
     assert_values(model.parameters(), [9.0, 8.0, 6.0])
     assert getattr(copy.deepcopy(optimizer), "_step_supports_amp_scaling", False) == supports
     amp.shutdown()
+    if level == "O5":
+        return  # shutdown has retired the optimizer
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         scaler.update()
@@ -303,11 +309,8 @@ def test_masters_of(level):
     model, optimizer = start(Weights(10.0, 20.0), level=level)
     other = Weights(1.0)
     params = [*model.parameters(), *other.parameters()]
-    found = amp.masters_of(iter(params))
-    assert found[2] is params[2]
-    assert all(map(lambda a, b: a is b, found[:2], amp.master_params(optimizer)))
-    assert all(p.dtype == torch.float32 for p in found)
-    assert amp.masters_of(params[0])[0] is found[0]
+    assert all(map(lambda a, b: a is b, amp.masters_of(iter(params)), params))
+    assert amp.masters_of(params[0])[0] is params[0]
     backward(model(vector(1.0, 2.0, 4.0)), optimizer)
     assert_values([p.grad for p in amp.masters_of(model.parameters())], [1.0, 2.0, 4.0], [1.0, 2.0, 4.0])
     model.zero_grad()
@@ -360,7 +363,7 @@ def test_wrapped_optimizers(wrap, level, kind):
         optimizer.step()
         assert amp.last_step(wrapper).applied
         optimizer.zero_grad()
-    assert amp.checkpoint_view(wrapper).state_dict() == optimizer.state_dict()
+    assert str(amp.checkpoint_view(wrapper).state_dict()) == str(optimizer.state_dict())
     scaler = amp.AmpScaler(wrapper)
     scaler.scale(model(vector(1.0, 2.0, 4.0))).backward()
     scaler.step(wrapper)
@@ -496,6 +499,6 @@ def test_gradients_of_a_wrapped_optimizer_are_unscaled_in_its_flat_buffer():
         with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), wrap(optimizer)) as scaled:
             scaled.backward()
         groups = optimizer._amp_state.grad_groups(optimizer)
-        assert [type(group).__name__ for group in groups] == ["FlatMasterGradGroup"]
+        assert [group.flat is not None for group in groups] == [True]
         optimizer.step()
         optimizer.zero_grad()

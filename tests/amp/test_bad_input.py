@@ -10,6 +10,8 @@ from torch import nn
 
 from apex_npu import amp, optimizers
 
+pytestmark = pytest.mark.host
+
 
 def pair():
     model = nn.Linear(3, 2)
@@ -159,22 +161,22 @@ def test_failure_half_way_puts_everything_back(monkeypatch):
 
 
 def test_failure_while_adopting_puts_everything_back(monkeypatch):
-    from apex_npu.amp.master_params import MasterParams
+    from apex_npu.amp.remainder_masters import RemainderMasters
 
     kept = amp.initialize(*pair(), opt_level="O1", verbosity=0)
     session = amp.session.current()
     models = [nn.Linear(3, 2), nn.Linear(3, 2)]
     pairs = [optimizers.NpuFusedSGD(m.parameters(), lr=0.1) for m in models]
-    make_masters = MasterParams.make
+    make = RemainderMasters.make
     calls = []
 
     def failing(*arguments):
         calls.append(arguments)
         if len(calls) == 2:
             raise MemoryError("no memory")
-        return make_masters(*arguments)
+        return make(*arguments)
 
-    monkeypatch.setattr(MasterParams, "make", failing)
+    monkeypatch.setattr(RemainderMasters, "make", failing)
     with pytest.raises(MemoryError):
         amp.initialize(models, pairs, opt_level="O2", verbosity=0)
     for model, optimizer in zip(models, pairs, strict=True):

@@ -138,25 +138,6 @@ def test_a_graph_of_a_gpu_replays_whole_iterations(opt_level, options, formats, 
     training.check_seven_steps(opt_level, options, rtol=0, atol=3e-2 if encodes else 1e-3)
 
 
-@needs("flag_on_the_device")
-@needs_device
-def test_replays_with_remainders_have_the_masters_of_replays_with_float32_masters():
-    """Each model is rounded from its masters alike but for ties, of which there are none here."""
-    found = []
-    for options in ({}, {"store_param_remainders": True}):
-        training = Training("O5", options, clip=False)
-        training.run(3)
-        with Capture() as graph:
-            training.iterate()
-        training.run(4, graph.replay)
-        state = training.optimizer.state_dict()["state"]
-        kept = [entry.get("master_param") for entry in state.values()]
-        found.append([p.detach().clone() if m is None else m for p, m in zip(training.stepped(), kept, strict=True)])
-        amp.shutdown()
-    assert all(p.dtype == torch.float32 for p in found[1])
-    assert all(map(torch.equal, *found))
-
-
 def test_a_dynamic_scale_is_refused_with_nothing_done():
     model, optimizer = initialized("O2", loss_scale="dynamic", dynamic_init_scale=128.0)
     loss = loss_of(model)

@@ -27,7 +27,7 @@ def backward(model, optimizer, **options):
 
 
 def twins_of(params):
-    twins = [nn.Parameter(p.detach().clone()) for p in params]
+    twins = [nn.Parameter(p.detach().to(p.grad.dtype, copy=True)) for p in params]
     for twin, p in zip(twins, params, strict=True):
         twin.grad = p.grad.clone()
     return twins
@@ -56,13 +56,14 @@ def test_values_are_torchs_and_buffers_are_clipped_whole(level, norm_type, fused
     twins = twins_of(params)
     norm = nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.25, norm_type=norm_type)
     assert len(fused_calls) == 1
+    clipped = [p.grad.clone() for p in params]
     amp.shutdown()
     expected = nn.utils.clip_grad_norm_(twins, 0.25, norm_type=norm_type)
     assert (norm.dtype, norm.shape, norm.device) == (expected.dtype, expected.shape, expected.device)
     # Sums in another order.
     torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0.0)
-    for p, twin in zip(params, twins, strict=True):
-        torch.testing.assert_close(p.grad, twin.grad, rtol=1e-6, atol=0.0)
+    for grad, twin in zip(clipped, twins, strict=True):
+        torch.testing.assert_close(grad, twin.grad, rtol=1e-6, atol=0.0)
 
 
 @needs("inf")
@@ -140,25 +141,6 @@ def test_scaled_gradients_that_a_function_imported_by_name_clips(level, blocks_a
         optimizer.step()
 
     assert any("clip_grad_norm_" in text for text in said_by(train))
-
-
-@pytest.mark.parametrize("cls", [torch.optim.SGD, optimizers.NpuFusedSGD])
-@pytest.mark.parametrize("blocks_after", [0, 1])
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_model_gradients_that_a_function_imported_by_name_clips(level, blocks_after, cls):
-    model, optimizer = make(level, cls)
-
-    def train():
-        for _ in range(2):
-            backward(model, optimizer)
-            clip_by_name(model.parameters(), 1e-3)
-            for _ in range(blocks_after):
-                backward(model, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    (text,) = said_by(train)
-    assert "clip_grad_norm_" in text
 
 
 WRITES = {

@@ -234,7 +234,7 @@ def test_clipping_scaled_gradients_is_refused(maker, fuse_unscale):
 
 
 def test_backward_outside_scale_loss_is_noticed():
-    model, optimizer = make("O2")
+    model, optimizer = make("O2", loss_scale="dynamic")
     model(torch.ones(1, 3)).sum().backward()
     with pytest.warns(RuntimeWarning, match=r"was backward\(\) called outside amp.scale_loss"):
         optimizer.step()
@@ -415,8 +415,12 @@ def test_a_model_that_is_not_in_the_dtype_it_was_cast_to_is_named(conversion, le
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     x = torch.ones(2, 4, device=DEVICE)
-    if level in ("O2", "O3", "O5") or (level == "O0" and conversion == "double"):
-        with pytest.raises(RuntimeError, match=r"amp.initialize has cast to .* have another dtype: were they"):
+    if conversion == "float" and level in ("O2", "O5"):  # float32 data of a parameter is its value
+        dtype = model[0].weight.dtype
+        assert CONVERSIONS[conversion](model, x).isfinite().all()
+        assert model[0].weight.dtype == dtype
+    elif level in ("O2", "O3", "O5") or (level == "O0" and conversion == "double"):
+        with pytest.raises(RuntimeError, match=r"amp.initialize has cast to .* have another dtype. They may"):
             CONVERSIONS[conversion](model, x)
     elif level == "O0" or conversion != "double":
         assert CONVERSIONS[conversion](model, x).isfinite().all()
@@ -448,13 +452,13 @@ def trained_after(convert, level, cls, *, swap):
     torch.__future__.set_swap_module_params_on_conversion(swap)
     try:
         for converted in (False, True, False):
+            optimizer.zero_grad()  # torch swaps no parameter of 16 bits that has a float32 gradient
             if converted:
                 convert(model)
-            optimizer.zero_grad()
             with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
                 scaled_loss.backward()
             optimizer.step()
-        found = {name: (str(value.dtype), value.tolist()) for name, value in model.state_dict().items()}
+        found = {name: (value.dtype, value.flatten().tolist()) for name, value in model.state_dict().items()}
         model.load_state_dict(model.state_dict())
     except (RuntimeError, NotImplementedError) as error:
         found = re.sub(r"\S*-\d+:\d+:\d+", "", str(error))  # torch_npu adds the time
@@ -474,6 +478,12 @@ def test_parameters_that_conversions_swap(convert, level, cls):
         require("autocast_to_bfloat16")
     if level == "O3" and convert is not moved:
         require("mixed_operands")
-    found = trained_after(convert, level, cls, swap=True)
-    assert found == trained_after(convert, level, cls, swap=False)
+    found, wanted = (trained_after(convert, level, cls, swap=swap) for swap in (True, False))
+    if not isinstance(wanted, str):
+        # A swap counts as a write to a parameter of at most 1, after which remainders are zero.
+        half_ulp = {"O2": 2.0**-12, "O5": 2.0**-9}.get(level, 0.0) if cls is optimizers.NpuFusedSGD else 0.0
+        wanted = {
+            name: (dtype, pytest.approx(value, rel=0.0, abs=2 * half_ulp)) for name, (dtype, value) in wanted.items()
+        }
+    assert found == wanted
     assert isinstance(found, str) <= (convert is not moved)

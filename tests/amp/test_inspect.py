@@ -18,7 +18,7 @@ def see(optimizer, model, expected):
     names = inspect.parameter_names()
     seen = {names[param]: grad / scale for param, grad, scale in inspect.gradients(optimizer) if grad is not None}
     assert {name: grad.flatten().tolist() for name, grad in seen.items()} == expected
-    assert {id(param) for param, _ in inspect.parameters(optimizer)} == {id(p) for p in model.parameters()}
+    assert set(map(id, inspect.parameters(optimizer))) == {id(p) for p in model.parameters()}
 
 
 @pytest.mark.parametrize("fuse_unscale", [False, True])
@@ -42,10 +42,6 @@ def test_gradients_in_a_block_after_it_and_delayed(level, cls, fuse_unscale):
     assert inspect.optimizers() == [optimizer]
     assert inspect.models() == [model]
     assert inspect.report_of(optimizer) is None
-    model.bias.requires_grad_(False)  # frozen parameters have masters, too
-    wide = [(p, inspect.float32_of(p)) for p in model.parameters()]
-    assert {(id(p), id(m)) for p, m in inspect.masters(optimizer)} == {(id(p), id(m)) for p, m in wide if p is not m}
-    model.bias.requires_grad_(True)
     before = [inspect.float32_of(p).detach().clone() for p in model.parameters()]
     optimizer.step()
     assert inspect.report_of(optimizer).applied
@@ -84,7 +80,7 @@ def test_several_observers_hear_of_a_block_and_leave_in_any_order():
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_after_shutdown_an_optimizer_with_masters_has_no_model(level):
+def test_after_shutdown_an_optimizer_with_float32_values_has_no_model(level):
     model = nn.Linear(2, 1).to(DEVICE)
     model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
     assert inspect.policy().opt_level == inspect.policy_of(optimizer).opt_level == level

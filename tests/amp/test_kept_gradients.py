@@ -11,6 +11,8 @@ from small_programs import Weights, assert_values, backward, levels, start, trai
 
 from apex_npu import amp, optimizers
 
+pytestmark = pytest.mark.host
+
 ALL = ("O0", "O1", "O4", "O2", "O5")
 TASKS = (1.0, 2.0, -3.0)
 

@@ -300,8 +300,6 @@ def test_writes_to_a_state_dict_that_the_model_has_left_behind_are_warned_of(lev
     ):
         model(torch.ones(2, 6, device=DEVICE))
     assert (model.base.weight == 2.0).all()
-    if level == "O2":  # a master, whose memory the state dict has
-        expected[0, 0] = 7.0
     assert torch.equal(model.head.weight, expected)
     own = model.state_dict()
     own["base.weight"][0, 0] = 7.0

@@ -24,7 +24,7 @@ def allocated(base, numel):
 
 
 @pytest.mark.parametrize("clip", [False, True], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize(("fuse_unscale", "expected"), [(False, 20), (True, 16)], ids=["as written", "folded"])
+@pytest.mark.parametrize(("fuse_unscale", "expected"), [(False, 18), (True, 16)], ids=["as written", "folded"])
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_bytes_of_a_parameter_of_adam(level, fuse_unscale, expected, clip, monkeypatch):
     if fuse_unscale and extension is None:
@@ -48,7 +48,7 @@ def test_bytes_of_a_parameter_of_adam(level, fuse_unscale, expected, clip, monke
             optimizer.clip_optimizer_grad_norm_fused(1.0)
         assert allocated(base, numel) == pytest.approx(expected - (0 if i else 8), rel=0.02)  # moments come later
         optimizer.step()
-        assert allocated(base, numel) == pytest.approx(16, rel=0.02)
+        assert allocated(base, numel) == pytest.approx(expected, rel=0.02)  # gradients stay until they are cleared
         peaks.append(torch.npu.max_memory_allocated())
         optimizer.zero_grad()
         assert allocated(base, numel) == pytest.approx(14, rel=0.02)
@@ -116,7 +116,7 @@ def test_a_training_takes_no_more_memory_than_torchs_own(level, clear, monkeypat
         (optimizer if clear == "optimizer.zero_grad" else model).zero_grad()
 
     ours, left_of_ours = (found - base for found in memory_of(iteration))
-    # Parameters, masters, moments and gradients each have less than 48 elements of padding for each tensor.
+    # Parameters, float32 values, moments and gradients each have less than 48 elements of padding for each tensor.
     padding = 4 * 48 * 4 * count
     assert theirs - left_of_theirs > 8 * numel
     assert left_of_ours <= left_of_theirs + padding
@@ -132,7 +132,7 @@ def test_where_a_rule_widens_gradients_its_masters_gradients_are_counted(cls, op
     monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0)
     model = nn.Linear(64, 64).to(DEVICE)
     optimizer = cls(model.parameters(), lr=1e-3, **options)
-    (counted,) = [c.master_gradient for c in memory_choices(optimizer) if c.name == "O2, O5, fuse_unscale=True"]
+    (counted,) = [c.gradient - 2 for c in memory_choices(optimizer) if c.name == "O2, O5, fuse_unscale=True"]
     model, optimizer = amp.initialize(model, optimizer, opt_level="O5", fuse_unscale=True, verbosity=0)
     with amp.scale_loss(model(torch.ones(2, 64, device=DEVICE)).float().sum(), optimizer) as scaled_loss:
         scaled_loss.backward()

@@ -101,7 +101,7 @@ def parts_of_a_step(
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, **options)
     loss = torch.ones((), device=DEVICE, requires_grad=True)
     found = {}
-    for _ in range(5):  # in the fifth step nothing looks for what a script wrote
+    for _ in range(3):
         block = amp.scale_loss(loss, optimizer)
         found["enter"] = counted(block.__enter__)
         for p in model.parameters():
@@ -120,7 +120,7 @@ def parts_of_a_step(
 
 @pytest.mark.parametrize(("part", "level", "fuse_unscale", "now"), [row[:4] for row in PARTS])
 def test_part_of_a_step(part, level, fuse_unscale, now):
-    # One launch more where gradients have to be gathered, and those of O2 always have to be.
+    # One launch more where gradients are gathered, which those of O2 are in each block, or packed.
     gathered = part == "unscale and check" and level == "O2"
     SIMULATOR.configure(fused_foreach=True)
     launches = [
@@ -128,19 +128,6 @@ def test_part_of_a_step(part, level, fuse_unscale, now):
         for tensors in (3, 60)
     ]
     assert launches[0] == launches[1] <= now
-
-
-def test_fewer_and_fewer_steps_look_for_what_a_script_wrote():
-    model = nn.ParameterList(params(6))
-    optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=1e-3)
-    amp.initialize(model, optimizer, opt_level="O2", loss_scale=128.0, verbosity=0)
-    launches = []
-    for _ in range(20):
-        with amp.scale_loss(sum(p.sum() for p in model), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        launches.append(counted(optimizer.step).launches)
-        optimizer.zero_grad()
-    assert [i for i, n in enumerate(launches, 1) if n > min(launches)] == [1, 2, 3, 4, 6, 9, 13, 19]
 
 
 @pytest.mark.parametrize("fuse_unscale", [False, True])
@@ -179,6 +166,6 @@ def test_gathering_takes_one_launch(level, fuse_unscale):
     def launches(tensors):
         return parts_of_a_step(tensors, level, fuse_unscale)["unscale and check"].launches
 
-    # A float32 model's gradients are held where they are, until clipping or the step gathers them.
-    expected = 1 if fuse_unscale else 2
+    # With fuse_unscale 16-bit gradients stay where they are until clipping or the step packs them.
+    expected = {"O0": 1, "O2": 0}[level] if fuse_unscale else 2
     assert launches(60) == launches(3) == expected

@@ -19,6 +19,8 @@ from apex_npu import amp, optimizers
 from apex_npu.amp import fused_unscale, pending_step
 from apex_npu.amp.pending_step import DeferredInfCheck
 
+pytestmark = pytest.mark.host
+
 LEVELS = ["O0", "O2"]
 
 

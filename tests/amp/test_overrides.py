@@ -12,6 +12,8 @@ from torch import nn
 from apex_npu import amp, optimizers
 from apex_npu.amp.policy import resolve
 
+pytestmark = pytest.mark.host
+
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 CHOICES = {
     "cast_model_type": [None, False, torch.float32, torch.float16, torch.bfloat16],

@@ -13,6 +13,8 @@ from torch import nn
 
 from apex_npu import amp, optimizers
 
+pytestmark = pytest.mark.host
+
 
 class Scaled(torch.optim.SGD):
     """``step`` takes a factor, and no closure."""

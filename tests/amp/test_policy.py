@@ -5,6 +5,8 @@ import torch
 
 from apex_npu.amp.policy import OPT_LEVELS, resolve
 
+pytestmark = pytest.mark.host
+
 
 # The table that Apex documents.
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ from torch import nn
 
 from apex_npu import amp, optimizers
 
+pytestmark = pytest.mark.host
+
 ONES = (1.0, 1.0, 1.0)
 EXACT = 1.0 + 5 * 2.0**-20  # neither this nor what two steps leave of it is in half precision
 both = pytest.mark.parametrize("cls", [torch.optim.SGD, optimizers.NpuFusedSGD], ids=["torch", "fused"])

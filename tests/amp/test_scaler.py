@@ -7,6 +7,8 @@ import torch
 
 from apex_npu.amp.scaler import DynamicLossScaler, DynamicScaleOptions, StaticLossScaler, make_scaler
 
+pytestmark = pytest.mark.host
+
 
 def test_same_course_as_torchs_scaler():
     options = DynamicScaleOptions(init_scale=2.0**10, growth_factor=4.0, backoff_factor=0.25, growth_interval=3)

@@ -12,6 +12,8 @@ from apex_npu import amp, optimizers
 from apex_npu.amp.grad_groups import GradGroup, unscale
 from apex_npu.fusion import grad_slots
 
+pytestmark = pytest.mark.host
+
 SCALE = 64.0
 
 

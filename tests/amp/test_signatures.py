@@ -10,7 +10,6 @@ import torch.distributed as dist
 from devices import DEVICE, communication_backend
 from small_programs import (
     LEVELS,
-    WITH_MASTERS,
     Weights,
     X,
     assert_values,
@@ -22,15 +21,13 @@ from small_programs import (
     vector,
 )
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from apex_npu import amp, optimizers
+
+pytestmark = pytest.mark.host
 
 
 class Own(torch.optim.SGD):
@@ -75,39 +72,20 @@ def test_an_array_over_a_parameter_follows_it_or_something_is_said():
     assert said or array.tolist() == param.tolist()
 
 
-@levels(LEVELS)
-def test_states_are_named_by_the_model_or_it_is_an_error(level):
-    model, optimizer = start(Weights(10.0), level=level, momentum=0.5)
-    train_step(model, optimizer)
-
-    def check(found):
-        assert_values([found[1]["state"]["w.0"]["momentum_buffer"]], torch.tensor(X))
-
-    if level in WITH_MASTERS:
-        with pytest.raises(KeyError):
-            get_state_dict(model, optimizer)
-    else:
-        check(get_state_dict(model, optimizer))
-
-
 @pytest.mark.parametrize("steps", [0, 1])
-@levels(WITH_MASTERS)
-def test_states_are_set_by_a_view(level, steps):
+@levels(LEVELS)
+def test_torch_gets_and_sets_states_by_the_models_names(level, steps):
     model, optimizer = start(Weights(10.0), level=level, momentum=0.5)
     train_step(model, optimizer)
-    saved_model, saved = get_state_dict(model, amp.checkpoint_view(optimizer))
+    saved_model, saved = get_state_dict(model, optimizer)
+    assert_values([saved["state"]["w.0"]["momentum_buffer"]], torch.tensor(X))
     amp.shutdown()
     model, optimizer = start(Weights(3.0), level=level, momentum=0.5)
     for _ in range(steps):
         train_step(model, optimizer)
-    before = list(amp.master_params(optimizer))
-    values = [p.detach().clone() for p in before]
-    with pytest.raises((KeyError, ValueError)):
-        set_optimizer_state_dict(model, optimizer, saved)
-    assert_values(before, *(value.cpu() for value in values))
-    view = amp.checkpoint_view(optimizer)
-    set_state_dict(model, view, model_state_dict=saved_model, optim_state_dict=saved)
-    assert_values([optimizer.state[p]["momentum_buffer"] for p in amp.master_params(optimizer)], torch.tensor(X))
+    set_state_dict(model, optimizer, model_state_dict=saved_model, optim_state_dict=saved)
+    assert_values([optimizer.state[p]["momentum_buffer"] for p in model.parameters()], torch.tensor(X))
+    assert_values(model.state_dict().values(), 10.0 - torch.tensor(X))
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")

@@ -8,10 +8,12 @@ import warnings
 import pytest
 import torch
 from devices import DEVICE
-from small_programs import KINDS, LEVELS, WITH_MASTERS, values
+from small_programs import KINDS, LEVELS, values
 from torch import nn
 
 from apex_npu import amp, optimizers
+
+pytestmark = pytest.mark.host
 
 X = torch.ones(1, 3, device=DEVICE)
 SGD, FUSED = torch.optim.SGD, optimizers.NpuFusedSGD
@@ -95,9 +97,10 @@ def test_other_uses_of_a_block_pass(level, use):
 @pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_], ids=lambda clip: clip.__name__)
 @pytest.mark.parametrize("of", ["model", "optimizer"])
 @pytest.mark.parametrize("cls", [SGD, FUSED])
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_clipping_inside_of_a_block_is_refused(level, cls, of, clip):
-    (model,), (optimizer,), loss = start(level, cls)
+    """At O5 it would clip without what earlier blocks have left, which the end of the block adds."""
+    (model,), (optimizer,), loss = start(level, cls, loss_scale="dynamic")
     params = model.parameters() if of == "model" else amp.master_params(optimizer)
     with amp.scale_loss(loss(), optimizer) as scaled_loss:
         scaled_loss.backward()
@@ -110,9 +113,8 @@ def test_clipping_inside_of_a_block_is_refused(level, cls, of, clip):
         clip(amp.master_params(optimizer), 1.0)
 
 
-@pytest.mark.parametrize("level", ["O0", "O5"])
-def test_clipping_what_is_not_scaled_passes(level):
-    (model,), (optimizer,), loss = start(level)
+def test_clipping_what_is_not_scaled_passes():
+    (model,), (optimizer,), loss = start("O0")
     with amp.scale_loss(loss(), optimizer) as scaled_loss:
         scaled_loss.backward()
         nn.utils.clip_grad_value_(model.parameters(), 1e-3)
@@ -298,7 +300,7 @@ PROGRAMS = [
 ]
 
 
-def outcome(program, cls, level=None, drops=False, **options):
+def outcome(program, cls, level=None, **options):
     torch.manual_seed(0)
     models = [nn.Linear(3, 3).to(DEVICE) for _ in range(2)]
     stepped = [cls(model.parameters(), lr=0.1, momentum=0.5) for model in models]
@@ -316,15 +318,9 @@ def outcome(program, cls, level=None, drops=False, **options):
             inside()
             scaled_loss.backward()
 
-    def step(optimizer):
-        optimizer.step()
-        if drops:
-            for param in (p for group in optimizer.param_groups for p in group["params"]):
-                param.grad = None
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        program(block, step, loss, models, *stepped)
+        program(block, lambda optimizer: optimizer.step(), loss, models, *stepped)
     found = values(p for model in models for p in model.parameters())
     amp.shutdown()
     return found
@@ -336,7 +332,6 @@ def outcome(program, cls, level=None, drops=False, **options):
 def test_programs_that_guards_let_through(program, kind, level):
     cls, options = KINDS[kind]
     found = outcome(program, cls, level, loss_scale=128.0, **options)
-    # A step drops the gradients of masters: there is none for another.
-    want = outcome(program, SGD, drops=level in WITH_MASTERS)
+    want = outcome(program, SGD)
     for a, b in zip(found, want, strict=True):
         torch.testing.assert_close(a, b, rtol=0.0, atol={"O0": 1e-6, "O1": 2e-3, "O2": 2e-3}.get(level, 1e-2))

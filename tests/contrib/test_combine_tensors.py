@@ -19,7 +19,7 @@ def test_aligned_storage_size(numel, expected):
 
 
 def test_aligned_storage_size_refuses_integers():
-    with pytest.raises(RuntimeError, match=r"floating-point tensors can be combined, got torch.int64"):
+    with pytest.raises(RuntimeError, match=r"got torch.int64"):
         get_aligned_storage_size(torch.zeros(3, dtype=torch.int64))
 
 
@@ -112,7 +112,7 @@ def test_parts():
     assert combined[2:5].tolist() == [0, 0, 0]
     assert get_part_combined_tensor(combined, 2, 0) is None
     assert get_part_combined_tensor(None, 0, 5) is None
-    with pytest.raises(ValueError, match=r"elements \[40, 50\) are outside the combined tensor, which has 48"):
+    with pytest.raises(ValueError, match=r"\[40, 50\).* 48"):
         get_part_combined_tensor(combined, 40, 10)
 
 

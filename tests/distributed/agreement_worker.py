@@ -64,7 +64,7 @@ def refusals():
         refused(
             mlp(), "process_group does not contain this process, which has global rank", ValueError, process_group=alone
         )
-        with pytest.raises(ValueError, match="overflow_group does not contain this process"):
+        with pytest.raises(ValueError, match="overflow_group"):
             amp.initialize(mlp(), opt_level="O1", overflow_group=alone, verbosity=0)
     with pytest.raises(RuntimeError, match="process_group says who averages"):
         amp.initialize(mlp(), opt_level="O1", process_group=dist.group.WORLD)
@@ -205,7 +205,7 @@ def state_dicts_that_were_written():
 
 def averaged_twice():
     model, optimizer = start(mlp(), level="O2")
-    with pytest.raises(RuntimeError, match=r"combine_ddp=True.*averages the gradients of its SGD already"):
+    with pytest.raises(RuntimeError, match=r"combine_ddp=True.*SGD"):
         nn.parallel.DistributedDataParallel(model)
     nn.parallel.DistributedDataParallel(nn.Linear(2, 2).to(DEVICE))  # of another model
     backward(loss_on(data(0, 0, dist.get_rank()))(model), optimizer)

@@ -9,6 +9,7 @@ import contextlib
 import shutil
 import tempfile
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -56,6 +57,22 @@ def wrap(level, options, *, combine_grad=True, hook=None):
         optimizer.step()
         optimizer.zero_grad()
     amp.shutdown()
+
+
+def ddp_without_extension():
+    wrap("O1", {})
+    for first in (True, False):
+        model = mlp()
+        optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+        if first:
+            wrapped = nn.parallel.DistributedDataParallel(model)
+            with pytest.raises(RuntimeError, match="needs apex_npu's C\\+\\+ extension"):
+                amp.initialize(wrapped.module, optimizer, opt_level="O2", verbosity=0)
+        else:
+            model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+            with pytest.raises(RuntimeError, match="needs apex_npu's C\\+\\+ extension"):
+                nn.parallel.DistributedDataParallel(model)
+        amp.shutdown()
 
 
 def train(model, optimizer, steps):

@@ -10,6 +10,7 @@ import processes
 import torch
 import torch.distributed as dist
 from devices import DEVICE
+from small_programs import backward  # noqa: F401 (for the workers)
 from torch import nn
 
 from apex_npu import amp
@@ -35,11 +36,6 @@ def start(model, optimizer=None, level="O0", **options):
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"combine_grad": True, "combine_ddp": True, "verbosity": 0, **options}
     return amp.initialize(model, optimizer, opt_level=level, **options)
-
-
-def backward(loss, optimizer, **options):
-    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
-        scaled_loss.backward()
 
 
 def mean_of(values):

@@ -430,7 +430,7 @@ def sums_in_place_of_averages():
                 torch.testing.assert_close(grad.full_tensor(), value, rtol=2e-2, atol=1e-6)
             amp.shutdown()
             patched.delattr(torch.distributed.fsdp.FSDPModule, "set_force_sum_reduction_for_comms")
-            with pytest.raises(RuntimeError, match=r"sums of gradients where it asks for averages.*2 times too large"):
+            with pytest.raises(RuntimeError, match=r"sums of gradients .* instead of averages.*2 times too large"):
                 wide("O5")
 
 

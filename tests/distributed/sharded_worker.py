@@ -229,7 +229,7 @@ def private_names_of_torch_have_moved():
             shard_grads.finds_parts.cache_clear()
             with pytest.warns(RuntimeWarning) as noted:
                 other = train_everything_copied(kind, options)
-        assert len([w for w in noted if "memory of sharded parameters elsewhere" in str(w.message)]) == 1
+        assert len([w for w in noted if "memory of sharded parameters in a place" in str(w.message)]) == 1
         assert_equal(found, other)
     shard_grads.finds_parts.cache_clear()
 
@@ -455,8 +455,6 @@ def random_bits():
 def refusals():
     model = sharded()
     before = [p.full_tensor() for p in model.parameters()]
-    with pytest.raises(TypeError, match=r"NpuFusedMuon: parameter 0 .* is a DTensor.* needs whole param"):
-        optimizers.NpuFusedMuon(model.parameters(), lr=0.1)
 
     class OwnUpdate(optimizers.NpuFusedLamb):
         def update(self, run, group):

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from devices import DEVICE, SATURATING, VENDOR, needs_counts
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
+pytestmark = [pytest.mark.device, pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")]
 
 
 def run(worker, *checks, **options):

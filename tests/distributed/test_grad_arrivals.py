@@ -151,7 +151,7 @@ def test_parameters_may_outlive_what_counts():
 
 def test_plans_must_fit_the_tensors():
     arrivals = extension.GradArrivals([nn.Parameter(torch.ones(1))], print)
-    with pytest.raises(ValueError, match=r"one bucket and one count per tensor \(1\), got 2 and 1"):
+    with pytest.raises(ValueError, match="got 2 and 1"):
         arrivals.plan([0, 1], [1])
 
 

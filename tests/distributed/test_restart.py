@@ -16,6 +16,7 @@ import torch.distributed as dist
 from devices import DEVICE
 
 pytestmark = [
+    pytest.mark.device,
     # On a device training is resumed bit for bit in tests/examples/test_imagenet.py; torchrun is the same one.
     pytest.mark.sweep if DEVICE.type == "npu" else pytest.mark.slow,
     pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo"),

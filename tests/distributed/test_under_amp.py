@@ -13,6 +13,7 @@ import torch.distributed as dist
 from distributed.under_amp_worker import CHECKS
 
 pytestmark = [
+    pytest.mark.device,
     pytest.mark.slow,
     pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo"),
 ]

@@ -17,7 +17,7 @@ from triton_interpreter import DEVICE, INTERPRETED, mend
 from apex_npu import amp, optimizers
 from apex_npu._extension import extension
 from apex_npu.distributed import clip_grad_norm_
-from apex_npu.fusion import flat_grads, fuse, grad_memory, grad_slots, packed_grads
+from apex_npu.fusion import flat_grads, fuse, grad_memory, grad_slots, packed_grads, set_grads
 from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, NONE, InPlace
 from apex_npu.ops import AddressTable, cuda, gather, multiply_, wide_dtype
@@ -481,80 +481,6 @@ def alike(params, sources):
     return [g.dtype == h.dtype and g.data_ptr() == h.data_ptr() for g, h in pairs]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.usefixtures("may_stay")
-def test_masters_share_the_gradients_of_their_model_until_they_are_gathered(dtype, launched):
-    masters, sources = make_params(), make_params(dtype)
-    slots = slots_of(masters)
-    before = give(sources)
-    sources[1].grad = before[1] = None
-    held = [p.grad for p in sources]
-    slots.share(sources)
-    assert all(alike(masters, sources))
-    assert [p.grad is grad for p, grad in zip(sources, held, strict=True)] == [True] * len(held)
-    assert set(slots.gather(in_place=InPlace.READ)) == {ELSEWHERE, NONE}
-    assert not slots.has_buffer
-    assert launched == []
-    versions = [None if p.grad is None else p.grad._version for p in sources]
-    slots.unscale_(SMALLER, None)
-    wanted = [None if grad is None else times(grad, SMALLER, torch.float32) for grad in before]
-    check(masters, wanted, slots)
-    assert [None if p.grad is None else p.grad._version for p in sources] == versions
-    assert all(p.grad is None or torch.equal(p.grad, grad) for p, grad in zip(sources, before, strict=True))
-    assert launched == [dtype]
-
-
-@pytest.mark.usefixtures("may_stay")
-def test_gradients_in_memory_that_others_have_too_are_taken_and_not_shared(launched):
-    """A bucket of DistributedDataParallel is one; a memory that numpy has, and one of another order."""
-    masters, sources = make_params(shapes=[(40,), (41,), (4, 5), (42,)]), []
-    for p in masters:
-        sources.append(nn.Parameter(p.detach().half()))
-    slots = slots_of(masters)
-    before = give(sources)
-    bucket = torch.full((64,), 7.0, dtype=torch.float16, device=DEVICE)
-    sources[1].grad = bucket[3:44].copy_(before[1])
-    sources[2].grad = before[2].t().contiguous().t()
-    slots.share(sources)
-    assert alike(masters, sources) == [True, False, False, True]
-    assert [p.grad.dtype for p in masters] == [torch.float16, torch.float32, torch.float32, torch.float16]
-    bucket.zero_()
-    slots.gather()
-    check(masters, [grad.float() for grad in before], slots)
-
-
-@pytest.mark.usefixtures("may_stay")
-def test_where_none_can_be_shared_they_are_packed(monkeypatch, launched):
-    monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0)
-    masters, sources = make_params(shapes=[(40,), (4, 5)]), make_params(torch.bfloat16, [(40,), (4, 5)])
-    slots = slots_of(masters)
-    slots.may_pack = True
-    before = give(sources)
-    bucket = torch.cat([grad.view(-1) for grad in before])
-    sources[0].grad, sources[1].grad = bucket[:40], bucket[40:].view(4, 5)
-    slots.share(sources)
-    assert slots.is_packed
-    assert alike(masters, sources) == [False] * 2
-    assert launched == []
-    for p, grad in zip(masters, before, strict=True):
-        assert torch.equal(p.grad, grad)
-
-
-@pytest.mark.parametrize("way", ["captured", "of a graph", "shown"])
-@pytest.mark.usefixtures("may_stay")
-def test_gradients_that_have_to_be_in_slots_are_not_shared(way, monkeypatch):
-    masters, sources = make_params(), make_params(torch.float16)
-    slots = slots_of(masters)
-    if way == "captured":
-        monkeypatch.setattr(flat_grads, "is_capturing", lambda: True)
-    slots.gathers_all = way == "of a graph"
-    if way == "shown":
-        slots.show()
-    before = give(sources)
-    slots.share(sources)
-    check(masters, [grad.float() for grad in before], slots)
-
-
 def test_packed_gradients_stay_where_they_are_until_they_are_gathered(monkeypatch):
     monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0)
     masters, sources = make_params(), make_params(torch.bfloat16)
@@ -562,7 +488,8 @@ def test_packed_gradients_stay_where_they_are_until_they_are_gathered(monkeypatc
     slots.may_pack = True
     wanted = [grad.float() for grad in give(sources)]
     _ = slots.views  # the float32 buffer is there, as after gradients have been shown
-    assert slots.pack(sources)
+    set_grads(masters, [p.grad for p in sources])
+    assert slots.pack()
     assert set(slots.gather(in_place=InPlace.READ)) == {ELSEWHERE}
     assert {p.grad.dtype for p in masters} == {torch.bfloat16}
     assert set(slots.gather()) == {IN_BUFFER}
@@ -581,9 +508,10 @@ def test_what_a_script_puts_beside_packed_gradients_is_multiplied_as_well(way, r
     slots = slots_of(masters)
     slots.may_pack = True
     before = give(sources)
+    set_grads(masters, before)
     if missing:
-        sources[0].grad = before[0] = None
-    assert slots.pack(sources)
+        masters[0].grad = before[0] = None
+    assert slots.pack()
     for i in replaced:
         masters[i].grad = randn(masters[i], 10 + i)
         before[i] = masters[i].grad.clone()

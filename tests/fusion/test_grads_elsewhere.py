@@ -220,24 +220,6 @@ def test_gradients_can_be_swapped_when_they_have_been_stepped():
         torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-def test_shared_gradients_are_one_memory_until_one_is_written():
-    masters = make_params()
-    sources = [nn.Parameter(p.detach().half()) for p in masters]
-    for source in sources:
-        source.grad = torch.ones_like(source)
-    alias = torch.from_dlpack(sources[3].grad)  # which would not follow
-    grads = fuse(masters)[0].grads
-    grads.share(sources)
-    assert [p.grad.dtype for p in masters] == [torch.float32, torch.float16] + 3 * [torch.float32]
-    assert torch._C._is_cow_tensor(masters[1].grad)
-    for source in sources:
-        source.grad.zero_()
-    assert not alias.any()
-    grads.gather()
-    for p in masters:
-        torch.testing.assert_close(p.grad, torch.ones_like(p))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_negated_view_is_taken_with_its_sign(dtype):
     masters = make_params()

@@ -8,6 +8,8 @@ from devices import DEVICE, SIMULATOR, needs_counts
 
 from apex_npu.backends import HostCopy
 
+pytestmark = pytest.mark.device
+
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_what_is_read_is_what_the_number_was_then(value):

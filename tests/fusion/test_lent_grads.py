@@ -19,6 +19,7 @@ from apex_npu.ops import AddressTable
 from apex_npu.ops.grad_lists import SentTables
 
 pytestmark = [
+    pytest.mark.device,
     pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU reads gradients where autograd leaves them"),
     needs_extension,
 ]

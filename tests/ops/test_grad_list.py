@@ -328,24 +328,6 @@ def test_neither_operands_nor_slots_keep_gradients_for_good():
     assert torch._C._storage_Use_Count(storage._cdata) == 1
 
 
-@pytest.mark.parametrize("lazily", [True, False])
-def test_shared_gradients_are_those_that_can_be_read_in_memory_of_their_own(lazily):
-    sources = [nn.Parameter(torch.zeros(3, 4, dtype=F16)) for _ in range(5)]
-    params = [nn.Parameter(torch.zeros(3, 4)) for _ in range(5)]
-    bucket = torch.ones(12, dtype=F16)
-    sources[0].grad = torch.ones(3, 4, dtype=F16)
-    sources[1].grad = bucket.view(3, 4)
-    sources[2].grad = torch.ones(4, 3, dtype=F16).t()
-    sources[4].grad = torch._neg_view(torch.ones(3, 4, dtype=F16))
-    slots = grad_slots([p.detach() for p in params], [16 * i for i in range(5)], torch.device("cpu"))
-    assert slots.share(sources, params, 0, lazily) == (True, [1, 2, 4])
-    assert params[0].grad.dtype == F16
-    sources[0].grad.mul_(2.0)
-    assert params[0].grad.unique().item() == (1.0 if lazily else 2.0)
-    assert params[0].grad._version == 0
-    assert [p.grad for p in params[1:]] == [None] * 4
-
-
 def test_what_is_listed_to_be_stepped_is_not_scaled():
     param, first = torch.zeros(3), torch.ones(3)
     param.grad = first

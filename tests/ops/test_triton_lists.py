@@ -56,7 +56,7 @@ def listed(dtypes, wide=F32, begin=0, numels=NUMELS, missing=(), writable=False)
         around = torch.full((numels[i] + 24,), math.nan, dtype=dtypes[i % len(dtypes)], device=DEVICE)
         grad = around[begin : begin + numels[i]].copy_(values)
         # A parameter takes no gradient of another dtype from Python.
-        extension.set_aliases([p], [grad])
+        extension.set_grads([p], [grad])
         grads.append(p.grad)
         dense[offset : offset + numels[i]] = grad.double().cpu()
     slots = grad_slots([torch.empty_like(p, device="meta") for p in params], offsets, THERE)

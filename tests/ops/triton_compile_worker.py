@@ -157,7 +157,7 @@ def listed_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
     for wide, narrow in DTYPES if everything else [(torch.float32, torch.float32), (torch.float32, torch.float16)]:
         params = [torch.zeros(length, dtype=wide) for length in lengths]
         grads = [torch.ones(length, dtype=narrow if i % 2 else wide) for i, length in enumerate(lengths)]
-        extension.set_aliases(params, grads)
+        extension.set_grads(params, grads)
         slots = extension.GradSlots([p.to("meta") for p in params], offsets, CPU)
         grad = slots.grad_list(params, 0, NUMEL, wide != narrow)
         ListedSlots(offsets, lengths).add_addresses(grad)
@@ -172,16 +172,6 @@ def listed_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
             assert (plan is not None) == (wide == narrow or name == "checked")
             if plan is not None:
                 yield f"{narrow} {name} where they are", plan
-
-
-def difference_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
-    """Looks at copies in 16 bits: at all lines, and at some, of which some are of others."""
-    param, found = torch.zeros(NUMEL), torch.zeros(1)
-    for dtype in (torch.float16, torch.bfloat16):
-        copy, lines = torch.zeros(NUMEL, dtype=dtype), torch.ones(NUMEL // 16, 1, dtype=dtype)
-        yield f"{dtype} compared", plans.note_differences(param, copy, None, found, 16, 0, 1)
-        for first in (0, 1, 2):
-            yield f"{dtype} compared in part", plans.note_differences(param, copy, lines, found, 16, first, 4)
 
 
 def facts(compiled: Any) -> dict[str, Any]:
@@ -214,7 +204,7 @@ def main() -> None:
         driver = NoGpu(arch)
         triton.runtime.driver.set_active(driver)
         launches._compiled.clear()  # for a device, which in a real process is of one kind
-        every = (all_plans, encoded_plans, gather_plans, listed_plans, difference_plans)
+        every = (all_plans, encoded_plans, gather_plans, listed_plans)
         for op, plan in itertools.chain.from_iterable(plans_of(arguments.all) for plans_of in every):
             for launch in plan.launches:
                 compiled = launch.compile()

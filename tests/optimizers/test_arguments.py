@@ -13,6 +13,8 @@ from torch import nn
 
 from apex_npu import optimizers
 
+pytestmark = pytest.mark.device
+
 
 def parameter():
     return nn.Parameter(torch.ones(3, device=DEVICE))

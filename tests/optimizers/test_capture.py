@@ -17,6 +17,8 @@ from torch import nn
 from apex_npu import optimizers
 from apex_npu.optimizers.capture import lies_in, outside_of_graphs
 
+pytestmark = pytest.mark.device
+
 ON_HOST = DEVICE.type == "cpu"
 needs_device = pytest.mark.skipif(ON_HOST, reason="on a CPU steps are counted by the host, and nothing is captured")
 CAPTURABLE = [spec for spec in SPECS if spec.cls.supports_capture]

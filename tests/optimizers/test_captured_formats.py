@@ -13,6 +13,8 @@ import torch
 from devices import DEVICE, SIMULATOR, needs_counts
 from encoded_steps import APPLIED, RULES, SOME, Training, assert_same_bits, cases, compute_on, simulated
 
+pytestmark = pytest.mark.device
+
 ON_HOST = DEVICE.type == "cpu"
 needs_device = pytest.mark.skipif(ON_HOST, reason="on a CPU steps are counted by the host, and nothing is captured")
 

@@ -13,6 +13,8 @@ from apex_npu.fusion import flat_buffer
 from apex_npu.fusion.group_buffers import GroupBuffers
 from apex_npu.optimizers import NpuFusedAdam, NpuFusedLamb
 
+pytestmark = pytest.mark.device
+
 # As torch's allocators raise: that of the host has no error of its own.
 NO_MEMORY = RuntimeError if DEVICE.type == "cpu" else torch.OutOfMemoryError
 

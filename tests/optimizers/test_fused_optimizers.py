@@ -34,6 +34,8 @@ from apex_npu.optimizers import (
     shown_state,
 )
 
+pytestmark = pytest.mark.device
+
 SHAPES = [(41, 123), (17,), (16, 1), (1,), (), (3, 2, 2), (15,), (0,)]
 
 

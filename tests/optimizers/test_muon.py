@@ -154,6 +154,101 @@ def test_state_dicts_are_exchanged_with_torch(adjust_lr_fn, float32_products):
         assert (p - q).abs().max() <= 1e-5 * q.abs().max()
 
 
+@pytest.mark.parametrize("adjust_lr_fn", [None, "match_rms_adamw", "spectral_unclamped"])
+@pytest.mark.parametrize("nbytes", [4, 2])
+def test_stacks_and_fused_matrices_are_batches_of_matrices(adjust_lr_fn, nbytes, float32_products):
+    """Experts (3-D), and those that have rows of several matrices (``split``): as each matrix by itself."""
+    shapes = [(3, 8, 12), (3, 12, 8), (18, 5), (2, 18, 5), (0, 18, 5), (18, 0)]
+    splits = [None, None, (12, 2, 4), [12, 2, 4], (12, 2, 4), (12, 2, 4)]
+    dtype = {4: torch.float32, 2: torch.bfloat16}[nbytes]
+    given, alone = params(shapes, dtype), []
+    for p, split in zip(given, splits, strict=True):
+        matrices = p.detach().view(-1, *p.shape[-2:]).unbind() if p.numel() else []
+        alone.append([nn.Parameter(part.clone()) for m in matrices for part in m.split(split or p.size(-2))])
+    optimizers = [
+        NpuFusedMuon(
+            [{"params": [p], "split": s} for p, s in zip(given, splits, strict=True)], adjust_lr_fn=adjust_lr_fn
+        ),
+        NpuFusedMuon([part for parts in alone for part in parts], adjust_lr_fn=adjust_lr_fn),
+    ]
+    for step in range(3):
+        give(step, given)
+        for p, parts, split in zip(given, alone, splits, strict=True):
+            matrices = p.grad.view(-1, *p.shape[-2:]).unbind() if p.numel() else []
+            for part, grad in zip(parts, (g for m in matrices for g in m.split(split or p.size(-2))), strict=True):
+                part.grad = grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for p, parts in zip(given, alone, strict=True):
+        if parts:
+            expected = torch.cat(list(parts)).view(p.shape)
+            torch.testing.assert_close(p, expected, rtol=1e-5 if nbytes == 4 else 1e-2, atol=1e-6)
+
+
+def test_stacks_of_transposed_matrices(float32_products):
+    given = [params([(3, 8, 12)])[0] for _ in range(2)]
+    given[1].data = given[1].data.mT.contiguous().mT
+    for p in given:
+        optimizer = NpuFusedMuon([p])
+        give(0, [p])
+        optimizer.step()
+    torch.testing.assert_close(*given, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "split", "error", "said"),
+    [
+        ((8, 4), None, (4, 5), ValueError, r"split=\(4, 5\) has 9 rows in all, and a parameter of shape \(8, 4\)"),
+        ((8, 4), None, (), ValueError, r"split must have at least one number of rows, and each must be >= 1, got \(\)"),
+        ((8, 4), None, (8, 0), ValueError, r"each must be >= 1, got \(8, 0\)"),
+        ((8, 4), None, 8, TypeError, "split must be None or the numbers of rows of matrices, a tuple of ints, got 8"),
+        ((8, 4), None, (8.0,), TypeError, r"got \(8\.0,\)"),
+        ((8, 4), (1, 8), (4, 4), ValueError, r"strides \(1, 8\): Muon takes stacks.* whose rows are contiguous"),
+        ((3, 8, 4), (1, 12, 3), None, ValueError, r"strides \(1, 12, 3\): Muon takes stacks of matrices one after"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(shape, stride, split, error, said):
+    p = params([shape])[0]
+    if stride is not None:
+        p.data = p.data.flatten().as_strided(shape, stride)
+    optimizer = NpuFusedMuon(params([(4, 4)]))
+    with pytest.raises(error, match=said):
+        optimizer.add_param_group({"params": [p], "split": split})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_split_stays_where_a_state_dict_has_none():
+    """As torch's; another one is loaded as other options are, if it fits."""
+    optimizer = NpuFusedMuon(params([(8, 4)]), split=(4, 4))
+    give(0, optimizer.param_groups[0]["params"])
+    optimizer.step()
+    optimizer.load_state_dict(torch.optim.Muon(params([(8, 4)])).state_dict())
+    assert optimizer.param_groups[0]["split"] == (4, 4)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["split"] = (6, 2)
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["split"] == (6, 2)
+    for wrong, error in (((4, 5), ValueError), ("rows", TypeError)):
+        saved["param_groups"][0]["split"] = wrong
+        with pytest.raises(error, match="NpuFusedMuon: split"):
+            optimizer.load_state_dict(saved)
+        assert optimizer.param_groups[0]["split"] == (6, 2)
+
+
+def test_a_split_that_changes_is_followed(float32_products):
+    """In mid-run, as other options."""
+    ends = []
+    for split in (None, (4, 4)):
+        given = params([(8, 4)])
+        optimizer = NpuFusedMuon(given)
+        give(0, given)
+        optimizer.step()
+        optimizer.param_groups[0]["split"] = split
+        optimizer.step()
+        ends.append(given[0])
+    assert not torch.allclose(*ends)
+
+
 def with_others():
     """Matrices, and what is no matrix."""
     return params([(8, 8), (5,), (8, 24), (2, 3, 3, 3), ()])
@@ -249,7 +344,7 @@ def test_only_matrices(shape):
             optimizer.add_param_group({"params": params([(2, 2), shape]), **group})
         assert len(optimizer.param_groups) == 1
     optimizer = NpuFusedMuon(matrices := params([(4, 4)]))
-    matrices[0].data = matrices[0].data.view(2, 2, 4)
+    matrices[0].data = matrices[0].data.view(2, 2, 2, 2)
     give(0, matrices)
     with pytest.raises(ValueError, match="2D parameters"):
         optimizer.step()

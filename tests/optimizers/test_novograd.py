@@ -13,6 +13,8 @@ from torch import nn
 
 from apex_npu.optimizers import FusedNovoGrad, NpuFusedAdam
 
+pytestmark = pytest.mark.device
+
 SHAPES = [(4, 3), (5,), (2,), (3,), ()]
 DTYPES = [torch.float32, torch.float16, torch.float32, torch.float16, torch.float32]
 UNUSED = 2

@@ -174,14 +174,16 @@ def test_there_are_masters_only_of_what_is_low_and_trained():
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_amps_masters_have_none_of_their_own(level):
+def test_amp_keeps_the_masters(level):
     model = nn.Linear(3, 2).to(DEVICE)
     optimizer = FusedAdam(model.parameters(), lr=0.01, master_weights=True)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     with amp.scale_loss(model(torch.ones(2, 3, device=DEVICE)).float().sum(), optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()
-    assert all(list(entry) == MASTERED[:3] for entry in optimizer.state.values())
+    # In its state they are remainders; on an NPU they are beside it.
+    assert all(set(entry) <= set(MASTERED) for entry in optimizer.state.values())
+    assert all(value.dtype == torch.float32 for value in model.state_dict().values())
 
 
 def test_gradients_that_are_scaled_are_divided_in_the_step():

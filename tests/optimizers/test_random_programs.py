@@ -23,6 +23,8 @@ from torch import nn
 
 from apex_npu.fusion import HasFusedGroups
 
+pytestmark = pytest.mark.device
+
 SHAPES = [(5, 7), (17,), (), (3, 2, 2), (0,), (1,), (5, 7)]
 INDEX = st.integers(0, len(SHAPES) - 1)
 BACKWARD = st.one_of(st.just(frozenset()), st.sets(INDEX))  # the parameters that the loss does not depend on

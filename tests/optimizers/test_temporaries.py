@@ -82,4 +82,6 @@ def test_a_training_step_under_amp(cls, level, fuse_unscale, set_to_none):
         optimizer.step()
         optimizer.zero_grad(set_to_none)
 
-    assert largest_allocation(step) <= LARGEST
+    # Where gradients stay, as zeros, a 16-bit one is widened to be added to a float32 one.
+    adds = level == "O2" and not set_to_none
+    assert largest_allocation(step) <= (4 * NUMEL if adds else LARGEST)

@@ -13,6 +13,8 @@ from torch import nn
 
 from apex_npu.optimizers import NpuFusedAdam
 
+pytestmark = pytest.mark.device
+
 OPTIONS = {
     "SGD": {"lr": 0.05, "momentum": 0.9},
     "Adam": {"lr": 0.01, "weight_decay": 0.1},

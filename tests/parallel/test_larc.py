@@ -12,6 +12,8 @@ from torch import nn
 from apex_npu import amp, optimizers
 from apex_npu.parallel import LARC
 
+pytestmark = pytest.mark.device
+
 
 def step_in_float64(params, grads, buffers, *, lr, momentum, weight_decay, trust, clip, eps=1e-8):
     """One step of LARC over SGD with momentum, from the paper's rule."""

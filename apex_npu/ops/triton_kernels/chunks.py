@@ -1,8 +1,8 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Segments cut into chunks, one for each program, so that sums over segments need no atomic operations.
+"""Chunks of segments, one for each program, so that sums over segments need no atomic operations.
 
-A sum takes two launches: each chunk's part, and then for each segment its parts, in order. What comes out depends on
+A sum takes two launches: one adds up each chunk, the other the chunks of each segment, in order. The result depends on
 neither the device nor the order in which programs run.
 """
 
@@ -21,7 +21,7 @@ from apex_npu.backends import number_on
 from apex_npu.ops.state_codec import SCALE_NUMEL
 
 LARGEST, _SMALLEST = 2048, 128
-ROW_COLUMNS = 4  # of Chunks.rows: a row is a multiple of 16 bytes, wherever a launch begins
+ROW_COLUMNS = 4  # of Chunks.rows: a row is a multiple of 16 bytes, so that every launch begins at one
 
 _T = TypeVar("_T")
 
@@ -32,12 +32,12 @@ class Chunks:
 
     Attributes:
         begins: The first element of each chunk.
-        ends: One past the last.
-        owners: The index of its segment.
-        firsts: For each segment the index of its first chunk; and at the end the number of chunks.
-        size: How many elements a chunk has at most: a power of two.
-        aligned: Every segment begins at a multiple of 16, and padding goes on to the next one.
-        places: See ``formats.Encoding``, where operands are encoded.
+        ends: The element after the last of each chunk.
+        owners: The index of the segment of each chunk.
+        firsts: The index of the first chunk of each segment, and at the end the number of chunks.
+        size: The maximum number of elements in a chunk; a power of two.
+        aligned: Whether every segment begins at a multiple of 16, with padding up to the next one.
+        places: If operands are encoded, the table of ``formats.Encoding.places``; else None.
     """
 
     begins: Tensor
@@ -50,18 +50,18 @@ class Chunks:
 
     @functools.cached_property
     def rows(self) -> Tensor:
-        """A row for each chunk: its first element, one past its last, and the index of its segment, twice."""
+        """A row for each chunk: its first element, the element after its last, and the index of its segment, twice."""
         return torch.stack([self.begins, self.ends, self.owners, self.owners], dim=1)
 
     @staticmethod
     def of(starts: Tensor, lengths: Tensor, like: Tensor, table: Tensor | None = None) -> Chunks:
-        """The chunks of segments of ``like`` that are given on the host; made once for each ``starts``.
+        """Return the chunks of segments of ``like`` that are given on the host; they are made once for each ``starts``.
 
         Args:
-            starts: Of the segments.
-            lengths: Likewise.
-            like: A buffer that they are in.
-            table: The parameters that they are in, where operands are encoded; see ``dispatch.py``.
+            starts: The first element of each segment.
+            lengths: The number of elements of each segment.
+            like: A buffer that contains the segments.
+            table: If operands are encoded, the table of their parameters (see ``dispatch.py``); else None.
         """
         if table is None:
             return _made_once(_chunks, starts, lambda: _cut(starts, lengths, like))
@@ -69,11 +69,11 @@ class Chunks:
 
     @staticmethod
     def of_params(table: Tensor, like: Tensor) -> Chunks:
-        """Those of the parameters of ``table``, likewise."""
+        """Return the chunks of the parameters of ``table``; they are made once for each ``table``."""
         return _made_once(_encoded_chunks, table, lambda: _cut(table[:, 0], table[:, 1], like, table))
 
 
-# What was made for which tensor; gone as soon as the tensor is.
+# The chunks of each tensor of starts; an entry is removed together with the tensor.
 _chunks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _encoded_chunks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -102,7 +102,7 @@ def _cut(starts: Tensor, lengths: Tensor, like: Tensor, table: Tensor | None = N
 
 
 def _places(begins: Tensor, ends: Tensor, table: Tensor) -> Tensor:
-    """Rows of ``formats.Encoding.places``."""
+    """Return the rows of ``formats.Encoding.places``."""
     param_begins, _, positions, first_scales = table.unbind(1)
     param = torch.searchsorted(param_begins.contiguous(), begins, right=True) - 1
     numbers = begins - param_begins[param]

@@ -1,11 +1,11 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""How kernels load and store their operands, among them those that are kept in fewer bytes than float32.
+"""Loads and stores operands, including those that are stored in fewer bytes than float32.
 
-``ops/state_codec.py`` defines these formats; what is here gives the same bits. Without an ``Encoding`` all of it is
-plain loads and stores. With one each program has a chunk of one parameter, as its *place* tells: chunks begin where
-blocks of 128 elements do, so that a block, its scale and its random bits are of one program. Gradients that are where
-autograd left them are found by the chunks of parameters, too.
+``ops/state_codec.py`` defines these formats, and the functions here give the same bits. Without an ``Encoding``, they
+load and store plain numbers. With one, each program has a chunk of one parameter, described by its *place*. Chunks
+begin at blocks of 128 elements, so that one program has a whole block, its scale and its random bits. Gradients that
+stay where autograd left them are found by the chunks of parameters, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from apex_npu.ops.triton_kernels.gather import load_listed
 from apex_npu.ops.triton_kernels.numbers import GO, unless_overflowed
 from apex_npu.ops.triton_kernels.sums import range_offsets
 
-_COLUMNS = tl.constexpr(5)  # of Encoding.places
+_COLUMNS = tl.constexpr(5)  # columns of Encoding.places
 _ROW_COLUMNS = tl.constexpr(ROW_COLUMNS)
 _KEY = tl.constexpr(state_codec.KEY[1] << 32 | state_codec.KEY[0])
 _WEYL = tl.constexpr(state_codec.WEYL)
@@ -35,21 +35,19 @@ _QUIET = tl.constexpr(0x00400000)
 
 
 class Encoding(NamedTuple):
-    """What a kernel has beside its operands where some of these are encoded, or gradients are listed.
-
-    Of an ordinary call all is None.
+    """Additional arguments of a kernel if operands are encoded, or gradients are listed; else all are None.
 
     Attributes:
-        places: int64, a row for each chunk: its first element in the buffers, and one past the last; the number of the
-            first in its parameter; the position of that among all parameters of the optimizer; the index of its first
-            scale.
-        step: Its number, where only the device has it; else None, and the kernel is given it.
-        remainder: Of bfloat16 or float16 parameters, if these have any.
-        scales: For each state of the rule the scales of an 8-bit one.
-        rows: ``Chunks.rows``, where gradients are listed.
+        places: int64, a row for each chunk: its first element in the buffers, and the element after its last; the
+            number of the first element in its parameter; the position of the parameter in the optimizer; the index of
+            the chunk's first scale.
+        step: The number of the step, if only the device knows it; else None, and the number is an argument.
+        remainder: The remainders of bfloat16 or float16 parameters; None if they have none.
+        scales: The scales of each state of the rule; None for a state that has no 8 bits.
+        rows: ``Chunks.rows``, if gradients are listed.
         addresses: int64: see ``grad_lists.Addresses``.
-        wide: The same memory, as of the dtype of gradients,
-        narrow: But of those that have this one; None: none has.
+        wide: The memory of ``addresses`` viewed as the gradients' dtype, for its type.
+        narrow: The memory of ``addresses`` viewed as the narrow gradients' dtype; None if there are none.
     """
 
     places: Any = None
@@ -63,7 +61,7 @@ class Encoding(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """The chunk of a program; ``left``: its elements, or 0 where nothing is to be written."""
+    """The chunk of a program; ``left``: the number of its elements, or 0 if nothing is to be written."""
 
     left: Any
     first: Any
@@ -74,7 +72,7 @@ class _Place(NamedTuple):
 
 @triton.jit
 def find_place(encoding, numbers, count):
-    """This program's chunk; zeros where nothing is encoded."""
+    """Return this program's chunk; all zeros if nothing is encoded."""
     if encoding.places is None:
         return _Place(0, 0, 0, 0, 0)
     else:
@@ -88,7 +86,7 @@ def find_place(encoding, numbers, count):
 
 @triton.jit
 def element_offsets(encoding, numbers, numel, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """The elements of a program that treats each on its own, and which of them it may read and write."""
+    """Return the offsets of an elementwise program's elements, and a mask of those to load and store."""
     if encoding.places is None:
         if encoding.rows is None:
             offsets = block_offsets(BLOCK)
@@ -108,14 +106,14 @@ def element_offsets(encoding, numbers, numel, ALIGNED: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def load_grad(grad, grad_scale, offsets, mask, MAXIMIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """±grad / grad_scale; widened first, since float16 would lose what is small."""
+    """Load ±grad / grad_scale; it is widened first, because float16 would lose small values."""
     g = tl.load(grad + offsets, mask=mask, other=0.0).to(DTYPE)
     return signed(g, grad_scale, MAXIMIZE, DTYPE)
 
 
 @triton.jit
 def signed(g, grad_scale, MAXIMIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """±g / grad_scale."""
+    """Return ±g / grad_scale."""
     if grad_scale is not None:
         g = g * divide(number(1.0, DTYPE), tl.load(grad_scale).to(DTYPE))
     if MAXIMIZE:
@@ -139,7 +137,7 @@ def load_decayed(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return p and g. ``weight_decay``: p's share in g where L2; what p is multiplied with where DECOUPLED."""
+    """Return p and g. ``weight_decay``: with L2, p's share in g; with DECOUPLED, the factor of p."""
     p = load_param(param, encoding, offsets, mask, DTYPE)
     if encoding.rows is None:
         g = load_grad(grad, grad_scale, offsets, mask, MAXIMIZE, DTYPE)
@@ -156,7 +154,7 @@ def load_decayed(
 
 @triton.jit
 def load_param(param, encoding, offsets, mask, DTYPE: tl.constexpr):
-    """The parameters, or the masters that remainders make of them."""
+    """Load the parameters, or their masters if there are remainders."""
     p = tl.load(param + offsets, mask=mask, other=0.0)
     if encoding.remainder is None:
         return p.to(DTYPE)
@@ -167,7 +165,7 @@ def load_param(param, encoding, offsets, mask, DTYPE: tl.constexpr):
 
 @triton.jit
 def join(param, remainder):
-    """The float32 masters of bfloat16 or float16 parameters."""
+    """Return the float32 masters of bfloat16 or float16 parameters."""
     bits = param.to(tl.int16, bitcast=True).to(tl.int32)
     magnitude = bits & 0x7FFF
     if param.dtype == tl.bfloat16:
@@ -185,14 +183,14 @@ def join(param, remainder):
 
 @triton.jit
 def largest_remainder(magnitude):
-    """Of a float16 with these bits, see ``state_codec.py``."""
+    """Return the largest remainder of a float16 number with these bits; see ``state_codec.py``."""
     below_tie = tl.where(magnitude >= 0x400, 4, tl.where(magnitude >= 0x200, 2, 1))
     return 0x4000 - tl.where((magnitude & 1) != 0, below_tie, 0)
 
 
 @triton.jit
 def split(value, DTYPE: tl.constexpr):
-    """Parameters of DTYPE, bfloat16 or float16, and their remainders."""
+    """Return parameters of DTYPE, bfloat16 or float16, and their remainders."""
     if tl.bfloat16 == DTYPE:
         bits = value.to(tl.uint32, bitcast=True)
         bits = tl.where(value != value, (bits | _QUIET) & 0xFFFF0000, bits)
@@ -202,7 +200,7 @@ def split(value, DTYPE: tl.constexpr):
         param = value.to(tl.float16)
         magnitude = param.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
         per_unit = ((167 - tl.maximum(magnitude >> 10, 1)) << 23).to(tl.float32, bitcast=True)
-        # The addition of 1.5 · 2²³ rounds to a whole number, which is then in the last bits.
+        # Adding 1.5 · 2²³ rounds to an integer, which is then in the last bits.
         rounded = ((value - param.to(tl.float32)) * per_unit + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
         largest = largest_remainder(magnitude)
         rounded = tl.minimum(tl.maximum(rounded, -largest), largest)
@@ -221,9 +219,9 @@ def store_param(
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Round ``value`` into the parameters, and into their low-precision copy where there is one.
+    """Round ``value`` into the parameters, stochastically with STOCHASTIC, and into their low-precision copy if any.
 
-    STOCHASTIC: the former, which are bfloat16, are rounded stochastically.
+    STOCHASTIC needs bfloat16 parameters.
     """
     if STOCHASTIC:
         bits = random_bits(place, _PARAM_PAIR, BLOCK) & 0xFFFF
@@ -243,7 +241,7 @@ def store_param(
 
 @triton.jit
 def load_state(state, encoding, place, INDEX: tl.constexpr, offsets, mask, BLOCK: tl.constexpr):
-    """The values of ``state``, the INDEX-th of its rule."""
+    """Load the values of ``state``, the INDEX-th of its rule."""
     if state.dtype.element_ty == tl.int8 or state.dtype.element_ty == tl.uint8:
         code = tl.load(state + offsets, mask=mask, other=0).to(tl.float32)
         if state.dtype.element_ty == tl.int8:
@@ -278,14 +276,14 @@ def store_state(state, encoding, place, INDEX: tl.constexpr, offsets, value, mas
 
 @triton.jit
 def encode(value, half, left, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """Codes of 8 bits, and the scale of each block, of the first ``left`` elements; others are 0."""
+    """Return 8-bit codes, and the scale of each block, of the first ``left`` elements; other codes are 0."""
     value = tl.where(tl.arange(0, BLOCK) < left, value, 0.0)
     magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest = tl.max(tl.reshape(magnitude, [BLOCK // _SCALE_NUMEL, _SCALE_NUMEL]), axis=1)
     scale = largest.to(tl.float32, bitcast=True)
     scale = tl.where(scale < _LEAST_SCALE, 0.0, scale)
     scale = tl.where(largest >= _INF, float("nan"), scale)
-    down = tl.where(scale > _LARGE_SCALE, 2.0**-4, 1.0)  # larger ones have a denormal reciprocal
+    down = tl.where(scale > _LARGE_SCALE, 2.0**-4, 1.0)  # larger scales have a denormal reciprocal
     inverse = tl.where(scale > 0, divide(number(1.0, tl.float32), scale * down), 0.0)
     ratio = value * each_of_block(down, BLOCK) * each_of_block(inverse, BLOCK)
     kept = each_of_block(scale, BLOCK) > 0  # neither 0 nor nan
@@ -301,14 +299,14 @@ def encode(value, half, left, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def each_of_block(x, BLOCK: tl.constexpr):
-    """For each element what its block has in ``x``."""
+    """Return for each element the value of its block in ``x``."""
     wide = tl.broadcast_to(tl.reshape(x, [BLOCK // _SCALE_NUMEL, 1]), [BLOCK // _SCALE_NUMEL, _SCALE_NUMEL])
     return tl.reshape(wide, [BLOCK])
 
 
 @triton.jit
 def round_stochastically(value, half):
-    """float32 as bfloat16, by 16 random bits for each; nan stays nan."""
+    """Round float32 to bfloat16 with 16 random bits for each element; nan stays nan."""
     bits = value.to(tl.uint32, bitcast=True)
     bits = tl.where(value != value, bits | _QUIET, bits + half)
     return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -316,7 +314,7 @@ def round_stochastically(value, half):
 
 @triton.jit
 def random_bits(place, PAIR: tl.constexpr, BLOCK: tl.constexpr):
-    """32 for each element. One word serves 16 of them, and Philox, which makes four words, runs once for 64."""
+    """Return 32 random bits for each element: one word serves 16 elements, and one run of Philox makes four words."""
     w0, w1, w2, w3 = random_words(place, place.first // 64 + tl.arange(0, BLOCK // 64), PAIR)
     words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK // 16, 1])
     multiples = tl.reshape(tl.arange(0, 16).to(tl.uint32) * _WEYL, [1, 16])
@@ -325,7 +323,7 @@ def random_bits(place, PAIR: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def random_words(place, counter, PAIR: tl.constexpr):
-    """Philox4x32-10."""
+    """Return the four words of Philox4x32-10."""
     c0 = counter.to(tl.uint32)
     c1 = ((counter >> 32 << 8) | PAIR).to(tl.uint32)
     step, position = place.step.to(tl.uint32), place.position.to(tl.uint32)

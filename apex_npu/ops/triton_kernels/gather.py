@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gradients, wherever they are: copied into their slots, or multiplied where they are, and checked, in one launch."""
+"""Copies gradients into their slots, or multiplies or checks them in place, in one launch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def take_addressed(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``chunks``: see ``Chunks.rows``; ``addresses``: where ``flat`` would begin around each gradient."""
+    """Copy gradients into slots; for ``chunks`` and ``addresses`` see ``apex_npu.ops.cuda.take_addressed``."""
     row = chunks + tl.program_id(0).to(tl.int64) * _COLUMNS
     address = tl.load(addresses + tl.load(row + 2))
     if address != 0:
@@ -38,7 +38,7 @@ def take_addressed(
             if found_inf is not None:
                 look(is_bad(wide) & inside, found_inf)
             grad = wide * number(factor, DTYPE) if SCALED else grad
-        # Up to the next multiple of 16: padding stays 0.
+        # Writing ends at the next multiple of 16, so that padding stays 0.
         value = grad.to(flat.dtype.element_ty)
         tl.store(flat + offsets, tl.where(inside, value, tl.zeros_like(value)), mask=mask)
 
@@ -55,7 +55,7 @@ def scale_listed(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``rows`` and ``addresses``: see ``formats.Encoding``; ``factor_at``: where the factor is, if on the device."""
+    """Multiply gradients in place. ``rows``, ``addresses``: see ``formats.Encoding``. ``factor_at``: a pointer."""
     row = rows + tl.program_id(0).to(tl.int64) * _COLUMNS
     address = tl.load(addresses + tl.load(row + 2))
     if address != 0:
@@ -71,13 +71,13 @@ def scale_listed(
 
 @triton.jit
 def check_listed(found_inf, grads, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """``grads``: a ``formats.Encoding``."""
+    """Set the flag if a gradient in ``grads``, a ``formats.Encoding``, is not finite."""
     look(is_bad(load_listed(grads, ALIGNED, BLOCK, DTYPE, tl.program_id(0).to(tl.int64))), found_inf)
 
 
 @triton.jit
 def listed_square_parts(parts, grads, chunks: tl.int64, programs: tl.int64, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Each program's share of the sum of squares: every programs-th chunk. ``grads``: a ``formats.Encoding``."""
+    """Write each program's share of the sum of squares: every programs-th chunk. ``grads``: a ``formats.Encoding``."""
     total = tl.zeros((BLOCK,), tl.float64)
     for chunk in range(tl.program_id(0).to(tl.int64), chunks, programs):
         value = load_listed(grads, ALIGNED, BLOCK, tl.float64, chunk)
@@ -87,13 +87,13 @@ def listed_square_parts(parts, grads, chunks: tl.int64, programs: tl.int64, ALIG
 
 @triton.jit
 def look(bad, found_inf):
-    """Set the flag where an element is bad."""
+    """Set the flag if an element is bad."""
     tl.store(found_inf, 1.0, mask=tl.max(bad.to(tl.int32), axis=0) != 0)
 
 
 @triton.jit
 def load_listed(grads, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, program):
-    """The elements of the chunk of ``program``, in DTYPE; 0 outside of it, and where there is no gradient."""
+    """Load the elements of the chunk of ``program`` as DTYPE; 0 outside of it, and for a missing gradient."""
     row = grads.rows + program * _COLUMNS
     offsets, _, inside = range_offsets(row, row + 1, ALIGNED, BLOCK)
     end, address = tl.load(row + 1), tl.load(grads.addresses + tl.load(row + 2))
@@ -109,11 +109,11 @@ def load_listed(grads, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.con
 
 @triton.jit
 def load_at(address, offsets, end, inside, SOURCE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The elements at ``offsets`` from an address, those ``inside``."""
+    """Load the elements at ``offsets`` from an address, if ``inside``."""
     source = address.to(tl.pointer_type(SOURCE)) + offsets
     if ALIGNED:
         if address % 16 == 0:
-            # Read 16 bytes at once, the last ones whole: what is in them beyond the end is of the same allocation.
+            # Read 16 bytes at a time, the last ones whole: bytes beyond the end belong to the same allocation.
             PIECE: tl.constexpr = 128 // SOURCE.primitive_bitwidth
             whole = (offsets < (end + (PIECE - 1)) // PIECE * PIECE) & (address != 0)
             grad = tl.load(tl.multiple_of(source, 16), mask=whole, other=0.0)
@@ -126,7 +126,7 @@ def load_at(address, offsets, end, inside, SOURCE: tl.constexpr, ALIGNED: tl.con
 
 @triton.jit
 def is_bad(x):
-    """Whether an element is inf or nan: all bits of its exponent are set."""
+    """Return whether an element is inf or nan: all bits of its exponent are set."""
     if x.dtype == tl.float64:
         return (x.to(tl.int64, bitcast=True) & 0x7FF0000000000000) == 0x7FF0000000000000
     else:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""LAMB: moments, direction and parts of both norms in one pass, the ratios, and the parameters in another."""
+"""LAMB: one pass for moments, directions and parts of both norms, one for ratios, and one for parameters."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def lamb_directions(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Without ADAPT this is the whole step. ``AVERAGE``: beta3 is 1 − beta1. ``share2``: 1 − beta2."""
+    """Write directions, or without ADAPT the whole step. ``AVERAGE``: beta3 is 1 − beta1. ``share2``: 1 − beta2."""
     offsets, mask, inside = chunk_offsets(begins, ends, ALIGNED, BLOCK)
     mask = unless_overflowed(numbers, mask)
     place = find_place(encoding, numbers, count)
@@ -86,18 +86,18 @@ def lamb_directions(
 def lamb_ratios(
     parts, ratios, firsts, chunks: tl.int64, max_weight_norm: tl.float64, DTYPE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The ratio r of each segment."""
+    """Write the ratio r of each segment."""
     segment = tl.program_id(0)
     first, last = tl.load(firsts + segment), tl.load(firsts + segment + 1)
     weights = tl.zeros((BLOCK,), tl.float64)
     directions = tl.zeros((BLOCK,), tl.float64)
-    for begin in range(first, last, BLOCK):  # one loop, so that one sum does not wait for the other's memory
+    for begin in range(first, last, BLOCK):  # one loop, so that neither sum waits for the other's memory
         offsets = begin + tl.arange(0, BLOCK)
         weights += tl.load(parts + offsets, mask=offsets < last, other=0.0)
         directions += tl.load(parts + chunks + offsets, mask=offsets < last, other=0.0)
     weight_norm = tl.sqrt(tl.sum(weights, axis=0)).to(DTYPE)
     norm = tl.sqrt(tl.sum(directions, axis=0)).to(DTYPE)
-    unusable = (weight_norm == 0) | (norm == 0)  # nan is not: what has overflowed must show
+    unusable = (weight_norm == 0) | (norm == 0)  # nan stays nan, so that an overflow shows
     limit = number(max_weight_norm, DTYPE)
     ratio = divide(tl.where(weight_norm > limit, limit, weight_norm), tl.where(unusable, number(1.0, DTYPE), norm))
     tl.store(ratios + segment, tl.where(unusable, number(1.0, DTYPE), ratio))
@@ -121,7 +121,7 @@ def lamb_step(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """New p: p − lr · r · u."""
+    """Write the new p: p − lr · r · u."""
     offsets, mask, _ = chunk_offsets(begins, ends, ALIGNED, BLOCK)
     mask = unless_overflowed(numbers, mask)
     place = find_place(encoding, numbers, count)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What an op launches, as data; all of it is compiled before any of it runs."""
+"""The launches of an op, as data; all kernels are compiled before the first one runs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ class Launch(NamedTuple):
     """One launch of one kernel.
 
     Attributes:
-        kernel: What ``triton.jit`` has made.
-        programs: How many run.
-        args: In the kernel's order: tensors, None for those that are not there, numbers.
-        constants: By name, in the kernel's order; for each of their values Triton compiles another kernel.
-        warps: Groups of 32 threads in each program.
-        compiled: What ``compile`` has returned for this variant, where that is known; see ``Plan.compile``.
+        kernel: A function of ``triton.jit``.
+        programs: The number of programs.
+        args: The arguments in the kernel's order: tensors, numbers, and None for tensors that are missing.
+        constants: The constants by name, in the kernel's order; Triton compiles a kernel for each combination of
+            values.
+        warps: The number of groups of 32 threads in a program.
+        compiled: The result of ``compile`` for this variant, or None; see ``Plan.compile``.
     """
 
     kernel: Any
@@ -32,62 +33,65 @@ class Launch(NamedTuple):
     compiled: Any = None
 
     def again(self, args: tuple[Any, ...]) -> Launch:
-        """The same with ``args``, of the same variant; ``compiled`` as far as that has been."""
+        """Return the launch with other ``args`` of the same variant, with ``compiled`` if that is known."""
         launch = Launch(self.kernel, self.programs, args, self.constants, self.warps, self.compiled)
         return launch if self.compiled is not None else launch._replace(compiled=_compiled.get(launch.variant()))
 
     def variant(self) -> Hashable:
-        """Equal for launches that run the same compiled kernel."""
+        """Return a key that is equal for launches of the same compiled kernel."""
         kinds: list[Hashable] = []
         _add_kinds(kinds, self.args)
         return self.kernel.__name__, self.args[0].device, self.warps, *kinds, *self.constants.values()
 
     def compile(self) -> Any:
-        """Compile and load the kernel, and return what Triton has made of it: None, where it interprets."""
+        """Compile and load the kernel; return Triton's compiled kernel, or None if Triton interprets."""
         compiled = self._call(warmup=True)
         if compiled is not None:
-            _ = compiled.run  # loads the binary and builds what launches it, which can fail as well
+            _ = compiled.run  # loads the binary and builds the launcher, which can fail, too
         return compiled
 
     def run(self, compiled: Any = None) -> None:
-        """Run, on the current stream of the current device.
+        """Run the kernel on the current stream of the current device.
 
         Args:
-            compiled: What ``compile`` has returned for this variant; None: Triton finds it.
+            compiled: The result of ``compile`` for this variant; None if Triton has to find it.
         """
         if not self.programs:
             return
         if hasattr(compiled, "__getitem__"):
-            # As kernel.run does in the end, which takes ten times as long to find ``compiled`` by the same arguments.
+            # kernel.run does the same, but takes ten times as long to find ``compiled`` by the same arguments.
             compiled[self.programs, 1, 1](*self.args, *self.constants.values())
         else:
             self._call(warmup=False)
 
     def _call(self, *, warmup: bool) -> Any:
-        # No product is contracted into a sum, as on the CPU: the compiler would choose which, by the operands that are
-        # there and by an element's place in its thread, and the last bit of a result would depend on that.
+        # Products and sums are not fused, as on the CPU. The compiler would choose which to fuse by the operands that
+        # are there and by an element's place in its thread, and the last bit of a result would depend on that.
         options = {"num_warps": self.warps, "enable_fp_fusion": False}
         return self.kernel.run(*self.args, grid=(self.programs, 1, 1), warmup=warmup, **options, **self.constants)
 
 
 class CompilationError(RuntimeError):
-    """A kernel could not be compiled; nothing has been launched."""
+    """The compilation of a kernel has failed; nothing has been launched."""
 
 
 _compiled: dict[Hashable, Any] = {}
 
 
 class Plan(NamedTuple):
-    """What one call of an op launches, and what it returns."""
+    """The launches of one call of an op, and its result."""
 
     launches: tuple[Launch, ...]
     result: Tensor | None = None
 
     def compile(self, device: torch.device) -> list[Any]:
-        """Compile for ``device`` what has not been yet, and return all: after it launching cannot fail half way.
+        """Compile all kernels for ``device`` that are not compiled yet, so that launching cannot fail half way.
+
+        Returns:
+            The compiled kernels.
 
         Raises:
-            CompilationError: The cause is what Triton has raised.
+            CompilationError: Triton cannot compile a kernel; its error is the cause.
         """
         kernels = [launch.compiled or _compiled.get(launch.variant()) for launch in self.launches]
         if all(kernels):
@@ -96,14 +100,14 @@ class Plan(NamedTuple):
             return [kernel or _compiled_once(launch) for kernel, launch in zip(kernels, self.launches, strict=True)]
 
     def run(self, device: torch.device, compiled: list[Any] | None = None) -> Tensor | None:
-        """Launch in order on ``device``: Triton itself launches on the current one, wherever the tensors are.
+        """Run the launches in order on ``device``; Triton itself would use the current device, not that of the tensors.
 
         Args:
-            device: Where the tensors are.
-            compiled: What ``compile`` has returned for it.
+            device: The device of the tensors.
+            compiled: The result of ``compile`` for it; None to compile first.
 
         Raises:
-            CompilationError: Nothing has been launched.
+            CompilationError: Triton cannot compile a kernel; nothing has been launched.
         """
         kernels = self.compile(device) if compiled is None else compiled
         with _current(device):
@@ -125,19 +129,19 @@ def _compiled_once(launch: Launch) -> Any:
         pass
     try:
         compiled = _compiled[variant] = launch.compile()
-    # Triton's own errors share no base, and what builds its launchers raises many others.
+    # Triton's own errors share no base class, and building a launcher raises many others.
     except Exception as error:
         raise CompilationError(f"{launch.kernel.__name__}: {type(error).__name__}: {error}") from error
     return compiled
 
 
 def kind(argument: Tensor | None) -> Hashable:
-    """What Triton compiles another kernel for."""
+    """Return a key of an argument; Triton compiles a kernel for each key."""
     return None if argument is None else (argument.dtype, argument.data_ptr() % 16 == 0)
 
 
 def _add_kinds(kinds: list[Hashable], args: tuple[Any, ...]) -> None:
-    """The same of ``args``, one after the other, those in tuples included: this is on the way to every launch."""
+    """Add the keys of ``args``, and of those in tuples, to ``kinds``; inlined, because every launch calls it."""
     for argument in args:
         if argument is None:
             kinds.append(None)
@@ -145,5 +149,5 @@ def _add_kinds(kinds: list[Hashable], args: tuple[Any, ...]) -> None:
             kinds += (argument.dtype, argument.data_ptr() % 16 == 0)
         elif isinstance(argument, tuple):
             _add_kinds(kinds, argument)
-        elif type(argument) is not float:  # these are never constants, and where one kernel has one it always has
+        elif type(argument) is not float:  # floats are never specialized, and have fixed positions in each kernel
             kinds += (argument % 16 == 0, argument == 1)

@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a step's learning rate and count make, computed on the device: a captured graph does so at each replay.
+"""Numbers that depend on a step's learning rate and count, computed on the device, as a captured graph requires.
 
-One program writes all of it into float64 ``numbers``, at the places below, and a rule's kernel reads what it wants
-there instead of in its arguments. If each program of that took powers, they and not the memory would set the pace.
+One program writes all of them into float64 ``numbers``, at the indices below, and a rule's kernel reads them there
+instead of taking arguments. Computing powers in every program of the kernel would take longer than its memory traffic.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CORRECTION1 = tl.constexpr(2)  # 1 − beta1^step
 ROOT_CORRECTION2 = tl.constexpr(3)  # sqrt(1 − beta2^step)
 KEPT = tl.constexpr(4)  # 1 − lr · decay
 LATER = tl.constexpr(5)  # 0 in the first step
-GO = tl.constexpr(6)  # 0 where gradients have overflowed
+GO = tl.constexpr(6)  # 0 if gradients have overflowed
 COUNT = 7
 
 
@@ -36,7 +36,7 @@ def step_numbers(
     decay: tl.float64,
     CORRECTED: tl.constexpr,
 ):
-    """All of the above. Without CORRECTED both corrections are 1."""
+    """Write all numbers. Without CORRECTED both corrections are 1."""
     rate = number(lr, tl.float64)
     if lr_tensor is not None:
         rate = tl.load(lr_tensor).to(tl.float64)
@@ -62,7 +62,7 @@ def step_numbers(
 
 @triton.jit
 def chosen(numbers, WHICH: tl.constexpr, x, DTYPE: tl.constexpr):
-    """The number at WHICH, in the dtype that is computed in; or ``x``, where the host has it."""
+    """Return the number at WHICH in the dtype of the computation, or ``x`` if the host knows it."""
     if numbers is not None:
         return tl.load(numbers + WHICH).to(DTYPE)
     else:
@@ -71,9 +71,9 @@ def chosen(numbers, WHICH: tl.constexpr, x, DTYPE: tl.constexpr):
 
 @triton.jit
 def unless_overflowed(numbers, mask):
-    """``mask``, or nothing."""
+    """Return ``mask``, or an empty mask if gradients have overflowed."""
     if numbers is not None:
-        # Not mask & ...: Triton's interpreter cannot combine what comes of comparing float64.
+        # Not mask & ...: Triton's interpreter cannot combine the result of a float64 comparison.
         return tl.where(tl.load(numbers + GO) != 0, mask, False)
     else:
         return mask

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What kernels can be given: they follow pointers for as many elements as the first operand has, unchecked."""
+"""Checks operands: kernels read and write as many elements as the first operand has, without a check of their own."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from apex_npu.ops.reference import FLOATS
 
-# Of operands, where some are encoded.
+# The dtypes of operands, if some are encoded.
 STORED = FLOATS | {torch.int8, torch.uint8, torch.int16}
 
 
 def check_operands(op: str, dtypes: Set[torch.dtype] = FLOATS, **operands: Tensor | None) -> None:
-    """Refuse what a kernel would read or write past its end, or misread.
+    """Check that a kernel does not read or write past the end of an operand, or misread it.
 
     Raises:
-        ValueError: Operands differ in length or device, have gaps, or are of none of ``dtypes``.
+        ValueError: Operands differ in length or device, are not contiguous, or have a dtype that is not in ``dtypes``.
     """
     first, like = next((name, tensor) for name, tensor in operands.items() if tensor is not None)
     numel, device = like.numel(), like.device
@@ -31,7 +31,7 @@ def check_operands(op: str, dtypes: Set[torch.dtype] = FLOATS, **operands: Tenso
         elif not tensor.is_contiguous():
             problem = f"has stride {tensor.stride()}: call contiguous() on it"
         elif tensor.dtype not in dtypes:
-            problem = f"is of {tensor.dtype}, which is not one of {', '.join(sorted(map(str, dtypes)))}"
+            problem = f"has dtype {tensor.dtype}, which is not one of {', '.join(sorted(map(str, dtypes)))}"
         else:
             continue
         raise ValueError(

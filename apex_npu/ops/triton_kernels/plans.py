@@ -22,7 +22,7 @@ from apex_npu.ops import elementwise, segmented
 from apex_npu.ops.dispatch import Op
 from apex_npu.ops.grad_lists import Addresses, addresses_of, dense, is_grad_list, with_memory
 from apex_npu.ops.reference import wide_dtype
-from apex_npu.ops.triton_kernels import differences, gather, lamb, numbers, rules, sums
+from apex_npu.ops.triton_kernels import gather, lamb, numbers, rules, sums
 from apex_npu.ops.triton_kernels.chunks import Chunks
 from apex_npu.ops.triton_kernels.formats import Encoding
 from apex_npu.ops.triton_kernels.launches import Launch, Plan, kind
@@ -297,18 +297,6 @@ def take_addressed(
     key = (programs, dtype, inv_scale != 1.0, kind(found_inf))
     make = partial(Launch, gather.take_addressed, programs, args, constants, max(1, size // 256))
     return Plan((_kept_launch(kept, key, args, make),))
-
-
-def note_differences(
-    param: Tensor, copy: Tensor, lines: Tensor | None, found: Tensor, width: int, first: int, every: int
-) -> Plan:
-    """See ``apex_npu.ops.cuda.note_differences``."""
-    check_operands("note_differences", param=param, copy=copy)
-    numel = param.numel()
-    looked_at = width * -(-max(0, -(-numel // width) - first) // every)
-    args = (param, copy, lines, found, numel, first, every)
-    constants = {"WIDTH": width, "BLOCK": _BLOCK}
-    return Plan((Launch(differences.note_differences, -(-looked_at // _BLOCK), args, constants, _WARPS),))
 
 
 def _kept_launch(

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Elementwise update rules: one launch, every operand read and written once.
 
-All alike: gradients and parameters are widened to the states' dtype, the rule of ``apex_npu.ops.elementwise``
-follows, and what has changed is rounded and stored; ``formats.py`` loads and stores. Options are constants, for each of
-which Triton compiles a kernel of its own; so are operands that are not there (None).
+All kernels work alike: they widen gradients and parameters to the states' dtype, apply the rule of
+``apex_npu.ops.elementwise``, and round and store the results; ``formats.py`` loads and stores. Options are constants:
+Triton compiles a kernel for each combination, and for each combination of missing operands (None).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def sgd(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``share``: 1 − dampening. FIRST is not known where there are ``numbers``."""
+    """Step by SGD. ``share``: 1 − dampening. FIRST is not used if there are ``numbers``."""
     offsets, mask = element_offsets(encoding, numbers, numel, ALIGNED, BLOCK)
     place = find_place(encoding, numbers, count)
     decay = chosen(numbers, KEPT, weight_decay, DTYPE) if DECOUPLED else number(weight_decay, DTYPE)
@@ -98,7 +98,7 @@ def adam(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``share``: 1 − beta. ``step_size``: lr / (1 − beta1^step)."""
+    """Step by Adam. ``share``: 1 − beta. ``step_size``: lr / (1 − beta1^step)."""
     offsets, mask = element_offsets(encoding, numbers, numel, ALIGNED, BLOCK)
     place = find_place(encoding, numbers, count)
     decay = chosen(numbers, KEPT, weight_decay, DTYPE) if DECOUPLED else number(weight_decay, DTYPE)
@@ -112,7 +112,7 @@ def adam(
     store_state(exp_avg_sq, encoding, place, 1, offsets, v, mask, BLOCK)
     if max_exp_avg_sq is not None:
         largest = load_state(max_exp_avg_sq, encoding, place, 2, offsets, mask, BLOCK)
-        v = tl.where((v > largest) | (v != v), v, largest)  # nan stays nan, whichever it was
+        v = tl.where((v > largest) | (v != v), v, largest)  # nan in either stays nan
         store_state(max_exp_avg_sq, encoding, place, 2, offsets, v, mask, BLOCK)
     denom = divide(root(v), chosen(numbers, ROOT_CORRECTION2, root_correction2, DTYPE)) + number(eps, DTYPE)
     p = p - chosen(numbers, STEP_SIZE, step_size, DTYPE) * divide(m, denom)
@@ -148,7 +148,7 @@ def rmsprop(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``share``: 1 − alpha."""
+    """Step by RMSprop. ``share``: 1 − alpha."""
     offsets, mask = element_offsets(encoding, numbers, numel, ALIGNED, BLOCK)
     place = find_place(encoding, numbers, count)
     rate, decay = chosen(numbers, LR, lr, DTYPE), number(weight_decay, DTYPE)
@@ -202,7 +202,7 @@ def adadelta(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``share``: 1 − rho."""
+    """Step by Adadelta. ``share``: 1 − rho."""
     offsets, mask = element_offsets(encoding, numbers, numel, ALIGNED, BLOCK)
     place = find_place(encoding, numbers, count)
     p, g = load_decayed(
@@ -253,7 +253,7 @@ def adagrad(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``weight_decay``: see ``load_decayed``."""
+    """Step by Adagrad. ``weight_decay``: see ``load_decayed``."""
     offsets, mask = element_offsets(encoding, numbers, numel, ALIGNED, BLOCK)
     place = find_place(encoding, numbers, count)
     decay = chosen(numbers, KEPT, weight_decay, DTYPE) if DECOUPLED else number(weight_decay, DTYPE)

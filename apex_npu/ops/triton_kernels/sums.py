@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Norms and sums, in float64 and in an order that depends on the sizes alone; see ``chunks.py``."""
+"""Norms and sums, in float64 and in an order that depends only on the sizes; see ``chunks.py``."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from apex_npu.ops.triton_kernels.arithmetic import divide, number
 
 @triton.jit
 def chunk_offsets(begins, ends, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """This program's elements, which of them it may read and write, and which are inside of its chunk.
+    """Return the offsets of this program's elements, a mask of those to load and store, and a mask of its chunk.
 
-    With ALIGNED the former go on to the next multiple of 16, into padding: so Triton sees that 16 bytes can be moved at
-    once, which it cannot where a chunk may end anywhere.
+    With ALIGNED, the first mask ends at the next multiple of 16, in padding, so that Triton can move 16 bytes at a
+    time.
     """
     return range_offsets(begins + tl.program_id(0), ends + tl.program_id(0), ALIGNED, BLOCK)
 
 
 @triton.jit
 def range_offsets(begin_at, end_at, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """The same of the chunk [begin, end), of which this is where each number is."""
+    """Do the same as ``chunk_offsets`` for the chunk whose first and last elements are at these pointers."""
     begin, end = tl.load(begin_at), tl.load(end_at)
     if ALIGNED:
         begin = tl.multiple_of(begin, 16)
@@ -35,13 +35,13 @@ def range_offsets(begin_at, end_at, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def dot(a, b, inside):
-    """The sum of a · b inside."""
+    """Return the sum of a · b inside."""
     return tl.sum(tl.where(inside, a.to(tl.float64) * b.to(tl.float64), 0.0), axis=0)
 
 
 @triton.jit
 def sum_of_parts(parts, first, last, BLOCK: tl.constexpr):
-    """The sum of parts[first:last], always in the same order."""
+    """Return the sum of parts[first:last], always in the same order."""
     total = tl.zeros((BLOCK,), tl.float64)
     for begin in range(first, last, BLOCK):
         offsets = begin + tl.arange(0, BLOCK)
@@ -51,7 +51,7 @@ def sum_of_parts(parts, first, last, BLOCK: tl.constexpr):
 
 @triton.jit
 def square_parts(x, parts, numel: tl.int64, programs: tl.int64, BLOCK: tl.constexpr):
-    """Each program's share of the sum of squares: every programs-th block."""
+    """Write each program's share of the sum of squares: every programs-th block."""
     total = tl.zeros((BLOCK,), tl.float64)
     for begin in range(tl.program_id(0).to(tl.int64) * BLOCK, numel, programs * BLOCK):
         offsets = begin + tl.arange(0, BLOCK)
@@ -71,7 +71,7 @@ def root_of_parts(
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The norm, of its squares' parts, which are finite where what was squared is: in float64, up to float32."""
+    """Write the norm from float64 parts of its square, which for elements up to float32 do not overflow."""
     total = sum_of_parts(parts, 0, count, BLOCK)
     norm = tl.sqrt(total).to(DTYPE)
     tl.store(result, norm)
@@ -85,7 +85,7 @@ def root_of_parts(
 
 @triton.jit
 def dot_parts(a, b, parts, begins, ends, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Each chunk's sum of a · b."""
+    """Write each chunk's sum of a · b."""
     offsets, mask, inside = chunk_offsets(begins, ends, ALIGNED, BLOCK)
     product = dot(tl.load(a + offsets, mask=mask, other=0.0), tl.load(b + offsets, mask=mask, other=0.0), inside)
     tl.store(parts + tl.program_id(0), product)
@@ -93,7 +93,7 @@ def dot_parts(a, b, parts, begins, ends, ALIGNED: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def segment_sums(parts, sums, firsts, BLOCK: tl.constexpr):
-    """Each segment's sum of its chunks' parts."""
+    """Write each segment's sum of its chunks' parts."""
     segment = tl.program_id(0)
     total = sum_of_parts(parts, tl.load(firsts + segment), tl.load(firsts + segment + 1), BLOCK)
     tl.store(sums + segment, total.to(sums.dtype.element_ty))
@@ -101,7 +101,7 @@ def segment_sums(parts, sums, firsts, BLOCK: tl.constexpr):
 
 @triton.jit
 def segment_add(x, y, factors, begins, ends, owners, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """New x: x + factor · y in every chunk."""
+    """Write the new x: x + factor · y in every chunk."""
     offsets, mask, inside = chunk_offsets(begins, ends, ALIGNED, BLOCK)
     factor = tl.load(factors + tl.load(owners + tl.program_id(0))).to(DTYPE)
     old = tl.load(x + offsets, mask=mask, other=0.0)
