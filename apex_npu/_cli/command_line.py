@@ -52,8 +52,8 @@ def run_command(parser: Parser, arguments: Sequence[str], alone: Mapping[str, st
     Args:
         parser: The parser of all commands.
         arguments: The words of the command line.
-        alone: Options of ``run`` that may have no value, with the value that they then get. argparse alone would take
-            the next word as the value.
+        alone: The options of ``run`` that may have no value, with the value that they then get. argparse would take the
+            next word as the value.
     """
     valued = [f"{word}={alone[word]}" if alone and word in alone else word for word in arguments]
     options, unknown = parser.parse_known_args(valued)

@@ -15,7 +15,7 @@ from .options import of_environment
 
 
 def amp_imported() -> None:
-    """Add Apex's other names to ``apex_npu.amp``, and examine the steps that environment variables select.
+    """Add Apex's other names to ``apex_npu.amp``, and start the diagnostics that environment variables select.
 
     ``apex_npu.amp`` calls this when it is imported.
     """

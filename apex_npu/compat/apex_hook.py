@@ -15,8 +15,8 @@ from apex_npu.compat.table import APEX
 
 __all__ = ["SERVED", "is_served", "serve"]
 
-# These stay upstream's: packages that hold more than ours, the module for detecting kernels (amp_C), and optimizers
-# that shard plain parameters, which ours do not.
+# Modules that upstream serves: packages that hold more than this one's, the module for detecting kernels (amp_C), and
+# optimizers that shard plain parameters, which this package's do not.
 _UPSTREAMS = {"apex", "apex.contrib", "apex.multi_tensor_apply", "apex.optimizers", "change_data_ptr"}
 _UPSTREAMS_INSIDE = ("apex.multi_tensor_apply.", "apex.contrib.optimizers")
 SERVED = {old: ours for old, ours in APEX.items() if old not in _UPSTREAMS and not old.startswith(_UPSTREAMS_INSIDE)}
@@ -24,7 +24,7 @@ _PACKAGES = [old for old in SERVED if old.count(".") == 1]
 
 
 def is_served(name: str) -> bool:
-    """Whether ``name`` is served by this package, or is inside such a package, where upstream's are not seen."""
+    """Return whether this package serves the module ``name``, or a package that contains it."""
     return name in SERVED or any(name.startswith(f"{package}.") for package in _PACKAGES)
 
 

@@ -49,7 +49,7 @@ def install_as_apex(force: bool = False) -> None:
         for root in _ROOTS:
             _check_name_is_free(root)
     undo = ExitStack()
-    # All of another Apex is hidden: its submodules would not fit ours.
+    # All submodules of another Apex are hidden, since they do not work with this package's.
     hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in _ROOTS}
     undo.callback(sys.modules.update, {n: module for n, module in hidden.items() if not hasattr(module, MARK)})
     undo.callback(forget_modules, APEX)
@@ -80,9 +80,9 @@ def uninstall_apex() -> None:
 
 
 def names_taken() -> dict[str, str]:
-    """The names among ``apex``, ``apex_C`` and ``change_data_ptr`` that another package owns, each with the refusal.
+    """Return which of ``apex``, ``apex_C`` and ``change_data_ptr`` another package owns, each with the error message.
 
-    The dict is empty where ``install_as_apex`` would succeed without ``force``, or has been called.
+    The dict is empty if ``install_as_apex`` would succeed without ``force``, or has been called.
     """
     taken: dict[str, str] = {}
     for root in _ROOTS:
@@ -115,7 +115,7 @@ def _origin(root: str) -> str | None:
 
 
 def _is_patched_apex() -> bool:
-    """Whether the module ``apex``, which no other package owns, comes from a patched Apex."""
+    """Return whether the module ``apex``, which no other package owns, comes from a patched Apex."""
     origin = _origin("apex")
     return origin is not None and Path(_FOLDER) not in Path(origin).parents
 
@@ -136,7 +136,7 @@ def _check_name_is_free(root: str) -> None:
     elif (folder / "lib" / "libapex.py").is_file():
         what = "PyPI's apex, a toolkit for logins in web applications made with Pyramid, unrelated to NVIDIA's Apex"
     else:
-        what = "a stranger: an unrelated package of this name, which has neither apex.amp nor apex.optimizers"
+        what = "an unrelated package of this name, which has neither apex.amp nor apex.optimizers"
     state = "is installed" if loaded is None else "has been imported already"
     raise RuntimeError(
         f"{root} {state} ({origin}), {what}. Uninstall it, or pass force=True (python -m apex_npu run --force) to hide "

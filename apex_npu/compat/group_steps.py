@@ -26,7 +26,7 @@ class Combined(NamedTuple):
 
 
 def follow_group_step(cls: Any) -> None:
-    """Make the optimizer class ``cls`` update by its ``_group_step``, if that precedes any ``update``."""
+    """Make ``cls`` update by ``_group_step``, unless the class that defines it, or an earlier one, has ``update``."""
     cls.reads_param_grads = _goes_by_group_step(cls)
     if cls.reads_param_grads and not hasattr(cls.before_updates, "notes_runs"):
         cls.before_updates, cls.update = _noting_runs(cls.before_updates), _update
@@ -53,13 +53,13 @@ def check_group_step(optimizer: Any) -> None:
     cls = type(optimizer)
     if "_group_step" in vars(optimizer) or (_goes_by_group_step(cls) and not cls.reads_param_grads):
         raise TypeError(
-            f"{cls.__name__} has a _group_step that was assigned when the class had been made, which is too late: "
-            "define it in the body of a class"
+            f"{cls.__name__} has a _group_step that was assigned after the class was made: "
+            "define it in the body of the class"
         )
     if cls.reads_param_grads and optimizer.capturable:
         raise TypeError(
-            f"{cls.__name__} has a _group_step, which counts steps on the host: leave capturable out, or define "
-            "update(run, group) in its place"
+            f"{cls.__name__} has a _group_step, which counts steps on the host: remove capturable, or define "
+            "update(run, group) instead"
         )
 
 

@@ -28,7 +28,7 @@ class MultiTensorApply:
 
     available = False
     warned = False
-    import_err = ImportError("apex_npu has no amp_C: its optimizers and amp do without")
+    import_err = ImportError("apex_npu has no amp_C: its optimizers and amp do not need it")
 
     def __init__(self, chunk_size: int) -> None:
         self.chunk_size = chunk_size
@@ -37,7 +37,7 @@ class MultiTensorApply:
         """Raise a RuntimeError, since this package has no ``amp_C``."""
         raise RuntimeError(
             "Attempted to call MultiTensorApply method, but MultiTensorApply is not available: apex_npu has no amp_C. "
-            "Look at multi_tensor_applier.available first, and use torch._foreach functions where it is False"
+            "Check multi_tensor_applier.available first, and use torch._foreach functions if it is False"
         ) from self.import_err
 
     def __call__(

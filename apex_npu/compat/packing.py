@@ -60,6 +60,6 @@ class Distribution(setuptools.Distribution):
         super().__init__(attrs)
 
     def has_ext_modules(self) -> bool:
-        """Whether the wheel is only for one Python and one platform."""
+        """Return whether the wheel is for a single Python and platform only."""
         built = any(path.suffix in (".so", ".pyd") for path in _PACKAGE.glob("_C.*"))
         return bool(super().has_ext_modules()) or (_carries() and built)

@@ -40,7 +40,7 @@ def adopted_policy(optimizer: Optimizer, caller: str) -> Policy:
     own, current = policy_of(optimizer), policy()
     if own is None:
         if current is not None and not current.enabled:
-            raise RuntimeError(f"{caller} needs amp, which amp.initialize was called without: enabled=False")
+            raise RuntimeError(f"{caller} needs amp, but amp.initialize was called with enabled=False")
         raise RuntimeError(f"{type(optimizer).__name__} was not passed to amp.initialize, which {caller} needs")
     return own
 
@@ -161,12 +161,13 @@ def _explain_skips(report: StepReport, bad: Sequence[str], total: int) -> str:
         where = f"the gradients of all {len(bad)} parameters are not finite, so look at the loss itself"
     elif bad:
         shown = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
-        where = f"not finite are the gradients of {shown}; all others are, so look at these layers"
+        where = f"the gradients of {shown} are not finite, and all others are, so look at these layers"
     else:
-        where = "the gradients are finite by now; look at the loss itself"
+        where = "the gradients are finite now; look at the loss itself"
     return (
         f"{report.skips_in_a_row} steps in a row have been skipped, because gradients held inf or nan; the scale of "
-        f"loss {report.loss_id} is down to {report.scale_after}. Of the last backward {where}: a logarithm, root or "
-        "division at 0, a learning rate that has already ruined the weights, nan in the data. To find the operation, "
-        "run an iteration inside of `with amp.debug.find_overflow(model) as found:`, and print(found)"
+        f"loss {report.loss_id} is down to {report.scale_after}. In the last backward, {where}. Possible causes: a "
+        "logarithm, root or division at 0, a learning rate that has already ruined the weights, nan in the data. "
+        "To find the operation, run an iteration in `with amp.debug.find_overflow(model) as found:`, and "
+        "print(found)"
     )

@@ -35,7 +35,7 @@ def scalars(gradients: GradientRange | None = None) -> dict[str, float]:
     """
     require("scalars")
     if gradients is not None and not isinstance(gradients, GradientRange):
-        raise TypeError(f"gradients must be what gradient_range returns, got {type(gradients).__name__}")
+        raise TypeError(f"gradients must be a result of gradient_range, got {type(gradients).__name__}")
     found = {f"amp/loss_scale{i}": float(loss["loss_scale"]) for i, loss in enumerate(state_dict().values())}
     reports = [report for optimizer in optimizers() if (report := last_step(optimizer)) is not None]
     found["amp/skipped_steps"] = float(sum(report.skipped_steps for report in reports))

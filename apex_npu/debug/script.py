@@ -44,7 +44,7 @@ class Part:
         self.first, self.last, self.begun, self.failed = first, last, False, ""
 
     def begin(self, module: nn.Module | None, args: Any) -> None:
-        """Handle the begin of step ``first``: in the forward of ``module``, or after the previous step if None."""
+        """Handle the start of step ``first``: in the forward of ``module``, or after the previous step if None."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Handle the moment before ``optimizer.step()`` is called, in one of the covered steps."""
@@ -53,7 +53,7 @@ class Part:
         """Handle the return of ``optimizer.step()``."""
 
     def end(self) -> object:
-        """Handle the end of the last step, or an earlier end of the script; return the object to print."""
+        """Handle the end of the last step, or of the script if that is earlier; return the object to print."""
         raise NotImplementedError
 
 
@@ -63,7 +63,7 @@ class ProfilePart(Part):
     option = "--profile"
 
     def __init__(self, first: int, last: int, trace: str | None = None) -> None:
-        """Profile the steps; see ``profile`` for ``trace``."""
+        """Profile the steps, and write a trace to the folder ``trace`` if it is not None."""
         super().__init__(first, last)
         self._profile = profile(last - first, trace)
 
@@ -91,7 +91,7 @@ class GradientRangePart(Part):
         try:
             found = gradient_range(optimizer)
             if others > 0:
-                found.notes.append(f"of the optimizer that steps first; {others} more are not measured")
+                found.notes.append(f"measured for the optimizer that steps first; {others} more are not measured")
             self._found = found
         except RuntimeError as error:
             self._found = error
@@ -106,11 +106,11 @@ class WatchingPart(Part):
     _context: check_operators | record
 
     def open(self, context: check_operators | record, module: nn.Module | None, args: Any) -> Any:
-        """Open ``context``, and return what it yields."""
+        """Enter ``context``, and return its result."""
         if module is not None and not Stream.is_open() and dispatch_modes():
             raise RuntimeError(
-                f"the first forward is called within another dispatch mode, {type(dispatch_modes()[-1]).__name__}: "
-                "name a later step, or take that mode out"
+                f"the first forward is called inside another dispatch mode, {type(dispatch_modes()[-1]).__name__}: "
+                "choose a later step, or remove that mode"
             )
         found = context.__enter__()
         stream, self._context = context.stream, context
@@ -121,7 +121,7 @@ class WatchingPart(Part):
         return found
 
     def has_made_way(self) -> bool:
-        """Whether the script has opened a watching context of its own."""
+        """Return whether the script has entered a watching context of its own."""
         return self._context.stream is None
 
 
@@ -138,8 +138,8 @@ class CheckOperatorsPart(WatchingPart):
             self._context.leave()
             return self._found
         return (
-            f"{self._found}\n{self.option} has ended where the script opens find_overflow, check_operators or record "
-            "itself"
+            f"{self._found}\n{self.option} has ended because the script opens find_overflow, check_operators or "
+            "record itself"
         )
 
 
@@ -149,7 +149,7 @@ class RecordPart(WatchingPart):
     option = "--record"
 
     def __init__(self, first: int, path: str) -> None:
-        """Record step ``first``; see ``record`` for ``path``."""
+        """Record step ``first`` to the file ``path``."""
         super().__init__(first, first + 1)
         self._path, self._stepped = path, False
 
@@ -163,10 +163,10 @@ class RecordPart(WatchingPart):
         context = self._context
         assert isinstance(context, record)
         if self.has_made_way() or not self._stepped:
-            own = "the script itself opens a context that watches"
-            why = own if self.has_made_way() else "the script has ended before"
+            own = "the script itself opens find_overflow, check_operators or record"
+            why = own if self.has_made_way() else "the script ended before the step did"
             context.leave()
-            return f"{self.option}: no file is written, as {why}"
+            return f"{self.option}: no file is written, because {why}"
         try:
             context.__exit__(None, None, None)
         except (RuntimeError, OSError) as error:  # for example, the disk is full
@@ -175,7 +175,7 @@ class RecordPart(WatchingPart):
 
 
 class ScriptSteps:
-    """A counter of the steps of the first amp optimizer that steps, which notifies ``parts`` of their steps."""
+    """Counts the steps of the first amp optimizer that steps, and runs ``parts`` in their steps."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         """Begin to count."""
@@ -242,7 +242,7 @@ class ScriptSteps:
             print(said, flush=True)
 
     def end(self) -> None:
-        """Stop counting; if the script has ended before the last step, print what is known."""
+        """Stop counting; if the script ends before a part's last step, print what is known."""
         self._exit.cancel()
         self._undo.close()
         for part in list(self._parts):
@@ -250,7 +250,7 @@ class ScriptSteps:
 
 
 def look(asked: Mapping[str, str]) -> None:
-    """Begin the diagnostics of the script that ``asked`` names, in the format of ``OPTIONS`` (``_cli/options.py``)."""
+    """Start the diagnostics in ``asked``, a dict in the format of ``OPTIONS`` (``_cli/options.py``)."""
     parts: list[Part] = []
     if text := asked.get("explain_overflows"):
         after, comma, _ = text.partition(",")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 _NAMED = 5
-# The line width where the output goes to no terminal, such as a file.
+# The line width if the output does not go to a terminal.
 _COLUMNS = 120
 
 

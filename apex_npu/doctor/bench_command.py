@@ -41,7 +41,10 @@ def _run(options: argparse.Namespace) -> int:
     show(lines, ("torch's time over ours", "here", "published"), rows)
     print(f"Medians, and the intervals of 95 % of the rounds. Published: {chosen[0].where}.")
     if extension is None:
-        print("The C++ extension is not in use, with which figures were published: python -m apex_npu doctor says why.")
+        print(
+            "The published figures were measured with the C++ extension, which is not in use here: python -m "
+            "apex_npu doctor says why."
+        )
     return 0
 
 

@@ -36,7 +36,7 @@ from apex_npu.optimizers import NpuFusedAdam
 from apex_npu.optimizers.memory_choices import memory_choices
 
 _OLDEST_TORCH = (2, 6)
-# The newest release that the tests have run with; README.md says the same.
+# The newest tested release; README.md has the same.
 _NEWEST_TESTED_TORCH = (2, 14)
 _PACKAGES = ("numpy", "triton", "torch_npu", "timm", "transformers", "accelerate", "lightning", "deepspeed")
 
@@ -119,8 +119,8 @@ def _torch() -> Finding:
         remedy = f"torch {oldest} or newer is needed: pip install --upgrade torch"
         return Finding("torch", value, State.BROKEN, remedy)
     if release > _NEWEST_TESTED_TORCH:
-        return Finding("torch", f"{value}, newer than what has been tested: torch {oldest} to {newest}", State.NOTE)
-    return Finding("torch", f"{value}, within what has been tested: torch {oldest} to {newest}")
+        return Finding("torch", f"{value}, newer than the tested releases, torch {oldest} to {newest}", State.NOTE)
+    return Finding("torch", f"{value}, within the tested releases, torch {oldest} to {newest}")
 
 
 def _built_for() -> str:
@@ -142,8 +142,8 @@ def _release(version: str) -> tuple[int, ...]:
 def _import_torch_npu() -> ModuleType | Exception | None:
     """Return the module; None if it is not installed; or the error that its import raises.
 
-    It is first imported in a separate process, since some versions abort: torch_npu 2.14 does with a torch that is
-    built for CUDA, since both register the same key.
+    A separate process imports it first, because some releases abort: torch_npu 2.14 does with a torch that is built for
+    CUDA, because both register the same key.
     """
     if "torch_npu" not in sys.modules:
         if importlib.util.find_spec("torch_npu") is None:
@@ -178,7 +178,7 @@ def _torch_npu(module: ModuleType | Exception | None) -> Iterator[Finding]:
         version = _version("torch_npu")  # None for a stand-in
         if version and _release(version) != _release(torch.__version__):
             remedy = (
-                f"each torch_npu is built for one torch: pip install torch=={'.'.join(map(str, _release(version)))}.*"
+                f"each torch_npu works with one torch: pip install torch=={'.'.join(map(str, _release(version)))}.*"
             )
             yield Finding("torch_npu and torch", f"{version} and {torch.__version__}", State.BROKEN, remedy)
 
@@ -216,7 +216,7 @@ def _devices() -> Iterator[Finding]:
     yield from _precision("cpu")
     if torch.version.cuda and not torch.cuda.is_available():
         remedy = "nvidia-smi shows whether the driver sees a GPU, and which CUDA it supports"
-        yield Finding("cuda", "this torch is built for it, and sees no GPU", State.NOTE, remedy)
+        yield Finding("cuda", "this torch is built for it, but sees no GPU", State.NOTE, remedy)
     for kind in ("cuda", "npu"):
         yield from _accelerators(kind)
 
@@ -290,7 +290,7 @@ def _kernels() -> Iterator[Finding]:
         yield Finding("cpu", "C++ extension, all rules")
     else:
         remedy = "see the C++ extension above"
-        yield Finding("cpu", "torch's fused kernels for SGD and Adam, plain torch else", State.NOTE, remedy)
+        yield Finding("cpu", "torch's fused kernels for SGD and Adam, plain torch for the others", State.NOTE, remedy)
     if torch.cuda.is_available():
         yield _cuda_kernels()
     module: Any = getattr(torch, "npu", None)

@@ -60,8 +60,6 @@ def _show(sections: Sequence[Section]) -> None:
 
 def add_parser(commands: Commands) -> None:
     """Add the command ``doctor``."""
-    help = (
-        "examine this machine: versions, devices, kernels, and what is in the way (exit status 1: something is broken)"
-    )
+    help = "examine this machine: versions, devices, kernels and problems (exit status 1: something is broken)"
     parser = add_command(commands, "doctor", _run, help)
     parser.add_argument("--json", action="store_true", help="print the same as JSON, for programs")

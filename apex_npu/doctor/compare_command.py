@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m apex_npu compare``: compares two recorded iterations; status 1 if the runs part, 2 on bad input."""
+"""``python -m apex_npu compare``: compares two recorded iterations; status 1 if the runs diverge, 2 on bad input."""
 
 from __future__ import annotations
 
@@ -37,10 +37,12 @@ def _run(options: argparse.Namespace) -> int:
 
 def add_parser(commands: Commands) -> None:
     """Add the command ``compare``."""
-    parser = add_command(commands, "compare", _run, "compare two files of run --record; status 1 where the runs part")
+    parser = add_command(
+        commands, "compare", _run, "compare two files of run --record; exit status 1 if the runs diverge"
+    )
     parser.add_argument("reference", help="a file of run --record, for instance of O0 on the CPU")
     parser.add_argument("candidate", help="another file, for instance of O1 on an NPU")
-    parser.add_argument("--floor", metavar="FILE", help="a file of the candidate's level on a device that is trusted")
+    parser.add_argument("--floor", metavar="FILE", help="a file of the candidate's level, recorded on a trusted device")
     parser.add_argument("--html", metavar="FILE", help="write a page with all rows")
     parser.add_argument("--png", metavar="FILE", help="draw the errors of all rows")
     parser.add_argument("--rows", type=int, metavar="N", default=20, help="how many rows are shown (default 20)")

@@ -18,7 +18,7 @@ from torch import nn
 # The usual layers of networks. A CPU, or its torch, may compute one kind natively and not the other.
 LAYERS = ("linear layers", "convolutions")
 _DTYPES = (torch.bfloat16, torch.float16)
-# A native dtype is faster than float32; an emulated one is slower by far more than timings scatter.
+# A native dtype is faster than float32; an emulated one is much slower, so that the scatter of timings does not matter.
 _NATIVE = 1.15
 _ROUNDS = 5
 # A dtype below this ratio is timed in one round only: emulated arithmetic may be 50 times slower than float32.
@@ -93,7 +93,7 @@ def native_dtypes(speeds: dict[torch.dtype, float]) -> list[torch.dtype]:
 
 @functools.cache
 def _scale(layers: str, device: torch.device) -> int:
-    """Return the factor by which a layer on ``device`` has to be larger than on a CPU."""
+    """Return the ratio of the size of a layer on ``device`` to that on a CPU."""
     scale = 1
     if device.type == "cpu":
         return scale

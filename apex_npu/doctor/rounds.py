@@ -10,7 +10,7 @@ from statistics import median, quantiles
 from typing import NamedTuple
 
 WARM_UP_ROUNDS = 2
-# The least time of one measurement. In shorter ones, the cost of reading the clock would show.
+# The least time of one measurement; reading the clock would be a large part of shorter ones.
 SHORTEST_MS = 4.0
 
 Times = dict[str, list[float]]
@@ -30,9 +30,9 @@ def in_turns(
     Args:
         variants: The names of the variants.
         rounds: The number of rounds that count.
-        time_one: Measures one variant.
+        time_one: A function that measures one variant.
         warm_up: The number of rounds before those that count.
-        budget_s: The wall time after which to stop, but not before ``least`` rounds.
+        budget_s: The wall time after which to stop, if ``least`` rounds are done.
         least: The least number of rounds that count.
     """
     times: Times = {variant: [] for variant in variants}

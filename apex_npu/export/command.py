@@ -13,9 +13,9 @@ from apex_npu._cli.tables import show
 
 def _run(options: argparse.Namespace) -> int:
     if (options.to is None) != (options.out is None):
-        return fail(options, "--to and --out belong together; without either the contents are shown")
+        return fail(options, "--to and --out need each other; without both, the contents are shown")
     if options.strip_module and options.to is None:
-        return fail(options, "--strip-module belongs to --to and --out")
+        return fail(options, "--strip-module needs --to and --out")
     path, out = Path(options.file), options.out and Path(options.out)
     if out is not None and not out.parent.is_dir():
         return fail(options, f"--out {out}: there is no folder {out.parent}")

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-# The names that the states of a rule have; rules with more names come first.
+# The names of a rule's states; rules with more names come first.
 _RULES = {
     ("exp_avg", "exp_avg_sq"): "Adam, AdamW or LAMB",
     ("square_avg", "acc_delta"): "Adadelta",
@@ -110,7 +110,7 @@ def _is_grad_scaler(value: Mapping[Any, Any]) -> bool:
 
 
 def _is_model(value: Mapping[Any, Any]) -> bool:
-    """True for a flat dict with a tensor. A checkpoint that has a tensor as a metric has dicts, too."""
+    """Return whether ``value`` is a flat dict with a tensor; a checkpoint with a tensor as a metric has dicts, too."""
     names = all(isinstance(key, str) for key in value)
     flat = names and not any(_is_nested(entry) for key, entry in value.items() if not key.endswith(_EXTRA_STATE))
     return flat and any(isinstance(entry, Tensor) for entry in value.values())
@@ -134,7 +134,7 @@ _KINDS: dict[str, Callable[[Mapping[Any, Any]], bool]] = {
 def _describe_optimizer(value: Mapping[str, Any]) -> str:
     entries = [entry for entry in value["state"].values() if isinstance(entry, Mapping)]
     names = set().union(*entries)
-    rule = next((rule for wanted, rule in _RULES.items() if set(wanted) <= names), "no state that is known")
+    rule = next((rule for wanted, rule in _RULES.items() if set(wanted) <= names), "no known state")
     groups = value["param_groups"]
     count = sum(len(group["params"]) for group in groups)
     steps = {"in its groups, as NVIDIA's optimizers count": any("step" in group for group in groups)}

@@ -13,7 +13,7 @@ from torch import Tensor
 from apex_npu.export.contents import PREFIXES, Part, common_prefix, parts_of
 
 TARGETS = ("apex", "torch")
-# The options of a GradScaler beside its scale, with torch's defaults.
+# The options of a GradScaler besides its scale, with torch's defaults.
 _GRAD_SCALER = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 
 
@@ -21,8 +21,8 @@ def convert(checkpoint: Any, to: str, *, strip_module: bool = False) -> tuple[An
     """Return ``checkpoint`` in the form that ``to`` loads.
 
     - Loss scales become those of ``torch.amp.GradScaler`` (``to="torch"``) or of ``amp.load_state_dict`` (``"apex"``,
-      which apex_npu reads as well). A GradScaler has one scale: of several losses the smallest counts.
-    - torch.optim has the step of an optimizer in each parameter's state, NVIDIA's optimizers have it in the group. The
+      which apex_npu also reads). A GradScaler has one scale, so the smallest of several scales is used.
+    - torch.optim keeps an optimizer's step in each parameter's state, NVIDIA's optimizers keep it in the group. The
       result has it in both places, which all of them load.
     - float32 masters in an optimizer's state (NVIDIA's ``master_weights``) are removed for torch, which would drop
       them.
@@ -52,7 +52,7 @@ def convert(checkpoint: Any, to: str, *, strip_module: bool = False) -> tuple[An
         raise ValueError(f"there is no state of a model, an optimizer or a loss scaler in this {_type(checkpoint)}")
     changes: list[str] = []
     if strip_module and all(part.kind != "model" for part in parts):
-        changes.append("no prefix taken off: there are no weights of a model")
+        changes.append("no prefix removed: there are no weights of a model")
     for part in parts:
         new, said = _converted(part, to, strip_module)
         if said:
@@ -77,24 +77,24 @@ def _to_grad_scaler(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
     smallest = min(state.values(), key=lambda entry: float(entry["loss_scale"]))
     scale = float(smallest["loss_scale"])
     said = [
-        f"loss scale {scale:g} as torch.amp.GradScaler's, which moves it, with growth_interval "
-        f"{_GRAD_SCALER['growth_interval']}: amp's state does not say if the scale was static"
+        f"loss scale {scale:g} becomes that of a torch.amp.GradScaler, which is dynamic, with growth_interval "
+        f"{_GRAD_SCALER['growth_interval']}: amp's state does not say whether the scale was static"
     ]
     if len(state) > 1:
-        said.append(f"the smallest of {len(state)} loss scales, since a GradScaler has one")
+        said.append(f"used the smallest of {len(state)} loss scales, because a GradScaler has one")
     return {"scale": scale, **_GRAD_SCALER, "_growth_tracker": int(smallest["unskipped"])}, said
 
 
 def _to_amp(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     scale = float(state["scale"])
     entry = {"loss_scale": scale, "unskipped": int(state["_growth_tracker"])}
-    said = [f"loss scale {scale:g} as amp's, of one loss"]
+    said = [f"loss scale {scale:g} becomes amp's, for one loss"]
     own = ", ".join(
         f"{name}={state[name]:g}" for name, usual in _GRAD_SCALER.items() if state.get(name, usual) != usual
     )
     if own:
         said.append(
-            f"{own} left out, which amp's state has no place for: amp.initialize takes them as scale_growth_factor, "
+            f"left out {own}, which amp's state does not have: pass them to amp.initialize as scale_growth_factor, "
             "scale_backoff_factor and scale_window"
         )
     return {"loss_scaler0": entry}, said
@@ -103,8 +103,8 @@ def _to_amp(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def _stripped(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
     prefix = common_prefix(state)
     if not prefix:
-        return state, [f"no prefix taken off: not all names begin with {' or '.join(PREFIXES)}"]
-    return {name.removeprefix(prefix): value for name, value in state.items()}, [f"{prefix} taken off the names"]
+        return state, [f"no prefix removed: not all names begin with {' or '.join(PREFIXES)}"]
+    return {name.removeprefix(prefix): value for name, value in state.items()}, [f"removed {prefix} from the names"]
 
 
 def _with_steps(part: Part, to: str) -> tuple[dict[str, Any], list[str]]:
@@ -119,18 +119,19 @@ def _with_steps(part: Part, to: str) -> tuple[dict[str, Any], list[str]]:
             for entry in entries:
                 if "step" not in entry:
                     entry["step"] = torch.tensor(float(_count(group["step"])), dtype=torch.float32)
-                    said["steps of the groups copied to the states"] = None
+                    said["copied the steps of the groups to the states"] = None
         elif len(steps) == 1 and to == "apex":
             group["step"] = steps.pop()
-            said["steps of the states copied to the groups"] = None
+            said["copied the steps of the states to the groups"] = None
         elif len(steps) > 1 and to == "apex":
             raise ValueError(
-                f"{part.name}: the parameters of group {number} have taken {min(steps)} to {max(steps)} steps, and "
-                "NVIDIA's optimizers count one for a group. apex_npu's load it as it is"
+                f"{part.name}: the parameters of group {number} have taken {min(steps)} to {max(steps)} steps, but "
+                "NVIDIA's optimizers count one number for a group. apex_npu's optimizers load the checkpoint as it "
+                "is"
             )
         for entry in entries:
             if to == "torch" and entry.pop("master_param", None) is not None:
-                said["float32 masters taken out: torch.optim steps the model's own parameters"] = None
+                said["removed float32 masters: torch.optim steps the model's own parameters"] = None
     return {**part.value, "state": state, "param_groups": groups}, list(said)
 
 

@@ -19,7 +19,7 @@ import torch
 from apex_npu.backends.requirements import require
 
 _COLOURS = re.compile("\x1b\\[[0-9;]*m")
-_COPY_AGAIN = "It is cut off, or another kind of file: copy it again, or name the checkpoint"
+_COPY_AGAIN = "The file is incomplete, or of another kind: copy it again, or pass the path of the checkpoint"
 
 
 class CheckpointError(Exception):
@@ -49,7 +49,7 @@ def _number(dtype: _Dtype, data: bytes) -> bool | int | float:
     return cast("bool | int | float", number)
 
 
-# The objects that training scripts write beside tensors: their arguments, of which only the __dict__ is restored, and
+# The objects that training scripts write besides tensors: their arguments, of which only the __dict__ is restored, and
 # metrics that numpy has computed. numpy's own functions would trust sizes and flags in the file.
 _PLAIN: dict[str, Callable[..., Any]] = {
     "argparse.Namespace": argparse.Namespace,
@@ -60,7 +60,7 @@ _PLAIN: dict[str, Callable[..., Any]] = {
 
 
 def read(path: Path) -> Any:
-    """Return the checkpoint in ``path``, on the CPU, as ``torch.load(path, weights_only=True)`` reads it.
+    """Return the checkpoint in ``path``, on the CPU, read as ``torch.load(path, weights_only=True)`` reads it.
 
     A file whose name ends with ``.safetensors`` is read with that package, and is a model's state dict. The shards that
     an index (``model.safetensors.index.json``) names are one state dict, too. Scalars of numpy become Python's numbers.
@@ -93,14 +93,16 @@ def read(path: Path) -> Any:
         found = _objects_in(path)
         if objects := [name for name in found if name not in _PLAIN] or found:
             raise CheckpointError(
-                f"{path} holds objects beside tensors and numbers ({', '.join(objects[:5])}), and reading them would "
-                "execute code from the file: it is not read. Where it was made, load it and save the state_dict() of "
-                "each; or, if it is trusted, read it from Python under torch.serialization.safe_globals([...]) with "
-                "the classes and functions of these names"
+                f"{path} contains objects other than tensors and numbers ({', '.join(objects[:5])}). It is not "
+                "read, because reading them would execute code from the file. Load it where it was made, and save "
+                "the state_dict() of each object; or, if you trust it, read it from Python under "
+                "torch.serialization.safe_globals([...]) with the classes and functions of these names"
             ) from error
         # torch's message begins with advice to unpickle, and ends with its cause.
         why = first_line(error.__context__ or error)
-        raise CheckpointError(f"{path}: not a whole checkpoint that torch.load reads ({why}). {_COPY_AGAIN}") from error
+        raise CheckpointError(
+            f"{path} is not a complete checkpoint that torch.load reads ({why}). {_COPY_AGAIN}"
+        ) from error
 
 
 def _read_shards(path: Path) -> dict[str, Any]:
@@ -109,13 +111,14 @@ def _read_shards(path: Path) -> dict[str, Any]:
     try:
         for shard in sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())):
             if Path(shard).suffix == ".json":
-                raise ValueError(f"{shard} is no file of weights")
+                raise ValueError(f"{shard} is not a file of weights")
             if not path.with_name(shard).exists():
                 raise CheckpointError(f"{path} names {shard}, which is not beside it: copy all shards into its folder")
             state |= read(path.with_name(shard))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f'{path}: no index of shards, JSON with the file of each name in "weight_map" ({first_line(error)})'
+            f'{path} is not an index of shards, which is JSON with the file of each name in "weight_map" '
+            f"({first_line(error)})"
         ) from error
     return state
 
@@ -129,7 +132,7 @@ def _read_safetensors(path: Path) -> Any:
         return load_file(path)
     except SafetensorError as error:
         raise CheckpointError(
-            f"{path}: not a whole file of safetensors ({first_line(error)}). {_COPY_AGAIN}"
+            f"{path} is not a complete file of safetensors ({first_line(error)}). {_COPY_AGAIN}"
         ) from error
 
 
@@ -149,7 +152,7 @@ def _objects_in(path: Path) -> list[str]:
 
 
 def write(checkpoint: Any, path: Path) -> None:
-    """Write ``checkpoint`` to ``path``, which has the old contents or the new ones at any time.
+    """Write ``checkpoint`` to ``path``, which at any time has either the old contents or the new ones.
 
     If ``path`` is a link, it stays, and its target is written.
 

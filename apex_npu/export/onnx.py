@@ -27,7 +27,7 @@ from apex_npu.export.weights import first, overflows
 # results to 11 bits (5e-4), and the errors of 50 layers add up to less than 1 %.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2}
 
-# The oldest releases that the tests have run with.
+# The oldest tested releases.
 _PACKAGES = {"torch": "2.13", "onnx": "1.20", "onnxscript": "0.6"}
 _RUNTIME = {"onnxruntime": "1.23.2"}
 
@@ -55,7 +55,7 @@ def to_onnx(
 ) -> float | None:
     """Write ``model``, in evaluation mode and without amp's casts, to an ONNX file.
 
-    The weights are those of ``model.state_dict()`` (at O2 and O5 the fp32 masters' values), in ``dtype``. Floating
+    The weights are those of ``model.state_dict()`` (at O2 and O5 the exact float32 values), in ``dtype``. Floating
     inputs and outputs have ``dtype``, too. ``model`` is not changed.
 
     torch's exporter (``torch.onnx.export(dynamo=True)``) writes the file. Its optimizer folds batch norms into
@@ -142,7 +142,7 @@ def _check_arguments(model: nn.Module, args: tuple[Any, ...], path: Path, dtype:
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise TypeError(f"to_onnx takes a model, got {type(model).__name__} around one: pass model.module")
     if not isinstance(args, tuple):
-        raise TypeError(f"args has to be a tuple of inputs, got {type(args).__name__}: for one input pass (input,)")
+        raise TypeError(f"args must be a tuple of inputs, got {type(args).__name__}: for one input, pass (input,)")
     if dtype not in TOLERANCES:
         raise ValueError(f"dtype={dtype}: torch.float32 or torch.float16 is expected")
     if path.is_dir():
@@ -176,7 +176,7 @@ def _in_dtype(model: nn.Module, dtype: torch.dtype, *, keep: bool) -> nn.Module:
     if names:
         raise ExportError(
             f"{len(names)} weights have values that are infinite in float16 ({first(names)}): export float32, or, "
-            "where these are running variances, pass fold_batch_norm=True"
+            "if these are running variances, pass fold_batch_norm=True"
         )
     return (copy.deepcopy(model) if keep else model).to(dtype)
 
@@ -190,7 +190,9 @@ def _export(model: nn.Module, args: tuple[Any, ...], **options: Any) -> Any:
 
 def _check_opset(program: Any, opset: int | None) -> None:
     if opset is not None and (given := program.model.opset_imports.get("")) != opset:
-        raise ExportError(f"opset={opset}: torch.onnx gives {given} for this model")
+        raise ExportError(
+            f"opset={opset}: torch.onnx exports this model with opset {given}; pass that, or leave opset out"
+        )
 
 
 def _difference(program: Any, model: nn.Module, inputs: tuple[Any, Any], dtype: torch.dtype) -> float:
@@ -211,9 +213,9 @@ def _difference(program: Any, model: nn.Module, inputs: tuple[Any, Any], dtype: 
     _logger.info("apex_npu: largest difference of the ONNX file from the model: %.2g", found)
     if not found <= TOLERANCES[dtype]:
         raise ExportError(
-            f"the results of the file in onnxruntime differ from the model's by {found:.2g} of the largest magnitude, "
-            f"more than {TOLERANCES[dtype]:g}: it is not written. A model whose results are random, or that has no "
-            f"such precision in {str(dtype).removeprefix('torch.')}, is exported with check=False"
+            f"the results of the file in onnxruntime differ from the model's by {found:.2g} of the largest "
+            f"magnitude, more than {TOLERANCES[dtype]:g}: it is not written. If the results of the model are "
+            f"random, or not that precise in {str(dtype).removeprefix('torch.')}, pass check=False"
         )
     return found
 

@@ -28,8 +28,8 @@ def load_weights(model: Model, path: str | os.PathLike[str], *, key: str | None 
 
     Prefixes that DistributedDataParallel (``module.``) and torch.compile (``_orig_mod.``) put before all names are
     ignored in the file and in the model. Another prefix of all names in the file (``model.``, from Lightning) is
-    ignored if the model has the names without it. Weights are converted to the model's dtype; under amp the fp32
-    masters get the values of the file.
+    ignored if the model has the names without it. Weights are converted to the model's dtype; under amp the
+    float32 values are those of the file.
 
     One name is enough for a tensor that has several in the model (tied weights). ``num_batches_tracked`` of batch norms
     may be missing, and then stays unchanged.
@@ -83,7 +83,7 @@ def load_weights(model: Model, path: str | os.PathLike[str], *, key: str | None 
 
 
 def overflows(value: Any, dtype: torch.dtype) -> bool:
-    """True if some finite values of ``value`` are infinite in ``dtype``."""
+    """Return whether some finite values of ``value`` are infinite in ``dtype``."""
     if not (isinstance(value, Tensor) and value.is_floating_point() and dtype.is_floating_point):
         return False
     wider = torch.finfo(value.dtype).max > torch.finfo(dtype).max
@@ -103,7 +103,9 @@ def _weights_in(path: Path, checkpoint: Any, key: str | None) -> Part:
         raise CheckpointError(f"{path}: there are no weights at key={key!r}, but at {names}")
     if len(chosen) > 1:
         shown = first([part.name for part in chosen])
-        raise CheckpointError(f"{path}: key={key!r} is the name of {len(chosen)} models ({shown}): save one alone")
+        raise CheckpointError(
+            f"{path}: key={key!r} is the name of {len(chosen)} models ({shown}): save one of them in a file of its own"
+        )
     return chosen[0]
 
 

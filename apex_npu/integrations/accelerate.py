@@ -27,7 +27,7 @@ class ApexAccelerator(Accelerator):
 
     ``prepare`` initializes amp for the models and optimizers that it is given together, before it wraps them.
     ``backward``, ``accumulate``, ``clip_grad_norm_``, ``clip_grad_value_``, ``save_state`` and ``load_state`` work as
-    with accelerate's own mixed precision. Gradients are clipped unscaled, on fp32 masters if there are any.
+    with accelerate's own mixed precision. Gradients are clipped unscaled.
     ``optimizer_step_was_skipped`` reports overflows, and prepared schedules do not advance after one.
 
     Args:
@@ -78,12 +78,12 @@ class ApexAccelerator(Accelerator):
             ``accelerator``.
 
         Raises:
-            ValueError: See the constructor; or an optimizer has been prepared.
+            ValueError: The constructor would refuse the arguments, or an optimizer has been prepared.
         """
         if accelerator._optimizers:
             raise ValueError(
-                f"opt_level={opt_level!r} was asked of an Accelerator that has prepared an optimizer already; call "
-                "adopt before prepare"
+                f"adopt(opt_level={opt_level!r}) was called on an Accelerator that has prepared an optimizer "
+                "already: call adopt before prepare"
             )
         _check(accelerator, opt_level, amp_options)
         kind = type(accelerator)
@@ -98,7 +98,9 @@ class ApexAccelerator(Accelerator):
         self._amp_options = {"opt_level": opt_level, **options}
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``Accelerator.prepare``. Optimizers that have been passed to ``amp.initialize`` are not changed.
+        """Initialize amp for the models and optimizers, and prepare all objects as ``Accelerator.prepare`` does.
+
+        Optimizers that have been passed to ``amp.initialize`` are not initialized again.
 
         Raises:
             ValueError: An optimizer is given without a model, or needs a closure.
@@ -144,22 +146,22 @@ class ApexAccelerator(Accelerator):
             self.scaler = amp.AmpScaler(inner)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """See ``Accelerator.unscale_gradients``.
+        """Unscale the gradients of ``optimizer``, or of all prepared optimizers.
 
         Raises:
-            RuntimeError: See ``AmpScaler.unscale_``.
+            RuntimeError: DistributedDataParallel has not averaged the gradients yet, as in its ``no_sync``.
         """
         given = self._optimizers if optimizer is None else optimizer
         for one in given if isinstance(given, (list, tuple)) else [given]:
             self.scaler.unscale_(one)
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Any:
-        """See ``Accelerator.clip_grad_norm_``; the gradients of ``amp.masters_of(parameters)`` are clipped."""
+        """Clip the norm of the unscaled gradients of ``amp.masters_of(parameters)``, and return the norm."""
         self.unscale_gradients()
         return super().clip_grad_norm_(amp.masters_of(parameters), max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """See ``Accelerator.clip_grad_value_``; the gradients of ``amp.masters_of(parameters)`` are clipped."""
+        """Clip the elements of the unscaled gradients of ``amp.masters_of(parameters)``."""
         self.unscale_gradients()
         super().clip_grad_value_(amp.masters_of(parameters), clip_value)
 
@@ -191,8 +193,8 @@ def _check_new(models: list[nn.Module], optimizers: list[Any], new: list[Any], o
     name = type(new[0]).__name__
     if not models:
         raise ValueError(
-            f"prepare() was given {name} without its model: at opt_level={opt_level!r} they are initialized together, "
-            "so pass both to one prepare()"
+            f"prepare() was given {name} without its model: at opt_level={opt_level!r} they are initialized "
+            "together, so pass both to one call"
         )
     if len(new) < len(optimizers):
         raise ValueError(
@@ -201,5 +203,6 @@ def _check_new(models: list[nn.Module], optimizers: list[Any], new: list[Any], o
         )
     if any(isinstance(o, torch.optim.LBFGS) for o in new):
         raise ValueError(
-            f"LBFGS needs a closure, which a loss scale does not support: opt_level={opt_level!r} takes others"
+            "LBFGS needs a closure, which a loss scale does not support: use another optimizer at "
+            f"opt_level={opt_level!r}"
         )

@@ -15,9 +15,9 @@ from deepspeed.runtime.zero import utils  # noqa: E402
 def register() -> None:
     """Make ZeRO accept the fused optimizers without ``zero_allow_untested_optimizer``. Idempotent.
 
-    It accepts only optimizers whose rule treats each element by itself. ZeRO gives an optimizer a part of the
-    parameters, joined into one tensor, of which LAMB, NovoGrad and AdamP would take norms. DeepSpeed still refuses
-    these.
+    ZeRO then accepts the optimizers whose rule treats each element by itself. It gives an optimizer a part of the
+    parameters, joined into one tensor. LAMB, NovoGrad and AdamP would use the norm of this tensor instead of each
+    parameter's, so DeepSpeed still refuses them.
 
     Example::
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from apex_npu import amp
-from apex_npu.amp.inspect import adopted_inside, masters, policy_of
+from apex_npu.amp.inspect import adopted_inside, policy_of
 from apex_npu.integrations.optimizer_names import optimizer_class
 from apex_npu.integrations.requirements import require
 
@@ -50,12 +50,12 @@ class ApexAmp(Callback):
 
     Args:
         opt_level: "O0" to "O5".
-        clip: The largest norm of the gradients, which are clipped unscaled, on fp32 masters if there are any.
+        clip: The largest norm of the gradients, which are clipped unscaled.
         **amp_options: Other arguments of ``amp.initialize``.
 
     Raises:
         ValueError: In ``fit``: the Learner has fastai's own mixed precision as well; its optimizer is fastai's, or
-            LBFGS; or it has ``GradientClip`` at a level with masters, or with ``fuse_unscale``.
+            LBFGS; or it has ``GradientClip`` with ``fuse_unscale``.
 
     Example::
 
@@ -77,14 +77,6 @@ class ApexAmp(Callback):
         _check(self.learn.cbs, self.learn.opt, optimizer, self.amp_options)
         if policy_of(optimizer) is None:
             amp.initialize(self.learn.model, optimizer, **self.amp_options)
-        pairs = masters(optimizer)
-        for param, master in pairs:  # freeze() and unfreeze() see what the optimizer steps
-            param.requires_grad_(master.requires_grad)
-        if pairs and any(isinstance(cb, GradientClip) for cb in self.learn.cbs):
-            raise ValueError(
-                f"GradientClip clips the gradients of the model, while {self.amp_options['opt_level']} steps fp32 "
-                f"masters: take GradientClip away, and use ApexAmp({self.amp_options['opt_level']!r}, clip=max_norm)"
-            )
 
     def before_backward(self) -> None:
         """Scale the loss."""

@@ -24,7 +24,7 @@ from lightning.fabric.strategies import ModelParallelStrategy as FabricModelPara
 from lightning.pytorch.plugins import Precision  # noqa: E402
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy  # noqa: E402
 
-# Each has a mixed precision of its own, over parts of parameters.
+# Each of these strategies has its own mixed precision, for parts of parameters.
 _SHARDING = (
     DeepSpeedStrategy,
     FSDPStrategy,
@@ -49,8 +49,8 @@ class _Amp:
         super().__init__()
         if amp_options.get("fuse_unscale"):
             raise ValueError(
-                "fuse_unscale=True keeps gradients multiplied with the loss scale until step(), while Lightning clips "
-                "them with torch's functions before: leave fuse_unscale out"
+                "fuse_unscale=True keeps gradients multiplied with the loss scale until step(), but Lightning "
+                "clips them with torch's functions before that: leave fuse_unscale out"
             )
         if amp_options.get("combine_ddp"):
             raise ValueError(
@@ -73,7 +73,7 @@ class _Amp:
         if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
             level = self.amp_options["opt_level"]
             raise ValueError(
-                f"LBFGS calls its closure repeatedly, which opt_level={level!r} does not take: use another"
+                f"LBFGS calls its closure repeatedly, which opt_level={level!r} does not support: use another optimizer"
             )
         if any(policy_of(optimizer) is None for optimizer in optimizers):
             amp.initialize(model, list(optimizers), **self.amp_options)
@@ -88,7 +88,7 @@ class _Amp:
         return trained or self.optimizers
 
     def main_params(self, optimizer: Optimizer) -> list[Tensor]:
-        """Return the parameters whose unscaled gradients are clipped: fp32 masters if there are any."""
+        """Return the parameters whose unscaled gradients are clipped."""
         return list(amp.master_params(optimizer))
 
     def state_dict(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class _Amp:
         return dict(amp.state_dict()) if self.optimizers else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See ``amp.load_state_dict``; before amp is initialized, the state is kept until then."""
+        """Load the result of ``state_dict()``; before amp is initialized, the state is kept until then."""
         if self.optimizers:
             amp.load_state_dict(state_dict)
         else:
@@ -107,7 +107,7 @@ class ApexAmpPrecision(_Amp, Precision):
     """A plugin of Lightning's ``Trainer`` that trains at an ``opt_level`` of amp.
 
     Clipping, accumulation, checkpoints, DistributedDataParallel and manual optimization work as with Lightning's own
-    precisions. Gradients are unscaled before ``on_after_backward`` and are clipped on fp32 masters. Checkpoints have
+    precisions. Gradients are unscaled before ``on_after_backward``, and are clipped unscaled. Checkpoints have
     float32 weights and the loss scale. Schedules with ``interval="step"`` do not advance after a skipped step.
 
     Args:
@@ -116,7 +116,7 @@ class ApexAmpPrecision(_Amp, Precision):
 
     Raises:
         ValueError: ``fuse_unscale`` or ``combine_ddp`` is given; in ``fit``, the optimizer is LBFGS, or the strategy
-            shards the model (FSDP, DeepSpeed), unless Lightning has refused it before.
+            shards the model (FSDP, DeepSpeed), unless Lightning refuses it first.
 
     Example::
 
@@ -190,7 +190,7 @@ class ApexFabricPrecision(_Amp, FabricPrecision):
         """Run backward in a ``scale_loss`` block."""
         if not self.optimizers:
             raise RuntimeError(
-                "ApexFabricPrecision has not seen the model and its optimizers; before the first backward call "
+                "ApexFabricPrecision does not know the model and its optimizers: before the first backward, call "
                 "model, optimizer = fabric.setup(*precision.setup(fabric, model, optimizer))"
             )
         with amp.scale_loss(tensor, self._trained()) as scaled_loss:

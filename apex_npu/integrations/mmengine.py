@@ -31,7 +31,7 @@ from mmengine.registry import OPTIMIZERS  # noqa: E402
 def register() -> None:
     """Put the fused optimizers into MMEngine's ``OPTIMIZERS``, and amp into its ``ApexOptimWrapper``. Idempotent.
 
-    Averages of MMEngine (``EMAHook``) are float32: they read fp32 masters if there are any.
+    Averages of MMEngine (``EMAHook``) are float32: they read float32 values where amp keeps them.
 
     Importing this module calls it. Optimizers of the same names that MMEngine has taken from torch_npu are replaced.
 
@@ -51,7 +51,7 @@ def register() -> None:
 
 
 class _Float32Model:
-    """A view of a model for MMEngine's averages: fp32 masters in place of the parameters that amp has cast."""
+    """A view of a model for MMEngine's averages: float32 values in place of the parameters that amp has cast."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

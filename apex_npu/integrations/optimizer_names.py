@@ -12,18 +12,18 @@ from apex_npu import optimizers
 
 
 class HostMuon(optimizers.NpuFusedMuon):
-    """``NpuFusedMuon`` for programs that have one learning rate and one decay, of AdamW, for all parameters.
+    """``NpuFusedMuon`` for programs that configure one learning rate and one weight decay for all parameters.
 
-    Muon steps matrices, and its steps are scaled to the size of AdamW's. AdamW steps all other parameters, and the
-    matrices in groups with timm's ``use_fallback``.
+    Muon steps matrices, with steps of the size of AdamW's. AdamW steps all other parameters, and the matrices in groups
+    with timm's ``use_fallback``.
 
     Args:
-        params: See ``NpuFusedMuon``.
+        params: Parameters or parameter groups.
         lr: The learning rate of groups that do not set it.
         betas: The betas of AdamW.
         eps: The eps of both rules.
         weight_decay: The weight decay of groups that do not set it.
-        adjust_lr_fn: See ``NpuFusedMuon``.
+        adjust_lr_fn: The scaling of Muon's learning rate: "original", "match_rms_adamw" or "spectral_unclamped".
         **options: Other arguments of ``NpuFusedMuon``.
     """
 
@@ -57,10 +57,10 @@ def optimizer_classes() -> dict[str, type[optimizers.FusedOptimizer]]:
 
 
 def host_class(name: str) -> type[optimizers.FusedOptimizer]:
-    """Return ``optimizer_class(name)``, or the class that takes the arguments of hosts in its place.
+    """Return ``optimizer_class(name)``, or its subclass for the arguments of training frameworks.
 
     Raises:
-        ValueError: See ``optimizer_class``.
+        ValueError: There is no such optimizer; the message lists those that exist.
     """
     return HostMuon if name == "NpuFusedMuon" else optimizer_class(name)
 
@@ -73,5 +73,5 @@ def optimizer_class(name: str) -> type[optimizers.FusedOptimizer]:
     """
     known = optimizer_classes()
     if name not in known:
-        raise ValueError(f"apex_npu.optimizers has no optimizer {name!r}; there are {', '.join(sorted(known))}")
+        raise ValueError(f"apex_npu.optimizers has no optimizer {name!r}; it has {', '.join(sorted(known))}")
     return known[name]

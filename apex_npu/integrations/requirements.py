@@ -13,7 +13,7 @@ def require(integration: str, distribution: str, oldest: str) -> None:
     Args:
         integration: The name of the integration's module, and of the extra in pyproject.toml.
         distribution: The name of the framework for pip.
-        oldest: The oldest release that tests have run with.
+        oldest: The oldest release that is tested.
 
     Raises:
         ImportError: The framework is missing, or older.

@@ -21,7 +21,7 @@ from transformers.training_args import OptimizerNames  # noqa: E402
 
 from apex_npu.integrations.accelerate import ApexAccelerator  # noqa: E402
 
-# Before 5, FSDP2 has other arguments, and has not been tested.
+# transformers 4 has other arguments for FSDP2, which are not tested.
 BEFORE_5 = int(version("transformers").split(".")[0]) < 5
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
@@ -30,7 +30,7 @@ AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 def use_amp(trainer: AnyTrainer, opt_level: str = "O1", **amp_options: Any) -> AnyTrainer:
     """Train ``trainer`` at ``opt_level``.
 
-    Its accelerator becomes an ``ApexAccelerator``. Gradients are clipped unscaled, on fp32 masters if there are any.
+    Its accelerator becomes an ``ApexAccelerator``. Gradients are clipped unscaled.
     The schedule does not advance after skipped steps. Checkpoints have float32 weights and the loss scale. At O2, O3
     and O5 the ``config.json`` beside them has the dtype that the model computes in: load them with
     ``dtype=torch.float32``. With FSDP2 in its arguments the model is sharded by ``amp.fsdp_policy(opt_level)``.
@@ -60,20 +60,20 @@ def use_amp(trainer: AnyTrainer, opt_level: str = "O1", **amp_options: Any) -> A
             )
     if getattr(trainer, "is_fsdp_enabled", False) and (BEFORE_5 or not trainer.accelerator.is_fsdp2):
         raise ValueError(
-            f"opt_level={opt_level!r} works with FSDP2 of transformers 5 alone: pass TrainingArguments(fsdp=True, "
+            f"opt_level={opt_level!r} works only with FSDP2 of transformers 5: pass TrainingArguments(fsdp=True, "
             "fsdp_config={'version': 2, ...}) there, or write the loop with ApexAccelerator and "
             "FullyShardedDataParallelPlugin(fsdp_version=2)"
         )
     if amp_options.get("fuse_unscale"):
         raise ValueError(
-            "fuse_unscale=True keeps gradients multiplied with the loss scale until step(), while a Trainer clips them "
-            "with torch's functions before: leave fuse_unscale out"
+            "fuse_unscale=True keeps gradients multiplied with the loss scale until step(), but a Trainer clips "
+            "them with torch's functions before that: leave fuse_unscale out"
         )
     low = [p.dtype for p in trainer.model.parameters() if p.dtype in (torch.float16, torch.bfloat16)]
     if low:
         raise ValueError(
-            f"the model has parameters in {low[0]}, while opt_level={opt_level!r} starts from float32: load it with "
-            "from_pretrained(..., dtype=torch.float32), since the default is the dtype of the checkpoint"
+            f"the model has parameters in {low[0]}, but opt_level={opt_level!r} needs float32: load it with "
+            "from_pretrained(..., dtype=torch.float32), because the default is the dtype of the checkpoint"
         )
 
     create = trainer.create_accelerator_and_postprocess
@@ -148,7 +148,7 @@ def register() -> None:
     names[OptimizerNames.ADAMW_TORCH_NPU_FUSED.value] = "NpuFusedAdamW"
 
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, *rest: Any, **named: Any) -> tuple[Any, Any]:
-        """See ``transformers.Trainer``."""
+        """Return the class and the arguments of a fused optimizer, or those that transformers itself returns."""
         name = names.get(OptimizerNames(args.optim).value)
         if name is not None:
             return optimizer_cls_and_kwargs(args, name)
@@ -159,7 +159,7 @@ def register() -> None:
 
 
 def _add_name(value: str) -> None:
-    """Add ``value`` to ``OptimizerNames``: TrainingArguments and its command line accept no other names."""
+    """Add ``value`` to ``OptimizerNames``; TrainingArguments and its command line accept no other names."""
     member = str.__new__(OptimizerNames, value)
     member._name_, member._value_ = value.upper(), value
     OptimizerNames._member_names_.append(member._name_)

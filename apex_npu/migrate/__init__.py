@@ -1,9 +1,10 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Convert training scripts for CUDA to scripts for npu, by rules on syntax trees, edits of spans, and a report.
+"""Convert training scripts for CUDA to scripts for npu.
 
-Importing this package does not import torch. Its command is ``python -m apex_npu migrate``; ``docs/migrating_cuda.md``
-says how to use it. It reads PyTorch scripts that ran on a GPU, and leaves their logic unchanged.
+Rules look at the syntax tree, edit spans of the text, and report what they found. The logic of a script stays the same.
+The command is ``python -m apex_npu migrate``; ``docs/migrating_cuda.md`` describes it. Importing this package does not
+import torch.
 """
 
 from apex_npu.migrate.engine.program import Finding, Options

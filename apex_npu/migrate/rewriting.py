@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``rewrite``: all rules on one program. What is not in a reported span stays as it is, and the result is checked."""
+"""``rewrite`` applies all rules to one program, and checks that nothing outside the reported spans has changed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from apex_npu.migrate.rules.targets import missing_imports, target_of, torch_imp
 
 __all__ = ["TRIGGER", "Rewritten", "rewrite"]
 
-# A file without any of these has nothing for the rules for devices and apex.
+# The rules for devices and apex find nothing in a file without any of these.
 TRIGGER = re.compile(
     rb"cuda|CUDA|nccl|NCCL|apex|amp_C|change_data_ptr|DataParallel|data_parallel|backends\.cudnn|flash_attn|xformers"
     rb"|bitsandbytes|cupy|pynvml|tensorrt|torch2trt|transformer_engine|nvidia\.dali"
@@ -33,22 +33,24 @@ _TRAINING = re.compile(
     + b"|".join(map(str.encode, TRAINERS))
 )
 _ADVICE = re.compile(rb"DataLoader|\.long\b|int64|channels_last")
-# What may define a name, that rules rename, as the program's own.
+# Text by which a program may define a name of its own that rules would rename.
 _DEFINES = re.compile(rb"\bis_cuda\s*[:=]|\bdef\s+(is_)?cuda\b|[\"']-{1,2}is[-_]cuda")
-_SHARED_LINE = "what follows the import of torch on its line needs another line in between: give it a line of its own"
-# What is called for each node of a type, and then for the program as a whole.
+_SHARED_LINE = (
+    "the import of torch shares its line with code that needs a new line before it: put that code on its own line"
+)
+# Functions that are called for each node of a type, and functions that are called for the whole program afterwards.
 _Handler = Callable[[Program, Any], None]
 _HANDLERS: tuple[Mapping[type[ast.AST], _Handler], ...] = (device.HANDLERS, apex.HANDLERS)  # type: ignore[assignment]
 _FAMILIES = (strings.check, fused.check, amp.check, data_parallel.check, own.check)
-# Devices by their names.
+# The rules for names of devices in strings.
 _STRINGS = ("D105", "D106", "D107")
-# What brings a name of npu's into the file.
+# The rules that add npu to a file.
 _NPU_NAMES = ("D101", "D102", "D103", "D104", "D105", "D106", "D107", "D108", "D109", "D110", "D111", "D151", "P601")
 
 
 @dataclass(frozen=True)
 class Rewritten:
-    r"""A program after the rules: text, or bytes where bytes were given, and findings in the order of the file.
+    r"""A program after the rules, as text or bytes like the input, and the findings in the order of the file.
 
     Example::
 
@@ -65,11 +67,11 @@ def rewrite(source: str | bytes, path: str = "train.py", options: Options | None
 
     Args:
         source: The program; bytes keep their encoding, byte order mark and line ends.
-        path: What the findings call it.
+        path: The path in the findings.
         options: Which rules apply, and how.
 
     Returns:
-        The new program and the findings. A program that cannot be read has one finding of the family F.
+        The new program and the findings. For a program that cannot be read, the only finding is of the family F.
 
     Example::
 
@@ -86,7 +88,7 @@ def rewrite(source: str | bytes, path: str = "train.py", options: Options | None
 
 
 def concerns(data: bytes, options: Options) -> bool:
-    """Whether the rules could have anything to say of a file."""
+    """Return whether the rules may find something in a file. This only searches its bytes."""
     return bool(
         options.data_parallel
         or own.concerns(data, options.own)
@@ -97,7 +99,7 @@ def concerns(data: bytes, options: Options) -> bool:
 
 
 def rewrite_part(source: str | bytes, path: str, options: Options) -> Rewritten:
-    """``rewrite`` for one file of a program: whether amp is put in as a whole, who calls this finds out."""
+    """Rewrite one file of a program. The caller decides whether amp can be added to all of its files."""
     data = source if isinstance(source, bytes) else source.encode("utf-8", "surrogatepass")
     if not concerns(data, options):
         return Rewritten(source, ())
@@ -112,12 +114,12 @@ def rewrite_part(source: str | bytes, path: str, options: Options) -> Rewritten:
     except UnreadableError as error:
         return Rewritten(source, (unreadable(path, error.rule, error.reason, error.line),))
     except RecursionError:
-        return Rewritten(source, (unreadable(path, "F904", "it is nested too deeply for the rules"),))
+        return Rewritten(source, (unreadable(path, "F904", "the file is nested too deeply for the rules"),))
     return Rewritten(new, tuple(findings))
 
 
 def examined(source: str | bytes, options: Options, path: str = "") -> Program:
-    """A program with what all rules say of it."""
+    """Return a program with the settled reports of all rules."""
     program = Program(Source(source), options)
     for node in program.names.nodes:
         for handlers in _HANDLERS:
@@ -137,7 +139,7 @@ def examined(source: str | bytes, options: Options, path: str = "") -> Program:
 
 
 def owned_names(data: bytes) -> frozenset[str]:
-    """The attributes, of those that rules rename, that a program defines itself: in classes, by ``self.name = ...``."""
+    """Return which of cuda and is_cuda a program defines itself, in a class or by ``self.is_cuda = ...``."""
     names: set[str] = set()
     methods: set[str] = set()
     for node in ast.walk(tree_of(data)) if _DEFINES.search(data) else ():
@@ -154,12 +156,12 @@ def owned_names(data: bytes) -> frozenset[str]:
 
 
 def unreadable(path: str, rule: str, reason: str, line: int = 1) -> Finding:
-    """The finding of a file that is left as a whole."""
+    """Return the finding for a file that cannot be read."""
     return Finding(path, line, 1, rule, "refused", line, 1, "", None, reason)
 
 
 def _refuse_gated(program: Program) -> None:
-    """Leave device strings in the arms of a conditional whose test stays as it is."""
+    """Refuse device strings in a conditional whose test is refused."""
     left = [draft for draft in program.drafts if draft.status in ("refused", "kept")]
     stay = [draft for draft in left if draft.rule in ("D101", "D151", "D156")]
     for node in program.every(ast.If, ast.IfExp) if stay else ():
@@ -171,7 +173,7 @@ def _refuse_gated(program: Program) -> None:
 
 
 def _respect_unread(program: Program) -> None:
-    """Leave a file that gets torch by way of a file that is not read: a part of its places would be changed."""
+    """Refuse a file that gets torch from a module that is not read, since only some of its places would change."""
     names = program.names
     places = [
         node for node in program.every(ast.Name) if node.id in ("torch", "cuda") and _is_unread(program.names, node)
@@ -179,12 +181,12 @@ def _respect_unread(program: Program) -> None:
     cuda = any(node.id == "cuda" or getattr(program.parent(node), "attr", "") == "cuda" for node in places)
     if places and (cuda or _device_changes(program)):
         module = names.stars[0] if names.stars else program.dotted(places[0]).rpartition(".")[0]
-        message = f"{places[0].id} comes by an import from {module}, which is not read here: import it by its name"
+        message = f"{places[0].id} comes from {module}, which is not read here: import it by its own name"
         _leave_file(program, "D102", program.source.span(places[0])[0], message)
 
 
 def _is_unread(names: Names, node: ast.Name) -> bool:
-    """Whether a name may be that of an import in another file, which is not known."""
+    """Return whether a name may come from a module that is not read."""
     known = names.dotted(node)
     unbound = bool(names.stars) and names.scope(node).find(node.id) is None
     return unbound if known is None else known.endswith(".torch")
@@ -196,15 +198,15 @@ def _device_changes(program: Program) -> list[Draft]:
 
 def _leave_file(program: Program, rule: str, place: int, message: str) -> None:
     changes = _device_changes(program)
-    count = f"; {len(changes)} places are left" if changes else ""
+    count = f"; {len(changes)} place{'s are' if len(changes) > 1 else ' is'} not changed" if changes else ""
     first = Draft(rule, "refused", place, place, message=message + count)
     program.drafts = [draft for draft in program.drafts if draft not in changes] + [first]
 
 
 def _respect_npu(program: Program, unsure: set[int]) -> None:
-    """Leave a file that has an npu path of its own: both arms of its conditionals would say npu.
+    """Refuse a file that already has code for npu, since both arms of its conditionals would name npu.
 
-    One in which nothing but what is ``unsure`` is left to change may be one that these rules have changed.
+    If only ``unsure`` changes remain, these rules may have made the file's npu code, and the file is not refused.
     """
     changes = _device_changes(program)
     ours = unsure.issuperset(draft.start for draft in changes)
@@ -215,7 +217,10 @@ def _respect_npu(program: Program, unsure: set[int]) -> None:
 
 
 def _speaks_of_npu(program: Program, *, ours: bool) -> int | None:
-    """Return the offset where the program names an NPU; with ``ours``, in a way that the sure rules do not."""
+    """Return the first offset at which the program names an NPU, or None.
+
+    With ``ours``, names that these rules write without ``--unsure`` do not count.
+    """
     devices = strings.Devices(program)
     texts = {one for one in program.every(ast.Constant) if re.fullmatch(r"npu(:\d+)?", str(one.value))}
     for text in [one for one in program.every(ast.Constant) if one in texts] if ours else ():
@@ -232,7 +237,7 @@ def _speaks_of_npu(program: Program, *, ours: bool) -> int | None:
 
 
 def _add_first_lines(program: Program) -> None:
-    """Add the lines that go with the import of torch: after it, or before it where that line needs them already."""
+    """Add imports after the import of torch, or before it if they are needed on its line."""
     portable = program.options.to == "portable"
     node = torch_import(program)
     lines: dict[str, list[str]] = {}
@@ -260,7 +265,7 @@ def _add_first_lines(program: Program) -> None:
 
 
 def _has_npu_name(draft: Draft) -> bool:
-    """Whether it brings a name of npu's, or of portable code, into the file: amp.initialize may get one as well."""
+    """Return whether a draft adds a name of npu or portable code. Arguments of amp.initialize can do so as well."""
     moved = (edit.text for edit in draft.edits if draft.rule == "A301")
     return draft.rule in _NPU_NAMES or any(re.search(r"\bnpu\b|\bACCELERATOR", text) for text in moved)
 

@@ -255,9 +255,9 @@ def test_an_exception_ends_it():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: amp.debug.check_operators(seconds=0), ValueError, "seconds must be positive, .* got 0"),
-        (lambda: amp.debug.check_operators(seconds="1"), ValueError, "seconds must be positive, .* got '1'"),
-        (lambda: amp.debug.check_operators(seconds=math.nan), ValueError, "seconds must be positive, .* got nan"),
+        (lambda: amp.debug.check_operators(seconds=0), ValueError, "seconds, .* must be positive, got 0"),
+        (lambda: amp.debug.check_operators(seconds="1"), ValueError, "seconds, .* must be positive, got '1'"),
+        (lambda: amp.debug.check_operators(seconds=math.nan), ValueError, "seconds, .* must be positive, got nan"),
     ],
 )
 def test_bad_input(call, error, message):

@@ -96,7 +96,7 @@ def test_another_device_that_is_right_does_not_part(level, files, tmp_path):
     assert len(found.rows) > 80
     assert max(row.ratio for row in found.rows) < 4
     assert max(row.relative for row in found.rows) > 1e-4  # the level's own errors
-    assert str(found).startswith("no row parts; ")
+    assert str(found).startswith("no row diverges; ")
 
 
 @pytest.mark.parametrize("level", ["O1", pytest.param("O2", marks=pytest.mark.slow)])
@@ -236,17 +236,17 @@ def test_without_a_floor_nothing_is_blamed(files, tmp_path):
     found = amp.debug.compare(files["O0"], candidate)
     assert found.first is None
     assert not found.parts
-    assert str(found).startswith("no verdict: a floor")
+    assert str(found).startswith("no verdict: pass floor=")
     assert max(row.relative for row in found.rows) > 0.04
     assert {row.ratio for row in found.rows} == {row.floor for row in found.rows} == {None}
 
 
 def test_below_the_resolution_it_says_so(files, tmp_path):
     found = amp.debug.compare(files["O0"], files["O5"], floor=files["O5"])
-    said = re.match(r"no row parts; .*: forward (\S+), backward (\S+), after backward (\S+)\n", str(found))
+    said = re.match(r"no row diverges; .*: forward (\S+), backward (\S+), after backward (\S+)\n", str(found))
     coarse = [float(number) for number in said.groups()]
     fine = amp.debug.compare(files["O0"], files["O2"], floor=files["O2"])
-    said = re.match(r"no row parts; .*: forward (\S+), backward (\S+), after backward (\S+)\n", str(fine))
+    said = re.match(r"no row diverges; .*: forward (\S+), backward (\S+), after backward (\S+)\n", str(fine))
     assert all(a > 3 * float(b) for a, b in zip(coarse, said.groups(), strict=True))  # bfloat16 has 3 bits fewer
 
 
@@ -355,7 +355,7 @@ def test_another_mask_of_dropout_is_said_first(tmp_path):
     found = amp.debug.compare(reference, run(tmp_path / "c.pt", "O1", make=Dropping, mode=Reseeded()), floor=floor)
     assert found.first is None
     (said,) = found.differing
-    assert re.search(r"results of random operators differ: aten::\w+ of drop; dropout of 0 makes them comparable", said)
+    assert re.search(r"results of random operators differ: aten::\w+ of drop; set dropout to 0 in both runs", said)
 
 
 def test_masks_of_another_form_cannot_be_compared(tmp_path):
@@ -406,7 +406,7 @@ def test_rows_that_the_floor_lacks_are_counted(files, tmp_path):
         "forward  blocks.0.1  aten::gelu [24, 32], forward  blocks.1.1  aten::gelu [24, 32]: not judged, as "
         f"{tmp_path / 'f.pt'} has no such row"
     )
-    assert str(found).startswith(note + "\nno row parts")
+    assert str(found).startswith(note + "\nno row diverges")
     found.to_html(tmp_path / "c.html")
     assert "not judged" in (tmp_path / "c.html").read_text(encoding="utf-8")
 
@@ -418,7 +418,7 @@ def test_other_loss_scales_and_compiled_code_are_said(files, tmp_path):
     found = amp.debug.compare(files["O0"], files["O1"], floor=tmp_path / "f.pt")
     assert found.notes[0] == f"{tmp_path / 'f.pt'}: it was compiled"
     assert found.notes[1].startswith(
-        f"the loss scales differ: {files['O0']} has 64, {files['O1']} has 64, {tmp_path / 'f.pt'} has 1024; backward"
+        f"the loss scales differ: {files['O0']} has 64, {files['O1']} has 64, {tmp_path / 'f.pt'} has 1024; gradients"
     )
     assert str(found).splitlines()[:2] == found.notes
     assert amp.debug.compare(files["O0"], files["O1"]).notes == []
@@ -435,7 +435,7 @@ def test_files_of_other_models(files, tmp_path):
 
 def test_files_with_other_samples(files, tmp_path):
     other = run(tmp_path / "c.pt", "O1", samples=100)
-    with pytest.raises(ValueError, match=r"c.pt .*samples=100 .*O0.pt 16384"):
+    with pytest.raises(ValueError, match=r"c.pt .*samples=100 .*O0.pt keeps 16384"):
         amp.debug.compare(files["O0"], other)
     with pytest.raises(ValueError, match="keeps samples=100"):
         amp.debug.compare(files["O0"], files["O1"], floor=other)
@@ -452,7 +452,7 @@ def test_nothing_in_common(files, tmp_path):
 
 
 def test_a_floor_of_another_level(files):
-    with pytest.raises(ValueError, match=r"floor=.*O2.pt .*O2, .*O1.pt of O1"):
+    with pytest.raises(ValueError, match=r"floor=.*O2.pt .*O2, .*O1.pt at O1"):
         amp.debug.compare(files["O0"], files["O1"], floor=files["O2"])
 
 
@@ -463,12 +463,12 @@ def test_what_is_no_record(files, tmp_path):
     torch.save({"weight": torch.ones(2)}, tmp_path / "weights.pt")
     (tmp_path / "cut.pt").write_bytes(files["O0"].read_bytes()[:-2000])
     for name in ("text.pt", "weights.pt", "cut.pt"):
-        with pytest.raises(ValueError, match=f"{name} is no file of amp.debug.record"):
+        with pytest.raises(ValueError, match=f"{name} is not a file of amp.debug.record"):
             amp.debug.compare(tmp_path / name, files["O0"])
     header = {"kind": "apex_npu.debug.record", "format": 1}
     for more in ({}, {"samples": 1, "rows": [{"x": 1}], "batch": [], "weights": []}):
         torch.save(header | more, tmp_path / "parts.pt")
-        with pytest.raises(ValueError, match=r"parts.pt is no file of amp.debug.record"):
+        with pytest.raises(ValueError, match=r"parts.pt is not a file of amp.debug.record"):
             amp.debug.compare(tmp_path / "parts.pt", files["O0"])
     newer = torch.load(files["O0"], weights_only=True) | {"format": 2}
     torch.save(newer, tmp_path / "newer.pt")
@@ -548,7 +548,7 @@ def parted(files, tmp_path_factory):
 def test_the_text(files, parted):
     found = amp.debug.compare(files["O0"], parted, floor=files["O1"])
     lines = found.to_text(5).splitlines()
-    assert lines[0].startswith("they part at  forward  blocks.0.1  aten::gelu  float32 [24, 32]  ")
+    assert lines[0].startswith("they diverge at  forward  blocks.0.1  aten::gelu  float32 [24, 32]  ")
     assert lines[0].endswith("x = torch.tanh(x + block(x))")
     assert re.fullmatch(r"its error is 0\.05\S*, \S+ times what the floor explains; resolution here \S+", lines[1])
     assert any(
@@ -606,7 +606,7 @@ def test_the_command(files, parted, tmp_path, capsys):
     capsys.readouterr()
     for arguments, said in (
         ([str(paths["O0"]), str(tmp_path / "none.pt")], "no file "),
-        ([str(paths["O0"]), page], "is no file of amp.debug.record"),
+        ([str(paths["O0"]), page], "is not a file of amp.debug.record"),
         ([str(paths["O0"]), str(paths["c"]), "--rows", "0"], "--rows 0: a positive number is expected"),
         ([str(paths["O0"]), str(paths["c"]), "--html", str(tmp_path / "no" / "c.html")], "No such file or directory"),
     ):

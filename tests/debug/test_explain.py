@@ -442,7 +442,7 @@ FINE = SCRIPT.replace("(y * 0).log()", "y").replace("verbosity=0", "loss_scale=1
         ("from apex import amp", "no scale_loss block of amp has run in it"),
         (FINE, "3 blocks, 0 skipped steps: all losses were finite, and nothing has "),
         (SCRIPT, "3 blocks, 3 skipped steps; 1 table above"),
-        (SCRIPT.replace("range(3)", "range(1)"), "none was explained, as that takes 2 in a row and an iteration after"),
+        (SCRIPT.replace("range(3)", "range(1)"), "none was explained: this needs 2 in a row, and a further iteration"),
     ],
 )
 @pytest.mark.slow

@@ -167,7 +167,7 @@ def test_what_cannot_be_computed_twice_is_said():
     with amp.debug.gradient_range(optimizer, probe=2.0**8) as r:
         grads = gradients(model, optimizer)
     assert grads[0].count_nonzero() == 6
-    assert str(r).count("what is lost could not be measured") == 1
+    assert str(r).count("the lost elements could not be measured") == 1
     present = amp.debug.gradient_range(optimizer)
     assert present["fc.weight"].lossy == 0
     assert (r["fc.weight"].counts == present["fc.weight"].counts).all()  # of the block
@@ -177,7 +177,7 @@ def test_what_cannot_be_computed_twice_is_said():
         for _ in range(3):
             gradients(model, optimizer)
             r.parameters.clear()  # as where a block leaves no gradient
-    assert str(r).count("what is lost could not be measured") == 1
+    assert str(r).count("the lost elements could not be measured") == 1
 
 
 class Checkpointed(nn.Module):
@@ -388,7 +388,7 @@ def test_plot(tmp_path, monkeypatch):
 def test_bad_input():
     model, optimizer = set_up_rows([-3])
     for probe in (1, 0.5, -2, math.inf, math.nan, True, "8"):
-        with pytest.raises(ValueError, match="probe must be larger than 1"):
+        with pytest.raises(ValueError, match=r"probe, .* must be larger than 1"):
             amp.debug.gradient_range(optimizer, probe=probe)
     with pytest.raises(RuntimeError, match="gradient_range found no gradient"):
         amp.debug.gradient_range(optimizer)

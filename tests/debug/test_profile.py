@@ -71,6 +71,12 @@ IN_A_STEP = {
 }
 
 
+def in_a_step(optimizer):
+    """Remainders are no copies of parameters."""
+    copies = DEVICE.type == "npu" or not isinstance(optimizer, optimizers.NpuFusedAdam)
+    return {name: outer for name, outer in IN_A_STEP.items() if copies or name != "amp.copy_masters"}
+
+
 @pytest.mark.parametrize("optimizer", [optimizers.NpuFusedAdam, torch.optim.Adam])
 def test_each_range_is_in_the_trace_once_a_step(optimizer, tmp_path):
     model, optimizer = set_up_gpt(optimizer)
@@ -84,7 +90,7 @@ def test_each_range_is_in_the_trace_once_a_step(optimizer, tmp_path):
     (trace,) = (tmp_path / "traces").glob("rank0.*.pt.trace.json")
     ranges = ranges_of(trace)
     cls = type(optimizer).__name__
-    expected = {**IN_A_STEP, f"Optimizer.step#{cls}.step": (), f"Optimizer.zero_grad#{cls}.zero_grad": ()}
+    expected = {**in_a_step(optimizer), f"Optimizer.step#{cls}.step": (), f"Optimizer.zero_grad#{cls}.zero_grad": ()}
     assert Counter(name for _, _, name in ranges) == dict.fromkeys(expected, 2)
     assert nested(ranges) == expected
     assert sum(phase.share for phase in p.phases) == pytest.approx(100.0, abs=1.0)
@@ -129,7 +135,7 @@ def test_another_profiler_sees_the_ranges_from_its_first_block_on():
         for _ in range(2):
             iterate(model, optimizer)
     counts = Counter(event.name for event in p.events() if event.name.startswith("amp."))
-    assert counts == {**dict.fromkeys(IN_A_STEP, 2), "amp.forward": 1}
+    assert counts == {**dict.fromkeys(in_a_step(optimizer), 2), "amp.forward": 1}
     iterate(model, optimizer)  # whose block finds no profiler
     assert settings.labels is None
     assert block.any_raised.__module__ == "apex_npu.amp.grad_groups"
@@ -378,8 +384,8 @@ def test_the_table():
         ({"steps": 0}, ValueError, "steps must be a positive integer, got 0"),
         ({"steps": True}, ValueError, "steps must be a positive integer, got True"),
         ({"steps": "3"}, ValueError, "steps must be a positive integer, got '3'"),
-        ({"trace": __file__}, NotADirectoryError, "trace must be a folder, and .* is a file"),
-        ({"trace": __file__ + "/below"}, PermissionError, "cannot be made"),
+        ({"trace": __file__}, NotADirectoryError, "trace must be a folder, but .* is a file"),
+        ({"trace": __file__ + "/below"}, PermissionError, "cannot be created"),
     ],
 )
 def test_bad_input(arguments, error, message):
@@ -389,7 +395,7 @@ def test_bad_input(arguments, error, message):
 
 def test_a_profiler_that_is_on_already():
     with torch.profiler.profile(activities=CPU_ONLY):  # noqa: SIM117
-        with pytest.raises(RuntimeError, match="entered while a profiler is on"), amp.debug.profile():
+        with pytest.raises(RuntimeError, match="entered while another profiler is on"), amp.debug.profile():
             pass
     assert settings.labels is None
 

@@ -339,7 +339,7 @@ def test_compiled_models_are_noted(tmp_path):
 
     own, plain = Small(), Small()
     own.compile(backend="eager")
-    said = "torch.compile was off while this was recorded: what it has compiled ran eagerly"
+    said = "torch.compile was off during the recording: compiled code ran eagerly"
     for model, notes in ((Compiled(), [said]), (own, [said]), (plain, [])):
         with amp.debug.record(tmp_path / "a.pt", model.to(DEVICE)):
             pass
@@ -443,7 +443,7 @@ def test_what_collectives_return_is_there_later(tmp_path):
         (lambda path: amp.debug.record(path, samples=True), ValueError, "samples must be .* got True"),
         (lambda path: amp.debug.record(path, samples=2.5), ValueError, "samples must be .* got 2.5"),
         (lambda path: amp.debug.record(path / "no" / "a.pt"), FileNotFoundError, "there is no folder .*no'; make it"),
-        (lambda path: amp.debug.record(path.parent), PermissionError, "give a file in a folder"),
+        (lambda path: amp.debug.record(path.parent), PermissionError, "pass a file in a folder"),
     ],
 )
 def test_bad_input(call, error, message, tmp_path):

@@ -22,6 +22,7 @@ from debug.test_explain import tables
 from debug.test_find_overflow import CASES, saturating_chip  # noqa: F401
 from debug.test_watching import hooks_of_torch, iterate, set_up, train
 from devices import DEVICE, needs
+from small_programs import backward
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import checkpoint
@@ -182,11 +183,6 @@ def good_batch():
     return torch.ones(2, 8).to(DEVICE)
 
 
-def backward(loss, optimizer, **options):
-    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
-        scaled_loss.backward()
-
-
 def names_the_line(found):
     return [(cause.kind, cause.phase, cause.line) for cause in found.causes] == [("overflow", "forward", LINE)]
 
@@ -336,7 +332,7 @@ def test_what_is_not_run_again():
     with amp.debug.find_overflow(model, replay=True) as found:
         backward(model.loss_of(good_batch() * 1e30).mean(), optimizer)
         optimizer.step()
-    assert "no forward was seen" in note_of(found)
+    assert "no forward was kept" in note_of(found)
     assert "model(input)" in note_of(found)
 
 
@@ -435,7 +431,7 @@ def test_a_compiled_model():
     for given in (compiled, model):
         with amp.debug.find_overflow(given, replay=True) as found:
             skipped(compiled, optimizer, bad_batch())
-        assert names_the_line(found) or (given is model and "no forward was seen" in note_of(found)), str(found)
+        assert names_the_line(found) or (given is model and "no forward was kept" in note_of(found)), str(found)
     torch.compiler.reset()
 
 

@@ -107,7 +107,7 @@ def test_other_optimizers_are_not_measured_and_that_is_said(capsys):
         with amp.scale_loss(model(torch.ones(2, 8, device=DEVICE)).float().sum(), optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
-    assert "of the optimizer that steps first; 1 more are not measured" in capsys.readouterr().out
+    assert "measured for the optimizer that steps first; 1 more are not measured" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_what_the_script_itself_opens_comes_first(context, capsys):
         optimizer.step()
     said = capsys.readouterr().out
     assert "operators were compared with float64" in said
-    assert "--check-operators has ended where the script opens find_overflow" in said
+    assert "--check-operators has ended because the script opens find_overflow" in said
 
 
 def test_what_watches_already_is_not_disturbed(capsys):
@@ -207,7 +207,7 @@ def test_a_mode_that_ends_the_record(capsys, tmp_path):
             iterate(model, optimizer)
     assert dispatch_modes() == []
     said = capsys.readouterr().out
-    assert "1 not: all after a dispatch mode" in said
+    assert "1 not: all after an outer dispatch mode" in said
     assert "--record: no file is written: the record" in said
     assert list(tmp_path.iterdir()) == []
 
@@ -249,12 +249,12 @@ def test_a_record_that_is_not_complete_is_not_written(capsys, tmp_path):
         with amp.debug.find_overflow(model), amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
-    assert "--record: no file is written, as the script itself opens a context" in capsys.readouterr().out
+    assert "--record: no file is written, because the script itself opens find_overflow" in capsys.readouterr().out
     steps = ScriptSteps([RecordPart(1, str(path))])
     iterate(model, optimizer)
     model.loss()
     steps.end()
-    assert "--record: no file is written, as the script has ended before" in capsys.readouterr().out
+    assert "--record: no file is written, because the script ended before" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 

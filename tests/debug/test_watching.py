@@ -153,7 +153,7 @@ CONTEXTS = [amp.debug.find_overflow, amp.debug.check_operators, functools.partia
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_bad_input(context):
-    with pytest.raises(TypeError, match=r"takes models, .* got str"):
+    with pytest.raises(TypeError, match=r"models must be .* got str"):
         context("model")
     with pytest.raises(ValueError, match="needs a model"):
         context().__enter__()

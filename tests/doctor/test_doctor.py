@@ -60,10 +60,10 @@ def test_a_machine_on_which_all_is_well(examine, capsys):
 def test_the_memory_of_a_parameter_with_each_choice(capsys):
     main(["doctor", "--json"])
     rows = json.loads(capsys.readouterr().out)["sections"]["Memory of a parameter"]
-    numbers = ("16", "20", "16", "16", "14", "10", "8.06", "8")
+    numbers = ("16", "16", "14", "10", "8.06", "18", "16", "8")
     assert [row["name"] for row in rows] == [f"Adam, {n} bytes" for n in numbers]
-    assert rows[1]["value"] == "O2, O5: model 2, gradient 2, master 4, its gradient 4, state 8"
-    assert rows[6]["value"].endswith('state_dtype="int8": model 2, gradient 2, master 2, state 2.06')
+    assert rows[1]["value"] == "O2, O5: model 2, gradient 4, float32 value 2, state 8"
+    assert rows[4]["value"].endswith('state_dtype="int8": model 2, gradient 2, float32 value 2, state 2.06')
 
 
 def test_an_extension_of_another_torch_is_broken(examine, monkeypatch, tmp_path):
@@ -92,7 +92,8 @@ def test_no_extension_is_worth_a_note(examine, monkeypatch, tmp_path, switched_o
 
 
 @pytest.mark.parametrize(
-    ("file", "kind"), [("amp.py", "NVIDIA's Apex"), ("lib/libapex.py", "PyPI's apex"), ("other.py", "a stranger")]
+    ("file", "kind"),
+    [("amp.py", "NVIDIA's Apex"), ("lib/libapex.py", "PyPI's apex"), ("other.py", "an unrelated package")],
 )
 def test_another_apex_is_in_the_way(examine, monkeypatch, tmp_path, file, kind):
     for name in ("__init__.py", file):
@@ -171,13 +172,13 @@ def test_a_torch_that_is_too_old(examine, monkeypatch):
 
 def test_it_says_which_versions_of_torch_have_been_tested(examine, monkeypatch):
     _, found = examine()
-    assert "within what has been tested: torch 2.6 to 2.14" in found["Versions"]["torch"]["value"]
+    assert "within the tested releases, torch 2.6 to 2.14" in found["Versions"]["torch"]["value"]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "| torch | 2.6 to 2.14 " in readme
     monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
     finding = examine()[1]["Versions"]["torch"]
     assert finding["state"] == "note"
-    assert finding["value"].endswith("newer than what has been tested: torch 2.6 to 2.14")
+    assert finding["value"].endswith("newer than the tested releases, torch 2.6 to 2.14")
 
 
 def test_a_device_that_fails_is_a_finding(examine, monkeypatch):

@@ -17,6 +17,8 @@ from devices import DEVICE
 from example_runs import differences, level, stopped_after
 from torch.nn import functional as F
 
+pytestmark = pytest.mark.framework
+
 WORDS = ["ant", "bee", "cat", "dog", "elk", "fox"]
 TINY = ["--layers", "1", "--heads", "2", "--width", "16", "--sequence-length", "10", "-b", "16", "--accumulate", "2"]
 
@@ -233,7 +235,7 @@ def test_a_resumed_run_has_the_vocabulary_of_its_checkpoint(run, folder, tmp_pat
     words = run("--steps", "1", "--opt-level", "O0")["words"]
     assert run("--steps", "1", "--opt-level", "O0", "--resume", vocab=())["words"] == words
     (tmp_path / "words.txt").write_text("\n".join([*words, "gnu"]), encoding="utf-8")
-    with pytest.raises(SystemExit, match=r"words.txt: other words than those of .*bert.pt; leave it out"):
+    with pytest.raises(SystemExit, match=r"words\.txt: .*bert\.pt"):
         run("--steps", "1", "--opt-level", "O0", "--resume", vocab=("--vocab", str(tmp_path / "words.txt")))
 
 
@@ -255,7 +257,7 @@ def test_a_cased_vocabulary_keeps_the_capitals_of_the_text(run, main, tmp_path, 
 
 def test_a_vocabulary_without_masks_is_refused(run, tmp_path):
     (tmp_path / "words.txt").write_text("\n".join(WORDS), encoding="utf-8")
-    with pytest.raises(SystemExit, match=r"it lacks \[CLS\], \[MASK\], \[PAD\], \[SEP\], \[UNK\]"):
+    with pytest.raises(SystemExit, match=r"lacks \[CLS\], \[MASK\]"):
         run(vocab=("--vocab", str(tmp_path / "words.txt")))
 
 

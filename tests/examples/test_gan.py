@@ -12,6 +12,8 @@ from devices import DEVICE
 from example_runs import differences, level
 from torch.nn import functional as F
 
+pytestmark = pytest.mark.device
+
 SMALL = ["--width", "8", "--lr", "2e-3", "--batch-size", "32"]
 
 

@@ -18,6 +18,8 @@ from example_runs import differences, level, stopped_after
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
+pytestmark = pytest.mark.device
+
 Image = pytest.importorskip("PIL.Image", reason="pillow is not installed")
 np = pytest.importorskip("numpy")
 
@@ -210,7 +212,7 @@ def test_export_without_its_packages_is_refused_before_the_training(run, main, l
     import train
 
     monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="--export: onnx and onnxscript and onnxruntime are missing"):
+    with pytest.raises(SystemExit, match=r"--export: onnx .*missing"):
         run("--export", str(tmp_path / "model.onnx"))
     assert losses == []
 
@@ -278,7 +280,7 @@ def test_a_checkpoint_of_another_network_is_refused(run, tmp_path):
     run("--epochs", "1", "--opt-level", "O0")
     state = torch.load(tmp_path / "checkpoint.pth.tar", weights_only=True)
     torch.save({**state, "arch": "resnet50"}, tmp_path / "other")
-    with pytest.raises(SystemExit, match="a checkpoint of --arch resnet50, this is tiny"):
+    with pytest.raises(SystemExit, match=r"--arch resnet50.* tiny"):
         run("--resume", str(tmp_path / "other"))
     torch.save(state["state_dict"], tmp_path / "other")
     with pytest.raises(SystemExit, match="not a checkpoint of this example"):
@@ -298,7 +300,7 @@ def test_a_resumed_run_with_another_optimizer_or_options_of_it_is_refused(run, l
         ("--momentum", 0.5, 0.9),
         ("--weight-decay", 0.0001, 0.2),
     ):
-        with pytest.raises(SystemExit, match=f"saved with {option} {saved}, this run has {new}; add {option} {saved}"):
+        with pytest.raises(SystemExit, match=f"{saved}.* {new}; add {option} {saved}"):
             run(*resume, option, str(new))
     run(*resume)
     run("--evaluate", *resume[-2:])  # which has no use for them
@@ -308,7 +310,7 @@ def test_a_resumed_run_with_another_optimizer_or_options_of_it_is_refused(run, l
 def test_a_checkpoint_of_other_classes_is_refused(main, run, tmp_path):
     run("--epochs", "1", "--opt-level", "O0")
     resume = ["--resume", str(tmp_path / "checkpoint.pth.tar"), "--output", str(tmp_path), "--device", DEVICE.type]
-    with pytest.raises(SystemExit, match=r"its weights are not those of tiny for 1000 classes: .*\[3\b.*\[1000\b"):
+    with pytest.raises(SystemExit, match=r"1000 classes: .*\[3\b"):
         main.main([*TINY, "--dummy", "8", "--evaluate", *resume])
 
 
@@ -364,6 +366,7 @@ def test_augmented_images_come_from_the_image(main):
     assert middle[1, 3, 3].item() == pytest.approx(24.5 * 5 / 255, abs=0.01)
 
 
+@pytest.mark.framework
 def test_its_resnets_are_torchvisions(main, monkeypatch):
     import models
 
@@ -444,5 +447,5 @@ def test_two_processes_with_synchronized_batch_norms_compute_what_one_does(start
 
 def test_synchronized_batch_norms_of_distributed_data_parallel_are_refused_on_the_cpu(main, monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    with pytest.raises(SystemExit, match="--sync-bn: DistributedDataParallel has it on cards alone"):
+    with pytest.raises(SystemExit, match=r"--sync-bn: .*cards"):
         main.main([*TINY, "--dummy", "24", "--device", "cpu", "--sync-bn"])

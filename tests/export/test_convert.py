@@ -55,7 +55,7 @@ def test_nvidias_state_goes_on_in_torch():
     second = torch.optim.AdamW([torch.nn.Parameter(weight) for weight in weights], **OPTIONS)
     second.load_state_dict(converted["optimizer"])
     assert all(map(torch.equal, train(second, range(3, 6)), expected))
-    assert changes == ["checkpoint['optimizer']: steps of the groups copied to the states"]
+    assert changes == ["checkpoint['optimizer']: copied the steps of the groups to the states"]
     assert "step" not in checkpoint["optimizer"]["state"][0]  # the one that was given is as it was
 
 
@@ -75,7 +75,7 @@ def test_unequal_steps_have_no_form_in_nvidias():
     optimizer = torch.optim.Adam(params())
     train(optimizer, range(2))
     optimizer.state_dict()["state"][1]["step"].fill_(5.0)
-    with pytest.raises(ValueError, match="the parameters of group 0 have taken 2 to 5 steps"):
+    with pytest.raises(ValueError, match=r"group 0 .*2 to 5 steps"):
         convert({"optimizer": optimizer.state_dict()}, "apex")
 
 
@@ -85,7 +85,7 @@ def test_masters_are_taken_out_for_torch():
     train(optimizer, range(2))
     converted, changes = convert({"optim": optimizer.state_dict()}, "torch")
     assert all("master_param" not in entry for entry in converted["optim"]["state"].values())
-    assert any("float32 masters taken out" in change for change in changes)
+    assert any("removed float32 masters" in change for change in changes)
     torch.optim.AdamW(held).load_state_dict(converted["optim"])
 
 
@@ -120,29 +120,29 @@ def test_a_prefix_that_is_not_there_is_said():
     for weights in (state, some):
         converted, changes = convert({"model": weights}, "torch", strip_module=True)
         assert converted == {"model": weights}
-        assert changes == ["checkpoint['model']: no prefix taken off: not all names begin with module. or _orig_mod."]
+        assert changes == ["checkpoint['model']: no prefix removed: not all names begin with module. or _orig_mod."]
     scaler = torch.amp.GradScaler("cpu").state_dict()
     _, changes = convert({"scaler": scaler}, "apex", strip_module=True)
-    assert changes[0] == "no prefix taken off: there are no weights of a model"
+    assert changes[0] == "no prefix removed: there are no weights of a model"
 
 
 def test_what_a_loss_scale_does_not_keep_is_said():
     amp_state = {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 7}}
     _, changes = convert({"amp": amp_state}, "torch")
     assert changes == [
-        "checkpoint['amp']: loss scale 128 as torch.amp.GradScaler's, which moves it, with growth_interval 2000: amp's "
-        "state does not say if the scale was static"
+        "checkpoint['amp']: loss scale 128 becomes that of a torch.amp.GradScaler, which is dynamic, with "
+        "growth_interval 2000: amp's state does not say whether the scale was static"
     ]
     usual = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 1}
-    assert convert({"scaler": usual}, "apex")[1] == ["checkpoint['scaler']: loss scale 8 as amp's, of one loss"]
+    assert convert({"scaler": usual}, "apex")[1] == ["checkpoint['scaler']: loss scale 8 becomes amp's, for one loss"]
     other = usual | {"growth_factor": 1.5, "growth_interval": 100}
     _, changes = convert({"scaler": other}, "apex")
-    assert changes[1].startswith("checkpoint['scaler']: growth_factor=1.5, growth_interval=100 left out, ")
+    assert changes[1].startswith("checkpoint['scaler']: left out growth_factor=1.5, growth_interval=100, ")
     assert len(changes) == 2
 
 
 def test_nothing_to_convert():
-    with pytest.raises(ValueError, match="there is no state of a model, an optimizer or a loss scaler in this dict"):
+    with pytest.raises(ValueError, match=r"no state .*dict"):
         convert({"epoch": 3}, "torch")
     with pytest.raises(ValueError, match="to='onnx'"):
         convert({}, "onnx")
@@ -200,7 +200,7 @@ def test_the_command_converts(checkpoint, tmp_path, capsys):
     out = tmp_path / "torch.pt"
     command = ["convert", str(checkpoint), "--to", "torch", "--out", str(out)]
     assert main(command) == 0
-    assert "loss scale 128 as torch.amp.GradScaler's" in capsys.readouterr().out
+    assert "loss scale 128 becomes that of a torch.amp.GradScaler" in capsys.readouterr().out
     state = torch.load(out)
     torch.optim.AdamW(params()).load_state_dict(state["optimizer"])
     torch.amp.GradScaler("cpu").load_state_dict(state["amp"])
@@ -222,9 +222,9 @@ class Spy:
     [
         (lambda path: None, "there is no such file"),
         (lambda path: path.mkdir(), "is a folder; name a file in it"),
-        (lambda path: path.write_bytes(b""), "not a whole checkpoint"),
-        (lambda path: path.write_text("no checkpoint"), "not a whole checkpoint"),
-        (lambda path: path.write_bytes(b"PK\x03\x04 a zip that ends"), "not a whole checkpoint"),
+        (lambda path: path.write_bytes(b""), "not a complete checkpoint"),
+        (lambda path: path.write_text("no checkpoint"), "not a complete checkpoint"),
+        (lambda path: path.write_bytes(b"PK\x03\x04 a zip that ends"), "not a complete checkpoint"),
         (lambda path: torch.save({"optimizer": Spy()}, path), "mkdir"),
         (
             lambda path: torch.save({"args": argparse.Namespace(lr=1), "top": Fraction(1, 3)}, path),
@@ -252,8 +252,8 @@ def test_bad_files_are_refused_and_nothing_is_written(tmp_path, capsys, monkeypa
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--to", "torch"], "--to and --out belong together"),
-        (["--strip-module"], "--strip-module belongs to"),
+        (["--to", "torch"], "--to and --out need each other"),
+        (["--strip-module"], "--strip-module needs --to"),
         (["--to", "torch", "--out", "no/such/folder/new.pt"], "there is no folder no/such/folder"),
         (["--to", "onnx", "--out", "new.pt"], "'onnx' is none of apex, torch"),
         (
@@ -305,7 +305,7 @@ def test_what_training_scripts_save_beside_tensors(tmp_path, zipped):
 @pytest.mark.parametrize("value", [complex(1), "text", b"bytes"], ids=repr)
 def test_other_scalars_of_numpy_are_refused(tmp_path, value):
     numpy = pytest.importorskip("numpy")
-    with pytest.raises(files.CheckpointError, match=r"holds objects .*multiarray\.scalar"):
+    with pytest.raises(files.CheckpointError, match=r"contains objects .*multiarray\.scalar"):
         read_of(numpy.array(value)[()], tmp_path)
 
 
@@ -318,7 +318,7 @@ def test_a_namespace_calls_nothing_of_the_file(tmp_path, monkeypatch):
 
 def test_what_the_caller_allows_is_read(tmp_path):
     value = {"args": argparse.Namespace(rate=Fraction(1, 3))}
-    with pytest.raises(files.CheckpointError, match=r"read it from Python under torch\.serialization\.safe_globals"):
+    with pytest.raises(files.CheckpointError, match="safe_globals"):
         read_of(value, tmp_path)
     allowed = [Fraction, argparse.Namespace]
     with torch.serialization.safe_globals(allowed):

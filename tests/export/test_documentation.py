@@ -51,7 +51,7 @@ def test_the_example_of_the_docstring(name, tmp_path, monkeypatch):
 
 
 def test_each_block_of_code_is_run():
-    assert len(BLOCKS) == TEXT.count("```python") == 6
+    assert len(BLOCKS) == TEXT.count("```python") > 0
 
 
 def test_the_tolerances_are_those_of_the_code():

@@ -166,6 +166,7 @@ def test_an_encoder(tmp_path, level, dtype):
     assert "Cast" not in names
 
 
+@pytest.mark.framework
 @pytest.mark.sweep
 @pytest.mark.parametrize("level", LEVELS)
 def test_bert(tmp_path, level):
@@ -346,7 +347,7 @@ def test_weights_in_low_precision_alone(tmp_path, installed):
     [
         ({"model": {}}, TypeError, "to_onnx takes a model, torch.nn.Module, got dict"),
         ({"model": nn.DataParallel(nn.Linear(1, 1))}, TypeError, "got DataParallel around one: pass model.module"),
-        ({"args": torch.ones(1)}, TypeError, r"args has to be a tuple of inputs, got Tensor: .*pass \(input,\)"),
+        ({"args": torch.ones(1)}, TypeError, r"args must be a tuple of inputs, got Tensor: .*pass \(input,\)"),
         ({"dtype": torch.bfloat16}, ValueError, "dtype=torch.bfloat16: torch.float32 or torch.float16 is expected"),
         ({"path": "."}, export.ExportError, r"\. is a folder; name a file"),
         (
@@ -460,7 +461,7 @@ def test_an_opset_that_the_exporter_does_not_reach(tmp_path, installed, monkeypa
         model = types.SimpleNamespace(opset_imports={"": 18})
 
     monkeypatch.setattr(torch.onnx, "export", lambda *args, **options: Program())
-    with pytest.raises(export.ExportError, match=r"opset=99: torch\.onnx gives 18 for this model"):
+    with pytest.raises(export.ExportError, match=r"opset=99: torch\.onnx exports this model with opset 18"):
         export.to_onnx(make(), (images(),), tmp_path / "net.onnx", opset=99)
     assert not list(tmp_path.iterdir())
 

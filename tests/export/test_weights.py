@@ -91,9 +91,9 @@ def test_an_index_of_shards(tmp_path):
     ("changed", "words"),
     [
         ({"x": "net-2.bin"}, r"net\.bin\.index\.json names net-2\.bin, which is not beside it: copy all shards"),
-        ({"x": "../net.bin"}, r"net\.bin\.index\.json: no index of shards, .*\(ValueError: Invalid name"),
-        ({"x": "net.bin.index.json"}, r"net\.bin\.index\.json: no index of shards"),
-        ({"x": 3}, r"net\.bin\.index\.json: no index of shards"),
+        ({"x": "../net.bin"}, r"net\.bin\.index\.json is not an index of shards, .*\(ValueError: Invalid name"),
+        ({"x": "net.bin.index.json"}, r"net\.bin\.index\.json is not an index of shards"),
+        ({"x": 3}, r"net\.bin\.index\.json is not an index of shards"),
     ],
     ids=["missing", "outside", "itself", "number"],
 )
@@ -102,7 +102,7 @@ def test_a_broken_index_of_shards(tmp_path, changed, words):
     with pytest.raises(export.CheckpointError, match=words):
         export.load_weights(model, in_shards(tmp_path, **changed))
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(export.CheckpointError, match=r'config\.json: no index of shards, .* in "weight_map"'):
+    with pytest.raises(export.CheckpointError, match=r'config\.json is not an index of shards, .* in "weight_map"'):
         export.load_weights(model, tmp_path / "config.json")
 
 
@@ -149,19 +149,19 @@ BROKEN = {
     "missing file": (lambda path: None, r"broken\.pth: there is no such file"),
     "empty": (
         lambda path: path.write_bytes(b""),
-        r"broken\.pth: not a whole checkpoint .* \(EOFError\)\. It is cut off",
+        r"broken\.pth is not a complete checkpoint .* \(EOFError\)\. The file is incomplete",
     ),
     "folder": (lambda path: path.mkdir(), r"broken\.pth is a folder; name a file in it"),
-    "text": (lambda path: path.write_text("weights"), r"not a whole checkpoint that torch\.load reads"),
+    "text": (lambda path: path.write_text("weights"), r"not a complete checkpoint that torch\.load reads"),
     "cut off": (
         lambda path: (torch.save(other_weights(), path), path.write_bytes(path.read_bytes()[:900])),
-        r"not a whole checkpoint that torch\.load reads \(\w+: [^.]*\)\. It is cut off, or .*: copy it again",
+        r"not a complete checkpoint that torch\.load reads \(\w+: [^.]*\)\. The file is incomplete, .*: copy it again",
     ),
     "objects": (
         lambda path: torch.save({"args": fractions.Fraction(1, 3), "model": other_weights()}, path),
-        r"holds objects beside tensors and numbers \(fractions\.Fraction\)",
+        r"contains objects other than tensors and numbers \(fractions\.Fraction\)",
     ),
-    "a whole module": (lambda path: torch.save(make(), path), r"holds objects beside .*torch\.nn\.modules\.\w+"),
+    "a whole module": (lambda path: torch.save(make(), path), r"contains objects other than .*torch\.nn\.modules\.\w+"),
     "no weights": (lambda path: torch.save({"epoch": 3, "lr": 0.1}, path), r"this dict with 'epoch', 'lr'$"),
     "a list": (lambda path: torch.save([1, 2], path), r"no weights of a model in this list"),
     "an optimizer alone": (
@@ -230,7 +230,7 @@ def test_a_key_that_is_not_there(tmp_path):
 
 def test_a_key_of_two_models(tmp_path):
     torch.save({"a.b": other_weights(), "a": {"b": other_weights()}, "c": other_weights()}, tmp_path / "run.pth")
-    message = r"key='a\.b' is the name of 2 models \(checkpoint\['a\.b'\], checkpoint\['a'\]\['b'\]\): save one alone"
+    message = r"key='a\.b' is the name of 2 models \(checkpoint\['a\.b'\], checkpoint\['a'\]\['b'\]\): save one of them"
     with pytest.raises(export.CheckpointError, match=message):
         export.load_weights(make(), tmp_path / "run.pth", key="a.b")
     assert_loaded(export.load_weights(make(), tmp_path / "run.pth", key="c"), other_weights())
@@ -312,7 +312,7 @@ def test_values_that_are_infinite_in_the_file(tmp_path):
 def test_a_broken_file_of_safetensors(tmp_path):
     pytest.importorskip("safetensors", reason="safetensors is not installed")
     (tmp_path / "broken.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0no json!")
-    with pytest.raises(export.CheckpointError, match=r"broken\.safetensors: not a whole file of safetensors"):
+    with pytest.raises(export.CheckpointError, match=r"broken\.safetensors is not a complete file of safetensors"):
         export.load_weights(make(), tmp_path / "broken.safetensors")
 
 

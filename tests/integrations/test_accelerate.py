@@ -342,7 +342,7 @@ def test_optimizers_that_cannot_be_prepared():
         accelerator.prepare(model, optimizer, other, initialized)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     model, optimizer = accelerator.prepare(model, optimizer)
-    with pytest.raises(ValueError, match=r"has prepared an optimizer already; call adopt before prepare"):
+    with pytest.raises(ValueError, match=r"has prepared an optimizer already: call adopt before prepare"):
         ApexAccelerator.adopt(accelerator, "O1")
 
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from devices import DEVICE, START_SCRIPT
+from small_programs import near
 from torch import nn
 
 import apex_npu
@@ -26,11 +27,6 @@ def named_apex():
     apex_npu.install_as_apex()
     yield
     apex_npu.uninstall_apex()
-
-
-def near(found, expected, within):
-    found, expected = (value if isinstance(value, torch.Tensor) else torch.tensor(value) for value in (found, expected))
-    return (found - expected).norm() <= within * expected.norm()
 
 
 def network():

@@ -266,7 +266,7 @@ def test_fabric_without_setup():
     fabric = Fabric(accelerator="cpu", devices=1, plugins=ApexFabricPrecision("O2"))
     model = network()
     model, _ = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(RuntimeError, match=r"call model, optimizer = fabric.setup\(\*precision.setup\("):
+    with pytest.raises(RuntimeError, match=r"fabric.setup\(\*precision.setup\("):
         fabric.backward(model(next(iter(loader()))[0]).sum())
 
 

@@ -222,7 +222,7 @@ def test_the_arguments_of_optimizers(tmp_path):
     args = arguments(tmp_path, optim_args="momentum=0.9,nesterov=true")
     expected = {"lr": 1e-2, "momentum": 0.9, "nesterov": True}
     assert optimizer_cls_and_kwargs(args, "NpuFusedSGD") == (optimizers.NpuFusedSGD, expected)
-    with pytest.raises(ValueError, match=r"no optimizer 'NpuFusedAdan'; there are FusedAdagrad, .*NpuFusedSGD"):
+    with pytest.raises(ValueError, match=r"no optimizer 'NpuFusedAdan'; it has FusedAdagrad, .*NpuFusedSGD"):
         optimizer_cls_and_kwargs(args, "NpuFusedAdan")
     with pytest.raises(ValueError, match=r"pairs as in 'momentum=0.9,nesterov=True', got 'momentum'"):
         optimizer_cls_and_kwargs(arguments(tmp_path, optim_args="momentum"))
@@ -269,7 +269,7 @@ def test_what_use_amp_refuses(tmp_path):
         use_amp(trainer_of(tmp_path), "O2", fuse_unscale=True)
     trainer = trainer_of(tmp_path)
     trainer.is_fsdp_enabled = True  # of an accelerator without FSDP2
-    with pytest.raises(ValueError, match=r"opt_level='O2' works with FSDP2 of transformers 5 alone.*'version': 2"):
+    with pytest.raises(ValueError, match=r"opt_level='O2' works only with FSDP2 of transformers 5.*'version': 2"):
         use_amp(trainer, "O2")
     trainer = trainer_of(tmp_path)
     trainer.model.bfloat16()

@@ -136,13 +136,13 @@ def test_a_factory_in_another_file_calls_initialize(attribute, tmp_path):
     [
         ({"main": MAIN, "engine": ENGINE.replace("loss.backward()", "loss.backward() or 1")}, "(A353)"),
         ({"main": MAIN.replace("model.parameters", "model.head.parameters"), "engine": ENGINE}, "(A352)"),
-        ({"main": MAIN, "engine": "import library as fit"}, "no backward is seen"),
+        ({"main": MAIN, "engine": "import library as fit"}, "no call of backward was found"),
         (
             {"main": MAIN.replace("torch.optim.SGD(model.parameters(), 0.1)", "make()"), "engine": ENGINE},
             "no optimizer",
         ),
         ({"main": MAIN + "import other", "engine": ENGINE, "other": OTHER}, "made in several files"),
-        ({"main": MAIN, "engine": ENGINE.replace("import torch", "from apex_npu import amp")}, "has amp already"),
+        ({"main": MAIN, "engine": ENGINE.replace("import torch", "from apex_npu import amp")}, "already uses amp"),
         ({"main": FACTORY, "engine": ENGINE_OF_FACTORY}, "(A351)"),  # or the argument
         ({"main": FACTORY, "engine": OWN_ENGINE + "\nother = main.make(other)"}, "(A351)"),
         (
@@ -150,7 +150,7 @@ def test_a_factory_in_another_file_calls_initialize(attribute, tmp_path):
             "(A351)",
         ),
         ({"main": FACTORY.replace("return optimizer", "return optimizer, 1"), "engine": OWN_ENGINE}, "(A351)"),
-        ({"main": MAIN, "pack__engine": ENGINE}, "no backward is seen"),
+        ({"main": MAIN, "pack__engine": ENGINE}, "no call of backward was found"),
         (
             {"main": MAIN, "engine": ENGINE + "from torch.distributed.fsdp import fully_shard\nfully_shard(net)\n"},
             "parameters are sharded",
@@ -272,12 +272,12 @@ def test_the_command_says_why_amp_stays_out(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--amp", "O3"], "'O3' is none of O1, O2, O4, O5"),
-        (["--amp", "O1", "--amp-args", "opt_level='O2'"], "opt_level cannot be given here"),
-        (["--amp", "O1", "--amp-args", "loss_scale=scale()"], "give names and literals"),
-        (["--amp", "O1", "--amp-args", "128.0"], "no arguments by name"),
+        (["--amp", "O1", "--amp-args", "opt_level='O2'"], "opt_level is not allowed here"),
+        (["--amp", "O1", "--amp-args", "loss_scale=scale()"], "pass keyword arguments with literal values"),
+        (["--amp", "O1", "--amp-args", "128.0"], "no keyword arguments"),
         (["--amp", "O1", "--ignore", "A303"], "the rules of amp apply together"),
         (["--select", "T"], "the rules of amp apply together"),
-        (["--amp-args", "verbosity=0"], "--amp-args goes with --amp"),
+        (["--amp-args", "verbosity=0"], "--amp-args needs --amp"),
     ],
 )
 def test_wrong_usage(arguments, message, tmp_path, capsys):
@@ -303,4 +303,4 @@ def test_a_notebook_gets_amp(tmp_path):
 def test_a_file_that_imports_itself(tmp_path):
     changed, refused = planned(tmp_path, main=MAIN.replace("from engine import fit", "import main as engine"))
     assert changed == {}
-    assert any("no backward is seen" in message for message in refused)
+    assert any("no call of backward was found" in message for message in refused)

@@ -130,7 +130,7 @@ def test_a_copy(tree, tmp_path):
         (("nosuch",), "neither a file nor a folder"),
         (("--write", "--out", "x", "."), "give one of them"),
         (("--out", "x", "a", "b"), "give one path"),
-        (("--report", "a.txt", "."), "names no format"),
+        (("--report", "a.txt", "."), "has no known format"),
         (("--explain", "D999"), "no rule D999"),
         (("--out", "inner", "."), "inner exists"),
         (("--out", "inner/new", "."), "is inside"),
@@ -218,7 +218,7 @@ def test_torch_that_another_file_imports_is_followed(tree, statement):
 def test_torch_that_is_not_followed_leaves_the_file(tree, capsys):
     (tree / "d.py").write_text(STAR)
     assert migrate("--check", tree / "d.py") == 1
-    assert "D102 refused  torch comes by an import from parts.utils, which is not read here" in capsys.readouterr().out
+    assert "D102 refused  torch comes from parts.utils, which is not read here" in capsys.readouterr().out
     assert not plan([tree / "d.py"]).files
 
 

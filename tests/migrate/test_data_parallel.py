@@ -136,7 +136,7 @@ def test_saves_of_imported_files_are_guarded(tmp_path):
     ("main", "helper", "reason"),
     [
         (MAIN, HELPER.replace("torch.save(", "x = torch.save("), "part of another statement"),
-        (MAIN.replace("for x in loader", "for x in points"), HELPER, "no loop over a DataLoader"),
+        (MAIN.replace("for x in loader", "for x in points"), HELPER, "not in a loop over a DataLoader"),
         (MAIN.replace("keep(model)", "model.fc"), HELPER, "model.fc is used"),
     ],
 )
@@ -240,9 +240,9 @@ def test_the_command(tmp_path, capsys):
     assert main(["migrate", "--data-parallel", str(tmp_path / "main.py"), "--model", "model"]) == 0
     assert "P602 changed" in capsys.readouterr().out
     for arguments, words in (
-        (["--data-parallel", str(tmp_path / "nosuch.py"), str(tmp_path)], "no Python file among those"),
-        (["--model", "model", str(tmp_path)], "goes with --data-parallel"),
-        (["--data-parallel", str(tmp_path / "main.py"), "--model", "net"], "made of net.parameters()"),
+        (["--data-parallel", str(tmp_path / "nosuch.py"), str(tmp_path)], "not one of the given Python files"),
+        (["--model", "model", str(tmp_path)], "needs --data-parallel"),
+        (["--data-parallel", str(tmp_path / "main.py"), "--model", "net"], "gets net.parameters()"),
     ):
         assert main(["migrate", *arguments]) in (1, 2)
         printed = capsys.readouterr()

@@ -45,7 +45,7 @@ def test_the_portable_example_runs_on_the_cpu(monkeypatch):
 
 
 def test_all_examples_are_tested():
-    assert len(PAIRS[ENGLISH]) == TEXTS[ENGLISH].count("\nbecomes\n") == 8
+    assert len(PAIRS[ENGLISH]) == TEXTS[ENGLISH].count("\nbecomes\n") > 0
 
 
 def test_examples_in_chinese_are_those_in_english():

@@ -181,8 +181,8 @@ def test_processes_that_are_spawned_have_the_same_settings(at_exit, tmp_path, mo
     [
         (["--also", "nosuchpackage"], "--also nosuchpackage: there is no package of this name"),
         (["--also", "nosuch.package"], "--also nosuch.package: there is no package of this name"),
-        (["--also", "torch"], "--also torch: it is imported already"),
-        (["--changes", "a.txt"], "a.txt names no format"),
+        (["--also", "torch"], "--also torch: it was imported before"),
+        (["--changes", "a.txt"], "a.txt has no known format"),
         (["--changes", "nosuchfolder/a.csv"], "there is no folder"),
     ],
 )
@@ -202,7 +202,7 @@ def test_settings_of_the_rules_go_with_a_device(words, tmp_path, capsys):
     (tmp_path / "a.py").touch()
     with pytest.raises(SystemExit, match="2"):
         main(["run", *words, str(tmp_path / "a.py")])
-    assert "go with --device npu" in capsys.readouterr().err
+    assert "need --device npu" in capsys.readouterr().err
 
 
 def test_a_module_that_does_not_parse_fails_as_ever(rewriter, tmp_path):
@@ -275,5 +275,5 @@ def test_a_script_and_the_processes_that_it_spawns(tmp_path, way):
     assert sorted(printed[1:]) == ["(1, 'npu:0', 'helper')", "(1, 'npu:0', 'train')"], done.stderr
     assert done.stderr.count("the script's arguments are --device npu:0") == 1
     assert "nn.DataParallel does not run on npu" in done.stderr
-    assert "places in 2 files ran as npu's" in done.stderr
+    assert "places in 2 files were rewritten for npu" in done.stderr
     assert (tmp_path / "helper.py").read_text() == HELPER

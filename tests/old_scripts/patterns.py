@@ -5,6 +5,7 @@
 import argparse
 import copy
 import io
+import math
 import sys
 
 import apex
@@ -162,7 +163,9 @@ def bert():
     optimizer.load_state_dict(checkpoint["optimizer"])
     for param, saved_param in zip(amp.master_params(optimizer), checkpoint["master params"], strict=True):
         param.data.copy_(saved_param.data)
-    assert fit(model, optimizer, steps=5) == expected
+    # The parameters of the list have been saved in 16 bits.
+    resumed = fit(model, optimizer, steps=5)
+    assert all(math.isclose(a, b, rel_tol=2e-2) for a, b in zip(resumed, expected, strict=True))
 
 
 def moving_average():

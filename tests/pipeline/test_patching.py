@@ -37,8 +37,8 @@ def test_there_and_back_leaves_every_byte(tree, era, tmp_path):
     assert patched == snapshot(other) != before
     assert Checkout(tree).patch().startswith("already patched: ")
     assert snapshot(tree) == patched
-    assert Checkout(tree).patch(reverse=True).startswith("now as upstream has it: ")
-    assert Checkout(tree).patch(reverse=True).startswith("already as upstream has it: ")
+    assert Checkout(tree).patch(reverse=True).startswith("now unmodified: ")
+    assert Checkout(tree).patch(reverse=True).startswith("already unmodified: ")
     assert snapshot(tree) == before
     assert git(tree, "status", "--porcelain", "--ignored") == ""
 

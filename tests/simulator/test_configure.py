@@ -214,7 +214,7 @@ def test_padded_format() -> None:
     assert (torch_npu.get_npu_format(back), torch_npu.get_storage_size(back)) == (2, 35)
     image = torch_npu.npu_format_cast(torch.ones(2, 3, 5, 5, device="npu"), 3)
     assert torch_npu.get_storage_size(image) == 2 * 3 * 256
-    with pytest.raises(ValueError, match=r"acl_format must be one of .*29 \(FRACTAL_NZ\).*, got 99"):
+    with pytest.raises(ValueError, match=r"acl_format .*got 99"):
         torch_npu.npu_format_cast(x, 99)
     with pytest.raises(RuntimeError, match="must be on npu, got one on cpu"):
         torch_npu.get_npu_format(torch.ones(3))

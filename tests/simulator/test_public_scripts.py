@@ -223,7 +223,7 @@ def test_other_arguments_of_these_operators():
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_these_operators_refuse_tensors_of_the_host(name):
-    with pytest.raises(RuntimeError, match=f"{name}: tensors must be on npu, got one on cpu"):
+    with pytest.raises(RuntimeError, match=f"{name}: .* npu, .* cpu"):
         getattr(torch_npu(), name)(*OPERATORS[name][0])
 
 
@@ -275,7 +275,7 @@ def test_names_of_torch_npu_in_torch():
 
 def test_operators_of_matrices_refuse_more_dimensions():
     for name, other in (("npu_linear", Y[0].T), ("npu_softmax_cross_entropy_with_logits", X)):
-        with pytest.raises(RuntimeError, match=f"{name} takes matrices, got a tensor of 3 dimensions"):
+        with pytest.raises(RuntimeError, match=f"{name} .* 3 dimensions"):
             getattr(torch_npu(), name)(X.npu(), other.npu())
 
 

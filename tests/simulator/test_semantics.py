@@ -70,7 +70,7 @@ def test_numpy_is_refused(read: Callable[[Tensor], object]) -> None:
 @pytest.mark.parametrize("device", ["npu:2", "npu:7"])
 def test_devices_that_do_not_exist_are_refused(device: str) -> None:
     for make in (lambda: torch.zeros(3, device=device), lambda: torch.zeros(3).to(device)):
-        with pytest.raises(RuntimeError, match=r"npu:\d does not exist: the index must be in \[0, 2\)"):
+        with pytest.raises(RuntimeError, match=r"npu:\d .*\[0, 2\)"):
             make()
     with pytest.raises(RuntimeError, match="does not exist"):
         torch.npu.set_device(2)

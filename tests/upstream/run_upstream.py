@@ -3,10 +3,12 @@
 """Run the amp and fp16_utils tests of a checkout of NVIDIA's Apex against this package, under the name apex.
 
     python tests/upstream/run_upstream.py path/to/apex [--device npu] [--installed] [-k part of a name]
+    python tests/upstream/run_upstream.py --clone path/to/clone
 
 Only the tests are taken from the checkout. They are written for CUDA: in their source, on its way into the
 interpreter, CUDA's names are replaced by those of the device. What needs the CUDA kernels of amp_C skips itself.
 With --installed they meet the apex that is installed, a wheel of scripts/build.sh, rather than install_as_apex.
+--clone runs those of both commits of patch/ERAS.toml that have amp, on the CPU and on an NPU that is simulated here.
 """
 
 from __future__ import annotations
@@ -15,10 +17,14 @@ import argparse
 import contextlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import io
 import os
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
 import types
 import unittest
@@ -28,6 +34,7 @@ from pathlib import Path
 import torch
 
 import apex_npu
+from apex_npu.compat.pipeline import eras
 
 FOLDERS = ("tests/L0/run_amp", "tests/L0/run_fp16util")
 # It skips itself without amp_C, but our FusedSGD does without: an empty module lets it run.
@@ -147,7 +154,27 @@ def flat(suite):
             yield item
 
 
+def run_clone(clone: str) -> int:
+    """Run the tests of each era that has amp, on each device, in processes of their own."""
+    if not clone:
+        sys.exit("make upstream: name a checkout of Apex that has apex/amp, APEX=path, or a clone, APEX_UPSTREAM=path")
+    with_amp = [era for era in eras.load() if "apex/amp/__init__.py" in era.has]
+    devices = ["cpu", *(["npu"] if importlib.util.find_spec("npu_simulator") else [])]
+    for era in with_amp:
+        with tempfile.TemporaryDirectory() as folder:
+            archive = ["git", "-C", clone, "archive", "-o", f"{folder}/tests.tar", era.commit, "tests/L0"]
+            subprocess.run(archive, check=True)
+            shutil.unpack_archive(f"{folder}/tests.tar", folder)
+            for device in devices:
+                print(f"==> NVIDIA's own tests of {era.commit} on the {device}", flush=True)
+                if subprocess.run([sys.executable, __file__, folder, "--device", device]).returncode:
+                    return 1
+    return 0
+
+
 def main() -> int:
+    if sys.argv[1:2] == ["--clone"]:
+        return run_clone(*sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("apex", type=Path, help="a checkout of https://github.com/NVIDIA/apex that has apex/amp")
     parser.add_argument("--device", default="cpu", help='"cpu", or "npu", simulated where there is none')

@@ -71,9 +71,12 @@ class Result:
         return bool(self.counts["failed"] + self.counts["error"])
 
 
-def test_files(paths: list[Path]) -> list[Path]:
-    """The test files that ``paths`` name or contain, those that take longest first."""
-    found = [file for path in paths for file in (sorted(path.rglob("test_*.py")) if path.is_dir() else [path])]
+def test_files(paths: list[Path], options: list[str]) -> list[Path]:
+    """The files in ``paths`` of which ``options`` choose a test, those that take longest first."""
+    done = run_pytest(["--collect-only", *options, *map(str, paths)])
+    if done.returncode:
+        sys.exit(f"no test is chosen, or a file cannot be imported:\n{done.stdout}")
+    found = [ROOT / name for name in re.findall(r"^(\S+\.py)::", done.stdout, flags=re.MULTILINE)]
     return sorted(dict.fromkeys(found), key=lambda file: file.stem not in LONGEST_FIRST)
 
 
@@ -99,21 +102,25 @@ def run(files: tuple[Path, ...], options: list[str], not_found: Path) -> list[Re
     return [result]
 
 
-def run_process(files: tuple[Path, ...], options: list[str], not_found: Path) -> Result:
-    """Run the tests of ``files`` in one process."""
-    begun = time.monotonic()
+def run_pytest(arguments: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """pytest on the device, in a process of its own."""
     environment = {
         "HOST_CANN_QUIET": "1",
         **os.environ,
         "APEX_NPU_TEST_DEVICE": "npu",
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # torch would import torch_npu before there is anything to run it on
-        "HOST_CANN_NOT_FOUND": str(not_found),
+        **variables,
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *options]
-    command += map(str, files)
-    done = subprocess.run(
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+
+
+def run_process(files: tuple[Path, ...], options: list[str], not_found: Path) -> Result:
+    """Run the tests of ``files`` in one process."""
+    begun = time.monotonic()
+    done = run_pytest([*options, *map(str, files)], HOST_CANN_NOT_FOUND=str(not_found))
     counts = Counter({name: int(n) for n, name in re.findall(r"(\d+) (\w+?)s?\b", _last_line(done.stdout))})
     if done.returncode not in (0, 1, 5) or (done.returncode == 1 and not counts["failed"] + counts["error"]):
         counts["error"] += 1  # it was ended, or could not be collected
@@ -159,7 +166,7 @@ def main() -> int:
     if reason := host_cann.unavailable():
         print(f"tests on the vendor's torch_npu are skipped: {reason}")
         return 0
-    groups = grouped(test_files([path.resolve() for path in arguments.paths]), arguments.together)
+    groups = grouped(test_files([path.resolve() for path in arguments.paths], options), arguments.together)
     if arguments.log:
         arguments.log.mkdir(parents=True, exist_ok=True)
     counts: Counter[str] = Counter()

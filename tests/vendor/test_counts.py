@@ -3,7 +3,7 @@
 """Launches, waits and bytes of apex_npu on the vendor's torch_npu: exact, and at most those of the best baseline.
 
 The others are torch_npu's own fused optimizers with its GradScaler, and torch.optim's foreach and fused ones with
-torch's. ``benchmarks/npu_counts.py`` has what they do.
+torch's. ``benchmarks/studies/npu_counts.py`` has what they do.
 """
 
 import functools

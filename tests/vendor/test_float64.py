@@ -26,7 +26,7 @@ def test_refused_before_anything_moves(cls):
         host_cann.count() as counted,
         pytest.raises(
             TypeError,
-            match=rf"{cls.__name__}: parameter 0 of shape \(2, 3\) is torch.float64 on npu:0, whose operators take",
+            match=rf"{cls.__name__}: parameter 0 .* torch.float64 on npu:0",
         ),
     ):
         cls(model.parameters(), lr=0.1)

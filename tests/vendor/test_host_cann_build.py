@@ -115,19 +115,19 @@ def test_what_a_killed_build_leaves_is_removed(packages: Path, builds: list[Path
 def test_a_cache_that_cannot_be_written(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (packages / "file").touch()
     monkeypatch.setenv("HOST_CANN_BUILD", str(packages / "file/cache"))
-    with pytest.raises(BuildError, match=r"cannot be kept in .*file/cache .*HOST_CANN_BUILD"):
+    with pytest.raises(BuildError, match=r"file/cache .*HOST_CANN_BUILD"):
         build.build()
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(BuildError, match=r"no no-such-compiler on PATH.*install g\+\+"):
+    with pytest.raises(BuildError, match=r"no-such-compiler.*g\+\+"):
         build._compiler()
 
 
 def test_no_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(BuildError, match=r"torch_npu is not installed.*pip install --no-deps torch_npu"):
+    with pytest.raises(BuildError, match="pip install --no-deps torch_npu"):
         build._package("torch_npu")
 
 
@@ -157,7 +157,7 @@ def test_a_file_of_dtypes_is_found_from_every_folder(tmp_path: Path, monkeypatch
 
 def test_no_file_of_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOST_CANN_DTYPES", "nowhere.txt")
-    with pytest.raises(FileNotFoundError, match=r"HOST_CANN_DTYPES='nowhere.txt': there is no file .*set it to 1"):
+    with pytest.raises(FileNotFoundError, match=r"HOST_CANN_DTYPES='nowhere.txt': "):
         installation._set_dtypes()
 
 

@@ -13,12 +13,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from apex_npu.amp.grad_groups import GradGroup, any_raised, unscale
-from apex_npu.amp.master_grads import MasterGradGroup
-from apex_npu.amp.master_params import copy_masters_to_model
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
 from apex_npu.amp.preconditions import check_plain
 from apex_npu.amp.saturation import clear_saturation, read_and_clear_saturation
-from apex_npu.amp.session import current
+from apex_npu.amp.session import current, warn_once
+from apex_npu.amp.widened_grads import WidenedGrads
 from apex_npu.compat.amp.scaler import LossScaler
 from apex_npu.ops import LOW_PRECISION
 
@@ -52,18 +51,14 @@ def _legacy(state: AmpOptimizerState) -> Legacy:
 
 
 def set_grads_aside(groups: list[GradGroup]) -> Aside:
-    """Stash the current gradients for ``unscale_and_add``, so that a scaled backward does not add to them.
-
-    The masters keep their gradients, since backward does not write there.
-    """
+    """Stash the current gradients for ``unscale_and_add``, so that a scaled backward does not add to them."""
     clear_saturation(groups)
     aside: Aside = {}
     for group in groups:
-        if isinstance(group, MasterGradGroup):
-            group.drop_cleared()
-            group.copied.put_aside()
-        for param, source in zip(group.params, group.sources, strict=True):
-            if param is source and param.grad is not None:
+        if isinstance(group, WidenedGrads):
+            group.begin_block(1.0)  # which it adds itself
+        for param in group.params:
+            if param.grad is not None:
                 # A fused optimizer's gradient is a view of a buffer, into which the next gradient is gathered.
                 aside[id(param)] = param, param.grad if group.flat is None else param.grad.clone()
                 param.grad = None
@@ -72,7 +67,7 @@ def set_grads_aside(groups: list[GradGroup]) -> Aside:
 
 @torch.no_grad()
 def unscale_and_add(groups: list[GradGroup], aside: Aside, scaler: LossScaler) -> None:
-    """Unscale the backward's gradients by ``scaler``, copy them to the masters, and add the stashed ones."""
+    """Unscale the backward's gradients by ``scaler``, and add the stashed ones."""
     saturated = scaler.dynamic and read_and_clear_saturation(groups)
     found_inf = any_raised(unscale(groups, scaler.loss_scale(), check=scaler.dynamic)) or saturated
     for param, grad in aside.values():
@@ -109,8 +104,8 @@ class AmpStash:
 
     The lists are built at each access and cannot be edited. The flags can be assigned.
     ``params_have_scaled_gradients`` says whether the present gradients are scaled, by the first loss scale. The other
-    flags change nothing: masters exist from ``initialize`` on, and amp itself knows when to skip. Other names can be
-    assigned as well and are kept.
+    flags change nothing: float32 values exist from ``initialize`` on, and amp itself knows when to skip. Other names
+    can be assigned as well and are kept.
     """
 
     __slots__ = ("_optimizer", "_state")
@@ -129,6 +124,9 @@ class AmpStash:
         if name in _COMBINED and hasattr(self._optimizer, "combined_by_group"):
             by_group = self._optimizer.combined_by_group
             return _live([[getattr(each, _COMBINED[name]) for each in combined] for combined in by_group])
+        if name in _COPIES and self._state.widens:
+            copies = self._copies()
+            return _live(copies if name == "fp32_from_fp16_groups" else _flat(copies))
         found = self._lists() if name in _LISTS else {}
         if name in found:
             return _live(found[name])
@@ -159,7 +157,8 @@ class AmpStash:
             _legacy(state).names[name] = value
 
     def __dir__(self) -> list[str]:
-        return sorted([*_FLAGS, *self._lists(), *_legacy(self._state).names])
+        copies = _COPIES if self._state.widens else ()
+        return sorted([*_FLAGS, *self._lists(), *copies, *_legacy(self._state).names])
 
     def _lists(self) -> dict[str, list[Any]]:
         """Return the lists that exist at this level."""
@@ -174,19 +173,29 @@ class AmpStash:
             wide = [p for p in _flat(groups) if p.dtype not in LOW_PRECISION]
             lists = {"all_fp16_params": low, "all_fp32_params": wide}
             return {**lists, "all_fp16_grad_stash": stashed(low), "all_fp32_grad_stash": stashed(wide)}
-        model_of = {id(pair.master_param): pair.model_param for pair in self._state.pairs}
-        masters = [[p for p in params if id(p) in model_of] for params in groups]
-        models = [[model_of[id(p)] for p in params] for params in masters]
-        others = [[p for p in params if id(p) not in model_of and p.requires_grad] for params in groups]
+        have = set(map(id, self._state.masters.params()))
+        models = [[p for p in params if id(p) in have] for params in groups]
+        others = [[p for p in params if id(p) not in have and p.requires_grad] for params in groups]
         return {
             "fp16_groups": models,
-            "fp32_from_fp16_groups": masters,
             "fp32_from_fp32_groups": others,
             "all_fp16_params": _flat(models),
-            "all_fp32_from_fp16_params": _flat(masters),
             "all_fp32_from_fp32_params": _flat(others),
             "all_fp32_from_fp32_grad_stash": stashed(_flat(others)),
         }
+
+    def _copies(self) -> list[list[Tensor]]:
+        """Return float32 copies of the 16-bit parameters of each group, with their gradients."""
+        warn_once(self._optimizer, COPIES)
+        return [[_float32_copy(self._state, p) for p in params] for params in self._lists()["fp16_groups"]]
+
+
+def _float32_copy(state: AmpOptimizerState, param: Tensor) -> Tensor:
+    low = param.detach()
+    value = state.masters.float32(param, low)
+    copy = low.float() if value is None else value
+    copy.grad = param.grad if param.grad is None else param.grad.float()
+    return copy
 
 
 def _live(found: list[Any]) -> LiveList:
@@ -202,6 +211,13 @@ _LISTS = {
     "all_fp32_from_fp32_params", "all_fp32_from_fp32_grad_stash", "all_fp32_params", "all_fp16_grad_stash",
     "all_fp32_grad_stash",
 }  # fmt: skip
+_COPIES = ("fp32_from_fp16_groups", "all_fp32_from_fp16_params")
+# Emitted once for each optimizer.
+COPIES = (
+    "_amp_stash.fp32_from_fp16_groups and all_fp32_from_fp16_params are float32 copies of the model's 16-bit "
+    "parameters: writing to them has no effect. Write to the model's parameters; `with "
+    "amp.float32_params(optimizer):` gives them their float32 values"
+)
 _FLAGS: dict[str, Callable[[AmpOptimizerState], bool]] = {
     "lazy_init_called": lambda state: True,
     "already_patched": lambda state: state.skip,
@@ -244,14 +260,13 @@ class LegacyOptimizerNames(Optimizer):
         )
 
     def _amp_lazy_init(self) -> None:
-        """Do nothing: masters exist from ``initialize`` on."""
+        """Do nothing: float32 values exist from ``initialize`` on."""
 
     def _lazy_init_maybe_master_weights(self) -> None:
-        """Do nothing: masters exist from ``initialize`` on."""
+        """Do nothing: float32 values exist from ``initialize`` on."""
 
     def _master_params_to_model_params(self) -> None:
-        """Round the masters into the model after the script has written to them."""
-        copy_masters_to_model(self._amp_state.pairs)
+        """Do nothing: writes to parameters count at once."""
 
     def _prepare_amp_backward(self) -> None:
         """Set the existing gradients aside before one or several backwards that the script scales."""
@@ -264,7 +279,7 @@ class LegacyOptimizerNames(Optimizer):
             _legacy(state).aside = set_grads_aside(groups)
 
     def _post_amp_backward(self, loss_scaler: LossScaler) -> None:
-        """Unscale the gradients of the backwards, copy them to the masters, and add the ones set aside."""
+        """Unscale the gradients of the backwards, and add the ones set aside."""
         state: AmpOptimizerState = self._amp_state
         unscale_and_add(state.grad_groups(self), _legacy(state).aside or {}, loss_scaler)
         _legacy(state).aside = None

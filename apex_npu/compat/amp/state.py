@@ -48,7 +48,7 @@ class AmpState:
     As in Apex, the attributes that ``initialize`` sets do not exist before it, so that ``hasattr`` can be used.
 
     Attributes:
-        hard_override: Makes ``warn_or_err`` print instead of raise. It lifts no check of this library.
+        hard_override: Makes ``warn_or_err`` print instead of raise. It disables no check of this library.
     """
 
     _hard_override = False
@@ -61,7 +61,9 @@ class AmpState:
     @hard_override.setter
     def hard_override(self, value: bool) -> None:
         if value:
-            warn("hard_override lifts no check of amp.initialize here: drop the arguments that contradict opt_level")
+            warn(
+                "hard_override disables no check of amp.initialize here: remove the arguments that contradict opt_level"
+            )
         self._hard_override = bool(value)
 
     @property
@@ -97,7 +99,7 @@ class AmpState:
 def _session(name: str) -> Session:
     session = current()
     if session is None:
-        raise AttributeError(f"_amp_state.{name} is there once amp.initialize has been called")
+        raise AttributeError(f"_amp_state.{name} exists only after amp.initialize has been called")
     return session
 
 
@@ -108,7 +110,7 @@ def _options(session: Session) -> DynamicScaleOptions:
 
 def _handle(session: Session) -> AmpHandle:
     if not (session.policy.enabled and session.policy.patch_torch_functions):
-        raise AttributeError(f"amp has a handle at O1 alone, not at {session.policy.opt_level}")
+        raise AttributeError(f"amp has a handle only at O1, not at {session.policy.opt_level}")
     return AmpHandle(session)
 
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from apex_npu.amp.master_params import copy_masters_to_model
-from apex_npu.amp.optimizer_state import AmpOptimizerState, inner_optimizer
-from apex_npu.amp.policy import OPT_LEVELS
+from apex_npu.amp.grad_groups import GradGroup
+from apex_npu.amp.grad_layout import make_grad_groups
+from apex_npu.amp.optimizer_state import inner_optimizer
 from apex_npu.compat.amp.scaler import LossScaler
 from apex_npu.compat.amp.stash import Aside, set_grads_aside, unscale_and_add
 from apex_npu.ops import LOW_PRECISION
@@ -79,24 +79,31 @@ class FP16_Optimizer:
         self._spoiled = False
 
     def _make_masters(self) -> None:
-        self._state = AmpOptimizerState(OPT_LEVELS["O2"])
-        self._state.masters.make(self.optimizer)
-        self._state.masters.end_following()  # a script's writes to the model are lost here, as in Apex
-        # Casts existing state to the masters' dtype.
-        self.optimizer.load_state_dict(self.optimizer.state_dict())
-        model_of = {id(pair.master_param): pair.model_param for pair in self._state.pairs}
         # Per group: the parameters that have masters, these masters, and the trainable float32 parameters.
         self.fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp32_groups: list[list[Tensor]] = []
+        state: Any = self.optimizer.state
         for i, group in enumerate(self.optimizer.param_groups):
-            masters = [p for p in group["params"] if id(p) in model_of]
+            low = [p for p in group["params"] if p.requires_grad and p.dtype in LOW_PRECISION]
+            masters: list[Tensor] = [nn.Parameter(p.detach().float()) for p in low]
+            master_of = dict(zip(map(id, low), masters, strict=True))
+            wide = [p for p in group["params"] if id(p) not in master_of and p.requires_grad]
+            group["params"][:] = [master_of.get(id(p), p) for p in group["params"]]
+            for param, master in zip(low, masters, strict=True):
+                if param in state:
+                    state[master] = state.pop(param)
+            self.fp16_groups.append(low)
             self.fp32_from_fp16_groups.append(masters)
-            self.fp16_groups.append([model_of[id(p)] for p in masters])
-            self.fp32_from_fp32_groups.append([p for p in group["params"] if id(p) not in model_of and p.requires_grad])
+            self.fp32_from_fp32_groups.append(wide)
             self.maybe_print(f"FP16_Optimizer processing param group {i}:")
-            for param in (*self.fp16_groups[-1], *self.fp32_from_fp32_groups[-1]):
+            for param in (*low, *wide):
                 self.maybe_print(f"FP16_Optimizer received {param.dtype} with {param.size()}")
+        # Casts existing state to the masters' dtype.
+        self.optimizer.load_state_dict(self.optimizer.state_dict())
+
+    def _grad_groups(self) -> list[GradGroup]:
+        return make_grad_groups([p for group in self.optimizer.param_groups for p in group["params"]], [])
 
     @property
     def all_fp16_params(self) -> list[Tensor]:
@@ -135,7 +142,9 @@ class FP16_Optimizer:
         With ``update_master_grads=False`` gradients stay scaled for further calls. Call that method before ``step``.
         """
         if self._aside is None:
-            self._aside = set_grads_aside(self._state.grad_groups(self.optimizer))
+            self._aside = set_grads_aside(self._grad_groups())
+            for param in self.all_fp16_params:
+                param.grad = None
         (loss.float() * self.loss_scaler.loss_scale()).backward(retain_graph=retain_graph)
         if update_master_grads:
             self.update_master_grads()
@@ -143,7 +152,9 @@ class FP16_Optimizer:
     def update_master_grads(self) -> None:
         """Unscale the gradients, copy them to the masters, check for inf and nan, and update the scale."""
         self.loss_scaler.clear_overflow_state()
-        unscale_and_add(self._state.grad_groups(self.optimizer), self._aside or {}, self.loss_scaler)
+        for param, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True):
+            master.grad = None if param.grad is None else param.grad.detach().float()
+        unscale_and_add(self._grad_groups(), self._aside or {}, self.loss_scaler)
         self._aside = None
         self.overflow = self._spoiled = self.loss_scaler.update_scale() or self._spoiled
 
@@ -188,7 +199,9 @@ class FP16_Optimizer:
         return loss
 
     def _master_params_to_model_params(self) -> None:
-        copy_masters_to_model(self._state.pairs)
+        with torch.no_grad():
+            for param, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True):
+                param.copy_(master)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """Return the gradients of what the optimizer steps, per group; after an overflow warn and return None."""

@@ -16,7 +16,7 @@ __all__ = ["LARC"]
 class LARC:
     """An optimizer wrapper that gives each parameter its own learning rate by scaling its gradient before the step.
 
-    With p the parameter, g its gradient and wd the group's weight decay, which LARC applies:
+    p is the parameter, g its gradient and wd the group's weight decay. LARC applies the decay itself:
 
         local_lr = trust_coefficient · |p| / (|g| + wd · |p| + eps)
         factor = min(local_lr / lr, 1) if clip else local_lr

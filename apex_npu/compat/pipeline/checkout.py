@@ -99,7 +99,7 @@ class Checkout:
             PipelineError: The checkout is neither unmodified nor patched, or cannot be written. It stays unchanged.
         """
         era, (upstream, patched), is_patched = self.inspect()
-        said = f"{'as upstream has it' if reverse else 'patched'}: {self.shown}, Apex {self.head[:8]} (era {era.name})"
+        said = f"{'unmodified' if reverse else 'patched'}: {self.shown}, Apex {self.head[:8]} (era {era.name})"
         if is_patched is not reverse:
             return f"already {said}"
         try:
@@ -138,7 +138,7 @@ class Checkout:
             edited = sorted(from_upstream & from_patched)
             what = f"has other changes in {', '.join(edited)}" if edited else "is half patched"
             raise PipelineError(
-                f"{at} {what}; it has to be as upstream has it, or patched. Set the changes aside (git stash "
+                f"{at} {what}; it must be unmodified or patched. Set the changes aside (git stash "
                 "--include-untracked), or make a fresh clone"
             )
         return era, (upstream, patched), not from_patched

@@ -67,10 +67,10 @@ def _check(options: argparse.Namespace) -> str:
 
 def add_parser(commands: Commands) -> None:
     """Add the command ``patch``."""
-    help = "patch a checkout of NVIDIA's Apex, so that it answers with apex_npu, or take the patch out"
+    help = "patch a checkout of NVIDIA's Apex to use apex_npu, or remove the patch"
     parser = add_command(commands, "patch", _printed(_patch), help)
     parser.add_argument("folder", type=Path, metavar="DIR", help="a git checkout of NVIDIA's Apex")
-    parser.add_argument("--reverse", action="store_true", help="take the patch out, byte for byte")
+    parser.add_argument("--reverse", action="store_true", help="remove the patch, byte for byte")
 
 
 def add_other_parsers(commands: Commands) -> None:
@@ -80,10 +80,10 @@ def add_other_parsers(commands: Commands) -> None:
     ref = "a commit, tag or branch, or an era of ERAS.toml; default: a checkout's own"
     gen.add_argument("--ref", help=ref)
     gen.add_argument("--out", type=Path, metavar="DIR", default=Path("build/apex"), help="default: %(default)s")
-    gen.add_argument("--reverse", action="store_true", help="take the patch out of --out again, byte for byte")
+    gen.add_argument("--reverse", action="store_true", help="remove the patch from --out, byte for byte")
     help = "write patch/<era>/npu.patch from an edited checkout of its commit"
     make_patch = add_command(commands, "make-patch", _printed(_make_patch), help)
     make_patch.add_argument("folder", type=Path, metavar="DIR")
-    check = add_command(commands, "check", _printed(_check), "check every patch whose commit is at hand")
+    check = add_command(commands, "check", _printed(_check), "check every patch whose commit is available")
     source = "a checkout or mirror of NVIDIA's Apex"
     check.add_argument("--source", metavar="DIR|URL", required=True, help=source)

@@ -29,7 +29,7 @@ class Era:
         return FOLDER / self.name / "npu.patch"
 
     def matches(self, files: set[str]) -> bool:
-        """Whether a tree with these files is of this era."""
+        """Return whether a tree with these files is of this era."""
         return files.issuperset(self.has) and files.isdisjoint(self.lacks)
 
 

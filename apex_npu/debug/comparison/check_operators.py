@@ -27,8 +27,8 @@ from apex_npu.debug.watching.places import Names
 from apex_npu.debug.watching.second_opinion import call_wide, function_of_host
 from apex_npu.debug.watching.stream import Consumer, Stream
 
-# Above the first, in units of the coarsest dtype's eps, the CPU's own kernel is called. Above the second, in multiples
-# of the error that this kernel or the dtype explains, an operator is blamed.
+# The CPU's own kernel is called for errors above the first number, in units of the coarsest dtype's eps. An operator is
+# blamed for an error above the second, in multiples of the error that this kernel or the dtype explains.
 _USUAL, _TIMES = 4.0, 8.0
 # The results of these are sums of products of their inputs, or are linear in such sums. So are those of the operators
 # in torch's FLOP registry.
@@ -57,7 +57,7 @@ class OperatorError:
         source: The text of the line of code.
         dtype: The dtype of the result that differs most.
         shape: The shape of the result that differs most.
-        error: The norm of the difference over the norm of the result, in units of ``eps``. Where terms of a sum cancel,
+        error: The norm of the difference over the norm of the result, in units of ``eps``. If terms of a sum cancel,
             the divisor is at least the norm of the sums of their magnitudes, times float32's eps over ``eps``.
         eps: The eps of the coarsest dtype among inputs and results.
         host_error: The ``error`` of the CPU's own kernel in the same dtypes; None if it was not called.
@@ -78,7 +78,7 @@ class OperatorError:
 
     @property
     def is_blamed(self) -> bool:
-        """Whether neither the dtype nor the error of the CPU's kernel in it explains the error."""
+        """Whether the error is larger than the dtype, or the CPU's kernel in the same dtypes, explains."""
         return self.host_error is not None and self.error > _TIMES * max(1.0, self.host_error)
 
     def __str__(self) -> str:
@@ -120,14 +120,15 @@ class CheckedOperators:
             lines.append(f"and {len(blamed) - _SHOWN} more")
         if blamed:
             lines.append(
-                "do: compute these in float32 (amp.register_float_function, amp.disable_casts()) to see whether it is "
-                "the dtype; on inputs as above, compare the device with the CPU; then report the operator to its vendor"
+                "do: compute these in float32 (amp.register_float_function, amp.disable_casts()) to see whether "
+                "the dtype is the cause; compare the device with the CPU on such inputs; then report the operator "
+                "to the device's vendor"
             )
         explained = [one for one in self.errors if one.host_error is not None and not one.is_blamed]
         if explained:
             lines.append(
-                f"{len(explained)} with an error of more than {_USUAL:g} eps, which the CPU's kernel has, too: "
-                f"{explained[0].error:.3g} eps, {explained[0]}"
+                f"{len(explained)} have an error of more than {_USUAL:g} eps that the CPU's kernel has, too; the "
+                f"largest: {explained[0].error:.3g} eps, {explained[0]}"
             )
         others = [one for one in self.errors if one.host_error is None]
         if others:
@@ -234,7 +235,7 @@ def _kind_of(results: Sequence[Tensor]) -> str:
 
 
 def _magnitudes(ran: Execution) -> list[Tensor]:
-    """Repeat a sum, or sum of products, on its inputs' magnitudes in float64; return [] for other operators."""
+    """Repeat a sum, or a sum of products, on its inputs' magnitudes in float64; return [] for other operators."""
     if ran.operator.plain not in _SUMS and ran.func.overloadpacket not in flop_registry:
         return []
 
@@ -258,7 +259,7 @@ def _call_on_host(ran: Execution, *, dense: bool) -> list[Tensor]:
     def placed(value: Any) -> Any:
         if isinstance(value, Tensor):
             host = value.detach().cpu()
-            return host.contiguous().clone() if dense else _copy(host)  # the kernel may write what it does not declare
+            return host.contiguous().clone() if dense else _copy(host)  # the kernel may write more than it declares
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
     args, kwargs = mapped(placed, ran.before)
@@ -329,7 +330,7 @@ class check_operators(WatchingContext):
         """Check the arguments."""
         super().__init__(models)
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
-            raise ValueError(f"seconds must be positive, how long the host may compute, got {seconds!r}")
+            raise ValueError(f"seconds, the time that the host may compute, must be positive, got {seconds!r}")
         self._seconds = float(seconds)
 
     def __enter__(self) -> CheckedOperators:
@@ -337,8 +338,8 @@ class check_operators(WatchingContext):
         devices = {p.device for model in models for p in model.parameters() if p.device.type != "meta"}
         if any(for_device(device).saturates() for device in devices):
             raise RuntimeError(
-                "check_operators cannot tell a wrong result from one that has saturated, as this device does; use "
-                "find_overflow there"
+                "check_operators does not support devices that saturate, such as this one, because a saturated "
+                "result looks like a wrong one: use find_overflow instead"
             )
         self._check = Check(self._seconds)
         self.stream = Stream(Names(models), self._check)
@@ -356,4 +357,4 @@ class check_operators(WatchingContext):
             self._check.sort()
             found.left_out.update(stream.not_measured)
             if not is_complete:
-                found.left_out["all after a dispatch mode that was entered before was left"] += 1
+                found.left_out["all after an outer dispatch mode was left"] += 1

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``compare``: two recorded iterations side by side, and the first row where they part."""
+"""``compare``: two recorded iterations side by side, and the first row where they diverge."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def compare(
     .. math:: \|c - r\| / \|r\|
 
     in float64, over the elements that are kept. A floor is a record of the candidate's level on a trusted device. With
-    it, a row has the ratio of its error to the error of the floor, or to 2^-12 if that is more. The first row in the
-    order of execution whose ratio is above 4 is the operator or the module where the runs part. A result of fewer than
-    16 elements also uses the floor of the row before it.
+    it, a row has the ratio of its error to the error of the floor, or to 2^-12 if that is more. The runs diverge at the
+    operator or module of the first row, in the order of execution, whose ratio is above 4. A result of fewer than 16
+    elements also uses the floor of the row before it.
 
     Args:
         reference: A file of ``record``, for example of O0 on the CPU.
@@ -63,8 +63,8 @@ def compare(
         check_comparable(first, other, (paths[0], path))
     if floor is not None and records[2].level != second.level:
         raise ValueError(
-            f"floor={paths[2]} is of level {records[2].level or 'none'}, and {paths[1]} of {second.level or 'none'}: "
-            "record the floor at the level of the candidate"
+            f"floor={paths[2]} was recorded at level {records[2].level or 'none'}, but {paths[1]} at "
+            f"{second.level or 'none'}: record the floor at the level of the candidate"
         )
     matched = [line_up(first.rows, other.rows) for other in records[1:]]
     differing: list[str] = []
@@ -152,8 +152,8 @@ def _notes(records: Sequence[Recorded], paths: Sequence[str], unjudged: Sequence
     scales = [f"{path} has {record.scale:g}" for record, path in zip(records, paths, strict=True)]
     if len({record.scale for record in records}) > 1:
         yield (
-            f"the loss scales differ: {', '.join(scales)}; backward is compared divided by them, but what overflows or "
-            "underflows is another: a static loss_scale makes them the same"
+            f"the loss scales differ: {', '.join(scales)}; gradients are divided by them before the comparison, but "
+            "overflow and underflow at other values: use the same static loss_scale in all runs"
         )
     if unjudged:
         yield f"{listed(unjudged)}: not judged, as {paths[2]} has no such row"

@@ -24,8 +24,8 @@ def check_comparable(reference: Recorded, other: Recorded, names: tuple[str, str
     """
     if reference.samples != other.samples:
         raise ValueError(
-            f"{names[1]} keeps samples={other.samples} elements of a tensor, and {names[0]} {reference.samples}: "
-            "record both with the same number"
+            f"{names[1]} keeps samples={other.samples} elements of a tensor, but {names[0]} keeps "
+            f"{reference.samples}: record both with the same number"
         )
     ours, theirs = ({(held.name, held.shape) for held in one.weights} for one in (reference, other))
     if ours != theirs:
@@ -34,7 +34,7 @@ def check_comparable(reference: Recorded, other: Recorded, names: tuple[str, str
             for name, mine, others in ((names[0], ours, theirs), (names[1], theirs, ours))
             if mine - others
         ]
-        raise ValueError(f"{names[0]} and {names[1]} are of other models: {'; '.join(only)}")
+        raise ValueError(f"{names[0]} and {names[1]} have different models: {'; '.join(only)}")
 
 
 def what_differs(reference: Recorded, other: Recorded, matched: Mapping[int, int]) -> list[str]:
@@ -64,9 +64,12 @@ def what_differs(reference: Recorded, other: Recorded, matched: Mapping[int, int
     if drawn and not batch:
         states = reference.random_states, other.random_states
         unlike = [name for name in states[0] if name in states[1] and states[0][name] != states[1][name]]
-        hint = "dropout of 0 makes them comparable"
+        hint = "set dropout to 0 in both runs to compare them"
         if unlike:
-            hint = f"the generator of the {' and that of the '.join(unlike)} began in another state: seed both alike"
+            hint = (
+                f"the generator of the {' and that of the '.join(unlike)} started in different states: set the same "
+                "seed in both runs"
+            )
         found.append(f"the results of random operators differ: {listed(drawn)}; {hint}")
     return found
 

@@ -68,7 +68,7 @@ class record(WatchingContext):
         if not os.path.isdir(folder):
             raise FileNotFoundError(f"record cannot write {self.path!r}: there is no folder {folder!r}; make it first")
         if not os.access(self.path if os.path.exists(self.path) else folder, os.W_OK) or os.path.isdir(self.path):
-            raise PermissionError(f"record cannot write {self.path!r}: give a file in a folder that can be written to")
+            raise PermissionError(f"record cannot write {self.path!r}: pass a file in a folder that can be written to")
         self._samples = samples
         self._undo = Undo()
 
@@ -86,7 +86,7 @@ class record(WatchingContext):
         recorded.versions = {"torch": str(torch.__version__)}
         recorded.random_states = _random_states(recorded.device)
         if any(_is_compiled(module) for model in given for module in model.modules()):
-            recorded.notes.append("torch.compile was off while this was recorded: what it has compiled ran eagerly")
+            recorded.notes.append("torch.compile was off during the recording: compiled code ran eagerly")
         try:
             recorder.note_weights()
             observe(recorder)
@@ -115,9 +115,9 @@ class record(WatchingContext):
         if was_open and kind is None:
             if not is_complete:
                 raise RuntimeError(
-                    f"the record is not complete, and {self.path!r} is not written: a dispatch mode that was entered "
-                    "before record, such as a FLOP counter, was left within it, which ended the record; enter record "
-                    "first, or leave it first"
+                    f"the record is incomplete, and {self.path!r} is not written: a dispatch mode that was entered "
+                    "before record, such as a FLOP counter, was left inside it, which ended the record. Enter "
+                    "record first, or leave it first"
                 )
             with torch.no_grad():
                 self._recorder.note_end()

@@ -160,13 +160,13 @@ def load(path: str | os.PathLike[str]) -> Recorded:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # the type depends on the bytes
-        raise ValueError(f"{path} is no file of amp.debug.record: torch.load cannot read it") from error
+        raise ValueError(f"{path} is not a file of amp.debug.record: torch.load cannot read it") from error
     if not isinstance(found, dict) or found.get("kind") != "apex_npu.debug.record":
-        raise ValueError(f"{path} is no file of amp.debug.record: it holds other things")
+        raise ValueError(f"{path} is not a file of amp.debug.record: it has other contents")
     if found.get("format") != _FORMAT:
         raise ValueError(
-            f"{path} has format {found.get('format')}, and this version of apex_npu reads {_FORMAT}: record it again "
-            "with this version, or compare with the one that has written it"
+            f"{path} has format {found.get('format')}, but this version of apex_npu reads {_FORMAT}: record it "
+            "again with this version, or compare with the version that wrote it"
         )
     known = {one.name for one in fields(Recorded)}
     try:
@@ -175,7 +175,7 @@ def load(path: str | os.PathLike[str]) -> Recorded:
         recorded.batch = [Held(**held) for held in found["batch"]]
         recorded.weights = [Held(**held) for held in found["weights"]]
     except (TypeError, KeyError) as error:
-        raise ValueError(f"{path} is no file of amp.debug.record: {error}") from error
+        raise ValueError(f"{path} is not a file of amp.debug.record: {error}") from error
     return recorded
 
 

@@ -179,7 +179,8 @@ class Recorder(Consumer, Observer):
     def _reads_scaled(self, ran: Execution) -> bool:
         """Return whether an operator of backward reads a tensor that descends from the scaled loss, or may do so.
 
-        The others compute from tensors that forward has saved, such as the power in the derivative of another power.
+        The other operators compute from tensors that forward has saved, such as a power in the derivative of another
+        power.
         """
         for _, tensor in ran.tensors_read():
             held = held_of(tensor)
@@ -197,7 +198,7 @@ class Recorder(Consumer, Observer):
             self._made.write(held, is_scaled)
 
     def _note_batch(self, ran: Execution, place: Place) -> None:
-        """Keep the tensors read that no operator has made and that belong to no model: they are from outside."""
+        """Keep the tensors read that come from outside: no operator has written them, and they belong to no model."""
         for _, tensor in ran.tensors_read():
             whole = tensor._base
             # Such as the transposed weight of a linear layer, or all positions of a batch in one dimension.
@@ -213,7 +214,7 @@ class Recorder(Consumer, Observer):
             self._made.write(held, False)
 
     def _given_by(self, held: Tensor) -> tuple[str, Tensor] | None:
-        """Return the name of the argument that contains ``held``, and the argument, as levels read different parts."""
+        """Return the argument that contains ``held``, of which levels read different parts, after its name."""
         address = held.data_ptr()
         known = self._given.get(held.untyped_storage()._cdata, ())
         return max((g for g in known if g[1].data_ptr() <= address), key=lambda g: g[1].data_ptr(), default=None)

@@ -27,7 +27,7 @@ class ComparedRow(TensorRow, Errors):
 
     Attributes:
         reference_dtype: The dtype in the reference; the attributes of ``TensorRow`` are those of the candidate.
-        floor: The ``relative`` error of the floor; None if there is none.
+        floor: The ``relative`` error of the floor; None without a floor.
         ratio: The error divided by that of the floor, or by the value used in its place.
         resolution: The smallest ``relative`` error that would be blamed.
     """
@@ -73,8 +73,8 @@ class Comparison:
 
     Attributes:
         rows: The rows that both records have, in the order of execution.
-        first: The first of ``rows`` whose ``ratio`` is above 4. None if no row is, if there is no floor, or if
-            ``differing`` tells why nothing can be blamed.
+        first: The first of ``rows`` whose ``ratio`` is above 4. None if there is no such row, if there is no floor, or
+            if ``differing`` says why no row can be blamed.
         differing: The differences between the iterations: in the batch, weights, or results of random operators.
         extra: The rows of the candidate right before ``first`` that the reference does not have.
         unmatched: The rows that only one of the two has, by ``"reference"`` and ``"candidate"``.
@@ -95,7 +95,7 @@ class Comparison:
 
     @property
     def parts(self) -> bool:
-        """Whether the runs differ: there is a ``first`` row, or the iterations are not the same."""
+        """Whether there is a ``first`` row, or the iterations are not the same."""
         return self.first is not None or bool(self.differing)
 
     def to_text(self, rows: int = 20) -> str:
@@ -152,7 +152,7 @@ def _short(value: float) -> str:
 
 
 def verdict_of(comparison: Comparison) -> list[str]:
-    """Return the lines before the table: its limits, and what differs, where the runs part, or that they do not."""
+    """Return the lines before the table: its limits, and what differs, and where the runs diverge, if they do."""
     return [*comparison.notes, *_verdict_of(comparison)]
 
 
@@ -162,7 +162,7 @@ def _verdict_of(comparison: Comparison) -> list[str]:
     first = comparison.first
     if first is not None:
         lines = [
-            f"they part at  {first}",
+            f"they diverge at  {first}",
             f"its error is {_short(first.relative)}, {_short(first.ratio or 0.0)} times what the floor explains; "
             f"resolution here {_short(first.resolution or 0.0)}",
         ]
@@ -181,13 +181,23 @@ def _verdict_of(comparison: Comparison) -> list[str]:
             lines.append(f"right before it, only in the candidate: {'; '.join(comparison.extra[-_NAMED:])}")
         return lines + ([f"of its elements: {', '.join(shares)}"] if shares else [])
     if len(comparison.names) < 3:
-        return ["no verdict: a floor, which is the candidate's level on a trusted device, tells which errors are usual"]
+        return [
+            (
+                "no verdict: pass floor=, a record of the candidate's level on a trusted device, to tell which errors "
+                "are usual"
+            )
+        ]
     judged = [row for row in comparison.rows if row.resolution is not None and math.isfinite(row.resolution)]
     seen = [
         f"{phase} {_short(median(row.resolution or 0.0 for row in judged if row.phase == phase))}"
         for phase in dict.fromkeys(row.phase for row in judged)
     ]
-    return [f"no row parts; the resolution, a relative error that would be seen in half of the rows: {', '.join(seen)}"]
+    return [
+        (
+            "no row diverges; the resolution, the relative error that would be detected in half of the rows: "
+            f"{', '.join(seen)}"
+        )
+    ]
 
 
 def summary_of(comparison: Comparison) -> list[str]:
@@ -199,7 +209,7 @@ def summary_of(comparison: Comparison) -> list[str]:
         for role, name, about in zip(roles, comparison.names, comparison.about, strict=False)
     ]
     kinds = [(kind, sum(row.kind == kind for row in comparison.rows)) for kind in _plural]
-    lines.append(f"lined up: {', '.join(f'{count} {_plural[kind]}' for kind, count in kinds)}")
+    lines.append(f"matched: {', '.join(f'{count} {_plural[kind]}' for kind, count in kinds)}")
     for side, titles in comparison.unmatched.items():
         if titles:
             lines.append(f"only in the {side}: {listed(titles, '; ')}")

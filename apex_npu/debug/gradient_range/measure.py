@@ -53,7 +53,7 @@ class _Probe(Observer):
                 _measure_present(self._found, self._optimizer)
 
     def _measure(self, loss: Tensor, scale: float) -> None:
-        sources = [param for param, _ in parameters(self._optimizer) if param.requires_grad]
+        sources = [param for param in parameters(self._optimizer) if param.requires_grad]
         if not sources:
             return
         wide = loss.float() if loss.dtype in LOW_PRECISION else loss
@@ -61,17 +61,19 @@ class _Probe(Observer):
             grads = _gradients(wide * scale, sources)
             measured = [(s, g) for s, g in zip(sources, grads, strict=True) if g is not None and is_measurable(g)]
             if not measured:
-                raise RuntimeError("autograd.grad reaches no parameter, as within a checkpoint that is reentrant")
+                raise RuntimeError("autograd.grad reaches no parameter, as inside a reentrant checkpoint")
             larger = _gradients(wide * (scale * self._factor), sources)
         except RuntimeError as error:  # such as a checkpoint that only backward() may enter
-            self._note(f"what is lost could not be measured: {str(error).splitlines()[0]}")
+            self._note(f"the lost elements could not be measured: {str(error).splitlines()[0]}")
             self._measures_end = True
             return
         _fill(self._found, measured, scale, 2.0 ** -exponent_of(scale))
         missed = [s for s, g in zip(sources, grads, strict=True) if g is None]
         if missed:
             shown = listed(list(map(names_of(), missed)))
-            self._note(f"not measured: {shown}, which this loss does not use, or only within reentrant checkpoints")
+            self._note(
+                f"not measured: {shown}, which this loss does not use, or uses only inside reentrant checkpoints"
+            )
         zeros = {id(s): g == 0 for s, g in measured}
         ranges = iter(self._found.parameters.values())
         factor = 2.0 ** -exponent_of(scale) / self._factor
@@ -110,7 +112,7 @@ def _fill(found: GradientRange, grads: Sequence[tuple[Tensor, Tensor]], scale: f
         if name in found.parameters:
             name = f"{name} ({len(found.parameters)})"
         one = found.parameters[name] = ParameterRange(name, row, exponent_of(scale), found.dtype)
-        if found.probe is not None and not one.zeros:  # whatever a larger scale does
+        if found.probe is not None and not one.zeros:  # nothing can be lost, also if the larger scale overflows
             one.set_lost(np.zeros_like(row))
 
 
@@ -119,7 +121,7 @@ def gradient_range(optimizer: Optimizer) -> GradientRange: ...
 @overload
 def gradient_range(optimizer: Optimizer, probe: float) -> Any: ...
 def gradient_range(optimizer: Optimizer, probe: float | None = None) -> Any:
-    """Measure the range of the gradients of ``optimizer``: what float16 loses of them, and which loss scale suffices.
+    """Measure the range of the gradients of ``optimizer``: which float16 cannot hold, and which loss scale suffices.
 
     Call it after a ``scale_loss`` block, before the step and before ``zero_grad``. It takes one pass over the gradients
     and counts them on the host; they do not change.
@@ -156,7 +158,7 @@ def gradient_range(optimizer: Optimizer, probe: float | None = None) -> Any:
     require("gradient_range")
     if probe is not None:
         if isinstance(probe, bool) or not isinstance(probe, (int, float)) or not 1 < probe < math.inf:
-            raise ValueError(f"probe must be larger than 1, how many times the loss scale to try, got {probe!r}")
+            raise ValueError(f"probe, the factor on the loss scale to try, must be larger than 1, got {probe!r}")
         return _probing(inner, policy, float(probe))
     found = GradientRange(type(inner).__name__, policy.opt_level, dtype=_dtype_of(policy))
     _measure_present(found, inner)
@@ -176,7 +178,7 @@ def _measure_present(found: GradientRange, optimizer: Optimizer) -> None:
     if not grads:
         raise RuntimeError(
             "gradient_range found no gradient: call it after a scale_loss block, before step() and zero_grad(); or "
-            "give it probe=2.0**8, and run an iteration in its context"
+            "pass probe=2.0**8, and run an iteration in the context"
         )
     pairs = [(param, grad) for param, grad, _ in grads]
     _fill(found, pairs, scale, scale / 2.0 ** exponent_of(scale) / grads[0][2])  # all have one scale

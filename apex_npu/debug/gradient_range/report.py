@@ -24,14 +24,14 @@ _NAMED = 5
 
 
 class ParameterRange:
-    """The range of the elements of a gradient, or of several.
+    """The range of the elements of one gradient, or of all gradients.
 
     Attributes:
         name: The name of the parameter.
         counts: The number of elements with each binary exponent, as in ``exponent_census``; int64, (256,).
         scale_exponent: The exponent of two of the present loss scale.
-        lost: The number of elements that are zero at this scale, and not at a larger one. None if no larger scale was
-            tried, or if it has overflowed.
+        lost: The number of elements that are zero at this scale but not at a larger one. None if no larger scale was
+            tried, or if it overflowed.
         lost_counts: The ``counts`` of the elements known to be lost, measured at the larger scale.
         dtype: The dtype in which gradients are computed.
     """
@@ -124,7 +124,7 @@ class GradientRange:
         dtype: The dtype in which gradients are computed.
         scale: The loss scale.
         parameters: A dict from name to ``ParameterRange``.
-        probe: The factor to the larger scale that was tried; None if none was.
+        probe: The factor to the larger scale that was tried; None if no larger scale was tried.
         notes: Further remarks.
     """
 
@@ -141,7 +141,7 @@ class GradientRange:
         if name not in self.parameters:
             known = ", ".join(list(self.parameters)[:_NAMED])
             there = f"there are {known}, …" if known else "none was measured yet"
-            raise KeyError(f"{name!r} is no parameter with a gradient; {there}")
+            raise KeyError(f"{name!r} is not a parameter with a gradient; {there}")
         return self.parameters[name]
 
     @property

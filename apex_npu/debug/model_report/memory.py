@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex_npu.amp.inspect import adopted_inside, float32_of
+from apex_npu.amp.inspect import adopted_inside
 from apex_npu.amp.policy import Policy
 from apex_npu.backends._torch_private import is_fake, tree_leaves
-from apex_npu.fusion import EncodedView
+from apex_npu.fusion import MASTER_PARAM, EncodedView
 from apex_npu.ops import LOW_PRECISION
 from apex_npu.optimizers import FusedOptimizer, NpuFusedAdam
 from apex_npu.optimizers.memory_choices import MemoryChoice, memory_choices
@@ -28,16 +28,14 @@ class Memory:
 
     Attributes:
         parameters: The bytes of the model's parameters and buffers.
-        gradients: The bytes of the parameters' gradients, as backward leaves them.
-        masters: The bytes of the fp32 masters of low-precision parameters.
-        master_gradients: The bytes of the masters' gradients, which ``scale_loss`` makes.
+        gradients: The bytes of the parameters' gradients, as ``scale_loss`` leaves them.
+        masters: The bytes of the float32 values of 16-bit parameters. Fused optimizers on a CPU and a GPU need half.
         states: The bytes of the state of each requested optimizer.
     """
 
     parameters: Counter[torch.dtype] = field(default_factory=Counter)
     gradients: Counter[torch.dtype] = field(default_factory=Counter)
     masters: Counter[torch.dtype] = field(default_factory=Counter)
-    master_gradients: Counter[torch.dtype] = field(default_factory=Counter)
     states: dict[str, int] = field(default_factory=dict)
 
 
@@ -80,14 +78,11 @@ def measure(model: nn.Module, policy: Policy, sizes: Sizes) -> Memory:
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
-        if param.grad is not None:
-            found.gradients[param.grad.dtype] += _bytes_of(name, param.grad)
-        stepped = param.dtype
-        if policy.master_weights and stepped in LOW_PRECISION:
-            stepped = torch.float32
+        stepped = torch.float32 if policy.master_weights and param.dtype in LOW_PRECISION else param.dtype
+        if stepped != param.dtype:
             found.masters[stepped] += param.numel() * stepped.itemsize
-            if param.grad is not None:
-                found.master_gradients[stepped] += param.numel() * stepped.itemsize
+        if param.grad is not None:
+            found.gradients[stepped] += _bytes_of(name, param.grad) // param.dtype.itemsize * stepped.itemsize
         for optimizer, of in sizes.items():
             if name in of:
                 found.states[optimizer] += of[name].of(stepped, param.numel())
@@ -98,7 +93,7 @@ def _bytes_of(name: str, grad: Tensor) -> int:
     if grad.layout != torch.sparse_coo:
         return grad.nbytes
     if is_fake(grad):
-        raise NotImplementedError(f"how many rows the sparse gradient of {name} has is not known without values")
+        raise NotImplementedError(f"the number of rows of the sparse gradient of {name} is not known without values")
     return grad._indices().nbytes + grad._values().nbytes
 
 
@@ -122,19 +117,24 @@ def sizes_of(optimizer: Optimizer, model: nn.Module) -> Sizes:
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     optimizer = adopted_inside(optimizer)
     listed = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    named = ((name, float32_of(p)) for name, p in model.named_parameters())
-    stepped = {name: p for name, p in named if id(p) in listed}
+    stepped = {name: p for name, p in model.named_parameters() if id(p) in listed}
     title = type(optimizer).__name__
     if not stepped:
         raise ValueError(
-            f"this {title} steps no parameter of the model: make it of model.parameters(), or leave optimizer out"
+            f"this {title} steps no parameter of the model: create it from model.parameters(), or leave optimizer out"
         )
     state: Any = optimizer.state
     if not any(p in state for p in stepped.values()):
         raise ValueError(
             f"this {title} has no state yet: call amp.debug.report after its first step, or leave optimizer out"
         )
-    return {title: {name: _size(p, state[p]) for name, p in stepped.items() if p in state}}
+    # The float32 values of 16-bit parameters are counted as such.
+    own = {
+        p: {name: value for name, value in state[p].items() if name != MASTER_PARAM}
+        for p in stepped.values()
+        if p in state
+    }
+    return {title: {name: _size(p, own[p]) for name, p in stepped.items() if p in own}}
 
 
 def choices_of(optimizer: Optimizer | None) -> list[MemoryChoice]:

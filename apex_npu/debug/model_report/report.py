@@ -107,9 +107,9 @@ def report(
         except Exception as error:
             why = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
             raise RuntimeError(
-                f"the model cannot be reported on without values ({why}), as where sizes depend on values (x[mask], "
-                ".item()), an operator has no rule for sizes, or forward has derivatives of torch.func: report on a "
-                "part of it that can"
+                f"the model cannot be run without values ({why}). Sizes that depend on values (x[mask], .item()), "
+                "operators without a rule for sizes, and derivatives of torch.func in forward are not supported: "
+                "report on a part of the model without them"
             ) from error
     found = ModelReport(
         type(model).__name__,
@@ -119,18 +119,18 @@ def report(
         choices_of(optimizer),
     )
     if loss is None:
-        found.notes.append("no loss function was given, and none is counted")
+        found.notes.append("no loss function was given, so none is counted")
     uncounted = {name for one, _, _ in results for name in one.tally.uncounted}
     if uncounted:
         found.notes.append(f"FLOPs of {', '.join(sorted(uncounted))} are not counted: there is no formula for them")
     if not all(has_backward for _, has_backward, _ in results):
-        found.notes.append("nothing that the model returns requires a gradient: forward alone is counted")
+        found.notes.append("nothing that the model returns requires a gradient: only forward is counted")
     reached = set().union(*(ids for _, _, ids in results))
     used = next((name for name, p in model.named_parameters() if id(p) in reached), None)
     if used is not None:
         found.notes.append(
-            f"the loss function or forward uses {used} of the model itself, and not of the copy at a level: what is "
-            "computed of it is not what the level would compute"
+            f"the loss function or forward uses {used} of the model itself instead of the copy at each level: what "
+            "is computed from it is not what the level would compute"
         )
     return found
 
@@ -138,7 +138,7 @@ def report(
 def _listed(levels: str | Sequence[str | Policy]) -> list[str | Policy]:
     listed: list[str | Policy] = [levels] if isinstance(levels, str) else list(levels)
     if not listed:
-        raise ValueError(f"levels is empty: give some of {', '.join(OPT_LEVELS)}")
+        raise ValueError(f"levels is empty: pass some of {', '.join(OPT_LEVELS)}")
     return list(dict.fromkeys(listed))
 
 
@@ -147,10 +147,12 @@ def _device_types(model: nn.Module, tensors: list[Tensor]) -> list[str]:
     other = next((t.device for t in tensors if t.dim() and t.device not in devices), None)
     if other is not None and len(devices) == 1:
         (own,) = devices
-        raise ValueError(f"the batch has a tensor on {other}, and the model is on {own}: move one to the other")
+        raise ValueError(f"a tensor of the batch is on {other}, but the model is on {own}: move one of them")
     types = list(dict.fromkeys(device.type for device in devices)) or ["cpu"]
     if "meta" in types:
-        raise ValueError("the model is on meta, where nothing can be cast by function: make it on a device, or the cpu")
+        raise ValueError(
+            "the model is on the meta device, where functions cannot be cast: create it on the cpu or another device"
+        )
     return types
 
 

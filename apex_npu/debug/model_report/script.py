@@ -66,8 +66,8 @@ class FirstForward:
         self.end()
         if is_first_rank() and (inspect.policy() is not None or parent_process() is None):
             print(
-                "--model-report: the script has ended, and no model of amp.initialize was called to be trained outside "
-                "of a compiled function in this process",
+                "--model-report: the script has ended before a model of amp.initialize was called for training, "
+                "outside of compiled functions, in this process",
                 flush=True,
             )
 

@@ -23,9 +23,9 @@ _ROWS = 40
 _KEPT = 8
 _MEANING = {
     "O0": "float32 throughout",
-    "O1": "weights float32; each function in float16 or float32, by lists",
-    "O2": "weights float16 but for batch norms, with float32 masters that are stepped",
-    "O3": "weights float16",
+    "O1": "float32 weights; each function in float16 or float32, by lists",
+    "O2": "float16 weights, except in batch norms; the optimizer steps their float32 values",
+    "O3": "float16 weights",
     "O4": "as O1, with bfloat16",
     "O5": "as O2, with bfloat16",
 }
@@ -111,7 +111,7 @@ def parts_of(found: ModelReport) -> Iterator[Table | str]:
     """Yield the tables and lines of text of the report."""
     batch = ", ".join(found.batch)
     yield f"{found.model}, {found.parameters:,} parameters, called with {batch or 'no tensors'}"
-    yield "from sizes and dtypes alone: no values were computed, and the model is as it was"
+    yield "from sizes and dtypes only: no values were computed, and the model is unchanged"
     yield from found.notes
     for level in found.levels:
         if level in _MEANING:  # a script's own level is in a note
@@ -154,8 +154,7 @@ def _totals(levels: list[LevelReport]) -> Table:
     rows += kind("saved for backward", lambda one: one.tally.saved)
     rows += kind("parameters and buffers", lambda one: one.memory.parameters)
     rows += kind("gradients", lambda one: one.memory.gradients)
-    rows.append(row("fp32 masters", lambda one: _bytes(one.memory.masters.total())))
-    rows.append(row("gradients of masters", lambda one: _bytes(one.memory.master_gradients.total())))
+    rows.append(row("float32 values", lambda one: _bytes(one.memory.masters.total())))
     for title in levels[0].memory.states:
         rows.append(row(f"state of {title}", lambda one, title=title: _bytes(one.memory.states[title])))  # type: ignore[misc]
     for title in levels[0].memory.states:
@@ -178,7 +177,7 @@ def _choices(found: ModelReport) -> Table:
 
 def _sum(one: LevelReport, optimizer: str) -> int:
     memory = one.memory
-    kinds = (memory.parameters, memory.gradients, memory.masters, memory.master_gradients, one.tally.saved)
+    kinds = (memory.parameters, memory.gradients, memory.masters, one.tally.saved)
     return sum(kind.total() for kind in kinds) + memory.states[optimizer]
 
 

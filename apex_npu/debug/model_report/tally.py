@@ -19,7 +19,7 @@ from apex_npu.debug.watching.operators import Execution, tensors_in
 from apex_npu.debug.watching.places import Names
 from apex_npu.debug.watching.stream import Consumer, Stream
 
-# These take sizes and a dtype from a tensor without reading it, or only move the data that they read.
+# These operators take only sizes and a dtype from a tensor, or only move the data that they read.
 _NO_FUNCTIONS = {"clone", "_unsafe_view"} | {
     "ones_like",
     "zeros_like",
@@ -86,7 +86,7 @@ class Tally:
             stream.detach()
         if stream.not_measured:
             raise RuntimeError(
-                f"what an operator reads and writes could not be counted: {next(iter(stream.not_measured))}"
+                f"the bytes that an operator reads and writes could not be counted: {next(iter(stream.not_measured))}"
             )
 
     def flops_in(self, dtype: torch.dtype) -> int:
@@ -99,8 +99,8 @@ def _saving(saved: Counter[torch.dtype], known: list[Tensor]) -> Iterator[None]:
     """Count in ``saved`` the bytes that autograd saves in the block, without the memory of the tensors ``known``."""
     seen: dict[int, Any] = {t.untyped_storage()._cdata: t for t in known if t.layout == torch.strided}
 
-    # The node that saves a tensor keeps the returned one, which must not refer to a node: if a node saves its own
-    # output, that is a cycle which Python does not find.
+    # The node that saves a tensor keeps the returned tensor, which must not refer to a node. Otherwise a node that
+    # saves its own output would form a cycle that Python's garbage collector does not find.
     def pack(tensor: Tensor) -> Tensor:
         if tensor.layout == torch.strided:
             storage = tensor.untyped_storage()

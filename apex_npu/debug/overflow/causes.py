@@ -41,14 +41,14 @@ class Finding:
 
     Attributes:
         kind: The kind of fault; docs/debug.md lists the kinds.
-        phase: ``"forward"``, ``"backward"``, ``"recompute"`` (of an activation checkpoint), ``"block"`` (gradients
-            changed after backward).
+        phase: ``"forward"``, ``"backward"``, ``"recompute"`` (an activation checkpoint runs forward again), or
+            ``"block"`` (gradients are changed after backward).
         module: The module's name in the model; ``""`` for the model itself. A module outside the given models has its
             class in parentheses. None outside of modules, as in a loss function.
-        operator: The operator that has run, such as ``"aten::addmm"``; in backward see also ``forward_operator``.
+        operator: The operator that ran, such as ``"aten::addmm"``.
         forward_operator: In backward, the operator of forward whose gradient is computed.
         node: In backward, the name of autograd's node.
-        file: The file of the line of code; None if no line is known. In backward it is the line of forward.
+        file: The file of the line of code; in backward, of the line of forward. None if no line is known.
         line: The number of the line of code.
         source: The text of the line of code.
         dtype: The dtype of the result, or of the tensor that was already not finite.
@@ -58,9 +58,9 @@ class Finding:
         limit: The largest number of ``dtype``.
         inputs: The largest magnitude of each input.
         ranges: The smallest and the largest element of each input.
-        fits_scale: In backward, the largest power of two as a loss scale with which the result is finite.
+        fits_scale: In backward, the largest power of two that keeps the result finite as a loss scale.
         before: The largest magnitudes of the results of the preceding modules in the same numbered list.
-        path: The operators on the way from the cause to the loss, or to a gradient.
+        path: The operators from the cause to the loss, or to a gradient.
         why: The cause in a sentence.
         advice: The remedy.
     """
@@ -103,7 +103,7 @@ class Scale:
 
 # Pairs of ``why`` and ``advice``.
 OF_ANOTHER_PROCESS = (
-    "what this process has sent was finite, what it has received is not: another process has overflowed",
+    "this process has sent finite values and received values that are not finite: another process has overflowed",
     "look at the tables of the other processes",
 )
 
@@ -116,11 +116,11 @@ _OF_LEAVES = {
     ),
     "data": (
         "{name} held inf or nan already",
-        "look at the batch: check it with isfinite() where it is loaded, and at what has prepared it",
+        "check the batch with isfinite() where it is loaded, and the code that prepares it",
     ),
     "stale": (
         "the gradient of {name} was not finite before this {reader}",
-        "look at the block before, whose gradients these are: its cause is this one's; if an optimizer has stepped "
+        "these are the gradients of the block before, whose table has the cause; if an optimizer has stepped "
         "since, zero_grad() is missing",
     ),
     "constant": (
@@ -236,7 +236,7 @@ def _kind_of(call: Call, fits: float | None, scale: Scale) -> Kind:
 
 
 def _before(trail: Trail, call: Call) -> tuple[tuple[str, float], ...]:
-    """Return the magnitudes of the up to three modules before in the same list, ``blocks.4`` to ``blocks.6`` of 7."""
+    """Return the magnitudes of up to three preceding modules in a list, such as ``blocks.4`` to ``blocks.6``."""
     parts = (call.module or "").split("=")[0].split(".")
     for i in reversed(range(len(parts))):
         if parts[i].isdigit():
@@ -348,7 +348,7 @@ def _underflow(f: Found) -> tuple[str, str]:
     where = "" if place is None else f" at {place}"
     least = info.smallest_normal * info.eps
     return (
-        f"an input is 0 since {what} is 0 in {name}, whose smallest number is {least:.2g}: see {operator}{where}",
+        f"an input is 0 because {what} is 0 in {name}, whose smallest number is {least:.2g}: see {operator}{where}",
         f"an eps that {name} holds, such as 1e-4, in the line that adds it or as eps= of its function; or cast the "
         "inputs of these lines with .float(), at O1 within amp.disable_casts(); or use bfloat16 (opt_level O4, O5)",
     )
@@ -368,7 +368,7 @@ def _accumulation(f: Found) -> tuple[str, str]:
     advice = "divide each loss by the number of backward passes that are accumulated, or use O1, whose gradients are "
     advice += "float32, or O5"
     if f.fits is not None and f.fits >= 1.0 and f.scale.dynamic:
-        advice = f"nothing at once: the scale will settle near {_power(f.fits)}. For a larger one {advice}"
+        advice = f"nothing now: the scale will settle near {_power(f.fits)}. For a larger one {advice}"
     return why, advice
 
 
@@ -381,9 +381,9 @@ def _scale(f: Found) -> tuple[str, str]:
 
 
 def _unknown(f: Found) -> tuple[str, str]:
-    reason = f.call.opinion.reason if f.call.opinion is not None else "it was not asked"
+    reason = f.call.opinion.reason if f.call.opinion is not None else "it was not tried"
     return (
-        f"its inputs are finite, its result is not; float64 gave no second opinion ({reason})",
+        f"its inputs are finite, but its result is not; it could not be repeated in float64 ({reason})",
         "compute it in float32 to see whether the dtype is too small",
     )
 

@@ -90,7 +90,7 @@ class Explainer(inspect.Observer):
         is_bad = self._loss is not None and not bool(self._loss.isfinite().all())
         self._loss, self._undecided = None, []
         if not is_bad and not self._is_dynamic:
-            grads = [local_part(p.grad) for _, p in inspect.parameters(self._optimizers) if p.grad is not None]
+            grads = [local_part(p.grad) for p in inspect.parameters(self._optimizers) if p.grad is not None]
             is_bad = not all(bool(grad.isfinite().all()) for grad in grads if is_measurable(grad))
         if not is_bad:
             self._row = 0
@@ -210,8 +210,8 @@ class Explainer(inspect.Observer):
         if not (self.skips or self.applied):
             return f"{seen}: all losses were finite, and nothing has overflowed"
         return (
-            f"{seen}; none was explained, as that takes {self._after} in a row and an iteration after them that is not "
-            "finite either: --explain-overflows=1 --replay explains the first one itself"
+            f"{seen}; none was explained: this needs {self._after} in a row, and a further iteration that is not "
+            "finite. --explain-overflows=1 --replay explains the first skipped step itself"
         )
 
     # ---- when it watches -------------------------------------------------------------------------------------------

@@ -66,10 +66,10 @@ class find_overflow(WatchingContext):
     def __enter__(self) -> Overflows:
         if self._replay and policy() is None:
             raise RuntimeError(
-                "find_overflow(replay=True) runs steps again that amp has skipped: call amp.initialize first, or leave "
-                "replay out"
+                "find_overflow(replay=True) repeats steps that amp has skipped: call amp.initialize first, or "
+                "leave replay out"
             )
-        open_already = "find_overflow is open already: it covers all that runs inside of it; leave this one out"
+        open_already = "find_overflow is open already, and covers everything inside of it: leave this one out"
         models = self.models_to_watch(open_already)
         finder = self._finder = Replayer(models) if self._replay else Finder(models)
         observe(finder)

@@ -76,9 +76,9 @@ class Finder(Observer):
         self._report = OverflowReport(loss_id=loss_id, scale=scale)
         self._note_scale(loss_id, scale)
         known = []
-        for i, (param, taking) in enumerate(parameters(self._optimizers)):
-            name = self._name_of(i, param)
-            known += [(name, grad) for grad in (taking.grad, param.grad) if grad is not None]
+        for i, param in enumerate(parameters(self._optimizers)):
+            if param.grad is not None:
+                known.append((self._name_of(i, param), param.grad))
         self.trail.begin_block(scale, known)
 
     def backward_ended(self) -> None:
@@ -98,7 +98,7 @@ class Finder(Observer):
         if report is not None and all(known is not report for known in self.found.reports):
             self.trail.stream.suspended = True
             self._examine_interrupted(report)
-        self.trail.end_block([param.grad for param, _ in parameters(self._optimizers) if param.grad is not None])
+        self.trail.end_block([param.grad for param in parameters(self._optimizers) if param.grad is not None])
         self._loss, self._report, self._optimizers = None, None, []
         self.trail.stream.suspended = False
 
@@ -185,12 +185,14 @@ class Finder(Observer):
             report.notes.append(f"{len(report.causes) - 1} more operators have saturated; the first is shown")
             report.causes = report.causes[:1]
         if not report.causes and bad_results:
-            why = "the loss was not finite before it was watched, or was computed by code that is not seen"
+            why = "the loss was not finite before it was watched, or was computed by code that is not watched"
             advice = "open find_overflow before the forward that the loss comes from"
             report.causes = [without_operator("data", "forward", bad_results[0], "the loss", why, advice)]
         elif not report.causes and bad:
-            why = "no operator that was watched has written this gradient: it was finite, or from before"
-            advice = "look at code of the block that writes gradients, and at gradients that were not cleared"
+            why = (
+                "no watched operator has made this gradient not finite: other code has written it, or it is from before"
+            )
+            advice = "look at the code of the block that writes gradients, and at gradients that were not cleared"
             source = bad[0][0]
             name = trail.names.of_tensor(source)
             report.causes = [without_operator("written", "block", source, name, why, advice)]
@@ -209,8 +211,9 @@ def _vanished_eps() -> str:
             for dtype in dtypes:
                 if (eps := vanishing_number_in(group.get("eps"), dtype)) is not None:
                     return (
-                        f"the eps of {type(optimizer).__name__}, {eps:g}, is 0 in {name_of(dtype)}, so that its step "
-                        "divides by 0 where the second moment is 0: eps=1e-4, or O2, whose masters are float32. Else "
+                        f"the eps of {type(optimizer).__name__}, {eps:g}, is 0 in {name_of(dtype)}, so that its "
+                        "step divides by 0 where the second moment is 0: use eps=1e-4, or O2, whose masters are "
+                        "float32. Otherwise "
                     )
     return ""
 

@@ -61,10 +61,10 @@ class Forward:
         for i, (tensor, version) in enumerate(self._versions):
             if tensor._version != version:
                 return (
-                    f"tensor {i} of its arguments, of shape {list(tensor.shape)}, was written in place since, by the "
-                    "model or by the script"
+                    f"tensor {i} of its arguments, of shape {list(tensor.shape)}, has been written in place since, "
+                    "by the model or by the script"
                 )
-        return f"its forward may write {self._written}: of these no copies are kept" if self._written else None
+        return f"its forward may write {self._written}, of which no copy is kept" if self._written else None
 
     def ended(self, outputs: Sequence[Tensor], arrived: Callable[[Forward, int, Tensor], None]) -> None:
         """Note the returned ``outputs``; backward then calls ``arrived`` with each output's index and gradient."""

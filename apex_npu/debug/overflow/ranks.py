@@ -24,8 +24,8 @@ class Explanation(NamedTuple):
     """The explanation of a skipped step.
 
     Attributes:
-        text: The tables; empty if there are none.
-        is_cause: Whether the tables have a cause that says where to look, in this process or another.
+        text: The tables; empty if no table was made.
+        is_cause: Whether the tables of this process or another say where to look.
     """
 
     text: str
@@ -42,7 +42,7 @@ class Ranks:
         self._asks = True
 
     def explain(self, skip: StepReport, reports: Sequence[OverflowReport]) -> Explanation:
-        """Explain the skipped step by the own tables, or by those of the processes with a cause."""
+        """Explain the skipped step by the tables of this process, or by those of the processes with a cause."""
         own = "\n\n".join(str(report) for report in reports if report.overflowed or report.notes)
         causes = [cause for report in reports for cause in report.causes]
         is_cause = any(
@@ -51,7 +51,8 @@ class Ranks:
         store = self._store()
         if store is None:
             return Explanation(own, is_cause)
-        # Skips are agreed on: every process has counted the same number, and all that watch have explained the same.
+        # All processes skip the same steps: each has counted the same number, and all that watch have explained the
+        # same.
         key = f"{store.add(str(dist.get_rank()), 1)}/{skip.loss_id}/{skip.skipped_steps}"
         if any(cause.kind != "ranks" for cause in causes):
             store.set(f"{key}/{dist.get_rank()}", f"{int(is_cause)}{own}"[:_LENGTH])
@@ -61,7 +62,7 @@ class Ranks:
         if not told:
             return Explanation(own, False)
         others = [f"rank {rank}\n{textwrap.indent(text[1:], '  ')}" for rank, text in told.items()]
-        first = own or "the gradients of this process are finite, the step was skipped for those of another"
+        first = own or "the gradients of this process are finite; the step was skipped because of another process"
         return Explanation("\n\n".join([first, *others]), any(text[0] == "1" for text in told.values()))
 
     @staticmethod

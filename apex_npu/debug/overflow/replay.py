@@ -31,9 +31,9 @@ from apex_npu.fusion.shards import local_part
 # The maximum number of blocks over which gradients may be accumulated.
 _MOST_BLOCKS = 256
 NO_FORWARD = (
-    "no forward was seen whose outputs have got gradients in the block. What is kept are calls of the model itself, "
-    "model(input), that begin where this is open already, are not compiled as a whole, and return tensors in lists, "
-    "tuples, dicts or dataclasses"
+    "no forward was kept whose outputs received gradients in the block. Only calls of the model itself, "
+    "model(input), are kept, if they begin inside the context, are not compiled as a whole, and return tensors in "
+    "lists, tuples, dicts or dataclasses"
 )
 
 
@@ -63,7 +63,7 @@ class Block:
     optimizers: list[Optimizer]
     scale: float
     dynamic: bool
-    params: list[tuple[Tensor, Tensor]]
+    params: list[Tensor]
     runs: list[Run] = field(default_factory=list)
     _left: tuple[Tensor, int] | None = None
 
@@ -78,7 +78,7 @@ class Block:
         return left is None or left[0]._version != left[1] or all(grad is not left[0] for grad in self._gradients())
 
     def _gradients(self) -> list[Tensor | None]:
-        return [param.grad for params in zip(*self.params, strict=True) for param in params]
+        return [param.grad for param in self.params]
 
 
 class Replayer(Observer):
@@ -250,7 +250,7 @@ class Replayer(Observer):
 
     def _run(self, block: Block, run: Run, found: OverflowReport) -> tuple[Finder, Gradients]:
         """Run one forward and its backward again, and fill ``found``; return the finder and the gradients."""
-        sources = [source for source, _ in block.params if source.requires_grad]
+        sources = [param for param in block.params if param.requires_grad]
         with run.forward.as_it_was() as (call, inputs), self._forwards.paused():
             finder = Finder(self._forwards.models)
             finder.dynamic, stream, overflows = block.dynamic, finder.trail.stream, finder.trail.overflows
@@ -301,7 +301,7 @@ def _begin_backward(outputs: Sequence[Tensor], run: Run) -> list[tuple[Tensor, T
     then replaces it with the recorded one, which includes what the script has added.
     """
     if max(run.gradients) >= len(outputs):
-        raise NotReplayedError("the model returns other outputs than it did")
+        raise NotReplayedError("the model returns other outputs than before")
     pairs = [(outputs[i], gradient) for i, gradient in run.gradients.items()]
     graphs: list[Any] = [output.grad_fn for output, _ in pairs]
     before = [nodes_of(node for node, _ in graph.next_functions if node is not None) for graph in graphs]
@@ -339,10 +339,10 @@ def _examine(
 
 
 _AFTER_MODEL = (
-    "the models' outputs are finite, the gradients that backward passes to them are not: this begins in the code that "
-    "computes the loss from them, which is not run again",
-    "watch an iteration: find_overflow without replay; or let a module compute the loss, and pass it to find_overflow, "
-    "too",
+    "the models' outputs are finite, but the gradients that backward passes to them are not: the fault is in the "
+    "code that computes the loss from them, which is not run again",
+    "watch an iteration with find_overflow without replay; or let a module compute the loss, and pass this module "
+    "to find_overflow, too",
 )
 
 

@@ -29,17 +29,17 @@ class OverflowReport:
         loss_id: The ``loss_id`` of the block; None without amp.
         loss: The value of the loss; None without amp, and if the loss has more than one element.
         scale: The factor that the loss was multiplied with.
-        scale_after: The loss scale after the block if it has shrunk; None if it has not, or not yet.
-        skips_in_a_row: The number of consecutive skipped steps up to the one that this block has decided. None if
-            another block has decided it, or if the step was not skipped or not called yet.
+        scale_after: The loss scale after the block if it has shrunk; else None.
+        skips_in_a_row: The number of consecutive skipped steps, including the step of this block. None if the step was
+            not skipped or not called, or if another block has decided that it is skipped.
         gradients: The number of gradients.
         parameters: The names of the parameters whose gradients are not finite → the numbers of nan and inf elements.
         causes: The causes, the most informative first; empty if nothing has overflowed.
         operators: The number of operators that were examined.
         not_measured: The reasons why results of operators were not measured, with the number of results.
         notes: Further remarks.
-        reproduced: True if a replay of the step reproduced it. False if gradients were not finite in other places, so
-            that the cause may differ. None if the step was not replayed.
+        reproduced: Whether the gradients of a replay are not finite in the same places; if not, the cause may differ.
+            None if the step was not replayed.
     """
 
     loss_id: int | None = None
@@ -219,5 +219,5 @@ def _plain(value: Any) -> Any:
 
 
 def note_of_dropped(count: int) -> str:
-    """Return a note for the case that more calls had results that are not finite than are kept."""
+    """Return a note about ``count`` calls whose results are not finite, beyond the number that is remembered."""
     return f"{count} more operators after the first {KEPT_BAD} had results that are not finite"

@@ -66,8 +66,7 @@ def _sending(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _copying(original: Callable[..., Any]) -> Callable[..., Any]:
-    labelled = _labelled("amp.copy_masters", original)
-    return lambda params, *args: (labelled if params.masters else original)(params, *args)
+    return _labelled("amp.copy_masters", original)
 
 
 def _opening(original: Callable[..., Any]) -> Callable[..., LabelledBlock]:
@@ -127,7 +126,7 @@ class Labels:
         self._forward = threading.local()
         for path, name, label in _LABELLED:
             patch_attribute(self._undo, _owner(path), name, functools.partial(_labelled, label))
-        patch_attribute(self._undo, _owner("amp.master_params:MasterParams"), "copy_to_model", _copying)
+        patch_attribute(self._undo, _owner("amp.float32_masters:Float32Masters"), "end_step", _copying)
         patch_attribute(self._undo, _owner("distributed.grad_reducer:GradReducer"), "_send", _sending)
         patch_attribute(self._undo, _owner("amp.scale_loss"), "_open_block", _opening)
         for hook in (

@@ -23,15 +23,14 @@ _SYNCHRONIZING = {"cudaDeviceSynchronize"}
 class Event:
     """An operator or a range that has run on the host.
 
-    Attributes:
-        name: The name in the trace.
-        begin: The begin, in microseconds.
-        end: The end, in microseconds.
-        thread: The id of the thread.
-        outermost: Whether the event is an operator that no other operator has called.
-        own: The time that no other event inside this one has taken, in microseconds.
-        copies: Whether the event copies between the host and a device.
-        waits: Whether the host waits for a device in it.
+    name: The name in the trace.
+    begin: The start, in microseconds.
+    end: The end, in microseconds.
+    thread: The id of the thread.
+    outermost: Whether the event is an operator that no other operator has called.
+    own: The time of the event without the events inside it, in microseconds.
+    copies: Whether the event copies between the host and a device.
+    waits: Whether the host waits for a device during the event.
     """
 
     name: str
@@ -45,7 +44,7 @@ class Event:
 
     @property
     def is_operator(self) -> bool:
-        """Whether the name has a namespace, other than that of autograd's engine, which calls operators."""
+        """Whether the event is an operator: its name has a namespace other than that of autograd's engine."""
         return "::" in self.name and not self.name.startswith("autograd::engine")
 
 

@@ -21,7 +21,7 @@ from apex_npu.debug.text import aligned, count
 from apex_npu.distributed.rank_progress import own_rank
 
 _SHOWN = 10
-# A smaller share of a step, in percent, is not worth an advice.
+# No advice is given for a smaller share of a step, in percent.
 _LITTLE = 5.0
 
 
@@ -80,8 +80,8 @@ class profile:
     def __enter__(self) -> profile:
         if torch_profiler._is_profiler_enabled:
             raise RuntimeError(
-                "amp.debug.profile was entered while a profiler is on: torch has one at a time. The traces of the "
-                "other have the ranges of amp, too; or leave it before"
+                "amp.debug.profile was entered while another profiler is on, and torch runs one at a time: leave "
+                "the other one first, or use its traces, which have the ranges of amp, too"
             )
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
         with warnings.catch_warnings():
@@ -126,22 +126,22 @@ class profile:
 
     @property
     def phases(self) -> list[Phase]:
-        """See the class."""
+        """The phases, in the order in which they begin."""
         return self._found.phases
 
     @property
     def operators(self) -> list[OperatorTime]:
-        """See the class."""
+        """The operators, the most expensive first."""
         return self._found.operators
 
     @property
     def idle(self) -> float | None:
-        """See the class."""
+        """The share of the time in which the device computes nothing, in percent, or None."""
         return self._found.idle
 
     @property
     def advice(self) -> str:
-        """See the class."""
+        """The most useful change."""
         return advice_of(self._found)
 
     def __str__(self) -> str:
@@ -157,13 +157,13 @@ def check_folder(path: str | os.PathLike[str]) -> str:
     """
     folder = os.fspath(path)
     if os.path.exists(folder) and not os.path.isdir(folder):
-        raise NotADirectoryError(f"trace must be a folder, and {folder!r} is a file")
+        raise NotADirectoryError(f"trace must be a folder, but {folder!r} is a file")
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
-        raise PermissionError(f"trace: the folder {folder!r} cannot be made: {error}") from error
+        raise PermissionError(f"trace: the folder {folder!r} cannot be created: {error}") from error
     if not os.access(folder, os.W_OK):
-        raise PermissionError(f"trace: nothing can be written to the folder {folder!r}")
+        raise PermissionError(f"trace: the folder {folder!r} cannot be written to: pass another one")
     return folder
 
 
@@ -174,7 +174,7 @@ def table_of(found: Steps) -> str:
     total = replace(found.phase(""), name="all", ms=found.ms, share=100.0)
     rows = [heads, *(_cells(phase, on_device) for phase in (*found.phases, total))]
     shown = found.operators[:_SHOWN]
-    lines = [f"{count(found.count, 'step')} of {found.ms:.3g} ms; what follows is of one step", ""]
+    lines = [f"{count(found.count, 'step')} of {found.ms:.3g} ms; the values are averages of one step", ""]
     lines += aligned(rows)
     lines += ["", "copies: between the host and a device; waits: of the host for a device"]
     if found.idle is not None:
@@ -206,9 +206,9 @@ def advice_of(found: Steps) -> str:
         "pin_memory and non_blocking copies, or a smaller transform"
     ))]  # fmt: skip
     options.append((rest.share, (
-        f"{rest.share:.0f} % of a step is elsewhere, in no phase of amp: the loss function, metrics, logging, saving, "
-        "a scheduler, data that is loaded after the last forward, or a model that amp does not know. Ranges of "
-        "torch.profiler.record_function around these show in the trace which it is"
+        f"{rest.share:.0f} % of a step is elsewhere, in no phase of amp: the loss function, metrics, logging, "
+        "saving, a scheduler, data that is loaded after the last forward, or a model that amp does not know. Put "
+        "ranges of torch.profiler.record_function around these to see in the trace which one it is"
     )))  # fmt: skip
     if step.operators > 30:  # a fused step is one operator, plus a few for each further buffer
         options.append((step.share, (

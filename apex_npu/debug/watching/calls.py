@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``Call``: what is remembered of one call of an operator, and of what it has read and written."""
+"""``Call``: one call of an operator, and the facts about its inputs and results."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from apex_npu.debug.watching.second_opinion import Opinion
 
 Phase = Literal["forward", "backward", "recompute", "block"]
 
-# Of the operators of forward so many are remembered, for their backward; of those with results that are not finite
-# fewer.
+# The number of forward calls that are remembered, because their backward refers to them.
 KEPT = 100_000
+# The number of calls with results that are not finite that are remembered.
 KEPT_BAD = 1_000
 
 
 class NotReplayedError(Exception):
-    """A forward cannot be run once more."""
+    """A forward that cannot be run again."""
 
 
 class Leaf(NamedTuple):
-    """A tensor that was not finite before any operator that was watched has read it."""
+    """A tensor that was not finite before a watched operator read it."""
 
     kind: Literal["data", "weights", "constant", "stale"]
     name: str
@@ -37,13 +37,13 @@ class Leaf(NamedTuple):
 
 
 class Vanished(NamedTuple):
-    """What has become 0 where its dtype is too small for it.
+    """A number or a result that became 0, because its dtype is too small for it.
 
     Attributes:
         what: The number or the result, in words.
-        dtype: That is too small.
-        operator: That has rounded it.
-        place: The line that calls it.
+        dtype: The dtype that is too small.
+        operator: The operator that rounded it.
+        place: The line that calls the operator.
     """
 
     what: str
@@ -57,24 +57,25 @@ class Call:
     """One call of an operator.
 
     Attributes:
-        index: How many calls came before it.
-        operator: Its name.
-        phase: "block" is what changes gradients in place after backward.
-        module: The name of the innermost module whose forward it is part of, or of whose backward; None: of none.
-        place: The line that calls it; in backward, that of the operator of forward.
-        node: In backward the name of the graph's node.
-        forward: In backward the operator of forward.
-        parameter: The name of the parameter that a gradient is accumulated for.
-        dtype: Of the first result that is not finite, or else of the first result.
-        shape: Likewise.
-        is_bad: A result is not finite.
-        causes: Calls whose results made it so.
-        leaves: What was not finite from the beginning.
-        inputs: The smallest and the largest element of each input, where none is to blame.
-        opinion: What float64 says, where no input is to blame.
-        from_constant: A number among the arguments is not finite.
-        from_other_process: A collective, whose own inputs were finite.
-        vanished: What was rounded to 0, where a result is 0 for it, or is not finite as an input is 0 for it.
+        index: The number of calls before this one.
+        operator: The name of the operator.
+        phase: The phase; "block" is an operator that changes gradients in place after backward.
+        module: The name of the innermost module whose forward, or the backward of that forward, makes the call; None if
+            there is no such module.
+        place: The line that calls the operator; in backward, the line that calls the operator of forward.
+        node: In backward, the name of the graph's node.
+        forward: In backward, the call of forward that this call is the derivative of.
+        parameter: The name of the parameter, if the call accumulates its gradient.
+        dtype: The dtype of the first result that is not finite, or else of the first result.
+        shape: The shape of the same result.
+        is_bad: Whether a result is not finite.
+        causes: The calls that wrote the inputs that made the result not finite.
+        leaves: The inputs that were not finite before any watched operator.
+        inputs: The smallest and the largest element of each input; empty if an input is the cause.
+        opinion: The result of the operator in float64; None if an input is the cause.
+        from_constant: Whether a number among the arguments is not finite.
+        from_other_process: Whether the call is a collective whose inputs in this process were finite.
+        vanished: The value that was rounded to 0 and explains a result that is 0 or, because an input is 0, not finite.
     """
 
     index: int
@@ -97,7 +98,7 @@ class Call:
     vanished: Vanished | None = None
 
     def described(self) -> dict[str, Any]:
-        """Where it is, by the names of the attributes of what is found."""
+        """Return the place of the call, as a dict with the names of a finding's attributes."""
         found = {"phase": self.phase, "module": self.module, "operator": self.operator}
         place = self.place
         if place is None:
@@ -106,17 +107,17 @@ class Call:
 
     @functools.cached_property
     def ends(self) -> frozenset[int]:
-        """The indices of the calls where this began; asked for once its causes are known."""
+        """The indices of the calls where the fault began; read it only after the causes are known."""
         found = frozenset[int]().union(*(cause.ends for cause in self.causes))
         return found | {self.index} if self.leaves or not self.causes else found
 
 
 class Result(NamedTuple):
-    """What a call has written.
+    """A result of a call.
 
     Attributes:
         call: The call.
-        is_bad: It was not finite; None: not known yet, as of a collective.
+        is_bad: Whether the result was not finite; None if it is not known yet, as for a collective.
         largest: The largest magnitude.
     """
 
@@ -126,7 +127,7 @@ class Result(NamedTuple):
 
 
 class Input(NamedTuple):
-    """What a call has read that is not finite, and what has made it so."""
+    """An input of a call that is not finite, and the calls and tensors that made it so."""
 
     value: Tensor
     writers: list[Call]
@@ -134,7 +135,7 @@ class Input(NamedTuple):
 
 
 def iterate(calls: Sequence[Call], follow: Callable[[Call], Sequence[Call]]) -> Iterator[tuple[Call, Call | None]]:
-    """All that ``follow`` leads to from ``calls``, nearest first, each with the call that it was reached from."""
+    """Yield all calls that ``follow`` leads to from ``calls``, nearest first, each with the call that led to it."""
     seen = {id(call) for call in calls}
     waiting: list[tuple[Call, Call | None]] = [(call, None) for call in calls]
     for call, origin in waiting:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``KeptState``: what forwards depend on and change besides parameters: random numbers, buffers, modes, attributes."""
+"""``KeptState``: the state besides parameters that forwards read and change, and that a replay restores."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torch import Tensor, nn
 
 from apex_npu.backends._torch_private import tree_leaves
 
-# Attributes of every module, of which buffers and modes are kept, and the others are not a forward's to write.
+# Attributes that every module has. KeptState restores buffers and modes; a forward does not write the others.
 _OF_MODULES = set(vars(nn.Module()))
 _UNSEEN = (np.ndarray, torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _Buffers = list[dict[str, Tensor | None]]
 
 
 class KeptState:
-    """The buffers and modes of some modules and the states of torch's generators, as they are now."""
+    """A copy of the buffers, the modes and the states of torch's generators, taken when it is created."""
 
     def __init__(self, models: Iterable[nn.Module], devices: Iterable[torch.device]) -> None:
-        """Of ``models``, which draw random numbers on the host and on ``devices``."""
+        """Copy the state of ``models``, which draw random numbers on the host and on ``devices``."""
         self._devices = [d for d in dict.fromkeys(devices) if hasattr(getattr(torch, d.type, None), "get_rng_state")]
         modules = dict.fromkeys(module for model in models for module in model.modules())
         self._modules = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
@@ -44,9 +44,9 @@ class KeptState:
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """Make everything as it was then, with copies of buffers; afterwards it is as it is now.
+        """Restore the copied state in the block, with copies of the buffers; undo all changes afterwards.
 
-        So are attributes of modules, and the generators of Python and NumPy.
+        This also undoes changes of modules' attributes and of the generators of Python and NumPy.
         """
         now = [(module, dict(vars(module)), dict(module._buffers)) for module in self._modules]
         states = self._random_states(), np.random.get_state(), random.getstate()
@@ -68,7 +68,7 @@ class KeptState:
 
 
 def _copied(buffers: Iterable[dict[str, Tensor | None]]) -> _Buffers:
-    """Copies of buffers; one that several modules have stays one."""
+    """Copy buffers; a buffer that several modules share is copied once."""
     copies: dict[Tensor | None, Tensor | None] = {None: None}
     with torch.no_grad():
         return [
@@ -78,10 +78,10 @@ def _copied(buffers: Iterable[dict[str, Tensor | None]]) -> _Buffers:
 
 
 class Attributes:
-    """The attributes of a model's modules that a forward may write, and that ``KeptState`` does not put back."""
+    """The attributes of a model's modules that a forward may write and that ``KeptState`` does not restore."""
 
     def __init__(self, model: nn.Module) -> None:
-        """As they are now."""
+        """Record the attributes as they are now."""
         self._held = [
             (module, name, value, _contents(value))
             for module in model.modules()
@@ -92,7 +92,7 @@ class Attributes:
         self._out_of_reach = any(any(True for _ in module.buffers()) for module in scripted)
 
     def written(self) -> str:
-        """One that may have been written since then; empty: there is none."""
+        """Return the name of an attribute that may have been written since; empty if there is none."""
         if self._out_of_reach:
             return "a buffer of torch.jit"
         found = ((module, name) for module, name, value, was in self._held if was is None or was != _contents(value))
@@ -100,7 +100,7 @@ class Attributes:
 
 
 def _contents(value: Any) -> list[Any] | None:
-    """What differs once ``value``, or what it contains, was written; None: of some kinds it cannot be told."""
+    """Return values that change when ``value`` or its contents are written; None for kinds that cannot be compared."""
     found: list[Any] = []
     for leaf in tree_leaves(value):
         if isinstance(leaf, _UNSEEN):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which operator has written which bytes: how an inf is followed from a gradient to where it began."""
+"""``Lineage``: which operator has written which bytes, to follow an inf from a gradient to its origin."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Writer = TypeVar("Writer")
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes of a storage.
+    """A range of bytes in a storage.
 
     Attributes:
-        begin: The first.
-        end: The one after the last.
-        dense: All of them belong to elements, none is in between.
+        begin: The first byte.
+        end: The byte after the last.
+        dense: Whether every byte belongs to an element.
     """
 
     begin: int
@@ -31,12 +31,12 @@ class Span:
         return self.begin <= other.begin and other.end <= self.end
 
     def overlaps(self, other: Span) -> bool:
-        """Whether they have bytes in common."""
+        """Return whether the ranges have bytes in common."""
         return self.begin < other.end and other.begin < self.end
 
 
 def span_of(tensor: Tensor) -> Span:
-    """The bytes of ``tensor``, which is strided and has elements."""
+    """Return the bytes of ``tensor``, which is strided and has elements."""
     size = tensor.element_size()
     count: int = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin = int(tensor.storage_offset()) * size
@@ -44,14 +44,13 @@ def span_of(tensor: Tensor) -> Span:
 
 
 class Lineage(Generic[Writer]):
-    """For each storage the writers of its bytes.
+    """The writers of the bytes of each storage.
 
-    Storages are known by weak references, which keep what identifies them from being used again; an address alone may
-    be another tensor's by now.
+    A storage is identified by a weak reference, because the address of a freed storage can be used again.
     """
 
     def __init__(self) -> None:
-        """Of no storage."""
+        """Start with no storage."""
         self._storages: dict[int, tuple[StorageWeakRef, list[tuple[Span, Writer]]]] = {}
         self._until_swept = 1024
 
@@ -69,7 +68,7 @@ class Lineage(Generic[Writer]):
         spans.append((span, writer))
 
     def writers(self, tensor: Tensor) -> list[tuple[Span, Writer]]:
-        """Those of bytes of ``tensor``, oldest first, each with what it has written; empty: none is known."""
+        """Return the known writers of bytes of ``tensor``, oldest first, each with the bytes that it wrote."""
         known = self._storages.get(StorageWeakRef(tensor.untyped_storage()).cdata)
         if known is None:
             return []
@@ -77,7 +76,7 @@ class Lineage(Generic[Writer]):
         return [(other, writer) for other, writer in known[1] if other.overlaps(span)]
 
     def forget(self, tensor: Tensor) -> None:
-        """``tensor`` has been written by something that is not followed."""
+        """Remove the writers of ``tensor``, because an operator that is not watched has written to it."""
         known = self._storages.get(StorageWeakRef(tensor.untyped_storage()).cdata)
         if known is not None:
             span = span_of(tensor)

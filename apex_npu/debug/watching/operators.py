@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What an operator's schema says: its operands, and which of them it writes."""
+"""``Operator`` and ``Execution``: the operands of an operator, and which of them it reads and writes."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from apex_npu.fusion.shards import local_part
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-# These fill memory that holds nothing yet, or only describe it.
+# These operators only allocate or describe memory.
 _ALLOCATIONS = {
     *("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_", "set_"),
 }
-# These write all of their first operand, and do not read it.
+# These operators write all of their first operand and do not read it.
 _OVERWRITING = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"}
-# A dispatch mode sees it as one operator; its kernel calls bmm, which autocast casts.
+# A dispatch mode sees this as one operator, but its kernel calls bmm, which autocast casts.
 _CALLING_CAST = {"aten::affine_grid_generator"}
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 class Operator:
-    """One overload.
+    """The schema of one overload.
 
     Attributes:
-        name: With its namespace, without the overload: ``aten::addmm``.
-        passed_over: It computes nothing: a view, an allocation, a query.
-        is_random: It draws numbers, or does where its arguments ask for it.
-        is_collective: Its result comes from other processes, too, and is there later.
-        makes_tensor: It takes in a tensor that Python's numbers have been written to.
+        name: The name with its namespace, without the overload: ``aten::addmm``.
+        passed_over: Whether it computes nothing: a view, an allocation or a query.
+        is_random: Whether it draws random numbers, always or for some arguments.
+        is_collective: Whether it is a collective, whose result depends on other processes and is available later.
+        makes_tensor: Whether it receives a tensor that Python numbers were written to.
     """
 
     def __init__(self, func: Any) -> None:
@@ -61,7 +61,7 @@ class Operator:
         }
 
     def operands(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-        """The arguments with their names."""
+        """Yield the arguments with their names."""
         yield from zip(self.arguments, args, strict=False)
         yield from kwargs.items()
 
@@ -74,12 +74,12 @@ class Execution(NamedTuple):
 
     Attributes:
         func: The overload, an ``OpOverload``.
-        operator: What its schema says.
+        operator: The schema of the overload.
         place: The line that calls it.
         given: Its arguments.
-        before: The same, those that it reads and writes as they were before.
-        returned: What it has returned.
-        was_copied: False: there was no memory for copies, and ``before`` is ``given``.
+        before: Its arguments, with copies, made before the call, of those that it reads and writes.
+        returned: Its return value.
+        was_copied: False if there was no memory for copies; ``before`` is then ``given``.
     """
 
     func: Any
@@ -91,29 +91,29 @@ class Execution(NamedTuple):
     was_copied: bool = True
 
     def operands(self) -> Iterator[tuple[str, Any]]:
-        """The arguments with their names."""
+        """Yield the arguments with their names."""
         return self.operator.operands(*self.given)
 
     @property
     def is_random(self) -> bool:
-        """Whether it has drawn numbers: a recurrent layer of a GPU does for its dropout alone."""
+        """Return whether the call drew random numbers; a recurrent layer on a GPU draws them only for its dropout."""
         if not self.operator.is_random:
             return False
         given = dict(self.operands())
         return given.get("dropout") != 0.0 and given.get("train") is not False
 
     def tensors_read(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors among the arguments, but those that are overwritten, with the names of the arguments."""
+        """Yield the tensor arguments that are read, with the names of the arguments."""
         for name, value in self.operands():
             for tensor in () if self.operator.written.get(name) else tensors_in(value):
                 yield name, tensor
 
     def results(self) -> list[Tensor]:
-        """The distinct tensors that it has returned and written."""
+        """Return the distinct tensors that the call returned or wrote."""
         return results_of(self.operator, self.returned, self.given)
 
     def own_results(self) -> list[Tensor]:
-        """The results without views of what was read."""
+        """Return the results that are not views of inputs."""
         results = self.results()
         if self.operator.makes_tensor:
             return results
@@ -129,7 +129,7 @@ class Execution(NamedTuple):
 
 
 def results_of(operator: Operator, returned: Any, given: Arguments) -> list[Tensor]:
-    """The distinct tensors that an operator has returned and written."""
+    """Return the distinct tensors that an operator returned or wrote."""
     found = list(tensors_in(returned))
     for name, value in operator.operands(*given):
         if name in operator.written:
@@ -138,7 +138,7 @@ def results_of(operator: Operator, returned: Any, given: Arguments) -> list[Tens
 
 
 def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a dispatch mode calls ``func`` by, which is cast as it is without the mode."""
+    """Call ``func`` from a dispatch mode, with the same autocasting as without the mode."""
     if func._schema.name not in _CALLING_CAST:
         return func(*args, **kwargs)
     with autocast_within():
@@ -146,7 +146,7 @@ def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of an argument or a result."""
+    """Yield the tensors in an argument or a result."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -155,7 +155,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """An argument with ``change`` applied to it, or to what is in its lists, tuples and dicts."""
+    """Apply ``change`` to an argument, or to the items of its lists, tuples and dicts."""
     if isinstance(value, dict):
         return {name: mapped(change, item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -164,7 +164,7 @@ def mapped(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def nonfinite_number_in(value: Any) -> bool:
-    """Whether an argument is, or has, a number that is inf or nan."""
+    """Return whether an argument is or contains a number that is inf or nan."""
     if isinstance(value, float):
         return not math.isfinite(value)
     if isinstance(value, complex):
@@ -173,7 +173,7 @@ def nonfinite_number_in(value: Any) -> bool:
 
 
 def vanishing_number_in(value: Any, dtype: torch.dtype) -> float | None:
-    """A number of an argument that is not 0, and that ``dtype`` rounds to 0; None: there is none."""
+    """Return a nonzero number in an argument that ``dtype`` rounds to 0; None if there is none."""
     if isinstance(value, float):
         info = torch.finfo(dtype)
         return value if 0.0 < abs(value) <= info.smallest_normal * info.eps / 2 else None
@@ -183,13 +183,13 @@ def vanishing_number_in(value: Any, dtype: torch.dtype) -> float | None:
 
 
 def is_measurable(tensor: Tensor) -> bool:
-    """Whether its range can be read, and its bytes be followed: strided floating memory of its own, not empty."""
+    """Return whether ``tensor`` has strided floating memory of its own, not empty, whose range can be read."""
     return followed(tensor) is tensor
 
 
 def held(tensor: Any) -> Tensor | None:
-    """``tensor``, or the part of it that is here, if its elements can be read."""
-    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:  # not in vain for each operand
+    """Return ``tensor``, or its part in this process; None if its elements cannot be read."""
+    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:  # skip the call for plain tensors
         tensor = local_part(tensor)
         if has_python_dispatch(tensor) or is_lazy(tensor):
             return None
@@ -198,6 +198,6 @@ def held(tensor: Any) -> Tensor | None:
 
 
 def followed(tensor: Any) -> Tensor | None:
-    """``held``, if it has a range."""
+    """Return ``held(tensor)`` if it is floating or complex, and else None."""
     local = held(tensor)
     return local if local is not None and (local.dtype.is_floating_point or local.dtype.is_complex) else None

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Where an operator is called: the line of the user's code, and the module by its name in the model."""
+"""The place of an operator's call: the line of the user's code, and the names of modules and tensors."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _PACKAGES = tuple(
     os.path.join(folder, "") for folder in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 ) + tuple(os.path.join(folder, "") for folder in site.getsitepackages())
 
-# What works on gradients and parameters after backward: no operator of the user's forward or backward.
+# Code that changes gradients and parameters after backward; it is not part of the user's forward or backward.
 _OPTIMIZERS = (_TORCH + "optim", _OWN + "optimizers", _OWN + "amp/master_params.py")
 _AMP = tuple(_TORCH + part for part in ("nn/utils/clip_grad.py", "amp/grad_scaler.py")) + tuple(
     _OWN + part for part in ("amp", "fusion", "distributed", "debug")
 )
-# What calls a model by itself, as to run a forward once more: the lines that call it are not those of its operators.
+# Code that calls a model itself, such as for a replay: the lines of its operators are found elsewhere.
 _CALLING_MODELS = (_OWN + "debug/overflow/forwards.py", _OWN + "debug/model_report/report.py")
-# These call the user's functions, or are part of the graph.
+# These files call the user's functions or belong to the graph.
 _PART_OF_THE_GRAPH = tuple(_OWN + part for part in ("amp/scale_loss.py", "amp/user_casts.py"))
 
 
 class Caller(Enum):
-    """What calls an operator where no line of the user's does."""
+    """The code that calls an operator if no line of the user's does."""
 
     OPTIMIZER = auto()
     AMP = auto()
@@ -52,7 +52,7 @@ class Caller(Enum):
 
 @dataclass(frozen=True)
 class Place:
-    """A line of code; that of an installed package with the ``script``'s own line that has led to it."""
+    """A line of code; a line in an installed package has, as ``script``, the user's line that led to it."""
 
     file: str
     line: int
@@ -61,7 +61,7 @@ class Place:
 
     @property
     def source(self) -> str:
-        """The text of the line; empty where the file cannot be read."""
+        """The text of the line; empty if the file cannot be read."""
         return linecache.getline(self.file, self.line).strip()
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ class Place:
 
 @functools.cache
 def _folder_of_device(device_type: str) -> str:
-    """The package of an out-of-tree device, whose operators may be written in Python."""
+    """Return the folder of the package of an out-of-tree device, whose operators may be written in Python."""
     module = getattr(torch, device_type, None)
     package = sys.modules.get(getattr(module, "__name__", "").partition(".")[0])
     file = getattr(package, "__file__", None)
@@ -85,7 +85,7 @@ def _folder_of_device(device_type: str) -> str:
 
 @functools.cache
 def _kind_of(file: str, function: str) -> Caller | bool:
-    """True: a file of the user's; False: one of a library, which is passed over."""
+    """Return True for the user's and installed packages' files, False for files to pass over, or a ``Caller``."""
     if file.startswith(_TORCH) and function == "_engine_run_backward":
         return Caller.ENGINE
     if file in _CALLING_MODELS:
@@ -100,10 +100,10 @@ def _kind_of(file: str, function: str) -> Caller | bool:
 
 
 def calling_line(frames: int = 2) -> Place | Caller | None:
-    """The innermost line of the user's that has called the operator; None: there is no line.
+    """Return the innermost line of the user's that called the operator; None if there is no such line.
 
     Args:
-        frames: How many to pass over; 2 where a dispatch mode asks.
+        frames: The number of frames to skip; 2 if a dispatch mode asks.
     """
     frame: Any = inspect.currentframe()
     for _ in range(frames):
@@ -121,7 +121,7 @@ def calling_line(frames: int = 2) -> Place | Caller | None:
 
 
 def _script_line(frame: Any) -> Place | None:
-    """The innermost line that is of no package, among ``frame`` and what has called it; None: backward has."""
+    """Return the innermost line outside of packages in ``frame`` and its callers; None if backward called them."""
     while frame is not None:
         file, function = frame.f_code.co_filename, frame.f_code.co_name
         kind = _kind_of(file, function)
@@ -142,25 +142,25 @@ def _all_names(names: dict[int, list[str]]) -> dict[int, str]:
 
 
 def begins_within(tensor: Tensor, other: Tensor) -> bool:
-    """Whether the memory of ``tensor`` begins in that of ``other``."""
+    """Return whether the memory of ``tensor`` begins in the memory of ``other``."""
     if other.layout != torch.strided or other.device != tensor.device or not tensor.data_ptr():
         return False
     return other.data_ptr() <= tensor.data_ptr() < other.data_ptr() + other.nbytes
 
 
 class Names:
-    """The names of the modules, parameters and buffers of some models; those that are shared have several.
+    """The names of the modules, parameters and buffers of some models; a shared one has several names.
 
     Attributes:
         tensors: The parameters and buffers.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        """With several models names begin with ``models[i].``."""
+        """Collect the names; with several models, they begin with ``models[i].``."""
         modules: dict[int, list[str]] = {}
         tensors: dict[int, list[str]] = {}
         self.tensors: list[Tensor] = []
-        self._models = list(models)  # as long as they live, no other object has their ids
+        self._models = list(models)  # while they live, no other object gets their ids
         for i, model in enumerate(models):
             prefix = f"models[{i}]" if len(models) > 1 else ""
             for name, module in model.named_modules(remove_duplicate=False, prefix=prefix):
@@ -175,15 +175,15 @@ class Names:
         self._modules, self._tensors = _all_names(modules), _all_names(tensors)
 
     def of_module(self, module: nn.Module) -> str | None:
-        """Its name; None where it belongs to none of the models."""
+        """Return the name of ``module``; None if it belongs to none of the models."""
         return self._modules.get(id(module))
 
     def of_tensor(self, tensor: Tensor) -> str | None:
-        """Its name; None where it is no parameter or buffer of the models."""
+        """Return the name of ``tensor``; None if it is no parameter or buffer of the models."""
         return self._tensors.get(id(tensor))
 
     def of_memory(self, tensor: Tensor) -> str | None:
-        """The name of the parameter or buffer whose memory ``tensor`` begins in."""
+        """Return the name of the parameter or buffer whose memory contains the first byte of ``tensor``, or None."""
         name = self.of_tensor(tensor)
         if name is not None:
             return name
@@ -194,22 +194,22 @@ class ModuleStack(threading.local):
     """The modules whose forward runs in this thread, outermost first."""
 
     def __init__(self) -> None:
-        """None so far."""
+        """Start with no module."""
         self.modules: list[nn.Module] = []
         self._nodes: list[Any] = []
 
     def push(self, module: nn.Module) -> None:
-        """The forward of ``module`` begins."""
+        """Add ``module``, whose forward begins."""
         self.modules.append(module)
         self._nodes.append(autograd_node())
 
     @property
     def node(self) -> Any:
-        """The node of the graph that backward was at where the innermost forward began; None: it began outside."""
+        """The node of the graph that backward was at when the innermost forward began; None outside of backward."""
         return self._nodes[-1] if self._nodes else None
 
     def pop(self, module: nn.Module) -> None:
-        """It has ended, and so have those inside of it that an exception has ended."""
+        """Remove ``module``, whose forward has ended, and the modules inside it that an exception ended."""
         for i in reversed(range(len(self.modules))):
             if self.modules[i] is module:
                 del self.modules[i:], self._nodes[i:]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``Ranges``: the smallest and the largest elements of tensors."""
+"""``Ranges``: reads the smallest and the largest elements of tensors."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch import Tensor
 
 
 class Ranges:
-    """Reads the ranges of tensors, with memory of its own for the results."""
+    """Reads the ranges of tensors into memory that it keeps."""
 
     def __init__(self, clear: Callable[[], None]) -> None:
-        """``clear`` is called where reading a range may have raised the device's flag of overflows."""
+        """Set ``clear``, which is called after a read that may have raised the device's overflow flag."""
         self._clear = clear
         self._slots: dict[tuple[torch.device, torch.dtype], tuple[Tensor, list[Any]]] = {}
 
     def of(self, tensors: Sequence[Tensor]) -> list[tuple[float, float]]:
-        """The smallest and the largest element of each; nan for both where there is one. Waits for the device.
+        """Return the smallest and the largest element of each tensor, or nan for both if it contains nan.
 
-        One launch for each, and one wait for all of a device and dtype.
+        This launches one kernel for each tensor, and waits once for each device and dtype.
         """
         alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         real = [torch.view_as_real(t.resolve_conj()) if t.dtype.is_complex else t.detach() for t in tensors]
@@ -46,7 +46,7 @@ class Ranges:
         return ranges
 
     def _slots_for(self, device: torch.device, dtype: torch.dtype, count: int) -> tuple[Tensor, list[Any]]:
-        """Memory for ``count`` ranges: all of it, and views of each."""
+        """Return memory for ``count`` ranges, and a pair of views for each."""
         known = self._slots.get((device, dtype))
         if known is None or len(known[1]) < count:
             with torch.inference_mode(False):
@@ -55,13 +55,13 @@ class Ranges:
         return known
 
     def reach(self, tensor: Tensor, limit: float = math.inf) -> bool:
-        """Whether an element of ``tensor`` is nan, or its magnitude ``limit`` or more; waits for the device."""
+        """Return whether an element of ``tensor`` is nan or at least ``limit`` in magnitude; waits for the device."""
         return not all(abs(value) < limit for value in self.of([tensor])[0])
 
 
 @functools.cache
 def has_aminmax(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether ``torch.aminmax`` works there, which not every CANN has; asked once."""
+    """Return whether ``torch.aminmax`` works on ``device``, which not every CANN release has; tried once."""
     try:
         torch.aminmax(torch.zeros(1, dtype=dtype, device=device))
     except torch.OutOfMemoryError:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What becomes of results that overflow: inf, which spreads, or on some devices the largest number and a flag."""
+"""How overflows appear on a device: as inf, or as the largest number and a flag."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from apex_npu.debug.watching.calls import Call
 
 
 class Spreading:
-    """Results that overflow are inf, which what reads them spreads: they are known by their ranges.
+    """Devices where a result that overflows is inf, and operators that read it have results that are not finite.
 
     Attributes:
-        saturates: A device has the largest number in place of inf.
-        raised: Its flag of overflows is raised since amp last cleared it.
-        constants: Calls whose own arguments have inf or nan, as masks have, where these are not counted as overflows.
+        saturates: Whether an overflow gives the largest number instead of inf.
+        raised: Whether the overflow flag was raised since amp last cleared it.
+        constants: On saturating devices, the calls with inf or nan among their own arguments, such as masks, which do
+            not count as overflows.
     """
 
     saturates = False
@@ -27,44 +28,44 @@ class Spreading:
     constants: Sequence[Call] = ()
 
     def take(self) -> None:
-        """Clear the flag for the operator that follows, and remember it for amp."""
+        """Clear the flag before an operator, and remember its value for amp."""
 
     def read(self) -> bool:
-        """Whether the flag is raised; it is clear afterwards."""
+        """Return whether the flag is raised, and clear it."""
         return False
 
     def leave(self) -> None:
-        """What runs next may raise the flag for amp."""
+        """Note that operators which are not watched follow and may raise the flag for amp."""
 
     def hand_back(self) -> None:
-        """Raise the flag, if an operator has raised it since amp last cleared it."""
+        """Raise the flag if an operator has raised it since amp last cleared it."""
 
     def clear(self) -> None:
-        """Clear the flag, as it has been raised by what looks at operators."""
+        """Clear the flag, because a diagnostic operator may have raised it."""
 
     def limit(self, tensor: Tensor) -> float:
-        """The smallest magnitude that an element has which is not finite, or stands for one that is not."""
+        """Return the smallest magnitude in ``tensor`` that counts as not finite."""
         return float("inf")
 
     def goes_on(self, call: Call, is_bad: bool | None) -> bool | None:
-        """Whether what reads a result of ``call`` inherits its fault; ``is_bad``: it is not finite."""
+        """Return whether readers of a result of ``call`` inherit its fault; ``is_bad``: the result is not finite."""
         return is_bad
 
     def excuses(self, call: Call) -> bool:
-        """Whether ``call``, with a result that is not finite, is no overflow."""
+        """Return whether ``call`` is not an overflow although its result is not finite."""
         return False
 
 
 class Saturating(Spreading):
-    """Results that overflow are the largest number, and raise a flag, which amp finds as if nothing had looked at it.
+    """Devices where a result that overflows is the largest number and raises a flag.
 
-    They go on as finite numbers, so that whatever reads them inherits the fault.
+    The results are finite, so whatever reads them inherits the fault. amp finds the flag as if nothing had watched.
     """
 
     saturates = True
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        """Of ``devices``."""
+        """Set the ``devices`` whose flags are read."""
         self._devices: list[tuple[torch.device, Backend]] = [(device, for_device(device)) for device in devices]
         self._is_ours = False
         self.constants: list[Call] = []

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""An operator once more, in float64 on the host: is a dtype too small, or is the result not finite in mathematics?"""
+"""Runs an operator again in float64 on the host, to find out whether its dtype was too small for the result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from apex_npu.backends._torch_private import autocast_disabler
 from apex_npu.debug.watching.operators import Arguments, Execution, mapped, results_of
 
-# What kernels raise that do not exist, or not for float64; OutOfMemoryError is a RuntimeError.
+# The errors of kernels that are missing, or missing for float64; OutOfMemoryError is a RuntimeError.
 _FAILURES = (RuntimeError, NotImplementedError, TypeError, ValueError, MemoryError)
 
 
@@ -67,7 +67,7 @@ def _reserving_batch_norm(*args: Any, **kwargs: Any) -> list[Tensor]:
     return [*_batch_norm(*args, **kwargs), torch.empty(0, dtype=torch.uint8)]  # cuDNN's memory for backward
 
 
-# What devices have as one operator, and the host as several or under another name: a dispatch mode is below autograd.
+# Operators that the host has under another name or as several operators; a dispatch mode is below autograd.
 _OF_DEVICES: dict[str, Callable[..., list[Tensor]]] = {
     "aten::cudnn_batch_norm": _reserving_batch_norm,
     "aten::cudnn_batch_norm_backward": _batch_norm_backward,
@@ -80,12 +80,12 @@ _OF_DEVICES: dict[str, Callable[..., list[Tensor]]] = {
 
 @dataclass(frozen=True)
 class Opinion:
-    """What float64 says of results that are not finite.
+    """The result of an operator in float64, for results that are not finite.
 
     Attributes:
-        is_finite: All of them are.
-        largest: The largest magnitude among those that are; nan where there is none.
-        reason: Why there is no opinion; empty where there is one.
+        is_finite: Whether all of them are finite in float64.
+        largest: The largest magnitude of those that are finite in float64; nan if there is none.
+        reason: Why the operator could not be run; empty if it ran.
     """
 
     is_finite: bool = False
@@ -94,9 +94,9 @@ class Opinion:
 
 
 def widen(value: Any) -> Any:
-    """``value``, an argument, for an operator that computes in float64 on the host; tensors are copies.
+    """Convert an argument for an operator that computes in float64 on the host; tensors are copied.
 
-    An operator may write more than its schema declares, as a batch norm does with its running averages.
+    Copies are needed because an operator may write more than its schema declares, such as running averages.
     """
     if isinstance(value, Tensor):
         return value.detach().to("cpu", widen(value.dtype), copy=True)
@@ -106,7 +106,7 @@ def widen(value: Any) -> Any:
 
 
 def ask(ran: Execution, *, saturated: bool = False) -> Opinion:
-    """Call an operator again in float64; ``saturated``: any of its results may stand for inf or nan."""
+    """Call an operator again in float64; ``saturated``: whether any result may stand for inf or nan."""
     try:
         return _compare(call_wide(ran, ran.before), ran.results(), saturated)
     except _FAILURES as error:
@@ -114,7 +114,7 @@ def ask(ran: Execution, *, saturated: bool = False) -> Opinion:
 
 
 def stays_bad(ran: Execution, mended: set[int]) -> bool | None:
-    """Whether results are inf or nan if those of the inputs with the ids ``mended`` are 0; None: it cannot be told."""
+    """Return whether results are bad even if the inputs with the ids ``mended`` are 0; None if it is not known."""
     host: dict[int, Tensor] = {}
 
     def placed(value: Any) -> Any:
@@ -133,7 +133,7 @@ def stays_bad(ran: Execution, mended: set[int]) -> bool | None:
 
 
 def largest_of(ran: Execution) -> float:
-    """The largest magnitude of the results in float64; 0 where they cannot be computed."""
+    """Return the largest magnitude of the results in float64; 0 if they cannot be computed."""
     with torch.no_grad():
         try:
             found = [float(t.abs().max()) for t in call_wide(ran, ran.before) if t.numel()]
@@ -143,7 +143,7 @@ def largest_of(ran: Execution) -> float:
 
 
 def function_of_host(ran: Execution) -> Callable[..., Any]:
-    """What computes on the host what the operator of ``ran`` does."""
+    """Return a function that computes on the host what the operator of ``ran`` computes."""
     function: Callable[..., Any] = _OF_DEVICES.get(ran.operator.name, ran.func)
     return function
 
@@ -154,7 +154,7 @@ def call_wide(ran: Execution, given: Arguments) -> list[Tensor]:
     named = {name: mapped(widen, value) for name, value in kwargs.items() if name not in ("generator", "pin_memory")}
     placed = [mapped(widen, value) for value in args]
     for i, name in enumerate(operator.arguments[: len(placed)]):
-        if name == "half_to_float":  # float64 stays
+        if name == "half_to_float":  # the result stays float64
             placed[i] = False
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -167,7 +167,7 @@ def call_wide(ran: Execution, given: Arguments) -> list[Tensor]:
 
 def _compare(exact: list[Tensor], results: list[Tensor], saturated: bool) -> Opinion:
     if len(exact) != len(results):
-        return Opinion(reason="another number of results in float64")
+        return Opinion(reason="float64 gives another number of results")
     largest, is_finite = float("nan"), True
     for true, result in zip(exact, results, strict=True):
         if not result.dtype.is_floating_point or result.layout != torch.strided or result.is_nested:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``Stream``: one event for each operator of forward and backward, with the module, the line and the node it is of."""
+"""``Stream``: reports each operator of forward and backward, with its module, line and graph node."""
 
 from __future__ import annotations
 
@@ -37,54 +37,54 @@ from apex_npu.debug.watching.places import Caller, ModuleStack, Names, Place, ca
 
 
 class Consumer:
-    """What a ``Stream`` tells of an iteration; a method that is not overridden does nothing.
+    """The receiver of a ``Stream``'s events; a method that is not overridden does nothing.
 
     Attributes:
-        stream: What tells it.
-        reads: It looks at operands as they were before: those that an operator reads and writes are copied.
+        stream: The stream that reports to it.
+        reads: Whether it reads operands as they were before the call; operands that are written are then copied.
     """
 
     stream: Stream
     reads = False
 
     def begins(self, module: nn.Module, args: Any) -> None:
-        """The forward of ``module`` begins, inside of no other."""
+        """Handle the start of the forward of ``module``, which no other watched forward encloses."""
 
     def ended(self, module: nn.Module, output: Any) -> None:
-        """The forward of ``module`` has ended."""
+        """Handle the end of the forward of ``module``."""
 
     def before(self) -> None:
-        """An operator is about to be called."""
+        """Handle the moment before an operator is called."""
 
     def saw(self, call: Call, ran: Execution) -> None:
-        """An operator of the iteration has run."""
+        """Handle an operator of the iteration that has run."""
 
     def passed_over(self, ran: Execution) -> None:
-        """An operator of amp or of an optimizer has run."""
+        """Handle an operator of amp or of an optimizer that has run."""
 
     def closed(self) -> None:
-        """The stream has ended."""
+        """Handle the end of the stream."""
 
 
 class Stream(TorchDispatchMode):
-    """A dispatch mode that tells a consumer of each operator, and what calls it.
+    """A dispatch mode that reports each operator, and its caller, to a consumer.
 
-    Nothing that the iteration computes depends on it.
+    It does not change what the iteration computes.
 
     Attributes:
         names: The names of the models.
-        suspended: Operators pass unseen.
-        scale: What the loss is multiplied with in the block that is open; 1 outside of blocks.
-        calls: Operators that were seen.
-        not_measured: Why results of operators were not measured, and how often.
-        make_way: Ends the stream, which no context of the script has begun, for one that the script opens; else None.
-        when_over: Is called where another iteration begins: at a forward after an optimizer has stepped.
-        is_replay: What runs is no iteration, but a forward once more.
+        suspended: Whether operators are called without a report.
+        scale: The factor of the loss in the open block; 1 outside of blocks.
+        calls: The number of operators that were reported.
+        not_measured: The reasons why results were not measured, with the number of results.
+        make_way: A function that ends a stream that the script did not open, when the script opens its own; else None.
+        when_over: A function to call when the next iteration begins: at a forward after an optimizer's step.
+        is_replay: Whether a forward is being run again, which is no iteration.
         caller: The line that had called that forward.
     """
 
     def __init__(self, names: Names, consumer: Consumer) -> None:
-        """Of models with ``names``, for ``consumer``."""
+        """Report the operators of models with ``names`` to ``consumer``."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.names, self._consumer = names, consumer
         consumer.stream = self
@@ -107,7 +107,7 @@ class Stream(TorchDispatchMode):
     # ---- when it sees operators ------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Begin."""
+        """Begin to report."""
         self._hooks = [
             torch_module.register_module_forward_pre_hook(self.enter_module),
             torch_module.register_module_forward_hook(self._leave_module, always_call=True),
@@ -116,7 +116,7 @@ class Stream(TorchDispatchMode):
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def detach(self) -> bool:
-        """End; False where a mode that was entered before was left before, and operators since then are missing."""
+        """Stop. Return False if modes were left in the wrong order, so that operators since then are missing."""
         self.suspended = True
         self._consumer.closed()
         for hook in self._hooks:
@@ -127,19 +127,19 @@ class Stream(TorchDispatchMode):
         if modes and modes[-1] is self:
             self.__exit__(None, None, None)
             return True
-        # Leaving a mode takes off the innermost one: of an outer one it was this, and the outer one is still there.
+        # Leaving a mode removes the innermost one. An outer mode that was left has removed this one and is still there.
         left = [self] if is_on else [m for m in modes if any(m is outer for outer in self._outer)][-1:]
         for mode in left:
             pop_mode(mode)
         return is_on
 
     def set_block(self, scale: float) -> None:
-        """A block begins or has ended: what follows is multiplied with ``scale``."""
+        """Set the factor of the loss at the start or the end of a block."""
         self.scale, self._backward_seen = scale, False
 
     @classmethod
     def is_open(cls) -> bool:
-        """Whether a context of the script watches; what else does makes way for one."""
+        """Return whether a context of the script watches; a stream that the script did not open ends here."""
         for mode in dispatch_modes():
             if isinstance(mode, cls) and mode.make_way is not None:
                 mode.make_way()
@@ -151,7 +151,7 @@ class Stream(TorchDispatchMode):
     @classmethod
     @contextmanager
     def none_watches(cls) -> Iterator[None]:
-        """What runs within is no part of the iterations that others watch."""
+        """Suspend all streams in the block, whose operators are not part of a watched iteration."""
         watching = [mode for mode in dispatch_modes() if isinstance(mode, cls) and not mode.suspended]
         for mode in watching:
             mode.suspended = True
@@ -164,7 +164,7 @@ class Stream(TorchDispatchMode):
     # ---- modules ---------------------------------------------------------------------------------------------------
 
     def enter_module(self, module: nn.Module, args: Any) -> None:
-        """The forward of ``module`` begins."""
+        """Handle the start of the forward of ``module``."""
         if self.suspended:
             return
         if not self._modules.modules:
@@ -192,13 +192,13 @@ class Stream(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call ``func``, and tell of it."""
+        """Call ``func`` and report it."""
         kwargs = kwargs or {}
         if self.suspended:
             return call_operator(func, args, kwargs)
         operator, place, given = operator_of(func), calling_line(), (args, kwargs)
         if self.is_replay and operator.is_collective:
-            raise NotReplayedError(f"it calls {operator.name}, in which the other processes would have to take part")
+            raise NotReplayedError(f"it calls {operator.name}, a collective that needs the other processes")
         if place is Caller.DEBUG:
             place = self.caller
         if place is Caller.OPTIMIZER or place is Caller.AMP:
@@ -228,13 +228,13 @@ class Stream(TorchDispatchMode):
         if node is not None:
             self._backward_seen = True
             begun = self._modules.node
-            if begun is not None:  # in a checkpoint's recomputation; another node is of a backward within it
+            if begun is not None:  # in a checkpoint's recomputation; another node belongs to a backward within it
                 return "recompute" if node is begun else "backward"
             return "recompute" if self._modules.modules and isinstance(place, Place) else "backward"
         return "block" if self._backward_seen and operator.written else "forward"
 
     def new_call(self, operator: Operator, place: Place | Caller | None) -> Call:
-        """One more call of ``operator``, in backward with what it is the derivative of."""
+        """Create the next call of ``operator``; in backward, with the call of forward that it is the derivative of."""
         node = autograd_node()
         phase = self._phase(operator, place, node)
         line = place if isinstance(place, Place) else None
@@ -256,14 +256,14 @@ class Stream(TorchDispatchMode):
 
     def _remember(self, call: Call) -> None:
         known = self._forward.setdefault(sequence_number() - 1, [])
-        # A node of a recomputation on another thread can have a number of this one's.
+        # A node of a recomputation on another thread can have the number of a node of this thread.
         if not known or (call.phase == "recompute" and known[-1].phase != "recompute"):
             known.append(call)
         while len(self._forward) > KEPT:
             del self._forward[next(iter(self._forward))]
 
     def _note_forward(self, operator: Operator, place: Place | Caller | None) -> None:
-        """A view has a backward, too, which computes: that of ``expand`` is a sum."""
+        """Remember a view, because its backward may compute; the backward of ``expand`` is a sum."""
         if autograd_node() is None and sequence_number() - 1 not in self._forward:
             self.new_call(operator, place)
             self.calls -= 1
@@ -278,7 +278,7 @@ class Stream(TorchDispatchMode):
 
 
 def _kept(operator: Operator, given: Arguments) -> Arguments | None:
-    """The arguments, with copies of those that are read and written; None: there is no memory for them."""
+    """Return the arguments, with copies of those that are both read and written; None if there is no memory."""
     if not operator.written or all(operator.written.values()):
         return given
 
@@ -289,18 +289,18 @@ def _kept(operator: Operator, given: Arguments) -> Arguments | None:
     args, kwargs = given
     try:
         with torch.no_grad():
-            # What is overwritten is not read.
+            # An argument that is overwritten is not read.
             copies = {
                 name: value if operator.written.get(name, True) else mapped(kept, value)
                 for name, value in operator.operands(args, kwargs)
             }
             return tuple(copies[name] for name in operator.arguments[: len(args)]), {n: copies[n] for n in kwargs}
-    except RuntimeError:  # OutOfMemoryError is one
+    except RuntimeError:  # the base class of OutOfMemoryError
         return None
 
 
 def on_forward(call: Callable[[nn.Module, Any], object]) -> Any:
-    """Have ``call`` called where a forward of amp's iterations begins; returns a hook that ``remove`` ends."""
+    """Call ``call`` where a forward of amp's iterations begins; return a hook with ``remove()``."""
 
     def begins(module: nn.Module, args: Any) -> None:
         if policy() is not None and torch.is_grad_enabled():

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``Trail``: remembers where inf and nan began, and what has become of them."""
+"""``Trail``: finds where inf and nan began, and which results they reached."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from apex_npu.debug.watching.saturation import Saturating, Spreading
 from apex_npu.debug.watching.second_opinion import Opinion, ask, largest_of, stays_bad
 from apex_npu.debug.watching.stream import Consumer, Stream
 
-# Of a tensor that is no argument of a module, and that no operator has written.
+# The name of a tensor that is no argument of a module and that no operator has written.
 GIVEN = "a tensor given from outside"
 
-# Each element of their results is computed of one of each input: they are 0 for inputs that are not by rounding alone.
+# Each result element is computed from one element of each input: from nonzero inputs, it is 0 only by rounding.
 _ELEMENTWISE = {"mul", "mul_", "pow", "pow_", "square", "square_", "div", "div_", "exp", "exp_", "sigmoid", "prod"}
 
 
 class Trail(Consumer):
-    """Reads the range of each result; where one is not finite, it finds out why.
+    """Reads the range of each result, and explains each result that is not finite.
 
     Attributes:
-        stream: What it sees operators by.
-        overflows: What becomes of results that overflow, and the device's flag.
+        stream: The stream that reports the operators.
+        overflows: How overflows appear on the device.
         ranges: Reads the ranges of results.
-        bad: The calls with a result that is not finite, in their order.
-        dropped_bad: Further calls like ``bad``, of which too many were.
-        module_ranges: The largest magnitude of what each module has returned last.
+        bad: The calls with a result that is not finite, in order.
+        dropped_bad: The number of further such calls, beyond the limit of ``bad``.
+        module_ranges: The largest magnitude of each module's last output, by the module's name.
     """
 
     reads = True
 
     def __init__(self, names: Names, saturating: Sequence[torch.device] = ()) -> None:
-        """Of models with ``names``; devices ``saturating`` have the largest number in place of inf, and a flag."""
+        """Watch models with ``names``; on devices ``saturating``, an overflow gives the largest number and a flag."""
         self.stream = Stream(names, self)
         self.names = names
         self.overflows = Saturating(saturating) if saturating else Spreading()
@@ -58,19 +58,19 @@ class Trail(Consumer):
     # ---- blocks and modules ----------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Begin."""
+        """Begin to watch."""
         self._note_gradients()
         self.stream.attach()
 
     def begin_block(self, scale: float, gradients: Sequence[tuple[str, Tensor]]) -> None:
-        """A block begins: what follows is multiplied with ``scale``; ``gradients`` are there, each with a name."""
+        """Handle the start of a block: the loss is multiplied with ``scale``; ``gradients`` exist, each with a name."""
         self.stream.set_block(scale)
         for name, gradient in gradients:
             self._note_gradient(name, gradient)
         self.overflows.hand_back()
 
     def end_block(self, gradients: Sequence[Tensor]) -> None:
-        """The block has ended: its ``gradients`` are unscaled, clipped and so on by what is not watched."""
+        """Handle the end of a block, whose ``gradients`` are then unscaled and clipped unwatched."""
         self.stream.set_block(1.0)
         for gradient in gradients:
             self._forget(gradient)
@@ -79,7 +79,7 @@ class Trail(Consumer):
         self.overflows.hand_back()
 
     def _note_gradients(self) -> None:
-        """Remember which memory the gradients that are there have: what adds to them reads it."""
+        """Remember the memory of the existing gradients, which the operators that add to them read."""
         for known in self.names.tensors:
             if known.is_leaf and known.grad is not None:
                 self._note_gradient(self.names.of_tensor(known) or "", known.grad)
@@ -101,7 +101,7 @@ class Trail(Consumer):
                 if followed(tensor) is not None:
                     name = self.names.of_module(module) or type(module).__name__
                     self._arguments[tensor.untyped_storage()._cdata] = f"argument {i} of {name}"
-        if self.overflows.saturates:  # nothing spreads: find what is not finite from the beginning
+        if self.overflows.saturates:  # nothing spreads: find the inputs that are not finite before the first operator
             self.overflows.take()
             with torch.no_grad():
                 given = (followed(tensor) for tensor in [*self.names.tensors, *tensors_in(args)])
@@ -141,7 +141,7 @@ class Trail(Consumer):
             return
         found: list[tuple[Tensor, bool | None, float]] = []
         zeros = all_zero = False
-        if operator.is_collective:  # not there yet
+        if operator.is_collective:  # its result is not there yet
             found = [(tensor, None, math.nan) for tensor in measured]
         else:
             for tensor, (low, high) in zip(measured, self.ranges.of(measured), strict=True):
@@ -176,7 +176,7 @@ class Trail(Consumer):
             self.dropped_bad += 1
 
     def is_bad(self, tensor: Tensor) -> bool:
-        """Whether an element of ``tensor`` is inf or nan, or what stands for them."""
+        """Return whether an element of ``tensor`` is inf or nan, or a number that stands for them."""
         return self.ranges.reach(tensor, self.overflows.limit(tensor))
 
     # ---- why -------------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class Trail(Consumer):
 
     @staticmethod
     def _vanished_in(ran: Execution, call: Call) -> Vanished | None:
-        """A number that the dtype of the result rounds to 0, such as an eps."""
+        """Return a number among the arguments, such as an eps, that the dtype of the result rounds to 0."""
         assert call.dtype is not None
         for name, value in ran.operands():
             number = vanishing_number_in(value, call.dtype)
@@ -211,18 +211,18 @@ class Trail(Consumer):
         return None
 
     def _written_before(self, ran: Execution) -> Iterator[list[Result]]:
-        """For each tensor that an operator reads what has written it."""
+        """Yield the writers of each tensor that an operator reads."""
         for _, tensor in ran.tensors_read():
             local = followed(tensor)
             yield [] if local is None else [result for _, result in self._lineage.writers(local)]
 
     def _vanished_before(self, ran: Execution) -> Vanished | None:
-        """What an input is 0 for."""
+        """Return the reason why an input is 0, if it was rounded to 0."""
         every = (result.call.vanished for results in self._written_before(ran) for result in results)
         return next((vanished for vanished in every if vanished is not None), None)
 
     def _vanished_result(self, call: Call, ran: Execution) -> Vanished | None:
-        """The result itself, where no input is 0 throughout, and float64 has another number."""
+        """Return the result itself, if no input is 0 everywhere and the result is nonzero in float64."""
         inputs = list(self._written_before(ran))
         if not ran.was_copied or not inputs or not all(results and results[-1].largest for results in inputs):
             return None
@@ -234,7 +234,7 @@ class Trail(Consumer):
         return Vanished(what, call.dtype, call.operator, call.place)
 
     def _follow_saturation(self, call: Call, ran: Execution) -> None:
-        """What has saturated before ``call``, and has gone on to it as a finite number."""
+        """Add to ``call`` the saturated inputs, which are finite numbers by now."""
         for _, tensor in ran.tensors_read():
             local = followed(tensor)
             if local is None:
@@ -247,7 +247,7 @@ class Trail(Consumer):
                     call.leaves.append(leaf)
 
     def _find_inputs(self, call: Call, ran: Execution) -> None:
-        """What ``call`` has read that was not finite: calls, and tensors that no call has written."""
+        """Find the inputs that were not finite: the calls that wrote them, and tensors that no call wrote."""
         seen: set[int] = set()
         bad: list[Input] = []
         earlier = ran._replace(given=ran.before).tensors_read()
@@ -265,7 +265,7 @@ class Trail(Consumer):
     def _find_input(self, call: Call, name: str, tensor: Tensor, values: Tensor) -> Input | None:
         low, high = self.ranges.of([values])[0]
         is_finite = math.isfinite(low) and math.isfinite(high)
-        # Where the device saturates, what has overflowed is finite.
+        # On a saturating device, a value that has overflowed is finite.
         writers = self.bad_writers(tensor) if self.overflows.saturates or not is_finite else []
         if writers:
             return Input(values, writers, [])
@@ -276,7 +276,7 @@ class Trail(Consumer):
         return None
 
     def _to_blame(self, bad: list[Input], ran: Execution) -> list[Input]:
-        """Those that make the result bad: -inf in a mask does not where a gradient beside it has overflowed."""
+        """Return the inputs that make the result not finite; beside an overflowed gradient, -inf in a mask does not."""
         groups: dict[Any, list[Input]] = {}
         for one in bad:
             ends = frozenset[int]().union(*(writer.ends for writer in one.writers))
@@ -293,19 +293,19 @@ class Trail(Consumer):
         return guilty or bad
 
     def bad_writers(self, tensor: Tensor) -> list[Call]:
-        """The calls that have made ``tensor`` not finite, as far as they were seen."""
+        """Return the known calls that made ``tensor`` not finite."""
         local = followed(tensor)
         writers = [] if local is None else self._lineage.writers(local)
         return [result.call for _, result in writers if result.is_bad is not False]
 
     def leaf(self, tensor: Tensor) -> Leaf:
-        """``tensor``, which is not finite, and which no call has written."""
+        """Return the ``Leaf`` of ``tensor``, which is not finite and which no call has written."""
         name = self.names.of_memory(tensor)
         if name is not None:
             return Leaf("weights", name, tensor.dtype, tuple(tensor.shape))
         given = self._arguments.get(tensor.untyped_storage()._cdata)
         if given is None and tensor.is_leaf and tensor.requires_grad:
-            return Leaf("weights", "a parameter of no known model", tensor.dtype, tuple(tensor.shape))
+            return Leaf("weights", "a parameter of a model that is not watched", tensor.dtype, tuple(tensor.shape))
         for _, parameter in self._gradients.writers(tensor):
             return Leaf("stale", parameter, tensor.dtype, tuple(tensor.shape))
         return Leaf("data", given or GIVEN, tensor.dtype, tuple(tensor.shape))

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Detect gradients that a program averages over processes itself, which amp does not see and cannot keep in step."""
+"""Detect gradients that a program averages over processes itself. amp cannot make all processes skip a step then."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Variable = tuple[object, str]
 
 
 class Averages:
-    """Follows gradients from ``.grad`` through names, lists and functions of one file, to collectives."""
+    """The flow of gradients in one file, from ``.grad`` through names, lists and functions to collectives."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -41,7 +41,7 @@ class Averages:
                     self._makers |= maker
 
     def calls(self) -> Iterator[ast.Call]:
-        """Yield the collectives that get gradients, and the calls of functions elsewhere with such a name."""
+        """Yield the collectives that get gradients, and calls of functions in other files that are named like one."""
         for call in self._calls:
             dotted = self.program.dotted(call.func)
             name = getattr(call.func, "attr", getattr(call.func, "id", ""))
@@ -51,7 +51,7 @@ class Averages:
                 yield call
 
     def is_gradient(self, node: ast.AST) -> bool:
-        """Whether an expression contains gradients."""
+        """Return whether an expression contains gradients."""
         if isinstance(node, ast.Call):
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             if _NO_GRADIENT.fullmatch(name):
@@ -68,7 +68,7 @@ class Averages:
         return (None if "." in name else self.program.names.scope(node).find(name), name)
 
     def _stored(self, target: ast.AST) -> set[_Variable]:
-        """Return the variables that are bound, or whose parts are."""
+        """Return the variables that an assignment to ``target`` binds, or whose elements it sets."""
         while isinstance(target, (ast.Subscript, ast.Starred)):
             target = target.value
         if isinstance(target, (ast.Tuple, ast.List)):

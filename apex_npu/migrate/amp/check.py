@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rules that add amp to a program: all the needed changes, or none. ``training.py`` analyses the program."""
+"""Rules that add amp to a program. They make all the changes or none. ``training.py`` analyses the program."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ def check(program: Program) -> None:
         del program.drafts[before:]
         program.report(error.rule, "refused", error.node, message=error.reason, links=["amp"])
     if program.options.amp_left:
-        message = f"amp stays out of the program: {program.options.amp_left}"
+        message = f"amp is not added: {program.options.amp_left}"
         program.refuse(message, lambda draft: draft.status != "refused", before)
 
 
 def arguments_of_initialize() -> frozenset[str]:
-    """Return the other arguments that ``amp.initialize`` accepts, read from its source without importing it.
+    """Return the arguments of ``amp.initialize`` that ``--amp-args`` accepts.
 
-    Arguments that the rules pass themselves are left out. So are those that need another loop than the rules write:
-    losses with their own scales, gradients that stay scaled, averages over processes.
+    They are read from its source, which is not imported. Arguments that the rules pass are left out, and so are
+    arguments that need another training loop: several loss scales, gradients that stay scaled, ``combine_ddp``.
     """
     source = Path(__file__).parents[2].joinpath("amp", "frontend.py").read_text(encoding="utf-8")
     functions = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
@@ -66,23 +66,23 @@ def arguments_of_initialize() -> frozenset[str]:
 
 
 def why_left(files: Iterable[Sequence[Finding]]) -> str:
-    """Return why amp cannot be added to a whole program, by the findings of its files; "" if it can or need not be."""
+    """Return why amp cannot be added to the program with these findings; "" if it can be, or if no rule applies."""
     found = [finding for findings in files for finding in findings if finding.rule[0] in "AT"]
     rules = [finding.rule for finding in found if finding.status == "changed"]
     left = next((one for one in found if one.status in ("refused", "kept")), None)
     if left is not None and rules:
         return f"{left.path}:{left.line} ({left.rule}): {left.message}"
     if "A350" in [finding.rule for finding in found] and rules:
-        return "a part of it has amp already"
+        return "a part of the program already uses amp"
     if rules and "A301" not in rules:
-        return "no optimizer is made here by a class that is known"
+        return "no optimizer of a known class is made here"
     if rules and not {"A302", "T402"} & {*rules}:
-        return "no backward is seen"
+        return "no call of backward was found"
     return "optimizers are made in several files" if rules.count("A301") > 1 else ""
 
 
 def drop_covered(program: Program) -> None:
-    """Drop what other rules report of text that is removed with torch.amp or from the call of an optimizer."""
+    """Drop the findings of other rules in text that is removed with torch.amp or from an optimizer's call."""
     edits = [(draft.rule[0], edit) for draft in program.changes() for edit in draft.edits]
     spans = [(edit.start, edit.end) for family, edit in edits if family == "T" or (family == "O" and not edit.text)]
     program.drafts = [
@@ -93,7 +93,7 @@ def drop_covered(program: Program) -> None:
 
 
 def _has_amp(program: Program) -> ast.stmt | None:
-    """The first import of an amp of Apex's form, or the first statement that uses it."""
+    """Return the first import of Apex's or apex_npu's amp, or the first statement that uses it."""
     for node in program.every(ast.Import, ast.ImportFrom):
         before = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
         modules = [before + alias.name for alias in node.names] + [before.rstrip(".")]
@@ -111,7 +111,7 @@ def _report(put: Insertion) -> None:
         put_initialize(put)
     elif torch_amp.enabled or torch_amp.is_bfloat16:
         first = next(iter([*torch_amp.made, *(block for block, _ in torch_amp.blocks)]))
-        raise UnclearError(first, "A355", "its settings belong to amp.initialize, in another file")
+        raise UnclearError(first, "A355", "its settings belong to amp.initialize, which is in another file")
     torch_amp.report(put.amp, put.removed)
     for backward in training.backwards:
         scale(put, backward)
@@ -138,10 +138,12 @@ def _check_libraries(put: Insertion) -> None:
         if _SHARDED.fullmatch(dotted):
             raise UnclearError(node, "A354", "parameters are sharded: use torch's own mixed precision")
         if package in TRAINERS and statements:
-            raise UnclearError(node, "A354", f"{package} trains: use its own mixed precision")
+            raise UnclearError(node, "A354", f"{package} runs the training loop: use its own mixed precision")
         if dotted in ("torch.autograd.grad", "torch.autograd.backward"):
-            raise UnclearError(node, "A353", f"{dotted} is used, whose gradients amp does not scale")
+            raise UnclearError(node, "A353", f"{dotted} is used, and amp does not scale its gradients")
         if used in ("grad", "share_memory") and put.casts_model and statements:
-            raise UnclearError(node, "A354", f"{used} of parameters is used: at this level masters are stepped")
+            raise UnclearError(
+                node, "A354", f"{used} of parameters is used, but at this level the optimizer steps masters"
+            )
     if statements and not put.amp:
         raise UnclearError(statements[0], "A354", UNNAMED)

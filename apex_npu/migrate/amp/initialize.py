@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``Insertion``, amp in one file, and where ``amp.initialize`` is called: after the optimizers are made, once."""
+"""Insert one call of ``amp.initialize`` into a file, after the optimizers are made."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from apex_npu.migrate.rules.targets import name_of, torch_name
 from .torch_amp import TorchAmp
 from .training import MOVES, Made, Training, UnclearError
 
-# What ``amp.initialize`` gets so that several processes average their gradients; ``{}`` is torch.
+# The arguments of ``amp.initialize`` that make processes average their gradients; ``{}`` is the name of torch.
 COMBINE = "combine_grad=True, combine_ddp={}.distributed.is_initialized()"
-# What is changed together where a script becomes one for several cards.
+# The link of all changes that make a script train on several cards.
 PARALLEL = "data parallel"
 _OF_BFLOAT16 = {"O1": "O4", "O2": "O5"}
 
 
 class Insertion:
-    """amp in one file.
+    """The analysis of one file to which amp is added.
 
     Raises:
-        UnclearError: A part of what it takes cannot be told.
+        UnclearError: The rules cannot find out something that they need.
     """
 
     def __init__(self, program: Program) -> None:
@@ -42,7 +42,7 @@ class Insertion:
 
     @property
     def combines(self) -> bool:
-        """Whether amp averages gradients over processes: every optimizer is a fused one, and amp is always on."""
+        """True if amp averages gradients over processes: every optimizer is fused, and amp is always enabled."""
         options = self.program.options
         given = "combine_" in options.amp_args
         if options.data_parallel != "main" or not options.amp or self.torch_amp.enabled or given:
@@ -55,9 +55,9 @@ class Insertion:
         return starts <= fused and not left and options.has("O501")
 
     def put_after(self, rule: str, anchor: ast.stmt, statements: list[str], links: Iterable[str] = ("amp",)) -> None:
-        """Put statements after another: the first one, with what belongs to it, on a line of its own."""
+        """Insert the lines ``statements`` after the statement ``anchor``."""
         if self.torch_amp.holds(anchor):
-            raise UnclearError(anchor, "A355", "it is inside of autocast, which is taken off")
+            raise UnclearError(anchor, "A355", "it is inside of autocast, which is removed")
         self.program.change(rule, self.program.lines(anchor, statements), links=links)
 
 
@@ -65,7 +65,7 @@ _WRAPPER = re.compile(r"(torch|apex|apex_npu)\..*(DistributedDataParallel|DataPa
 
 
 def put_initialize(put: Insertion) -> None:
-    """Call it for all models and optimizers of the file."""
+    """Insert the call of ``amp.initialize`` for all models and optimizers of the file."""
     program, place = put.program, place_of(put)
     made: dict[str, Made] = {one.target: one for one in put.training.made}
     models = list(dict.fromkeys(model for one in made.values() for model in one.models))
@@ -91,7 +91,7 @@ def put_initialize(put: Insertion) -> None:
 
 
 def place_of(put: Insertion) -> ast.stmt:
-    """The statement that ``initialize`` comes after: the last optimizer, or the ``if`` that chooses one."""
+    """Return the statement that ``initialize`` follows: the last optimizer's, or the ``if`` that picks an optimizer."""
     made, program = sorted(put.training.made, key=lambda one: put.training.offset(one.call)), put.program
     last = made[-1].statement
     bodies = {id(body_of(program, one.statement)) for one in made}
@@ -106,7 +106,7 @@ def place_of(put: Insertion) -> ast.stmt:
         raise UnclearError(last, "A351", f"{made[-1].target} may be None where amp.initialize is called")
     alike = len(targets) == len({one.models for one in made}) == len(functions) == 1
     if common is None or len(bodies) < len(made) or not alike:
-        raise UnclearError(last, "A351", "optimizers are made at several places: make them at one")
+        raise UnclearError(last, "A351", "optimizers are made in several places: make them in one")
     parent = program.parent(common)
     while isinstance(parent, ast.If) and parent.orelse == [common]:
         if not put.source.text.startswith("elif", put.source.span(common)[0]):
@@ -116,18 +116,18 @@ def place_of(put: Insertion) -> ast.stmt:
 
 
 def _check_bound(put: Insertion, place: ast.stmt, switch: ast.expr) -> None:
-    """Refuse an ``enabled`` that is not known yet where ``initialize`` is called."""
+    """Refuse if the names in ``enabled`` have no value yet where ``initialize`` is called."""
     for name in {node.id for node in ast.walk(switch) if isinstance(node, ast.Name)}:
         home = put.program.names.scope(place).find(name)
         stored = [one for one in put.program.every(ast.Name) if one.id == name and not isinstance(one.ctx, ast.Load)]
         ours = [node for node in stored if put.program.names.scope(node) is home]
         late = any(put.training.offset(node) > put.training.offset(place) for node in ours)
         if home is None or (late and home is put.program.names.scope(place)):
-            raise UnclearError(place, "A355", f"{put.torch_amp.enabled} is not known where the optimizer is made")
+            raise UnclearError(place, "A355", f"{put.torch_amp.enabled} has no value yet where the optimizer is made")
 
 
 def _is_wrapped(put: Insertion, model: str, place: ast.stmt) -> bool:
-    """Whether a model can be inside of DistributedDataParallel already."""
+    """Return whether a model may be wrapped in DistributedDataParallel at ``place``."""
     wraps = []
     for node in put.program.every(ast.Assign):
         if model in map(text, node.targets):
@@ -139,7 +139,7 @@ def _is_wrapped(put: Insertion, model: str, place: ast.stmt) -> bool:
             wraps += [(node, name)] if _WRAPPER.fullmatch(name) and before else []
     for node, name in wraps:
         if put.casts_model or name == "torch.compile":
-            raise UnclearError(node, "A352", f"{model} is wrapped before its optimizer is made: wrap it after")
+            raise UnclearError(node, "A352", f"{model} is wrapped before its optimizer is made: wrap it afterwards")
     return bool(wraps)
 
 

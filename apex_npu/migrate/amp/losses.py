@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rules for losses and checkpoints under amp: backward, clipping, losses that take no half precision, states."""
+"""Rules for losses and checkpoints under amp: backward, clipping, losses that reject half precision, states."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .training import MOVES, Backward, UnclearError
 
 
 def scale(put: Insertion, backward: Backward) -> None:
-    """The block of ``scale_loss`` around a backward."""
+    """Put a block of ``scale_loss`` around a backward."""
     program, source, call, statement = put.program, put.source, backward.call, backward.statement
     assert isinstance(call.func, ast.Attribute)
     loss, rule = call.func.value, "A302"
     if isinstance(loss, ast.Call) and isinstance(loss.func, ast.Attribute) and loss.func.attr == "scale":
         if text(loss.func.value) not in put.torch_amp.scalers or len(loss.args) != 1 or loss.keywords:
-            raise UnclearError(call, "A355", "the scaler is not made here, but passed on")
+            raise UnclearError(call, "A355", "the scaler is not made in this file")
         loss, rule = loss.args[0], "T402"
     if put.torch_amp.holds(statement):
         raise UnclearError(call, "A355", "backward is inside of autocast: put it after the block")
@@ -41,7 +41,7 @@ def scale(put: Insertion, backward: Backward) -> None:
 
 
 def clip(put: Insertion, call: ast.Call) -> None:
-    """Clip the masters' gradients. Without masters the model's are the same."""
+    """Let the program clip the gradients of ``amp.master_params``."""
     lists = argument(call, 0, "parameters")
     model, method = method_of(lists) if isinstance(lists, ast.Call) else ("", "")
     here, at = function_of(put.program, call), put.training.offset(call)
@@ -55,11 +55,13 @@ def clip(put: Insertion, call: ast.Call) -> None:
         edit = replaced(put.program, lists, f"{put.amp}.master_params({optimizer})")
         put.program.report("A303", "changed", lists, [edit], links=["amp"])
     elif put.casts_model:
-        raise UnclearError(call, "A354", "whose gradients are clipped cannot be told: amp.master_params(optimizer)")
+        raise UnclearError(
+            call, "A354", "the optimizer of these gradients is unclear: clip those of amp.master_params(optimizer)"
+        )
 
 
 def float_inputs(put: Insertion, call: ast.Call) -> None:
-    """Calls of a BCELoss, which takes no half precision: its input in float32."""
+    """Cast the input of each call of a BCELoss to float32. BCELoss rejects half precision."""
     program, at = put.program, _user(put.program, call)
     if isinstance(at, ast.Call):
         float_input(put, at)
@@ -73,19 +75,19 @@ def float_inputs(put: Insertion, call: ast.Call) -> None:
         if isinstance(parent, ast.Call) and parent.func is node:
             calls.append(parent)
         elif isinstance(node.ctx, ast.Load) and not (isinstance(parent, ast.Attribute) and parent.attr in MOVES):
-            raise UnclearError(node, "A354", "a BCELoss is passed on: its calls cannot be seen")
+            raise UnclearError(node, "A354", "a BCELoss is passed on, so its calls are unknown")
     if not calls:
-        raise UnclearError(call, "A354", "the calls of this BCELoss cannot be seen")
+        raise UnclearError(call, "A354", "the calls of this BCELoss are unknown")
     for one in calls:
         float_input(put, one)
 
 
 def float_input(put: Insertion, call: ast.Call) -> None:
-    """Its input in float32, where that can be half precision."""
+    """Cast the input of ``binary_cross_entropy`` to float32 at levels where it may be half precision."""
     if put.casts_model:
         return  # outputs of the model are float32
     if not call.args or isinstance(call.args[0], ast.Starred):
-        raise UnclearError(call, "A354", "which argument of binary_cross_entropy is its input cannot be told")
+        raise UnclearError(call, "A354", "the input of binary_cross_entropy is unclear: pass it as the first argument")
     given = call.args[0]
     start, end = put.source.span(given)
     done = any(draft.rule == "A306" and draft.start == start for draft in put.program.drafts)
@@ -98,7 +100,7 @@ def float_input(put: Insertion, call: ast.Call) -> None:
 
 
 def _user(program: Program, call: ast.Call) -> ast.AST | None:
-    """What is done with a module that is made: moves to a device left out."""
+    """Return the node around the call that makes a module, without ``.to(device)`` and the like."""
     at: ast.AST = call
     parent = program.parent(at)
     while isinstance(parent, ast.Attribute) and parent.attr in MOVES:
@@ -134,7 +136,7 @@ def put_checkpoints(put: Insertion) -> None:
 
 
 def _save(put: Insertion, call: ast.Call, parent: ast.AST | None) -> None:
-    """``amp.state_dict()`` beside that of an optimizer; a GradScaler's has become it."""
+    """Save ``amp.state_dict()`` beside the state of an optimizer, unless the program saved that of a GradScaler."""
     if put.torch_amp.scalers:
         return
     if isinstance(parent, ast.Dict) and all(

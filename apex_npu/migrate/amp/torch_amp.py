@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rules that move torch.amp over: its scaler is removed, blocks of autocast are taken off, amp takes their place."""
+"""Rules that replace torch.amp by amp: they remove the scaler and the blocks of autocast."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .training import UnclearError
 
 _PREFIX = r"torch(_npu)?\.(cuda\.|npu\.)?(amp\.)?(autocast_mode\.|grad_scaler\.)?"
 _AUTOCAST, _SCALER = re.compile(_PREFIX + "autocast"), re.compile(_PREFIX + "GradScaler")
-# Functions without effects, whose answer does not change.
+# Functions without side effects that always return the same value.
 _ASKS = re.compile(r"torch\.([\w.]+\.)?is_\w+")
 _SIMPLE = (
     *(ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.Compare, ast.BoolOp, ast.UnaryOp),
@@ -26,10 +26,12 @@ _SIMPLE = (
 
 
 class TorchAmp:
-    """What a program has of torch.amp. ``enabled`` is the expression that switches it on, as written; "": it is on.
+    """The uses of torch.amp in a program.
+
+    ``enabled`` is the source of the expression that enables torch.amp; it is "" if torch.amp is always enabled.
 
     Raises:
-        UnclearError: A part of it cannot be moved over.
+        UnclearError: amp cannot replace one of the uses.
     """
 
     def __init__(self, program: Program) -> None:
@@ -42,14 +44,14 @@ class TorchAmp:
         self.passed = {node for _, node in self._passed()}
         self.blocks = [self._block(node) for node in uses if _AUTOCAST.fullmatch(program.dotted(node))]
         calls = [item.context_expr for _, item in self.blocks]
-        # A loss in bfloat16 is not scaled: whether the scaler is on makes no difference.
+        # With bfloat16 amp does not scale the loss, so the scaler's own enabled makes no difference.
         for call in calls if self.is_bfloat16 else [*(made.value for made in self.made), *calls]:
             assert isinstance(call, ast.Call)
             self._enable(call)
         self.uses = [node for node in uses if text(node) in self.scalers]
 
     def _passed(self) -> list[tuple[str, ast.expr]]:
-        """Return the scaler arguments of functions in this file: their names, and the places that pass them."""
+        """Return the arguments of this file's functions that are a scaler: their names, and the values passed."""
         functions: dict[str, list[ast.FunctionDef]] = {}
         for node in self.program.every(ast.FunctionDef):
             if isinstance(self.program.parent(node), ast.Module):
@@ -65,10 +67,10 @@ class TorchAmp:
         call = self.program.parent(node)
         statement = None if call is None else self.program.parent(call)
         if not isinstance(call, ast.Call) or not isinstance(statement, ast.Assign) or not text(statement.targets[0]):
-            raise UnclearError(node, "A355", "the scaler is not made and assigned to a name here")
+            raise UnclearError(node, "A355", "the scaler is not assigned to a name")
         settings = {one.arg for one in call.keywords} - {"device", "enabled"}
         if len(statement.targets) > 1 or len(call.args) > (not self._is_for_cuda(call)) or settings:
-            reason = "its scale has settings of its own: give amp those by --amp-args, and drop them"
+            reason = "the scaler has settings: pass them to amp by --amp-args, and remove them here"
             raise UnclearError(node, "A355", reason)
         return statement
 
@@ -77,23 +79,23 @@ class TorchAmp:
         item = None if call is None else self.program.parent(call)
         block = None if item is None else self.program.parent(item)
         if not isinstance(call, ast.Call) or not isinstance(item, ast.withitem) or not isinstance(block, ast.With):
-            raise UnclearError(node, "A355", "autocast is kept or passed on, rather than used in a with")
+            raise UnclearError(node, "A355", "autocast is not used in a with statement")
         if item.optional_vars is not None or {one.arg for one in call.keywords} - {"device_type", "dtype", "enabled"}:
-            raise UnclearError(node, "A355", "autocast has a name, or settings that amp lacks")
+            raise UnclearError(node, "A355", "autocast has a name (as), or settings that amp does not have")
         given = {one.arg: one.value for one in call.keywords}
         device = next(iter([] if self._is_for_cuda(call) else call.args), given.get("device_type"))
         if isinstance(device, ast.Constant) and device.value == "cpu":
             raise UnclearError(node, "A355", "autocast is for the CPU")
         if len(call.args) > 1:
-            raise UnclearError(node, "A355", "write the arguments of autocast with their names")
+            raise UnclearError(node, "A355", "pass the arguments of autocast by keyword")
         dtype = self.program.names.dotted(given["dtype"]) if "dtype" in given else "torch.float16"
         if dtype not in ("torch.float16", "torch.half", "torch.bfloat16"):
-            raise UnclearError(node, "A355", "which dtype autocast casts to cannot be told")
+            raise UnclearError(node, "A355", "the dtype of autocast is unclear")
         self.is_bfloat16 |= dtype == "torch.bfloat16"
         return block, item
 
     def _is_for_cuda(self, call: ast.Call) -> bool:
-        """Whether the class is that of torch.cuda.amp, whose first argument is not the device."""
+        """Return whether the class is from torch.cuda.amp. Its first argument is then ``enabled``, not the device."""
         dotted = self.program.dotted(call.func)
         return ".cuda." in dotted or ".npu." in dotted
 
@@ -103,11 +105,13 @@ class TorchAmp:
             if isinstance(value, ast.Constant) and value.value is True:
                 continue
             if not self._is_simple(value) or self.enabled not in ("", ast.unparse(value)):
-                raise UnclearError(call, "A355", "whether it is enabled is said in several ways, or computed here")
+                raise UnclearError(
+                    call, "A355", "enabled= is computed, or differs: pass one variable to GradScaler and autocast"
+                )
             self.enabled, self.switch = ast.unparse(value), value
 
     def _is_simple(self, value: ast.expr) -> bool:
-        """Whether an expression can be computed at another place as well."""
+        """Return whether an expression can be moved: it has no side effects."""
         if isinstance(value, ast.Constant):
             return False
         nodes = [*ast.walk(value)]
@@ -116,7 +120,7 @@ class TorchAmp:
         return all(isinstance(one, _SIMPLE) or one in called for one in nodes) and all(asks)
 
     def moved(self) -> tuple[str, list[str]]:
-        """The expression that switches amp on, as other rules change it, and what is changed together with it."""
+        """Return the expression that enables amp, with the changes of other rules, and the links of these changes."""
         assert self.switch is not None
         program, (start, end) = self.program, self.program.source.span(self.switch)
         statuses = ("changed", "unsure") if program.options.unsure else ("changed",)
@@ -128,7 +132,10 @@ class TorchAmp:
         return f"({written})" if isinstance(self.switch, (ast.Compare, ast.BoolOp)) else written, links
 
     def report(self, amp: str, removed: dict[int, list[ast.stmt]]) -> None:
-        """Say what becomes of it, but for what follows ``scaler.scale``. ``removed``: statements, by their body."""
+        """Report the changes, except for ``scaler.scale(loss).backward()``, which ``losses.scale`` changes.
+
+        ``removed`` collects the removed statements by the id of their block.
+        """
         program = self.program
         for made in self.made:
             self._remove("T401", made, removed)
@@ -151,7 +158,7 @@ class TorchAmp:
             elif name in ("state_dict", "load_state_dict"):
                 program.report("T405", "changed", node, [replaced(program, node, amp)], links=["amp"])
             elif name != "scale" or not isinstance(statement, ast.Attribute) or statement.attr != "backward":
-                raise UnclearError(node, "A355", f"amp has nothing like {name} of a scaler, as it is used here")
+                raise UnclearError(node, "A355", f"amp has no counterpart of the scaler's {name}, as it is used here")
         for block, item in self.blocks:
             self._remove_item(block, item)
         for imported in program.every(ast.ImportFrom):
@@ -163,7 +170,7 @@ class TorchAmp:
     def _remove(self, rule: str, statement: ast.stmt, removed: dict[int, list[ast.stmt]]) -> None:
         program, source = self.program, self.program.source
         if not has_own_lines(program, statement):
-            raise UnclearError(statement, "A353", "the statement shares its line: give it one of its own")
+            raise UnclearError(statement, "A353", "the statement shares its line: put it on a line of its own")
         body = body_of(program, statement)
         gone = removed.setdefault(id(body), [])
         gone.append(statement)
@@ -192,13 +199,13 @@ class TorchAmp:
         program.report("T406", "changed", (edits[0].start, edits[-1].end), edits, links=["amp"])
 
     def _dedented(self, block: ast.With) -> Iterator[Edit]:
-        """Without its first line, and with the others moved to the left; lines inside of texts stay."""
+        """Yield edits that remove the first line of a block and dedent the others, except lines inside a string."""
         source = self.program.source
         start, outer, indent = source.span(block)[0], source.indent(block), source.indent(block.body[0])
         header = source.place(source.span(block.items[-1].context_expr)[1])[0]
         rest = source.text[source.span(block.items[-1].context_expr)[1] : source.line_end(header)].strip()
         if outer.strip() or indent.strip() or not re.fullmatch(r":\s*(#.*)?", rest) or not indent.startswith(outer):
-            raise UnclearError(block, "A355", "the block of autocast shares a line, or is laid out in another way")
+            raise UnclearError(block, "A355", "the block of autocast shares a line, or has an unusual layout")
         if len(indent) == len(outer):
             raise UnclearError(block, "A355", "the block of autocast shares a line")
         end = start + source.text[start:].index("#") if "#" in rest else source.line_start(header + 1)
@@ -211,6 +218,6 @@ class TorchAmp:
                 yield Edit(begin + len(outer), begin + len(indent), "")
 
     def holds(self, node: ast.AST) -> bool:
-        """Whether ``node`` is in a block of autocast."""
+        """Return whether ``node`` is in a block of autocast."""
         blocks = [block for block, _ in self.blocks]
         return any(one is block for one in around(self.program, node) for block in blocks)

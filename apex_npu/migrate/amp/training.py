@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The training steps of a program: where optimizers are made, of which models, and which steps follow a backward."""
+"""Analyse the training loop of a program: its optimizers and their models, and the steps that follow a backward."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _OPTIMIZER = re.compile(
 _INITIALIZE = re.compile(r"apex(_npu)?\.amp\.initialize")
 # Methods that move or cast a module, and return it.
 MOVES = ("to", "cuda", "npu", "half", "float", "double", "bfloat16", "type")
-# What modules have, and other objects with parts do not.
+# Methods that only modules have.
 _OF_MODULES = (*MOVES[:5], "parameters", "named_parameters", "modules", "children", "eval")
-_NOT_WHOLE = "the model is {}: amp takes whole models, by a name"
+_NOT_WHOLE = "the model is {}: amp needs a whole model that has a name"
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 
 class UnclearError(Exception):
-    """An obstacle to amp: a place, the id of a rule, and the reason."""
+    """A reason not to add amp: the node, the id of the rule that reports it, and the message."""
 
     def __init__(self, node: ast.expr | ast.stmt, rule: str, reason: str) -> None:
         super().__init__(reason)
@@ -35,18 +35,21 @@ class UnclearError(Exception):
 
 @dataclass(frozen=True)
 class Made:
-    """An optimizer: the call of its class, which is assigned to ``target``. Names are written as in the program."""
+    """An optimizer that the program makes: the call of its class, whose result is assigned to ``target``.
+
+    Names are strings as the program writes them.
+    """
 
     call: ast.Call
     statement: ast.Assign
     target: str
     models: tuple[str, ...]
-    parts: tuple[str, ...]  # that have its parameters: the models, or modules in them
+    parts: tuple[str, ...]  # the models, or modules in them, whose parameters() it gets
 
 
 @dataclass(eq=False)
 class Backward:
-    """A call of ``backward``, which is a statement, and the calls of ``step`` that follow before another backward."""
+    """A statement that calls ``backward``, and the calls of ``step`` that follow before the next backward."""
 
     call: ast.Call
     statement: ast.Expr
@@ -54,10 +57,10 @@ class Backward:
 
 
 class Training:
-    """The optimizers that a program makes, its calls of ``backward``, and what belongs to each.
+    """The optimizers that a program makes, and its calls of ``backward`` with the steps that follow each.
 
     Raises:
-        UnclearError: One of them cannot be told.
+        UnclearError: The rules cannot find out which model, optimizer or step belongs to which.
     """
 
     def __init__(self, program: Program, scalers: frozenset[str]) -> None:
@@ -80,25 +83,25 @@ class Training:
     def _made(self, call: ast.Call) -> Made:
         program, statement = self.program, self.program.parent(call)
         if text(call.func).endswith("LBFGS"):
-            raise UnclearError(call, "A353", "LBFGS computes gradients inside of step: leave amp out")
+            raise UnclearError(call, "A353", "LBFGS computes gradients inside of step, which amp does not support")
         if not isinstance(statement, ast.Assign) or len(statement.targets) != 1 or not text(statement.targets[0]):
             raise UnclearError(call, "A351", "the optimizer is not assigned to a name: assign it first")
         if not has_own_lines(program, statement):
-            raise UnclearError(statement, "A351", "the statement shares its line: give it one of its own")
+            raise UnclearError(statement, "A351", "the statement shares its line: put it on a line of its own")
         if any(isinstance(one, _LOOPS) for one in around(program, call)):
-            raise UnclearError(call, "A351", "an optimizer is made in a loop: call amp.initialize for one of them")
+            raise UnclearError(call, "A351", "an optimizer is made in a loop: make it outside of the loop")
         parts = tuple(dict.fromkeys(self._parts(call)))
         models = tuple(dict.fromkeys(self._model_of(part, call) for part in parts))
         return Made(call, statement, text(statement.targets[0]), models, parts)
 
     def _parts(self, call: ast.Call) -> Iterator[str]:
-        """The modules whose ``parameters()`` the optimizer is made of."""
+        """Yield the modules whose ``parameters()`` the optimizer gets."""
         given = [*call.args[:1], *(one.value for one in call.keywords if one.arg == "params")]
         if given and isinstance(given[0], ast.Name):
             home = self.program.names.scope(call).find(given[0].id)
             stores = self.assigned(given[0].id, call)
             if home is None or len(stores) != 1 or len(home.bindings[given[0].id]) != 1:
-                raise UnclearError(call, "A352", f"whose parameters {given[0].id} are cannot be told")
+                raise UnclearError(call, "A352", f"the model of the parameters {given[0].id} is unclear")
             given = [stores[0].value]
         found = [node for one in given[:1] for node in ast.walk(one) if isinstance(node, ast.Call)]
         methods = [node.func for node in found if isinstance(node.func, ast.Attribute)]
@@ -108,10 +111,10 @@ class Training:
                 raise UnclearError(call, "A352", _NOT_WHOLE.format(ast.unparse(model)))
             yield text(model)
         if not named:
-            raise UnclearError(call, "A352", "the model of its parameters cannot be told")
+            raise UnclearError(call, "A352", "the model of its parameters is unclear")
 
     def _model_of(self, part: str, call: ast.Call) -> str:
-        """The model that a module is, or is in: a name, or an attribute of self, that is used as a module."""
+        """Return the model that contains the module ``part``, or is that module: a name, or an attribute of self."""
         names = part.split(".")
         count = 1 + (names[0] == "self")
         model = ".".join(names[:count])
@@ -120,7 +123,7 @@ class Training:
         return model
 
     def _is_module(self, name: str, node: ast.AST) -> bool:
-        """Whether what ``name`` is at ``node`` is called, moved, or asked for its parts as a module is."""
+        """Return whether the program uses ``name``, as it is bound at ``node``, as a module."""
         home = self.scope_of(node, name)
         for call in self.calls:
             owner, method = method_of(call)
@@ -136,7 +139,7 @@ class Training:
         return self.program.names.scope(node).find(name.partition(".")[0])
 
     def _check_made(self) -> None:
-        """Refuse names that other optimizers get, too, and functions that make an optimizer and are called twice."""
+        """Refuse a name that is also assigned another optimizer, and an optimizer made by a function called twice."""
         for one in self.made:
             home = self.scope_of(one.statement, one.target)
             ours = sum(other.target == one.target and self.is_same(other, one.statement) for other in self.made)
@@ -149,11 +152,11 @@ class Training:
                 number = sum(not isinstance(binding, ast.Constant) for binding in home.bindings[one.target])
                 number -= self._given_back(one)
             if number != ours:
-                raise UnclearError(one.statement, "A351", f"{one.target} gets an optimizer from elsewhere, too")
+                raise UnclearError(one.statement, "A351", f"{one.target} is also assigned elsewhere")
             self._check_called_once(one)
 
     def _given_back(self, one: Made) -> int:
-        """How often ``amp.initialize`` gives it back, to the name that it had."""
+        """Return how often the result of ``amp.initialize`` is assigned to the optimizer's name."""
         calls = [call for call in self.calls if _INITIALIZE.fullmatch(self.program.dotted(call.func))]
         statements = [at for at in map(self.program.parent, calls) if isinstance(at, ast.Assign)]
         targets = [node for at in statements for target in at.targets for node in ast.walk(target)]
@@ -164,7 +167,7 @@ class Training:
         name = getattr(function, "name", "")
         owner = self.program.parent(function)
         name = owner.name if name == "__init__" and isinstance(owner, ast.ClassDef) else name
-        # A function of the module is not what an object's method of the same name is.
+        # The call of a method does not call a function of the same name.
         is_method = isinstance(owner, ast.ClassDef)
         written = {call: text(call.func) for call in self.calls if name}
         calls = [one for one, at in written.items() if name in (at, at.rpartition(".")[2] if is_method else at)]
@@ -176,13 +179,13 @@ class Training:
             statement = self.program.parent(call)
             assert isinstance(call.func, ast.Attribute)
             if self.program.names.dotted(call.func) is not None or not isinstance(statement, ast.Expr):
-                raise UnclearError(call, "A353", "amp takes loss.backward() as a statement")
+                raise UnclearError(call, "A353", "amp needs loss.backward() as a statement by itself")
             if not has_own_lines(self.program, statement):
-                raise UnclearError(call, "A353", "the statement shares its line: give it one of its own")
+                raise UnclearError(call, "A353", "the statement shares its line: put it on a line of its own")
             yield Backward(call, statement)
 
     def _follow_steps(self) -> None:
-        """Tell which steps follow each backward: those in its function, before the next backward after a step."""
+        """Assign to each backward the steps that follow in its function, up to the first backward after a step."""
         steps = [call for call in self._methods("step") if self._steps(call)]
         for function in {function_of(self.program, one.call) for one in self.backwards}:
             run: list[Backward] = []
@@ -200,11 +203,11 @@ class Training:
                 raise UnclearError(backward.call, "A353", "no step of an optimizer follows in this function")
             own = {text(self.stepped(call)) for call in backward.steps}
             if not own >= stepped | self.targets and not all(self._is_cleared(name, backward) for name in own):
-                reason = "scaled gradients of other losses may be there: call zero_grad() between their step and this"
+                reason = "scaled gradients of other losses may remain: call zero_grad() between their step and this"
                 raise UnclearError(backward.call, "A353", reason)
 
     def _is_cleared(self, name: str, backward: Backward) -> bool:
-        """Whether gradients of an optimizer, or of its models, are cleared before a backward and those it adds to."""
+        """Return whether ``zero_grad`` clears an optimizer's gradients before a backward and those it adds up with."""
         function, at = function_of(self.program, backward.call), self.offset(backward.call)
         first = min(self.offset(one.call) for one in self.backwards if one.steps and one.steps[0] is backward.steps[0])
         events = (call for call in self._methods("step") if function_of(self.program, call) is function)
@@ -217,44 +220,46 @@ class Training:
         return name in cleared or (bool(made) and not parts) or any(self._is_known_list(one.iter) for one in loops)
 
     def _steps(self, call: ast.Call) -> bool:
-        """Whether this is the step of an optimizer, rather than of a schedule."""
+        """Return whether ``call`` steps an optimizer and not a learning rate scheduler."""
         name = method_of(call)[0]
         if name in self.scalers:
             if len(call.args) != 1 or call.keywords or not text(call.args[0]):
-                raise UnclearError(call, "A353", "the scaler steps more than an optimizer by a name")
+                raise UnclearError(call, "A353", "the scaler steps something else than an optimizer that has a name")
             return True
         last = name.rpartition(".")[2].lower()
         if name not in self.targets | self.cleared and ("opt" not in last or "sched" in last):
             if any("opt" in text(one).lower() for one in call.args):
-                raise UnclearError(call, "A355", f"whether {name} is a GradScaler cannot be told: make it here")
+                raise UnclearError(call, "A355", f"{name} may be a GradScaler: make it in this file")
             return False
         if call.args or call.keywords:
-            raise UnclearError(call, "A353", "step gets a closure, which amp does not take")
+            raise UnclearError(call, "A353", "step gets a closure, which amp does not support")
         return True
 
     def stepped(self, call: ast.Call) -> ast.expr:
-        """The optimizer of ``optimizer.step()``, or of ``scaler.step(optimizer)``."""
+        """Return the optimizer of ``optimizer.step()``, or of ``scaler.step(optimizer)``."""
         assert isinstance(call.func, ast.Attribute)
         return call.args[0] if text(call.func.value) in self.scalers else call.func.value
 
     def stepped_by(self, backward: Backward) -> str:
-        """The optimizers that ``scale_loss`` gets for a backward."""
+        """Return the source of the argument of ``scale_loss`` that names the optimizers."""
         names = dict.fromkeys(self._optimizer(call, backward) for call in backward.steps)
         lists = [name for name, is_list in names if is_list]
         if lists and len(names) > 1:
-            raise UnclearError(backward.call, "A353", "lists of optimizers and others are stepped after it")
+            raise UnclearError(
+                backward.call, "A353", "both a list of optimizers and single optimizers are stepped after it"
+            )
         plain = [name for name, _ in names]
         return plain[0] if len(plain) == 1 else f"[{', '.join(plain)}]"
 
     def _optimizer(self, call: ast.Call, backward: Backward) -> tuple[str, bool]:
-        """What is stepped, and whether that is a list: what a loop after the backward goes over."""
+        """Return the optimizer that ``call`` steps and False, or the list that a loop after backward steps and True."""
         program, node = self.program, self.stepped(call)
         loops = (one for one in around(program, call) if isinstance(one, ast.For) and text(one.target) == text(node))
         loop = next(loops, None)
         if loop is None:
             self._check_known(call, text(node))
         elif not self._is_known_list(loop.iter):
-            raise UnclearError(call, "A353", "what the loop goes over is not a list of optimizers by a name")
+            raise UnclearError(call, "A353", "the loop does not go over a list of optimizers that has a name")
         if loop is None or loop in around(program, backward.call):
             return text(node), False
         return text(loop.iter), True
@@ -268,7 +273,7 @@ class Training:
         return bool(listed) and all(text(one) in self.targets for one in listed)
 
     def _check_known(self, call: ast.Call, name: str) -> None:
-        """Refuse the step of an optimizer that may not be one of those that are made here, or an argument."""
+        """Refuse the step of an optimizer that is neither made in this file nor an argument."""
         values = [one.value for one in self.assigned(name, call) if not _gets_none(one)]
         known = bool(values) and all(map(self._is_factory_call, values))
         if "." in name:
@@ -279,10 +284,10 @@ class Training:
             known &= len(values) == len(home.bindings[name] if home else ())
         known |= any(one.target == name and self.is_same(one, call) for one in self.made)
         if not known and not is_argument(self.program, call, name):
-            raise UnclearError(call, "A351", f"where {name} comes from cannot be told")
+            raise UnclearError(call, "A351", f"it is unclear where {name} is made")
 
     def _is_factory_call(self, value: ast.expr) -> bool:
-        """Whether a function is called that makes an optimizer and returns it."""
+        """Return whether ``value`` calls a function that makes an optimizer and returns it."""
         if not isinstance(value, ast.Call):
             return False
         if ".".join(self.program.dotted(value.func).split(".")[-2:]) in self.program.options.factories:
@@ -294,13 +299,13 @@ class Training:
         return bool(returns) and all(one is not None and text(one) == target for one in returns)
 
     def assigned(self, name: str, node: ast.AST) -> list[ast.Assign]:
-        """The assignments of an attribute, or of a name as it is bound at ``node``."""
+        """Return the assignments to an attribute, or to a name as it is bound at ``node``."""
         found = [one for one in self.program.every(ast.Assign) if name in map(text, one.targets)]
         home = self.scope_of(node, name)
         return [one for one in found if "." in name or self.scope_of(one, name) is home]
 
     def passed(self, name: str, node: ast.AST) -> list[tuple[ast.Call, ast.expr]]:
-        """Calls of the function whose argument ``name`` is at ``node``, with what they give for it."""
+        """Return the calls of the function around ``node`` that has the argument ``name``, and the values they pass."""
         home = self.program.names.scope(node).find(name)
         function = None if home is None else home.node
         if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -313,7 +318,7 @@ class Training:
         return [(call, values[name]) for call, values in given if name in values]
 
     def is_same(self, one: Made, node: ast.AST) -> bool:
-        """Whether its name means this optimizer at ``node``, too."""
+        """Return whether the name of the optimizer ``one`` refers to it at ``node`` as well."""
         return "." in one.target or self.scope_of(node, one.target) is self.scope_of(one.statement, one.target)
 
 

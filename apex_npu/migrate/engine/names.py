@@ -8,15 +8,15 @@ import ast
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# A binding to anything but an import, or to a name that is an import's.
+# A binding to something that is neither an import nor an expression of names.
 _OPAQUE = None
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _SKIPPED = (ast.expr_context, ast.operator, ast.unaryop, ast.cmpop, ast.boolop)
 
-# What a name can be: the full name of an import, an expression that it was assigned, or _OPAQUE.
+# What a name is bound to: the full name of an import, an expression, or _OPAQUE.
 Binding = str | ast.expr | None
-# Of modules, as import statements write them: their names, and the full names of the imports that these are.
+# By module, as import statements write it: the names that it exports, and the full names of the imports behind them.
 Exports = Mapping[str, Mapping[str, str]]
 
 
@@ -30,7 +30,7 @@ class Scope:
     elsewhere: dict[str, type[ast.AST]] = field(default_factory=dict)  # global and nonlocal
 
     def bind(self, name: str, binding: Binding) -> None:
-        """Record one way in which ``name`` is bound here, or where ``global`` or ``nonlocal`` says."""
+        """Record a binding of ``name`` in this scope, or in the scope that ``global`` or ``nonlocal`` selects."""
         scope = self
         if self.elsewhere.get(name) is ast.Global:
             scope = self.module()
@@ -39,27 +39,27 @@ class Scope:
         scope.bindings.setdefault(name, []).append(binding)
 
     def module(self) -> Scope:
-        """The outermost scope."""
+        """Return the outermost scope."""
         return self if self.outer is None else self.outer.module()
 
     def outer_with(self, name: str) -> Scope | None:
-        """The nearest scope around this one that binds ``name``; class bodies are not seen from inside."""
+        """Return the nearest scope around this one that binds ``name``. Python skips class bodies, and so does this."""
         scope = self.outer
         while scope is not None and (name not in scope.bindings or isinstance(scope.node, ast.ClassDef)):
             scope = scope.outer
         return scope
 
     def find(self, name: str) -> Scope | None:
-        """The scope that ``name`` is of, where it is used here."""
+        """Return the scope that binds ``name`` as it is used in this scope, or None."""
         if self.elsewhere.get(name) is ast.Global:
             return self.module() if name in self.module().bindings else None
         return self if name in self.bindings else self.outer_with(name)
 
 
 class Names:
-    """The scopes of a program, and its nodes, outer ones first, but for those without a place.
+    """The scopes of a program, and its nodes that have a place in the text, outer ones first.
 
-    ``exports`` has what names of other modules are. ``stars`` are the modules of star imports, which may bring others.
+    ``exports`` resolves the names of other modules. ``stars`` lists the modules that the program imports by ``*``.
     """
 
     def __init__(self, tree: ast.Module, exports: Exports | None = None) -> None:
@@ -71,7 +71,7 @@ class Names:
         self._scopes: dict[ast.AST, Scope] = {}
         self._assigned: set[ast.AST] = set()
         self._late: list[tuple[Scope, str, Binding]] = []  # bound once all nonlocal names are known
-        outside: set[ast.AST] = set()  # defaults, annotations, first iterables: of the scope around
+        outside: set[ast.AST] = set()  # defaults, annotations and first iterables, evaluated in the scope around
         todo: list[tuple[ast.AST, Scope]] = [(tree, self.module)]
         while todo:
             node, scope = todo.pop()
@@ -116,17 +116,17 @@ class Names:
         elif isinstance(node, (ast.Global, ast.Nonlocal)):
             scope.elsewhere.update(dict.fromkeys(node.names, type(node)))
         elif not isinstance(node, (ast.alias, ast.Attribute)):
-            # Functions, classes, parameters, handlers of exceptions and patterns bind by a field of theirs.
+            # Functions, classes, parameters, exception handlers and patterns have the bound name in a field.
             fields = ("arg",) if isinstance(node, ast.arg) else ("name", "rest")
             named = (getattr(node, field, None) for field in fields)
             late.extend((scope, name, _OPAQUE) for name in named if isinstance(name, str))
 
     def scope(self, node: ast.AST) -> Scope:
-        """The scope in which ``node`` is evaluated."""
+        """Return the scope in which ``node`` is evaluated."""
         return self._scopes[node]
 
     def meanings(self, name: str, scope: Scope) -> set[str | None]:
-        """The imports that ``name`` can be, and None where it can be something else."""
+        """Return the full names of the imports that ``name`` may refer to, with None if it may be something else."""
         return self._meanings(name, scope, frozenset())
 
     def _meanings(self, name: str, scope: Scope, seen: frozenset[tuple[int, str]]) -> set[str | None]:
@@ -152,26 +152,26 @@ class Names:
         return {None if root is None else root + tail for root in self._meanings(node.id, scope, seen)}
 
     def dotted(self, node: ast.AST) -> str | None:
-        """The full name of an import that a name, or attributes of a name, refer to; None where they do not."""
+        """Return the full name of the import that a name or attribute refers to, such as torch.cuda, or None."""
         if not isinstance(node, (ast.Name, ast.Attribute)):
             return None
         found = self._dotted(node, self._scopes[node], frozenset())
         return found.pop() if len(found) == 1 else None
 
     def is_taken(self, name: str, imported: str = "") -> bool:
-        """Whether ``name`` means something in any scope; an import of ``imported`` at the top level does not count."""
+        """Return whether a scope binds or uses ``name``, except as an import of ``imported`` at the top level."""
         if any(name in scope.bindings for scope in {*self._scopes.values()} - {self.module}) or name in self.unbound():
             return True
         return any(binding != imported for binding in self.module.bindings.get(name, ()))
 
     def unbound(self) -> set[str]:
-        """The names that are used and that no scope binds."""
+        """Return the names that the program uses and no scope binds."""
         names = (node for node in self.nodes if isinstance(node, ast.Name))
         return {node.id for node in names if self._scopes[node].find(node.id) is None}
 
 
 def module_of(node: ast.ImportFrom) -> str:
-    """The module that names are imported from, as the statement writes it."""
+    """Return the module that a statement imports from, as the statement writes it."""
     return "." * node.level + (node.module or "")
 
 
@@ -184,7 +184,7 @@ def _could_be_module(node: ast.expr) -> bool:
 
 
 def _inside(node: ast.AST) -> set[ast.AST]:
-    """The children of ``node`` that are evaluated in the scope that it opens."""
+    """Return the children of ``node`` that are evaluated in the scope that it opens."""
     if isinstance(node, ast.Lambda):
         return {node.args, node.body}
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -197,7 +197,7 @@ def _inside(node: ast.AST) -> set[ast.AST]:
 
 
 def _outside(node: ast.AST) -> list[ast.AST]:
-    """The children of ``node`` that are evaluated in the scope around its own."""
+    """Return the children of ``node`` that are evaluated in the scope around its own."""
     if isinstance(node, ast.arguments):
         return [default for default in (*node.defaults, *node.kw_defaults) if default is not None]
     if isinstance(node, ast.arg):

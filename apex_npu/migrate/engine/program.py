@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``Program``: one file as the rules see it, and what they have said of it so far; ``Finding``: a row of a report."""
+"""``Program`` is one file and what the rules have reported on it so far. ``Finding`` is a row of a report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .source import Edit, Source, UnreadableError, apply_edits, parse, same_else
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """The report of a rule on one place. Lines and columns count from 1; columns count characters.
+    """One report of a rule. Lines and columns count from 1; columns count characters.
 
     Example::
 
@@ -30,22 +30,22 @@ class Finding:
     line: int
     column: int
     rule: str
-    # "changed"; "unsure", applied with --unsure alone; "refused", left for a person; "note"; "kept", by a comment.
+    # "changed"; "unsure": changed only with --unsure; "refused": left for a person; "note"; "kept": a comment says so.
     status: str
-    end_line: int  # of the character after the last one, as end_column
+    end_line: int  # with end_column, the place after the last character
     end_column: int
     before: str
-    after: str | None  # None where nothing takes its place
-    message: str  # the reason and the way out; for a change what there is to know about it, if anything
+    after: str | None  # the new text; None if the text stays
+    message: str  # the reason and how to solve it; for a change a remark, or ""
 
 
 def count(findings: Iterable[Finding], *statuses: str) -> int:
-    """How many findings have one of ``statuses``."""
+    """Return how many findings have one of ``statuses``."""
     return sum(finding.status in statuses for finding in findings)
 
 
 def once(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """The findings of a file, with each note at its first place alone, which says how many more there are."""
+    """Yield the findings of a file, with equal notes merged into the first one, which counts the others."""
     notes = Counter((one.rule, one.message) for one in findings if one.status == "note")
     for finding in findings:
         places = notes.pop((finding.rule, finding.message), 0) if finding.status == "note" else 1
@@ -60,20 +60,22 @@ _B = TypeVar("_B", bound=ast.AST)
 LITERAL = re.compile(r"""([uUrR]?)(\"""|'''|"|')""")
 _FROM = re.compile(r"from[ \t\f]+([\w.]+)(?![\w.])")
 _KEEP = re.compile(r"#\s*migrate:\s*keep\b")
-# Before 3.12 Python gives places inside an f-string that may be wrong.
+# Before 3.12 Python may give wrong places inside an f-string.
 _EXACT_FSTRINGS = sys.version_info >= (3, 12)
-NOT_THE_SAME = "the new text is not the old one with these changes: the file is left. Please report this as a bug"
+NOT_THE_SAME = (
+    "the new text differs from the old one in other places: the file is not changed. Please report this as a bug"
+)
 _UNPLACED = {
-    "npu": "its place in the text cannot be told (an f-string before Python 3.12, or pieces): change it by hand",
-    "portable": "there is no portable text for it: change it by hand, or use --to npu",
+    "npu": "its place in the text is unknown (an f-string before Python 3.12, or several strings): change it by hand",
+    "portable": "there is no portable code for it: change it by hand, or use --to npu",
 }
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What a rule says of a span, before it is settled what else stands or falls with it: what has the same ``links``.
+    """A report of a rule before ``Program.settle``. Drafts that share one of ``links`` are all applied, or all refused.
 
-    "changed" without edits: it is right as it is if all that has its links is changed.
+    A draft that is "changed" without edits is not reported. It only takes part in this decision.
     """
 
     rule: str
@@ -85,7 +87,7 @@ class Draft:
     links: frozenset[str] = frozenset()
 
     def refused(self, message: str) -> Draft:
-        """The same, left for a person."""
+        """Return this draft with the status "refused" and ``message``."""
         return replace(self, status="refused", edits=(), message=message)
 
 
@@ -99,35 +101,35 @@ class Options:
         'pick("npu")'
     """
 
-    select: tuple[str, ...] = ("D", "X", "O")  # ids of rules or families that apply
-    ignore: tuple[str, ...] = ()  # those that do not
-    unsure: bool = False  # apply what is unsure
-    force: bool = False  # change files that speak of npu already
-    own: tuple[Any, ...] = ()  # a person's rules, as rules/own.py reads them
-    similar: bool = False  # use what is only similar to what CUDA has
-    owned: frozenset[str] = frozenset()  # names of attributes that the files define themselves
+    select: tuple[str, ...] = ("D", "X", "O")  # apply rules whose id begins with one of these
+    ignore: tuple[str, ...] = ()  # do not apply rules whose id begins with one of these
+    unsure: bool = False  # also apply unsure changes
+    force: bool = False  # also change files that already name npu
+    own: tuple[Any, ...] = ()  # the user's rules, read by rules/own.py
+    similar: bool = False  # also apply counterparts that are only similar
+    owned: frozenset[str] = frozenset()  # attributes, such as is_cuda, that the files define themselves
     to: str = "npu"  # or "portable": code that runs on npu, cuda, xpu and the CPU
-    amp: str = ""  # the opt_level of an amp that is put in, or takes torch.amp's place
-    amp_args: str = ""  # further arguments of amp.initialize, as a program has them
-    amp_left: str = ""  # why amp stays out of the program
-    factories: frozenset[str] = frozenset()  # module.function of those in other files that make an optimizer, with amp
-    exports: Exports = field(default_factory=dict)  # of modules that this file imports names from: which are imports
-    data_parallel: str = ""  # "main": the script becomes one for several cards; "other": it is imported by one
-    model: str = ""  # the name of the model that is trained on several cards; "": all of them
-    parallel_left: str = ""  # why the script stays one for one card
+    amp: str = ""  # the opt_level at which amp is added, or replaces torch.amp; "": amp is not added
+    amp_args: str = ""  # further arguments of amp.initialize, as Python source
+    amp_left: str = ""  # why amp is not added after all
+    factories: frozenset[str] = frozenset()  # module.function of other files that make an optimizer and initialize amp
+    exports: Exports = field(default_factory=dict)  # the imports behind names that this file imports from other files
+    data_parallel: str = ""  # "main": make this script train on several cards; "other": such a script imports it
+    model: str = ""  # the name of the model to train on several cards; "": all models
+    parallel_left: str = ""  # why the script is not made to train on several cards after all
 
     def has(self, rule: str) -> bool:
-        """Whether a rule applies; the rules of amp do together."""
+        """Return whether a rule applies. The rules of amp all apply, or none does."""
         by_option = {"A": bool(self.amp), "T": bool(self.amp), "R": True, "P": bool(self.data_parallel)}
         chosen = rule.startswith(self.select) and not rule.startswith(self.ignore or ("-",))
         return by_option.get(rule[0], chosen)
 
 
 class Program:
-    """One file: its text, its syntax tree, what its names mean, and what rules have said of it (``drafts``).
+    """One file: its text, its syntax tree, its names, and the reports of the rules so far (``drafts``).
 
     Raises:
-        UnreadableError: It does not parse.
+        UnreadableError: The file does not parse.
     """
 
     def __init__(self, source: Source, options: Options) -> None:
@@ -137,11 +139,11 @@ class Program:
         self.drafts: list[Draft] = []
 
     def parent(self, node: ast.AST | None) -> ast.AST | None:
-        """The node that contains ``node``."""
+        """Return the node that contains ``node``."""
         return None if node is None else self.names.parents.get(node)
 
     def dotted(self, node: ast.AST) -> str:
-        """The full name of an import that a name, or attributes of a name, refer to; "": they do not."""
+        """Return the full name of the import that a name or attribute refers to, such as torch.cuda; "" if unknown."""
         return self.names.dotted(node) or ""
 
     @overload
@@ -149,15 +151,15 @@ class Program:
     @overload
     def every(self, one: type[_A], two: type[_B], /) -> Iterator[_A | _B]: ...
     def every(self, *types: type[ast.AST]) -> Iterator[ast.AST]:
-        """The nodes of these types, in the order of the text."""
+        """Yield the nodes of these types, in the order of the text."""
         return (node for node in self.names.nodes if isinstance(node, types))
 
     def loaded(self) -> Iterator[ast.Name | ast.Attribute]:
-        """The names and attributes that are read."""
+        """Yield the names and attributes that the program reads."""
         return (node for node in self.every(ast.Name, ast.Attribute) if isinstance(node.ctx, ast.Load))
 
     def is_called(self, node: ast.AST) -> bool:
-        """Whether ``node`` is what a call calls."""
+        """Return whether ``node`` is the function of a call."""
         parent = self.parent(node)
         return isinstance(parent, ast.Call) and parent.func is node
 
@@ -171,7 +173,7 @@ class Program:
         links: Iterable[str] = (),
         unplaced: str = "",
     ) -> None:
-        """Say something of a place. Edits that are None could not be placed: the change is refused, ``unplaced``."""
+        """Add a report on a span. If an edit is None, its place is unknown: refuse the change with ``unplaced``."""
         made = tuple(edit for edit in edits if edit is not None)
         if len(made) < len(tuple(edits)):
             status, made, message = "refused", (), unplaced or _UNPLACED[self.options.to]
@@ -180,7 +182,7 @@ class Program:
         self.drafts.append(Draft(rule, status, *span, made, message, frozenset(links)))
 
     def change(self, rule: str, edit: Edit, message: str = "", links: Iterable[str] = ()) -> None:
-        """Say that all of a span is changed."""
+        """Report the change ``edit`` of its whole span."""
         self.report(rule, "changed", (edit.start, edit.end), [edit], message, links)
 
     def _reported_span(self, node: ast.expr | ast.stmt | ast.alias) -> tuple[int, int]:
@@ -188,7 +190,7 @@ class Program:
         return self.source.span(node if around is None or self._is_exact(node) else around)
 
     def _fstring(self, node: ast.AST) -> ast.JoinedStr | None:
-        """The outermost f-string around ``node``, where its places may be wrong."""
+        """Return the outermost f-string around ``node`` if Python may give wrong places inside it, else None."""
         found = None
         at: ast.AST | None = None if _EXACT_FSTRINGS else self.parent(node)
         while isinstance(at, (ast.expr, ast.keyword, ast.comprehension)):
@@ -197,7 +199,7 @@ class Program:
         return found
 
     def _is_exact(self, node: ast.AST) -> bool:
-        """Whether the text at the place of ``node``, which is in an f-string, is that of ``node``."""
+        """Return whether the place of ``node`` is right: the text there parses to an equal node."""
         around = self._fstring(node)
         if around is None:
             return True
@@ -212,7 +214,7 @@ class Program:
         return inside and isinstance(read[0], ast.Expr) and _same_but_context(read[0].value, node)
 
     def rename(self, node: ast.Attribute, name: str) -> Edit | None:
-        """Give an attribute another name."""
+        """Return an edit that renames an attribute, or None if its place is unknown."""
         end = self.source.span(node)[1]
         start = end - len(node.attr)
         if self.source.text[start:end] != node.attr or not self._is_exact(node):
@@ -220,19 +222,19 @@ class Program:
         return Edit(start, end, name)
 
     def rename_module(self, node: ast.ImportFrom, name: str) -> Edit | None:
-        """Import the same names from another module."""
+        """Return an edit that imports the same names from the module ``name``, or None if its place is unknown."""
         found = _FROM.match(self.source.text, *self.source.span(node))
         return Edit(*found.span(1), name) if found else None
 
     def method_span(self, node: ast.Attribute) -> tuple[int, int]:
-        """The span of the dot and the name."""
+        """Return the span of an attribute's dot and name."""
         if not self._is_exact(node):
             return self._reported_span(node)
         end = self.source.span(node)[1]
         return self.source.text.rfind(".", 0, end - len(node.attr)), end
 
     def restring(self, node: ast.Constant, value: str, length: int | None = None) -> Edit | None:
-        """Let a string literal have another value, or begin with another text than its first ``length`` characters."""
+        """Return an edit that replaces the value of a string literal, or its first ``length`` characters."""
         assert isinstance(node.value, str)
         start, end = self.source.span(node)
         quote = LITERAL.match(self.source.text, start, end)
@@ -242,7 +244,7 @@ class Program:
         return Edit(quote.end(), end - len(quote[2]), value)
 
     def lines(self, anchor: ast.stmt, lines: Sequence[str], *, before: bool = False) -> Edit:
-        """Statements after another one, or before it; four spaces in ``lines`` are one more indentation."""
+        """Return an edit that adds lines after or before a statement. Four spaces in ``lines`` indent by one level."""
         source = self.source
         start = source.line_start(anchor.lineno)
         indent = re.match(r"[ \t\f]*", source.text[start:])[0]  # type: ignore[index]
@@ -254,13 +256,13 @@ class Program:
         return Edit(end, end, "".join(newline + line for line in written))
 
     def put_into(self, statement: ast.stmt, header: str) -> str:
-        """The text between ``statement`` and the beginning of its line after ``header``, of which it is the block."""
+        """Return the text to insert before ``statement`` to make it the block of ``header``."""
         indent = self.source.indent(statement)
         inner = "\t" if "\t" in indent else "    "
         return f"{header}{self.source.newline(statement.lineno)}{indent}{inner}"
 
     def settle(self) -> None:
-        """Decide what is unsure, what a comment keeps, and what stands or falls together."""
+        """Decide which drafts apply: unsure ones, lines that a comment keeps, and drafts that are linked."""
         self.drafts = [draft for draft in self.drafts if self.options.has(draft.rule)]
         for number, draft in enumerate(self.drafts):
             status, message = draft.status, draft.message
@@ -269,14 +271,14 @@ class Program:
             line = self.source.place(draft.start)[0]
             kept = _KEEP.search(self.source.text, self.source.line_start(line), self.source.line_end(line))
             if kept and status != "note":
-                status, message = "kept", "a comment says so"
+                status, message = "kept", "a comment keeps it"
             self.drafts[number] = replace(draft, status=status, message=message)
         while self._fall():
             pass
         self.drafts = [draft for draft in self.drafts if draft.status != "changed" or draft.edits]
 
     def _fall(self) -> bool:
-        """Refuse what is linked to something that stays; whether there was anything."""
+        """Refuse drafts that are linked to a refused or kept one. Return whether there were any."""
         stays = {link: draft for draft in self.drafts if draft.status in ("refused", "kept") for link in draft.links}
         fallen = False
         for number, draft in enumerate(self.drafts):
@@ -284,21 +286,21 @@ class Program:
             if draft.status in ("changed", "unsure") and cause is not None:
                 line = self.source.place(cause.start)[0]
                 self.drafts[number] = draft.refused(
-                    f"it is changed together with line {line} ({cause.rule}), which stays as it is"
+                    f"it would be changed together with line {line} ({cause.rule}), which stays as it is"
                 )
                 fallen = True
         return fallen
 
     def refuse(self, message: str, concerns: Callable[[Draft], bool], since: int = 0) -> None:
-        """Leave for a person what ``concerns`` is true of, among what was said from number ``since`` on."""
+        """Refuse the drafts from index ``since`` on for which ``concerns`` is true."""
         self.drafts[since:] = [one.refused(message) if concerns(one) else one for one in self.drafts[since:]]
 
     def changes(self) -> list[Draft]:
-        """Return the drafts that are to be changed."""
+        """Return the drafts with the status "changed"."""
         return [draft for draft in self.drafts if draft.status == "changed"]
 
     def rewritten(self) -> str:
-        """The new text; an UnreadableError where it does not parse, or something else is changed in it."""
+        """Return the new text. Raise an UnreadableError if it does not parse or differs elsewhere from the old one."""
         edits = [edit for draft in self.changes() for edit in draft.edits]
         text = apply_edits(self.source.text, edits)
         if not same_elsewhere(self.source, self.tree, edits, text):
@@ -306,7 +308,7 @@ class Program:
         return text
 
     def findings(self, path: str) -> list[Finding]:
-        """The rows of the report."""
+        """Return the rows of the report."""
         found = {(draft.rule, draft.start): self._finding(path, draft) for draft in self.drafts}
         return list(once(sorted(found.values())))
 

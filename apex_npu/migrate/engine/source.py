@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The text of a file, with places in it as offsets, and edits of spans: all other bytes stay as they are."""
+"""The text of a file, and edits of spans in it. All other bytes of the file stay the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_BYTES = 5_000_000
 
 
 class UnreadableError(Exception):
-    """A file that the rules cannot read: the id of a rule of the family F, and why."""
+    """A file that the rules cannot read: the id of a rule of the family F, and the reason."""
 
     def __init__(self, rule: str, reason: str, line: int = 1) -> None:
         super().__init__(reason)
@@ -29,7 +29,7 @@ class UnreadableError(Exception):
 
 @dataclass(frozen=True)
 class Edit:
-    """A span of the text, from ``start`` to before ``end``, and what takes its place."""
+    """A replacement of the span from ``start`` to before ``end`` by ``text``."""
 
     start: int
     end: int
@@ -37,7 +37,7 @@ class Edit:
 
 
 def apply_edits(text: str, edits: Iterable[Edit], start: int = 0, end: int | None = None) -> str:
-    """``text[start:end]`` with ``edits`` made, which are inside of it and disjoint."""
+    """Return ``text[start:end]`` after ``edits``, which lie inside of it and do not overlap."""
     pieces = []
     for edit in sorted(edits, key=lambda edit: (edit.start, edit.end)):
         pieces += [text[start : edit.start], edit.text]
@@ -46,12 +46,19 @@ def apply_edits(text: str, edits: Iterable[Edit], start: int = 0, end: int | Non
 
 
 class Source:
-    """The text of a Python file, of its bytes or as it is; what is not in the encoding that it names is refused."""
+    """The text of a Python file.
+
+    Args:
+        data: The text, or the bytes of the file, which are decoded by the encoding that the file names.
+
+    Raises:
+        UnreadableError: The bytes are not text in that encoding, or there are too many.
+    """
 
     def __init__(self, data: bytes | str) -> None:
         self.encoding, self.bom = "utf-8", b""
         if len(data) > _MAX_BYTES:
-            raise UnreadableError("F905", f"it has more than {_MAX_BYTES} bytes")
+            raise UnreadableError("F905", f"the file has more than {_MAX_BYTES} bytes")
         if isinstance(data, bytes):
             data = self._decode(data)
         self.text = data
@@ -65,24 +72,24 @@ class Source:
             text = data.decode(self.encoding)
             same = text.encode(self.encoding) == data
         except (SyntaxError, UnicodeError, LookupError) as error:
-            raise UnreadableError("F903", f"its bytes are no text of its encoding ({error})") from None
+            raise UnreadableError("F903", f"the file cannot be decoded ({error})") from None
         if not same:
             raise UnreadableError("F903", f"decoding from {self.encoding} and encoding again gives other bytes")
         return text
 
     def encode(self, text: str) -> bytes:
-        """The bytes of ``text`` in this file's encoding."""
+        """Return the bytes of ``text`` in this file's encoding."""
         try:
             return self.bom + text.encode(self.encoding)
         except UnicodeError as error:
-            raise UnreadableError("F903", f"the new text cannot be written in its encoding ({error})") from None
+            raise UnreadableError("F903", f"the new text cannot be encoded ({error})") from None
 
     def parse(self) -> ast.Module:
-        """The syntax tree."""
+        """Return the syntax tree."""
         return parse(self.text)
 
     def offset(self, line: int, column: int) -> int:
-        """The offset of a place as ``ast`` gives it: ``column`` counts bytes of UTF-8."""
+        """Return the offset of a place that ``ast`` gives, whose ``column`` counts bytes of UTF-8."""
         start = self._starts[line - 1]
         part = self.text[start : start + column]
         if not part.isascii():
@@ -90,18 +97,18 @@ class Source:
         return start + len(part)
 
     def span(self, node: ast.expr | ast.stmt | ast.alias | ast.keyword | ast.arg) -> tuple[int, int]:
-        """The offsets of a node's first character, and of the one after its last."""
+        """Return the offsets of a node's first character, and of the character after its last."""
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         return self.offset(node.lineno, node.col_offset), self.offset(node.end_lineno, node.end_col_offset)
 
     def place(self, offset: int) -> tuple[int, int]:
-        """Line and column of an offset, both from 1, in characters."""
+        """Return the line and the column of an offset. Both count from 1; columns count characters."""
         line = bisect_right(self._starts, offset)
         return line, offset - self._starts[line - 1] + 1
 
     def line_start(self, line: int) -> int:
-        """The offset of the first character of a line."""
+        """Return the offset of the first character of a line."""
         return self._starts[line - 1]
 
     def indent(self, node: ast.stmt) -> str:
@@ -109,13 +116,13 @@ class Source:
         return self.text[self.line_start(node.lineno) : self.span(node)[0]]
 
     def line_end(self, line: int) -> int:
-        """The offset of the end of a line, before what ends it."""
+        """Return the offset of the end of a line, before its newline."""
         end = self._starts[line] if line < len(self._starts) else len(self.text)
         start = self._starts[line - 1]
         return start + len(self.text[start:end].rstrip("\r\n"))
 
     def newline(self, line: int) -> str:
-        """Return the characters that end a line; for the last line, those that end the first."""
+        """Return the newline of a line; for the last line, the newline of the first."""
         for one in (line, 1):
             if one < len(self._starts):
                 return self.text[self.line_end(one) : self._starts[one]]
@@ -123,7 +130,7 @@ class Source:
 
 
 def parse(text: str) -> ast.Module:
-    """The syntax tree of a program.
+    """Return the syntax tree of a program.
 
     Raises:
         UnreadableError: Python cannot parse it.
@@ -133,13 +140,13 @@ def parse(text: str) -> ast.Module:
     except SyntaxError as error:
         raise UnreadableError(*_unparsable(text, error), line=error.lineno or 1) from None
     except ValueError as error:
-        raise UnreadableError("F901", f"it does not parse ({error})") from None
+        raise UnreadableError("F901", f"the file does not parse ({error})") from None
     except (RecursionError, MemoryError):
-        raise UnreadableError("F904", "it is nested too deeply to parse") from None
+        raise UnreadableError("F904", "the file is nested too deeply to parse") from None
 
 
 def tree_of(data: bytes) -> ast.Module:
-    """The syntax tree of a file; an empty one where it cannot be read."""
+    """Return the syntax tree of a file, or an empty tree if the file cannot be read."""
     try:
         return Source(data).parse()
     except UnreadableError:
@@ -149,16 +156,16 @@ def tree_of(data: bytes) -> ast.Module:
 def _unparsable(text: str, error: SyntaxError) -> tuple[str, str]:
     line = "".join(text.splitlines()[(error.lineno or 0) - 1 : error.lineno or 0])
     if re.match(r"\s*(print\s+[^(=\s]|exec\s+[^(=\s]|except\s+[\w.]+\s*,\s*\w+\s*:|raise\s+\w+\s*,)", line):
-        return "F902", f"it is Python 2 ({error.msg}): run 2to3 first"
+        return "F902", f"the file is Python 2 ({error.msg}): run 2to3 first"
     if "async=" in line.replace(" ", ""):
         return "F902", "async is a keyword since Python 3.7: write non_blocking"
     if "too many nested" in (error.msg or ""):
-        return "F904", "it is nested too deeply to parse"
-    return "F901", f"it does not parse ({error.msg}); a newer Python may read it"
+        return "F904", "the file is nested too deeply to parse"
+    return "F901", f"the file does not parse ({error.msg}); a newer Python may parse it"
 
 
 def same_tree(one: object, other: object) -> bool:
-    """True where two trees are equal but for positions. Without recursion: expressions can be deep."""
+    """Return whether two trees are equal except for positions. There is no recursion, as expressions can be deep."""
     todo: list[tuple[object, object]] = [(one, other)]
     while todo:
         a, b = todo.pop()
@@ -176,9 +183,9 @@ def same_tree(one: object, other: object) -> bool:
 
 
 def same_elsewhere(source: Source, tree: ast.Module, edits: Sequence[Edit], text: str) -> bool:
-    """Whether ``text`` parses, and every statement that no edit of ``source`` touches is in it, in its place."""
+    """Return whether ``text`` parses and has all statements of ``source`` that no edit touches, in their places."""
     edits = sorted(edits, key=lambda edit: (edit.start, edit.end))
-    # What comes after a statement that is removed is inside of the span of its line.
+    # A text that is inserted after a removed statement lies inside the span of the statement's line.
     if any(one.end > other.start and (one.text or other.end > other.start) for one, other in pairwise(edits)):
         return False
     try:
@@ -205,6 +212,6 @@ def _first(source: Source, node: ast.stmt) -> int:
 
 
 def _parts(node: ast.stmt | None) -> list[object]:
-    """A statement but for those inside of it."""
+    """Return the type and the fields of a statement, without the statements inside of it."""
     fields = [] if node is None else [value for name, value in ast.iter_fields(node) if name not in _BODIES]
     return [type(node), *fields]

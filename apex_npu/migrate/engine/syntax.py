@@ -13,7 +13,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 def text(node: ast.AST) -> str:
-    """A name or attribute as the program writes it; "" for anything else."""
+    """Return a name or attribute as the program writes it, and "" for other expressions."""
     at = node
     while isinstance(at, ast.Attribute):
         at = at.value
@@ -26,7 +26,7 @@ def method_of(call: ast.Call) -> tuple[str, str]:
 
 
 def around(program: Program, node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that contain ``node``, from the inside."""
+    """Yield the nodes that contain ``node``, the innermost first."""
     at = program.parent(node)
     while at is not None:
         yield at
@@ -34,19 +34,19 @@ def around(program: Program, node: ast.AST) -> Iterator[ast.AST]:
 
 
 def function_of(program: Program, node: ast.AST) -> ast.AST:
-    """The function around ``node``, or the module."""
+    """Return the function around ``node``, or the module."""
     return next((one for one in around(program, node) if isinstance(one, _FUNCTIONS)), program.tree)
 
 
 def body_of(program: Program, statement: ast.stmt) -> list[ast.stmt]:
-    """The statements beside ``statement``, and itself."""
+    """Return the block that ``statement`` is in, as a list of statements."""
     parent = program.parent(statement)
     fields = [value for _, value in ast.iter_fields(parent)] if parent is not None else []
     return next(body for body in fields if isinstance(body, list) and any(one is statement for one in body))
 
 
 def has_own_lines(program: Program, statement: ast.stmt) -> bool:
-    """Whether nothing but a comment stands on the lines of ``statement``."""
+    """Return whether the lines of ``statement`` have nothing else but a comment."""
     source = program.source
     start, end = source.span(statement)
     before = source.text[source.line_start(statement.lineno) : start]
@@ -55,7 +55,7 @@ def has_own_lines(program: Program, statement: ast.stmt) -> bool:
 
 
 def is_argument(program: Program, node: ast.AST, name: str) -> bool:
-    """Whether a function around ``node`` has an argument ``name``, which is not bound otherwise."""
+    """Return whether ``name`` is an argument of a function around ``node`` and has no other binding there."""
     home = program.names.scope(node).find(name)
     arguments = home.node.args if home is not None and isinstance(home.node, _FUNCTIONS) else None
     given = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs] if arguments else []
@@ -63,7 +63,7 @@ def is_argument(program: Program, node: ast.AST, name: str) -> bool:
 
 
 def given_to(function: ast.FunctionDef | ast.AsyncFunctionDef, call: ast.Call) -> dict[str, ast.expr]:
-    """Return the values that a call of a function or method of the program passes, by argument name."""
+    """Return the values that ``call`` passes to ``function``, by argument name."""
     places = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
     named = {*places, *(one.arg for one in function.args.kwonlyargs)}
     given = dict(zip(places[places[:1] == ["self"] :], call.args, strict=False))
@@ -77,6 +77,6 @@ def argument(call: ast.Call, place: int, name: str) -> ast.expr | None:
 
 
 def is_told(call: ast.Call) -> bool:
-    """Whether the arguments of a call can be told: there is no * or **."""
+    """Return whether the arguments of a call are known: it has no * or **."""
     starred = any(isinstance(one, ast.Starred) for one in call.args)
     return not starred and all(one.arg is not None for one in call.keywords)

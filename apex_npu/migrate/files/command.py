@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m apex_npu migrate``: a dry run with a report, a diff, files in place, or a copy."""
+"""``python -m apex_npu migrate``: print a report or a diff, change files in place, or write a copy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .writing import write_copy, write_in_place
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Report, then write: 0 if nothing is left for a person, 1 if something is, 2 if it cannot be done."""
+    """Report, then write. Return 0, or 1 if something is left for a person, or 2 for an error."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if options.list_rules:
@@ -40,7 +40,7 @@ def _run(options: argparse.Namespace) -> int:
     except ValueError as error:
         return fail(options, error)
     except KeyboardInterrupt:
-        print("apex_npu: interrupted; all files are as they were, or all are changed", file=sys.stderr)
+        print("apex_npu: interrupted; either all files have changed, or none has", file=sys.stderr)
         return 130
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -59,29 +59,31 @@ def _chosen(text: str) -> tuple[str, ...]:
 
 
 def _amp_args(text: str) -> str:
-    """Arguments of ``amp.initialize``, as a program has them: names that it takes, and literals."""
+    """Check the value of ``--amp-args``: keyword arguments of ``amp.initialize`` with literal values."""
     try:
         call = ast.parse(f"f({text})", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or not call.keywords or ast.unparse(call.func) != "f":
-            raise ValueError("no arguments by name")
+            raise ValueError("no keyword arguments")
         given = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
     except (SyntaxError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: give names and literals, as loss_scale=128.0 ({error})") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: pass keyword arguments with literal values, such as loss_scale=128.0 ({error})"
+        ) from None
     unknown = [name for name in given if name not in arguments_of_initialize()]
     if unknown:
         known = ", ".join(sorted(arguments_of_initialize()))
-        raise argparse.ArgumentTypeError(f"{unknown[0]} cannot be given here; amp.initialize takes {known}")
+        raise argparse.ArgumentTypeError(f"{unknown[0]} is not allowed here; allowed are {known}")
     return text
 
 
 def _migrate(options: argparse.Namespace) -> int:
     script, paths = options.data_parallel, options.paths or [options.data_parallel]
     for wrong, reason in (
-        (options.model and not script, "--model goes with --data-parallel"),
+        (options.model and not script, "--model needs --data-parallel"),
         (paths == [None], "a path is missing"),
         (options.write and options.out, "--write changes files in place, --out writes a copy: give one of them"),
         (options.out and len(paths) > 1, "--out copies one folder or file: give one path"),
-        (options.amp_args and not options.amp, "--amp-args goes with --amp"),
+        (options.amp_args and not options.amp, "--amp-args needs --amp"),
     ):
         if wrong:
             raise ValueError(reason)
@@ -127,7 +129,7 @@ def add_parser(commands: Commands) -> None:
     every = ("D", "X", "O")
     add("--select", type=_chosen, metavar="D,X201", default=every, help="apply these rules or families; default: D,X,O")
     add("--ignore", type=_chosen, metavar="RULES", default=(), help="do not apply these rules or families")
-    add("--to", choices=TARGETS, default="npu", help="what the code is for; portable: npu, cuda, xpu and cpu")
+    add("--to", choices=TARGETS, default="npu", help="the devices of the new code; portable: npu, cuda, xpu and cpu")
     add("--amp", choices=LEVELS, help="add amp, or replace torch.amp by it, at this opt_level")
     add("--amp-args", type=_amp_args, metavar="'loss_scale=128.0'", help="more arguments of amp.initialize")
     add("--data-parallel", type=Path, metavar="MAIN", help="make a script for one card also train on several")
@@ -137,8 +139,8 @@ def add_parser(commands: Commands) -> None:
         default="",
         help="with --data-parallel: the one model that is trained on several cards",
     )
-    add("--unsure", action="store_true", help="also apply what is unsure")
-    add("--similar", action="store_true", help="also apply what is only similar")
+    add("--unsure", action="store_true", help="also apply unsure changes")
+    add("--similar", action="store_true", help="also use counterparts that are only similar")
     add("--rules", action="append", metavar="FILE", help="add rules from a .toml or .json file (repeatable)")
     unsupported = "report uses of the names in a .json file (repeatable)"
     add("--api-list", action="append", metavar="FILE", help=unsupported)
@@ -153,6 +155,6 @@ def add_parser(commands: Commands) -> None:
         help="skip paths, for instance '*/data/*' (repeatable)",
     )
     add("--allow-dirty", action="store_true", help="with --write: also change files that are not committed in git")
-    add("--backup", action="store_true", help="with --write: keep FILE.orig, and allow the same")
-    add("--force", action="store_true", help="also change files that name npu already")
+    add("--backup", action="store_true", help="with --write: keep the old FILE as FILE.orig; allows the same files")
+    add("--force", action="store_true", help="also change files that already name npu")
     add("-q", action="store_true", help="print only what is left for a person")

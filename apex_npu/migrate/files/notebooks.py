@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Notebooks: the code cells as one program, and its edits in the JSON text, of which all else stays byte for byte."""
+"""Notebooks. Their code cells are rewritten as one program. All other bytes of the JSON text stay the same."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _located(text: str, start: int, strict: bool = True) -> tuple[_Text, int]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of a code cell's source, and where the program has it."""
+    """A string of a code cell's source, and its offset in the program."""
 
     text: _Text
     start: int
@@ -47,7 +47,7 @@ class _Piece:
 
 
 def _cells(text: str) -> Iterator[tuple[int, list[_Text]]]:
-    """The number of each code cell, from 1, and the pieces of its source."""
+    """Yield the number of each code cell, from 1, and the strings of its source."""
     decoder: Any = json.JSONDecoder()
     decoder.parse_string = _located
     decoder.scan_once = py_make_scanner(decoder)
@@ -61,7 +61,7 @@ def _cells(text: str) -> Iterator[tuple[int, list[_Text]]]:
 
 
 def _python(cell: str) -> str:
-    """``cell`` with spaces in place of commands of the notebook and the shell."""
+    """Return ``cell`` with spaces in place of notebook and shell commands."""
     lines, goes_on = [], False
     for line in cell.splitlines(keepends=True):
         body = line.rstrip("\r\n")
@@ -72,18 +72,18 @@ def _python(cell: str) -> str:
 
 
 def rewrite_notebook(data: bytes, path: str, rewrite: Callable[[str], Rewritten]) -> Rewritten:
-    """Apply ``rewrite`` to the program of a notebook. Places in the findings are those of the notebook's file.
+    """Apply ``rewrite`` to the program of a notebook. The findings have the places in the notebook's file.
 
     Raises:
-        UnreadableError: It is no notebook.
+        UnreadableError: The file is not a notebook.
     """
     try:
         text = data.decode("utf-8")
         cells = list(_cells(text))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise UnreadableError("F901", f"it is no notebook ({type(error).__name__}: {error})") from None
+        raise UnreadableError("F901", f"the file is not a notebook ({type(error).__name__}: {error})") from None
     except RecursionError:
-        raise UnreadableError("F904", "it is nested too deeply to parse") from None
+        raise UnreadableError("F904", "the file is nested too deeply to parse") from None
     pieces: list[_Piece] = []
     program = ""
     for number, texts in cells:
@@ -99,10 +99,10 @@ def rewrite_notebook(data: bytes, path: str, rewrite: Callable[[str], Rewritten]
     for finding in rewritten.findings:
         start = source.line_start(finding.line) + finding.column - 1
         end = source.line_start(finding.end_line) + finding.end_column - 1
-        # What is inserted between two pieces goes to the one whose line it continues.
+        # A text inserted between two pieces belongs to the piece whose line it continues.
         around = [piece for piece in pieces if piece.start <= start and end <= piece.end and piece.text]
         if not around:
-            raise UnreadableError("F904", f"line {finding.line} of its program is in several pieces")
+            raise UnreadableError("F904", f"line {finding.line} of its program is in several strings")
         piece = around[0 if (finding.after or "").startswith("\n") else -1]
         begin, stop = (_in_file(text, piece.text, at - piece.start) for at in (start, end))
         if finding.status == "changed":

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``plan``: which files there are, and what becomes of each. Files are read, nothing is written."""
+"""``plan``: find the files and compute their changes. Nothing is written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MAX_OTHER = 1_000_000
 
 @dataclass(frozen=True)
 class Target:
-    """A file: its path below ``root``, a folder that was given, or the folder of a file that was given."""
+    """A file: its path below ``root``, which is a folder that the user gave, or the folder of a file that they gave."""
 
     root: Path
     path: str
@@ -47,7 +47,7 @@ class Target:
         return os.path.normpath(self.file)
 
     def read(self) -> bytes:
-        """The contents; an OSError for links and named pipes, too."""
+        """Return the contents. Raise an OSError for links and named pipes as well."""
         if not stat.S_ISREG(self.file.lstat().st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(self.file))
         return self.file.read_bytes()
@@ -64,7 +64,7 @@ class FileChange:
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of some files: those that change, findings in the order of paths and lines, how many were read."""
+    """The result of ``plan``: the changed files, the findings by path and line, and the number of files read."""
 
     files: tuple[FileChange, ...]
     findings: tuple[Finding, ...]
@@ -80,10 +80,10 @@ def plan(
     """Apply the rules to files, and to the .py and .ipynb files of folders. Nothing is written.
 
     Args:
-        paths: Files and folders. Links are not followed; in a git checkout, what git ignores is skipped.
+        paths: Files and folders. Links are not followed. In a git checkout, files that git ignores are skipped.
         options: Which rules apply, and how.
-        exclude: Patterns of paths below the folders, or of names, that are skipped.
-        data_parallel: A script among the files that becomes one for several cards.
+        exclude: Patterns of paths below the folders, or of file names, to skip.
+        data_parallel: A script among the files to make train on several cards.
 
     Raises:
         ValueError: A path does not exist, or is a link.
@@ -127,7 +127,7 @@ def plan(
 
 
 class _Work:
-    """The programs by their paths, what the rules are told of each, and what has become of it."""
+    """The programs by path, with the options of each and the result of rewriting it."""
 
     def __init__(self, programs: Mapping[str, bytes], options: Options) -> None:
         self.programs = programs
@@ -137,7 +137,7 @@ class _Work:
         self.done: dict[str, Rewritten] = {}
 
     def again(self, shown: str, **told: Any) -> None:
-        """Rewrite one, with other options."""
+        """Rewrite the program at the path ``shown`` after changing its options."""
         self.options[shown] = options = replace(self.options[shown], **told)
         data = self.programs[shown]
 
@@ -157,16 +157,16 @@ class _Work:
         return {path: self.done[str(path)].findings for path in self.modules if str(path) in self.done}
 
     def choose_script(self, main: Path) -> None:
-        """Have a script train on several cards, with the files that it imports."""
+        """Set the options that make the script ``main``, with the files that it imports, train on several cards."""
         script = Path(os.path.normpath(main))
         if script not in self.modules:
-            raise ValueError(f"--data-parallel {main}: it is no Python file among those that are given")
+            raise ValueError(f"--data-parallel {main}: it is not one of the given Python files")
         for path in with_imports(script, self.modules):
             role = "main" if path == script else "other"
             self.options[str(path)] = replace(self.general, data_parallel=role)
 
     def settle_amp(self) -> None:
-        """Rewrite what depends on other files: with their factories of optimizers, or without amp."""
+        """Rewrite files again that need optimizers made in other files, or that amp cannot be added to after all."""
         found = self.findings()
         known = factories(self.modules, found)
         self.options = {shown: replace(one, factories=known) for shown, one in self.options.items()}
@@ -177,14 +177,14 @@ class _Work:
             self.again(str(path), amp_left=reason)
 
     def leave_one_card(self) -> None:
-        """Rewrite a script that cannot be one for several cards as a whole without that."""
+        """Rewrite a script again for one card if a part of it cannot be changed for several."""
         of_script = [shown for shown in self.done if self.options[shown].data_parallel]
         found = [one for shown in of_script for one in self.done[shown].findings if one.rule[0] in "PF"]
         left = next((one for one in found if one.status in ("refused", "kept")), None)
         if left is None and any(one.rule == "P601" and one.status == "changed" for one in found):
             return
         reason = (
-            f"{left.path}:{left.line} ({left.rule}): {left.message}" if left else "it trains on several cards already"
+            f"{left.path}:{left.line} ({left.rule}): {left.message}" if left else "it already trains on several cards"
         )
         for shown in of_script:
             if any(one.rule[0] == "P" and one.status == "changed" for one in self.done[shown].findings):
@@ -196,9 +196,9 @@ def _is_program(path: str) -> bool:
 
 
 def _targets(path: Path, exclude: Sequence[str]) -> Iterator[Target]:
-    """The files that ``path``, which the user gave, stands for."""
+    """Yield the file ``path``, or the files in the folder ``path``."""
     if path.is_symlink():
-        raise ValueError(f"{path} is a link: links are not followed. Give what it points to")
+        raise ValueError(f"{path} is a link, and links are not followed: pass the path that it points to")
     if path.is_file():
         yield Target(path.parent, path.name)
         return
@@ -220,7 +220,7 @@ def _targets(path: Path, exclude: Sequence[str]) -> Iterator[Target]:
 
 
 def is_skipped(folder: Path) -> bool:
-    """Whether neither the search nor a copy looks into a folder."""
+    """Return whether the search and a copy leave out a folder."""
     return folder.name in _SKIPPED or (folder / "pyvenv.cfg").exists()
 
 
@@ -229,7 +229,7 @@ def _excluded(path: Path, patterns: Sequence[str]) -> bool:
 
 
 def git(folder: Path, *arguments: str) -> str | None:
-    """What git prints, run in ``folder`` without programs that its configuration names; None where it fails."""
+    """Return what git prints in ``folder``, or None if it fails. Programs that git's configuration names do not run."""
     command = ["git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", *arguments]
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, check=False)

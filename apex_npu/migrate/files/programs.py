@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Find the files of one program by their imports, and the names and optimizers that they share.
 
-amp is put into all files of a program, or into none.
+amp is added to all files of a program, or to none.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from apex_npu.migrate.engine.names import Names, module_of
 from apex_npu.migrate.engine.program import Finding
 from apex_npu.migrate.engine.source import tree_of
 
-# Names by which files pass torch on; others are followed through star imports alone.
+# Names through which a file exports torch. Other names are only followed through star imports.
 _PASSED_ON = ("*", "torch", "cuda")
 
 
 def left_out(programs: Mapping[Path, bytes], findings: Mapping[Path, Sequence[Finding]]) -> dict[Path, str]:
-    """The files that amp is not put into after all, with the reason, by what the rules have said of all of them."""
+    """Return the files that amp cannot be added to, given the findings on all files, each with the reason."""
     said = {path for path, found in findings.items() if any(finding.rule[0] in "AT" for finding in found)}
     if not said:
         return {}
@@ -30,7 +30,7 @@ def left_out(programs: Mapping[Path, bytes], findings: Mapping[Path, Sequence[Fi
     reasons: dict[Path, str] = {}
     parts = []
     for path in programs:
-        # A file that others import is looked at with them; files that import one another in a ring are all looked at.
+        # A file that others import is checked together with them, unless the imports form a cycle.
         closure = _closure(path, imports)
         own = said & closure
         if own and (path not in imported or path in set().union(*(imports[one] for one in closure))):
@@ -44,7 +44,7 @@ def left_out(programs: Mapping[Path, bytes], findings: Mapping[Path, Sequence[Fi
 
 
 def with_imports(main: Path, programs: Mapping[Path, bytes]) -> set[Path]:
-    """A file and those that it imports, in turn."""
+    """Return a file and all files that it imports, directly or indirectly."""
     return _closure(main, {path: set(_imports(path, data, programs)) for path, data in programs.items()})
 
 
@@ -58,7 +58,7 @@ def _closure(path: Path, imports: Mapping[Path, set[Path]]) -> set[Path]:
 
 
 def _imports(path: Path, data: bytes, programs: Mapping[Path, bytes]) -> Iterator[Path]:
-    """The files among ``programs`` that a file imports: from beside it, or from folders around it."""
+    """Yield the files among ``programs`` that a file imports from its own folder or the folders above."""
     for node in ast.walk(tree_of(data)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
@@ -71,7 +71,7 @@ def _imports(path: Path, data: bytes, programs: Mapping[Path, bytes]) -> Iterato
 
 
 def _files(path: Path, module: str) -> Iterator[Path]:
-    """The files that a module can be, as an import in the file ``path`` writes it: beside it, or in folders around."""
+    """Yield the paths at which the file ``path`` may find a module that it imports: in its folder and those above."""
     name = module.lstrip(".")
     level = len(module) - len(name)
     for folder in path.parents[level - 1 : level] if level else path.parents:
@@ -82,9 +82,9 @@ def _files(path: Path, module: str) -> Iterator[Path]:
 
 
 def exports(path: Path, data: bytes, around: frozenset[Path] = frozenset()) -> dict[str, dict[str, str]]:
-    """What a file gets from others by star imports, or torch by its name: modules, their names, and what these are.
+    """Return the names that a file imports by ``*``, or as torch or cuda, from other files: by module, with meanings.
 
-    The modules are read from beside the file, or from the folders around it; those elsewhere are left out.
+    The modules are read from the file's folder and the folders above. Other modules are left out.
     """
     path, found = path.absolute(), {}
     for node in ast.walk(tree_of(data)) if b"import" in data else ():
@@ -100,7 +100,7 @@ def exports(path: Path, data: bytes, around: frozenset[Path] = frozenset()) -> d
 
 
 def _exported(file: Path, around: frozenset[Path]) -> dict[str, str | None]:
-    """The public names of a file, and the imports that they are."""
+    """Return the public names of a file, with the full names of the imports that they refer to."""
     try:
         data = file.read_bytes()
     except OSError:
@@ -121,7 +121,7 @@ _LOOPS = (ast.For, ast.While, ast.AsyncFor, ast.ListComp, ast.SetComp, ast.DictC
 
 
 def factories(programs: Mapping[Path, bytes], findings: Mapping[Path, Sequence[Finding]]) -> frozenset[str]:
-    """``module.function`` of those that get ``amp.initialize``, return its optimizer, and are called once."""
+    """Return ``module.function`` for functions that initialize amp, return its optimizer, and are called once."""
     placed = [(path, one) for path, found in findings.items() for one in found]
     placed = [(path, one) for path, one in placed if (one.rule, one.status) == ("A301", "changed")]
     makers = [(path, maker) for path, one in placed for maker in _makers(programs[path], one)]
@@ -132,7 +132,7 @@ def factories(programs: Mapping[Path, bytes], findings: Mapping[Path, Sequence[F
 
 
 def _makers(data: bytes, finding: Finding) -> Iterator[str]:
-    """The function of a module around an ``amp.initialize``, if it returns nothing but that optimizer."""
+    """Yield the name of the function around an added ``amp.initialize`` if it only returns that optimizer."""
     targets = (finding.after or "").partition(" = ")[0].split(", ")
     for node in tree_of(data).body:
         if isinstance(node, ast.FunctionDef) and node.lineno <= finding.line <= (node.end_lineno or 0):
@@ -142,7 +142,7 @@ def _makers(data: bytes, finding: Finding) -> Iterator[str]:
 
 
 def _calls(data: bytes) -> Iterator[str]:
-    """The last names of what is called; of what is called in loops several times."""
+    """Yield the last name of each function that is called, and once more for each loop around the call."""
     tree = tree_of(data)
     for around in ast.walk(tree):
         if around is tree or isinstance(around, _LOOPS):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Reports: text for people, csv, json and SARIF 2.1.0 for programs, a unified diff."""
+"""Reports: text, csv, json, SARIF 2.1.0, and a unified diff."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from .planning import Plan
 
 _LEVELS = {"refused": "error", "unsure": "warning", "changed": "note", "note": "note", "kept": "none"}
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
-# The columns of the list of changes that Ascend's tool writes, first.
+# The first columns are those of the list of changes that Ascend's tool writes.
 _COLUMNS = ("path", "line", "end_line", "status", "message")
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:
-    """One line for each finding."""
+    """Return one line for each finding."""
     _, rows = table(findings)
     width = min(max((len(place) for place, *_ in rows), default=0), 40)
     return [f"{place:{width}}  {rule} {status:7}  {what}" for place, rule, status, what in rows]
 
 
 def table(findings: Sequence[Finding]) -> tuple[tuple[str, ...], list[tuple[str, str, str, str]]]:
-    """The same as ``lines``: names of columns, and cells."""
+    """Return the content of ``lines`` as column names and cells."""
     places = [f"{_printable(one.path)}:{one.line}:{one.column}" for one in findings]
     rows = [(place, one.rule, one.status, _what(one)) for place, one in zip(places, findings, strict=True)]
     return ("place", "rule", "status", "what"), rows
@@ -57,7 +57,7 @@ def _printable(text: str) -> str:
 
 
 def summary(plan: Plan, *, written: bool) -> str:
-    """The last line of a report."""
+    """Return the last line of a report."""
     found = plan.findings
     changed = count(found, "changed")
     did = "changed" if written else "would change"
@@ -87,11 +87,11 @@ def _text(data: bytes) -> str:
 
 
 def write_report(path: str, findings: Sequence[Finding]) -> bytes:
-    """The content of a report file, in the format that its name says."""
+    """Return the content of a report file in the format of its suffix."""
     formats = {".csv": _csv, ".json": _json, ".sarif": _sarif}
     suffix = PurePath(path).suffix
     if suffix not in formats:
-        raise ValueError(f"{path} names no format: a report ends with {', '.join(formats)}")
+        raise ValueError(f"{path} has no known format: a report ends with {', '.join(formats)}")
     return formats[suffix](findings).encode("utf-8", "backslashreplace")
 
 
@@ -101,7 +101,7 @@ def _csv(findings: Sequence[Finding]) -> str:
     writer = csv.DictWriter(file, columns)
     writer.writeheader()
     for finding in findings:
-        # A cell that begins with one of these is a formula for spreadsheets.
+        # Spreadsheets take a cell that begins with one of these for a formula.
         cells = asdict(finding).items()
         writer.writerow({name: f"'{one}" if str(one).startswith((*"=+-@\t",)) else one for name, one in cells})
     return file.getvalue()
@@ -140,7 +140,7 @@ def _result(finding: Finding) -> dict[str, object]:
 
 
 def explanation(rule: Rule) -> str:
-    """Return a rule with its example, the report on it, and where else the rule applies."""
+    """Return a description of a rule: its example, the report on it, and what else it refuses."""
     options = replace(rule.options, own=EXAMPLES) if rule.id[0] == "R" or rule.id == "D170" else rule.options
     rewritten = rewrite(rule.example.encode(), options=options)
     assert isinstance(rewritten.source, bytes)

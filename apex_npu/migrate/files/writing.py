@@ -1,6 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Writes a plan: in place, where git or ``FILE.orig`` has the old contents, or as a copy. All files change, or none."""
+"""Write the changed files of a plan, in place or as a copy. All files change, or none.
+
+In place, the old contents must be in git or are written to ``FILE.orig``.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,15 @@ from .planning import FileChange, git, is_skipped
 
 
 def write_in_place(changes: Sequence[FileChange], *, allow_dirty: bool = False, backup: bool = False) -> None:
-    """Give every file its new content; permissions stay.
+    """Write the new content of every file. Permissions stay the same.
 
     Args:
         changes: The files.
-        allow_dirty: Also files outside git, and those with changes that are not committed.
-        backup: Keep the old content of FILE as FILE.orig. Allows the same.
+        allow_dirty: Also write files outside git, and files with changes that are not committed.
+        backup: Keep the old content of FILE as FILE.orig. This also allows the files of ``allow_dirty``.
 
     Raises:
-        ValueError: A file may not be written, cannot be, or has been edited since it was read. All are as they were.
+        ValueError: A file must not or cannot be written, or was edited after it was read. No file has changed.
     """
     if not (allow_dirty or backup):
         _check_committed(changes)
@@ -45,7 +48,7 @@ def write_in_place(changes: Sequence[FileChange], *, allow_dirty: bool = False, 
 
 
 def _replace(changes: Sequence[FileChange], backup: bool) -> None:
-    """Write all contents beside the files, so that only renames are left to do, or to undo."""
+    """Write all contents beside the files first, so that only renames remain to be done or undone."""
     files = []
     for change in changes:
         path = change.target.file
@@ -83,15 +86,15 @@ def _check_committed(changes: Sequence[FileChange]) -> None:
             name = untracked[0] if untracked else next((path for path in paths if dirty.endswith(path)), paths[0])
             what = "is not in git" if untracked else "has changes that are not committed"
             raise ValueError(
-                f"{root / name} {what}: commit first, or give --backup or --allow-dirty; nothing has been changed"
+                f"{root / name} {what}: commit first, or pass --backup or --allow-dirty; nothing has been changed"
             )
 
 
 def write_copy(source: Path, changes: Sequence[FileChange], out: Path) -> None:
-    """Make a copy of the file or folder ``source`` in the folder ``out``, with the new contents.
+    """Copy the file or folder ``source`` to the new folder ``out``, with the new contents.
 
     Raises:
-        ValueError: ``out`` is there already, is inside ``source``, or cannot be written; there is no ``out`` then.
+        ValueError: ``out`` exists, is inside ``source``, or cannot be written. Nothing has been written to it.
     """
     if os.path.lexists(out):
         raise ValueError(f"{out} exists: give the name of a new folder")
@@ -118,7 +121,7 @@ def write_copy(source: Path, changes: Sequence[FileChange], out: Path) -> None:
 
 
 def _not_copied(folder: str, names: list[str]) -> set[str]:
-    """Folders that the search skips, too, and what is neither a file nor a folder nor a link."""
+    """Return the names that a copy leaves out: folders that the search skips, named pipes, sockets and devices."""
     modes = {name: Path(folder, name).lstat().st_mode for name in names}
     special = {
         name for name, mode in modes.items() if stat.S_IFMT(mode) not in (stat.S_IFREG, stat.S_IFLNK, stat.S_IFDIR)

@@ -1,8 +1,8 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rules that make a script for one card one for several: ``--data-parallel``. All that it takes, or nothing.
+"""Rules of ``--data-parallel``: make a script for one card train on several. They make all the changes or none.
 
-The new script still runs by itself; started by ``torchrun`` it is one process of each card.
+The new script still runs on one card by itself. Under ``torchrun`` each process uses one card.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def check(program: Program) -> None:
-    """Say what the rules for several cards find."""
+    """Report what the rules for several cards find."""
     options = program.options
     if not options.data_parallel:
         return
@@ -47,7 +47,7 @@ def check(program: Program) -> None:
         rule = error.rule if error.rule[0] == "P" else "P604"
         program.report(rule, "refused", error.node, message=error.reason, links=[PARALLEL])
     if options.parallel_left:
-        message = f"the script stays one for one card: {options.parallel_left}"
+        message = f"the script is not changed for several cards: {options.parallel_left}"
         program.refuse(message, lambda draft: draft.status == "changed", before)
 
 
@@ -60,13 +60,13 @@ def _convert(program: Program) -> None:
     torch = torch_name(program)
     if first is None or torch is None:
         node = first or ast.parse("pass").body[0]
-        raise UnclearError(node, "P601", "torch is not imported at the top level, by its name")
+        raise UnclearError(node, "P601", "torch is not imported by its name at the top level")
     put = Insertion(program)
     model, models = program.options.model, {one for made in put.training.made for one in made.models}
     if model and model not in models:
-        raise UnclearError(first, "P604", f"no optimizer is made of {model}.parameters()")
+        raise UnclearError(first, "P604", f"no optimizer gets {model}.parameters()")
     if not put.training.made:
-        raise UnclearError(first, "P604", "no optimizer is made here, and so its model cannot be told")
+        raise UnclearError(first, "P604", "no optimizer is made here, so the model is unclear")
     _check_cards(program)
     _check_visible(program)
     _enter(program, torch)
@@ -78,10 +78,10 @@ def _convert(program: Program) -> None:
 
 
 def _convert_part(program: Program) -> None:
-    """A file that the script imports."""
+    """Apply the rules to a file that the script imports."""
     for node in program.every(ast.Call):
         if method_of(node)[1] == "backward":
-            raise UnclearError(node, "P602", f"{ELSEWHERE}: have both in the script that --data-parallel gives")
+            raise UnclearError(node, "P602", f"{ELSEWHERE}: put both into the script of --data-parallel")
     for call, is_split in unseeded(program):
         if is_split:
             program.report("P602", "note", call, message=UNSEEDED)
@@ -90,7 +90,7 @@ def _convert_part(program: Program) -> None:
 
 
 def _check_before_group(program: Program) -> None:
-    """Refuse what is done, before the processes join, with what depends on them."""
+    """Refuse statements before the one at which the processes join, if they need or call changed code."""
     block = program.parent(_start(program))
     if not isinstance(block, ast.If):
         return
@@ -105,7 +105,9 @@ def _check_before_group(program: Program) -> None:
         found |= grown
     for one in early:
         if not isinstance(one, _DEFINITIONS) and (one in holders or calls[one] & found):
-            raise UnclearError(one, "P601", "made before the processes join: put it into the if that starts the script")
+            raise UnclearError(
+                one, "P601", "it runs before the processes join: move it into the if block that starts the script"
+            )
 
 
 def _last(call: ast.Call) -> str:
@@ -113,19 +115,19 @@ def _last(call: ast.Call) -> str:
 
 
 def _parallel(program: Program) -> Iterator[ast.expr]:
-    """Yield the parts of a script that is already for several cards."""
+    """Yield the names that show that a script already trains on several cards."""
     for node in program.every(ast.Name, ast.Attribute):
         dotted = program.dotted(node)
         if dotted in _SAMPLERS:
             yield node
         elif dotted.startswith(("torch.", "apex")) and dotted.rpartition(".")[2] in _WRAPPERS:
             if dotted.endswith(".DataParallel"):
-                raise UnclearError(node, "P604", "take DataParallel out first: each process has one card")
+                raise UnclearError(node, "P604", "remove DataParallel first: each process has one card")
             yield node
 
 
 def _check_cards(program: Program) -> None:
-    """Refuse places that name a card by its number: every process has its own."""
+    """Refuse devices with a number, since each process uses another card."""
     for node in program.every(ast.Constant, ast.Call):
         named = ""
         if isinstance(node, ast.Constant):
@@ -147,14 +149,14 @@ def _check_cards(program: Program) -> None:
             elif name in ("cuda", "npu") and not dotted and numbered and _type_of(numbered[0]) is not bool:
                 named = f"{name}(device)"
             elif int in map(_type_of, numbered if name == "to" or dotted == "torch.device" else given):
-                named = f"{name or dotted}() of a number"
+                named = f"{name or dotted}() with a number"
         if named:
-            reason = f"{named} names a card, and every process has its own: write the device without its number"
+            reason = f"{named} selects a card, but every process has its own: write the device without its number"
             raise UnclearError(node, "P601", reason)
 
 
 def _check_visible(program: Program) -> None:
-    """Refuse a script that leaves every process one card, the same one."""
+    """Refuse a script that limits all processes to one and the same card by a variable."""
     for node in program.every(ast.Constant):
         if node.value not in _VISIBLE:
             continue
@@ -168,7 +170,7 @@ def _check_visible(program: Program) -> None:
             value = parent.values[parent.keys.index(node)]
         several = isinstance(value, ast.Constant) and "," in str(value.value)
         if value is not None and not several:
-            raise UnclearError(node, "P601", f"{node.value} leaves every process the same card: set it in the shell")
+            raise UnclearError(node, "P601", f"{node.value} gives every process the same card: set it in the shell")
 
 
 def _type_of(node: ast.expr) -> type:
@@ -176,19 +178,19 @@ def _type_of(node: ast.expr) -> type:
 
 
 def _enter(program: Program, torch: str) -> None:
-    """Join the other processes before anything else is done."""
+    """Add the lines that make a process join the others, before the first statement."""
     bound = program.names.module.bindings.get("os", [])
     if any(binding != "os" for binding in bound) or (not bound and program.names.is_taken("os")):
-        raise UnclearError(program.tree.body[0], "P601", "the name os is taken")
+        raise UnclearError(program.tree.body[0], "P601", "the name os means something else here")
     anchor = _start(program)
     if program.source.indent(anchor).strip():
-        raise UnclearError(anchor, "P601", "the first statement shares its line: give it one of its own")
+        raise UnclearError(anchor, "P601", "the first statement shares its line: put it on a line of its own")
     lines = target_of(program).group_lines(torch)
     program.change("P601", program.lines(anchor, lines, before=True), links=_links(program))
 
 
 def _leave(program: Program, torch: str) -> None:
-    """Destroy the group after the last statement, as torch asks for: its threads and communicators end there."""
+    """Destroy the process group after the last statement, as torch requires to end its threads and communicators."""
     last = body_of(program, _start(program))[-1]
     called = last.value if isinstance(last, ast.Expr) else None
     if isinstance(last, ast.Raise) or (isinstance(called, ast.Call) and text(called.func) in _EXITS):
@@ -199,7 +201,7 @@ def _leave(program: Program, torch: str) -> None:
 
 
 def _start(program: Program) -> ast.stmt:
-    """The first statement that is done when the script is started, rather than imported."""
+    """Return the first statement that runs when the script is started, and not when it is imported."""
     for node in program.tree.body:
         if isinstance(node, ast.If) and any(getattr(one, "id", "") == "__name__" for one in ast.walk(node.test)):
             return node.body[0]
@@ -211,11 +213,11 @@ def _start(program: Program) -> ast.stmt:
         covered = any(begin <= start < end for begin, end in removed)
         if seen and not isinstance(node, (ast.Import, ast.ImportFrom, *_DEFINITIONS)) and not covered:
             return node
-    raise UnclearError(program.tree.body[-1], "P601", "nothing is done when this file is started")
+    raise UnclearError(program.tree.body[-1], "P601", "the file has no statement that runs when it is started")
 
 
 def _links(program: Program) -> list[str]:
-    """What is changed together: with the rules of amp, where they are applied."""
+    """Return the links of the changes, which include that of amp if amp is added as well."""
     return [PARALLEL, *(["amp"] if any("amp" in draft.links for draft in program.drafts) else [])]
 
 
@@ -230,18 +232,24 @@ def _sample(put: Insertion, torch: str) -> None:
         anchor = loop.body[0]
         inside = [one for one in put.training.assigned(name, loop) if loop in around(program, one)]
         if inside:
-            raise UnclearError(inside[0], "P603", "a DataLoader in the loop over epochs: make it before that")
+            raise UnclearError(
+                inside[0], "P603", "a DataLoader is made in the loop over epochs: make it before the loop"
+            )
         if program.source.indent(anchor).strip() or not isinstance(loop.target, ast.Name):
-            raise UnclearError(loop, "P603", "the loop over epochs has no block of lines of its own, or no number")
+            raise UnclearError(
+                loop, "P603", "the loop over epochs has its block on the same line, or no variable for the epoch"
+            )
         lines = [
             f"if isinstance({name}.sampler, {torch}.utils.data.DistributedSampler):",
             f"    {name}.sampler.set_epoch({loop.target.id})",
         ]
         program.change("P603", program.lines(anchor, lines, before=True), links=links)
     for call in loaders.others:
-        program.report("P602", "note", call, message="every process goes over all of these data")
+        program.report("P602", "note", call, message="every process reads all of these data")
     for call in loaders.counted():
-        program.report("P602", "note", call, message="each process sees a part of these data: see to what it divides")
+        program.report(
+            "P602", "note", call, message="each process has a part of these data: check what is divided by this length"
+        )
 
 
 def _check_splits(program: Program, loaders: Loaders) -> None:
@@ -259,12 +267,12 @@ def _sample_one(program: Program, call: ast.Call, torch: str, links: list[str]) 
     given = {one.arg for one in call.keywords}
     for name in ("sampler", "batch_sampler"):
         if name in given or len(call.args) > 3:
-            raise UnclearError(call, "P602", f"it has a {name} of its own: give each process its part there")
+            raise UnclearError(call, "P602", f"it has a {name}: let that select a part of the data for each process")
     if not is_told(call):
-        raise UnclearError(call, "P602", "its arguments cannot be told: * or **")
+        raise UnclearError(call, "P602", "its arguments are unknown: * or **")
     dataset, shuffle, source = argument(call, 0, "dataset"), argument(call, 2, "shuffle"), program.source
     if dataset is None or not text(dataset):
-        raise UnclearError(call, "P602", "assign the dataset to a name first: the sampler gets it, too")
+        raise UnclearError(call, "P602", "assign the dataset to a name first: the sampler also needs it")
     shuffled = "" if shuffle is None else source.text[slice(*source.span(shuffle))]
     if "\n" in shuffled:
         raise UnclearError(call, "P602", "its argument shuffle is on several lines")
@@ -281,14 +289,14 @@ def _sample_one(program: Program, call: ast.Call, torch: str, links: list[str]) 
     while source.text[end : end + 1] == ")" and end + 1 < source.span(call)[1]:
         end += 1  # parentheses around the last argument
     edits.append(Edit(end, end, f", sampler={part} if {there} else None"))
-    message = "the batch of each process is as large as it was, and so the learning rate may have to grow: see to both"
+    message = "each process keeps the batch size, so the total grows: check the batch size and the learning rate"
     for edit in edits:
         program.change("P602", edit, message if edit is edits[-1] else "", links)
-    program.report("P602", "changed", call.func, links=links)  # where the name is kept, this is
+    program.report("P602", "changed", call.func, links=links)  # a comment that keeps the name keeps all
 
 
 def _average(put: Insertion, torch: str) -> None:
-    """Average gradients over the processes: by amp where it is put in with fused optimizers, else by torch's DDP."""
+    """Average gradients over the processes: by amp if it is added with fused optimizers, else by torch's DDP."""
     if put.combines:
         call = next((draft for draft in put.program.drafts if draft.rule == "A301"), None)
         if call is not None:
@@ -312,39 +320,41 @@ def _average(put: Insertion, torch: str) -> None:
 
 
 def _initialized(put: Insertion) -> ast.stmt | None:
-    """The statement that calls ``amp.initialize`` in the program already."""
+    """Return the statement of the program that already calls ``amp.initialize``, or None."""
     for call in put.training.calls:
         dotted = put.program.dotted(call.func)
         if dotted in ("apex.amp.initialize", "apex_npu.amp.initialize"):
             statement = next(one for one in around(put.program, call) if isinstance(one, ast.stmt))
             if isinstance(statement, (ast.Assign, ast.Expr)) and statement.value is call:
                 return statement
-            raise UnclearError(call, "P604", "amp.initialize is part of another statement: give it one of its own")
+            raise UnclearError(
+                call, "P604", "amp.initialize is part of another statement: make it a statement of its own"
+            )
     return None
 
 
 def _guard_saves(program: Program) -> None:
-    """Let one process write files."""
+    """Let only one process call ``torch.save``."""
     torch = torch_name(program)
     for node in program.every(ast.Call):
         if program.dotted(node.func) != "torch.save":
             continue
         statement = program.parent(node)
         if torch is None or not isinstance(statement, ast.Expr):
-            raise UnclearError(node, "P605", "torch.save is part of another statement: give it one of its own")
+            raise UnclearError(node, "P605", "torch.save is part of another statement: make it a statement of its own")
         if _is_open(program, node):
-            raise UnclearError(node, "P605", "torch.save gets an open file: every process opens it; give the path")
+            raise UnclearError(node, "P605", "torch.save gets an open file, which every process opens: pass the path")
         start = program.source.span(statement)[0]
         if program.source.indent(statement).strip():
-            raise UnclearError(node, "P605", "torch.save shares its line: give it one of its own")
+            raise UnclearError(node, "P605", "torch.save shares its line: put it on a line of its own")
         header = f"if not {torch}.distributed.is_initialized() or {torch}.distributed.get_rank() == 0:"
         written = program.put_into(statement, header)
         program.report("P605", "changed", (start, start), [Edit(start, start, written)], links=[PARALLEL])
-        program.report("P605", "changed", node.func, links=[PARALLEL])  # where the name is kept, this is
+        program.report("P605", "changed", node.func, links=[PARALLEL])  # a comment that keeps the name keeps all
 
 
 def _is_open(program: Program, call: ast.Call) -> bool:
-    """Whether what is written to is opened here, rather than a path."""
+    """Return whether ``torch.save`` writes to a file that the program has opened, and not to a path."""
     to = argument(call, 1, "f")
     if to is None:
         return False

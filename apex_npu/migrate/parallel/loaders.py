@@ -13,14 +13,14 @@ from apex_npu.migrate.engine.syntax import around, function_of, is_argument, tex
 
 _LOADER = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
-# Calls around a loader that give what it gives, and around a range.
+# Functions around a loader that yield its batches, and functions that yield the numbers of epochs.
 _AROUND = frozenset({"enumerate", "tqdm", "track", "notebook_tqdm", "iter"})
 _NUMBERED = frozenset({"range", "trange"})
 
 
 ELSEWHERE = "the backward is in another file than the DataLoader"
-UNSEEDED = "each process draws its own: call manual_seed before, or give a generator (random_state)"
-# What draws a split or an order: the argument that makes it the same everywhere, and which seed does.
+UNSEEDED = "each process draws other numbers: call manual_seed before, or pass a generator (random_state)"
+# Functions that draw a split or an order: the argument that makes all processes draw the same, and the library to seed.
 _SPLITS = {
     "torch.utils.data.random_split": ("generator", "torch"),
     "torch.utils.data.dataset.random_split": ("generator", "torch"),
@@ -36,7 +36,7 @@ _ORDERS = {
 
 
 def unseeded(program: Program) -> Iterator[tuple[ast.Call, bool]]:
-    """Yield the calls that each process draws for itself, and whether each is a split of data."""
+    """Yield the calls that would draw different numbers in each process, and whether they split the data."""
     calls = [*program.every(ast.Call)]
     seeds = [(call, seeded) for call in calls if (seeded := _seeded(program, call))]
     for call in calls:
@@ -52,7 +52,7 @@ def unseeded(program: Program) -> Iterator[tuple[ast.Call, bool]]:
 
 
 def _is_fixed(call: ast.Call, argument: str) -> bool:
-    """Whether it is given a seed, or does not draw."""
+    """Return whether ``call`` gets a seed, or draws nothing."""
     given = {one.arg: one.value for one in call.keywords}
     shuffle = given.get("shuffle")
     in_order = isinstance(shuffle, ast.Constant) and not shuffle.value
@@ -60,7 +60,7 @@ def _is_fixed(call: ast.Call, argument: str) -> bool:
 
 
 def _seeded(program: Program, call: ast.Call) -> str:
-    """The library that a call seeds; "all" for a function of the program, or of another library; "": none."""
+    """Return the library that a call seeds, or "". A function of the program or another library may seed "all"."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else text(call.func)
     dotted = program.dotted(call.func)
     root = dotted.partition(".")[0]
@@ -70,9 +70,10 @@ def _seeded(program: Program, call: ast.Call) -> str:
 
 
 class Loaders:
-    """The DataLoaders of a program: ``made``, whose data sets, ``sampled``, are trained with, and ``others``.
+    """The DataLoaders of a program.
 
-    ``epochs`` has loops that go over such a loader several times, and what it is called there.
+    ``made`` has the loaders of training data, ``sampled`` the names of their datasets, and ``others`` all other
+    loaders. ``epochs`` has the loops over epochs, each with the name that the loader has there.
     """
 
     def __init__(self, program: Program, training: Training) -> None:
@@ -81,12 +82,14 @@ class Loaders:
         self._all = [call for call in calls if program.names.dotted(call.func) in _LOADER]
         for node in program.every(ast.Name, ast.Attribute):
             if program.dotted(node).endswith(".IterableDataset"):
-                raise UnclearError(node, "P602", "an IterableDataset has no sampler: give each process its part there")
+                raise UnclearError(
+                    node, "P602", "an IterableDataset has no sampler: let it yield a part of the data in each process"
+                )
         self.made: list[ast.Call] = []
         self.epochs: list[tuple[ast.For, str]] = []
         if not training.backwards:
             at = next(iter(self._all), training.made[0].call)
-            raise UnclearError(at, "P602", f"{ELSEWHERE}: have both in this one")
+            raise UnclearError(at, "P602", f"{ELSEWHERE}: put both into this file")
         for backward in training.backwards:
             self._follow(backward.call)
         self.others = [call for call in self._all if call not in self.made]
@@ -95,7 +98,7 @@ class Loaders:
         self.sampled = set(map(text, given)) - {""}
 
     def counted(self) -> Iterator[ast.Call]:
-        """Calls of ``len`` for a data set that each process gets a part of."""
+        """Yield calls of ``len`` on a dataset that is divided between the processes."""
         for call in self.training.calls:
             if text(call.func) == "len" and len(call.args) == 1:
                 name = text(call.args[0])
@@ -124,10 +127,10 @@ class Loaders:
                 self.made += [call for call in found if call not in self.made]
                 self._count(loop, text(given))
                 return
-        raise UnclearError(backward, "P602", "no loop over a DataLoader that is made here contains this")
+        raise UnclearError(backward, "P602", "this is not in a loop over a DataLoader that is made here")
 
     def _made(self, name: str, node: ast.AST) -> Iterator[ast.Call]:
-        """The calls of ``DataLoader`` that ``name`` can be at ``node``."""
+        """Yield the calls of ``DataLoader`` whose result ``name`` may have at ``node``."""
         if is_argument(self.program, node, name):
             for _, given in self.training.passed(name, node):
                 if text(given):
@@ -136,7 +139,7 @@ class Loaders:
         assigned = self.training.assigned(name, node)
         values = [one.value for one in assigned if isinstance(one.value, ast.Call) and one.value in self._all]
         if len(values) != len(assigned) or len(values) > 1:
-            raise UnclearError(assigned[0], "P602", f"{name} is made at several places, or not by DataLoader alone")
+            raise UnclearError(assigned[0], "P602", f"{name} is made in several places, or not only by DataLoader")
         yield from values
 
     def _count(self, loop: ast.AST, name: str) -> None:
@@ -147,7 +150,7 @@ class Loaders:
             numbers = _inside(outer.iter) if isinstance(outer, ast.For) else None
             called = text(numbers.func).rpartition(".")[2] if isinstance(numbers, ast.Call) else ""
             if not isinstance(outer, ast.For) or called not in _NUMBERED or not isinstance(outer.target, ast.Name):
-                reason = "write the loop over epochs with range: the sampler needs their number"
+                reason = "write the loop over epochs with range: the sampler needs the number of the epoch"
                 raise UnclearError(outer, "P603", reason)
             if (outer, name) not in self.epochs:
                 self.epochs.append((outer, name))

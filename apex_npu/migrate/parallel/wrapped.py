@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Find where a program looks into a model that is wrapped in DistributedDataParallel."""
+"""Find where a program needs the model inside a DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.syntax import function_of, is_argument, text
 from apex_npu.migrate.rules.targets import replaced, torch_name
 
-# What DistributedDataParallel has of its own, or what does the same there.
+# Attributes that DistributedDataParallel has as well and that do the same there.
 _SHARED = """
     parameters train eval zero_grad buffers to cuda npu cpu float half double bfloat16 requires_grad_ training
     register_forward_hook register_forward_pre_hook register_full_backward_hook apply forward compile
 """
-# What has other names or other parts there.
+# Attributes that give other names or other modules there.
 _STATES = ("state_dict", "load_state_dict")
 _INSIDE = (*_STATES, "named_parameters", "named_buffers", "named_modules", "named_children", "modules", "children")
-# Functions that look at a model itself.
+# Functions that treat DistributedDataParallel differently from the model.
 _LOOKS = "len enumerate iter list tuple reversed zip isinstance type hasattr getattr setattr copy.deepcopy"
-# Arguments that are no models by their names.
+# Names of arguments that are not models.
 _OTHERS = re.compile(r"(^|_)opt|sched|scaler|state|dict|checkpoint|ckpt", re.IGNORECASE)
 
 
 class Wrapped:
-    """One model of a program, by its name where its optimizer is made: which expressions are it."""
+    """One model of a program, named as where its optimizer is made, and the expressions that refer to it."""
 
     def __init__(self, put: Insertion, model: str) -> None:
         self.program, self.training, self.model = put.program, put.training, model
         self._known: dict[tuple[str, Scope | None], bool] = {}
 
     def is_model(self, node: ast.AST) -> bool:
-        """Whether an expression is the model, by its name, as an argument that it is passed as, or as another name."""
+        """Return whether an expression is the model: its name, an argument that gets it, or another name for it."""
         name = text(node)
         if not name or name == self.model:
             return bool(name)
         key = (name, self.training.scope_of(node, name))
         if key not in self._known:
-            self._known[key] = False  # where it is passed on to itself
+            self._known[key] = False  # ends the recursion if a name is assigned from itself
             self._known[key] = any(map(self.is_model, given_for(self.training, name, node)))
         return self._known[key]
 
     def unwrap(self, place: ast.stmt, links: list[str]) -> None:
-        """Take the model inside where the program looks into it after ``place``.
+        """Let the program use the model inside the wrapper where it needs that after ``place``.
 
         Raises:
-            UnclearError: An attribute of its own would no longer be found.
+            UnclearError: The program reads an attribute that DistributedDataParallel does not have.
         """
         program, end = self.program, self.program.source.span(place)[1]
         for node in program.loaded():
@@ -62,7 +62,7 @@ class Wrapped:
             if function_of(program, node) is function_of(program, place) and self.training.offset(node) < end:
                 continue
             if used and used not in _INSIDE:
-                reason = f"{ast.unparse(node)}.{used} is used, which is not found through DistributedDataParallel"
+                reason = f"{ast.unparse(node)}.{used} is used, which DistributedDataParallel does not have"
                 raise UnclearError(node, "P604", reason)
             if kept:
                 raise UnclearError(node, "P604", f"{kept} is saved with a whole model: save its state_dict()")
@@ -71,17 +71,17 @@ class Wrapped:
 
 
 def given_for(training: Training, name: str, node: ast.AST) -> list[ast.expr]:
-    """Return the values that an argument gets, or that another name is assigned."""
+    """Return the values that calls pass for an argument ``name``, or that are assigned to another ``name``."""
     if "." not in name and is_argument(training.program, node, name):
         return [given for _, given in training.passed(name, node)]
     return [one.value for one in training.assigned(name, node)]
 
 
 def unwrap_arguments(program: Program, links: list[str]) -> None:
-    """States that a file of the program saves are those of the models inside: which are wrapped, the call decides.
+    """Let an imported file save the state of the model inside the wrapper, if an argument is wrapped.
 
     Raises:
-        UnclearError: torch has no name here.
+        UnclearError: The file has no name for torch.
     """
     assigned = {
         text(target): text(one.value)
@@ -100,14 +100,14 @@ def unwrap_arguments(program: Program, links: list[str]) -> None:
         if not (states or _is_saved(program, node)) or not given:
             continue
         if torch is None:
-            raise UnclearError(node, "P604", "torch is not imported at the top level, by its name")
+            raise UnclearError(node, "P604", "torch is not imported by its name at the top level")
         wrapped = f"isinstance({name}, {torch}.nn.parallel.DistributedDataParallel)"
         edit = replaced(program, node, f"({name}.module if {wrapped} else {name})")
         program.report("P604", "changed", node, [edit], links=links)
 
 
 def _looks_inside(program: Program, node: ast.expr) -> bool:
-    """Whether the expression around a model does not call it, but takes or stores its parts."""
+    """Return whether the expression around a model takes its modules or saves it, and does not call it."""
     parent = program.parent(node)
     if isinstance(parent, ast.Subscript):
         return parent.value is node
@@ -122,7 +122,7 @@ def _looks_inside(program: Program, node: ast.expr) -> bool:
 
 
 def _is_saved(program: Program, node: ast.expr) -> bool:
-    """Whether ``torch.save`` gets it, by itself or in a dict, list or tuple."""
+    """Return whether ``torch.save`` gets ``node``, directly or in a dict, list or tuple."""
     at, parent = _outermost(program, node)
     if isinstance(parent, ast.keyword) and parent.arg == "obj":
         at, parent = parent, program.parent(parent)
@@ -132,7 +132,7 @@ def _is_saved(program: Program, node: ast.expr) -> bool:
 
 
 def _outermost(program: Program, node: ast.AST) -> tuple[ast.AST, ast.AST | None]:
-    """The dict, list or tuple around a node, or itself, and what contains that."""
+    """Return the outermost dict, list or tuple around a node, or the node itself, and the parent of that."""
     parent = program.parent(node)
     while isinstance(parent, (ast.Dict, ast.List, ast.Tuple)):
         node, parent = parent, program.parent(parent)
@@ -140,7 +140,7 @@ def _outermost(program: Program, node: ast.AST) -> tuple[ast.AST, ast.AST | None
 
 
 def _kept_in(program: Program, node: ast.expr) -> str:
-    """The name of a dict, list or tuple of it that ``torch.save`` gets; "": none."""
+    """Return the name of a dict, list or tuple that contains ``node`` and that ``torch.save`` gets, or ""."""
     at, parent = _outermost(program, node)
     if at is node or not isinstance(parent, ast.Assign):
         return ""

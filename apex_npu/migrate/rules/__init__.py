@@ -1,3 +1,3 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The rules for devices, apex and optimizers, and a person's own; the data of all rules."""
+"""The rules for devices, apex and optimizers, the user's own rules, and the data of all rules."""

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Apex rules: imports of apex become imports of apex_npu, by the table that ``install_as_apex`` serves."""
+"""Apex rules: change imports of apex to imports of apex_npu, by the table of ``install_as_apex``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PACKAGE = Path(__file__).parents[2]
 
 @functools.cache
 def exports(module: str) -> frozenset[str]:
-    """The public names of a module of ours, read from its source: nothing is imported."""
+    """Return the public names of a module of this package. They are read from its source, which is not imported."""
     path = _PACKAGE.joinpath(*module.split(".")[1:])
     file = path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
     body = ast.parse(file.read_text(encoding="utf-8")).body
@@ -54,7 +54,7 @@ def _refuse(program: Program, node: ast.expr | ast.stmt | ast.alias, name: str, 
     module, _, last = name.rpartition(".")
     served = name in MODULES or (module in MODULES and last.startswith("_"))
     served_by = "python -m apex_npu run serves it under its old name"
-    refuse(program, "X250", node, name, more=served_by if served else "it exists in NVIDIA's Apex alone", links=links)
+    refuse(program, "X250", node, name, more=served_by if served else "only NVIDIA's Apex has it", links=links)
 
 
 def _is_apex(module: str) -> bool:
@@ -71,7 +71,7 @@ def _import(program: Program, node: ast.Import) -> None:
         if missing is not None or (alias.asname is None and (len(parts) > 2 or parts[-1] not in _top_names())):
             _refuse(program, alias, missing or alias.name, [f"name {bound}"])
             continue
-        # apex_C and change_data_ptr are top-level modules of their own; others are found in the package.
+        # apex_C and change_data_ptr are top-level modules; the others are attributes of the package.
         ours = MODULES[alias.name] if alias.asname or parts[0] != "apex" else "apex_npu"
         program.report("X201", "changed", span, [Edit(*span, f"{ours} as {bound}")], links=[f"name {bound}"])
 
@@ -85,7 +85,7 @@ def _import_from(program: Program, node: ast.ImportFrom) -> None:
     names = [module] if star else [f"{module}.{alias.name}" for alias in node.names]
     missing = next((found for found in map(_lacking, names) if found), None)
     if module == "apex" and missing is None:
-        # `from apex import contrib`: a module that apex_npu has elsewhere.
+        # `from apex import contrib`: apex_npu has this module in another place.
         missing = next((f"apex.{alias.name}" for alias in node.names if alias.name not in _top_names()), None)
     if missing is None and star:
         ours = exports(MODULES[module])
@@ -98,7 +98,7 @@ def _import_from(program: Program, node: ast.ImportFrom) -> None:
 
 
 def _use(program: Program, node: ast.Attribute) -> None:
-    """What is used of a module that was imported: where we do not have it, the import stays, too."""
+    """Refuse an attribute of an imported module that apex_npu lacks, and with it the import."""
     dotted = program.dotted(node)
     if not dotted.startswith("apex.") or isinstance(program.parent(node), ast.Attribute):
         return

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Data: the rules. Each has an example that is tested; reports and the guide's tables are made of them."""
+"""The data of the rules: titles, examples and messages. Reports and the tables of the guide are made from them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SOURCES = {
 
 
 def _loop(*step: str, made: str = "") -> str:
-    """A program whose loop has the statements ``step``."""
+    """Return the source of a training loop with the statements ``step``."""
     lines = ["import torch", "model = torch.nn.Linear(2, 1)", "opt = torch.optim.Adam(model.parameters())", made]
     lines += ["for x in data:", "    loss = model(x).sum()", *(f"    {one}" for one in step)]
     return "\n".join(filter(None, lines))
@@ -54,9 +54,9 @@ _RULES: dict[str, tuple[str, str]] = {
     "D102": ("imports of torch.cuda", "from torch import cuda"),
     "D103": ("cuda() of tensors and modules", "import torch\nx = torch.ones(2).cuda()"),
     "D104": ("is_cuda of tensors", "import torch\non_device = torch.ones(2).is_cuda"),
-    "D105": ("a device by its name", 'import torch\ndevice = torch.device("cuda:0")'),
-    "D106": ("a text that could be a device's name", 'import torch\npick("cuda")'),
-    "D107": ("a device's name that is composed", 'import torch\ntorch.zeros(2, device=f"cuda:{rank}")'),
+    "D105": ("the name of a device", 'import torch\ndevice = torch.device("cuda:0")'),
+    "D106": ("a string that may be a device", 'import torch\npick("cuda")'),
+    "D107": ("a composed name of a device", 'import torch\ntorch.zeros(2, device=f"cuda:{rank}")'),
     "D108": ("tensor types by name", 'import torch\nx = torch.ones(2).type("torch.cuda.HalfTensor")'),
     "D109": ("the backend of torch.distributed", 'import torch\ntorch.distributed.init_process_group("nccl")'),
     "D110": ("the profiler", "import torch\ntorch.autograd.profiler.profile(use_cuda=True)"),
@@ -66,18 +66,18 @@ _RULES: dict[str, tuple[str, str]] = {
     "D114": ("a class with a method cuda()", "class Batch:\n    def cuda(self):\n        return self"),
     "D150": ("DataParallel", "import torch\nmodel = torch.nn.DataParallel(model)"),
     "D151": ("names of torch.cuda without a counterpart", "import torch\ntorch.cuda.nvtx.range_push('step')"),
-    "D152": ("what needs CUDA itself", "import flash_attn"),
-    "D153": ("what is looked up by its name", 'import torch\ncuda = getattr(torch, "cuda")'),
+    "D152": ("names that need CUDA", "import flash_attn"),
+    "D153": ("a name that is looked up", 'import torch\ncuda = getattr(torch, "cuda")'),
     "D154": ("an attribute is_cuda of the program", "class A:\n    is_cuda = True\nprint(A().is_cuda)"),
     "D155": ("settings of CUDA's libraries", "import torch\ntorch.backends.cudnn.benchmark = True"),
-    "D156": ("names that answer otherwise", "import torch\nprint(torch.cuda.get_device_capability())"),
+    "D156": ("names with other results", "import torch\nprint(torch.cuda.get_device_capability())"),
     "D159": (
-        "a file that speaks of npu already",
+        "a file that already names npu",
         'import torch\ndevice = "npu" if hasattr(torch, "npu") else torch.device("cuda")',
     ),
     "X201": ("imports of apex", "from apex import amp"),
     "X202": ("the import of apex_npu", "import torch\nopt = torch.optim.SGD(params, 0.1)"),
-    "X203": ("imports without a use", "import torch\nfrom torch.optim import SGD\nopt = SGD(params, 0.1)"),
+    "X203": ("unused imports", "import torch\nfrom torch.optim import SGD\nopt = SGD(params, 0.1)"),
     "X250": ("names of apex without a counterpart", "from apex.transformer import parallel_state"),
     "O501": ("optimizers of torch.optim", "import torch\nopt = torch.optim.Adam(params, lr=1e-3)"),
     "A301": ("amp.initialize", _loop(*_PLAIN)),
@@ -89,7 +89,7 @@ _RULES: dict[str, tuple[str, str]] = {
     "A304": ("saved states", _loop(*_PLAIN) + '\ntorch.save({"opt": opt.state_dict()}, path)'),
     "A305": ("loaded states", _loop(*_PLAIN) + '\nsaved = torch.load(path)\nopt.load_state_dict(saved["opt"])'),
     "A306": (
-        "binary_cross_entropy, which takes no half precision",
+        "binary_cross_entropy, which rejects half precision",
         _loop("loss = torch.nn.functional.binary_cross_entropy(model(x), y)", *_PLAIN),
     ),
     "T401": ("GradScaler", _SCALED),
@@ -99,22 +99,22 @@ _RULES: dict[str, tuple[str, str]] = {
     "T405": ("state of a scaler", _SCALED + "\ntorch.save(scaler.state_dict(), path)"),
     "T406": ("autocast", _loop('with torch.autocast("cuda"):', "    loss = loss + model(x).mean()", *_PLAIN)),
     "T407": ("a scaler that is an argument", _SCALED + "\ndef last(scaler):\n    scaler.update()\nlast(scaler)"),
-    "A350": ("a program with amp", "from apex_npu import amp"),
-    "A351": ("optimizers that cannot be told", "import torch\nopts = [torch.optim.Adam(model.parameters())]"),
-    "A352": ("models that cannot be told", "import torch\nopt = torch.optim.Adam(model.head.parameters())"),
-    "A353": ("backward or steps that cannot be told", "import torch\nif True: loss.backward()"),
+    "A350": ("a program that already uses amp", "from apex_npu import amp"),
+    "A351": ("unclear optimizers", "import torch\nopts = [torch.optim.Adam(model.parameters())]"),
+    "A352": ("unclear models", "import torch\nopt = torch.optim.Adam(model.head.parameters())"),
+    "A353": ("an unclear backward or step", "import torch\nif True: loss.backward()"),
     "A354": (
         "other libraries, gradients and losses",
         "import accelerate\nloss.backward()\naccelerate.load()\nopt.step()",
     ),
-    "A355": ("torch.amp that cannot be moved over", "import torch\ncast = torch.autocast('cuda')"),
-    "P601": ("processes that join", _ONE_CARD),
-    "P602": ("the part of the data of each process", _ONE_CARD),
-    "P603": ("another order in each epoch", _ONE_CARD),
+    "A355": ("torch.amp that amp cannot replace", "import torch\ncast = torch.autocast('cuda')"),
+    "P601": ("the start of the process group", _ONE_CARD),
+    "P602": ("a part of the data for each process", _ONE_CARD),
+    "P603": ("a new order in each epoch", _ONE_CARD),
     "P604": ("averaged gradients", _ONE_CARD),
     "P605": ("files that one process writes", _ONE_CARD),
     "P606": ("the import of os", _ONE_CARD),
-    "P607": ("processes that leave", _ONE_CARD),
+    "P607": ("the end of the process group", _ONE_CARD),
     "N701": (
         "pinned memory",
         "import torch\ndata = torch.utils.data.DataLoader(points, 8, drop_last=True, pin_memory=True)",
@@ -140,53 +140,51 @@ _RULES: dict[str, tuple[str, str]] = {
     "F905": ("a file above 5 MB", ""),
     "F906": ("a file that cannot be read", ""),
     "F908": ("other files that name CUDA, nccl or apex", ""),
-    "F909": ("a fault of this program", ""),
+    "F909": ("an internal error", ""),
 }
-# Messages of reports. What fills in ``{}`` in an explanation comes after it.
+# The messages of reports, each followed by what replaces ``{}`` in ``--explain``.
 _MESSAGES: dict[str, tuple[str, ...]] = {
-    "D103": ("{} is a library with arrays of its own", "cupy"),
-    "D106": ("whether this is a device's name cannot be told here. --unsure applies it",),
-    "D107": ("the text is in several pieces: write it as one",),
-    "D109": ("as a key this may be a name of the program's own",),
-    "D110": ("use torch_npu.profiler, whose activity is NPU. --similar does",),
+    "D103": ("{} is a library with its own arrays", "cupy"),
+    "D106": ("this may be the name of a device; --unsure changes it",),
+    "D107": ("the string is in several pieces: write it as one",),
+    "D109": ("this key may be a name of the program's own",),
+    "D110": ("use torch_npu.profiler with ProfilerActivity.NPU; --similar does this",),
     "D112": ("{} has no effect on npu", "NCCL_DEBUG"),
-    "D113": ("torch is not imported at the top level here: the script has to import torch_npu first",),
-    "D114": ("the class has a name npu already: calls of cuda() become calls of that",),
+    "D113": ("torch is not imported at the top level: the script must import torch_npu before this file",),
+    "D114": ("the class already has the name npu: calls of cuda() become calls of npu()",),
     "D150": (
         "{} does not run on npu. Start one process per device (torchrun) and wrap with DistributedDataParallel",
         "nn.DataParallel",
     ),
     "D151": ("{} has no counterpart on npu", "torch.cuda.nvtx"),
     "D152": ("{} needs CUDA: {}", "flash_attn", "use torch.nn.functional.scaled_dot_product_attention"),
-    "D153": ("{} is looked up or passed on: what becomes of it cannot be told. Write the npu name by hand", "'cuda'"),
-    "D154": ("the program has an attribute is_cuda of its own: if this is a tensor's, write is_npu",),
+    "D153": ("{} is looked up or passed on, so its uses are unknown: write the npu name by hand", "'cuda'"),
+    "D154": ("the program defines is_cuda itself: write is_npu if this is a tensor",),
     "D155": ("{} has no effect on npu", "torch.backends.cudnn.benchmark"),
     "D156": ("{}", "it returns None on npu"),
-    "D159": ("the file speaks of npu already (line {}): try it as it is, or give --force (run: --force-files)", "2"),
-    "X250": ("{} is no public name of apex_npu", "apex.transformer"),
-    "O501": ("it is used as a class: a fused optimizer would have to take its place everywhere",),
-    "A304": (
-        "amp.state_dict() is not saved beside it: training that goes on from here begins with the first loss scale",
-    ),
-    "A305": ("amp.load_state_dict() is not called beside it: the loss scale begins with its first value",),
-    "A350": ("the program has amp already",),
-    "P601": ("it trains on several cards already",),
+    "D159": ("the file already names npu (line {}): try it as it is, or pass --force (run: --force-files)", "2"),
+    "X250": ("{} is not a public name of apex_npu", "apex.transformer"),
+    "O501": ("the class is passed on or compared: replace all of its uses by the fused class by hand",),
+    "A304": ("amp.state_dict() is not saved with it: resumed training starts with the initial loss scale",),
+    "A305": ("amp.load_state_dict() is not called with it: training starts with the initial loss scale",),
+    "A350": ("the program already uses amp",),
+    "P601": ("it already trains on several cards",),
     "P607": (
         "the script exits here: call torch.distributed.destroy_process_group() before that if the group is initialized",
     ),
-    "N701": ("it works on npu; where the host runs out of memory, leave it out",),
-    "N702": ("the last batch may have another shape, which operators are compiled for: drop_last=True leaves it out",),
+    "N701": ("it works on npu; remove it if the host runs out of memory",),
+    "N702": ("the last batch may have another shape, for which operators are compiled: drop_last=True drops it",),
     "N703": ("int64 is slow on npu: targets and indices may be int32",),
-    "N704": ("an NPU has memory formats of its own: this one saves nothing there",),
+    "N704": ("an NPU has its own memory formats: this one saves nothing there",),
     "R803": ("{} is refused by a rule of --rules", "mylib.kernel"),
-    "R804": ("a rule of --rules says so",),
+    "R804": ("a rule of --rules keeps it",),
     "D170": ("{} is in the list of APIs that are not supported", "torch.nn.Fold"),
-    "F905": ("it has more than 5000000 bytes",),
+    "F905": ("the file has more than 5000000 bytes",),
     "F906": ("{}", "[Errno 13] Permission denied: 'train.py'"),
     "F908": ("{}: it is not changed", "CUDA_VISIBLE_DEVICES=0"),
     "F909": (NOT_THE_SAME,),
 }
-# What a rule refuses, if that is more than its example and its message say.
+# What a rule refuses beyond its example and its message.
 _REFUSED: dict[str, tuple[str, ...]] = {
     "O501": (
         "arguments that the fused optimizer does not take, * and **",
@@ -199,30 +197,30 @@ _REFUSED: dict[str, tuple[str, ...]] = {
         "an optimizer that is used before amp.initialize can be called",
     ),
     "A352": (
-        "parameters that are not those of whole models with a name",
+        "parameters of something else than a whole model that has a name",
         "a model that is moved, cast or wrapped in the wrong order. The order is: the model on its device, the "
         "optimizer, amp.initialize, DistributedDataParallel",
     ),
     "A353": (
-        "a backward that is not a statement of its own, or without a step of an optimizer after it in its function",
-        "a step that gets a closure, and gradients by torch.autograd",
+        "a backward that is not a statement by itself, or that no step of an optimizer follows in its function",
+        "a step with a closure, and gradients from torch.autograd",
         "gradients of another loss that zero_grad has not cleared",
     ),
     "A354": (
         "a library that trains, sharded parameters, and gradients that the program averages itself",
-        "a BCELoss whose calls cannot be seen",
-        "at O2 and O5, gradients that are read, or clipped in a way that cannot be told",
+        "a BCELoss whose calls are unknown",
+        "at O2 and O5, gradients that are read, or clipped for an unclear optimizer",
     ),
     "A355": (
-        "a scaler that is passed on, other than to functions of this file that scale, step and update with it",
-        "a scaler with settings of its own, or that is asked for its scale",
+        "a scaler that is passed to other code than functions of this file that scale, step and update with it",
+        "a scaler with settings, or whose scale is read",
         "autocast that is kept in a variable, is for the CPU, is inside of autocast, or contains the backward",
-        "autocast with settings that amp lacks, or to a dtype that cannot be told",
+        "autocast with settings that amp does not have, or to an unclear dtype",
         "a switch (enabled=...) that calls other functions than torch's is_..., has several expressions, or is not "
         "known where the optimizer is made",
     ),
     "P601": (
-        "a program that trains on several cards already, or is given one card by its number",
+        "a program that already trains on several cards, or selects a card by its number",
         "models, optimizers and DataLoaders that are made before the processes join",
     ),
     "P602": (
@@ -240,23 +238,23 @@ _REFUSED: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule: a letter for the family, and a number."""
+    """One rule. Its id is a letter for the family and a number."""
 
     id: str
     title: str
     example: str  # a whole program
-    message: str = ""  # what the report says; {} is filled in with what was found
-    found: tuple[str, ...] = ()  # what fills it in an explanation
-    refused: tuple[str, ...] = ()  # what else it leaves for a person
+    message: str = ""  # the message of the report; what was found replaces {}
+    found: tuple[str, ...] = ()  # what replaces {} in --explain
+    refused: tuple[str, ...] = ()  # what else the rule refuses
 
     @property
     def source(self) -> str:
-        """The page that documents the behaviour, or ""."""
+        """The URL of the page that documents the behaviour, or ""."""
         return next(_SOURCES[key] for key in (self.id, self.id[0], "") if key in _SOURCES)
 
     @property
     def options(self) -> Options:
-        """With which the example is rewritten."""
+        """The options for rewriting the example."""
         if self.id[0] in "AT":
             return Options(amp="O1", ignore=("D", "O"))
         if self.id[0] == "P":
@@ -282,6 +280,6 @@ def note(program: Program, rule: str, place: _Place, *found: object) -> None:
 def refuse(
     program: Program, rule: str, place: _Place, *found: object, more: str = "", links: Iterable[str] = ()
 ) -> None:
-    """Leave a place for a person, with the message of the rule, and ``more``."""
+    """Report a refusal with the message of its rule, followed by ``more``."""
     message = RULES[rule].message.format(*found) + (f": {more}" if more else "")
     program.report(rule, "refused", place, message=message, links=links)

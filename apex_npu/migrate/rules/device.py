@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Rules for names of torch: torch.cuda, its imports, methods of tensors, the profiler, advice (``--select N``).
 
-``HANDLERS`` has what is called for each node of a type; ``tables.py`` has the names. ``strings.py`` has the texts.
+``HANDLERS`` maps a type of node to the function that is called for it. The names are in ``tables.py``. ``strings.py``
+has the rules for strings.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ _DATA_PARALLEL = re.compile(r"torch\.nn\.(parallel\.)?(data_parallel\.)?(DataPar
 _PROFILERS = ("torch.autograd.profiler.profile", "torch.profiler.profile", "torch.profiler.profiler.profile")
 _LOADERS = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 _ACTIVITY = "torch.profiler.ProfilerActivity.CUDA"
-_USE_ACTIVITIES = "give it activities in place of use_cuda"
-_NOT_PORTABLE = "it names a device: portable code writes torch.get_device_module(...), or torch.amp, where it is used"
-_RANGES = "similar: msprof shows these ranges, tools of NVIDIA's do not"
+_USE_ACTIVITIES = "pass activities instead of use_cuda"
+_NOT_PORTABLE = "the import is for one device: in portable code write torch.get_device_module(...) or torch.amp instead"
+_RANGES = "similar: msprof shows these ranges, NVIDIA's tools do not"
 _PROFILE = "similar: its results are files for MindStudio, and it has no key_averages()"
-# Functions that take a sequence apart.
+# Functions that iterate over a sequence.
 _OF_SEQUENCES = ["all", "any", "enumerate", "iter", "len", "list", "map", "max", "min", "sum", "tuple", "zip"]
 
 
 def missing(parts: list[str], *, similar: bool = False) -> str | None:
-    """Return the part of a name after ``torch.cuda.`` that has no counterpart; None if all have one.
+    """Return the first part of a name below ``torch.cuda.`` that has no counterpart on npu, or None.
 
-    With ``similar``, a counterpart that is only similar is one.
+    With ``similar``, a counterpart that is only similar counts as well.
     """
     if similar and parts and parts[0] in SIMILAR:
         return ".".join(parts[:2]) if len(parts) > 1 and parts[1] not in SIMILAR[parts[0]][1] else None
@@ -72,7 +73,7 @@ def _name(program: Program, node: ast.Attribute | ast.Name) -> None:
     elif f"{dotted}.".startswith("torch.cuda."):
         _torch_cuda(program, node, dotted.split(".")[2:])
     elif _DATA_PARALLEL.fullmatch(dotted):
-        # Making one, or a class of them; isinstance may ask for the class.
+        # Only making or subclassing it is refused: isinstance may name the class.
         if program.is_called(node) or isinstance(program.parent(node), ast.ClassDef):
             refuse(program, "D150", node, dotted.replace("torch.nn", "nn"))
     elif isinstance(node, ast.Attribute):
@@ -106,7 +107,7 @@ def _torch_cuda(program: Program, node: ast.Attribute | ast.Name, parts: list[st
     at: ast.expr = node
     while isinstance(at, ast.Attribute):
         at = at.value
-    # A name that stands for a part of torch.cuda is an import's or an assignment's, and changes with it.
+    # A name for a part of torch.cuda changes together with its import or assignment.
     links = [f"name {at.id}"] if isinstance(at, ast.Name) and "." in program.dotted(at) else []
     parent = program.parent(node)
     targets = parent.targets if isinstance(parent, ast.Assign) and parent.value is node else []
@@ -130,9 +131,9 @@ def _torch_cuda(program: Program, node: ast.Attribute | ast.Name, parts: list[st
 
 
 def _failing_use(program: Program, node: ast.expr, parts: list[str]) -> str:
-    """What a program does with the answer of a function that an NPU has no such answer to; "": nothing is seen."""
+    """Return how the program uses a result that differs on npu, such that it would fail; "" if no such use is found."""
     for value, parent in _uses_of(program, program.parent(node)):
-        line = f"(line {value.lineno}): ask for what the check is for, as is_bf16_supported() does, or leave it out"
+        line = f"(line {value.lineno}): check for the feature instead, as by is_bf16_supported(), or remove the check"
         if parts == ["get_device_properties"]:
             if isinstance(parent, ast.Attribute) and parent.attr not in tables.NPU_PROPERTIES:
                 return f"{parent.attr} is used {line}"
@@ -142,7 +143,7 @@ def _failing_use(program: Program, node: ast.expr, parts: list[str]) -> str:
 
 
 def _uses_of(program: Program, node: ast.AST | None) -> Iterator[tuple[ast.expr, ast.AST | None]]:
-    """A call, and the names that it is assigned to where they are used, each with the node around it."""
+    """Yield the call ``node`` and the uses of names that its result is assigned to, each with its parent."""
     if not isinstance(node, ast.Call):
         return
     at: ast.AST | None = node
@@ -161,7 +162,7 @@ def _uses_of(program: Program, node: ast.AST | None) -> Iterator[tuple[ast.expr,
 
 
 def _takes_apart(parent: ast.AST | None, value: ast.expr) -> bool:
-    """Whether the expression around a value fails, or is false, where it is None in place of two numbers."""
+    """Return whether the expression around a value fails, or changes its result, if the value is None."""
     if isinstance(parent, ast.Compare):
         return not all(isinstance(one, (ast.Is, ast.IsNot)) for one in parent.ops)
     if isinstance(parent, ast.Call):
@@ -172,7 +173,7 @@ def _takes_apart(parent: ast.AST | None, value: ast.expr) -> bool:
 
 
 def _profiler_name(program: Program, node: ast.Attribute | ast.Name, dotted: str) -> None:
-    """With ``--similar``, a name of the profiler where the program records what CUDA does."""
+    """With ``--similar``, rename a name of torch.profiler in a program that records CUDA's activity."""
     uses = {one: program.dotted(one) for one in program.loaded()} if _similar(program) else {}
     around = uses.get(program.parent(node), "")  # type: ignore[call-overload]
     longer = around.removeprefix("torch.profiler.") in tables.PROFILER_NAMES
@@ -233,7 +234,7 @@ def _use_cuda(program: Program, keyword: ast.keyword, called: str) -> None:
     elif isinstance(keyword.value, ast.Constant) and keyword.value.value is True:
         program.report("D110", "changed", span, [Edit(*span, f"use_device={target_of(program).profiled()}")])
     else:
-        message = 'write use_device="npu" where it is true, and leave the argument out where it is not'
+        message = 'write use_device="npu" if it is true, and remove the argument if not'
         program.report("D110", "refused", span, message=message)
 
 
@@ -267,11 +268,11 @@ def _import(program: Program, node: ast.Import) -> None:
 
 
 def _two_imports(program: Program, alias: ast.alias) -> str:
-    """Why a module is not given another name, where something else has that name, too; else empty."""
+    """Return why an import cannot be renamed: its name is also bound to something else. Else return ""."""
     name = alias.asname or alias.name
     meanings = program.names.meanings(name, program.names.scope(alias))
     both = " or ".join(sorted(meaning or "something else" for meaning in meanings))
-    return f"{name} is {both} here: import them by two names" if len(meanings) > 1 else ""
+    return f"{name} is {both} here: import them under two names" if len(meanings) > 1 else ""
 
 
 def _import_from(program: Program, node: ast.ImportFrom) -> None:
@@ -297,7 +298,7 @@ def _from_torch_cuda(program: Program, node: ast.ImportFrom, parts: list[str]) -
     lacking = next((name for name in found if name is not None), None)
     if not target_of(program).imports or lacking is not None:
         by_star = (lacking or "").endswith("*")
-        reason = "import names one by one, rather than all of them" if by_star else _without(lacking or "")
+        reason = "import the names one by one, not by *" if by_star else _without(lacking or "")
         reason = reason if target_of(program).imports else _NOT_PORTABLE
         program.report("D102", "refused", node, message=reason, links=links)
         return
@@ -311,7 +312,7 @@ def _from_torch_cuda(program: Program, node: ast.ImportFrom, parts: list[str]) -
 
 
 def _class(program: Program, node: ast.ClassDef) -> None:
-    """A class with a method ``cuda()`` gets one that is called npu."""
+    """Give a class with a method ``cuda`` the same method under the name npu."""
     methods = {one.name: one for one in node.body if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))}
     if "cuda" not in methods or not target_of(program).imports or "npu = cuda" in map(ast.unparse, node.body):
         return

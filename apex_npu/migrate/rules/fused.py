@@ -1,8 +1,8 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Optimizer rules: optimizers of torch.optim become fused ones of the same rule; imports that lose their use go.
+"""Optimizer rules: replace optimizers of torch.optim by fused optimizers with the same update rule.
 
-Imports that had no use before stay.
+Imports that are no longer used are removed. Imports that were not used before stay.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .targets import UNNAMED, name_of, replaced, torch_import
 
 
 def check(program: Program) -> None:
-    """Say what the rules for optimizers find."""
+    """Report what the rules for optimizers find."""
     if not program.options.has("O501"):
         return
     sparse = next(filter(_is_sparse, program.every(ast.Call)), None)
@@ -37,7 +37,7 @@ def check(program: Program) -> None:
 
 
 def _is_sparse(node: ast.Call) -> bool:
-    """Whether gradients that only some rules can take are made here."""
+    """Return whether a call makes sparse gradients, which fused optimizers do not accept."""
     given = [keyword.value for keyword in node.keywords if keyword.arg == "sparse"]
     return any(not (isinstance(value, ast.Constant) and value.value is False) for value in given)
 
@@ -66,7 +66,7 @@ def _use(program: Program, node: ast.expr, name: str, sparse: ast.Call | None) -
 
 
 def _asks(parent: ast.AST | None) -> bool:
-    """Whether a class is asked for, as in ``isinstance``: what is made has to stay of this class."""
+    """Return whether the program compares with a class, as by ``isinstance``, so that its optimizers must stay."""
     return isinstance(parent, (ast.Compare, ast.Tuple)) or (
         isinstance(parent, ast.Call)
         and isinstance(parent.func, ast.Name)
@@ -75,23 +75,23 @@ def _asks(parent: ast.AST | None) -> bool:
 
 
 def _lacking(call: ast.Call, name: str) -> str:
-    """Why a call cannot be one of ours: what it passes that ours does not take."""
+    """Return why the fused optimizer cannot take the arguments of a call, or ""."""
     ours, places = FUSED[name]
     known = places.split()
     if not is_told(call):
-        return "its arguments cannot be told: * or **"
+        return "its arguments are unknown: * or **"
     unknown = [one.arg for one in call.keywords if one.arg not in {*known, *FUSED_KEYWORDS, *FUSED_CHOICES}]
     unknown += [f"number {len(known) + 1}"] if len(call.args) > len(known) else []
     return f"{ours} has no argument {unknown[0]}" if unknown else ""
 
 
 def _dropped(program: Program, call: ast.Call) -> list[Edit]:
-    """Without the arguments that choose between implementations: a fused optimizer has one."""
+    """Return edits that remove the arguments foreach and fused, which choose between torch's implementations."""
     source = program.source
     given: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
     given.sort(key=source.span)
     gone = [isinstance(one, ast.keyword) and one.arg in FUSED_CHOICES for one in given]
-    last = len(gone) - gone[::-1].index(False)  # all that follow are dropped
+    last = len(gone) - gone[::-1].index(False)  # all arguments from here on are removed
     edits = [
         Edit(source.span(one)[0], source.span(given[at + 1])[0], "") for at, one in enumerate(given[:last]) if gone[at]
     ]
@@ -102,7 +102,7 @@ def _dropped(program: Program, call: ast.Call) -> list[Edit]:
     between = source.text[before:start]
     if "\n" not in between:
         return [*edits, Edit(before + between.index(","), end, "")]
-    # A comment may follow the argument before it, whose comma stays.
+    # A comment may follow the argument before, so the comma of that argument stays.
     end += len(_COMMA.match(source.text, end)[0])  # type: ignore[index]
     if _END.match(source.text, end) and not between.rpartition("\n")[2].strip():
         start, end = before + between.rindex("\n"), source.line_end(source.place(end)[0])
@@ -114,7 +114,7 @@ _FAMILIES = ("O501", "T", "D110")
 
 
 def check_imports(program: Program, path: str) -> None:
-    """Remove them from a file that other files do not import names through."""
+    """Remove imports that are no longer used, unless other files may import these names from the file at ``path``."""
     if not program.options.has("X203"):
         return
     edits = [edit for draft in program.changes() if draft.rule.startswith(_FAMILIES) for edit in draft.edits]
@@ -128,7 +128,7 @@ def check_imports(program: Program, path: str) -> None:
 
 
 def _is_unused(program: Program, node: ast.Import | ast.ImportFrom, alias: ast.alias, edits: Sequence[Edit]) -> bool:
-    """Whether all uses of a name of torch's are in what is replaced."""
+    """Return whether ``edits`` replace all uses of a name that is imported from torch."""
     module = f"{node.module}." if isinstance(node, ast.ImportFrom) and not node.level else ""
     if not f"{module}{alias.name}".startswith("torch.") or (alias.asname is None and isinstance(node, ast.Import)):
         return False
@@ -138,7 +138,7 @@ def _is_unused(program: Program, node: ast.Import | ast.ImportFrom, alias: ast.a
         return False
     named = (one for one in program.every(ast.Name) if one.id == bound)
     uses = [one for one in named if program.names.scope(one).find(bound) is home]
-    # Places inside of an f-string may be wrong.
+    # Python may give wrong places inside an f-string.
     exact = not any(isinstance(at, ast.JoinedStr) for use in uses for at in around(program, use))
     starts = [program.source.span(use)[0] for use in uses]
     gone = all(any(edit.start <= start < edit.end for edit in edits) for start in starts)

@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A person's rules (``--rules``, ``--api-list``): read from TOML or JSON, of our form or Ascend's, and applied.
+"""The user's own rules (``--rules``, ``--api-list``), read from TOML or JSON in this package's form or Ascend's.
 
-A file is checked as a whole: what is wrong in it is named with its place before any program is read. Where these rules
-say something, no other rule does.
+A file is checked as a whole before any program is read; an error names the place. In a span with a report of these
+rules, other rules report nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NAME = re.compile(r"\.?[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 @dataclass(frozen=True)
 class Rename:
-    """A name, by its imports, is another; with a dot before it: methods of that name, of any object."""
+    """Rename ``old``, the full name of an import, to ``new``. With a dot before them, both are names of methods."""
 
     old: str
     new: str
@@ -36,7 +36,7 @@ class Rename:
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument that calls give is another; it is left out where they do not give it."""
+    """Replace the value that calls of ``call`` pass for an argument. Calls that do not pass it stay the same."""
 
     call: str
     new: str
@@ -46,7 +46,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Refuse:
-    """A name whose uses are left for a person. ``listed``: it is of a list of APIs that are not supported."""
+    """Refuse all uses of a name. ``listed`` is True if it comes from ``--api-list``."""
 
     name: str
     why: str
@@ -55,13 +55,13 @@ class Refuse:
 
 @dataclass(frozen=True)
 class Keep:
-    """A name that no rule changes."""
+    """Change no use of a name."""
 
     name: str
 
 
 OwnRule = Rename | Argument | Refuse | Keep
-# With which the examples of the rules R801 to R804 and D170 are rewritten.
+# The rules for rewriting the examples of R801 to R804 and D170.
 EXAMPLES: tuple[OwnRule, ...] = (
     Rename("mylib.to_cuda", "mylib.to_npu"),
     Argument("torch.utils.data.DataLoader", "False", keyword="pin_memory"),
@@ -70,7 +70,7 @@ EXAMPLES: tuple[OwnRule, ...] = (
     Refuse("torch.nn.Fold", "it has no kernel", listed=True),
 )
 _KINDS: dict[str, type[OwnRule]] = {"rename": Rename, "argument": Argument, "refuse": Refuse, "keep": Keep}
-# Rules of Ascend's form: the kind, and what their keys are called here.
+# Rules in Ascend's form: the kind, and this package's names of their keys.
 _ASCEND = {
     "ArgsModifyRule": ("argument", {"func_name": "call", "arg_idx": "position", "arg_new": "new"}),
     "FuncNameModifyRule": ("rename", {"old_name": "old", "new_name": "new"}),
@@ -79,14 +79,14 @@ _ASCEND = {
 
 
 class RuleError(ValueError):
-    """A file of rules that cannot be used: the file, the place, what is wrong, the way out."""
+    """A file of rules cannot be used. The message says where it is wrong and what is allowed."""
 
 
 def read_rules(path: str) -> tuple[OwnRule, ...]:
-    """The rules of a file.
+    """Return the rules of a file.
 
     Raises:
-        RuleError: It cannot be read, or is not of one of the forms.
+        RuleError: The file cannot be read, or has neither form.
 
     Example::
 
@@ -94,7 +94,7 @@ def read_rules(path: str) -> tuple[OwnRule, ...]:
         (Rename(old='mylib.to_cuda', new='mylib.to_npu'),)
     """
     if Path(path).suffix not in (".toml", ".json"):
-        raise RuleError(f"{path}: rules are in a file that ends with .toml or .json")
+        raise RuleError(f"{path}: a file of rules must end with .toml or .json")
     tables = _load(path, is_toml=path.endswith(".toml"))
     if isinstance(tables, dict) and set(tables) == {"rules"} and isinstance(tables["rules"], dict):
         tables = tables["rules"]
@@ -104,10 +104,10 @@ def read_rules(path: str) -> tuple[OwnRule, ...]:
 
 
 def read_api_list(path: str) -> tuple[OwnRule, ...]:
-    """The names of a list of APIs that are not supported, ``{"op_list": {"torch.nn.X": "why"}}`` or ``["torch.nn.X"]``.
+    """Return rules that refuse the names in a file: ``{"op_list": {"torch.nn.X": "why"}}`` or ``["torch.nn.X"]``.
 
     Raises:
-        RuleError: It cannot be read, or has another form.
+        RuleError: The file cannot be read, or has another form.
     """
     read = _load(path)
     listed = read.get("op_list") if isinstance(read, dict) else read
@@ -131,20 +131,20 @@ def _load(path: str, *, is_toml: bool = False) -> Any:
     except RecursionError:
         raise RuleError(f"{path}: it is nested too deeply") from None
     except ValueError as error:
-        raise RuleError(f"{path}: it is no {'TOML' if is_toml else 'JSON'}: {error}") from None
+        raise RuleError(f"{path}: it is not valid {'TOML' if is_toml else 'JSON'}: {error}") from None
 
 
 def _table(path: str, name: str, entries: Any) -> Iterator[OwnRule]:
     kind, keys = _ASCEND.get(name, (name, {}))
     if kind not in _KINDS:
         known = ", ".join([*_KINDS, *_ASCEND])
-        raise RuleError(f"{path}: there are no rules {name!r}; there are {known}")
+        raise RuleError(f"{path}: unknown rules {name!r}; allowed are {known}")
     if not isinstance(entries, list):
-        raise RuleError(f"{path}: {name} is no list of rules: write [[{name}]], or in JSON a list")
+        raise RuleError(f"{path}: {name} must be a list of rules: write [[{name}]], or in JSON a list")
     for number, entry in enumerate(entries, 1):
         place = f"{path}: {name} number {number}"
         if not isinstance(entry, dict):
-            raise RuleError(f"{place} is no table of keys and values")
+            raise RuleError(f"{place} must be a table of keys and values")
         yield _rule(place, kind, entry, keys)
 
 
@@ -153,7 +153,7 @@ def _rule(place: str, kind: str, entry: Mapping[str, Any], keys: Mapping[str, st
     known = keys or {name: name for name in sorted(one.name for one in taken)}
     unknown = [key for key in entry if key not in known]
     if unknown:
-        raise RuleError(f"{place}: there is no key {unknown[0]!r}; there are {', '.join(known)}")
+        raise RuleError(f"{place}: unknown key {unknown[0]!r}; allowed are {', '.join(known)}")
     given = {known[key]: value for key, value in entry.items()}
     parent = given.pop("parent", "")
     for one in taken:
@@ -161,9 +161,9 @@ def _rule(place: str, kind: str, entry: Mapping[str, Any], keys: Mapping[str, st
             shown = next(key for key, ours in known.items() if ours == one.name)
             raise RuleError(f"{place}: the key {shown!r} is missing")
     for name, value in given.items():
-        wanted, called = (int, "a number") if name == "position" else (str, "a text")
+        wanted, called = (int, "an integer") if name == "position" else (str, "a string")
         if type(value) is not wanted:
-            raise RuleError(f"{place}: {name} is {value!r}, and has to be {called}")
+            raise RuleError(f"{place}: {name} must be {called}, got {value!r}")
     if keys and kind == "rename":  # a module below its parent, or a function; one without a module is a method
         for name in ("old", "new"):
             given[name] = f"{parent}.{given[name]}" if parent or "." not in given[name] else given[name]
@@ -184,26 +184,26 @@ def _check_argument(place: str, given: Mapping[str, Any]) -> None:
     if ("position" in given) == ("keyword" in given):
         raise RuleError(f"{place}: give one of position and keyword")
     if given.get("position", 0) < 0:
-        raise RuleError(f"{place}: position is {given['position']}, and counts from 0")
+        raise RuleError(f"{place}: position must be at least 0, got {given['position']}")
     try:
         ast.parse(given["new"].strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError):
-        raise RuleError(f"{place}: new is {given['new']!r}, which is no Python expression") from None
+        raise RuleError(f"{place}: new must be a Python expression, got {given['new']!r}") from None
 
 
 def _check_name(place: str, key: str, name: str) -> None:
     if not _NAME.fullmatch(name):
-        raise RuleError(f"{place}: {key} is {name!r}, which is no name such as mylib.function, or .method")
+        raise RuleError(f"{place}: {key} must be a name such as mylib.function or .method, got {name!r}")
 
 
 def concerns(data: bytes, rules: tuple[OwnRule, ...]) -> bool:
-    """Whether a file has a name that one of ``rules`` is about."""
+    """Return whether a file contains the name of one of ``rules``."""
     names = (vars(rule).get("old") or vars(rule).get("call") or vars(rule)["name"] for rule in rules)
     return any(name.rpartition(".")[2].encode() in data for name in names)
 
 
 def check(program: Program) -> None:
-    """Say what they find, and forget what other rules say of the same places."""
+    """Report what the user's rules find, and drop what other rules report in the same spans."""
     apply: dict[type[OwnRule], Any] = {Rename: _rename, Argument: _argument, Refuse: _refuse, Keep: _keep}
     for rule in program.options.own:
         before = len(program.drafts)
@@ -214,13 +214,13 @@ def check(program: Program) -> None:
         left = [draft for draft in program.drafts if draft not in gone]
         rest = {link for draft in left if draft.status == "changed" and draft.edits for link in draft.links}
         rest -= {link for draft in own for link in draft.links}
-        # The rest of what is changed together is not changed without it.
+        # Changes that are linked to a dropped one are refused.
         broken = [one for one in gone if one.links & rest and one.status != "note"]
         program.drafts = left + [one.refused("a rule of --rules changes a part of it") for one in broken]
 
 
 def _uses(program: Program, name: str) -> Iterator[tuple[ast.Name | ast.Attribute, tuple[int, int]]]:
-    """Where a name is used, with its span: the node that is it, or a name for something in it; a method's call."""
+    """Yield the uses of ``name``, or of an imported part of it, with their spans. ``.name`` is a call of a method."""
     for node in program.loaded():
         dotted = program.dotted(node)
         if name.startswith("."):
@@ -231,7 +231,7 @@ def _uses(program: Program, name: str) -> Iterator[tuple[ast.Name | ast.Attribut
 
 
 def _imports(program: Program, name: str) -> Iterator[tuple[ast.alias | ast.ImportFrom, str]]:
-    """Where a name, or something in it, is imported, with the full name."""
+    """Yield the imports of ``name`` or of a part of it, with the full name of what they import."""
     for node in program.every(ast.Import, ast.ImportFrom):
         if isinstance(node, ast.Import):
             yield from ((one, one.name) for one in node.names if f"{one.name}.".startswith(f"{name}."))
@@ -284,7 +284,7 @@ def _rename(program: Program, rule: Rename) -> None:
     beside = old_module == module
     for node, span in _uses(program, rule.old):
         if isinstance(node, ast.Name):
-            continue  # its import is changed
+            continue  # the import is changed instead
         if rule.old.startswith(".") or (beside and node.attr == old):
             program.report("R801", "changed", span, [program.rename(node, last)], links=links)
         elif program.rename(node, "") is None:
@@ -296,17 +296,17 @@ def _rename(program: Program, rule: Rename) -> None:
         refusal = ""
         if isinstance(at, ast.ImportFrom):  # from old import x
             edit = program.rename_module(at, below)
-        elif isinstance(statement, ast.ImportFrom):  # from module import old: the name that it has here stays
+        elif isinstance(statement, ast.ImportFrom):  # from module import old: the program keeps its name
             asname = at.asname or at.name
             written = f"{last} as {asname}" if asname != last else last
             edit = Edit(*program.source.span(at if beside else statement), written)
             edit = edit if beside else replace(edit, text=f"from {module} import {written}")
             if not beside and (len(statement.names) > 1 or not module):
-                refusal = "import it by a statement of its own, for that to be changed"
+                refusal = "import it by a statement of its own"
         else:  # import old, import old.part as name
             plain = at.asname is None and "." not in name
             if at.asname is None and not plain and not (beside and old_module):
-                refusal = f"give it a name by as, for {below} to take its place"
+                refusal = f"import it under a name (as), so that {below} can replace it"
             asname = name if plain else at.asname or ""
             edit = Edit(*program.source.span(at), f"{below} as {asname}" if asname else below)
         if refusal:
@@ -317,7 +317,7 @@ def _rename(program: Program, rule: Rename) -> None:
 
 
 def _replace(program: Program, node: ast.Attribute, rule: Rename, links: list[str]) -> None:
-    """A name of another module, which is imported where it is not yet."""
+    """Replace a use by the name in another module, and add an import of that module unless the program has one."""
     module = rule.new.rpartition(".")[0]
     root = module.partition(".")[0]
     bound = program.names.module.bindings.get(root, [])

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Device rules for texts: "cuda" where a device has its place, composed names, the backend, tensor types, variables."""
+"""Device rules for strings: names of devices, composed names, the backend, tensor types, environment variables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FSTRING = re.compile(r"""([fF][rR]?|[rR][fF])(\"""|'''|"|')(cuda)(?=:\{)""")
 
 
 def check(program: Program) -> None:
-    """Say what the rules for texts find."""
+    """Report what the rules for strings find."""
     devices, texts = Devices(program), []
     for node in program.every(ast.Constant, ast.JoinedStr):
         if isinstance(node, ast.JoinedStr):
@@ -79,7 +79,7 @@ def _device(program: Program, devices: Devices, node: ast.Constant) -> None:
 
 
 def _decides_fused(program: Program, node: ast.expr) -> bool:
-    """Whether a comparison with a device decides if an optimizer of torch's is fused."""
+    """Return whether the program compares with a device to decide if an optimizer of torch is fused."""
     at: ast.AST | None = program.parent(node)
     if not isinstance(at, ast.Compare):
         return False
@@ -112,7 +112,7 @@ def _last_name(node: ast.AST | None) -> str | None:
 
 
 def _parameter(arguments: ast.arguments, default: ast.AST) -> str | None:
-    """The name of the parameter whose default this is."""
+    """Return the name of the parameter that has this default."""
     positional = [*arguments.posonlyargs, *arguments.args]
     pairs = [*zip(positional[::-1], arguments.defaults[::-1], strict=False)]
     keywords = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
@@ -120,14 +120,14 @@ def _parameter(arguments: ast.arguments, default: ast.AST) -> str | None:
 
 
 class Devices:
-    """Where devices have their places, going by names and by what is called."""
+    """The places of a program that hold a device, as far as names and called functions show."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._names: set[str] = set()  # of variables that are given a device's name
+        self._names: set[str] = set()  # the variables that are assigned the name of a device
 
     def follow(self, node: ast.expr) -> None:
-        """Record the names that ``node`` is given to, if it is a device's name."""
+        """Record the variables that ``node`` is assigned to, if it is the name of a device."""
         at: ast.AST | None = node
         if not self.is_place(node):
             return
@@ -141,7 +141,7 @@ class Devices:
             self._names.update(flag.lstrip("-").replace("-", "_") for flag in flags)
 
     def is_place(self, node: ast.expr) -> bool:
-        """Whether a device has its place where ``node`` stands."""
+        """Return whether the string ``node`` is in a place that holds a device."""
         at: ast.AST = node
         parent = self.program.parent(at)
         while True:
@@ -183,7 +183,7 @@ class Devices:
         return False
 
     def _has_device(self, node: ast.AST | None) -> bool:
-        """Whether an expression is a device, or its type, going by its names."""
+        """Return whether the names in an expression show that it is a device or a device type."""
         if isinstance(node, ast.Call):
             inside = node.func.value if isinstance(node.func, ast.Attribute) else None
             return any(map(self._has_device, (node.func, inside, *node.args[:1])))

@@ -1,10 +1,10 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Data: names of torch.cuda and their counterparts in torch.npu, libraries that need CUDA, places of devices."""
+"""Tables: names of torch.cuda and their counterparts in torch.npu, libraries that need CUDA, arguments for devices."""
 
 from __future__ import annotations
 
-# Public names of torch.cuda (torch 2.13) that are in `__all__` of torch_npu.npu (torch_npu 2.13, 2026-11) as they are.
+# Public names of torch.cuda (torch 2.13) that `__all__` of torch_npu.npu (torch_npu 2.13, 2026-11) also has.
 _SAME_NAMES = """
     BFloat16Storage BFloat16Tensor BoolStorage BoolTensor ByteStorage ByteTensor caching_allocator_alloc
     caching_allocator_delete can_device_access_peer change_current_allocator CharStorage CharTensor
@@ -22,9 +22,9 @@ _SAME_NAMES = """
     set_sync_debug_mode ShortStorage ShortTensor stream Stream StreamContext synchronize use_mem_pool utilization
 """
 SAME_NAMES = frozenset(_SAME_NAMES.split())
-# Names that are others there.
+# Names of torch.cuda that torch.npu has under another name.
 RENAMED = {"CUDAGraph": "NPUGraph", "CUDAPluggableAllocator": "NPUPluggableAllocator"}
-# Modules of torch.cuda that torch_npu.npu has, and what is in them; None: the names above.
+# Modules of torch.cuda that torch_npu.npu has as well, and the names in them; None: the names above.
 SUBMODULES: dict[str, frozenset[str] | None] = {
     "amp": frozenset({"autocast", "GradScaler", "custom_fwd", "custom_bwd", "autocast_mode", "grad_scaler"}),
     "amp.autocast_mode": frozenset({"autocast", "custom_fwd", "custom_bwd"}),
@@ -34,9 +34,9 @@ SUBMODULES: dict[str, frozenset[str] | None] = {
     "random": None,
     "streams": None,
 }
-# Modules of torch.cuda with one that is only similar, its name and what is in both: they are changed by ``--similar``.
+# Modules of torch.cuda with a similar module, its name, and the names in both; ``--similar`` changes them.
 SIMILAR = {"nvtx": ("mstx", frozenset({"mark", "range_end", "range_pop", "range_push", "range_start"}))}
-# Names of torch.profiler, and those of torch_npu.profiler that are similar.
+# Names of torch.profiler, and the similar names of torch_npu.profiler.
 PROFILER_NAMES = {
     "ProfilerAction": "ProfilerAction",
     "ProfilerActivity.CPU": "ProfilerActivity.CPU",
@@ -46,7 +46,7 @@ PROFILER_NAMES = {
     "supported_activities": "supported_activities",
     "tensorboard_trace_handler": "tensorboard_trace_handler",
 }
-# What takes the place of names without a counterpart, for the report.
+# Advice for names without a counterpart.
 INSTEAD = {
     "nvtx": "torch_npu.npu.mstx marks ranges for msprof. --similar uses it",
     "cudart": "remove the call: it asks the CUDA runtime",
@@ -60,17 +60,17 @@ INSTEAD = {
     "clock_rate": "npu-smi info shows it",
     "has_half": "every NPU computes in float16",
 }
-# Names that are there and answer otherwise.
+# Names that exist on npu and return something else.
 ANSWERS = {
     "get_device_capability": "it returns None on npu",
-    "get_device_properties": "major, minor and others of what it returns are None on npu, or missing",
-    "fused": "fused optimizers of torch's have to know npu: if this fails, leave fused out",
-    "DoubleTensor": "an NPU computes in float32: float64 is slow or refused",
+    "get_device_properties": "major, minor and other properties are None or missing on npu",
+    "fused": "torch's fused optimizers must support npu: if this fails, remove fused",
+    "DoubleTensor": "float64 is slow or not supported on npu",
 }
-# What of CUDA's device properties has a value in those of torch_npu (2026-11); the rest is None or missing there.
+# The device properties of CUDA that have a value in torch_npu (2026-11). The others are None or missing there.
 NPU_PROPERTIES = frozenset({"L2_cache_size", "name", "total_memory"})
 
-# Libraries and modules that need CUDA itself, and what takes their place.
+# Libraries and modules that need CUDA, and what to use instead.
 NEEDS_CUDA = {
     "amp_C": "the optimizers of apex_npu.optimizers have kernels of their own",
     "bitsandbytes": "use optimizers of apex_npu, and layers of torch, unless its version supports npu",
@@ -90,10 +90,10 @@ NEEDS_CUDA = {
     "transformer_engine": "use layers of torch with apex_npu.amp",
     "xformers": "use torch.nn.functional.scaled_dot_product_attention",
 }
-# Arrays of these libraries have methods of their own.
+# Libraries whose arrays have a method cuda() of their own.
 OTHER_LIBRARIES = frozenset({"cupy", "jax", "mxnet", "numba", "paddle", "tensorflow", "tf"})
 
-# Callables with a device, by its place from 0; keywords that have one are in DEVICE_KEYWORDS.
+# Callables that take a device, and its position from 0. DEVICE_KEYWORDS has the keywords.
 DEVICE_ARGUMENTS = {
     "torch.Generator": 0,
     "torch.accelerator.set_device_index": 0,
@@ -119,12 +119,12 @@ DEVICE_ARGUMENTS = {
 DEVICE_KEYWORDS = frozenset({"map_location"})  # and all that contain "device"
 # Environment variables.
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "ASCEND_RT_VISIBLE_DEVICES"}
-# Settings that have no effect on npu begin with these.
+# Prefixes of settings that have no effect on npu.
 NO_EFFECT = ("torch.backends.cuda.", "torch.backends.cudnn.")
-# Names that advice is about, and its rule.
+# Names with advice, and the rule that gives it.
 ADVICE = {"torch.int64": "N703", "torch.long": "N703", "torch.channels_last": "N704"}
 
-# Optimizers of torch.optim, ours of the same rule, and their arguments: those with a place, and those by keyword alone.
+# Optimizers of torch.optim, the fused ones with the same rule, and their positional arguments.
 FUSED = {
     "Adadelta": ("NpuFusedAdadelta", "params lr rho eps weight_decay"),
     "Adam": ("NpuFusedAdam", "params lr betas eps weight_decay amsgrad"),
@@ -134,7 +134,7 @@ FUSED = {
     "SGD": ("NpuFusedSGD", "params lr momentum dampening weight_decay nesterov"),
 }
 FUSED_KEYWORDS = frozenset({"maximize", "capturable"})
-# Arguments that choose one of torch's implementations of a rule.
+# Arguments that choose between torch's implementations of a rule.
 FUSED_CHOICES = frozenset({"foreach", "fused"})
-# Libraries whose own loop calls backward and step.
+# Libraries with a training loop that calls backward and step.
 TRAINERS = frozenset({"accelerate", "composer", "deepspeed", "fastai", "ignite", "lightning", "pytorch_lightning"})

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the rules write: names of npu, or code for all devices (``--to portable``), and imports of apex_npu."""
+"""The code that the rules write: for npu or for all devices (``--to portable``), and imports of apex_npu."""
 
 from __future__ import annotations
 
@@ -22,48 +22,48 @@ _CPU_NAMES = frozenset(
     {"current_device", "current_stream", "Event", "set_device", "stream", "Stream", "StreamContext", "synchronize"}
 )
 OTHER_NAMES = RENAMED | {name: new for name, (new, _) in SIMILAR.items()}
-# Names in portable code. Without an accelerator, the first one is "cpu": the device to compute on. The second one is
-# "cuda": the functions of torch.cuda answer without a GPU, and a comparison with "cuda" fails as in the old program.
+# Names in portable code. Without an accelerator, the first is "cpu", the device to compute on. The second is then
+# "cuda": the functions of torch.cuda also work without a GPU, and a comparison with "cuda" is false as before.
 _ACCELERATOR, _OR_CUDA = "ACCELERATOR", "ACCELERATOR_OR_CUDA"
 _FIRST_LINE = '{} = {}.accelerator.current_accelerator().type if {}.accelerator.is_available() else "{}"'
-# Methods of texts that look for a text.
+# Methods of strings that search for a string.
 SEARCHES = ("startswith", "endswith", "index", "find", "count", "__eq__", "split", "replace")
 _OPEN = re.compile(r"[\s\\]*\(")
-# What may be next to a comparison without parentheses around it.
+# Nodes in which a comparison needs no parentheses.
 _LOOSE = (ast.If, ast.While, ast.Assert, ast.Assign, ast.Return, ast.BoolOp, ast.keyword)
 
 
 class Npu:
-    """Names of npu."""
+    """Writes code for npu. Methods return edits; an edit that is None means that there is no such code."""
 
     imports, environment = True, True  # whether imports of torch.cuda, and environment variables, are rewritten
 
     def first_lines(self, program: Program) -> list[str]:
-        """The statements that go with the import of torch, without those that the program has."""
+        """Return the lines to add after the import of torch that the program does not have yet."""
         return [] if "torch_npu" in program.names.module.bindings else ["import torch_npu  # noqa: F401"]
 
     def device(self, program: Program, node: ast.Constant, prefix: str = "") -> Edit | None:
-        """A literal that begins with ``prefix`` and "cuda"; one of several processes has no "cuda:0"."""
+        """Change a string that begins with ``prefix`` and "cuda". With several processes, "cuda:0" loses its number."""
         if program.options.data_parallel and node.value == "cuda:0":
             return program.restring(node, "npu")
         return program.restring(node, f"{prefix}npu", len(f"{prefix}cuda"))
 
     def fstring(self, program: Program, node: ast.JoinedStr, span: tuple[int, int]) -> Edit:
-        """An f-string that begins with "cuda:", where ``span`` is that of "cuda"."""
+        """Change an f-string that begins with "cuda:"; ``span`` is the span of "cuda"."""
         return Edit(*span, "npu")
 
     def backend(self, program: Program, node: ast.Constant) -> Edit | None:
-        """A literal "nccl", or one with backends of several devices."""
+        """Change the string "nccl", or a string with backends of several devices."""
         assert isinstance(node.value, str)
         new = "hccl" if node.value == "nccl" else node.value.replace("cuda:nccl", "npu:hccl")
         return program.restring(node, new)
 
     def nccl_check(self, program: Program, node: ast.Attribute) -> Edit | None:
-        """``torch.distributed.is_nccl_available``."""
+        """Change ``torch.distributed.is_nccl_available``."""
         return program.rename(node, "is_hccl_available")
 
     def name(self, program: Program, node: ast.expr, parts: list[str]) -> list[Edit | None]:
-        """A name below torch.cuda, of which ``parts`` are what comes after that."""
+        """Change a name of torch.cuda; ``parts`` are its parts after torch.cuda."""
         edits: list[Edit | None] = []
         for part in ["torch", "cuda", *parts][::-1]:
             if not isinstance(node, ast.Attribute):
@@ -76,26 +76,26 @@ class Npu:
         return edits
 
     def move(self, program: Program, called: ast.Attribute, call: ast.Call | None) -> list[Edit | None]:
-        """The method ``cuda``, and its call."""
+        """Change the method ``cuda`` and its call."""
         return [program.rename(called, "npu")]
 
     def is_on(self, program: Program, node: ast.Attribute) -> list[tuple[tuple[int, int], Edit | None]]:
-        """The attribute ``is_cuda``: edits of several spans."""
+        """Change the attribute ``is_cuda``. Return the reported spans, each with its edit."""
         return [(program.method_span(node), program.rename(node, "is_npu"))]
 
     def profiled(self) -> str:
-        """The device of a profiler."""
+        """Return the source of the device for a profiler."""
         return '"npu"'
 
     def group_lines(self, torch: str) -> list[str]:
-        """The lines by which a process that ``torchrun`` has started takes its card, and joins the others."""
+        """Return the lines that make a process under ``torchrun`` select its card and join the others."""
         card = 'int(os.environ["LOCAL_RANK"])'
         lines = [f"{torch}.npu.set_device({card})", f'{torch}.distributed.init_process_group("hccl")']
         return ['if "LOCAL_RANK" in os.environ:', *(f"    {line}" for line in lines)]
 
 
 class Portable(Npu):
-    """Code that asks torch for the accelerator. See ``Npu``."""
+    """Writes code that asks torch for the accelerator."""
 
     imports, environment = False, False
 
@@ -136,12 +136,12 @@ class Portable(Npu):
 
     def name(self, program: Program, node: ast.expr, parts: list[str]) -> list[Edit | None]:
         if parts and (parts[0] in RENAMED or parts[0] == "amp"):
-            return [None]  # by another name on each device, or called otherwise
+            return [None]  # the name or the arguments depend on the device
         call = program.parent(node)
         given = [*call.args, *call.keywords] if isinstance(call, ast.Call) and call.func is node else []
         while program.names.dotted(node) != "torch.cuda":
             if not isinstance(node, ast.Attribute):
-                return []  # by another name
+                return []  # the import of this name is changed instead
             node = node.value
         if not isinstance(node, ast.Attribute):
             return []
@@ -201,7 +201,7 @@ class Portable(Npu):
 
 
 def _device_name(program: Program, node: ast.expr) -> str:
-    """The name that takes the place of "cuda": whether ``node`` is compared or looked up, rather than computed on."""
+    """Return ACCELERATOR_OR_CUDA if the program compares ``node`` or looks it up, and else ACCELERATOR."""
     at: ast.AST = node
     parent = program.parent(at)
     while isinstance(parent, (ast.Tuple, ast.List, ast.Set, ast.Starred, ast.BinOp, ast.IfExp)) or (
@@ -221,29 +221,32 @@ TARGETS: dict[str, Npu] = {"npu": Npu(), "portable": Portable()}
 
 
 def target_of(program: Program) -> Npu:
-    """What the rules write in ``program``."""
+    """Return the object that writes code for the target of ``program``."""
     return TARGETS[program.options.to]
 
 
 def torch_name(program: Program) -> str | None:
-    """Return the name of torch at the top level."""
+    """Return the name of torch at the top level, or None."""
     module = program.names.module
     return next((name for name in module.bindings if program.names.meanings(name, module) == {"torch"}), None)
 
 
 def replaced(program: Program, node: ast.expr, text: str) -> Edit:
-    """``text`` in place of ``node``, apart from names next to it."""
+    """Return an edit that replaces ``node`` by ``text``, with spaces if names are next to it."""
     (start, end), whole = program.source.span(node), program.source.text
     before = " " if re.match(r"\w", whole[start - 1 : start]) else ""
     after = " " if re.match(r"\w", whole[end : end + 1]) else ""
     return Edit(start, end, f"{before}{text}{after}")
 
 
-UNNAMED = "torch is not imported at the top level, where apex_npu would be imported, or the name apex_npu is taken"
+UNNAMED = "torch is not imported at the top level, or the name apex_npu means something else here"
 
 
 def torch_import(program: Program) -> ast.stmt | None:
-    """The first import of torch at the top level, also by way of another file; for portable code one of the name."""
+    """Return the first import of torch at the top level, or one that gets torch from another file.
+
+    Portable code needs the name torch, so that an import of a part of torch does not count.
+    """
     portable = program.options.to == "portable"
     for node in program.tree.body:
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -260,7 +263,7 @@ def torch_import(program: Program) -> ast.stmt | None:
 
 
 def name_of(program: Program, part: str) -> str | None:
-    """``part`` of apex_npu as the program can write it; None where it cannot be imported."""
+    """Return the name under which the program can use ``part`` of apex_npu; None if it cannot be imported."""
     if torch_import(program) is None:
         return None
     if not program.names.is_taken(part, f"apex_npu.{part}"):
@@ -269,7 +272,7 @@ def name_of(program: Program, part: str) -> str | None:
 
 
 def missing_imports(program: Program, parts: Iterable[str]) -> list[str]:
-    """The statements that import ``parts``, as ``name_of`` writes them."""
+    """Return the imports of ``parts`` under the names of ``name_of``, without those that the program has."""
     bound = program.names.module.bindings
     written = {part: name_of(program, part) for part in parts}
     plain = [part for part, name in written.items() if name == part and part not in bound]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m apex_npu run``: a script in which the name apex is apex_npu."""
+"""``python -m apex_npu run``: run a script in which the name apex means apex_npu."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from apex_npu.compat import install_as_apex
 
 from .running import Run, check, run
 
-# The training frameworks whose integration has something to register.
+# The training frameworks with an integration that registers optimizers.
 HOSTS = ("deepspeed", "mmengine", "timm", "transformers")
-# Options that may stand without a value, and the value then.
+# Options that may be given without a value, and the value that they have then.
 ALONE = {"--explain-overflows": "2"}
 
 
@@ -47,20 +47,20 @@ def add_parser(commands: Commands) -> None:
     cuda.add_argument("--device", choices=["npu"], help="rewrite code for CUDA when it is imported, in memory")
     cuda.add_argument("--also", action="append", metavar="PACKAGE", help="rewrite this package as well (repeatable)")
     cuda.add_argument("--changes", metavar="FILE", help="write all findings to a .csv, .json or .sarif file")
-    cuda.add_argument("--force-files", action="store_true", help="also rewrite files that name npu already")
-    cuda.add_argument("--no-unsure", action="store_true", help="do not rewrite what is unsure")
+    cuda.add_argument("--force-files", action="store_true", help="also rewrite files that already name npu")
+    cuda.add_argument("--no-unsure", action="store_true", help="do not apply unsure changes")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the script or module, and its arguments")
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Exit if options contradict each other. Nothing has been set before."""
+    """Exit with an error if options contradict each other. Nothing has been set before."""
     error, record = options.parser.error, options.record
     if options.replay and not options.explain_overflows:
-        error("--replay goes with --explain-overflows")
+        error("--replay needs --explain-overflows")
     if options.trace and not options.profile:
-        error("--trace goes with --profile")
+        error("--trace needs --profile")
     if not options.device and (options.also or options.changes or options.force_files or options.no_unsure):
-        error("--also, --changes, --force-files and --no-unsure go with --device npu")
+        error("--also, --changes, --force-files and --no-unsure need --device npu")
     if record:
         step, _, path = record.partition(":")
         if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
@@ -90,7 +90,7 @@ def _run(options: argparse.Namespace) -> int:
         return fail(options, f"--trace {options.trace}: no folder can be made there ({error.strerror})")
     changes = os.path.abspath(options.changes) if options.changes else ""
     settings = Run(name, options.m, tuple(options.also or ()), not options.no_unsure, options.force_files, changes)
-    if options.profile:  # without a folder there is no trace, whatever the environment says
+    if options.profile:  # --trace decides about the trace, and the environment does not
         options.trace = os.path.abspath(options.trace) if options.trace else ""
     if options.replay:
         options.explain_overflows = f"{options.explain_overflows.partition(',')[0]},replay"
@@ -100,9 +100,9 @@ def _run(options: argparse.Namespace) -> int:
         return fail(options, error)
     variables = {OPTIONS[name][0]: text for name, text in asked.items()}
     for variable in variables:
-        os.environ.pop(variable, None)  # amp would follow it when it is imported
+        os.environ.pop(variable, None)  # amp would read it on import
     sys.argv = options.command
-    # As Python does for a script, and before the search for another apex; run_path does it for folders and archives.
+    # Python does this for a script, and the search for another apex needs it. run_path does it for folders and zips.
     if not options.m and os.path.isfile(name) and not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(name))
     try:

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``run --device npu``: run a script and rewrite its modules on import. No file changes.
 
-Lines keep their numbers, so tracebacks are right; ``linecache`` has the new text, so that ``inspect.getsource`` and
-what compiles functions see it. Modules elsewhere than below the script's folder stay as they are, and find an NPU.
+Lines keep their numbers, so tracebacks are right. ``linecache`` has the new text for ``inspect.getsource`` and for
+compilers of functions. Only modules below the script's folder are rewritten.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from apex_npu.migrate.files import reports
 from apex_npu.migrate.files.programs import exports
 from apex_npu.migrate.rewriting import TRIGGER, examined, owned_names, unreadable
 
-# Read by processes that the script spawns: a ``Run`` as JSON.
+# The variable that passes a ``Run`` as JSON to processes that the script spawns.
 SPAWNED = "APEX_NPU_RUN"
 _NO_CUDA = re.compile(
     "not compiled with CUDA|CUDA is not available|ATen_cuda library|NVIDIA driver|not linked with cuda"
@@ -42,7 +42,7 @@ _WORD = re.compile(r"\A(?P<option>-{1,2}[\w-]+=)?(?P<word>cuda(:\d+)?|nccl)\Z")
 
 
 def npu_arguments(arguments: Sequence[str]) -> list[str]:
-    """Arguments of a script in which the words cuda, cuda:N and nccl are those of npu."""
+    """Return the arguments of a script with npu, npu:N and hccl for the words cuda, cuda:N and nccl."""
 
     def of_npu(found: re.Match[str]) -> str:
         return (found["option"] or "") + found["word"].replace("cuda", "npu").replace("nccl", "hccl")
@@ -56,19 +56,19 @@ class Run:
 
     script: str  # a file, or the name of a module
     is_module: bool = False
-    also: tuple[str, ...] = ()  # packages elsewhere that are rewritten, too
-    unsure: bool = True
-    force: bool = False  # rewrite files that speak of npu already
-    changes: str = ""  # a .csv, .json or .sarif file for all findings of this process, at its end
+    also: tuple[str, ...] = ()  # packages in other folders to rewrite as well
+    unsure: bool = True  # also apply unsure changes
+    force: bool = False  # also rewrite files that already name npu
+    changes: str = ""  # the .csv, .json or .sarif file to which the process writes its findings when it ends
 
     @property
     def folder(self) -> Path:
-        """Modules below it are rewritten."""
+        """The folder whose modules are rewritten."""
         return Path.cwd() if self.is_module else Path(self.script).resolve().parent
 
 
 class Rewriter(importlib.abc.MetaPathFinder):
-    """Imports modules below a folder, rewritten; ``findings`` is what was changed and left so far."""
+    """A finder that rewrites modules below a folder on import. ``findings`` has the findings so far."""
 
     def __init__(self, folder: Path, settings: Run | None = None) -> None:
         self.folder = folder.resolve()
@@ -78,7 +78,7 @@ class Rewriter(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Python's own spec of a source file below the folder, with a loader that rewrites."""
+        """Return Python's spec of a source file below the folder, with a loader that rewrites it, or None."""
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is None or spec.origin is None or not isinstance(spec.loader, SourceFileLoader):
             return None
@@ -91,7 +91,7 @@ class Rewriter(importlib.abc.MetaPathFinder):
         return spec
 
     def compile(self, data: bytes, path: str) -> CodeType:
-        """The code of a program after the rules, with the lines of the old one."""
+        """Return the code of a rewritten program, with the line numbers of the old one."""
         tree: ast.Module | bytes = data
         if TRIGGER.search(data):
             unsure, force = self.settings.unsure, self.settings.force
@@ -109,15 +109,18 @@ class Rewriter(importlib.abc.MetaPathFinder):
             except UnreadableError as error:
                 self.findings.append(unreadable(path, error.rule, error.reason, error.line))
             except RecursionError:
-                self.findings.append(unreadable(path, "F904", "it is nested too deeply for the rules"))
+                self.findings.append(unreadable(path, "F904", "the file is nested too deeply for the rules"))
         return compile(tree, path, "exec", dont_inherit=True)
 
     def tell(self) -> None:
-        """Print what was left for a person, and how much was changed; write the file of all findings."""
+        """Print what is left for a person and how much has changed; write all findings to the file ``changes``."""
         findings = sorted(set(self.findings))
         left = [finding for finding in findings if finding.status in ("refused", "unsure")]
         files = {finding.path for finding in findings if finding.status == "changed"}
-        lines = [*reports.lines(left), f"{count(findings, 'changed')} places in {len(files)} files ran as npu's"]
+        lines = [
+            *reports.lines(left),
+            f"{count(findings, 'changed')} places in {len(files)} files were rewritten for npu",
+        ]
         print("\n".join(f"apex_npu: {line}" for line in lines), file=sys.stderr)
         if self.settings.changes:
             try:
@@ -127,7 +130,7 @@ class Rewriter(importlib.abc.MetaPathFinder):
 
 
 def _without_lines(tree: ast.Module, added: list[int]) -> None:
-    """Give nodes the lines that they had before one was added after each of ``added``."""
+    """Give nodes the line numbers that they had before a line was added after each line of ``added``."""
     after = [line + number for number, line in enumerate(added, 1)]
     for node in ast.walk(tree) if added else ():
         for name in ("lineno", "end_lineno"):
@@ -137,7 +140,7 @@ def _without_lines(tree: ast.Module, added: list[int]) -> None:
 
 
 class _Loader(SourceFileLoader):
-    """Loads a source file, rewritten. Bytecode is neither read nor written: it would be that of the old text."""
+    """A loader that rewrites a source file. It neither reads nor writes bytecode, which would be of the old text."""
 
     def __init__(self, name: str, path: str, rewriter: Rewriter) -> None:
         super().__init__(name, path)
@@ -149,7 +152,7 @@ class _Loader(SourceFileLoader):
 
 
 class _SpawnedSpec(ModuleSpec):
-    """By the name of this spec spawned processes import the script; its package is the script's own."""
+    """The spec of the script. By its name spawned processes import the script; its package is that of the script."""
 
     def __init__(self, package: str) -> None:
         super().__init__("apex_npu.migrate.run.spawned", None)
@@ -162,19 +165,19 @@ class _SpawnedSpec(ModuleSpec):
 
 
 def is_active() -> bool:
-    """Whether this process rewrites what it imports already."""
+    """Return whether this process already rewrites its imports."""
     return any(isinstance(finder, Rewriter) for finder in sys.meta_path)
 
 
 def check(settings: Run) -> None:
-    """Raise a ValueError for what could only fail at the end, or not be done at all."""
+    """Raise a ValueError for settings that would only fail at the end, or have no effect."""
     if settings.changes:
         reports.write_report(settings.changes, [])
         if not Path(settings.changes).parent.is_dir():
             raise ValueError(f"--changes {settings.changes}: there is no folder {Path(settings.changes).parent}")
     for package in settings.also:
         if package in sys.modules:
-            raise ValueError(f"--also {package}: it is imported already, before the script")
+            raise ValueError(f"--also {package}: it was imported before the script")
         try:
             known = importlib.util.find_spec(package) is not None
         except ModuleNotFoundError:
@@ -184,10 +187,10 @@ def check(settings: Run) -> None:
 
 
 def start(settings: Run, names: dict[str, Any], *, tells: bool = True) -> None:
-    """Run a script or module, rewritten, in the namespace ``names``.
+    """Rewrite a script or module and run it in the namespace ``names``.
 
     Raises:
-        ModuleNotFoundError: There is no torch_npu, or no such module.
+        ModuleNotFoundError: torch_npu or the module does not exist.
     """
     importlib.import_module("torch_npu")
     rewriter = Rewriter(settings.folder, settings)
@@ -212,14 +215,14 @@ def start(settings: Run, names: dict[str, Any], *, tells: bool = True) -> None:
         exec(code, names)
     except Exception as error:
         if tells and _NO_CUDA.search(str(error)):
-            # What was left is the likely cause: it comes before the traceback.
+            # The places that are left are the likely cause, so they are printed before the traceback.
             atexit.unregister(rewriter.tell)
             rewriter.tell()
         raise
 
 
 def start_spawned(names: dict[str, Any]) -> None:
-    """Run the script of the process that has spawned this one, in the namespace ``names``."""
+    """Run the script of the parent process in the namespace ``names``."""
     values = json.loads(os.environ[SPAWNED])
     start(Run(**{**values, "also": tuple(values["also"])}), names, tells=False)
 

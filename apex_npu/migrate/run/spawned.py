@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a process imports as its main module that a script under ``run --device npu`` has spawned: the script."""
+"""The main module of a process that a script under ``run --device npu`` spawns. It runs the script."""
 
 from apex_npu.compat import install_as_apex
 from apex_npu.migrate.run.running import start_spawned

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``apex_npu.transfer``: a process is replaced by one that runs its script under ``run --device npu``."""
+"""``apex_npu.transfer``: replace this process by one that runs its script under ``run --device npu``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from types import ModuleType
 from .running import is_active
 
 _COMMAND = "python -m apex_npu run --device npu"
-# Options of the interpreter's that take a value.
+# Options of the interpreter that take a value.
 _WITH_VALUE = "XW"
 _LONG_WITH_VALUE = "--check-hash-based-pycs"
 
 
 def split_command(command: Sequence[str]) -> tuple[list[str], str, str]:
-    """Of a command line, the interpreter's options, what it runs ("", "-m", "-c"), and its name.
+    """Return the interpreter's options in a command line, how it starts a program ("", "-m", "-c"), and the program.
 
     Example::
 
@@ -47,11 +47,11 @@ def split_command(command: Sequence[str]) -> tuple[list[str], str, str]:
 
 
 def _replacement(main: ModuleType) -> list[str]:
-    """The command that takes this process's place."""
+    """Return the command that replaces this process."""
     file = getattr(main, "__file__", None)
     if file is None or not os.path.isfile(file) or hasattr(sys, "ps1"):
         raise RuntimeError(
-            "apex_npu.transfer: there is no script here that could be started again. In a notebook or a REPL, rewrite "
+            "apex_npu.transfer: there is no script that can be started again. In a notebook or a REPL, rewrite "
             f"the code instead: python -m apex_npu migrate notebook.ipynb; a script runs with {_COMMAND} train.py"
         )
     options, way, name = split_command(sys.orig_argv)
@@ -77,7 +77,7 @@ def _is_file(name: str, file: str) -> bool:
 
 
 def _is_first_statement(source: bytes) -> bool:
-    """Whether a program imports this module before anything else, but for its docstring and ``__future__``."""
+    """Return whether a program first imports ``apex_npu.transfer``. A docstring and ``__future__`` may come before."""
     body = ast.parse(source).body
     is_text = bool(body) and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
     rest = (node for node in body[is_text:] if getattr(node, "module", "") != "__future__")
@@ -88,7 +88,7 @@ def _is_first_statement(source: bytes) -> bool:
 
 
 def transfer() -> None:
-    """Replace this process, unless it rewrites what it imports already."""
+    """Replace this process, unless it already rewrites its imports."""
     if not is_active():
         command = _replacement(sys.modules["__main__"])
         sys.stdout.flush()

@@ -17,7 +17,7 @@ class CastList(tuple[str, ...]):
 
     def _refuse(self, *args: Any) -> NoReturn:
         raise RuntimeError(
-            "amp's lists are there to be read. To have a function cast differently, call amp.register_half_function, "
+            "amp's lists are read-only. To cast a function differently, call amp.register_half_function, "
             "register_float_function or register_promote_function with its module and name before amp.initialize"
         )
 
@@ -42,9 +42,12 @@ _OPERATORS = {
 
 
 def cast_list(owner: Any, kind: str) -> CastList:
-    """The names in ``owner`` that run in half ("half"), in float ("float"), or in the widest type ("promote").
+    """Return the names in ``owner`` that are cast in one way.
 
-    "sequence" gives the functions that take a list of tensors and run in the widest type among them.
+    Args:
+        owner: A module or class, such as ``torch.nn.functional``.
+        kind: "half" or "float" for functions that run in that precision, "promote" for functions that run in the widest
+            type of their arguments, "sequence" for functions of a list of tensors that do so.
     """
     listed = {
         "half": cast_lists.HALF_OPS,

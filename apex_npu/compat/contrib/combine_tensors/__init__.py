@@ -64,7 +64,7 @@ def combine_npu(list_of_tensor: Sequence[Tensor], require_copy_value: bool = Tru
         if not fills_storage(sharing):
             raise ValueError(
                 f"list_of_tensor[{planned.layout.slot_of.index(slot)}] of shape {tuple(sharing[0].shape)} is a view of "
-                f"a storage of {planned.layout.slots[slot].numel} elements, another owner's buffer; combine all its "
+                f"a storage of {planned.layout.slots[slot].numel} elements, a buffer of another owner; combine all its "
                 "parts together, or pass a clone()"
             )
     buffer = FlatBuffer(planned.layout.total_numel, planned.dtype, planned.device)

@@ -36,8 +36,8 @@ class _OnShards:
             if p.requires_grad and not is_sharded(p):
                 del groups[-1]
                 raise TypeError(
-                    f"{type(self).__name__} was given a plain parameter of shape {tuple(p.shape)}; it steps what "
-                    "fully_shard has sharded over processes. Before the optimizer is made, write: "
+                    f"{type(self).__name__} was given a plain parameter of shape {tuple(p.shape)}; it only steps "
+                    "parameters that fully_shard has sharded. Before making the optimizer, write: "
                     "from torch.distributed.fsdp import fully_shard; "
                     "for layer in model.children(): fully_shard(layer); fully_shard(model)"
                 )
@@ -53,7 +53,7 @@ class _OnShards:
         if {id(p) for p in given} != {id(p) for p in own}:
             raise ValueError(
                 f"{type(self).__name__}.clip_grad_norm clips all parameters of the optimizer, got {len(given)} of "
-                f"{len(own)}; clip some by torch.nn.utils.clip_grad_norm_"
+                f"{len(own)}; use torch.nn.utils.clip_grad_norm_ to clip some of them"
             )
         norm: Tensor = self.clip_optimizer_grad_norm_fused(max_norm, norm_type)  # type: ignore[attr-defined]
         return norm
