@@ -92,8 +92,8 @@ def each_has_its_table():
         assert str(profile).startswith("2 steps of ")
         assert said.getvalue().count("2 steps of ") == said.getvalue().count("--record: step 1") == (rank == 0)
         assert ("amp.all_reduce" in phases) is ("combine_ddp" in options)
-        if DEVICE.type == "cpu":  # where these are few: the averages, which become float32, and the wait are apart
-            assert phases["amp.unscale_and_check"].operators <= 4
+        if DEVICE.type == "cpu":  # where these are few: the averages, and the wait for them, are apart
+            assert phases["amp.unscale_and_check"].operators <= 2
         dist.barrier()
         names = sorted(path.name.partition(".1")[0] for path in (folder / "traces").iterdir())
         assert names == ["rank0", "rank1"]
