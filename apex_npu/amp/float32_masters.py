@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -128,7 +127,9 @@ class Float32Masters(Masters):
         self._dtypes = [dtypes.get(id(p), p.dtype) for p in params]
         self._params, self.own_values = params, [*self.own_values, *new]
         self._is_new = self._is_new or bool(new)
+        buffers = self._buffers
         self._forget_memory_of_values()
+        self._buffers = buffers  # those of groups that stay are used again
         self._frozen = [p for p in low if id(p) not in self._index_of]
         self._listed = list(map(list, lists))
         return self._is_new
@@ -199,14 +200,15 @@ class Float32Masters(Masters):
             if differs > 0:
                 warn_once(optimizer, UNCOUNTED)
         self._steps += 1
-        pairs = [pair for pair in zip(self._params, self._values, strict=True) if pair[0].numel()]
-        if self._steps & (self._steps - 1) or self._steps.bit_length() % 2 or not pairs:
+        if self._steps & (self._steps - 1) or self._steps.bit_length() % 2:
             return
-        params, values = map(list, zip(*pairs, strict=True))
-        rounded = list(map(torch.empty_like, params))
-        torch._foreach_copy_(rounded, values)
-        torch._foreach_sub_(rounded, params)
-        self._arriving = HostCopy(torch.stack(torch._foreach_norm(rounded, math.inf)).amax())
+        laid_out = [b for b in self._buffers if not b[1].table.broken(b[1].params)]
+        pairs = [(buffer.flat, group.param_flat) for group, buffer in laid_out]
+        pairs += [(self._params[i], self._values[i]) for i in self._loose if self._params[i].numel()]
+        device = self._params[0].device  # one of several is enough for a warning
+        largest = [v.to(p.dtype).sub_(p).abs_().amax().float() for p, v in pairs if p.device == device]
+        if largest:
+            self._arriving = HostCopy(torch.stack(largest).amax())
 
     @torch.no_grad()
     def _take_written(self) -> None:

@@ -112,7 +112,7 @@ class Agreement(BlockPart):
             sync.has_local_grads = self._local_after
 
     def after_unscale(self, block: Block, found_inf: bool) -> bool:
-        if block.decides and block.dynamic:
+        if self._exchanges(block):
             for group, device_type in self._agreeing:
                 found_inf = agree_on_overflow(found_inf, block.scale, group, _device(block, device_type))
         return found_inf
@@ -122,11 +122,15 @@ class Agreement(BlockPart):
         if self._reduction is not None:
             self._reduction.abandon(error, block.scale, dynamic=block.dynamic)
             return True
-        if block.decides and block.dynamic and isinstance(error, Exception):
+        if self._exchanges(block) and isinstance(error, Exception):
             with suppress(RuntimeError):  # the other processes have ended: ``error`` matters more
                 for group, device_type in self._agreeing:
                     agree_on_overflow(True, block.scale, group, _device(block, device_type), failed=True)
         return bool(self._syncs)
+
+    def _exchanges(self, block: Block) -> bool:
+        """Whether processes wait for each other at the end: to decide, or to learn of an error in ``no_sync``."""
+        return block.dynamic and (block.decides or self._local_after)
 
 
 def _saturates(group: GradGroup) -> bool:

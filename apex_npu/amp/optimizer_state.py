@@ -441,7 +441,7 @@ class OptimizerGrads:
         self.lending: list[GradMemory] = []
         self.unchecked = False
         self.scaled_by = ""
-        self._device: torch.device | None = None
+        self._devices: list[torch.device] = []
         self._fitted_to: list[list[Any]] = []
         self._own_flats: list[FlatGrads] = []
 
@@ -453,7 +453,7 @@ class OptimizerGrads:
             flats = self._combined(optimizer, widens=state.widens) if state.policy.combine_grad else []
         fitted_to: list[list[Any]] = [flats, *map(_PARAMS, optimizer.param_groups)]
         fits = len(fitted_to) == len(self._fitted_to) and all(map(are_same, fitted_to, self._fitted_to))
-        if not fits or (self.groups and self.groups[0].device != self._device):
+        if not fits or self._devices_of_loose() != self._devices:
             self._make(optimizer, state, flats)
             self._fitted_to = [list(part) for part in fitted_to]
         return self.groups
@@ -470,8 +470,12 @@ class OptimizerGrads:
         self.special = self.saturates or bool(self.meshes)
         memories = [group.flat.memory for group in groups if group.flat is not None]
         self.lending = [memory for memory in memories if memory.lends]
-        self._device = groups[0].device if groups else None
         self.groups = groups  # last, when they know all copied gradients
+        self._devices = self._devices_of_loose()
+
+    def _devices_of_loose(self) -> list[torch.device]:
+        """The devices of the parameters without a gradient buffer, which scripts may move one by one."""
+        return [p.device for group in self.groups if group.flat is None for p in group.params]
 
     def _combined(self, optimizer: Optimizer, *, widens: bool) -> list[FlatGrads]:
         params = trainable(optimizer)

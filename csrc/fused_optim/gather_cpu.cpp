@@ -91,8 +91,9 @@ std::optional<size_t> take_grads_cpu(const Borrowed& sources, const Borrowed& pa
       return;
     }
     present.push_back(slots[i]);
-    // It may be in another gradient's slot, which is about to be written.
-    grads.push_back(own && is_slot(grad) ? grad.clone() : grad);
+    // It may be in another gradient's slot, which is about to be written; of another dtype, it is in another buffer.
+    const bool same_buffer = own && grad.scalar_type() == slots[i]->scalar_type() && is_slot(grad);
+    grads.push_back(same_buffer ? grad.clone() : grad);
     indices.push_back(i);
   });
   if (unfit.has_value()) return unfit;

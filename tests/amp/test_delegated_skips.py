@@ -246,7 +246,8 @@ def test_nothing_waits_but_the_next_block_for_a_number_that_is_on_its_way(level,
         }
         if step:  # in the first the host reads the counts that there are
             assert {part: n.syncs for part, n in parts.items() if n.syncs} == {}
-            assert sum(n.d2h for n in parts.values()) == 1
+            # In step 2 the look for uncounted writes copies its result as well.
+            assert sum(n.d2h for n in parts.values()) == 1 + (level == "O2" and step == 1)
     assert amp.last_step(optimizer).skipped_steps == 1
 
 
@@ -322,7 +323,7 @@ def test_the_alarm_finds_the_gradients_that_it_is_about(caplog):
         optimizer.zero_grad()
     (message,) = [record.getMessage() for record in caplog.records if "in a row" in record.getMessage()]
     assert "3 steps in a row" in message
-    assert "not finite are the gradients of 0.bias" in message
+    assert "the gradients of 0.bias are not finite" in message
 
 
 @needs_device

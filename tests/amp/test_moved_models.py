@@ -7,6 +7,7 @@ import torch
 from devices import DEVICE, require
 from small_programs import (
     CASTING,
+    LEVELS,
     WITH_MASTERS,
     Weights,
     X,
@@ -96,7 +97,7 @@ def test_a_model_that_is_moved_between_steps_keeps_the_state_of_adam(level):
 
 
 @kinds(ALL_KINDS)
-@levels(WITH_MASTERS)
+@levels(LEVELS)
 def test_a_part_that_is_moved_between_steps_is_trained_or_refused(level, kind):
     if kind == "torch":
         require("lists_of_devices")
