@@ -416,8 +416,8 @@ def float32_copy(model: nn.Module, *, allow_rounded: bool = False) -> nn.Module:
     if low and not allow_rounded and not any(map(_is_exact, model.modules())):
         raise RuntimeError(
             f"the weights of this {type(model).__name__} exist in {str(low[0].dtype).removeprefix('torch.')} alone, "
-            "without fp32 masters, as at O3: a float32 copy has their rounded values. Pass allow_rounded=True to take "
-            "those, or train at O1, O2 or O5"
+            "without float32 values, as at O3: a float32 copy has their rounded values. Pass allow_rounded=True to "
+            "take those, or train at O1, O2 or O5"
         )
     clean = copy.deepcopy(model)
     for module in clean.modules():
@@ -484,7 +484,7 @@ def _fill_masters(
         entry, masters = state_dict.get(prefix + name), copies.link.masters_with(tensor)
         if masters is not None and local_metadata.get("assign_to_params_buffers"):
             raise RuntimeError(
-                f"load_state_dict(assign=True) would replace {prefix + name}, whose fp32 master the optimizer steps; "
+                f"load_state_dict(assign=True) would replace {prefix + name}, whose float32 value the optimizer steps; "
                 "load without assign, or before amp.initialize"
             )
         if isinstance(entry, Tensor) and entry.shape == tensor.shape:

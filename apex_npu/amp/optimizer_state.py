@@ -86,7 +86,7 @@ class AmpOptimizerState:
             first block until gradients are cleared. Otherwise it is 1, except in a block and after ``delay_unscale``.
         decision: The decision of ``scale_loss`` about the next step; None: no decision since the last step.
         report: The report of the last step whose outcome is known.
-        masters: The fp32 masters of low-precision parameters.
+        masters: The float32 values of 16-bit parameters.
         grads: The way of gradients from backward to the optimizer's parameters.
         pending: The work that blocks leave to the step, with ``fuse_unscale`` or if the device skips steps; else None.
         sync: The averaging of gradients over processes, with ``combine_ddp``; else None.
@@ -192,7 +192,7 @@ class AmpOptimizerState:
         """
         if self.masters.retired:
             raise RuntimeError(
-                f"{caller} was called with {type(optimizer).__name__}, whose fp32 masters no model follows any more: "
+                f"{caller} was called with {type(optimizer).__name__}, whose float32 values no model has any more: "
                 "amp.shutdown() was called, or the model was passed to amp.initialize again, with another optimizer, "
                 "which steps its parameters now. Use that one; pass all optimizers to one amp.initialize, or make a "
                 "new optimizer of model.parameters() after amp.shutdown()"

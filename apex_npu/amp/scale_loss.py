@@ -75,7 +75,7 @@ def scale_loss(
         loss_id: Which of the ``num_losses`` scalers to use.
         model: Not used; accepted as in Apex.
         delay_unscale: Leave the gradients scaled, for a later block that unscales their sum. Saves a pass when
-            accumulating. At levels with masters this is automatic for a block whose gradients DistributedDataParallel
+            accumulating. At O2 and O5 this is automatic for a block whose gradients DistributedDataParallel
             does not average, as in its ``no_sync``.
         delay_overflow_check: Unscale, but neither change the scale nor skip a step.
 

@@ -17,7 +17,7 @@ from apex_npu.ops import LOW_PRECISION
 def float32_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers of ``model`` by name; low-precision ones as ``model.state_dict()`` shows them.
 
-    If amp keeps an fp32 master, the tensor is the master itself.
+    If amp keeps a float32 value of a parameter, the tensor has that value.
     """
     tensors = {name: t.detach() for name, t in [*model.named_parameters(), *model.named_buffers()]}
     low = [name for name, t in tensors.items() if t.dtype in LOW_PRECISION]

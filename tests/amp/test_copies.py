@@ -339,7 +339,7 @@ def test_a_step_of_an_optimizer_that_has_lost_its_model_is_refused(level, kind, 
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     before = values(model.parameters())
-    with pytest.raises(RuntimeError, match=r"step\(\) was called with .*SGD, whose fp32 masters no model follows"):
+    with pytest.raises(RuntimeError, match=r"step\(\) was called with .*SGD, whose float32 values no model has"):
         optimizer.step()
     assert all(map(torch.equal, values(model.parameters()), before))
 

@@ -323,7 +323,7 @@ def test_one_optimizer_steps_a_model_that_is_initialized_again():
             scaled_loss.backward()
         stepping.step()
         if taken:
-            with pytest.raises(RuntimeError, match="no model follows"):
+            with pytest.raises(RuntimeError, match="no model has any more"):
                 first.step()
         found.append((interrupt.at, first._amp_state.masters.retired == taken, values(model.w)[0].tolist()))
         amp.shutdown()
