@@ -28,6 +28,7 @@ from apex_npu.amp.masters import Masters
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.scaler import LossScaler, in_apex_format
 from apex_npu.amp.step_decision import StepReport
+from apex_npu.amp.widened_grads import clearing_aside
 from apex_npu.autocast.casting import CastHandle, ModelCast, enable_casts
 from apex_npu.autocast.float32_view import average_in_float32
 from apex_npu.autocast.forward_cast import Ambient
@@ -309,6 +310,7 @@ class Session:
         """Apply the patches of this session. If this fails, ``undo`` reverts the part that was done."""
         if self.policy.enabled:
             watch_clipping(self._undo, self.adopted, self.warn_once)
+            patch_attribute(self._undo, nn.Module, "zero_grad", clearing_aside(self.adopted))
             average_in_float32(self._undo)
             if self.policy.model_dtype in LOW_PRECISION and "cpu" in self.device_types:
                 compute_matrix_exp_in_float32(self._undo)

@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from apex_npu.amp.grad_groups import GradGroup, dense_grad, sparse_grad
 from apex_npu.backends import number_on
@@ -210,6 +211,21 @@ class WidenedGrads(GradGroup):
         if not self._aside.is_open:
             self._put_back()
 
+    @property
+    def holds_aside(self) -> bool:
+        """Whether gradients are set aside."""
+        return bool(self._aside.grads)
+
+    def clear_aside(self, params: Collection[int], set_to_none: bool) -> None:
+        """Clear the gradients set aside of ``params``, given by their identities."""
+        aside = self._aside.grads
+        for slot in [slot for slot in aside if id(self._grads.full_params[slot]) in params]:
+            if set_to_none:
+                del aside[slot]
+                self._aside.unchecked.discard(slot)
+            else:
+                aside[slot].zero_()
+
     def drop_kept(self) -> None:
         for slot in self._aside.unchecked:
             del self._aside.grads[slot]
@@ -273,3 +289,26 @@ class WidenedGrads(GradGroup):
             super().check(found_inf)
         else:
             unscale_grads(self.flat.operands(InPlace.READ), 1.0, found_inf)
+
+
+def clearing_aside(adopted: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a wrapper of ``nn.Module.zero_grad`` that also clears the gradients that blocks have set aside.
+
+    ``adopted`` are the optimizers whose blocks set gradients aside.
+    """
+
+    def wrapped(original: Callable[..., None]) -> Callable[..., None]:
+        def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+            original(module, set_to_none)
+            if torch.compiler.is_compiling():
+                return  # no block is opened in compiled code
+            groups = [g for o in adopted for g in o._amp_state.grads.groups if isinstance(g, WidenedGrads)]
+            holding = [g for g in groups if g.holds_aside]
+            if holding:
+                cleared = set(map(id, module.parameters()))
+                for group in holding:
+                    group.clear_aside(cleared, set_to_none)
+
+        return zero_grad
+
+    return wrapped
