@@ -75,7 +75,7 @@ def clip_by_torch(original: Callable[..., Any], params: list[Tensor], *args: Any
 
 
 def _clip_of(adopted: Collection[Any], params: list[Tensor]) -> Callable[..., Tensor] | None:
-    """That of the optimizer that steps just ``params``, where all of their gradients are in float32 buffers."""
+    """Return the clipping of the optimizer that steps exactly ``params``, if their gradients are in float32 buffers."""
     for optimizer in adopted:
         own = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         in_order = are_same(own, params)  # as amp.master_params gives them

@@ -132,7 +132,7 @@ class ModuleCopies:
         return {**vars(self), "shown": {}}
 
     def float32(self, name: str, tensor: Tensor, low: Tensor) -> Tensor | None:
-        """The kept float32 values of the module's ``tensor`` of that name, or its master's; None if there are none.
+        """Return the float32 values of the module's ``tensor`` of that name, kept or its master's, or None.
 
         They round to ``low``, the tensor's values in low precision, and are on its device.
         """

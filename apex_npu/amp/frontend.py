@@ -473,8 +473,8 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
 def float32_params(optimizer: Optimizer) -> Iterator[None]:
     """Give 16-bit parameters of ``optimizer`` their float32 values as data, for arithmetic that 16 bits would round.
 
-    What is written counts. The context is re-entrant, and does nothing at levels without 16-bit parameters. Call the
-    model outside of it.
+    Writes to the data take effect. The context is re-entrant, and does nothing at levels without 16-bit parameters.
+    Call the model outside of it.
 
     Example::
 

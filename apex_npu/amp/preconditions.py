@@ -170,7 +170,7 @@ def check_plain(optimizers: list[Optimizer]) -> None:
 
 
 def check_own_groups(policy: Policy, optimizers: list[Optimizer]) -> None:
-    """Raise for optimizers that step, or send, parameters of which they do not list themselves.
+    """Raise for optimizers that step, or send, parameters that are not in their own list.
 
     Raises:
         RuntimeError: There is such an optimizer, and the level keeps float32 values of 16-bit parameters.

@@ -27,7 +27,7 @@ class ScaledGrads:
     """The gradients of parameters as they were when a block ended."""
 
     def __init__(self, groups: Sequence[GradGroup]) -> None:
-        """Of ``groups``, now."""
+        """Note the gradients of ``groups``."""
         self._parts = [(group, group.params, WriteTable()) for group in groups]
         for _, params, table in self._parts:
             table.note_grads(params)

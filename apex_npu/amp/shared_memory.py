@@ -30,7 +30,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _share_elements(a: Tensor, b: Tensor) -> bool:
-    """Of tensors whose spans overlap; columns of one matrix need not."""
+    """Return whether ``a`` and ``b``, whose spans overlap, share elements; columns of one matrix do not."""
     size = a.element_size()
     if size != b.element_size():
         return True

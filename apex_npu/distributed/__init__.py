@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Processes that train together: averages of gradients, checks of their agreement, norms over parts of tensors.
 
-An exchange brings matrices together of which each process has a part. This package uses ``fusion``, whose flat buffers
+An exchange brings the parts of matrices together. This package uses ``fusion``, whose flat buffers
 it sends; ``amp`` and ``optimizers`` use it. Start at ``grad_reducer.py``.
 """
 

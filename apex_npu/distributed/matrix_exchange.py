@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Computation on whole matrices of which each process has some rows or columns.
+"""Computation on whole matrices whose rows or columns are distributed over processes.
 
 Each matrix has one owner. An all-to-all brings the parts of a matrix to the owner, which computes, and another one
 brings the parts of the result back. So every matrix is computed once, and each process holds its share of the matrices.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What runs on cuda: Triton's kernels, and plain torch wherever they cannot.
+"""The kernels on cuda: Triton's, and plain torch where Triton's cannot run.
 
 Triton is imported when the first parameters on a GPU are fused or stepped. Where it is missing, too old, switched off
 with ``APEX_NPU_NO_TRITON=1``, or fails to compile a kernel, torch's own kernels do the work, with more launches and the
@@ -66,7 +66,7 @@ def take_addressed(
     aligned: bool,
     kept: dict[Any, Any] | None = None,
 ) -> bool:
-    """Take gradients into slots; False, with nothing written, where Triton cannot compile that. See ``gather_cuda``.
+    """Take gradients into slots, as in ``gather_cuda``; False, with nothing written, if Triton cannot compile this.
 
     Args:
         flat: The buffer with the slots.
@@ -141,7 +141,7 @@ def plan_encoded(rule: Rule[...], operands: tuple[Any, ...], options: dict[str, 
 def _run_plan(
     plan_name: str, args: tuple[Any, ...], options: dict[str, Any], *, name: str = "", key: object = None
 ) -> tuple[bool, Any]:
-    """Whether Triton's kernels have done it, and what they return."""
+    """Return whether Triton's kernels have run, and their result."""
     planned = _planned(plan_name, args, options, name=name, key=key)
     if planned is None:
         return False, None
@@ -152,14 +152,14 @@ def _run_plan(
 def _planned(
     plan_name: str, args: tuple[Any, ...], options: dict[str, Any], *, name: str = "", key: object = None
 ) -> Call | None:
-    """What launches Triton's kernels; None where they cannot do it. All that they need is allocated and compiled.
+    """Return the call that launches Triton's kernels, compiled and with its memory, or None if they cannot run.
 
     Args:
-        plan_name: Of a function of ``plans``.
-        args: Its own.
-        options: Likewise.
-        name: Of the op, for the log.
-        key: Of what is given up where Triton cannot compile it.
+        plan_name: The name of a function of ``plans``.
+        args: The arguments of that function.
+        options: The keyword arguments of that function.
+        name: The name of the op, for the log.
+        key: Identifies what is not tried again after Triton has failed to compile it.
     """
     name, key = name or plan_name, key or plan_name
     plans = None if key in _given_up else _plans()

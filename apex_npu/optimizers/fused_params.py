@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What an optimizer's parameters have been fused into, and how that follows what users do to them.
+"""The buffers of an optimizer's parameters, which follow changes of the parameters by users.
 
 A sharded parameter is not fused itself, but this process's part of it, for which it is the full one.
 """
@@ -57,7 +57,7 @@ class FusedParams:
         self._moving: set[int] = set()
 
     def full_param_of(self, param: Tensor) -> Tensor:
-        """What the user has where ``groups`` have ``param``: that itself, or the parameter that it is a part of."""
+        """Return the user's parameter for ``param`` of ``groups``: itself, or the one that it is a part of."""
         return self.full_params.get(id(param), param)
 
     def apart(self) -> list[Tensor]:
@@ -220,7 +220,7 @@ def _places_in(lists: Sequence[list[Tensor]], parts: list[Tensor]) -> dict[int, 
 
 
 def _shard_grads(groups: list[FusedGroup], full_params: dict[int, Tensor]) -> list[ShardGrads | OwnGrad]:
-    """Those of ``groups`` that have parts of sharded parameters, made where they are not there yet."""
+    """Return the shard gradients of ``groups``, and make those that do not exist yet."""
     found: list[ShardGrads | OwnGrad] = []
     for group in groups:
         full = [full_params[id(p)] for p in group.params if is_sharded(full_params.get(id(p)))]
@@ -253,5 +253,5 @@ def _without_members(params: list[Tensor], groups: list[FusedGroup]) -> list[Ten
 
 
 def _ready(unfused: list[Tensor], full_params: dict[int, Tensor]) -> list[Tensor]:
-    """Those that take part in a step, or have."""
+    """Return the parameters that take part in a step, or have taken part."""
     return [p for p in unfused if takes_part(full_params.get(id(p), p))]

@@ -269,7 +269,7 @@ class NpuFusedMuon(NpuFusedAdamW):
         return not group["use_muon"]
 
     def group_defaults(self, group: ParamGroup) -> dict[str, Any]:
-        """Those of the rule."""
+        """Return the defaults of the rule of ``group``."""
         return self.defaults if group.get("use_muon", self.defaults["use_muon"]) else _ADAMW
 
     def add_torch_options(self, group: ParamGroup) -> None:
@@ -408,7 +408,7 @@ class _Block(NamedTuple):
 
 
 def _blocks(count: int, rows: int, columns: int, group: ParamGroup) -> Iterator[_Block]:
-    """The matrices of ``count`` times ``rows`` x ``columns``, each of which is split as ``group`` says."""
+    """Yield the blocks of ``count`` matrices of ``rows`` x ``columns``, split as ``group`` says."""
     sizes = group["split"] or (rows,)
     for number in range(count):
         for first, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
@@ -439,7 +439,7 @@ def _find(run: Run, group: ParamGroup) -> Matrices:
 
 
 def _parts_of(full: Tensor, part: Tensor, directions: Tensor, group: ParamGroup) -> list[MatrixPart]:
-    """This process's part of each matrix of ``full``.
+    """Return this process's part of each matrix of ``full``.
 
     Args:
         full: The parameter.
@@ -475,7 +475,7 @@ def _check_matrices(params: Sequence[Tensor], split: Sequence[int] | None) -> No
 
     Raises:
         ValueError: One has another number of dimensions, of rows or other strides.
-        TypeError: One is a DTensor of which processes have parts that cannot be brought together.
+        TypeError: A DTensor has parts that cannot be brought together.
     """
     for p in params:
         which = f"a parameter of shape {tuple(p.shape)}"

@@ -44,8 +44,8 @@ class StateSlot(NamedTuple):
     Attributes:
         group: The parameter group.
         fused: The buffers.
-        position: Which of their slots.
-        param: Whose entry of ``state`` it is: the tensor in the slot, or the sharded parameter of which that is a part.
+        position: The index of the slot.
+        param: The key in ``state``: the tensor in the slot, or the sharded parameter that it is a part of.
         names: The states that are kept for it, those beside the rule's last.
     """
 
@@ -57,7 +57,7 @@ class StateSlot(NamedTuple):
 
 
 class ShownState:
-    """What has been put into a ``state``: its dicts, and the views of buffers in them.
+    """The entries of a ``state`` that show buffers: the dicts, and the views in them.
 
     Attributes:
         entries: The dicts, one for each parameter.
@@ -107,10 +107,10 @@ class ShownState:
             self.shows_new = True
 
     def hide_unstepped(self, rule: Rule, slots: Iterable[StateSlot]) -> None:
-        """After a step that could not be taken: state that only ``show_state`` has shown is none.
+        """Remove state that only ``show_state`` has shown, after a step that failed.
 
-        A state dict would have it, and rules without a ``step`` take it for state of a parameter that has been stepped.
-        Remainders of masters stay, which have been there before.
+        A state dict would save it, and rules without a ``step`` take it for the state of a stepped parameter.
+        Remainders of masters stay, because they existed before the step.
         """
         for slot in slots:
             entry = rule.state.get(slot.param)
@@ -179,7 +179,7 @@ def _view(rule: Rule, slot: StateSlot, name: str) -> Tensor:
 
 
 def _shown_view(rule: Rule, slot: StateSlot, name: str) -> Any:
-    """What users get."""
+    """Return what users find in ``state``."""
     view: Any = _view(rule, slot, name)
     if isinstance(view, EncodedView):
         return view

@@ -122,7 +122,7 @@ def _state_shapes(optimizer: Any, group: dict[str, Any], param: Tensor) -> dict[
 
 
 def _find_unsharded(entry: dict[str, Any], param: Tensor, where: str) -> list[str]:
-    """What keeps a saved ``entry`` of state from being that of ``param``, where one is sharded and the other not."""
+    """Return why a saved ``entry`` does not fit ``param``, if one of both is sharded."""
     tensors = {name: value for name, value in entry.items() if isinstance(value, Tensor) and value.dim()}
     if is_sharded(param):
         return [
@@ -141,13 +141,13 @@ def _find_unsharded(entry: dict[str, Any], param: Tensor, where: str) -> list[st
 def _find_problems(
     entry: dict[str, Any], shapes: Mapping[str, torch.Size], optional: Sequence[str], where: str
 ) -> list[str]:
-    """What keeps a saved ``entry`` of state from being that of one parameter.
+    """Return the reasons why a saved ``entry`` of state does not fit a parameter.
 
     Args:
         entry: The saved state.
         shapes: For each state of the rule the shape it must have; ``step`` is a number.
-        optional: Those of them that may be missing.
-        where: Whose it is, for the text.
+        optional: The states that may be missing.
+        where: The parameter's name in the messages.
     """
     problems = [f"{where} lacks {name!r}" for name in shapes if entry.get(name) is None and name not in optional]
     unknown = []

@@ -179,7 +179,7 @@ class StateFormats:
                 fused.runs.forget()
 
     def with_remainders(self) -> StateFormats:
-        """These, and that of remainders, whose parameters have float32 gradients."""
+        """Return these formats with remainders, for parameters with float32 gradients."""
         found = StateFormats({**self.dtypes, MASTER_PARAM: torch.int16})
         found.widens_grads = True
         return found
@@ -205,7 +205,7 @@ def _by_name(states: Sequence[str], state_dtype: StateDtype) -> dict[str, torch.
 
 
 def _in_bfloat16_at_least(states: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> tuple[str, ...]:
-    """Those of the ``states`` of a rule that 8 bits are too few for, where all are kept in ``dtypes``."""
+    """Return the ``states`` of a rule for which 8 bits are too few, where all are kept in ``dtypes``."""
     if "acc_delta" in states:
         # Each step is squared into acc_delta, by which the next is multiplied: errors grow exponentially.
         return ("square_avg", "acc_delta")

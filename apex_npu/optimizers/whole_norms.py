@@ -23,12 +23,12 @@ from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 
 
 class Addend(NamedTuple):
-    """This process's addend of a number for each parameter of a run, or for each row of each.
+    """An addend of one process to a number for each parameter of a run, or for each row.
 
     Attributes:
         values: (k, n): k numbers for each of n parameters or rows.
-        along: Over which processes they add up; of ``COLUMNS`` they are numbers of rows, else of parameters.
-        largest: They do not add up: the largest counts.
+        along: The processes that add; with ``COLUMNS`` the numbers are of rows, else of parameters.
+        largest: The largest addend is the result, instead of the sum.
     """
 
     values: Tensor

@@ -40,10 +40,10 @@ _PLAIN = Encoding()
 
 
 class _Numbers(NamedTuple):
-    """What depends on a step's learning rate and count: see ``numbers.py``, where these names are.
+    """The numbers that depend on a step's learning rate and count; ``numbers.py`` has their meaning.
 
     Attributes:
-        on_device: Where kernels find all that, after ``launches``; None: they are given the other attributes.
+        on_device: The tensor that kernels read the numbers from, after ``launches``; None: they get the others.
     """
 
     lr: float = 0.0
@@ -176,7 +176,7 @@ def _norm(x: Tensor, found_inf: Tensor | None, coefficient: Tensor | None = None
 
 
 def _squares(x: Tensor) -> tuple[Launch, Tensor]:
-    """What adds up the squares of ``x`` in parts, and these, float64."""
+    """Return the launch that adds up the squares of ``x`` in parts, and the parts, float64."""
     listed = addresses_of(x)
     if listed is None:
         x = with_memory(x)
@@ -302,7 +302,7 @@ def take_addressed(
 def _kept_launch(
     kept: dict[Any, Any] | None, key: Hashable, args: tuple[Any, ...], make: Callable[[], Launch]
 ) -> Launch:
-    """What ``make`` gives, with ``args``: planned once for each ``key``, by which the kernel is the same."""
+    """Return the launch of ``make`` with ``args``. It is planned once for each ``key``, which identifies the kernel."""
     before: Launch | None = kept.get(key) if kept is not None else None
     launch = make() if before is None else before.again(args)
     if kept is not None and (before is None or before.compiled is None):
@@ -319,7 +319,7 @@ def _chunks_of(listed: Addresses, like: Tensor) -> Chunks:
 
 
 def _decay(given: Arguments, kept: float) -> tuple[float, dict[str, Any]]:
-    """What ``load_decayed`` reads: a number, and what it means."""
+    """Return the number that ``load_decayed`` reads, and its meaning."""
     decays, decoupled = given.weight_decay != 0, given.decoupled
     return kept if decoupled else given.weight_decay, {
         "L2": decays and not decoupled,
@@ -372,7 +372,7 @@ def _elementwise(
 
 
 def _encoding(given: Arguments, chunks: Chunks | None) -> tuple[Encoding, float, dict[str, Any]]:
-    """What kernels of ``chunks`` have beside their operands, the number of the step, and how parameters are rounded."""
+    """Return the encoding that kernels of ``chunks`` read, the number of the step, and how parameters are rounded."""
     encoded, encoding = given.encoded, _PLAIN
     if chunks is not None and given.listed is not None:
         encoding = _listing(given.listed, chunks)
@@ -387,7 +387,7 @@ def _encoding(given: Arguments, chunks: Chunks | None) -> tuple[Encoding, float,
 
 
 def _listing(listed: Addresses, chunks: Chunks) -> Encoding:
-    """What kernels have of gradients that are listed; ``chunks`` of ``listed.begins``."""
+    """Return the encoding of listed gradients, for kernels of ``chunks`` of ``listed.begins``."""
     key = "encoding", listed.narrow
     encoding: Encoding | None = listed.kept.get(key)
     if encoding is None or encoding.addresses is not listed.on_device:
