@@ -70,9 +70,9 @@ class AmpOptimizerMixin(OptimizerAccessors):
             if check is None and state.decision is not None and state.decision.skip:
                 state.skip_step(self)
                 return result
-            doubt = state.begin_step(self)
-            if doubt is not None:
-                warn_once(self, doubt)
+            warning = state.begin_step(self)
+            if warning is not None:
+                warn_once(self, warning)
             begun = True
             own = super().step
             with state.masters.stepping():

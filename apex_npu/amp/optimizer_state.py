@@ -294,12 +294,12 @@ class AmpOptimizerState:
         Raises:
             RuntimeError: Gradients are scaled, are of one process alone, or come from blocks of other optimizers.
         """
-        doubt = None
+        warning = None
         for link in self.links:
             if link.showing:
                 link.load_written()
         if self.stage is not Stage.UNSCALED:
-            doubt = self._begin_without_block(optimizer)
+            warning = self._begin_without_block(optimizer)
         if self.widens:
             self.masters.begin_step(optimizer)
         if self.sync is not None:
@@ -309,14 +309,14 @@ class AmpOptimizerState:
             if self.pending is None or self.stage is Stage.READY:
                 group.drop_cleared()
             if group.edited:
-                doubt, group.edited = group.edited, ""
+                warning, group.edited = group.edited, ""
             if self.masters.swaps:
                 group.begin_step()
         for param_group in optimizer.param_groups:
             for param in param_group["params"]:
                 if param.grad is not None:
-                    return None if doubt is OUTSIDE_BLOCKS and _stands_still(optimizer) else doubt
-        return doubt or _no_gradients(optimizer)
+                    return None if warning is OUTSIDE_BLOCKS and _stands_still(optimizer) else warning
+        return warning or _no_gradients(optimizer)
 
     def _begin_without_block(self, optimizer: Optimizer) -> str | None:
         """Check a step whose gradients are not the checked ones of a block; return the text of a warning, or None."""
