@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from apex_npu._cli import hooks
@@ -37,7 +38,7 @@ from apex_npu.fusion import (
 from apex_npu.fusion.grad_memory import GradMemory
 from apex_npu.fusion.shards import meshes_of
 
-_PARAMS = itemgetter("params")
+_PARAMS, _DEVICE = itemgetter("params"), attrgetter("device")
 
 # Warnings of step().
 OUTSIDE_BLOCKS = (
@@ -441,6 +442,7 @@ class OptimizerGrads:
         self.lending: list[GradMemory] = []
         self.unchecked = False
         self.scaled_by = ""
+        self._loose: list[Tensor] = []  # without a gradient buffer: scripts may move them one by one
         self._devices: list[torch.device] = []
         self._fitted_to: list[list[Any]] = []
         self._own_flats: list[FlatGrads] = []
@@ -453,7 +455,7 @@ class OptimizerGrads:
             flats = self._combined(optimizer, widens=state.widens) if state.policy.combine_grad else []
         fitted_to: list[list[Any]] = [flats, *map(_PARAMS, optimizer.param_groups)]
         fits = len(fitted_to) == len(self._fitted_to) and all(map(are_same, fitted_to, self._fitted_to))
-        if not fits or self._devices_of_loose() != self._devices:
+        if not fits or list(map(_DEVICE, self._loose)) != self._devices:
             self._make(optimizer, state, flats)
             self._fitted_to = [list(part) for part in fitted_to]
         return self.groups
@@ -471,11 +473,8 @@ class OptimizerGrads:
         memories = [group.flat.memory for group in groups if group.flat is not None]
         self.lending = [memory for memory in memories if memory.lends]
         self.groups = groups  # last, when they know all copied gradients
-        self._devices = self._devices_of_loose()
-
-    def _devices_of_loose(self) -> list[torch.device]:
-        """The devices of the parameters without a gradient buffer, which scripts may move one by one."""
-        return [p.device for group in self.groups if group.flat is None for p in group.params]
+        self._loose = [p for group in groups if group.flat is None for p in group.params]
+        self._devices = list(map(_DEVICE, self._loose))
 
     def _combined(self, optimizer: Optimizer, *, widens: bool) -> list[FlatGrads]:
         params = trainable(optimizer)

@@ -247,7 +247,7 @@ def test_backward_outside_scale_loss_is_noticed():
 
 def test_assigning_state_dicts_over_masters_is_refused():
     model, _ = make("O2")
-    with pytest.raises(RuntimeError, match=r"assign=True.* would replace weight, whose fp32 master"):
+    with pytest.raises(RuntimeError, match=r"assign=True.* would replace weight, whose float32 value"):
         model.load_state_dict(model.state_dict(), assign=True)
 
 
