@@ -25,6 +25,8 @@ from apex_npu.distributed.fully_sharded import HeldGradients, Unit, ensure_avera
 from apex_npu.fusion.shards import groups_over, is_sharded, meshes_of
 from apex_npu.ops import LOW_PRECISION
 
+_KEEP_REMAINDERS = "Use a fused optimizer with store_param_remainders=True, which keeps the bits that are missing. Or: "
+
 
 def fsdp_policy(opt_level: str, reduce_dtype: torch.dtype | None = None) -> Any:
     """Return the ``mp_policy`` of ``torch.distributed.fsdp.fully_shard`` to train a model at ``opt_level``.
@@ -92,8 +94,8 @@ def sharded_policy(
         return policy, []
     if policy.store_param_remainders:
         raise RuntimeError(
-            "store_param_remainders=True keeps remainders in place of float32 masters, but parameters are sharded over "
-            "processes (DTensor), whose float32 parts are the masters; leave it out"
+            "store_param_remainders=True of amp.initialize is for models that amp casts, but parameters are sharded "
+            "over processes (DTensor); leave it out. For bfloat16 DTensors pass it to the optimizer"
         )
     if not _can_be_sharded(policy):
         raise RuntimeError(_no_float32(policy))
@@ -103,7 +105,7 @@ def sharded_policy(
             "of one process, but parameters are sharded over processes (DTensor), and fully_shard averages their "
             "gradients; leave these arguments out"
         )
-    _check_float32(named, policy, set(map(id, stepped)))
+    _check_dtypes(named, policy, optimizers)
     units = [(model, units_of(model)) for model in models]
     for model, found in units:
         if found:
@@ -130,21 +132,28 @@ def sharded_policy(
     return policy, listed
 
 
-def _check_float32(named: Sequence[tuple[str, Tensor]], policy: Policy, stepped: set[int]) -> None:
-    """Raise for sharded parameters that are not float32, except frozen ones, as below adapters, in no optimizer."""
+def _check_dtypes(named: Sequence[tuple[str, Tensor]], policy: Policy, optimizers: Sequence[Optimizer]) -> None:
+    """Raise for sharded parameters that are not float32 and that a step would round.
+
+    A bfloat16 parameter is accepted if its optimizer keeps the remainders, or if it is frozen and in no optimizer, as
+    below adapters.
+    """
+    owner = {id(p): o for o in optimizers for group in o.param_groups for p in group["params"]}
     for name, p in named:
-        if not is_sharded(p) or p.dtype == torch.float32 or not (p.requires_grad or id(p) in stepped):
+        if not is_sharded(p) or p.dtype == torch.float32 or not (p.requires_grad or id(p) in owner):
             continue
         if p.dtype not in LOW_PRECISION and policy.model_dtype:
             raise RuntimeError(
                 f"parameter {name} is sharded in {p.dtype}, but opt_level {policy.opt_level} trains float32 "
                 "parameters: call model.float() before fully_shard"
             )
-        if p.dtype in LOW_PRECISION:
+        formats = getattr(owner.get(id(p)), "state_formats", None)
+        if p.dtype in LOW_PRECISION and not (p.dtype == torch.bfloat16 and formats and formats.has_remainders):
             raise RuntimeError(
-                f"parameter {name} is sharded in {p.dtype}: the optimizer would step, and keep, rounded values. Keep "
-                "the model in float32, and give fully_shard what it computes in: "
-                f"mp_policy=amp.fsdp_policy({policy.opt_level!r}); or freeze it, and leave it out of the optimizer"
+                f"parameter {name} is sharded in {p.dtype}: the optimizer would step, and keep, rounded values. "
+                f"{_KEEP_REMAINDERS if p.dtype == torch.bfloat16 else ''}Keep the model in float32, and give "
+                f"fully_shard what it computes in: mp_policy=amp.fsdp_policy({policy.opt_level!r}); or freeze it, and "
+                "leave it out of the optimizer"
             )
 
 

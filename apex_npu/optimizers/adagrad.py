@@ -40,11 +40,12 @@ class FusedAdagrad(FusedOptimizer):
         weight_decay: L2 penalty, or decoupled decay.
         set_grad_none: What ``zero_grad()`` does without an argument.
         adagrad_w_mode: Decouple the decay.
-        capturable: See ``FusedOptimizer``.
+        capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
         fuse_grad_scaler: See ``FusedOptimizer``; None means the value of ``capturable``.
-        state_dtype: See ``FusedOptimizer``.
-        stochastic_rounding: See ``FusedOptimizer``.
-        of_torch: See ``FusedOptimizer``.
+        state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
+        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly.
+        stochastic_rounding: Round updated bfloat16 parameters stochastically.
+        of_torch: ``fused``, ``foreach`` and ``differentiable=False`` of torch's optimizer. No effect.
 
     Raises:
         ValueError: A value is out of range.
@@ -74,6 +75,7 @@ class FusedAdagrad(FusedOptimizer):
         capturable: bool = False,
         fuse_grad_scaler: bool | None = None,
         state_dtype: StateDtype = None,
+        store_param_remainders: bool = False,
         stochastic_rounding: bool = False,
         **of_torch: Unpack[OfTorch],
     ) -> None:
@@ -91,6 +93,7 @@ class FusedAdagrad(FusedOptimizer):
             capturable=capturable,
             set_grad_none=set_grad_none,
             state_dtype=state_dtype,
+            store_param_remainders=store_param_remainders,
             stochastic_rounding=stochastic_rounding,
             **of_torch,
         )

@@ -79,6 +79,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     then has objects with ``dequantize()``. ``state_dict()`` has float32 tensors, which load with every ``state_dtype``.
     Where a format is too narrow for a rule, the state is kept in a wider one: docs/memory.md has the list.
     ``stochastic_rounding`` also rounds bfloat16 parameters stochastically, which then need no masters.
+    ``store_param_remainders`` keeps float32 values of 16-bit parameters in 2 bytes; ``state_dict()`` has these values
+    as ``master_param``. Use it without amp, which does the same at O2 and O5, and for 16-bit DTensors.
 
     With ``capturable=True``, optimizers that take it can be captured in a CUDA graph, as torch's can. Steps are counted
     on the device, where ``state["step"]`` is. A learning rate that is a tensor on the device is read there. No step

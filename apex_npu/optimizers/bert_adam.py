@@ -48,9 +48,10 @@ class NpuFusedBertAdam(NormOptimizer):
         weight_decay: Decay added to the direction.
         max_grad_norm: Norm to which each parameter's gradient is clipped; no clipping if it is not positive.
         maximize: Ascend the gradient instead.
-        fuse_grad_scaler: See ``FusedOptimizer``.
-        state_dtype: See ``FusedOptimizer``.
-        stochastic_rounding: See ``FusedOptimizer``.
+        fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
+        state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
+        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly.
+        stochastic_rounding: Round updated bfloat16 parameters stochastically.
 
     Raises:
         ValueError: A value is out of range.
@@ -82,6 +83,7 @@ class NpuFusedBertAdam(NormOptimizer):
         maximize: bool = False,
         fuse_grad_scaler: bool = False,
         state_dtype: StateDtype = None,
+        store_param_remainders: bool = False,
         stochastic_rounding: bool = False,
     ) -> None:
         defaults = {
@@ -101,6 +103,7 @@ class NpuFusedBertAdam(NormOptimizer):
             defaults,
             fuse_grad_scaler=fuse_grad_scaler,
             state_dtype=state_dtype,
+            store_param_remainders=store_param_remainders,
             stochastic_rounding=stochastic_rounding,
         )
 

@@ -48,9 +48,9 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         max_grad_norm: Norm of all gradients beyond which they are scaled down, one for all groups.
         use_nvlamb: Adapt the steps of parameters without weight decay, too.
         reduced_precision_dtype: torch.float16 or torch.bfloat16, whose parameters have masters; None: none have.
-        capturable: See ``FusedOptimizer``.
-        fuse_grad_scaler: See ``FusedOptimizer``.
-        state_dtype: See ``FusedOptimizer``.
+        capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
+        fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
+        state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
 
     Raises:
         ValueError: A value is out of range.

@@ -97,11 +97,12 @@ class NpuFusedMuon(NpuFusedAdamW):
         use_muon: Default of groups without their own: True, False or "auto".
         split: Default of groups without their own: the numbers of rows of the matrices that each matrix of a parameter
             consists of; their sum is the number of its rows. None: it is one.
-        fuse_grad_scaler: See ``FusedOptimizer``.
-        capturable: See ``FusedOptimizer``.
-        state_dtype: See ``FusedOptimizer``.
-        stochastic_rounding: See ``FusedOptimizer``.
-        of_torch: See ``FusedOptimizer``.
+        fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
+        capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
+        state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
+        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly.
+        stochastic_rounding: Round updated bfloat16 parameters stochastically.
+        of_torch: ``fused``, ``foreach`` and ``differentiable=False`` of torch's optimizer. No effect.
 
     Raises:
         ValueError: A value is out of range, or a parameter of a group with ``use_muon=True`` is no matrix.
@@ -142,6 +143,7 @@ class NpuFusedMuon(NpuFusedAdamW):
         fuse_grad_scaler: bool = False,
         capturable: bool = False,
         state_dtype: StateDtype = None,
+        store_param_remainders: bool = False,
         stochastic_rounding: bool = False,
         **of_torch: Unpack[OfTorch],
     ) -> None:
@@ -164,6 +166,7 @@ class NpuFusedMuon(NpuFusedAdamW):
             fuse_grad_scaler=fuse_grad_scaler,
             capturable=capturable,
             state_dtype=state_dtype,
+            store_param_remainders=store_param_remainders,
             stochastic_rounding=stochastic_rounding,
             **of_torch,
         )

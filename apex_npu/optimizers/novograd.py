@@ -49,9 +49,10 @@ class FusedNovoGrad(NormOptimizer):
         norm_type: 2, or 0 for the largest absolute value.
         init_zero: Start v at 0.
         set_grad_none: What ``zero_grad()`` does without an argument.
-        fuse_grad_scaler: See ``FusedOptimizer``.
+        fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
         state_dtype: See ``FusedOptimizer``, of ``exp_avg``.
-        stochastic_rounding: See ``FusedOptimizer``.
+        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly.
+        stochastic_rounding: Round updated bfloat16 parameters stochastically.
 
     Raises:
         ValueError: A value is out of range.
@@ -86,6 +87,7 @@ class FusedNovoGrad(NormOptimizer):
         *,
         fuse_grad_scaler: bool = False,
         state_dtype: StateDtype = None,
+        store_param_remainders: bool = False,
         stochastic_rounding: bool = False,
     ) -> None:
         check_no_amsgrad("FusedNovoGrad", amsgrad)
@@ -106,6 +108,7 @@ class FusedNovoGrad(NormOptimizer):
             fuse_grad_scaler=fuse_grad_scaler,
             set_grad_none=set_grad_none,
             state_dtype=state_dtype,
+            store_param_remainders=store_param_remainders,
             stochastic_rounding=stochastic_rounding,
         )
 

@@ -45,9 +45,9 @@ class FusedAdam(FusedOptimizer):
         weight_decay: Decay.
         amsgrad: Must be False.
         set_grad_none: What ``zero_grad()`` does without an argument.
-        capturable: See ``FusedOptimizer``.
+        capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
         master_weights: Keep float32 masters of float16 and bfloat16 parameters, unless amp does.
-        fuse_grad_scaler: See ``FusedOptimizer``.
+        fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
         exp_avg_dtype: Transformer Engine's name for ``state_dtype={"exp_avg": ...}``. ``"int8"`` is kept in bfloat16
             unless ``exp_avg_sq`` has 8 bits, too.
         exp_avg_sq_dtype: Transformer Engine's name for ``state_dtype={"exp_avg_sq": ...}``.
@@ -55,8 +55,8 @@ class FusedAdam(FusedOptimizer):
         store_param_remainders: Keep, in place of float32 masters, the 16 bits that float16 and bfloat16 parameters lack
             of them. ``master_weights`` is not needed for it. Parameters are rounded to nearest; halves are rounded away
             from zero in bfloat16, and to even in float16. Masters of float16 below 2⁻¹⁶ are off by at most 2⁻³⁹.
-        state_dtype: See ``FusedOptimizer``.
-        stochastic_rounding: See ``FusedOptimizer``.
+        state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
+        stochastic_rounding: Round updated bfloat16 parameters stochastically.
 
     Raises:
         ValueError: A value is out of range.
@@ -245,10 +245,11 @@ class FusedSGD(NpuFusedSGD):
         wd_after_momentum: Decay after the momentum.
         materialize_master_grads: Accepted; masters always have gradients here.
         set_grad_none: What ``zero_grad()`` does without an argument; False as in NVIDIA's.
-        capturable: See ``FusedOptimizer``.
-        fuse_grad_scaler: See ``FusedOptimizer``.
-        state_dtype: See ``FusedOptimizer``.
-        stochastic_rounding: See ``FusedOptimizer``.
+        capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
+        fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
+        state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
+        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly.
+        stochastic_rounding: Round updated bfloat16 parameters stochastically.
 
     Raises:
         ValueError: A value is out of range.
@@ -277,6 +278,7 @@ class FusedSGD(NpuFusedSGD):
         capturable: bool = False,
         fuse_grad_scaler: bool | None = None,
         state_dtype: StateDtype = None,
+        store_param_remainders: bool = False,
         stochastic_rounding: bool = False,
     ) -> None:
         check_bool("materialize_master_grads", materialize_master_grads)
@@ -298,6 +300,7 @@ class FusedSGD(NpuFusedSGD):
             capturable=capturable,
             set_grad_none=set_grad_none,
             state_dtype=state_dtype,
+            store_param_remainders=store_param_remainders,
             stochastic_rounding=stochastic_rounding,
         )
 
@@ -339,10 +342,11 @@ class FusedLAMB(NpuFusedLamb):
         max_grad_norm: Norm of all gradients beyond which they are scaled down; gradients themselves are not written.
             There is one for all groups: a group's own does not count.
         use_nvlamb: Adapt the steps of parameters without weight decay, too.
-        capturable: See ``FusedOptimizer``.
-        fuse_grad_scaler: See ``FusedOptimizer``.
-        state_dtype: See ``FusedOptimizer``.
-        stochastic_rounding: See ``FusedOptimizer``.
+        capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
+        fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
+        state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
+        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly.
+        stochastic_rounding: Round updated bfloat16 parameters stochastically.
 
     Raises:
         ValueError: A value is out of range.
@@ -377,6 +381,7 @@ class FusedLAMB(NpuFusedLamb):
         capturable: bool = False,
         fuse_grad_scaler: bool | None = None,
         state_dtype: StateDtype = None,
+        store_param_remainders: bool = False,
         stochastic_rounding: bool = False,
     ) -> None:
         check_no_amsgrad("FusedLAMB", amsgrad)
@@ -400,6 +405,7 @@ class FusedLAMB(NpuFusedLamb):
             capturable=capturable,
             set_grad_none=set_grad_none,
             state_dtype=state_dtype,
+            store_param_remainders=store_param_remainders,
             stochastic_rounding=stochastic_rounding,
         )
 

@@ -41,11 +41,12 @@ class NpuFusedRMSprop(FusedOptimizer):
         momentum: Momentum factor.
         centered: Normalise by the variance rather than the second moment.
         maximize: Ascend the gradient instead.
-        fuse_grad_scaler: See ``FusedOptimizer``.
-        capturable: See ``FusedOptimizer``.
+        fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
+        capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
         state_dtype: See ``FusedOptimizer``; with ``centered`` both averages stay float32.
-        stochastic_rounding: See ``FusedOptimizer``.
-        of_torch: See ``FusedOptimizer``.
+        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly.
+        stochastic_rounding: Round updated bfloat16 parameters stochastically.
+        of_torch: ``fused``, ``foreach`` and ``differentiable=False`` of torch's optimizer. No effect.
 
     Raises:
         ValueError: A value is out of range.
@@ -79,6 +80,7 @@ class NpuFusedRMSprop(FusedOptimizer):
         fuse_grad_scaler: bool = False,
         capturable: bool = False,
         state_dtype: StateDtype = None,
+        store_param_remainders: bool = False,
         stochastic_rounding: bool = False,
         **of_torch: Unpack[OfTorch],
     ) -> None:
@@ -97,6 +99,7 @@ class NpuFusedRMSprop(FusedOptimizer):
             fuse_grad_scaler=fuse_grad_scaler,
             capturable=capturable,
             state_dtype=state_dtype,
+            store_param_remainders=store_param_remainders,
             stochastic_rounding=stochastic_rounding,
             **of_torch,
         )

@@ -45,10 +45,11 @@ class NpuFusedRMSpropTF(NpuFusedRMSprop):
         lr_in_momentum: Multiply with ``lr`` on the way into the momentum buffer.
         init_square_avg: What s starts at; Ascend's patch had 0.
         maximize: Ascend the gradient instead.
-        fuse_grad_scaler: See ``FusedOptimizer``.
-        capturable: See ``FusedOptimizer``.
+        fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
+        capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
         state_dtype: See ``FusedOptimizer``; with ``centered`` both averages stay float32.
-        stochastic_rounding: See ``FusedOptimizer``.
+        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly.
+        stochastic_rounding: Round updated bfloat16 parameters stochastically.
 
     Raises:
         ValueError: A value is out of range.
@@ -81,6 +82,7 @@ class NpuFusedRMSpropTF(NpuFusedRMSprop):
         fuse_grad_scaler: bool = False,
         capturable: bool = False,
         state_dtype: StateDtype = None,
+        store_param_remainders: bool = False,
         stochastic_rounding: bool = False,
     ) -> None:
         defaults = {
@@ -103,6 +105,7 @@ class NpuFusedRMSpropTF(NpuFusedRMSprop):
             fuse_grad_scaler=fuse_grad_scaler,
             capturable=capturable,
             state_dtype=state_dtype,
+            store_param_remainders=store_param_remainders,
             stochastic_rounding=stochastic_rounding,
         )
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.fusion import MASTER_PARAM, EncodedView, FusedGroup, encode_states
-from apex_npu.fusion.shards import is_sharded, part_number
+from apex_npu.fusion.shards import local_part, local_part_as, part_number
 from apex_npu.ops import LOW_PRECISION
 from apex_npu.ops.state_codec import LEAST_SCALE
 from apex_npu.optimizers.checks import check_bool
@@ -138,11 +138,6 @@ class StateFormats:
                     "state_dtype, store_param_remainders and stochastic_rounding are for float32, bfloat16 and float16 "
                     "parameters; give it to an optimizer without them"
                 )
-            if self.has_remainders and is_sharded(p):
-                raise ValueError(
-                    f"a parameter of shape {tuple(p.shape)} is sharded over processes (DTensor), which "
-                    "store_param_remainders does not support; leave it out, state_dtype can stay"
-                )
 
     def apply(
         self,
@@ -189,7 +184,7 @@ class StateFormats:
         for p, entry in state.items() if self.has_remainders else ():
             master = entry.get(MASTER_PARAM)
             if isinstance(master, Tensor) and p.dtype in LOW_PRECISION:
-                entry[MASTER_PARAM] = EncodedView.remainder_of(p, master)
+                entry[MASTER_PARAM] = EncodedView.remainder_of(local_part(p), local_part_as(master, p))
 
 
 def _by_name(states: Sequence[str], state_dtype: StateDtype) -> dict[str, torch.dtype | str]:
