@@ -15,6 +15,7 @@ KERNELS = {
     "sgd", "adam", "rmsprop", "adadelta", "adagrad", "lamb_directions", "lamb_ratios", "lamb_step", "square_parts",
     "root_of_parts", "dot_parts",
     "segment_sums", "segment_add", "step_numbers", "take_addressed", "scale_listed", "check_listed",
+    "listed_square_parts",
 }  # fmt: skip
 
 pytestmark = pytest.mark.slow  # a compiler, for about 20 seconds
