@@ -17,7 +17,7 @@ from apex_npu.amp.float32_masters import Float32Masters
 from apex_npu.amp.optimizer_state import AmpOptimizerState, state_of
 from apex_npu.amp.pending_step import PendingStep
 from apex_npu.amp.policy import Policy
-from apex_npu.amp.preconditions import optimizers_inside, shares_groups
+from apex_npu.amp.preconditions import optimizers_inside, shares_groups, steps_remainders
 from apex_npu.amp.remainder_masters import RemainderMasters
 from apex_npu.amp.session import Session
 from apex_npu.fusion import MASTER_PARAM, HasFusedGroups
@@ -49,10 +49,6 @@ def adopt(optimizer: Optimizer, session: Session, fp32_values: Mapping[int, Tens
     session.register(optimizer, state)
 
 
-# The methods by which subclasses of fused optimizers update parameters by a rule of their own.
-_RULES = ("update", "_group_step")
-
-
 def _keeps_remainders(optimizer: Any, policy: Policy) -> bool:
     """Whether the float32 values are kept as remainders of 16 bits, which kernels of a CPU and a GPU read and write."""
     if policy.store_param_remainders:
@@ -61,17 +57,9 @@ def _keeps_remainders(optimizer: Any, policy: Policy) -> bool:
     return (
         policy.store_param_remainders is None
         and extension is not None
-        and isinstance(optimizer, HasFusedGroups)
-        and bool(getattr(optimizer, "encodable_states", ()))
-        and not _has_own_rule(type(optimizer))
+        and steps_remainders(optimizer)
         and devices <= {"cpu", "cuda"}
     )
-
-
-def _has_own_rule(cls: type) -> bool:
-    """Whether ``cls``, a fused optimizer, updates by a method of a script, which computes in the data's dtype."""
-    owner = next(base for base in cls.__mro__ if not vars(base).keys().isdisjoint((*_RULES, "encodable_states")))
-    return "encodable_states" not in vars(owner)
 
 
 def release(optimizer: Optimizer, cls: Any, state_formats: Any) -> None:

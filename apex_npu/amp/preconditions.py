@@ -221,18 +221,31 @@ def check_masters(optimizers: list[Optimizer]) -> None:
             )
 
 
+# The methods by which subclasses of fused optimizers update parameters by a rule of their own.
+_RULES = ("update", "_group_step")
+
+
+def steps_remainders(optimizer: Any) -> bool:
+    """Return whether ``optimizer`` is a fused one, whose rule no script replaces: that computes in the data's dtype."""
+    if not isinstance(optimizer, HasFusedGroups) or not getattr(optimizer, "encodable_states", ()):
+        return False
+    mro = type(optimizer).__mro__
+    owner = next(base for base in mro if not vars(base).keys().isdisjoint((*_RULES, "encodable_states")))
+    return "encodable_states" in vars(owner)
+
+
 def check_remainders(optimizers: list[Optimizer]) -> None:
     """Raise for optimizers that cannot keep the remainders of parameters.
 
     Raises:
-        RuntimeError: An optimizer is not a fused one of this package, or the C++ extension is missing.
+        RuntimeError: An optimizer is not a fused one with the rule of this package, or the C++ extension is missing.
     """
     require_extension("store_param_remainders=True")
     for optimizer in optimizers:
-        if not isinstance(optimizer, HasFusedGroups) or not getattr(optimizer, "encodable_states", ()):
+        if not steps_remainders(optimizer):
             raise RuntimeError(
                 f"{type(optimizer).__name__} cannot keep the remainders of parameters: store_param_remainders=True is "
-                "for the fused optimizers of apex_npu.optimizers"
+                "for the fused optimizers of apex_npu.optimizers and their own rules; leave it out"
             )
 
 

@@ -22,6 +22,7 @@ from small_programs import (
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from apex_npu import amp, optimizers
+from apex_npu._extension import extension
 
 pytestmark = pytest.mark.host
 
@@ -45,6 +46,17 @@ def test_a_subclass_with_a_group_step_of_its_own(level):
 
     act()
     assert_values(model.parameters(), -90.0)
+
+
+@pytest.mark.skipif(extension is None, reason="without the extension there are no remainders")
+@pytest.mark.parametrize("cls", [MovesByAHundred, torch.optim.SGD])
+def test_remainders_are_for_the_rules_of_this_package(cls):
+    """A rule of a script computes in the dtype of the data, and would round."""
+    model = Weights(10.0)
+    optimizer = cls(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match=f"{cls.__name__} cannot keep the remainders.*leave it out"):
+        initialize(model, optimizer, "O2", store_param_remainders=True)
+    assert_values(model.parameters(), 10.0)
 
 
 class WithGroupStep:

@@ -48,6 +48,18 @@ RULES = [
     pytest.param(optimizers.FusedNovoGrad, {"weight_decay": 0.1}, id="NovoGrad"),
     pytest.param(optimizers.NpuFusedMuon, {"use_muon": "auto"}, id="Muon"),
 ]
+# These are elementwise.
+EXACT_RULES = (
+    optimizers.NpuFusedAdam,
+    optimizers.NpuFusedAdamW,
+    optimizers.NpuFusedSGD,
+    optimizers.NpuFusedRMSprop,
+    optimizers.NpuFusedRMSpropTF,
+    optimizers.NpuFusedAdadelta,
+    optimizers.FusedAdagrad,
+    optimizers.FusedAdam,
+    optimizers.FusedSGD,
+)
 FORMATS = [torch.bfloat16, "int8"]
 # Options of the rule of SGD.
 STILL = {"momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False, "step": 1}
@@ -500,6 +512,27 @@ def test_the_bits_do_not_depend_on_threads_or_on_what_else_is_fused(state_dtype)
 
 
 # Parameters
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("rule", "options"), RULES)
+def test_every_rule_keeps_float32_values_in_two_more_bytes(rule, options, dtype):
+    """A float32 optimizer takes the same gradients, at learning rates that 16 bits would round away."""
+    low = make_params(dtype)
+    optimizer = rule(low, lr=1e-4, store_param_remainders=True, **options)
+    exact = [nn.Parameter(p.detach().float()) for p in low]
+    reference = rule(exact, lr=1e-4, **options)
+    for step in range(4):
+        set_grads(low, step)
+        for p, q in zip(low, exact, strict=True):
+            q.grad = p.grad.float()
+        optimizer.step()
+        reference.step()
+    # float16 keeps values of 2⁻¹⁶ and more exactly. Norms, products, and plain torch add up in another order.
+    exactly = rule in EXACT_RULES and extension is not None
+    for kept, q in zip(values_of(optimizer), params_of(reference), strict=True):
+        atol = 2.0**-38 if exactly and dtype == torch.float16 else 0.0 if exactly else 1e-7
+        torch.testing.assert_close(kept["master_param"], q.detach(), rtol=0.0 if exactly else 1e-6, atol=atol)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
