@@ -202,9 +202,16 @@ class Float32Masters(Masters):
         self._steps += 1
         if self._steps & (self._steps - 1) or self._steps.bit_length() % 2:
             return
-        laid_out = [b for b in self._buffers if not b[1].table.broken(b[1].params)]
-        pairs = [(buffer.flat, group.param_flat) for group, buffer in laid_out]
-        pairs += [(self._params[i], self._values[i]) for i in self._loose if self._params[i].numel()]
+        # Elsewhere in a buffer are values of parameters that are float32, or whose 16-bit data has left it.
+        whole = [
+            (group, buffer)
+            for group, buffer in self._buffers
+            if len(buffer.params) == len(group.params) and not buffer.table.broken(buffer.params)
+        ]
+        pairs = [(buffer.flat, group.param_flat) for group, buffer in whole]
+        compared = {id(p) for _, buffer in whole for p in buffer.params}
+        single = [i for i, p in enumerate(self._params) if id(p) not in compared and p.numel()]
+        pairs += [(self._params[i], self._values[i]) for i in single]
         device = self._params[0].device  # one of several is enough for a warning
         largest = [v.to(p.dtype).sub_(p).abs_().amax().float() for p, v in pairs if p.device == device]
         if largest:
