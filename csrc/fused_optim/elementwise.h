@@ -12,10 +12,21 @@
 #include "parallel.h"
 
 namespace apex_npu {
-// Where states or parameters are encoded: blocks are those of each parameter.
+// Where states or parameters are encoded: blocks are those of each parameter. Remainders need neither scales nor random
+// numbers, which depend on the parameter: without other encodings blocks are those of the flat buffers.
 template <typename Rule>
 void update_encoded(const Operands& operands, const Rule& rule) {
   const Encoding& encoding = operands.encoding();
+  if (operands.has_remainders_alone()) {
+    const EncodedSegment all = {0, operands.numel(), 0, 0};
+    const int64_t blocks = (all.numel + kBlockNumel - 1) / kBlockNumel;
+    parallel_for(0, blocks, kGrainNumel / kBlockNumel, [&](int64_t from, int64_t to) {
+      for (int64_t first = from * kBlockNumel; first < std::min(to * kBlockNumel, all.numel); first += kBlockNumel) {
+        EncodedBlock(operands, all, first, std::min(kBlockNumel, all.numel - first)).update(rule);
+      }
+    });
+    return;
+  }
   parallel_for(0, encoding.blocks(), kGrainNumel / kBlockNumel, [&](int64_t from, int64_t to) {
     encoding.for_blocks(from, to, [&](const EncodedSegment& segment, int64_t first, int64_t n) {
       EncodedBlock(operands, segment, first, n).update(rule);

@@ -27,13 +27,20 @@ class EncodedBlock {
   // loop: a copy would take longer than they save.
   template <typename Rule>
   void update(const Rule& rule) {
-    const BFloat16* narrow = operands_.is_bfloat16_encoded() ? operands_.narrow_grad(at_, n_) : nullptr;
-    if (narrow == nullptr) {
+    const bool in_rule = operands_.is_bfloat16_encoded();
+    int16_t* const remainder = operands_.remainder(at_);
+    const BFloat16* narrow = in_rule ? operands_.narrow_grad(at_, n_) : nullptr;
+    if (in_rule && remainder != nullptr) {
+      const RemainderValues<BFloat16> param = {operands_.narrow_param(at_), remainder};
+      if (narrow != nullptr) {
+        update_states(rule, param, NarrowValues<>{narrow});
+      } else {
+        update_states(rule, param, grad());
+      }
+    } else if (narrow == nullptr) {
       float* param = this->param();
       update_states(rule, param, grad());
       store_param(param);
-    } else if (int16_t* remainder = operands_.remainder(at_)) {
-      update_states(rule, RemainderValues<BFloat16>{operands_.narrow_param(at_), remainder}, NarrowValues<>{narrow});
     } else {
       const RandomWords words = random(kParamPair);
       update_states(rule, RoundedValues<0>{operands_.narrow_param(at_), words.words}, NarrowValues<>{narrow});

@@ -107,6 +107,11 @@ class Operands {
     const bool is_encoded = remainder_ != nullptr || encoding_.stochastic_param();
     return is_encoded && param_dtype_ == at::kBFloat16 && model_param_ == nullptr;
   }
+  // Parameters have remainders, and states are not encoded.
+  bool has_remainders_alone() const {
+    return remainder_ != nullptr &&
+           std::all_of(states_, states_ + kMaxStates, [](const StateBuffer& state) { return state.is_plain(); });
+  }
   BFloat16* narrow_param(int64_t begin) const { return static_cast<BFloat16*>(param_) + begin; }
   // Of parameters that have any; else null.
   int16_t* remainder(int64_t begin) const { return remainder_ == nullptr ? nullptr : remainder_ + begin; }

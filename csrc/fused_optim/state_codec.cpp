@@ -7,6 +7,9 @@
 #include <limits>
 
 #ifdef APEX_NPU_AVX2
+#ifndef __clang__  // GCC 12 takes what its own _mm512_undefined_* return for a mistake
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include <immintrin.h>
 #endif
 
@@ -291,19 +294,199 @@ void encode_state(const StateBuffer& state, int64_t at, int64_t scale, float* va
   }
 }
 
+#ifdef APEX_NPU_AVX2
+namespace {
+
+// The 16 numbers of `join` and `split` that depend on float16 parameters alone.
+struct HalfBounds {
+  __m256i magnitude, largest, is_finite;
+
+  APEX_NPU_AVX2 explicit HalfBounds(__m256i halves) {
+    magnitude = _mm256_and_si256(halves, _mm256_set1_epi16(0x7fff));
+    const __m256i from_0x200 = _mm256_cmpgt_epi16(magnitude, _mm256_set1_epi16(0x1ff));  // -1 where it is
+    const __m256i is_normal = _mm256_cmpgt_epi16(magnitude, _mm256_set1_epi16(0x3ff));
+    const __m256i one_or_two = _mm256_sub_epi16(_mm256_set1_epi16(1), from_0x200);
+    const __m256i to_below_tie = _mm256_sub_epi16(one_or_two, _mm256_add_epi16(is_normal, is_normal));
+    const __m256i odd = _mm256_srai_epi16(_mm256_slli_epi16(magnitude, 15), 15);
+    largest = _mm256_sub_epi16(_mm256_set1_epi16(0x4000), _mm256_and_si256(odd, to_below_tie));
+    is_finite = _mm256_cmpgt_epi16(_mm256_set1_epi16(0x7c00), magnitude);
+  }
+};
+
+// The exponent bits of the float32 magnitudes, of subnormal float16 numbers those of the least normal one.
+APEX_NPU_AVX2 inline __m256i exponents_of(__m256 magnitudes) {
+  const __m256i bits = _mm256_and_si256(_mm256_castps_si256(magnitudes), _mm256_set1_epi32(0x7f800000));
+  return _mm256_max_epi32(bits, _mm256_set1_epi32(113 << 23));
+}
+
+APEX_NPU_AVX2 inline __m256 joined(__m128i magnitudes, __m128i units, __m128i signs) {
+  const __m256 rounded = _mm256_cvtph_ps(magnitudes);
+  const __m256i unit = _mm256_sub_epi32(exponents_of(rounded), _mm256_set1_epi32(25 << 23));
+  const __m256 lacking = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(units)), _mm256_castsi256_ps(unit));
+  const __m256i sign = _mm256_slli_epi32(_mm256_cvtepu16_epi32(signs), 16);
+  return _mm256_xor_ps(_mm256_add_ps(rounded, lacking), _mm256_castsi256_ps(sign));
+}
+
+// What `join` computes, for 16 numbers at a time.
+APEX_NPU_AVX2 void join_f16c(const Half* param, const int16_t* remainder, float* values, int64_t n) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    APEX_NPU_PREFETCH(param + i + kBlockNumel);
+    APEX_NPU_PREFETCH(remainder + i + kBlockNumel);
+    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(param + i));
+    const __m256i kept = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(remainder + i));
+    const HalfBounds bounds(halves);
+    const __m256i negative = _mm256_srai_epi16(halves, 15);
+    const __m256i fraction = _mm256_and_si256(halves, _mm256_set1_epi16(0x3ff));
+    const __m256i is_power = _mm256_and_si256(_mm256_cmpeq_epi16(fraction, _mm256_setzero_si256()),
+                                              _mm256_cmpgt_epi16(bounds.magnitude, _mm256_set1_epi16(0x400)));
+    const __m256i inward = _mm256_blendv_epi8(bounds.largest, _mm256_set1_epi16(0x2000), is_power);
+    const __m256i away = _mm256_subs_epi16(_mm256_xor_si256(kept, negative), negative);
+    const __m256i clamped =
+        _mm256_min_epi16(_mm256_max_epi16(away, _mm256_sub_epi16(_mm256_setzero_si256(), inward)), bounds.largest);
+    const __m256i units = _mm256_and_si256(clamped, bounds.is_finite);
+    const __m256i signs = _mm256_and_si256(halves, _mm256_set1_epi16(static_cast<int16_t>(0x8000)));
+    _mm256_storeu_ps(values + i, joined(_mm256_castsi256_si128(bounds.magnitude), _mm256_castsi256_si128(units),
+                                        _mm256_castsi256_si128(signs)));
+    _mm256_storeu_ps(values + i + 8, joined(_mm256_extracti128_si256(bounds.magnitude, 1),
+                                            _mm256_extracti128_si256(units, 1), _mm256_extracti128_si256(signs, 1)));
+  }
+  for (; i < n; ++i) values[i] = join(param[i], remainder[i]);
+}
+
+// What 8 numbers lack after they are rounded, as whole units.
+APEX_NPU_AVX2 inline __m256i lacking(__m256 values, __m128i halves) {
+  const __m256 rounded = _mm256_cvtph_ps(halves);
+  const __m256i scale = _mm256_sub_epi32(_mm256_set1_epi32(279 << 23), exponents_of(rounded));
+  return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_sub_ps(values, rounded), _mm256_castsi256_ps(scale)));
+}
+
+// What `split` computes, for 16 numbers at a time.
+APEX_NPU_AVX2 void split_f16c(const float* values, Half* param, int16_t* remainder, int64_t n) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const __m256 first = _mm256_loadu_ps(values + i), second = _mm256_loadu_ps(values + i + 8);
+    const __m128i low = _mm256_cvtps_ph(first, _MM_FROUND_TO_NEAREST_INT);
+    const __m128i high = _mm256_cvtps_ph(second, _MM_FROUND_TO_NEAREST_INT);
+    const __m256i halves = _mm256_set_m128i(high, low);
+    const HalfBounds bounds(halves);
+    const __m256i packed = _mm256_packs_epi32(lacking(first, low), lacking(second, high));
+    const __m256i units = _mm256_permute4x64_epi64(packed, 0xd8);  // in the order of the numbers
+    const __m256i least = _mm256_sub_epi16(_mm256_setzero_si256(), bounds.largest);
+    const __m256i clamped = _mm256_min_epi16(_mm256_max_epi16(units, least), bounds.largest);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(param + i), halves);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(remainder + i), _mm256_and_si256(clamped, bounds.is_finite));
+  }
+  for (; i < n; ++i) split(values[i], param + i, remainder + i);
+}
+
+// The same with AVX-512, for 32 numbers at a time.
+struct WideHalfBounds {
+  __m512i magnitude, largest;
+  __mmask32 is_finite;
+
+  APEX_NPU_AVX512 explicit WideHalfBounds(__m512i halves) {
+    magnitude = _mm512_and_si512(halves, _mm512_set1_epi16(0x7fff));
+    const __m512i one = _mm512_set1_epi16(1), tie = _mm512_set1_epi16(0x4000);
+    const __mmask32 from_0x200 = _mm512_cmpgt_epi16_mask(magnitude, _mm512_set1_epi16(0x1ff));
+    const __mmask32 is_normal = _mm512_cmpgt_epi16_mask(magnitude, _mm512_set1_epi16(0x3ff));
+    const __m512i one_or_two = _mm512_mask_add_epi16(one, from_0x200, one, one);
+    const __m512i to_below_tie = _mm512_mask_add_epi16(one_or_two, is_normal, one_or_two, _mm512_set1_epi16(2));
+    largest = _mm512_mask_sub_epi16(tie, _mm512_test_epi16_mask(magnitude, one), tie, to_below_tie);
+    is_finite = _mm512_cmplt_epi16_mask(magnitude, _mm512_set1_epi16(0x7c00));
+  }
+};
+
+APEX_NPU_AVX512 inline __m512i exponents_of(__m512 magnitudes) {
+  const __m512i bits = _mm512_and_si512(_mm512_castps_si512(magnitudes), _mm512_set1_epi32(0x7f800000));
+  return _mm512_max_epi32(bits, _mm512_set1_epi32(113 << 23));
+}
+
+APEX_NPU_AVX512 inline __m512 joined(__m256i magnitudes, __m256i units, __mmask16 is_negative) {
+  const __m512 rounded = _mm512_cvtph_ps(magnitudes);
+  const __m512i unit = _mm512_sub_epi32(exponents_of(rounded), _mm512_set1_epi32(25 << 23));
+  const __m512 lacking = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(units)), _mm512_castsi512_ps(unit));
+  const __m512i value = _mm512_castps_si512(_mm512_add_ps(rounded, lacking));
+  const __m512i sign = _mm512_set1_epi32(static_cast<int32_t>(0x80000000u));
+  return _mm512_castsi512_ps(_mm512_mask_xor_epi32(value, is_negative, value, sign));
+}
+
+APEX_NPU_AVX512 void join_avx512(const Half* param, const int16_t* remainder, float* values, int64_t n) {
+  int64_t i = 0;
+  for (; i + 32 <= n; i += 32) {
+    APEX_NPU_PREFETCH(param + i + kBlockNumel);
+    APEX_NPU_PREFETCH(remainder + i + kBlockNumel);
+    const __m512i halves = _mm512_loadu_si512(param + i), kept = _mm512_loadu_si512(remainder + i);
+    const WideHalfBounds bounds(halves);
+    const __m512i zero = _mm512_setzero_si512();
+    const __mmask32 is_negative = _mm512_movepi16_mask(halves);
+    const __mmask32 is_power = _mm512_testn_epi16_mask(halves, _mm512_set1_epi16(0x3ff)) &
+                               _mm512_cmpgt_epi16_mask(bounds.magnitude, _mm512_set1_epi16(0x400));
+    const __m512i inward = _mm512_mask_mov_epi16(bounds.largest, is_power, _mm512_set1_epi16(0x2000));
+    const __m512i away = _mm512_mask_subs_epi16(kept, is_negative, zero, kept);
+    const __m512i clamped = _mm512_min_epi16(_mm512_max_epi16(away, _mm512_sub_epi16(zero, inward)), bounds.largest);
+    const __m512i units = _mm512_maskz_mov_epi16(bounds.is_finite, clamped);
+    _mm512_storeu_ps(values + i, joined(_mm512_castsi512_si256(bounds.magnitude), _mm512_castsi512_si256(units),
+                                        static_cast<__mmask16>(is_negative)));
+    _mm512_storeu_ps(values + i + 16,
+                     joined(_mm512_extracti64x4_epi64(bounds.magnitude, 1), _mm512_extracti64x4_epi64(units, 1),
+                            static_cast<__mmask16>(is_negative >> 16)));
+  }
+  join_f16c(param + i, remainder + i, values + i, n - i);
+}
+
+APEX_NPU_AVX512 inline __m256i lacking(__m512 values, __m256i halves) {
+  const __m512 rounded = _mm512_cvtph_ps(halves);
+  const __m512i scale = _mm512_sub_epi32(_mm512_set1_epi32(279 << 23), exponents_of(rounded));
+  const __m512 units = _mm512_mul_ps(_mm512_sub_ps(values, rounded), _mm512_castsi512_ps(scale));
+  return _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(units));
+}
+
+APEX_NPU_AVX512 void split_avx512(const float* values, Half* param, int16_t* remainder, int64_t n) {
+  int64_t i = 0;
+  for (; i + 32 <= n; i += 32) {
+    const __m512 first = _mm512_loadu_ps(values + i), second = _mm512_loadu_ps(values + i + 16);
+    const __m256i low = _mm512_cvtps_ph(first, _MM_FROUND_TO_NEAREST_INT);
+    const __m256i high = _mm512_cvtps_ph(second, _MM_FROUND_TO_NEAREST_INT);
+    const __m512i halves = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+    const WideHalfBounds bounds(halves);
+    const __m512i units = _mm512_inserti64x4(_mm512_castsi256_si512(lacking(first, low)), lacking(second, high), 1);
+    const __m512i least = _mm512_sub_epi16(_mm512_setzero_si512(), bounds.largest);
+    const __m512i clamped = _mm512_min_epi16(_mm512_max_epi16(units, least), bounds.largest);
+    _mm512_storeu_si512(param + i, halves);
+    _mm512_storeu_si512(remainder + i, _mm512_maskz_mov_epi16(bounds.is_finite, clamped));
+  }
+  split_f16c(values + i, param + i, remainder + i, n - i);
+}
+
+}  // namespace
+#endif
+
 void decode_remainder(void* param, at::ScalarType dtype, int16_t* remainder, float* values, int64_t n) {
-  if (dtype == at::kHalf) {
-    vectorized_wide(Copy(), RemainderValues<Half>{static_cast<Half*>(param), remainder}, values, n);
-  } else {
+  if (dtype != at::kHalf) {
     vectorized_wide(Copy(), RemainderValues<BFloat16>{static_cast<BFloat16*>(param), remainder}, values, n);
+#ifdef APEX_NPU_AVX2
+  } else if (has_avx512()) {
+    join_avx512(static_cast<const Half*>(param), remainder, values, n);
+  } else if (has_avx2()) {
+    join_f16c(static_cast<const Half*>(param), remainder, values, n);
+#endif
+  } else {
+    vectorized_wide(Copy(), RemainderValues<Half>{static_cast<Half*>(param), remainder}, values, n);
   }
 }
 
 void encode_remainder(const float* values, void* param, at::ScalarType dtype, int16_t* remainder, int64_t n) {
-  if (dtype == at::kHalf) {
-    vectorized_wide(Copy(), values, RemainderValues<Half>{static_cast<Half*>(param), remainder}, n);
-  } else {
+  if (dtype != at::kHalf) {
     vectorized_wide(Copy(), values, RemainderValues<BFloat16>{static_cast<BFloat16*>(param), remainder}, n);
+#ifdef APEX_NPU_AVX2
+  } else if (has_avx512()) {
+    split_avx512(values, static_cast<Half*>(param), remainder, n);
+  } else if (has_avx2()) {
+    split_f16c(values, static_cast<Half*>(param), remainder, n);
+#endif
+  } else {
+    vectorized_wide(Copy(), values, RemainderValues<Half>{static_cast<Half*>(param), remainder}, n);
   }
 }
 

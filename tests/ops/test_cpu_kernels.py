@@ -245,13 +245,15 @@ def results():
         yield from encoded_results(numel, BF16, kept, has_remainder=True)
         yield from encoded_results(numel, F16, kept, has_remainder=True)
         yield from encoded_results(numel, BF16, kept, stochastic_param=True)
+    for dtype in (BF16, F16):
+        yield from encoded_results(numel, dtype, (F32, F32), has_remainder=True)
 
 
 def encoded_results(numel, dtype, kept, has_remainder=False, stochastic_param=False):
     """Of Adam's rule with states in fewer bytes, whose second step decodes what the first one has encoded."""
     param, grad = (t.to(dtype) for t in operands_for("adam_", 2, numel, seed=1)[:2])
     states = [torch.zeros(numel, dtype=of_state) for of_state in kept]
-    scales = [torch.zeros(3_000) for of_state in kept if of_state != BF16]
+    scales = [torch.zeros(3_000) for of_state in kept if of_state.itemsize == 1]
     remainder = torch.zeros(numel, dtype=torch.int16) if has_remainder else None
     table = torch.tensor([[0, 100_000, 0, 0], [100_016, numel - 100_016, 3, 782]])
     for count in (1, 2):

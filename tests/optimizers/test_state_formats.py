@@ -165,6 +165,30 @@ def steps_that_change_nothing(param, remainder):
     return param.cpu(), encoding.remainder.cpu()
 
 
+@pytest.mark.parametrize("moved", [0.0, 2.0**-9, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_kernels_read_and_write_every_number_with_any_remainder(dtype, moved):
+    """Stale remainders included, in rows of 37 numbers, which no vectors divide: the bits are those of plain torch."""
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    generator = torch.Generator().manual_seed(0)
+    edges = torch.tensor([-(2**15), -(2**14), 2**13, 2**13 + 1, 2**14, 2**15 - 1])
+    kept = torch.cat([edges, torch.randint(-(2**15), 2**15, (15,), generator=generator)]).to(torch.int16)
+    param = every.repeat(kept.numel())
+    remainder = kept.repeat_interleave(every.numel())
+    numel = param.numel() - 37
+    expected = decode_remainder(param[:numel], remainder[:numel]) - moved
+    wanted, wanted_remainder = encode_remainder(expected, dtype)
+    grad = torch.ones(numel, dtype=torch.float32)
+    encoding = RunEncoding([Segment(0, numel, 0, 0)])
+    got = param[:numel].to(DEVICE, copy=True)
+    encoding.remainder = remainder[:numel].to(DEVICE, copy=True)
+    sgd_(got, grad.to(DEVICE), None, encoding, lr=moved, **{**STILL, "momentum": 0.0})
+    nan = wanted.isnan()
+    assert torch.equal(got.cpu().isnan(), nan)
+    assert torch.equal(got.cpu()[~nan].view(torch.int16), wanted[~nan].view(torch.int16))
+    assert torch.equal(encoding.remainder.cpu()[~nan], wanted_remainder[~nan])
+
+
 def test_remainders_of_float16_are_exact_from_two_to_the_minus_16_on():
     """In float64: ties of float16 and their neighbours, powers of two, and random magnitudes in each binade."""
     generator = torch.Generator().manual_seed(0)
