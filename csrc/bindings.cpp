@@ -46,7 +46,7 @@ using apex_npu::borrow;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 29;
+  m.attr("API") = 30;
 
   m.def("move_storages", &apex_npu::move_storages, py::arg("lists"), py::arg("src"), py::arg("offsets"),
         py::arg("copy_values"));
@@ -70,10 +70,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "gather_cpu",
       [](const py::sequence& slots, const py::sequence& grads, double inv_scale,
-         const std::optional<at::Tensor>& found_inf) {
-        apex_npu::gather_cpu(borrow(slots), borrow(grads), inv_scale, found_inf);
-      },
-      py::arg("slots"), py::arg("grads"), py::arg("inv_scale"), py::arg("found_inf"));
+         const std::optional<at::Tensor>& found_inf,
+         bool adds) { apex_npu::gather_cpu(borrow(slots), borrow(grads), inv_scale, found_inf, adds); },
+      py::arg("slots"), py::arg("grads"), py::arg("inv_scale"), py::arg("found_inf"), py::arg("adds") = false);
   m.def(
       "take_grads_cpu",
       [](const py::sequence& sources, const py::sequence& params, const py::sequence& slots, double inv_scale,
@@ -193,6 +192,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def(
       "increment_versions", [](const py::sequence& tensors) { apex_npu::increment_versions(borrow(tensors)); },
+      py::arg("tensors"));
+  m.def(
+      "are_zero_grads_cpu", [](const py::sequence& tensors) { return apex_npu::are_zero_grads_cpu(borrow(tensors)); },
       py::arg("tensors"));
   m.def(
       "zero_grads_cpu", [](const py::sequence& tensors) { return apex_npu::zero_grads_cpu(borrow(tensors)); },

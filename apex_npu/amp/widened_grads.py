@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from apex_npu._extension import extension
 from apex_npu.amp.grad_groups import GradGroup, dense_grad, sparse_grad
 from apex_npu.backends import number_on
 from apex_npu.fusion import FlatGrads, any_grads, drop_grads, grads_of, set_grads
 from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, NONE, InPlace, places_of
-from apex_npu.ops import LOW_PRECISION, unscale_grads
+from apex_npu.fusion.layout import is_dense
+from apex_npu.ops import LOW_PRECISION, accumulate_, unscale_grads
 
 
 class LooseGrads:
@@ -39,11 +41,16 @@ class LooseGrads:
         return IN_BUFFER if grad.dtype == torch.float32 and self._taken.get(slot) == _address(grad) else ELSEWHERE
 
     def gather(self) -> None:
-        """Widen the gradients that are not float32."""
-        low = [
-            slot for slot, grad in enumerate(grads_of(self.params)) if grad is not None and grad.dtype != torch.float32
-        ]
-        set_grads([self.params[i] for i in low], [_widened(self.params[i]) for i in low])
+        """Copy the gradients that are not float32, have gaps, or share memory, to float32 memory of their own."""
+        copied: list[int] = []
+        seen: set[int] = set()
+        for slot, grad in enumerate(grads_of(self.params)):
+            if grad is not None:
+                address = _address(grad)
+                if grad.dtype != torch.float32 or address in seen or not _fills_memory(grad):
+                    copied.append(slot)
+                seen.add(address)
+        set_grads([self.params[i] for i in copied], [_widened(self.params[i]) for i in copied])
 
     @torch.no_grad()
     def take(
@@ -71,6 +78,10 @@ def _widened(param: Tensor) -> Tensor:
     return torch.empty_like(param, dtype=torch.float32, requires_grad=False).copy_(dense_grad(grad, param))
 
 
+def _fills_memory(grad: Tensor) -> bool:
+    return grad.layout != torch.strided or grad.is_contiguous() or is_dense(grad.size(), grad.stride())
+
+
 def _address(grad: Tensor) -> int:
     return grad.data_ptr() if grad.layout == torch.strided else id(grad)
 
@@ -81,6 +92,7 @@ class _Aside:
     Attributes:
         grads: Maps a slot to the gradient in it.
         unchecked: The slots of gradients that no block has checked for inf or NaN.
+        are_zero: All of ``grads`` are known to be zero, and may have 16 bits.
         delayed: ``param.grad`` shows gradients multiplied by the loss scale, which a later block unscales.
         shown: Maps a slot of ``grads`` to the delayed gradient that a script sees, and its version.
         is_open: Whether a block is open.
@@ -90,7 +102,7 @@ class _Aside:
         self.grads: dict[int, Tensor] = {}
         self.unchecked: set[int] = set()
         self.shown: dict[int, tuple[Tensor, int]] = {}
-        self.delayed = self.is_open = False
+        self.delayed = self.is_open = self.are_zero = False
 
 
 class WidenedGrads(GradGroup):
@@ -130,7 +142,8 @@ class WidenedGrads(GradGroup):
                 for slot, grad in aside.grads.items():
                     own = slot_of.get(id(group._grads.full_params[slot]))
                     if own is not None:
-                        self._aside.grads[own] = grad
+                        self._aside.are_zero = False
+                        self._aside.grads[own] = grad.float()
                         self._aside.unchecked.update({own} if slot in aside.unchecked else ())
 
     def part(self, indices: Sequence[int]) -> GradGroup:
@@ -141,12 +154,15 @@ class WidenedGrads(GradGroup):
         if self._aside.delayed:
             self.scale_sources_(factor)
         elif any_grads(self.params):
-            unchecked = places_of(ELSEWHERE, self._grads.states())
-            self._grads.gather()
+            self._aside.are_zero = extension is not None and extension.are_zero_grads_cpu(self.params)
+            unchecked: Sequence[int] = ()
+            if not self._aside.are_zero:
+                unchecked = places_of(ELSEWHERE, self._grads.states())
+                self._grads.gather()
             for slot, param in zip(self._slots, self.params, strict=True):
                 if param.grad is not None:
                     self._aside.grads[slot] = param.grad
-            self._aside.unchecked = self._aside.grads.keys() & unchecked
+            self._aside.unchecked = self._aside.grads.keys() & set(unchecked)
             drop_grads(self.params)
         self._aside.is_open = True
         return bool(self._aside.unchecked)
@@ -157,7 +173,7 @@ class WidenedGrads(GradGroup):
 
     @torch.no_grad()
     def scale_all_(self, factor: float) -> None:
-        if factor != 1.0 and self._aside.grads:
+        if factor != 1.0 and self._aside.grads and not self._aside.are_zero:
             torch._foreach_mul_(list(self._aside.grads.values()), factor)
         super().scale_all_(factor)
 
@@ -243,7 +259,9 @@ class WidenedGrads(GradGroup):
     @torch.no_grad()
     def unscale_(self, inv_scale: float, found_inf: Tensor | None, *, share: bool = False) -> None:
         slots = None if len(self._slots) == len(self._grads.params) else self._slots
-        if self._aside.grads:
+        if self._aside.are_zero:
+            self._put_back_zeros(share=share)
+        elif self._aside.grads:
             slots = [slot for slot in self._slots if slot not in self._aside.grads]
             self._add_to_aside(inv_scale, found_inf)
         if not share:
@@ -255,25 +273,33 @@ class WidenedGrads(GradGroup):
                 self.check(found_inf)
         self._aside.delayed = self._aside.is_open = False
 
+    def _put_back_zeros(self, *, share: bool) -> None:
+        """Put back the zeros of parameters without a new gradient; the others are not needed."""
+        zeros = {i: grad for i, grad in self._aside.grads.items() if self._grads.full_params[i].grad is None}
+        if not share:
+            zeros = {i: grad.float() for i, grad in zeros.items()}
+        self._aside.grads = zeros
+        self._put_back()
+
     def _add_to_aside(self, inv_scale: float, found_inf: Tensor | None) -> None:
         """Put the gradients set aside back, with the new gradients added."""
         dense: list[tuple[Tensor, Tensor]] = []
+        sparse: list[Tensor] = []
         for slot, grad in self._aside.grads.items():
             new = self._grads.full_params[slot].grad
             if new is not None and grad.layout == new.layout == torch.strided:
                 dense.append((grad, new.detach()))
             elif new is not None:
-                self._aside.grads[slot] = grad + new.detach().float() * inv_scale
-        sums = list(self._aside.grads.values())
+                self._aside.grads[slot] = total = grad + new.detach().float() * inv_scale
+                sparse.append(total if total.layout == torch.strided else total.coalesce().values())
         self._put_back()
         if dense:
-            torch._foreach_add_([grad for grad, _ in dense], [new for _, new in dense], alpha=inv_scale)
-        if found_inf is not None:
-            unscale_grads([g if g.layout == torch.strided else g.coalesce().values() for g in sums], 1.0, found_inf)
+            accumulate_([grad for grad, _ in dense], [new for _, new in dense], inv_scale, found_inf)
+        unscale_grads(sparse, 1.0, found_inf)
 
     def _put_back(self) -> None:
         aside, self._aside.grads, self._aside.unchecked = self._aside.grads, {}, set()
-        self._aside.shown, self._aside.is_open = {}, False
+        self._aside.shown, self._aside.is_open, self._aside.are_zero = {}, False, False
         set_grads([self._grads.full_params[slot] for slot in aside], list(aside.values()))
 
     @torch.no_grad()

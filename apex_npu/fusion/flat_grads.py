@@ -450,7 +450,8 @@ class FlatGrads:
         """
         if self.is_packed:
             return self._packed_operand(slots, numel)
-        listed = self.memory.slots.grad_list(self.params[slots.start : slots.stop], slots.start, numel, stepped)
+        remembered = stepped and not self.is_widened  # no backward adds to float32 slots of 16-bit parameters
+        listed = self.memory.slots.grad_list(self.params[slots.start : slots.stop], slots.start, numel, remembered)
         if self._addressed is not None:
             self._addressed.add_addresses(listed, slots)
         return listed

@@ -9,6 +9,7 @@ from apex_npu.ops.elementwise import adadelta_, adagrad_, adam_, rmsprop_, sgd_
 from apex_npu.ops.encoded_calls import EncodedState, RunEncoding, prepared_encoded
 from apex_npu.ops.gather import (
     AddressTable,
+    accumulate_,
     as_real,
     cat_into,
     cats_lists,
@@ -44,6 +45,7 @@ __all__ = [
     "Matrices",
     "RunEncoding",
     "Segments",
+    "accumulate_",
     "adadelta_",
     "adagrad_",
     "adam_",

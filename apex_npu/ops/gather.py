@@ -63,6 +63,22 @@ def gather_(
         gather_torch.unscale_grads(list(slots), inv_scale, found_inf)
 
 
+def accumulate_(slots: list[Tensor], grads: list[Tensor], inv_scale: float, found_inf: Tensor | None) -> None:
+    """Add grad · inv_scale to the float32 slot, for each pair.
+
+    Args:
+        slots: Dense float32 tensors of one device that do not overlap.
+        grads: Tensors of the same shapes, of any floating dtype.
+        inv_scale: 1 / loss scale.
+        found_inf: float32, one element; set to 1 if an element of a sum is inf or nan. None if this is not checked.
+    """
+    if slots and gathers_in_one_pass(slots[0]) and all(grad.dtype in FLOATS for grad in grads):
+        extension.gather_cpu(slots, grads, inv_scale, found_inf, True)
+    elif slots:
+        torch._foreach_add_(slots, grads, alpha=inv_scale)
+        gather_torch.unscale_grads(slots, 1.0, found_inf)
+
+
 def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | None) -> None:
     """Multiply ``grads``, all of one device and dtype, by ``inv_scale``.
 

@@ -3,6 +3,7 @@
 #include "fused_optim/gather_cpu.h"
 
 #include <ATen/ops/copy.h>
+#include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 #include <atomic>
@@ -40,9 +41,14 @@ void check(const Borrowed& slots, const Borrowed& grads) {
 }  // namespace
 
 void gather_cpu(const Borrowed& slots, const Borrowed& grads, double inv_scale,
-                const std::optional<at::Tensor>& found_inf) {
+                const std::optional<at::Tensor>& found_inf, bool adds) {
   check(slots, grads);
+  for (size_t i = 0; adds && i < slots.size(); ++i) {
+    TORCH_CHECK_TYPE(slots[i]->scalar_type() == at::kFloat, "gather: gradients are added to float32, got ",
+                     slots[i]->toString(), " at index ", i);
+  }
   Pieces pieces;
+  std::vector<at::Tensor> copies;
   std::vector<Place> to, from;  // obtained by one thread: memory may have to be copied before it is written
   to.reserve(slots.size());
   from.reserve(slots.size());
@@ -51,10 +57,12 @@ void gather_cpu(const Borrowed& slots, const Borrowed& grads, double inv_scale,
     const at::Tensor &slot = *slots[i], &grad = *grads[i];
     const bool is_lazy = grad.is_neg() || grad._is_zerotensor();  // its memory is not what it reads as
     const bool copied = is_lazy || slot.strides() != grad.strides();
+    if (copied && adds) copies.push_back(at::empty_like(slot));
+    const at::Tensor& read = !copied ? grad : adds ? copies.back() : slot;
     // In the slot's order of elements. Resolved first: copy_ takes negated float16 for what it is without the sign.
-    if (copied) slot.copy_(grad.resolve_neg());
+    if (copied) read.copy_(grad.resolve_neg());
     to.emplace_back(slot, slot.mutable_data_ptr());
-    from.emplace_back(copied ? slot : grad, copied ? slot.const_data_ptr() : grad.const_data_ptr());
+    from.emplace_back(read, read.const_data_ptr());
     pieces.add_segment(static_cast<int64_t>(i), 0, slot.numel());
   });
   std::atomic<bool> bad{false};
@@ -65,7 +73,8 @@ void gather_cpu(const Borrowed& slots, const Borrowed& grads, double inv_scale,
     }
     const Piece& piece = pieces[i];
     const Place slot = to[piece.segment].from(piece.begin), grad = from[piece.segment].from(piece.begin);
-    if (unscale(slot, grad, inv_scale, piece.numel)) bad.store(true, std::memory_order_relaxed);
+    const auto pass = adds ? accumulate : unscale;
+    if (pass(slot, grad, inv_scale, piece.numel)) bad.store(true, std::memory_order_relaxed);
   });
   if (bad && found_inf.has_value()) *found_inf->mutable_data_ptr<float>() = 1.0f;
 }

@@ -30,7 +30,9 @@ APEX_NPU_INLINE void store(float value, BFloat16& x) { x = to_bfloat16(value); }
 // Elements.
 constexpr int64_t kAhead = 1024;
 
-// dst[i] = src[i] * inv_scale; returns whether an element of src is inf or nan. dst may be src.
+// dst[i] = src[i] * inv_scale, or with kAdds dst[i] += src[i] * inv_scale; returns whether an element of src, or of the
+// sums, is inf or nan. dst may be src.
+template <bool kAdds>
 struct Unscale {
   template <typename Dst, typename Src>
   APEX_NPU_INLINE bool operator()(Dst* dst, const Src* src, double inv_scale, int64_t n) const {
@@ -40,8 +42,14 @@ struct Unscale {
     Flag bad = 0;
     const auto body = [=](int64_t i) APEX_NPU_INLINE_LAMBDA -> Flag {
       const auto value = static_cast<Wide>(load(src[i]));
-      store(value * factor, dst[i]);
-      return not_finite(value);
+      if constexpr (kAdds) {
+        const auto sum = static_cast<Wide>(load(dst[i])) + value * factor;
+        store(sum, dst[i]);
+        return not_finite(sum);
+      } else {
+        store(value * factor, dst[i]);
+        return not_finite(value);
+      }
     };
     constexpr int64_t kLine = 64 / sizeof(Src);
     int64_t i = 0;
@@ -75,21 +83,45 @@ bool has_exponent(const Place& grad, Bits mask, int64_t n) {
 
 template <typename Src>
 bool unscale_from(const Place& slot, const Src* src, double inv_scale, int64_t n) {
+  using Copies = Unscale<false>;
   switch (slot.dtype) {
     case at::kFloat:
-      return vectorized(Unscale(), slot.as_written<float>(), src, inv_scale, n);
+      return vectorized(Copies(), slot.as_written<float>(), src, inv_scale, n);
     case at::kDouble:
-      return vectorized(Unscale(), slot.as_written<double>(), src, inv_scale, n);
+      return vectorized(Copies(), slot.as_written<double>(), src, inv_scale, n);
     case at::kBFloat16:
-      return vectorized(Unscale(), slot.as_written<BFloat16>(), src, inv_scale, n);
+      return vectorized(Copies(), slot.as_written<BFloat16>(), src, inv_scale, n);
     default: {
       // float16 is converted by functions of its own, block by block.
       bool bad = false;
       alignas(64) float values[kBlockNumel];
       for (int64_t done = 0; done < n; done += kBlockNumel) {
         const int64_t part = std::min(kBlockNumel, n - done);
-        bad |= vectorized(Unscale(), static_cast<float*>(values), src + done, inv_scale, part);
+        bad |= vectorized(Copies(), static_cast<float*>(values), src + done, inv_scale, part);
         narrow(values, slot.as_written<uint16_t>() + done, slot.dtype, part);
+      }
+      return bad;
+    }
+  }
+}
+
+// to(slot, grad) for memory of float32, float64 or bfloat16, with float16 gradients widened block by block.
+template <typename To>
+bool from_any(const Place& slot, const Place& grad, int64_t n, const To& to) {
+  switch (grad.dtype) {
+    case at::kFloat:
+      return to(slot, grad.as<float>(), n);
+    case at::kDouble:
+      return to(slot, grad.as<double>(), n);
+    case at::kBFloat16:
+      return to(slot, grad.as<BFloat16>(), n);
+    default: {
+      bool bad = false;
+      alignas(64) float values[kBlockNumel];
+      for (int64_t done = 0; done < n; done += kBlockNumel) {
+        const int64_t part = std::min(kBlockNumel, n - done);
+        widen(grad.as<uint16_t>() + done, grad.dtype, values, part);
+        bad |= to(slot.from(done), static_cast<const float*>(values), part);
       }
       return bad;
     }
@@ -99,26 +131,15 @@ bool unscale_from(const Place& slot, const Src* src, double inv_scale, int64_t n
 }  // namespace
 
 bool unscale(const Place& slot, const Place& grad, double inv_scale, int64_t n) {
-  switch (grad.dtype) {
-    case at::kFloat:
-      return unscale_from(slot, grad.as<float>(), inv_scale, n);
-    case at::kDouble:
-      return unscale_from(slot, grad.as<double>(), inv_scale, n);
-    case at::kBFloat16:
-      return unscale_from(slot, grad.as<BFloat16>(), inv_scale, n);
-    default: {
-      bool bad = false;
-      alignas(64) float values[kBlockNumel];
-      Place to = slot;
-      const int64_t slot_size = static_cast<int64_t>(c10::elementSize(slot.dtype));
-      for (int64_t done = 0; done < n; done += kBlockNumel, to.data += kBlockNumel * slot_size) {
-        const int64_t part = std::min(kBlockNumel, n - done);
-        widen(grad.as<uint16_t>() + done, grad.dtype, values, part);
-        bad |= unscale_from(to, static_cast<const float*>(values), inv_scale, part);
-      }
-      return bad;
-    }
-  }
+  return from_any(slot, grad, n, [=](const Place& to, const auto* src, int64_t count) {
+    return unscale_from(to, src, inv_scale, count);
+  });
+}
+
+bool accumulate(const Place& slot, const Place& grad, double inv_scale, int64_t n) {
+  return from_any(slot, grad, n, [=](const Place& to, const auto* src, int64_t count) {
+    return vectorized(Unscale<true>(), to.as_written<float>(), src, inv_scale, count);
+  });
 }
 
 bool has_nonfinite(const Place& grad, int64_t n) {

@@ -45,6 +45,9 @@ struct Place {
 // may be float16, bfloat16, float32 or float64, and they may be one place.
 bool unscale(const Place& slot, const Place& grad, double inv_scale, int64_t n);
 
+// slot[i] += grad[i] * inv_scale for n elements of a float32 slot; returns whether a sum is inf or nan.
+bool accumulate(const Place& slot, const Place& grad, double inv_scale, int64_t n);
+
 // Whether one of n elements is inf or nan.
 bool has_nonfinite(const Place& grad, int64_t n);
 

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <cstring>
 
 #include "fused_optim/pieces.h"
@@ -18,6 +19,16 @@ bool is_plain(const at::Tensor& t) {
          !t.unsafeGetTensorImpl()->is_python_dispatch() && !t.is_neg() && !t.is_conj() && !t._is_zerotensor() &&
          t.is_non_overlapping_and_dense();
 }
+
+// Whether a byte of n is not 0.
+struct HasBits {
+  APEX_NPU_INLINE bool operator()(const uint8_t* bytes, int64_t n) const {
+    uint8_t bits = 0;
+#pragma omp simd reduction(| : bits)
+    for (int64_t i = 0; i < n; ++i) bits |= bytes[i];
+    return bits != 0;
+  }
+};
 
 }  // namespace
 
@@ -41,6 +52,29 @@ std::vector<int64_t> zero_grads_cpu(const Borrowed& tensors) {
     std::memset(data[piece.segment] + piece.begin, 0, piece.numel);
   });
   return others;
+}
+
+bool are_zero_grads_cpu(const Borrowed& tensors) {
+  std::vector<const uint8_t*> data;
+  Pieces pieces;  // of bytes
+  bool are_plain = true;
+  look_at_grads(tensors, [&](const at::Tensor& grad, size_t) {
+    if (!grad.defined() || !are_plain) return;
+    are_plain = is_plain(grad);
+    if (!are_plain) return;
+    pieces.add_segment(static_cast<int64_t>(data.size()), 0, static_cast<int64_t>(grad.nbytes()));
+    data.push_back(static_cast<const uint8_t*>(grad.const_data_ptr()));
+  });
+  if (!are_plain) return false;
+  std::atomic<bool> found{false};
+  pieces.parallel_for_each([&](size_t i) {
+    if (found.load(std::memory_order_relaxed)) return;
+    const Piece& piece = pieces[i];
+    if (vectorized(HasBits(), data[piece.segment] + piece.begin, piece.numel)) {
+      found.store(true, std::memory_order_relaxed);
+    }
+  });
+  return !found;
 }
 
 }  // namespace apex_npu

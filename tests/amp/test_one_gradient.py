@@ -168,6 +168,48 @@ def test_cleared_gradients_are_gone(of, set_to_none):
         assert torch.equal(grad, p.grad)
 
 
+@pytest.mark.parametrize("between", ["nothing", "in place", "data", "assigned", "accumulated"])
+@pytest.mark.parametrize("kind", ["fused", "folded", "torch"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_zeros_stay_gradients_as_in_torch(level, kind, between):
+    """``zero_grad(set_to_none=False)``: weight decay and momentum go on, and what a script adds to zeros counts."""
+    cls = torch.optim.SGD if kind == "torch" else optimizers.NpuFusedSGD
+    rule = {"lr": 0.05, "momentum": 0.5, "weight_decay": 0.25}
+    model = make_model()
+    options = {"fuse_unscale": True} if kind == "folded" else {}
+    optimizer = cls(model.parameters(), **rule)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=SCALE, verbosity=0, **options)
+    params = [nn.Parameter(value.clone()) for value in model.state_dict().values()]
+    reference = torch.optim.SGD(params, **rule)
+    for step in range(4):
+        first = dict(model.named_parameters())["0.weight"]
+        for _ in range(2 if between == "accumulated" else 1):
+            with amp.scale_loss((first.float() * (step + 1)).sum(), optimizer) as scaled:
+                scaled.backward()
+            # The others are not in the loss; their zeros stay from the second step on.
+            params[0].grad = torch.full_like(params[0], step + 1.0) + (0 if params[0].grad is None else params[0].grad)
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad(set_to_none=False)
+        reference.zero_grad(set_to_none=False)
+        if step == 0:
+            for p, q in zip(model.parameters(), params, strict=True):
+                if p.grad is None:
+                    p.grad, q.grad = torch.zeros_like(p), torch.zeros_like(q)
+        bias, its = dict(model.named_parameters())["0.bias"], params[1]
+        if between == "in place":
+            bias.grad.add_(0.5)
+            its.grad.add_(0.5)
+        elif between == "data":
+            bias.grad.data.add_(0.5)
+            its.grad.data.add_(0.5)
+        elif between == "assigned":
+            bias.grad = torch.full_like(bias, 0.5)
+            its.grad = torch.full_like(its, 0.5)
+    for value, want in zip(model.state_dict().values(), params, strict=True):
+        torch.testing.assert_close(value, want.detach(), rtol=1e-5, atol=1e-6)
+
+
 def test_an_exception_leaves_the_gradients_that_there_were():
     model, optimizer = start()
     backward(model, optimizer, 0)

@@ -9,7 +9,7 @@ import torch
 from devices import DEVICE
 from torch.testing._internal.two_tensor import TwoTensor  # a subclass that has no memory but that of two inside
 
-from apex_npu.ops import gather_, gather_torch, gathers_in_one_pass, unscale_grads
+from apex_npu.ops import accumulate_, gather_, gather_torch, gathers_in_one_pass, unscale_grads
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 SHAPES = [(3, 5), (), (0,), (17,), (2, 3, 4), (40_000,)]
@@ -50,6 +50,33 @@ def test_every_element_is_looked_at(dtype, bad, where):
     gather_(slots, make(dtype), 0.5, found_inf)
     assert found_inf.item() == 1  # what was found earlier stays
     gather_(slots, grads)  # without found_inf
+
+
+@pytest.mark.parametrize("bad", [None, math.inf, math.nan])
+@pytest.mark.parametrize("source", DTYPES)
+def test_gradients_are_added_in_float32_and_the_sums_are_checked(source, bad):
+    grads = make(source)
+    grads[4] = grads[4].transpose(0, 2).contiguous().transpose(0, 2)  # other strides than its slot
+    slots = [torch.full(g.shape, 0.25, device=DEVICE) for g in grads]
+    expected = [slot.double() + grad.float().double() * 2.0**-10 for slot, grad in zip(slots, grads, strict=True)]
+    if bad is not None:
+        slots[3][11] = bad
+        expected[3][11] = bad
+    found_inf = torch.zeros(1, device=DEVICE)
+    accumulate_(slots, grads, 2.0**-10, found_inf)
+    for slot, want in zip(slots, expected, strict=True):
+        torch.testing.assert_close(slot.double(), want, rtol=2.0**-23, atol=0.0, equal_nan=True)
+    assert bool(found_inf) is (bad is not None)
+    accumulate_(slots, grads, 2.0**-10, None)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the C++ kernel")
+def test_gradients_are_added_to_float32_alone():
+    slot, grad = torch.zeros(3, dtype=torch.float16), torch.ones(3, dtype=torch.float16)
+    if gathers_in_one_pass(slot):
+        with pytest.raises(TypeError, match="added to float32, got"):
+            accumulate_([slot], [grad], 1.0, None)
+    assert not slot.any()
 
 
 def test_the_largest_finite_numbers_are_finite():
