@@ -102,6 +102,14 @@ def test_nothing_is_installed_from_an_index_that_does_not_have_it():
     assert command.search('pip install --upgrade "apex-npu[timm]"')
 
 
+def test_benchmarks_that_pages_start_are_there():
+    pages = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CONTRIBUTING.md"]
+    pages += [path for folder in ("docs", "benchmarks", "examples", "patch") for path in (ROOT / folder).rglob("*.md")]
+    for page in pages:
+        named = re.findall(r"\bbenchmarks/[\w/]+\.(?:py|sh)\b", page.read_text(encoding="utf-8"))
+        assert not [path for path in named if not (ROOT / path).exists()], page
+
+
 def test_contributing_names_files_that_exist():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     folders = [ROOT / name for name in ("apex_npu", "docs", "scripts", "tests")]
