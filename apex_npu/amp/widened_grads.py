@@ -283,6 +283,11 @@ class WidenedGrads(GradGroup):
 
     def _add_to_aside(self, inv_scale: float, found_inf: Tensor | None) -> None:
         """Put the gradients set aside back, with the new gradients added."""
+        flat = self._grads.sum_into_slots(self._aside.grads, inv_scale) if isinstance(self._grads, FlatGrads) else None
+        if flat is not None:
+            self._put_back()
+            unscale_grads([flat], 1.0, found_inf)
+            return
         dense: list[tuple[Tensor, Tensor]] = []
         sparse: list[Tensor] = []
         for slot, grad in self._aside.grads.items():

@@ -8,7 +8,7 @@ no copy may stay where they are. ``grad_slots.py`` has the states of gradients, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -362,6 +362,29 @@ class FlatGrads:
             self.params, memory.slots, memory.shapes, self.offsets, self.total_numel
         )
         return self.is_packed
+
+    def sum_into_slots(self, held: Mapping[int, Tensor], inv_scale: float) -> Tensor | None:
+        """Add the present 16-bit gradients times ``inv_scale`` to the slots, in few launches for any number of them.
+
+        Args:
+            held: Maps the indices of parameters to gradients that they had before; these must be in their slots.
+            inv_scale: 1 / loss scale.
+
+        Returns:
+            The buffer, or None with nothing changed: on a CPU, or if the gradients are not alike. Slots that are not in
+            ``held`` have arbitrary values afterwards.
+        """
+        views = self.memory.views
+        if self.device.type == "cpu" or self.is_sharded or any(views[i] is not grad for i, grad in held.items()):
+            return None
+        memory = self.memory
+        if not packed_grads.pack_grads(self.params, memory.slots, memory.shapes, self.offsets, self.total_numel):
+            return None
+        packed = next(p.grad for p in self.params if p.grad is not None)
+        assert packed is not None
+        flat = self.flat
+        flat.add_(packed_grads.packed_in(packed), alpha=inv_scale)
+        return flat
 
     def _find_packed(self) -> bytes | None:
         """Return the states if all gradients that exist are packed; else None, until ``pack`` is called again."""

@@ -15,11 +15,12 @@ from apex_npu import amp, optimizers
 LEVELS = {"O2": torch.float16, "O5": torch.bfloat16}
 
 
-def make(level="O2", cls=optimizers.NpuFusedAdam, model=None):
+def make(level="O2", cls=optimizers.NpuFusedAdam, model=None, **options):
     torch.manual_seed(0)
     layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 8), nn.Linear(8, 2)]
     model = (model or nn.Sequential(*layers)).to(DEVICE)
-    return amp.initialize(model, cls(model.parameters(), lr=1e-2), opt_level=level, loss_scale=64.0, verbosity=0)
+    optimizer = cls(model.parameters(), lr=1e-2)
+    return amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0, **options)
 
 
 def step(model, optimizer, number=0):
@@ -71,6 +72,31 @@ def test_one_copy_for_all_parameters():
             optimizer.zero_grad()
         amp.shutdown()
         return counted.launches
+
+    assert launches(4) == launches(30)
+
+
+@pytest.mark.parametrize("fuse_unscale", [False, True])
+def test_accumulation_launches_equally_often_for_any_number_of_parameters(fuse_unscale):
+    def launches(count):
+        model, optimizer = make(
+            model=nn.Sequential(*[nn.Linear(4, 4) for _ in range(count)]), fuse_unscale=fuse_unscale
+        )
+        found = []
+        for _ in range(2):
+            for _ in range(2):
+                loss = model(torch.ones(2, 4, device=DEVICE)).sum()
+                block = amp.scale_loss(loss, optimizer)
+                with SIMULATOR.count() as entered:
+                    scaled_loss = block.__enter__()
+                scaled_loss.backward()
+                with SIMULATOR.count() as left:
+                    block.__exit__(None, None, None)
+                found.append((entered.launches, left.launches))
+            optimizer.step()
+            optimizer.zero_grad()
+        amp.shutdown()
+        return found[-1]
 
     assert launches(4) == launches(30)
 
