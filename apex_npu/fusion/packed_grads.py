@@ -17,7 +17,7 @@ from torch import Tensor
 from apex_npu.fusion.grad_copier import GradCopier
 from apex_npu.fusion.grad_slots import GradSlots, dispatches_in_python
 from apex_npu.fusion.many_tensors import grads_of, set_grads
-from apex_npu.ops import LOW_PRECISION
+from apex_npu.ops import LOW_PRECISION, cats_lists
 
 # Gradients of so many elements are packed: a float32 buffer of fewer takes 32 MiB at most, and stays from step to step.
 PACKED_NUMEL = 1 << 23
@@ -48,11 +48,13 @@ def pack_grads(
     if not _can_be_packed(grads):
         return False
     known: Any = slots
-    flat = torch.zeros(total_numel, dtype=grads[0].dtype, device=grads[0].device)
+    # One launch copies the zeros between neighbours along.
+    pads = len(indices) == len(shapes) and cats_lists(grads[0].device)
+    flat = (torch.empty if pads else torch.zeros)(total_numel, dtype=grads[0].dtype, device=grads[0].device)
     views = known.views_in(flat)
     if len(indices) < len(views):
         views, params = ([tensors[i] for i in indices] for tensors in (views, params))
-    GradCopier(flat, offsets, shapes).copy_in(indices, views, grads)
+    GradCopier(flat, offsets, shapes, pads=pads).copy_in(indices, views, grads)
     set_grads(list(params), views)
     return True
 

@@ -34,9 +34,9 @@ UPDATES = [
 # part of a step of Adam, opt_level, fuse_unscale; launches: NOW, GOAL.
 PARTS = [
     ("unscale and check", "O0", False, 1, 3),
-    ("unscale and check", "O2", False, 1, 3),
+    ("unscale and check", "O2", False, 3, 3),  # new gradients are joined, and added to float32 ones
     ("unscale and check", "O0", True, 0, 3),  # the norm looks for overflow, too
-    ("unscale and check", "O2", True, 0, 3),
+    ("unscale and check", "O2", True, 2, 3),
     ("clip", "O0", False, 7, 5),
     ("clip", "O0", True, 1, 5),
     ("update", "O0", False, 7, 8),
