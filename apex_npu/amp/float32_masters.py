@@ -21,11 +21,13 @@ from apex_npu.fusion import (
     ModelParamBuffer,
     WriteTable,
     are_same,
+    increment_versions,
     is_dense,
     low_precision_of,
     not_combinable,
     swap_data,
 )
+from apex_npu.fusion.flat_buffer import leave_private_formats
 
 # A warning of step().
 UNCOUNTED = (
@@ -123,6 +125,7 @@ class Float32Masters(Masters):
             _value_of(p, fp32_values.get(id(p))) if value is None else value
             for p, value in zip(params, values, strict=True)
         ]
+        leave_private_formats([*params, *self._values])
         dtypes = dict(zip(map(id, self._params), self._dtypes, strict=True))
         self._dtypes = [dtypes.get(id(p), p.dtype) for p in params]
         self._params, self.own_values = params, [*self.own_values, *new]
@@ -178,7 +181,7 @@ class Float32Masters(Masters):
         self._take_written()
         indices = [self._index_of[id(p)] for p in self.own_values if id(p) in self._index_of]
         if indices and not self._open:
-            torch._foreach_copy_([self._values[i] for i in indices], [self._params[i] for i in indices])
+            _copy([self._values[i] for i in indices], [self._params[i] for i in indices])
 
     def _value(self, i: int) -> Tensor:
         return self._params[i].detach() if self._open else self._values[i]
@@ -250,6 +253,7 @@ class Float32Masters(Masters):
     def _fit(self, i: int) -> None:
         """Follow a parameter that a script has moved to another device, or given another shape."""
         param, value = self._params[i], self._values[i]
+        leave_private_formats([param])
         if value.shape != param.shape:
             self._values[i] = param.detach().float()
         elif value.device != param.device:
@@ -307,13 +311,14 @@ class Float32Masters(Masters):
     @torch.no_grad()
     def _round(self, indices: Sequence[int], skipped: Tensor | None = None) -> None:
         params, values = ([tensors[i] for i in indices] for tensors in (self._params, self._values))
-        if skipped is None:
-            if params:
-                torch._foreach_copy_(params, values)
-        else:
-            for param, value in zip(params, values, strict=True):
-                write_unless(skipped, param, value)
-        self._writes.note(self._params, list(indices))
+        try:
+            if skipped is None:
+                _copy(params, values)
+            else:
+                for param, value in zip(params, values, strict=True):
+                    write_unless(skipped, param, value)
+        finally:  # the next step rounds again what a failed launch has not: these are no writes of a script
+            self._writes.note(self._params, list(indices))
 
     def end_step(self, groups: Sequence[FusedGroup], skipped: Tensor | None = None) -> None:
         """See ``Masters``. A rule that writes both in one pass has rounded the values of its group already."""
@@ -380,7 +385,8 @@ def _take_differing(values: Sequence[Tensor], params: Sequence[Tensor]) -> None:
     while begin < len(params):
         end = begin + 1
         numel = params[begin].numel()
-        while end < len(params) and numel + params[end].numel() <= _CHUNK_NUMEL:
+        device = params[begin].device
+        while end < len(params) and params[end].device == device and numel + params[end].numel() <= _CHUNK_NUMEL:
             numel += params[end].numel()
             end += 1
         _take_differing_at_once(list(values[begin:end]), list(params[begin:end]))
@@ -392,3 +398,16 @@ def _take_differing_at_once(values: list[Tensor], params: list[Tensor]) -> None:
     torch._foreach_copy_(rounded, values)
     for value, param, low in zip(values, params, rounded, strict=True):
         torch.where(param.detach() != low, param.detach(), value, out=value)
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy ``sources`` to ``targets``. The list operators of torch_npu take one device, and count no write."""
+    by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        listed = by_device.setdefault(target.device, ([], []))
+        listed[0].append(target)
+        listed[1].append(source)
+    for device, (written, read) in by_device.items():
+        torch._foreach_copy_(written, read)
+        if device.type == "npu":
+            increment_versions(written)

@@ -27,10 +27,12 @@ class GradGroup:
         params: The parameters that the optimizer steps.
         flat: The buffer with the gradients of ``params``; None: each has separate memory.
         edited: The text of a warning that ``step`` emits; empty: no warning.
+        casts_in_backward: Autograd must cast gradients to the dtype of their parameter inside of a block.
     """
 
     flat: FlatGrads | None = None
     edited = ""
+    casts_in_backward = False
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params = list(params)

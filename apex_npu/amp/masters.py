@@ -164,7 +164,9 @@ def fp32_value(value: Tensor, master: Tensor | None) -> Tensor:
     exact = master.detach().to(value.device)
     # Weights that were written since the last step (a swapped-in moving average) are what is shown.
     rounded = exact.to(value.dtype)
-    return exact if torch.equal(rounded, value) else torch.where(rounded == value, exact, value.float())
+    if value.is_cpu and torch.equal(rounded, value):  # elsewhere the answer would have to be waited for
+        return exact
+    return torch.where(rounded == value, exact, value.float())
 
 
 @torch.no_grad()

@@ -217,6 +217,9 @@ def _special_block(args: BlockArgs, loss: Tensor, given: Any, delay: Delay | Non
         parts.append(Reaching(session))
     if ddps:
         parts.append(UnknownAverages(ddps))
+    if session.ddps or any(state.sync is not None for state in states):
+        for group in (group for _, groups in work for group in groups):
+            group.casts_in_backward = True  # reducers take gradients of the parameter's dtype alone
     views = _with_bucket_views(session, work)
     if views:
         parts.append(BucketViews(views))

@@ -128,9 +128,15 @@ class WidenedGrads(GradGroup):
         super().__init__([grads.full_params[slot] for slot in self._slots])
         self.flat = grads if slots is None and isinstance(grads, FlatGrads) else None
         self._aside = _Aside() if aside is None else aside
+        # LayerNorm's backward on an NPU returns float32 for 16-bit weights.
+        self.casts_in_backward = self.device.type == "npu"
+        self._accept(any_dtype=True)
+
+    def _accept(self, *, any_dtype: bool) -> None:
+        """Accept gradients of any dtype, as scripts assign float32 ones, or have backward cast to the parameter's."""
         for param in self.params if hasattr(Tensor, "grad_dtype") else ():
-            if param.dtype in LOW_PRECISION:
-                param.grad_dtype = None  # scripts also assign float32 gradients
+            if param.dtype in LOW_PRECISION and (any_dtype or param.grad is None or param.grad.dtype == param.dtype):
+                param.grad_dtype = None if any_dtype else param.dtype
 
     def adopt_from(self, former: Sequence[GradGroup]) -> None:
         """Take over the gradients of these parameters that ``former`` groups have set aside."""
@@ -165,6 +171,8 @@ class WidenedGrads(GradGroup):
             self._aside.unchecked = self._aside.grads.keys() & set(unchecked)
             drop_grads(self.params)
         self._aside.is_open = True
+        if self.casts_in_backward:
+            self._accept(any_dtype=False)
         return bool(self._aside.unchecked)
 
     def scale_sources_(self, factor: float) -> None:
@@ -184,6 +192,8 @@ class WidenedGrads(GradGroup):
         super().clip_(coefficient)
 
     def abandon_block(self, factor: float) -> None:
+        if self.casts_in_backward:
+            self._accept(any_dtype=True)
         if self._aside.delayed:
             self.scale_sources_(factor)
         else:
@@ -192,6 +202,8 @@ class WidenedGrads(GradGroup):
 
     def note_delayed(self) -> None:
         """See ``GradGroup``. If a script clears the delayed gradient, the one set aside is cleared, too."""
+        if self.casts_in_backward:
+            self._accept(any_dtype=True)
         self._aside.delayed, self._aside.is_open = True, False
         for slot in self._aside.grads:
             param = self._grads.full_params[slot]
@@ -258,6 +270,8 @@ class WidenedGrads(GradGroup):
 
     @torch.no_grad()
     def unscale_(self, inv_scale: float, found_inf: Tensor | None, *, share: bool = False) -> None:
+        if self.casts_in_backward:
+            self._accept(any_dtype=True)
         slots = None if len(self._slots) == len(self._grads.params) else self._slots
         if self._aside.are_zero:
             self._put_back_zeros(share=share)
@@ -289,18 +303,19 @@ class WidenedGrads(GradGroup):
             unscale_grads([flat], 1.0, found_inf)
             return
         dense: list[tuple[Tensor, Tensor]] = []
-        sparse: list[Tensor] = []
+        others: list[Tensor] = []
         for slot, grad in self._aside.grads.items():
             new = self._grads.full_params[slot].grad
             if new is not None and grad.layout == new.layout == torch.strided:
                 dense.append((grad, new.detach()))
-            elif new is not None:
-                self._aside.grads[slot] = total = grad + new.detach().float() * inv_scale
-                sparse.append(total if total.layout == torch.strided else total.coalesce().values())
+            else:
+                total = grad if new is None else grad + new.detach().float() * inv_scale
+                self._aside.grads[slot] = total
+                others.append(total if total.layout == torch.strided else total.coalesce().values())
         self._put_back()
         if dense:
             accumulate_([grad for grad, _ in dense], [new for _, new in dense], inv_scale, found_inf)
-        unscale_grads(sparse, 1.0, found_inf)
+        unscale_grads(others, 1.0, found_inf)
 
     def _put_back(self) -> None:
         aside, self._aside.grads, self._aside.unchecked = self._aside.grads, {}, set()

@@ -367,15 +367,16 @@ class FlatGrads:
         """Add the present 16-bit gradients times ``inv_scale`` to the slots, in few launches for any number of them.
 
         Args:
-            held: Maps the indices of parameters to gradients that they had before; these must be in their slots.
+            held: Maps the index of each parameter to the gradient that it had before; these must be in their slots.
             inv_scale: 1 / loss scale.
 
         Returns:
-            The buffer, or None with nothing changed: on a CPU, or if the gradients are not alike. Slots that are not in
-            ``held`` have arbitrary values afterwards.
+            The buffer, or None with nothing changed: on a CPU, or if the gradients are not alike.
         """
         views = self.memory.views
-        if self.device.type == "cpu" or self.is_sharded or any(views[i] is not grad for i, grad in held.items()):
+        if self.device.type == "cpu" or self.is_sharded or len(held) < len(self.params):
+            return None
+        if not views or any(views[i] is not grad for i, grad in held.items()):
             return None
         memory = self.memory
         if not packed_grads.pack_grads(self.params, memory.slots, memory.shapes, self.offsets, self.total_numel):
