@@ -310,7 +310,8 @@ class Float32Masters(Masters):
 
     @torch.no_grad()
     def _round(self, indices: Sequence[int], skipped: Tensor | None = None) -> None:
-        params, values = ([tensors[i] for i in indices] for tensors in (self._params, self._values))
+        params = list(map(self._params.__getitem__, indices))
+        values = list(map(self._values.__getitem__, indices))
         try:
             if skipped is None:
                 _copy(params, values)
