@@ -75,6 +75,37 @@ def train(model, optimizer, forward=None, steps=1):
         optimizer.zero_grad()
 
 
+class Float32Backward(torch.autograd.Function):
+    """A product whose backward returns float32 gradients for weights of any dtype, as kernels for NPUs do."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x)
+        return x * w.float()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return None, (grad * x).float()
+
+
+@check(*itertools.product(WITH_MASTERS, ("ddp", "combine_ddp"), ("fused", "torch")))
+def gradients_of_another_dtype_are_averaged(level, way, kind):
+    """Inside of a block autograd casts them; between blocks a script can still assign float32 ones."""
+    model = Weights(10.0)
+    model.forward = lambda x: Float32Backward.apply(x, model.w[0]).sum()
+    options = {"combine_grad": True, "combine_ddp": True} if way == "combine_ddp" else {}
+    model, optimizer = start(model, kind=kind, level=level, **options)
+    forward = DDP(model) if way == "ddp" else model
+    train(model, optimizer, forward)
+    assert_equal(model, 8.0)
+    backward(forward(own_input(dist.get_rank())), optimizer)
+    assert model.w[0].grad.dtype == torch.float32
+    model.w[0].grad = torch.full((3,), 1.0, device=DEVICE)
+    optimizer.step()
+    assert_equal(model, 7.0)
+
+
 def parallel(model, params=None, level="O1", kind="combine_grad"):
     options = {} if kind == "combine_grad" else {"combine_grad": True}
     return start(model, params, kind, level, combine_ddp=True, **options)
