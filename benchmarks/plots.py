@@ -52,8 +52,7 @@ COLOURS = {
     "with fuse_unscale": dict.fromkeys(INK, "#009E73"),
     "model": _OWN,
     "gradient": dict.fromkeys(INK, "#009E73"),
-    "master": dict.fromkeys(INK, "#E69F00"),
-    "its gradient": dict.fromkeys(INK, "#CC79A7"),
+    "float32 value": dict.fromkeys(INK, "#E69F00"),
     "state": _OTHER,
 }
 _MARKERS = {"O0": "o", "O1": "s", "O2": "D", "O4": "^", "O5": "v"}
@@ -249,7 +248,7 @@ def _memory(theme: str) -> Any:
     for row, choice in enumerate(choices):
         end = 0.0
         for part, nbytes in choice.parts().items():
-            label = {"its gradient": "master's gradient", "state": "Adam's moments"}.get(part, part)
+            label = {"state": "Adam's moments"}.get(part, part)
             shown = label if row == 0 else None
             axes.barh(row, nbytes, 0.4, end, label=shown, color=COLOURS[part][theme])
             end += nbytes
@@ -258,9 +257,9 @@ def _memory(theme: str) -> Any:
     axes.set_title("Bytes of a parameter with Adam")
     axes.set_xlabel("bytes, activations not counted")
     axes.set_yticks([])
-    axes.set_xlim(0, 22)
+    axes.set_xlim(0, 20)
     axes.set_ylim(-0.8, len(choices) - 0.5)
-    axes.set_xticks(range(0, 21, 4))
+    axes.set_xticks(range(0, 19, 4))
     axes.invert_yaxis()
     figure.legend(*axes.get_legend_handles_labels(), ncols=3, loc="outside lower center")
     return figure

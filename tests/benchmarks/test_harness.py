@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What the benchmarks conclude from numbers; that their variants compute what they are to; nothing is timed."""
 
+import collections
 import os
 import re
 import statistics
@@ -22,6 +23,9 @@ import torch
 from rounds import RESULTS, Spread, Stopwatch, in_turns, read_csv, steps_in_turns, write_csv
 from torch import nn
 from workloads import WORKLOADS, Bench, Gradients, numel
+
+from apex_npu import optimizers
+from apex_npu.optimizers.memory_choices import memory_choices
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -409,3 +413,14 @@ def test_bench_gpu_says_how_to_use_it_and_what_is_missing():
         without = subprocess.run(["bash", script], capture_output=True, text=True, env=environment)
         assert without.returncode == 2
         assert "PYTHON=... names another" in without.stderr
+
+
+def test_the_picture_of_memory_adds_up():
+    pytest.importorskip("matplotlib")
+    adam = optimizers.NpuFusedAdam([torch.nn.Parameter(torch.zeros(1))])
+    for theme in plots.INK:
+        (axes,) = plots._memory(theme).axes
+        bars = collections.Counter()
+        for bar in axes.patches:
+            bars[round(bar.get_y())] += bar.get_width()
+        assert [bars[row] for row in range(len(bars))] == [choice.total for choice in memory_choices(adam)]
