@@ -19,25 +19,37 @@ WriteTable::Entry WriteTable::entry_of(const at::Tensor& t) {
   // Inference tensors have no counter; a tensor subclass may have no memory.
   const c10::VariableVersion& counter = impl.version_counter();
   const int64_t version = counter.enabled() ? static_cast<int64_t>(counter.current_version()) : 0;
-  if (!impl.has_storage() || impl.is_python_dispatch()) return {version, nullptr};
-  const auto* begin = static_cast<const char*>(impl.unsafe_storage().data());
-  return {version, begin + impl.storage_offset() * static_cast<int64_t>(impl.itemsize())};
+  if (!impl.has_storage() || impl.is_python_dispatch()) return {version, nullptr, nullptr};
+  const c10::Storage& storage = impl.unsafe_storage();
+  const auto* begin = static_cast<const char*>(storage.data());
+  const int64_t offset = impl.storage_offset() * static_cast<int64_t>(impl.itemsize());
+  return {version, begin + offset, storage.unsafeGetStorageImpl()};
+}
+
+void WriteTable::record(size_t i, const at::Tensor& t) {
+  entries_[i] = entry_of(t);
+  if (entries_[i].storage == storages_[i]._unsafe_get_target()) return;
+  storages_[i] = entries_[i].storage == nullptr ? Storage(c10::intrusive_ptr<c10::StorageImpl>{})
+                                                : t.storage().getWeakStorageImpl();
 }
 
 void WriteTable::add(const Borrowed& tensors) {
   TORCH_CHECK_VALUE(tensors.size() >= entries_.size(), "WriteTable: expected at least ", entries_.size(),
                     " tensors, got ", tensors.size());
-  for (size_t i = entries_.size(); i < tensors.size(); ++i) entries_.push_back(entry_of(*tensors[i]));
+  const size_t known = entries_.size();
+  entries_.resize(tensors.size(), kNoGrad);
+  storages_.resize(tensors.size(), Storage(c10::intrusive_ptr<c10::StorageImpl>{}));
+  for (size_t i = known; i < tensors.size(); ++i) record(i, *tensors[i]);
 }
 
 void WriteTable::note(const Borrowed& tensors) {
   add(tensors);
-  look_at_each(tensors, prefetch_entry, [&](size_t i) { entries_[i] = entry_of(*tensors[i]); });
+  look_at_each(tensors, prefetch_entry, [&](size_t i) { record(i, *tensors[i]); });
 }
 
 void WriteTable::note(const Borrowed& tensors, const std::vector<int64_t>& indices) {
   add(tensors);
-  for (const int64_t i : indices) entries_.at(i) = entry_of(*tensors.at(i));
+  for (const int64_t i : indices) record(static_cast<size_t>(i), *tensors.at(i));
 }
 
 std::vector<int64_t> WriteTable::written(const Borrowed& tensors) {
@@ -56,7 +68,7 @@ std::vector<int64_t> WriteTable::write(const Borrowed& tensors) {
     const Entry now = entry_of(*tensors[i]);
     if (now != entries_[i]) indices.push_back(static_cast<int64_t>(i));
     increment_version(*tensors[i]);
-    entries_[i] = entry_of(*tensors[i]);
+    record(i, *tensors[i]);
   });
   // Parameters that were views of one tensor share a counter: what the later one has counted is no write to the other.
   if (!indices.empty()) note(tensors);

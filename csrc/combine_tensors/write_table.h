@@ -1,8 +1,10 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Remembers the version and the address of tensors, and says in one call which have been written or replaced since.
+// Remembers the version and the memory of tensors, and says in one call which have been written or replaced since.
 #pragma once
+
+#include <c10/core/StorageImpl.h>
 
 #include <cstdint>
 #include <utility>
@@ -12,7 +14,8 @@
 
 namespace apex_npu {
 
-// Holds numbers, not tensors, like SlotTable.
+// Holds no memory: its references to storages are weak. They keep other storages from being taken for these, whose
+// memory an allocator may give to the next tensor.
 class WriteTable {
  public:
   // Records those of `tensors` that have no entry yet: as many as there are entries are known. All others call it.
@@ -40,15 +43,23 @@ class WriteTable {
 
  private:
   struct Entry {
-    bool operator!=(const Entry& other) const { return version != other.version || address != other.address; }
+    bool operator!=(const Entry& other) const {
+      return version != other.version || address != other.address || storage != other.storage;
+    }
 
     int64_t version;
     const void* address;
+    const c10::StorageImpl* storage;
   };
-  static constexpr Entry kNoGrad = {-1, nullptr};
+  using Storage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+  static constexpr Entry kNoGrad = {-1, nullptr, nullptr};
   static Entry entry_of(const at::Tensor& t);
 
+  // entries_[i] = entry_of(t).
+  void record(size_t i, const at::Tensor& t);
+
   std::vector<Entry> entries_;
+  std::vector<Storage> storages_;  // of the entries; none of gradients
 };
 
 }  // namespace apex_npu

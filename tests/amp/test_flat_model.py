@@ -76,6 +76,7 @@ def test_one_copy_for_all_parameters():
     assert launches(4) == launches(30)
 
 
+@needs_counts()
 @pytest.mark.parametrize("fuse_unscale", [False, True])
 def test_accumulation_launches_equally_often_for_any_number_of_parameters(fuse_unscale):
     def launches(count):

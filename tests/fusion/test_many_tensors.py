@@ -163,6 +163,19 @@ def test_writes_are_counted_and_recorded_in_one_call():
     assert table.write(params) == []
 
 
+@pytest.mark.skipif(extension is None, reason="Python knows addresses alone")
+def test_other_memory_at_the_same_address_is_a_write():
+    """An allocator gives the memory of a tensor that was replaced to the next one."""
+    array = torch.zeros(6).numpy()
+    param, table = nn.Parameter(torch.from_numpy(array)), WriteTable()
+    table.note([param])
+    param.data = torch.from_numpy(array)
+    assert table.written([param]) == [0]
+    table.note([param], [0])
+    param.data = param.data.view(2, 3).view(6)  # the same memory
+    assert table.written([param]) == []
+
+
 def test_tensors_that_share_a_counter_are_not_written_by_what_counts_for_another():
     """As parameters that a script has made of views of one tensor."""
     base, table = torch.zeros(8, device=DEVICE), WriteTable()
