@@ -121,14 +121,15 @@ class Float32Masters(Masters):
         params = list({**former, **found}.values())
         new = [p for p in params if id(p) not in known]
         values = [known.get(id(p)) for p in params]
-        self._values = [
+        made = [
             _value_of(p, fp32_values.get(id(p))) if value is None else value
             for p, value in zip(params, values, strict=True)
         ]
-        leave_private_formats([*params, *self._values])
-        dtypes = dict(zip(map(id, self._params), self._dtypes, strict=True))
-        self._dtypes = [dtypes.get(id(p), p.dtype) for p in params]
-        self._params, self.own_values = params, [*self.own_values, *new]
+        leave_private_formats([*params, *made])
+        known_dtypes = dict(zip(map(id, self._params), self._dtypes, strict=True))
+        dtypes = [known_dtypes.get(id(p), p.dtype) for p in params]
+        self.own_values = [*self.own_values, *new]
+        self._params, self._values, self._dtypes = params, made, dtypes  # at once, also for an interrupt
         self._is_new = self._is_new or bool(new)
         buffers = self._buffers
         self._forget_memory_of_values()
