@@ -33,6 +33,7 @@ def start(
         **os.environ,
         "PYTHONPATH": PYTHONPATH,
         "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",
         "STORE": str(store),
         "WORLD_SIZE": str(processes),
         **environment,
@@ -99,10 +100,33 @@ def join(*, like_torchrun: bool = False) -> int:
         os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="localhost")
         if DEVICE.type == "npu":
             torch.npu.set_device(rank)
+    use_one_thread_per_group()
     store = distributed.FileStore(os.environ["STORE"], world)
     timeout = timedelta(seconds=HANG_TIMEOUT)
     distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     return rank
+
+
+def use_one_thread_per_group() -> None:
+    """Make each group of gloo run its collectives by one thread.
+
+    torch starts two, which assign to one string without a lock (``pgStatus_->lastCompletedWorkName`` in
+    ``ProcessGroupGloo::runLoop``). Where a reduction and a gather end at the same time, as under ``fully_shard``, one
+    of the threads may write to memory that the other has freed: the process ends by SIGSEGV, once in some ten runs
+    on a machine that is busy.
+    """
+    from torch.distributed import ProcessGroupGloo
+
+    init = ProcessGroupGloo.__init__
+
+    def init_with_one_thread(group: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        options = ProcessGroupGloo._Options()
+        options._devices = [ProcessGroupGloo.create_default_device()]
+        options._threads = 1
+        options._timeout = timeout
+        init(group, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = init_with_one_thread  # type: ignore[method-assign]
 
 
 def leave() -> None:
