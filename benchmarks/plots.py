@@ -244,7 +244,7 @@ def _memory(theme: str) -> Any:
     from apex_npu.optimizers.memory_choices import memory_choices
 
     choices = memory_choices(NpuFusedAdam([torch.nn.Parameter(torch.zeros(1))]))
-    figure, axes = plt.subplots(figsize=(WIDTH, 5.2))
+    figure, axes = plt.subplots(figsize=(WIDTH, 5.8))
     for row, choice in enumerate(choices):
         end = 0.0
         for part, nbytes in choice.parts().items():

@@ -158,7 +158,7 @@ def guide(page: str) -> list[str]:
 PRINTED = {
     "amp": [r"loss 0\.0\d\d", "True", r"\[\d+\.0, \d+\.0\]", r"torch\.float32"],
     "optimizers": [r"loss 0\.0\d\d", "True", "True", r"\[True, False\]", "True"],
-    "memory": [r"\{'exp_avg': torch\.bfloat16, .*\}", r"torch\.bfloat16", ".*(O5|rows).*"],
+    "memory": [r"\{'exp_avg': torch\.bfloat16, .*\}", r"torch\.bfloat16", ".*(O5|rows).*", "cpu"],
     "debug": [r"False \['body\.weight', .*\]", "advice: .*|    .*", ".*"],
     "distributed": [r"rank \d: (-?\d+\.\d+)", r"rank \d: (-?\d+\.\d+)", r"rank \d: (\(32, 8\) of \(64, 8\))"],
 }

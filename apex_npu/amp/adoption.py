@@ -51,7 +51,7 @@ def adopt(optimizer: Optimizer, session: Session, fp32_values: Mapping[int, Tens
 
 def _keeps_remainders(optimizer: Any, policy: Policy) -> bool:
     """Whether the float32 values are kept as remainders of 16 bits, which kernels of a CPU and a GPU read and write."""
-    if policy.store_param_remainders:
+    if policy.store_param_remainders or getattr(optimizer, "on_host", False):
         return True
     devices = {p.device.type for group in optimizer.param_groups for p in group["params"]}
     return (

@@ -32,6 +32,7 @@ from apex_npu.amp.preconditions import (
     check_masters,
     check_memory,
     check_nothing_averages,
+    check_on_host,
     check_own_groups,
     check_plain,
     check_remainders,
@@ -239,6 +240,7 @@ def initialize(
                 check_masters(optimizer_list)
             if policy.store_param_remainders:
                 check_remainders(optimizer_list)
+            check_on_host(left_to_amp, optimizer_list)
             if policy.fuse_unscale:
                 check_fusible(optimizers if isinstance(optimizers, list) else [optimizers])
             check_devices(session.device_types, model_list)

@@ -225,7 +225,7 @@ class PendingStep:
         if self.check is None or self.clip_coefficient is not None or not state.holds_scaled:
             return
         groups = state.grad_groups(optimizer)
-        if any(divides_in_update(group.device) for group in groups) or any_packed(groups):
+        if any(_divides_in_update(optimizer, group.device) for group in groups) or any_packed(groups):
             return
 
         def look() -> list[Tensor]:
@@ -261,6 +261,7 @@ class PendingStep:
             True if the step reads the scale from the optimizer, where torch.amp.GradScaler puts it, too.
         """
         first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+        divides = first is not None and _divides_in_update(optimizer, first.device)
         fuses = isinstance(optimizer, HasFusedGroups)
         # Code of the script reads the gradients.
         are_read = bool(optimizer._optimizer_step_pre_hooks) or getattr(optimizer, "reads_param_grads", False)
@@ -272,7 +273,7 @@ class PendingStep:
             first is None
             or are_read
             or not _takes_grad_scale(optimizer, first.device)
-            or (plain and not divides_in_update(first.device) and not any_packed(state.grad_groups(optimizer)))
+            or (plain and not divides and not any_packed(state.grad_groups(optimizer)))
         ):
             self.unscale_now_(state, state.grad_groups(optimizer))
             return False
@@ -359,6 +360,11 @@ class PendingStep:
 def _over(scale: float, coefficient: Tensor) -> Tensor:
     """Return the divisor that divides gradients by ``scale`` and multiplies them by ``coefficient``."""
     return torch.full_like(coefficient, scale).div_(coefficient)
+
+
+def _divides_in_update(optimizer: Any, device: torch.device) -> bool:
+    """True if the step of ``optimizer``, for parameters on ``device``, divides gradients without more launches."""
+    return getattr(optimizer, "on_host", False) or divides_in_update(device)
 
 
 def _takes_grad_scale(optimizer: Optimizer, device: torch.device) -> bool:

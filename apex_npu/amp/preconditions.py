@@ -249,6 +249,28 @@ def check_remainders(optimizers: list[Optimizer]) -> None:
             )
 
 
+def check_on_host(policy: Policy, optimizers: list[Optimizer]) -> None:
+    """Raise for optimizers with ``state_device="cpu"`` that cannot be stepped on the host under ``policy``.
+
+    Raises:
+        RuntimeError: ``policy`` averages gradients, or keeps float32 values whole, which would stay on the device. Or a
+            script has replaced the rule.
+    """
+    hosted = [optimizer for optimizer in optimizers if getattr(optimizer, "on_host", False)]
+    if hosted and policy.combine_ddp:
+        raise RuntimeError(
+            f"{type(hosted[0]).__name__} has state_device='cpu', and no buffers, in which combine_ddp=True averages "
+            "gradients: wrap the model in DistributedDataParallel, or leave state_device out"
+        )
+    if hosted and policy.master_weights:
+        if policy.store_param_remainders is False:
+            raise RuntimeError(
+                f"{type(hosted[0]).__name__} has state_device='cpu', and keeps float32 values as remainders: "
+                "leave store_param_remainders=False out"
+            )
+        check_remainders(hosted)
+
+
 def check_devices(device_types: list[str], models: list[nn.Module]) -> None:
     """Raise for tensors without memory or of inference mode, and for a call inside an autocast block."""
     if "meta" in device_types:

@@ -211,7 +211,7 @@ class RemainderMasters(Masters):
             for group in groups:
                 if group.own_states:
                     views: list[Any] = group.state_views(MASTER_PARAM)
-                    self._remember(dict(zip(group.params, views, strict=True)))
+                    self._remember(dict(zip(group.owners, views, strict=True)))
             self._groups = fused
         self._writes.note(self._stepped)
 

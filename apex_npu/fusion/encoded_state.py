@@ -95,8 +95,8 @@ class GroupEncoding:
         values, scales = self.buffers(name, group.param_flat.device, group.param_flat.numel())
         is_master = self.formats[name] == torch.int16
         return [
-            EncodedView(values, scales, param if is_master else None, segment, param)
-            for segment, param in zip(self.segments, group.params, strict=True)
+            EncodedView(values, scales, owner if is_master else None, segment, param)
+            for segment, param, owner in zip(self.segments, group.params, group.owners, strict=True)
         ]
 
 

@@ -25,6 +25,9 @@ class GroupBuffers:
 
     Attributes:
         params: The parameters, of one dtype and device, dense, not overlapping.
+        owners: For each of ``params``, the tensor that states belong to: itself, or the parameter on an accelerator
+            that it is a host copy of.
+        chunk_of: For each of ``params``, the number of the chunk in which it is stepped; empty: there is one.
         places: For each parameter, the index of its entry of ``param_groups``, and its place there. Slots are in any
             order.
         param_flat: A 1-D tensor over the memory of all parameters.
@@ -46,7 +49,8 @@ class GroupBuffers:
 
     def __init__(self, params: Sequence[Tensor], param_flat: Tensor, offsets: Sequence[int]) -> None:
         """Wrap ``param_flat``, which holds ``params``; they count as one param group's until ``places`` are set."""
-        self.params = list(params)
+        self.params = self.owners = list(params)
+        self.chunk_of: list[int] = []
         self.places = [(0, place) for place in range(len(self.params))]
         self.param_flat = param_flat
         self.grads: FlatGrads | OwnGrad

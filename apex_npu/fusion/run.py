@@ -349,6 +349,8 @@ class Runs:
             None if state == NONE else (label, index)
             for label, (index, _), state in zip(labels, group.places, states, strict=True)
         ]
+        if group.chunk_of:
+            keys = [key and (key, chunk) for key, chunk in zip(keys, group.chunk_of, strict=True)]
         if group.encoding is not None:
             group.encoding.divide(keys)
         grads = group.grads

@@ -40,13 +40,22 @@ from apex_npu.fusion.grad_memory import GradMemory
 from apex_npu.fusion.grad_slots import InPlace
 from apex_npu.ops import Call, call_of_all, masks_writes
 from apex_npu.optimizers.capture import check_capture, check_captured_gradients, refusal
-from apex_npu.optimizers.checks import OfTorch, as_number, check_bool, check_of_torch, check_params, naming
+from apex_npu.optimizers.checks import (
+    OfTorch,
+    as_number,
+    check_bool,
+    check_of_torch,
+    check_on_host,
+    check_params,
+    check_state_device,
+    naming,
+)
 from apex_npu.optimizers.combined_accessors import CombinedAccessors
 from apex_npu.optimizers.failed_steps import end_failed_step
 from apex_npu.optimizers.fused_params import FusedParams
 from apex_npu.optimizers.scaler_argument import grad_scaler_of, handing_over
 from apex_npu.optimizers.shown_state import ShownState, StateSlot, decoded
-from apex_npu.optimizers.state_dicts import check_state_dict, copy_loaded, with_ranges
+from apex_npu.optimizers.state_dicts import check_state_dict, copy_loaded, with_ranges, without_tensors
 from apex_npu.optimizers.state_formats import StateDtype, StateFormats
 
 logger = logging.getLogger("apex_npu")
@@ -81,6 +90,10 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     ``stochastic_rounding`` also rounds bfloat16 parameters stochastically, which then need no masters.
     ``store_param_remainders`` keeps float32 values of 16-bit parameters in 2 bytes; ``state_dict()`` has these values
     as ``master_param``. Use it without amp, which does the same at O2 and O5, and for 16-bit DTensors.
+
+    ``state_device="cpu"`` keeps the state of parameters on a GPU or an NPU in host memory, and steps them there with
+    the kernels of the CPU: gradients travel to the host, and parameters back. For parameters on a CPU it has no effect.
+    It excludes ``capturable``, sharded parameters and combined buffers. docs/memory.md has the bytes.
 
     With ``capturable=True``, optimizers that take it can be captured in a CUDA graph, as torch's can. Steps are counted
     on the device, where ``state["step"]`` is. A learning rate that is a tensor on the device is read there. No step
@@ -127,6 +140,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     # The states that can be kept in formats other than float32. The rule's ``update`` must only pass them to its own
     # op, or read ``run.wide_state`` and call ``run.write_back``.
     encodable_states: ClassVar[tuple[str, ...]] = ()
+    # True with ``state_device="cpu"``.
+    on_host: bool = False
     # True: print when parameters had to be fused again, and why; "error": raise instead.
     check_combined_tensors: bool | Literal["error"] = False
 
@@ -147,6 +162,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         state_dtype: StateDtype = None,
         store_param_remainders: bool = False,
         stochastic_rounding: bool = False,
+        state_device: torch.device | str | None = None,
         **of_torch: Unpack[OfTorch],
     ) -> None:
         check_of_torch(type(self).__name__, of_torch)
@@ -167,6 +183,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
                 store_param_remainders=store_param_remainders,
                 stochastic_rounding=stochastic_rounding,
             )
+        self.on_host = check_state_device(type(self).__name__, state_device, capturable=capturable)
         self._forget_fusion()
         # Without a default learning rate every group must have its own; each is checked when it is added.
         if defaults.get("lr", 0.0) is not None:
@@ -303,6 +320,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         begun = updated = 0
         try:
             self._count(gathered, runs, found_inf)
+            for hosted in self._fused.hosted if not self.elementwise else ():
+                hosted.wait()
             self.before_updates(runs)
             for count, (update, operands, options) in self._updates(runs):
                 begun += count
@@ -330,16 +349,35 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         """The calls that update ``runs``, in order, each with the number of runs that it updates."""
         if getattr(self.update, "__func__", None) is not FusedOptimizer.update:
             _check_learning_rates(runs)  # before the first of several updates
-            return [(1, (self.update, pair, {})) for pair in runs]
+            calls: list[Call] = [(self.update, pair, {}) for pair in runs]
+            return [(1, call) for call in (self._sending(calls, runs) if self._fused.hosted else calls)]
         calls = list(starmap(self.call, runs))
+        if self._fused.hosted:
+            return [(1, call) for call in self._sending(calls, runs)]
         if self._prepares:
             calls = [run.prepared(call) for call, (run, _) in zip(calls, runs, strict=True)]
         joined = call_of_all(calls) if len(calls) > 1 else None
         return list(zip(repeat(1), calls, strict=False)) if joined is None else [(len(calls), joined)]
 
+    def _sending(self, calls: list[Call], runs: list[tuple[Run, ParamGroup]]) -> list[Call]:
+        """Return ``calls`` that wait for the gradients of their runs, and send the parameters to the accelerator."""
+        holders = {id(p): grads for grads in self._fused.hosted for p in grads.params}
+
+        def stepped(run: Run, update: Callable[..., Any], operands: tuple[Any, ...], options: dict[str, Any]) -> None:
+            grads = holders.get(id(run.params[0]))
+            if grads is not None:
+                grads.wait(run.slots)
+            update(*operands, **options)
+            if grads is not None:
+                grads.send(run)
+
+        return [(stepped, (run, *call), {}) for call, (run, _) in zip(calls, runs, strict=True)]
+
     def _gather(self) -> list[tuple[FusedGroup, bytes]]:
         """Make gradients readable by ``update``. Return, for each group, which slots have one and where it is."""
         found: list[tuple[FusedGroup, bytes]] = []
+        for hosted in self._fused.hosted:
+            hosted.begin_step()
         # A gradient may alias a parameter, which is about to be written: it is copied unless it cannot alias one.
         in_place = InPlace.READ if self._all_in_slots else InPlace.WRITE
         for fused in self._fused.groups:
@@ -449,6 +487,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             with naming(type(self).__name__):
                 shards = self.elementwise or self.adds_up_parts or self.exchanges_parts
                 check_params(self.param_groups[-1]["params"], shards=shards)
+                if self.on_host:
+                    check_on_host(self.param_groups[-1]["params"])
                 self.state_formats.check(self.param_groups[-1]["params"])
         except (TypeError, ValueError):
             del self.param_groups[-1]
@@ -523,7 +563,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         def check_and_capture(_: Optimizer, final: dict[str, Any]) -> dict[str, Any]:
             check_state_dict(self, final)
             loaded.update(final)
-            return with_ranges(final)
+            return with_ranges(without_tensors(final) if self.on_host else final)
 
         # The last of the pre-hooks, so that it gets the state dict as a user's own hooks have changed it.
         handle = self.register_load_state_dict_pre_hook(check_and_capture)
@@ -539,7 +579,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """The attributes that torch's optimizers pickle, and the flags that are not in ``defaults``."""
-        names = ("_step_supports_amp_scaling", "capturable", "set_grad_none", "state_formats")
+        names = ("_step_supports_amp_scaling", "capturable", "set_grad_none", "state_formats", "on_host")
         flags = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **flags}
 
@@ -553,7 +593,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     # Fusion
 
     def _forget_fusion(self) -> None:
-        self._fused = FusedParams()
+        self._fused = FusedParams(on_host=self.on_host, in_chunks=self.elementwise)
         self._flat_grads: list[FlatGrads] = []
         self._lending: list[GradMemory] = []
         self._shown = ShownState()

@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+from apex_npu._extension import require_extension
 from apex_npu.backends import for_device
 from apex_npu.fusion import is_dense, wraps_tensors
 from apex_npu.fusion.shards import is_partial, is_sharded
@@ -176,6 +177,41 @@ def check_params(params: Sequence[Tensor], *, shards: bool = True) -> None:
                 f"parameter {i} of shape {tuple(p.shape)} and strides {p.stride()} does not fill its memory: its "
                 "elements have gaps between them, or share memory. Fused optimizers cannot step it. Replace it in the "
                 "module by a dense copy before you make the optimizer: nn.Parameter(p.detach().contiguous())"
+            )
+
+
+def check_state_device(owner: str, state_device: Any, *, capturable: bool) -> bool:
+    """Return whether the optimizer ``owner`` keeps the state of an accelerator's parameters on the host.
+
+    Raises:
+        ValueError: ``state_device`` is neither None nor the CPU, or the optimizer is ``capturable``.
+        RuntimeError: The C++ extension is missing.
+    """
+    if state_device is None:
+        return False
+    if str(state_device) != "cpu":
+        raise ValueError(
+            f"{owner}: state_device must be 'cpu', or None for the device of each parameter, got {state_device!r}"
+        )
+    if capturable:
+        raise ValueError(
+            f"{owner}: state_device='cpu' steps on the host, where a CUDA graph cannot capture it: leave capturable out"
+        )
+    require_extension("state_device='cpu'")
+    return True
+
+
+def check_on_host(params: Sequence[Tensor]) -> None:
+    """Require parameters that can be stepped on the host.
+
+    Raises:
+        ValueError: One is sharded.
+    """
+    for i, p in enumerate(params):
+        if is_sharded(p):
+            raise ValueError(
+                f"parameter {i} of shape {tuple(p.shape)} is a DTensor, which state_device='cpu' does not support: "
+                "pass fully_shard offload_policy=CPUOffloadPolicy(), which keeps parameters and state on the host"
             )
 
 

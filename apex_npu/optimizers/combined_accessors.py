@@ -71,6 +71,12 @@ class CombinedAccessors(HasFusedGroups):
                 "would hold a part. Work on the parameters and gradients themselves, as DTensors, or on their "
                 "to_local(); clip_optimizer_grad_norm_fused takes the norm over all processes"
             )
+        if self._fused.hosted:
+            raise RuntimeError(
+                f"{type(self).__name__} has state_device='cpu', with which parameters and gradients stay where the "
+                "model has them, in no common buffer. Work on the parameters and gradients themselves; "
+                "clip_optimizer_grad_norm_fused takes their norm"
+            )
         require_extension("a combined buffer")
         leading = {id(p) for p in self.leading_params()}
         found = combined(self._fused.groups, leading)

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The buffers of an optimizer's parameters, which follow changes of the parameters by users.
 
-A sharded parameter is not fused itself, but this process's part of it, for which it is the full one.
+A sharded parameter is not fused itself, but this process's part of it, for which it is the full one. Likewise with
+``state_device`` the host copy of an accelerator's parameter is fused.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from apex_npu.fusion import (
     not_combinable,
     step_in_place,
 )
+from apex_npu.fusion.host_grads import HostGrads, host_copy_of
 from apex_npu.fusion.shards import cut_of, is_sharded, local_part
 from apex_npu.optimizers.checks import can_be_stepped, check_params, takes_part
 
@@ -36,19 +38,29 @@ class FusedParams:
         groups: In them every parameter that is trainable, or has had a gradient, in the order of the lists; or the part
             that stands for it.
         full_params: ``id(part)`` → the parameter that it stands for.
-        shards: The gradients of those groups that have parts of sharded parameters.
+        shards: The gradients of those groups that have parts of sharded parameters, or host copies.
+        hosted: The gradients of those groups that have host copies.
         listed: The lists of ``param_groups``, as they were fused.
         unfused: Those of them that are in no group: frozen so far.
         state_names: What the rule keeps for each entry of ``param_groups``.
         capturable: As of ``fuse``.
     """
 
-    def __init__(self) -> None:
-        """Nothing is fused yet."""
+    def __init__(self, *, on_host: bool = False, in_chunks: bool = True) -> None:
+        """Fuse nothing yet.
+
+        Args:
+            on_host: Step an accelerator's parameters on the host.
+            in_chunks: Step some of them while gradients of others arrive. A rule with norms adds up all of them first,
+                and its sums have the same bits only if they are not divided.
+        """
         self.capturable = False
+        self._on_host, self._in_chunks = on_host, in_chunks
+        self._copies: dict[int, Tensor] = {}  # the host copies, by the identity of their parameters
+        self.hosted: list[HostGrads] = []
         self.groups: list[FusedGroup] = []
         self.full_params: dict[int, Tensor] = {}
-        self.shards: list[ShardGrads | OwnGrad] = []
+        self.shards: list[ShardGrads | OwnGrad | HostGrads] = []
         self.listed: list[list[Tensor]] = []
         self.unfused: list[Tensor] = []
         self.state_names: list[tuple[str, ...]] = []
@@ -61,13 +73,14 @@ class FusedParams:
         return self.full_params.get(id(param), param)
 
     def apart(self) -> list[Tensor]:
-        """The parameters whose gradients are in no buffer of amp's: all that nothing moves."""
-        found = [group for group in self.groups if isinstance(group.grads, OwnGrad)]
+        """The parameters whose gradients are in no buffer: those that do not move, or are stepped on the host."""
+        found = [group for group in self.groups if isinstance(group.grads, (OwnGrad, HostGrads))]
         return [self.full_param_of(p) for group in found for p in group.params]
 
     def buffered(self) -> list[FlatGrads]:
         """The buffers that gradients are in."""
-        return [group.grads for group in self.groups if isinstance(group.grads, FlatGrads)]
+        found = [group.grads for group in self.groups if isinstance(group.grads, FlatGrads)]
+        return [grads for grads in found if not isinstance(grads, HostGrads)]
 
     def is_any_sharded(self) -> bool:
         """True where one of the parameters is a DTensor."""
@@ -98,10 +111,11 @@ class FusedParams:
         known = {id(p) for group in self.groups for p in group.params}
         moved = [group.broken() for group in self.groups]
         self._report(moved, report)
-        parts = list(map(local_part, params))
+        copies = self._host_copies(params)
+        parts = [copies.get(id(p), p) for p in params] if copies else list(map(local_part, params))
         full_params = {id(part): p for part, p in zip(parts, params, strict=True) if part is not p}
         place_of = _places_in(lists, parts)
-        kind_of = {part: (state_names[index], cut_of(full_params.get(part))) for part, (index, _) in place_of.items()}
+        kind_of = {part: (state_names[index], _kind(full_params.get(part))) for part, (index, _) in place_of.items()}
         groups = self._still_fit(moved, kind_of)
         unfused = _without_members(parts, groups)
         ready = _ready(unfused, full_params)
@@ -125,12 +139,19 @@ class FusedParams:
         shards = _shard_grads(groups, full_params)
         if not same:
             wait_for_moved_parts(chain.from_iterable(grads.params for grads in shards))
+        hosted = _host_grads(groups, full_params, in_chunks=self._in_chunks) if copies else []
         for group in groups:
             _number(group, place_of)
         # All at once: an interrupt between two of them would leave parameters that no later call steps, or twice.
-        self.groups, self.unfused, self.full_params, self.shards = groups, unfused, full_params, shards
+        self.groups, self.unfused, self.full_params = groups, unfused, full_params
+        self.shards, self.hosted, self._copies = [*shards, *hosted], hosted, copies
         self.listed, self._params, self.state_names, self._moving = listed, parts, state_names, set()
         return not same
+
+    def _host_copies(self, params: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Return the host copies of ``params``, of those on an accelerator that take part in a step."""
+        chosen = [p for p in params if p.device.type != "cpu" and takes_part(p)] if self._on_host else []
+        return {id(p): host_copy_of(p, self._copies.get(id(p))) for p in chosen}
 
     def are_listed(self, lists: Sequence[list[Tensor]]) -> bool:
         """True where ``lists``, those of ``param_groups``, are those that were fused."""
@@ -211,6 +232,28 @@ class FusedParams:
             taken = [p for p in others if is_slot(p) and id(p) in kind_of]
             groups.extend(step_in_place(p, capturable=self.capturable) for p in taken)
         return groups
+
+
+def _kind(full_param: Tensor | None) -> object:
+    """Return what parts need to have in common to be in one buffer: their cut, or their accelerator."""
+    is_copied = full_param is not None and not is_sharded(full_param)
+    return full_param.device if is_copied else cut_of(full_param)  # type: ignore[union-attr]
+
+
+def _host_grads(groups: list[FusedGroup], full_params: dict[int, Tensor], *, in_chunks: bool) -> list[HostGrads]:
+    """Return the gradients of the ``groups`` of host copies, and make those that do not exist yet."""
+    found = []
+    for group in groups:
+        owners = [full_params[id(p)] for p in group.params if id(p) in full_params]
+        grads = group.grads
+        if not owners or not isinstance(grads, FlatGrads):
+            continue
+        if not isinstance(grads, HostGrads) or not are_same(grads.full_params, owners):
+            grads = group.grads = HostGrads(grads, owners)
+            group.owners, group.chunk_of = owners, grads.chunk_of if in_chunks else []
+            group.runs.forget()
+        found.append(grads)
+    return found
 
 
 def _places_in(lists: Sequence[list[Tensor]], parts: list[Tensor]) -> dict[int, tuple[int, int]]:

@@ -16,11 +16,14 @@ _BF16 = "state_dtype=torch.bfloat16"
 _INT8 = 'state_dtype="int8"'
 _WIDE = "store_param_remainders=False"
 _FOLDED = "fuse_unscale=True"
+_ON_HOST = 'state_device="cpu"'
 
 
 @dataclass(frozen=True)
 class MemoryChoice:
     """Bytes for each element of a parameter, beside activations, between a block and the step that follows.
+
+    They are those of the model's device.
 
     Attributes:
         name: The options that make it.
@@ -57,7 +60,7 @@ def memory_choices(optimizer: FusedOptimizer) -> list[MemoryChoice]:
 
         >>> adam = optimizers.NpuFusedAdam([torch.nn.Parameter(torch.zeros(1))])
         >>> [choice.total for choice in memory_choices(adam)]
-        [16, 16, 14, 10, 8.0625, 18, 16, 8]
+        [16, 16, 14, 10, 8.0625, 18, 16, 8, 4]
     """
     names = [name for name in optimizer.state_names(optimizer.param_groups[0]) if name not in optimizer.scalar_states]
 
@@ -82,6 +85,7 @@ def memory_choices(optimizer: FusedOptimizer) -> list[MemoryChoice]:
     options = ["O5, master_weights=False, stochastic_rounding=True"]
     options += [_BF16] if state(torch.bfloat16) < state() else []
     found.append(MemoryChoice(", ".join(options), 2, 2, 0, state(torch.bfloat16)))
+    found.append(MemoryChoice(f"O2, O5, {_FOLDED}, {_ON_HOST}", 2, 2, 0, 0))
     return found
 
 

@@ -102,6 +102,7 @@ class NpuFusedMuon(NpuFusedAdamW):
         state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
         store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly.
         stochastic_rounding: Round updated bfloat16 parameters stochastically.
+        state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
         of_torch: ``fused``, ``foreach`` and ``differentiable=False`` of torch's optimizer. No effect.
 
     Raises:
@@ -145,6 +146,7 @@ class NpuFusedMuon(NpuFusedAdamW):
         state_dtype: StateDtype = None,
         store_param_remainders: bool = False,
         stochastic_rounding: bool = False,
+        state_device: torch.device | str | None = None,
         **of_torch: Unpack[OfTorch],
     ) -> None:
         defaults = {
@@ -168,6 +170,7 @@ class NpuFusedMuon(NpuFusedAdamW):
             state_dtype=state_dtype,
             store_param_remainders=store_param_remainders,
             stochastic_rounding=stochastic_rounding,
+            state_device=state_device,
             **of_torch,
         )
 

@@ -53,6 +53,7 @@ class FusedNovoGrad(NormOptimizer):
         state_dtype: See ``FusedOptimizer``, of ``exp_avg``.
         store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly.
         stochastic_rounding: Round updated bfloat16 parameters stochastically.
+        state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
 
     Raises:
         ValueError: A value is out of range.
@@ -89,6 +90,7 @@ class FusedNovoGrad(NormOptimizer):
         state_dtype: StateDtype = None,
         store_param_remainders: bool = False,
         stochastic_rounding: bool = False,
+        state_device: torch.device | str | None = None,
     ) -> None:
         check_no_amsgrad("FusedNovoGrad", amsgrad)
         defaults = {
@@ -110,6 +112,7 @@ class FusedNovoGrad(NormOptimizer):
             state_dtype=state_dtype,
             store_param_remainders=store_param_remainders,
             stochastic_rounding=stochastic_rounding,
+            state_device=state_device,
         )
 
     def validate(self, group: ParamGroup) -> None:

@@ -57,6 +57,7 @@ class FusedAdam(FusedOptimizer):
             from zero in bfloat16, and to even in float16. Masters of float16 below 2⁻¹⁶ are off by at most 2⁻³⁹.
         state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
         stochastic_rounding: Round updated bfloat16 parameters stochastically.
+        state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
 
     Raises:
         ValueError: A value is out of range.
@@ -97,6 +98,7 @@ class FusedAdam(FusedOptimizer):
         store_param_remainders: bool = False,
         state_dtype: StateDtype = None,
         stochastic_rounding: bool = False,
+        state_device: torch.device | str | None = None,
     ) -> None:
         check_no_amsgrad("FusedAdam", amsgrad)
         if master_weight_dtype != torch.float32:
@@ -127,6 +129,7 @@ class FusedAdam(FusedOptimizer):
             state_dtype=state_dtype,
             store_param_remainders=store_param_remainders,
             stochastic_rounding=stochastic_rounding,
+            state_device=state_device,
         )
 
     def validate(self, group: ParamGroup) -> None:
@@ -250,6 +253,7 @@ class FusedSGD(NpuFusedSGD):
         state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
         store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly.
         stochastic_rounding: Round updated bfloat16 parameters stochastically.
+        state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
 
     Raises:
         ValueError: A value is out of range.
@@ -280,6 +284,7 @@ class FusedSGD(NpuFusedSGD):
         state_dtype: StateDtype = None,
         store_param_remainders: bool = False,
         stochastic_rounding: bool = False,
+        state_device: torch.device | str | None = None,
     ) -> None:
         check_bool("materialize_master_grads", materialize_master_grads)
         defaults = {
@@ -302,6 +307,7 @@ class FusedSGD(NpuFusedSGD):
             state_dtype=state_dtype,
             store_param_remainders=store_param_remainders,
             stochastic_rounding=stochastic_rounding,
+            state_device=state_device,
         )
 
     def validate(self, group: ParamGroup) -> None:
@@ -347,6 +353,7 @@ class FusedLAMB(NpuFusedLamb):
         state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
         store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly.
         stochastic_rounding: Round updated bfloat16 parameters stochastically.
+        state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
 
     Raises:
         ValueError: A value is out of range.
@@ -383,6 +390,7 @@ class FusedLAMB(NpuFusedLamb):
         state_dtype: StateDtype = None,
         store_param_remainders: bool = False,
         stochastic_rounding: bool = False,
+        state_device: torch.device | str | None = None,
     ) -> None:
         check_no_amsgrad("FusedLAMB", amsgrad)
         defaults = {
@@ -407,6 +415,7 @@ class FusedLAMB(NpuFusedLamb):
             state_dtype=state_dtype,
             store_param_remainders=store_param_remainders,
             stochastic_rounding=stochastic_rounding,
+            state_device=state_device,
         )
 
     def validate(self, group: ParamGroup) -> None:

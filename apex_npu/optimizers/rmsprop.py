@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
@@ -46,6 +47,7 @@ class NpuFusedRMSprop(FusedOptimizer):
         state_dtype: See ``FusedOptimizer``; with ``centered`` both averages stay float32.
         store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly.
         stochastic_rounding: Round updated bfloat16 parameters stochastically.
+        state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
         of_torch: ``fused``, ``foreach`` and ``differentiable=False`` of torch's optimizer. No effect.
 
     Raises:
@@ -82,6 +84,7 @@ class NpuFusedRMSprop(FusedOptimizer):
         state_dtype: StateDtype = None,
         store_param_remainders: bool = False,
         stochastic_rounding: bool = False,
+        state_device: torch.device | str | None = None,
         **of_torch: Unpack[OfTorch],
     ) -> None:
         defaults = {
@@ -101,6 +104,7 @@ class NpuFusedRMSprop(FusedOptimizer):
             state_dtype=state_dtype,
             store_param_remainders=store_param_remainders,
             stochastic_rounding=stochastic_rounding,
+            state_device=state_device,
             **of_torch,
         )
 

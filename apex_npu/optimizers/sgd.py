@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
@@ -43,6 +44,7 @@ class NpuFusedSGD(FusedOptimizer):
         state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
         store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly.
         stochastic_rounding: Round updated bfloat16 parameters stochastically.
+        state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
         of_torch: ``fused``, ``foreach`` and ``differentiable=False`` of torch's optimizer. No effect.
 
     Raises:
@@ -79,6 +81,7 @@ class NpuFusedSGD(FusedOptimizer):
         state_dtype: StateDtype = None,
         store_param_remainders: bool = False,
         stochastic_rounding: bool = False,
+        state_device: torch.device | str | None = None,
         **of_torch: Unpack[OfTorch],
     ) -> None:
         super().__init__(
@@ -96,6 +99,7 @@ class NpuFusedSGD(FusedOptimizer):
             state_dtype=state_dtype,
             store_param_remainders=store_param_remainders,
             stochastic_rounding=stochastic_rounding,
+            state_device=state_device,
             **of_torch,
         )
 

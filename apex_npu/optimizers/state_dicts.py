@@ -85,6 +85,16 @@ def with_ranges(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "param_groups": groups}
 
 
+def without_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return ``state_dict`` with numbers in place of tensors, all of which torch would copy to the accelerator."""
+
+    def emptied(value: Any) -> Any:
+        return torch.zeros((), dtype=value.dtype) if isinstance(value, Tensor) else value
+
+    state = {key: {name: emptied(value) for name, value in entry.items()} for key, entry in state_dict["state"].items()}
+    return {**state_dict, "state": state}
+
+
 def copy_loaded(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """Give ``optimizer``, which has loaded ``state_dict``, copies of its state, in the precision of what was saved.
 
@@ -111,7 +121,14 @@ def copies_of_loaded(optimizer: Any, state_dict: dict[str, Any]) -> Iterator[tup
     for index, param in _indexed_params(state_dict, optimizer.param_groups):
         for name, value in state_dict["state"].get(index, {}).items():
             if isinstance(value, Tensor) and name in optimizer.state[param]:
-                yield param, name, value.detach().to(param.device if value.dim() else value.device, copy=True)
+                device = (
+                    value.device
+                    if not value.dim()
+                    else torch.device("cpu")
+                    if getattr(optimizer, "on_host", False)
+                    else param.device
+                )
+                yield param, name, value.detach().to(device, copy=True)
 
 
 def _state_shapes(optimizer: Any, group: dict[str, Any], param: Tensor) -> dict[str, torch.Size]:

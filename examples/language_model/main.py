@@ -69,6 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--store-param-remainders", action="store_true", help="no float32 masters, but 16 bits beside the model")
     states = ["float32", "bfloat16", "int8"]
     add("--state-dtype", choices=states, default="float32", help="of the optimizer's moments (default %(default)s)")
+    add("--state-device", choices=["cpu"], help="keep the optimizer's state on the host, and step there")
     add("--fsdp", action="store_true", help="shard the model over the processes that torchrun has started")
 
     sample = parser.add_argument_group("what it writes at the end")
@@ -103,6 +104,8 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--fsdp: without --combine-grad, --compile and --opt-level O3")
     if args.store_param_remainders and (args.opt_level not in ("O2", "O5") or args.fsdp):
         parser.error("--store-param-remainders: with --opt-level O2 or O5 and without --fsdp")
+    if args.state_device and args.fsdp:
+        parser.error("--state-device: without --fsdp")
     if not args.prompt:
         parser.error("--prompt: a character at least is expected")
     if not args.temperature > 0:

@@ -126,7 +126,8 @@ def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": args.weight_decay},
         {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return optimizers.NpuFusedAdamW(groups, lr=args.lr, betas=(0.9, 0.99), state_dtype=args.state_dtype)
+    memory = {"state_dtype": args.state_dtype, "state_device": args.state_device}
+    return optimizers.NpuFusedAdamW(groups, lr=args.lr, betas=(0.9, 0.99), **memory)
 
 
 def make_muon(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
@@ -147,6 +148,7 @@ def make_muon(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
         weight_decay=args.weight_decay,
         adjust_lr_fn="match_rms_adamw",  # with which AdamW's learning rate suits matrices
         state_dtype=args.state_dtype,
+        state_device=args.state_device,
     )
 
 

@@ -54,6 +54,7 @@ LEVELS = [
     level("O4", "--state-dtype", "int8"),
     level("O5", "--store-param-remainders", "--state-dtype", "bfloat16"),
     level("O5", "--optimizer", "muon", "--state-dtype", "bfloat16"),
+    level("O5", "--state-device", "cpu", "--accumulate", "2"),
 ]
 
 
