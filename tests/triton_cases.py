@@ -106,7 +106,7 @@ def inside(aligned: bool = False) -> Tensor:
 
 
 def segments(dtype: torch.dtype = torch.float32, aligned: bool = False) -> list[Any]:
-    """Arguments of LAMB after ``model_param``: scratch and segments."""
+    """Arguments of LAMB after its states: scratch and segments."""
     starts, lengths = (torch.tensor(column) for column in zip(*places(aligned), strict=True))
     return [torch.zeros(NUMEL, dtype=wide_dtype(dtype)), starts, lengths, None]
 

@@ -323,15 +323,13 @@ class Float32Masters(Masters):
             self._writes.note(self._params, list(indices))
 
     def end_step(self, groups: Sequence[FusedGroup], skipped: Tensor | None = None) -> None:
-        """See ``Masters``. A rule that writes both in one pass has rounded the values of its group already."""
+        """See ``Masters``."""
         if self._open or not self._params:
             return
         if groups:
             self._lay_out(groups)
             for group, buffer in self._buffers:
-                if buffer.written != len(group.params):
-                    write_unless(skipped, buffer.flat, group.param_flat)
-                buffer.written = 0
+                write_unless(skipped, buffer.flat, group.param_flat)
                 if buffer.kept:
                     buffer.release_kept()
         self._round(self._loose if groups else range(len(self._params)), skipped)

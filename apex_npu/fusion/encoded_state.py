@@ -239,9 +239,11 @@ class EncodedRun(Run):
         encoding = group.encoding
         begin, _ = group.span(slots)
         segments = [s._replace(begin=s.begin - begin) for s in encoding.segments[slots.start : slots.stop]]
-        self._encoding = RunEncoding(segments)
+        # Before the run has set it up, which sets the number of the step there.
+        self._encoding = RunEncoding(group.param_flat, segments)
         self._encoding.stochastic_param = encoding.stochastic_param
         super().__init__(group, counts, slots, elsewhere=elsewhere)
+        self._encoding.param = self.param
         self._plain_state = self.state
         self.state = self._state
         self._encoded: dict[str, EncodedState] = {}
@@ -263,9 +265,9 @@ class EncodedRun(Run):
             self._encoded[name] = EncodedState(values[self._span], scales, self._encoding)
         return self._encoded[name]
 
-    def model_param(self) -> Any:
-        """Return the encoding, which holds the low-precision copy: see ``RunEncoding``."""
-        self._encoding.model_param = super().model_param()
+    @property
+    def operand(self) -> Any:
+        """See ``Run``."""
         return self._encoding_of_params()
 
     def prepared(self, call: Call) -> Call:
@@ -286,16 +288,13 @@ class EncodedRun(Run):
             return super().wide_state(name)
         return found.decode_run()
 
-    def write_back(self, param: Tensor, *, with_model: bool = False, **states: Tensor) -> None:
+    def write_back(self, param: Tensor, **states: Tensor) -> None:
         """See ``Run``."""
         kept = [(index, self._state(name), states[name]) for index, name in enumerate(states)]
         encoded = [(index, state, values) for index, state, values in kept if isinstance(state, EncodedState)]
         self._encoding.encode_run(param, self.param, encoded)
         if self._encoding.remainder is None and not self._encoding.stochastic_param and param is not self.param:
             self.param.copy_(param)
-        model_param = super().model_param() if with_model else None
-        if model_param is not None:
-            model_param.copy_(param)
 
     def _encoding_of_params(self) -> RunEncoding:
         if self._encoding.remainder is None and MASTER_PARAM in self._group.encoding.formats:

@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +33,6 @@ class GroupBuffers:
         grads: The gradients, laid out alike. A gradient of a parameter that is not moved may stay where it is.
         table: The place of each parameter when it was fused.
         kept: Parameters whose former memory may still be referenced from outside torch (a numpy array).
-        model_params: Returns the buffer of low-precision copies that rules write as well, or None if it is gone.
         has_buffer: Whether ``param_flat`` was made for the parameters; else it is the memory that a parameter had.
         encoding: A ``GroupEncoding`` if states are kept in fewer bytes than float32, else None.
         make_run: The class of the group's runs if states are encoded; None: ``Run``.
@@ -61,7 +59,6 @@ class GroupBuffers:
             self.grads = FlatGrads(self.params, offsets, param_flat.numel())
         self.table = SlotTable(self.params)
         self.kept = [p for p in self.params if not release_previous(p)]
-        self.model_params: Callable[[], ModelParamBuffer | None] = type(None)
         self._states: dict[str, _State] = {}
         self._scratch: dict[str, FlatBuffer] = {}
         self._used = bytearray(len(self.params))
@@ -175,9 +172,7 @@ class GroupBuffers:
         buffer = FlatBuffer(self.param_flat.numel(), moved[0].dtype, moved[0].device)
         slots = tuple(Slot(self.grads.offsets[i], t.numel(), t.numel()) for i, t in movable)
         buffer.adopt(moved, Layout(slots, tuple(range(len(slots))), buffer.flat.numel()))
-        found = ModelParamBuffer(buffer.flat, moved)
-        self.model_params = weakref.ref(found)
-        return found
+        return ModelParamBuffer(buffer.flat, moved)
 
 
 class _State(NamedTuple):
@@ -196,15 +191,11 @@ class ModelParamBuffer:
         params: The parameters.
         table: The places of their 16-bit data when it was moved here.
         kept: Parameters whose former memory may still be referenced from outside torch.
-        written: The number of parameters whose 16-bit data the last step has written.
-        parts: Slices of ``flat`` that runs have asked for, by their begin and end.
     """
 
     def __init__(self, flat: Tensor, params: Sequence[Tensor]) -> None:
         """Wrap ``flat``, which already holds ``params``."""
         self.flat = flat
-        self.written = 0
-        self.parts: dict[tuple[int, int], Tensor] = {}
         self.params = list(params)
         self.table = SlotTable(self.params)
         self.kept = [p for p in self.params if not release_previous(p)]

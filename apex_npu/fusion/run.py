@@ -118,6 +118,11 @@ class Run:
         """Return ``call``, of a rule on this run, prepared for a device that ``masks_writes``; see ``ops.prepared``."""
         return prepared(call, self.remember, elsewhere=self.elsewhere)
 
+    @property
+    def operand(self) -> Any:
+        """``param`` for the rule's own op, which also decodes and encodes it."""
+        return self.param
+
     def wide_param(self) -> Tensor:
         """Return ``param`` in the state's dtype: itself, or a copy that ``write_back`` rounds into it."""
         if self.param.dtype == self._group.state_dtype:
@@ -175,35 +180,19 @@ class Run:
         grad = self.scratch("grad").copy_(flat)
         return grad if self.grad_scale is None else grad.div_(self.grad_scale)
 
-    def model_param(self) -> Tensor | None:
-        """Return the low-precision copy of ``param``, for an op that writes both; None if there is none."""
-        group = self._of()
-        buffer = None if group is None else group.model_params()
-        if buffer is None:
-            return None
-        buffer.written += len(self.params)
-        bounds = (self._span.start, self._span.stop)
-        copy = buffer.parts.get(bounds)
-        if copy is None:
-            copy = buffer.parts[bounds] = buffer.flat[self._span]
-        return copy
-
     def wide_state(self, name: str) -> Tensor:
         """Return ``state(name)`` for operators other than the rules' own: itself, or a copy for ``write_back``."""
         return self.state(name)
 
-    def write_back(self, param: Tensor, *, with_model: bool = False, **states: Tensor) -> None:
+    def write_back(self, param: Tensor, **states: Tensor) -> None:
         """Round the result of ``wide_param``, changed by a rule, into ``param``; encode those of ``wide_state``.
 
         Args:
             param: The parameters.
-            with_model: Write ``model_param()``, too.
             states: All results of ``wide_state``, by name, in the order of the rule.
         """
         if param is not self.param:
             self.param.copy_(param)
-        if with_model and (model_param := self.model_param()) is not None:
-            model_param.copy_(param)
 
     def segments(self, *, rows: bool = False) -> Segments:
         """Return the range of each parameter in the flat tensors, or with ``rows``, of each row of its first dimension.

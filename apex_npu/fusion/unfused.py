@@ -210,17 +210,3 @@ def _entries_of(tensors: Sequence[Tensor | None]) -> tuple[list[int], list[int |
 def _differing(now: Sequence[int | None], before: Sequence[int | None]) -> list[int]:
     """Return the indices where two lists of numbers differ."""
     return [] if now == before else [i for i, (a, b) in enumerate(zip(now, before, strict=True)) if a != b]
-
-
-def _differs(param: Tensor, copy: Tensor) -> Tensor:
-    return (param.to(copy.dtype) != copy) & ~(param.isnan() & copy.isnan())
-
-
-def _same(rounded: Tensor, copy: Tensor) -> bool:
-    """True if both tensors have the same bits; NaNs of different bits are not equal."""
-    return torch.equal(rounded.view(torch.int16), copy.detach().view(torch.int16))
-
-
-def _is_pair(param: Tensor, copy: Tensor) -> bool:
-    plain = not wraps_tensors(param) and param.device.type == copy.device.type == "cpu"
-    return plain and param.dtype == torch.float32 and copy.dtype in LOW_PRECISION and param.shape == copy.shape

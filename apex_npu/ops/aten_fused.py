@@ -28,14 +28,13 @@ def sgd_(
     param: Tensor,
     grad: Tensor,
     momentum_buffer: Tensor | None,
-    model_param: Tensor | None = None,
     *,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     **options: Any,
 ) -> None:
     """Step ``elementwise.sgd_`` by torch's fused kernel if it takes the operands, else by the reference."""
-    operands, step = (param, grad, momentum_buffer, model_param), options["step"]
+    operands, step = (param, grad, momentum_buffer), options["step"]
     decays = options.get("decoupled", False) and options["weight_decay"] != 0
     # The buffer holds zeros before the first step, so dampening is the only difference of that step.
     dampened = momentum_buffer is not None and options["dampening"] != 0
@@ -52,11 +51,9 @@ def sgd_(
         options |= {"momentum": 0.0, "nesterov": False}  # torch would look for the buffer
     options["lr"], found_inf = _as_torch_reads(options["lr"]), _as_torch_reads(found_inf, flag=True)
     first = not isinstance(step, Tensor) and step == 1
-    for p, g, b, model in _pieces(operands, grad_scale):
+    for p, g, b in _pieces(operands, grad_scale):
         buffers = [] if b is None else [b]
         torch._fused_sgd_([p], [g], buffers, is_first_step=first, found_inf=found_inf, **options)
-        if model is not None:
-            model.copy_(p)
 
 
 def adam_(
@@ -65,18 +62,17 @@ def adam_(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     max_exp_avg_sq: Tensor | None,
-    model_param: Tensor | None = None,
     *,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     **options: Any,
 ) -> None:
     """Step ``elementwise.adam_`` by torch's fused kernel if it takes the operands, else by the reference."""
-    operands = (param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, model_param)
+    operands = (param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq)
     # torch has no option to leave out the bias correction, but at a very late step there is nothing to correct.
     corrects = options.get("bias_correction", True)
     steps = options["step"] if corrects else late_step(options["beta1"], options["beta2"])
-    if steps is None or not _one_dtype(grad, param, *operands[2:5]):
+    if steps is None or not _one_dtype(grad, param, *operands[2:]):
         elementwise.adam_.reference(*operands, grad_scale=grad_scale, found_inf=found_inf, **options)
         return
     kernel = torch._fused_adamw_ if options.pop("decoupled") else torch._fused_adam_
@@ -85,11 +81,9 @@ def adam_(
     options["lr"], found_inf = _as_torch_reads(options["lr"]), _as_torch_reads(found_inf, flag=True)
     if not isinstance(steps, Tensor):
         steps = torch.full((), float(steps), dtype=torch.float32, device=param.device)
-    for p, g, m, v, v_max, model in _pieces(operands, grad_scale):
+    for p, g, m, v, v_max in _pieces(operands, grad_scale):
         v_maxes = [] if v_max is None else [v_max]
         kernel([p], [g], [m], [v], v_maxes, [steps], amsgrad=v_max is not None, found_inf=found_inf, **options)
-        if model is not None:
-            model.copy_(p)
 
 
 def sgd_runs(*columns: list[Tensor], **options: Any) -> None:
@@ -122,11 +116,11 @@ def _update_lists(
 
     Args:
         rule: The rule that ``update`` computes.
-        columns: The operands; the last column holds model parameters.
+        columns: The operands.
         options: The options of the overload ``runs``.
         update: torch's kernel, which takes lists of operands, and numbers that these share; None if it can take none.
     """
-    plain = update is not None and not columns[-1] and options.get("grad_scale") is None
+    plain = update is not None and options.get("grad_scale") is None
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for i, (param, grad) in enumerate(zip(columns[0], columns[1], strict=True)):
         takes = plain and param.dtype == grad.dtype and param.dtype not in reference.LOW_PRECISION
@@ -135,7 +129,7 @@ def _update_lists(
         lists = [[column[i] for i in indices] if column else [] for column in columns]
         shared = dict(zip(rule.scalars, numbers, strict=True))
         if takes and update is not None:
-            update(*lists[:-1], **shared)
+            update(*lists, **shared)
         else:
             repeated = {name: [number] * len(indices) for name, number in shared.items()}
             rule.each(*lists, **{**options, **repeated})
@@ -162,20 +156,15 @@ def late_step(*betas: float) -> float | None:
 def _pieces(tensors: tuple[Tensor | None, ...], grad_scale: Tensor | None) -> Iterator[tuple[Any, ...]]:
     """Yield the operands, with the gradient divided by ``grad_scale`` and in the parameters' dtype.
 
-    The operands are whole if the gradient is ready as it is and there is no ``model_param``, the last operand.
-    Otherwise they are in pieces.
+    The operands are whole if the gradient is ready as it is, and in pieces otherwise.
     """
     param, grad = tensors[:2]
     assert param is not None
     assert grad is not None
-    is_ready = grad_scale is None and grad.dtype == param.dtype
-    if is_ready and tensors[-1] is None:
+    if grad_scale is None and grad.dtype == param.dtype:
         yield tensors
         return
     step = max(_CHUNK_NUMEL, reference.chunk_numel(grad.device))
-    if is_ready:
-        yield from reference.chunks(tensors, step)
-        return
     inverse = None if grad_scale is None else grad_scale.to(param.dtype).reshape(1).reciprocal()
     ready = reference.scratch(min(step, grad.numel()), param)
     for piece, given, *others in reference.chunks(tensors, step):

@@ -104,6 +104,7 @@ class Rule(Op[_P, None]):
         numbers: The scalars that may be tensors, with their types as numbers.
         on_device: The overload for such tensors and for ``found_inf``.
         runs: The overload for lists of operands, empty for an operand that is None, and of numbers.
+        state_end: The number of the operands up to the last state; the states begin with number 2.
         is_elementwise: Whether no element depends on others.
         joins_on: The device types where a kernel of ``runs`` is faster than a call for each range.
     """
@@ -117,6 +118,7 @@ class Rule(Op[_P, None]):
         self.numbers = {name: kinds[0] for name, kinds in hints.items() if Tensor in kinds[1:]}
         marks = [get_args(hints[name][0]) for name in self.operands]
         self._restored = [i for i, mark in enumerate(marks) if "mutated" in mark and "scratch" not in mark]
+        self.state_end = next((i for i, mark in enumerate(marks) if "scratch" in mark), len(marks))
         self.is_elementwise = "starts" not in self.operands
         self.reference = self._skippable
         tensors = [f"Tensor? {name}=None" for name in (*(f"{number}_tensor" for number in self.numbers), "found_inf")]

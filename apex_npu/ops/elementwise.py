@@ -12,7 +12,6 @@ parameters. The ops compute in the dtype of the states and round each result onc
 - ``grad``: The gradient. It is never written.
 - ``grad_scale``: One number, a float32 or float64 tensor, that gradients are divided by first: the loss scale, divided
   by the factor of gradient clipping. None stands for 1.
-- ``model_param``: A float16 or bfloat16 tensor that receives the new ``param``, rounded. None writes no copy.
 - ``lr``, ``step``: Numbers, or tensors of one element on the buffers' device, which are read there without a wait. A
   CUDA graph that was captured with tensors reads their current values at each replay.
 - ``found_inf``: One element on the buffers' device; if it is not 0, nothing is written. None stands for 0.
@@ -40,7 +39,6 @@ def sgd_(
     param: Mutated,
     grad: Tensor,
     momentum_buffer: Mutated | None,
-    model_param: Mutated | None = None,
     *,
     lr: float | Tensor,
     momentum: float,
@@ -66,7 +64,6 @@ def sgd_(
         param: θ, updated in place.
         grad: g.
         momentum_buffer: b, updated in place; None without momentum.
-        model_param: The rounded copy of θ; see the module.
         lr: The learning rate.
         momentum: The decay of b.
         dampening: The share of the gradient that is left out.
@@ -79,7 +76,7 @@ def sgd_(
         found_inf: The flag that prevents writing; see the module.
     """
     compute_dtype = wide_dtype(param.dtype)
-    for p_chunk, g_chunk, b, model_chunk in chunks((param, grad, momentum_buffer, model_param)):
+    for p_chunk, g_chunk, b in chunks((param, grad, momentum_buffer)):
         p = p_chunk.to(compute_dtype)
         update = in_dtype(g_chunk, compute_dtype, maximize, grad_scale)
         if weight_decay and decoupled:
@@ -101,7 +98,7 @@ def sgd_(
             else:
                 update = update.add(b, alpha=momentum)
         add_(p, update, -lr)
-        write_back(p_chunk, p, model_chunk)
+        write_back(p_chunk, p)
 
 
 @Rule
@@ -111,7 +108,6 @@ def adam_(
     exp_avg: Mutated,
     exp_avg_sq: Mutated,
     max_exp_avg_sq: Mutated | None,
-    model_param: Mutated | None = None,
     *,
     lr: float | Tensor,
     beta1: float,
@@ -143,7 +139,6 @@ def adam_(
         exp_avg: m, updated in place.
         exp_avg_sq: v, updated in place.
         max_exp_avg_sq: The running maximum of v, updated in place; None without AMSGrad.
-        model_param: The rounded copy of θ; see the module.
         lr: The learning rate.
         beta1: The decay of m.
         beta2: The decay of v.
@@ -159,8 +154,8 @@ def adam_(
     """
     step_size = lr / bias_correction_of(beta1, step) if bias_correction else lr
     root_correction2 = bias_correction_of(beta2, step) ** 0.5 if bias_correction else 1.0
-    operands = (param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, model_param)
-    for p_chunk, g_chunk, m, v, v_max, model_chunk in chunks(operands):
+    operands = (param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq)
+    for p_chunk, g_chunk, m, v, v_max in chunks(operands):
         p = p_chunk.to(exp_avg.dtype)
         g = in_dtype(g_chunk, exp_avg.dtype, maximize, grad_scale)
         if weight_decay and decoupled:
@@ -175,7 +170,7 @@ def adam_(
         if isinstance(root_correction2, Tensor) or root_correction2 != 1.0:
             denom.div_(root_correction2)
         subtract_quotient_(p, m, denom.add_(eps), step_size)
-        write_back(p_chunk, p, model_chunk)
+        write_back(p_chunk, p)
 
 
 @Rule
@@ -185,7 +180,6 @@ def rmsprop_(
     square_avg: Mutated,
     grad_avg: Mutated | None,
     momentum_buffer: Mutated | None,
-    model_param: Mutated | None = None,
     *,
     lr: float | Tensor,
     alpha: float,
@@ -217,7 +211,6 @@ def rmsprop_(
         square_avg: s, updated in place.
         grad_avg: a, updated in place; None if not centered.
         momentum_buffer: b, updated in place; None without momentum.
-        model_param: The rounded copy of θ; see the module.
         lr: The learning rate.
         alpha: The decay of s and a.
         eps: The number added to the denominator, inside or outside of the root.
@@ -231,8 +224,8 @@ def rmsprop_(
         grad_scale: The divisor of gradients; see the module.
         found_inf: The flag that prevents writing; see the module.
     """
-    operands = (param, grad, square_avg, grad_avg, momentum_buffer, model_param)
-    for p_chunk, g_chunk, s, mean, b, model_chunk in chunks(operands):
+    operands = (param, grad, square_avg, grad_avg, momentum_buffer)
+    for p_chunk, g_chunk, s, mean, b in chunks(operands):
         p = p_chunk.to(square_avg.dtype)
         g = in_dtype(g_chunk, square_avg.dtype, maximize, grad_scale)
         if weight_decay and decoupled:
@@ -253,7 +246,7 @@ def rmsprop_(
             p.sub_(b)
         else:
             add_(p, b.mul_(momentum).addcdiv_(g, denom), -lr)
-        write_back(p_chunk, p, model_chunk)
+        write_back(p_chunk, p)
 
 
 @Rule
@@ -262,7 +255,6 @@ def adadelta_(
     grad: Tensor,
     square_avg: Mutated,
     acc_delta: Mutated,
-    model_param: Mutated | None = None,
     *,
     lr: float | Tensor,
     rho: float,
@@ -287,7 +279,6 @@ def adadelta_(
         grad: g.
         square_avg: s, updated in place.
         acc_delta: a, updated in place.
-        model_param: The rounded copy of θ; see the module.
         lr: The learning rate.
         rho: The decay of s and a.
         eps: The number added inside of both roots.
@@ -296,7 +287,7 @@ def adadelta_(
         grad_scale: The divisor of gradients; see the module.
         found_inf: The flag that prevents writing; see the module.
     """
-    for p_chunk, g_chunk, s, a, model_chunk in chunks((param, grad, square_avg, acc_delta, model_param)):
+    for p_chunk, g_chunk, s, a in chunks((param, grad, square_avg, acc_delta)):
         p = p_chunk.to(square_avg.dtype)
         g = in_dtype(g_chunk, square_avg.dtype, maximize, grad_scale)
         if weight_decay:
@@ -305,7 +296,7 @@ def adadelta_(
         delta = a.add(eps).sqrt_().div_(s.add(eps).sqrt_()).mul_(g)
         a.mul_(rho).addcmul_(delta, delta, value=1 - rho)
         add_(p, delta, -lr)
-        write_back(p_chunk, p, model_chunk)
+        write_back(p_chunk, p)
 
 
 @Rule
@@ -313,7 +304,6 @@ def adagrad_(
     param: Mutated,
     grad: Tensor,
     square_sum: Mutated,
-    model_param: Mutated | None = None,
     *,
     lr: float | Tensor,
     eps: float,
@@ -335,7 +325,6 @@ def adagrad_(
         param: θ, updated in place.
         grad: g.
         square_sum: s, updated in place.
-        model_param: The rounded copy of θ; see the module.
         lr: The learning rate.
         eps: The number added to the denominator.
         weight_decay: The L2 penalty, or the decoupled decay.
@@ -344,7 +333,7 @@ def adagrad_(
         grad_scale: The divisor of gradients; see the module.
         found_inf: The flag that prevents writing; see the module.
     """
-    for p_chunk, g_chunk, s, model_chunk in chunks((param, grad, square_sum, model_param)):
+    for p_chunk, g_chunk, s in chunks((param, grad, square_sum)):
         p = p_chunk.to(square_sum.dtype)
         g = in_dtype(g_chunk, square_sum.dtype, maximize, grad_scale)
         if weight_decay and not decoupled:
@@ -354,7 +343,7 @@ def adagrad_(
         if weight_decay and decoupled:
             p.mul_(1 - lr * weight_decay)
         subtract_quotient_(p, g, denom, lr)
-        write_back(p_chunk, p, model_chunk)
+        write_back(p_chunk, p)
 
 
 RULES = (sgd_, adam_, rmsprop_, adadelta_, adagrad_)

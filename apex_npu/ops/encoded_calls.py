@@ -53,23 +53,28 @@ class _Operand:
 
 
 class RunEncoding(_Operand):
-    """The encoding of a run's parameters and states; it takes the place of ``model_param`` if parameters are encoded.
+    """The encoding of a run's parameters and states; it takes the place of the parameters.
 
     Attributes:
-        model_param: The operand whose place it takes.
+        param: The parameters as they are stored.
         remainder: The remainders of bfloat16 or float16 parameters; None if they have none.
         stochastic_param: Whether bfloat16 parameters are rounded stochastically.
         count: The number of the step, for random bits.
     """
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        """Create the encoding of a run that holds ``segments``."""
-        self.model_param: Tensor | None = None
+    def __init__(self, param: Tensor, segments: Sequence[Segment]) -> None:
+        """Create the encoding of a run with ``param``, which holds ``segments``."""
+        self.param = param
         self.remainder: Tensor | None = None
         self.stochastic_param = False
         self.count: int | Tensor = 0
         self._segments = list(segments)
         self._pieces: list[Piece] = []
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return self.param.device
 
     @cached_property
     def table(self) -> Tensor:
@@ -220,7 +225,7 @@ def _taken_apart(operands: tuple[Any, ...]) -> tuple[RunEncoding, RunEncoding | 
     encoding = found.encoding if isinstance(found, EncodedState) else found
     assert isinstance(encoding, RunEncoding)
     of_params = encoding if any(operand is encoding for operand in operands) else None
-    return encoding, of_params, tuple(encoding.model_param if o is encoding else o for o in operands)
+    return encoding, of_params, tuple(encoding.param if o is encoding else o for o in operands)
 
 
 def _planned(
@@ -240,7 +245,7 @@ def _planned(
 def _encoded(
     rule: Rule[...], encoding: RunEncoding, of_params: RunEncoding | None, operands: tuple[Any, ...]
 ) -> Encoded:
-    states = operands[2 : rule.operands.index("model_param")]
+    states = operands[2 : rule.state_end]
     return Encoded(
         remainder=None if of_params is None else of_params.remainder,
         scales=[state.scales if isinstance(state, EncodedState) else None for state in states],

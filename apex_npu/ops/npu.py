@@ -105,7 +105,6 @@ def adam_(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     max_exp_avg_sq: Tensor | None,
-    model_param: Tensor | None = None,
     **options: Any,
 ) -> None:
     """Step ``elementwise.adam_`` by one of CANN's kernels if it takes the operands, else by the reference."""
@@ -113,12 +112,10 @@ def adam_(
     pieces = list(reference.chunks(operands, _piece_numel(param, grad, options)))
     kernel = _adam_kernel(*pieces[0], betas=(options["beta1"], options["beta2"])) if pieces else None
     if kernel is None:
-        elementwise.adam_.reference(*operands, model_param, **options)
+        elementwise.adam_.reference(*operands, **options)
         return
     for piece in pieces:
         _adam(kernel, *piece, **options)
-    if model_param is not None:
-        model_param.copy_(param)
 
 
 def _piece_numel(param: Tensor, grad: Tensor, options: dict[str, Any]) -> int | None:
@@ -167,7 +164,6 @@ def lamb_(
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    model_param: Tensor | None,
     direction: Tensor,
     starts: Tensor,
     lengths: Tensor,
@@ -183,7 +179,7 @@ def lamb_(
     pieces = list(reference.chunks(operands_of_adam, _piece_numel(param, grad, options)))
     kernel = _adam_kernel(*pieces[0], betas=betas) if rows is not None and pieces else None
     if rows is None or kernel is None:
-        operands = (param, grad, exp_avg, exp_avg_sq, model_param, direction, starts, lengths, ids)
+        operands = (param, grad, exp_avg, exp_avg_sq, direction, starts, lengths, ids)
         segmented.lamb_.reference(*operands, **options)
         return
     if options["decay"]:
@@ -198,8 +194,6 @@ def lamb_(
     ratio = reference_segments.trust_ratio(squares, options["max_weight_norm"])
     factors = ratio[rows.ids[: param.numel() // _ROW_NUMEL]].unsqueeze(1)
     param.view(-1, _ROW_NUMEL).addcmul_(direction.view(-1, _ROW_NUMEL), factors, value=options["lr"])
-    if model_param is not None:
-        model_param.copy_(param)
 
 
 def _squared_norms(param: Tensor, direction: Tensor, rows: _Rows, count: int) -> Tensor:

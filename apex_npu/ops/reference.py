@@ -77,12 +77,10 @@ def is_wide_or_narrow(grad: Tensor, param: Tensor) -> bool:
     return grad.dtype == param.dtype or (param.dtype == torch.float32 and grad.dtype in LOW_PRECISION)
 
 
-def write_back(param: Tensor, value: Tensor, model_param: Tensor | None) -> None:
-    """Round ``value`` into ``param``, unless they are the same tensor, and into ``model_param``."""
+def write_back(param: Tensor, value: Tensor) -> None:
+    """Round ``value`` into ``param``, unless they are the same tensor."""
     if value is not param:
         param.copy_(value)
-    if model_param is not None:
-        model_param.copy_(value)
 
 
 def add_(to: Tensor, addend: Tensor, factor: float | Tensor) -> None:

@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Update rules that depend on whole parameters or their rows, and the sums that such rules need.
 
-As in ``elementwise.py``, each function declares an op on 1-D buffers, and ``grad``, ``grad_scale``, ``model_param``,
-``lr``, ``step`` and ``found_inf`` have the same meaning. ``starts``, ``lengths`` and ``ids`` are those of a
-``Segments``.
+As in ``elementwise.py``, each function declares an op on 1-D buffers, and ``grad``, ``grad_scale``, ``lr``, ``step``
+and ``found_inf`` have the same meaning. ``starts``, ``lengths`` and ``ids`` are those of a ``Segments``.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ def lamb_(
     grad: Tensor,
     exp_avg: Mutated,
     exp_avg_sq: Mutated,
-    model_param: Mutated | None,
     direction: Scratch,
     starts: Tensor,
     lengths: Tensor,
@@ -64,7 +62,6 @@ def lamb_(
         grad: g.
         exp_avg: m, updated in place.
         exp_avg_sq: v, updated in place.
-        model_param: The rounded copy of θ; see ``elementwise.py``.
         direction: Memory for u, of the states' dtype, with arbitrary values before and after the call.
         starts: The first element of each parameter; see ``Segments``.
         lengths: The number of elements of each parameter; see ``Segments``.
@@ -108,13 +105,13 @@ def lamb_(
         squares = segment_sums([(param, param), (direction, direction)], ids, starts.numel(), dtype)[:, :-1]
         ratio = trust_ratio(squares, max_weight_norm)
         ids = ids[: param.numel()]
-    for p_chunk, u, owner, model_chunk in chunks((param, direction, ids if adapt else None, model_param)):
+    for p_chunk, u, owner in chunks((param, direction, ids if adapt else None)):
         p = p_chunk.to(dtype)
         if adapt:
             add_product_(p, u, ratio[owner], -lr)
         else:
             add_(p, u, -lr)
-        write_back(p_chunk, p, model_chunk)
+        write_back(p_chunk, p)
 
 
 @op("segment_dot", fake=lambda a, b, starts, lengths, ids: a.new_empty(starts.numel()))

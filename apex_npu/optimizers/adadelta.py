@@ -108,11 +108,10 @@ class NpuFusedAdadelta(FusedOptimizer):
     def call(self, run: Run, group: ParamGroup) -> Call:
         """Bind the op of the rule to ``run``, with its arguments."""
         return adadelta_.bind(
-            run.param,
+            run.operand,
             run.scaled_grad,
             run.state("square_avg"),
             run.state("acc_delta"),
-            run.model_param(),
             lr=self.learning_rate(run, group),
             rho=group["rho"],
             eps=group["eps"],

@@ -137,10 +137,9 @@ class FusedAdagrad(FusedOptimizer):
     def call(self, run: Run, group: ParamGroup) -> Call:
         """Bind the op of the rule to ``run``, with its arguments."""
         return adagrad_.bind(
-            run.param,
+            run.operand,
             run.scaled_grad,
             run.state("sum"),
-            run.model_param(),
             lr=self.learning_rate(run, group),
             eps=group["eps"],
             weight_decay=group["weight_decay"],

@@ -141,12 +141,11 @@ class NpuFusedAdam(FusedOptimizer):
         """Bind the op of the rule to ``run``, with its arguments."""
         beta1, beta2 = group["betas"]
         return adam_.bind(
-            run.param,
+            run.operand,
             run.scaled_grad,
             run.state("exp_avg"),
             run.state("exp_avg_sq"),
             run.state("max_exp_avg_sq") if group["amsgrad"] else None,
-            run.model_param(),
             lr=self.learning_rate(run, group),
             beta1=float(beta1),
             beta2=float(beta2),

@@ -185,7 +185,7 @@ class NpuFusedAdamP(NormOptimizer):
         for now, then in zip(written, before, strict=True):
             assert run.found_inf is not None
             torch.where(run.found_inf.reshape(()) != 0, then, now, out=now)
-        run.write_back(param, with_model=True, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+        run.write_back(param, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
 
 
 class _Tables(NamedTuple):

@@ -225,8 +225,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
         It must read ``run``'s buffers, and raise its errors (TypeError or ValueError), before it writes anything.
 
-        It must not write ``run.grad``. Ops that take a ``grad_scale`` and a ``model_param`` get
-        ``run.scaled_grad``, ``run.grad_scale`` and ``run.model_param()`` instead, which saves a pass or two.
+        It must not write ``run.grad``. Ops that take a ``grad_scale`` get ``run.scaled_grad`` and ``run.grad_scale``
+        instead, which saves a pass.
         """
         op, operands, options = self.call(run, group)
         op(*operands, **options)
@@ -407,9 +407,6 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             addend: float | Tensor = 1.0 if counts else 0.0
             if found_inf is not None and addend:
                 addend = (found_inf == 0).to(torch.float32)
-            model_params = fused.model_params()
-            if model_params is not None:
-                model_params.written = 0
             if not any(states):
                 continue  # its runs stay, for steps in which it takes part again
             scale = None if grad_scale is None else grad_scale.to(fused.param_flat.device, torch.float32).reshape(1)

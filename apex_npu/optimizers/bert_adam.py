@@ -165,12 +165,11 @@ class NpuFusedBertAdam(NormOptimizer):
 
     def _call(self, run: Run, group: ParamGroup, grad: Tensor, grad_scale: Tensor | None) -> Call:
         return adam_.bind(
-            run.param,
+            run.operand,
             grad,
             run.state("exp_avg"),
             run.state("exp_avg_sq"),
             None,
-            run.model_param(),
             lr=_scheduled_lr(group, int(run.step) - 1),
             beta1=group["b1"],
             beta2=group["b2"],

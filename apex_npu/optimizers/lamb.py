@@ -128,11 +128,10 @@ class NpuFusedLamb(NormOptimizer):
     def call(self, run: Run, group: ParamGroup) -> Call:
         """Bind the op of the rule to ``run``, with its arguments."""
         return lamb_.bind(
-            run.param,
+            run.operand,
             run.scaled_grad,
             run.state("exp_avg"),
             run.state("exp_avg_sq"),
-            run.model_param(),
             run.scratch("direction"),
             *run.segments(),
             found_inf=run.found_inf,
@@ -198,7 +197,7 @@ def _parts(
         param.sub_(direction * lr)
     else:
         param.add_(direction, alpha=-lr)
-    run.write_back(param, with_model=True, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    run.write_back(param, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
 
 
 def times(runs: list[tuple[Run, ParamGroup]], divisor: Tensor) -> dict[torch.device, Tensor]:

@@ -179,17 +179,16 @@ class NpuFusedMuon(NpuFusedAdamW):
         if not group["use_muon"]:
             super().update(run, group)
             return
-        copy, matrices = run.model_param(), run.remember("matrices", _division(group), partial(_find, run, group))
+        matrices = run.remember("matrices", _division(group), partial(_find, run, group))
         _set_directions(matrices.flat, run, group)
         orthogonalize_(matrices, coefficients=group["ns_coefficients"], steps=group["ns_steps"], eps=group["eps"])
-        self._descend(run, group, matrices.flat, copy)
+        self._descend(run, group, matrices.flat)
 
-    def _descend(self, run: Run, group: ParamGroup, directions: Tensor, copy: Tensor | None) -> None:
+    def _descend(self, run: Run, group: ParamGroup, directions: Tensor) -> None:
         sgd_(
-            run.param,
+            run.operand,
             directions,
             None,
-            copy,
             lr=self.learning_rate(run, group),
             momentum=0.0,
             dampening=0.0,
@@ -225,13 +224,13 @@ class NpuFusedMuon(NpuFusedAdamW):
 
     def _update_parts(self, runs: list[tuple[Run, ParamGroup]]) -> None:
         """Apply the rule to all runs. No parameter is written before all matrices are orthogonalized."""
-        stepping = [(run, group, run.model_param(), _directions_of(run)) for run, group in runs if group["use_muon"]]
-        exchange = self._exchange_of([(run, group) for run, group, _, _ in stepping])
-        for run, group, _, directions in stepping:
+        stepping = [(run, group, _directions_of(run)) for run, group in runs if group["use_muon"]]
+        exchange = self._exchange_of([(run, group) for run, group, _ in stepping])
+        for run, group, directions in stepping:
             _set_directions(directions, run, group)
         exchange.apply(_orthogonalize_)
-        for run, group, copy, directions in stepping:
-            self._descend(run, group, directions, copy)
+        for run, group, directions in stepping:
+            self._descend(run, group, directions)
         for run, group in runs:
             if not group["use_muon"]:
                 super().update(run, group)

@@ -166,12 +166,10 @@ class FusedNovoGrad(NormOptimizer):
             exp_avg.add_(grad, alpha=beta3)
             direction = run.scratch("direction").zero_()
             segment_add_(direction, exp_avg, inverse.div_(bias_correction1), *segments)
-        copy = run.model_param() if param is run.param else None
         sgd_(
             param,
             direction,
             None,
-            copy,
             lr=lr,
             momentum=0.0,
             dampening=0.0,
@@ -181,7 +179,7 @@ class FusedNovoGrad(NormOptimizer):
             maximize=False,
             step=2,
         )
-        run.write_back(param, with_model=copy is None, exp_avg=exp_avg)
+        run.write_back(param, exp_avg=exp_avg)
 
 
 def _with_norms_in_state(state_dict: dict[str, Any]) -> dict[str, Any]:

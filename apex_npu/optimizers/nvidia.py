@@ -176,12 +176,11 @@ class FusedAdam(FusedOptimizer):
         """Bind the op of the rule to ``run``, with its arguments."""
         beta1, beta2 = group["betas"]
         call = adam_.bind(
-            run.param,
+            run.operand,
             run.scaled_grad,
             run.state("exp_avg"),
             run.state("exp_avg_sq"),
             None,
-            run.model_param(),
             lr=self.learning_rate(run, group),
             beta1=beta1,
             beta2=beta2,
@@ -203,20 +202,19 @@ def _is_mastered(param: Tensor | int) -> bool:
 
 
 def on_masters(run: Run, call: Call) -> Call:
-    """``call``, which steps the parameters of ``run``, for their masters, or beside them where these need none."""
-    op: Any  # with the names of its operands
-    op, operands, options = call
+    """``call``, which steps the parameters of ``run``, for their masters; parameters that need none are their own."""
+    op, (_, *operands), options = call
+    return _update_masters, (op, run, *operands), options
+
+
+def _update_masters(op: Callable[..., None], run: Run, *operands: Any, **options: Any) -> None:
     if run.param.dtype not in LOW_PRECISION:  # of a group that has both
-        return _update_own_masters, (op, run, *operands), options
-    changed = {"param": _current_masters(run), "model_param": run.param}
-    named = zip(op.operands, operands, strict=True)
-    return op, tuple(changed.get(name, operand) for name, operand in named), options
-
-
-def _update_own_masters(op: Callable[..., None], run: Run, *operands: Any, **options: Any) -> None:
-    """``op`` for parameters that need no masters: these are their own."""
-    op(*operands, **options)
-    run.state("master_param").copy_(run.param)
+        op(run.operand, *operands, **options)
+        run.state("master_param").copy_(run.param)
+        return
+    masters = _current_masters(run)
+    op(masters, *operands, **options)
+    run.param.copy_(masters)
 
 
 def _current_masters(run: Run) -> Tensor:

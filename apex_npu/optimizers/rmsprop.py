@@ -125,12 +125,11 @@ class NpuFusedRMSprop(FusedOptimizer):
     def call(self, run: Run, group: ParamGroup) -> Call:
         """Bind the op of the rule to ``run``, with its arguments."""
         return rmsprop_.bind(
-            run.param,
+            run.operand,
             run.scaled_grad,
             run.state("square_avg"),
             run.state("grad_avg") if group["centered"] else None,
             run.state("momentum_buffer") if group["momentum"] else None,
-            run.model_param(),
             lr=self.learning_rate(run, group),
             alpha=group["alpha"],
             eps=group["eps"],

@@ -133,10 +133,9 @@ class NpuFusedSGD(FusedOptimizer):
             lr = as_number("lr of a parameter group", group["lr"])
             return sgd_list_, operands, {"lr": lr, "step": int(run.step), **numbers}
         return sgd_.bind(
-            run.param,
+            run.operand,
             run.scaled_grad,
             run.state("momentum_buffer") if group["momentum"] else None,
-            run.model_param(),
             lr=self.learning_rate(run, group),
             momentum=group["momentum"],
             dampening=group["dampening"],

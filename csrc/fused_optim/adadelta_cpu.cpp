@@ -35,10 +35,10 @@ struct Adadelta {
 
 void adadelta_cpu(const Encoding& encoding, const at::Tensor& param, const at::Tensor& grad,
                   const at::Tensor& square_avg, const at::Tensor& acc_delta,
-                  const std::optional<at::Tensor>& model_param, double lr, double rho, double eps, double weight_decay,
+                  double lr, double rho, double eps, double weight_decay,
                   bool maximize, const std::optional<at::Tensor>& grad_scale) {
   const State s("square_avg", square_avg), a("acc_delta", acc_delta);
-  const Operands operands("adadelta_", param, grad, model_param, grad_scale, maximize, {s, a}, encoding);
+  const Operands operands("adadelta_", param, grad, grad_scale, maximize, {s, a}, encoding);
   operands.in_its_type([&](auto zero) {
     using T = decltype(zero);
     Adadelta<T> rule;

@@ -29,8 +29,7 @@ class OrReference final : public c10::OperatorKernel {
         count_(schema.arguments().size()),
         ids_(schema.argumentIndexWithName("ids")),
         param_(schema.argumentIndexWithName("param")),
-        grad_(schema.argumentIndexWithName("grad")),
-        model_param_(schema.argumentIndexWithName("model_param")) {}
+        grad_(schema.argumentIndexWithName("grad")) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
     if (is_for_reference(*stack)) {
@@ -56,12 +55,12 @@ class OrReference final : public c10::OperatorKernel {
     };
     // Elements that are no ranges of memory, and float64 beside anything else.
     if (dtype_of(ids_).has_value()) return true;
-    return dtype_of(param_) == at::kDouble && (dtype_of(grad_) != at::kDouble || dtype_of(model_param_).has_value());
+    return dtype_of(param_) == at::kDouble && dtype_of(grad_) != at::kDouble;
   }
 
   c10::KernelFunction kernel_;
   size_t count_;  // of arguments, and where these are among them
-  std::optional<int> ids_, param_, grad_, model_param_;
+  std::optional<int> ids_, param_, grad_;
 };
 
 // The overload of an update rule that takes several runs: the default one, called for each. Lists hold what differs

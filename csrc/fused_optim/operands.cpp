@@ -59,7 +59,7 @@ void check_apart(const char* op, const std::vector<Named>& buffers) {
 }  // namespace
 
 Operands::Operands(const char* op, const at::Tensor& param, const at::Tensor& grad,
-                   const std::optional<at::Tensor>& model_param, const std::optional<at::Tensor>& grad_scale,
+                   const std::optional<at::Tensor>& grad_scale,
                    bool maximize, std::initializer_list<State> states, const Encoding& encoding)
     : encoding_(encoding), grad_list_(grad_list_of(grad)), maximize_(maximize) {
   std::vector<Named> buffers = {{"param", &param, true}};
@@ -67,7 +67,6 @@ Operands::Operands(const char* op, const at::Tensor& param, const at::Tensor& gr
     if (state.tensor != nullptr) buffers.push_back({state.name, state.tensor, true});
   }
   const size_t state_end = buffers.size();
-  if (model_param.has_value()) buffers.push_back({"model_param", &*model_param, true});
   if (encoding.remainder().has_value()) buffers.push_back({"remainder", &*encoding.remainder(), true});
   if (grad_list_ == nullptr) buffers.push_back({"grad", &grad, false});
 
@@ -85,12 +84,6 @@ Operands::Operands(const char* op, const at::Tensor& param, const at::Tensor& gr
     const bool encoded = encoding.given() && !is_double() && is_encoded_dtype(buffers[i].tensor->scalar_type());
     TORCH_CHECK_TYPE(encoded || buffers[i].tensor->scalar_type() == state_dtype, op, ": ", buffers[i].name, " must be ",
                      state_dtype, " beside ", param_dtype_, " parameters, got ", buffers[i].tensor->scalar_type());
-  }
-  if (model_param.has_value()) {
-    model_dtype_ = model_param->scalar_type();
-    TORCH_CHECK_TYPE(!is_double() && (model_dtype_ == at::kHalf || model_dtype_ == at::kBFloat16), op,
-                     ": model_param must be float16 or bfloat16 and param not float64, got ", model_dtype_, " beside ",
-                     param_dtype_);
   }
   check_apart(op, buffers);
   if (grad_list_ != nullptr) check_apart(op, *grad_list_, buffers);
@@ -113,7 +106,6 @@ Operands::Operands(const char* op, const at::Tensor& param, const at::Tensor& gr
   }
   if (encoding.given()) check_encoding(op, states);
   if (grad_list_ == nullptr) grad_ = grad.const_data_ptr();
-  model_param_ = model_param.has_value() ? model_param->mutable_data_ptr() : nullptr;
 }
 
 void Operands::check_encoding(const char* op, std::initializer_list<State> states) {
@@ -193,18 +185,11 @@ void Operands::write_back(int64_t begin, int64_t n, const float* param) const {
   } else if (param_dtype_ != at::kFloat) {
     narrow(param, static_cast<uint16_t*>(param_) + begin, param_dtype_, n);
   }
-  write_back_model(begin, n, param);
 }
 
 void Operands::write_back_stochastically(int64_t begin, int64_t n, const float* param,
                                          const RandomWords& random) const {
   narrow_stochastically(param, narrow_param(begin), random, n);
-  write_back_model(begin, n, param);
-}
-
-void Operands::write_back_model(int64_t begin, int64_t n, const float* param) const {
-  if (model_param_ == nullptr) return;
-  narrow(param, static_cast<uint16_t*>(model_param_) + begin, model_dtype_, n);
 }
 
 }  // namespace apex_npu

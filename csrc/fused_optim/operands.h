@@ -42,15 +42,14 @@ struct Gradient {
 };
 
 // Flat buffers of one length on the cpu: parameters (float16, bfloat16, float32 or float64), gradients (float64 beside
-// float64, else any of the other three), states (float64 beside float64, else float32), and, beside parameters that are
-// not float64, model_param (float16 or bfloat16), which gets a rounded copy of the new parameters; and grad_scale, one
+// float64, else any of the other three), states (float64 beside float64, else float32), and grad_scale, one
 // number that gradients are divided by. Gradients may be a list of tensors, too. With an encoding states may also be
 // bfloat16, or of 8 bits with scales, and parameters of 16 bits may have remainders.
 class Operands {
  public:
   // Raises ValueError or TypeError, with the name of what does not fit.
   Operands(const char* op, const at::Tensor& param, const at::Tensor& grad,
-           const std::optional<at::Tensor>& model_param, const std::optional<at::Tensor>& grad_scale, bool maximize,
+           const std::optional<at::Tensor>& grad_scale, bool maximize,
            std::initializer_list<State> states, const Encoding& encoding = Encoding::none());
 
   int64_t numel() const { return numel_; }
@@ -105,7 +104,7 @@ class Operands {
   // bfloat16 parameters that are encoded, rather than rounded to nearest, and have no copy.
   bool is_bfloat16_encoded() const {
     const bool is_encoded = remainder_ != nullptr || encoding_.stochastic_param();
-    return is_encoded && param_dtype_ == at::kBFloat16 && model_param_ == nullptr;
+    return is_encoded && param_dtype_ == at::kBFloat16;
   }
   // Parameters have remainders, and states are not encoded.
   bool has_remainders_alone() const {
@@ -124,7 +123,6 @@ class Operands {
   void write_back_stochastically(int64_t begin, int64_t n, const float* param, const RandomWords& random) const;
 
  private:
-  void write_back_model(int64_t begin, int64_t n, const float* param) const;
   bool is_double() const { return param_dtype_ == at::kDouble; }
 
   void check_encoding(const char* op, std::initializer_list<State> states);
@@ -136,10 +134,9 @@ class Operands {
   void* param_;
   const void* grad_ = nullptr;
   const GradList* grad_list_;  // instead
-  void* model_param_;
   double grad_scale_ = 1;
   bool maximize_;
-  at::ScalarType param_dtype_, grad_dtype_, model_dtype_;
+  at::ScalarType param_dtype_, grad_dtype_;
 };
 
 // The parameters [begin, begin + n) as T, n <= kBlockNumel.

@@ -16,13 +16,13 @@ def arguments(op):
     if op == "lamb_":
         direction, starts, lengths, _, *more = segments()
         where = ops.Segments.of(starts.tolist(), lengths.tolist(), NUMEL, direction.device)
-        return [*operands(op, NUMEL), torch.zeros(NUMEL, dtype=torch.bfloat16), direction, *where, *more]
+        return [*operands(op, NUMEL), direction, *where, *more]
     where = ops.Segments.of([0, 60], [50, 40], 112, torch.device("cpu"))
     if op in DOT:
         x, y = operands("sgd_", 112)[:2]
         add = [x, y, torch.tensor([2.0, 3.0]), *where]
         return {"norm": [x], "segment_dot": [x, y, *where], "segment_add_": add}[op]
-    return [*operands(op, 112), torch.zeros(112, dtype=torch.bfloat16)]
+    return operands(op, 112)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -43,9 +43,9 @@ pytestmark = [
 SIZES = [0, 1, 15, 16, 17, 41 * 123]
 
 
-def step(name, operands, model_param, extra, options, reference=False):
-    """One step on copies, by the op or by its reference: what param, states and model_param are then."""
-    copies = [None if t is None else t.clone() for t in [*operands, model_param]]
+def step(name, operands, extra, options, reference=False):
+    """One step on copies, by the op or by its reference: what param and states are then."""
+    copies = [None if t is None else t.clone() for t in operands]
     op = getattr(ops, name).reference if reference else getattr(torch.ops.apex_npu, name)
     op(*copies, *extra, **options)
     torch.testing.assert_close(copies[1], operands[1], rtol=0, atol=0, equal_nan=True)  # gradients are not written
@@ -57,29 +57,26 @@ def exact(name, operands, extra, options):
     operands = [None if t is None else t.double() for t in operands]
     extra = [t.double() if t is not None and t.is_floating_point() else t for t in extra]
     options = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-    return step(name, operands, None, extra, options, reference=True)
+    return step(name, operands, extra, options, reference=True)
 
 
 def agree(got, want, mix, inside=slice(None)):
     """Everything to a few units in the last place of what it is computed in; parameters to one of their own, too."""
     close = {"rtol": 1e-13, "atol": 1e-13} if mix[0] == F64 else {"rtol": 3e-6, "atol": 3e-6}
-    for i, (a, b) in enumerate(zip(got[:-1], want[:-1], strict=True)):
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
         if a is not None:
             rtol = max(close["rtol"], torch.finfo(a.dtype).eps) if i == 0 else close["rtol"]
             torch.testing.assert_close(a[inside].double(), b[inside], rtol=rtol, atol=close["atol"])
-    if mix[2] is not None:
-        assert torch.equal(got[-1][inside], got[0][inside].to(mix[2]))
 
 
-def check(case, numel, mix=(F32, F32, None), shapes=None, grad_scale=None):
+def check(case, numel, mix=(F32, F32), shapes=None, grad_scale=None):
     name, options, states = case
     operands = operands_for(name, states, numel, mix)
     wide = reference.wide_dtype(mix[0])
     extra = segments_of(shapes or shapes_for(numel), numel, wide) if name == "lamb_" else []
-    model_param = None if mix[2] is None else torch.full((numel,), 7.0, dtype=mix[2])
     if grad_scale is not None:
         options = {**options, "grad_scale": grad_scale}
-    got = step(name, operands, model_param, extra, options)
+    got = step(name, operands, extra, options)
     agree(got, exact(name, operands, extra, options), mix, covered(numel, extra))
 
 
@@ -101,14 +98,14 @@ def test_every_mix_of_dtypes_with_a_scale(case, mix):
 
 
 @pytest.mark.parametrize("case", RULES, ids=name_of)
-@pytest.mark.parametrize("mix", [(F32, F32, F16), (F16, F16, None), (F32, BF16, BF16)], ids=str)
+@pytest.mark.parametrize("mix", [(F32, F32), (F16, F16), (F32, BF16)], ids=str)
 def test_memory_that_starts_anywhere(case, mix):
     """Views one element into their memory, as no vector is aligned."""
     name, options, states = case
     operands = operands_for(name, states, 5_044, mix)
     extra = segments_of(shapes_for(5_043), 5_043, F32) if name == "lamb_" else []
-    aligned = step(name, [t[1:] for t in operands], torch.zeros(5_043, dtype=mix[2] or F16), extra, options)
-    shifted = [t.clone() for t in [*operands, torch.zeros(5_044, dtype=mix[2] or F16)]]
+    aligned = step(name, [t[1:] for t in operands], extra, options)
+    shifted = [t.clone() for t in operands]
     getattr(torch.ops.apex_npu, name)(*(t[1:] for t in shifted), *extra, **options)
     for got, want in zip([shifted[0], *shifted[2:]], aligned, strict=True):
         assert torch.equal(got[1:], want)
@@ -123,8 +120,8 @@ def test_tiny_and_huge_values(case, scale):
     operands = operands_for(name, states, 1_000)
     operands = [operands[0] * scale, operands[1] * scale, *operands[2:]]
     extra = segments_of([(1_000,)], 1_000, F32) if name == "lamb_" else []
-    got, want = step(name, operands, None, extra, options), exact(name, operands, extra, options)
-    for a, b in zip(got[:-1], want[:-1], strict=True):
+    got, want = step(name, operands, extra, options), exact(name, operands, extra, options)
+    for a, b in zip(got, want, strict=True):
         if a is not None:  # one more bit than elsewhere for sums that cancel
             torch.testing.assert_close(a.double(), b, rtol=5e-6, atol=float(torch.finfo(F32).tiny) + 1e-6 * scale)
 
@@ -140,9 +137,9 @@ def test_what_is_not_finite_shows_where_it_is(case, bad):
         operands[1][place] = bad
         # Each its own segment: norms make all of a parameter what one element is.
         extra = segments_of([(16,), (515,), (16,)], numel, F32) if name == "lamb_" else []
-        got = step(name, operands, None, extra, options)
-        want = step(name, operands, None, extra, options, reference=True)
-        for a, b in zip(got[:-1], want[:-1], strict=True):
+        got = step(name, operands, extra, options)
+        want = step(name, operands, extra, options, reference=True)
+        for a, b in zip(got, want, strict=True):
             assert torch.equal(a.isfinite(), b.isfinite())
         assert not got[1].isfinite().all()
 
@@ -155,7 +152,7 @@ def test_an_infinite_parameter_without_gradient_stays():
         operands = operands_for(name, states, 40)
         operands[0][:] = -math.inf
         operands[1].zero_()
-        assert torch.equal(step(name, operands, None, [], options)[0], operands[0])
+        assert torch.equal(step(name, operands, [], options)[0], operands[0])
 
 
 # Segments
@@ -183,7 +180,7 @@ def test_lamb_takes_segments_in_any_order_and_leaves_gaps_alone():
     operands = operands_for("lamb_", 2, 100)
     starts, lengths = torch.tensor([60, 90, 10, 90]), torch.tensor([25, 0, 40, 10])
     extra = [torch.empty(100), starts, lengths, None]
-    got, want = step("lamb_", operands, None, extra, LAMB), exact("lamb_", operands, extra, LAMB)
+    got, want = step("lamb_", operands, extra, LAMB), exact("lamb_", operands, extra, LAMB)
     for inside in (slice(10, 50), slice(60, 85), slice(90, 100)):
         agree(got, want, (F32, F32, None), inside)
     for outside in (slice(0, 10), slice(50, 60), slice(85, 90)):
@@ -196,7 +193,7 @@ def test_lamb_takes_full_steps_where_a_norm_is_zero_and_shows_nan():
     param[45] = math.nan
     extra = [torch.empty(60), torch.tensor([0, 20, 40]), torch.tensor([20, 20, 20]), None]
     options = {**LAMB, "decay": 0.0, "bias_correction": False, "eps": 0.0}
-    got = step("lamb_", [param, grad, torch.zeros(60), torch.zeros(60)], None, extra, options)[0]
+    got = step("lamb_", [param, grad, torch.zeros(60), torch.zeros(60)], extra, options)[0]
     # m = 0.1, v = 0.01, u = 1: r is 1 for the zeros, and ‖p‖ / ‖u‖ = 1 for the ones.
     torch.testing.assert_close(got[:40], torch.tensor([-0.1] * 20 + [0.9] * 20))
     assert got[40:].isnan().all()
@@ -215,9 +212,9 @@ def test_rows_that_are_no_ranges_of_memory_go_to_the_reference():
 
 
 def test_float64_beside_another_dtype_goes_to_the_reference():
-    operands = operands_for("sgd_", 1, 50, (F64, F64, None))
-    got = step("sgd_", operands, torch.zeros(50, dtype=F16), [], SGD)
-    want = step("sgd_", operands, torch.zeros(50, dtype=F16), [], SGD, reference)
+    operands = operands_for("sgd_", 1, 50, (F64, F32))
+    got = step("sgd_", operands, [], SGD)
+    want = step("sgd_", operands, [], SGD, reference)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
@@ -228,13 +225,12 @@ def results():
     """Of everything, of a size that several threads share."""
     numel = 2**18 + 3
     for name, options, states in RULES:
-        for mix in ((F32, F32, None), (F32, F16, F16)):
+        for mix in ((F32, F32), (F32, F16)):
             # Of more than one piece, and of one.
             shapes = [(200, 1_000), (10_000,), (1, 16_400), (2, 16_000)]
             operands = operands_for(name, states, numel, mix, seed=1)
             extra = segments_of(shapes, numel, F32) if name == "lamb_" else []
-            model_param = None if mix[2] is None else torch.zeros(numel, dtype=mix[2])
-            yield from (t for t in step(name, operands, model_param, extra, options) if t is not None)
+            yield from (t for t in step(name, operands, extra, options) if t is not None)
     x, y = operands_for("sgd_", (), numel)
     yield from (ops.norm(t) for t in (x, x.half(), x.bfloat16(), x.double()))
     segments = ops.Segments.of([0, 10, 150_000], [7, 100_000, 50_003], numel, CPU)
@@ -258,7 +254,7 @@ def encoded_results(numel, dtype, kept, has_remainder=False, stochastic_param=Fa
     table = torch.tensor([[0, 100_000, 0, 0], [100_016, numel - 100_016, 3, 782]])
     for count in (1, 2):
         torch.ops.apex_npu.adam_.encoded(
-            *(param, grad, *states, None, None),
+            *(param, grad, *states, None),
             **ADAM,
             remainder=remainder,
             scales=scales,
@@ -361,7 +357,7 @@ def test_any_number_of_threads_and_any_vectors_give_the_same_bits(capability):
 
 def adam_operands():
     param, grad, m, v, _ = operands_for("adam_", 3, 20)
-    return {"param": param, "grad": grad, "exp_avg": m, "exp_avg_sq": v, "max_exp_avg_sq": None, "model_param": None}
+    return {"param": param, "grad": grad, "exp_avg": m, "exp_avg_sq": v, "max_exp_avg_sq": None}
 
 
 SHARED = torch.zeros(40)
@@ -370,7 +366,6 @@ SHARED = torch.zeros(40)
 BAD_OPERANDS = [
     ({"grad": torch.ones(19)}, ValueError, "adam_: all buffers must have one length, but grad has 19 elements and param 20"),
     ({"exp_avg": torch.ones(21)}, ValueError, "exp_avg has 21 elements"),
-    ({"model_param": torch.ones(2, dtype=F16)}, ValueError, "model_param has 2 elements"),
     ({"exp_avg_sq": torch.ones(40)[::2]}, ValueError, r"exp_avg_sq must be flat and contiguous, got shape \[20\] with strides \[2\]"),
     ({"grad": torch.ones(4, 5)}, ValueError, r"grad must be flat and contiguous, got shape \[4, 5\]"),
     ({"exp_avg": torch.ones(20).to_sparse()}, (ValueError, NotImplementedError, RuntimeError), "exp_avg must be a dense tensor|Sparse"),
@@ -379,7 +374,6 @@ BAD_OPERANDS = [
     ({"grad": torch.ones(20, dtype=torch.int32)}, TypeError, "grad is Int beside Float parameters"),
     ({"param": torch.ones(20, dtype=torch.int64)}, TypeError, "param must be float16, bfloat16, float32 or float64, got Long"),
     ({"grad": torch.ones(20, dtype=F64)}, TypeError, "grad is Double beside Float parameters; float64 goes with float64"),
-    ({"model_param": torch.ones(20)}, TypeError, "model_param must be float16 or bfloat16"),
     ({"param": SHARED[:20], "exp_avg": SHARED[19:39]}, ValueError, "param and exp_avg overlap in memory"),
     ({"param": SHARED[:20], "grad": SHARED[:20]}, ValueError, "param and grad overlap in memory"),
     ({"exp_avg": SHARED[:20], "max_exp_avg_sq": SHARED[10:30]}, ValueError, "exp_avg and max_exp_avg_sq overlap"),
@@ -419,7 +413,7 @@ def test_segments_that_do_not_fit(starts, lengths, error, message):
     before = param.clone()
     starts, lengths = torch.tensor(starts), torch.tensor(lengths)
     with pytest.raises(error, match=message):
-        torch.ops.apex_npu.lamb_(param, grad, m, v, None, torch.empty(20), starts, lengths, None, **LAMB)
+        torch.ops.apex_npu.lamb_(param, grad, m, v, torch.empty(20), starts, lengths, None, **LAMB)
     with pytest.raises(error, match=message):
         torch.ops.apex_npu.segment_dot(param, grad, starts, lengths, None)
     with pytest.raises(error, match=message):

@@ -16,28 +16,28 @@ RULES = (*elementwise.RULES, *segmented.RULES)
 
 # Of saved programs. Arguments may get defaults, and more may follow that have one; nothing else may change.
 SAVED = (
-    "adadelta_(Tensor(a!) param, Tensor grad, Tensor(b!) square_avg, Tensor(c!) acc_delta, Tensor(d!)? "
-    "model_param, *, float lr, float rho, float eps, float weight_decay, bool maximize, Tensor? grad_scale=None) "
+    "adadelta_(Tensor(a!) param, Tensor grad, Tensor(b!) square_avg, Tensor(c!) acc_delta, "
+    "*, float lr, float rho, float eps, float weight_decay, bool maximize, Tensor? grad_scale=None) "
     "-> ()",
-    "adagrad_(Tensor(a!) param, Tensor grad, Tensor(b!) square_sum, Tensor(c!)? model_param, *, float lr, float "
+    "adagrad_(Tensor(a!) param, Tensor grad, Tensor(b!) square_sum, *, float lr, float "
     "eps, float weight_decay, bool decoupled, bool maximize, Tensor? grad_scale=None) -> ()",
     "adam_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? max_exp_avg_sq, "
-    "Tensor(e!)? model_param, *, float lr, float beta1, float beta2, float eps, float weight_decay, bool "
+    "*, float lr, float beta1, float beta2, float eps, float weight_decay, bool "
     "decoupled, bool maximize, int step, bool bias_correction=True, Tensor? grad_scale=None) -> ()",
-    "lamb_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? model_param, "
-    "Tensor(e!) direction, Tensor starts, Tensor lengths, Tensor? ids, *, float lr, float beta1, float beta2, "
+    "lamb_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, "
+    "Tensor(d!) direction, Tensor starts, Tensor lengths, Tensor? ids, *, float lr, float beta1, float beta2, "
     "float beta3, float eps, int step, bool bias_correction, float l2, float decay, bool adapt, float "
     "max_weight_norm, bool maximize, Tensor? grad_scale=None) -> ()",
     "norm(Tensor x) -> Tensor",
     "norm.check(Tensor x, Tensor(a!) found_inf) -> Tensor",
     "norm.clip(Tensor x, Tensor(a!) coefficient, float max_norm) -> Tensor",
     "rmsprop_(Tensor(a!) param, Tensor grad, Tensor(b!) square_avg, Tensor(c!)? grad_avg, Tensor(d!)? "
-    "momentum_buffer, Tensor(e!)? model_param, *, float lr, float alpha, float eps, float weight_decay, float "
+    "momentum_buffer, *, float lr, float alpha, float eps, float weight_decay, float "
     "momentum, bool eps_inside_sqrt, bool decoupled, bool lr_in_momentum, bool maximize, Tensor? grad_scale=None) "
     "-> ()",
     "segment_add_(Tensor(a!) x, Tensor y, Tensor factors, Tensor starts, Tensor lengths, Tensor? ids) -> ()",
     "segment_dot(Tensor a, Tensor b, Tensor starts, Tensor lengths, Tensor? ids) -> Tensor",
-    "sgd_(Tensor(a!) param, Tensor grad, Tensor(b!)? momentum_buffer, Tensor(c!)? model_param, *, float lr, float "
+    "sgd_(Tensor(a!) param, Tensor grad, Tensor(b!)? momentum_buffer, *, float lr, float "
     "momentum, float dampening, float weight_decay, bool nesterov, bool maximize, int step, bool decoupled=False, "
     "Tensor? grad_scale=None) -> ()",
 )

@@ -79,8 +79,8 @@ def scattered(flat, dtypes):
     return place(grads, offsets, numel, flat.dtype), kept, grads
 
 
-def step(name, operands, model_param, extra, options):
-    copies = [t if t is None or ops.is_grad_list(t) else t.clone() for t in [*operands, model_param]]
+def step(name, operands, extra, options):
+    copies = [t if t is None or ops.is_grad_list(t) else t.clone() for t in operands]
     getattr(torch.ops.apex_npu, name)(*copies, *extra, **options)
     return [copies[0], *copies[2:]]
 
@@ -96,21 +96,20 @@ def grad_dtypes(mix):
 def test_a_step_has_the_bits_of_one_on_a_flat_buffer(case, mix, threads):
     name, options, states = case
     offsets, numel = offsets_of(NUMELS, GAPS)
-    operands = operands_for(name, states, numel, (mix[0], mix[0], mix[2]))
+    operands = operands_for(name, states, numel, (mix[0], mix[0]))
     extra = []
     if name == "lamb_":
         extra = segments_of([(n,) for n in NUMELS], numel, F64 if mix[0] == F64 else F32)
         extra[1] = torch.tensor(offsets)
-    model_param = None if mix[2] is None else torch.full((numel,), 7.0, dtype=mix[2])
     options = {**options, "grad_scale": torch.tensor([3.0])}
     operands[1], flat, _ = scattered(operands[1], grad_dtypes(mix))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        got = step(name, operands, model_param, extra, options)
+        got = step(name, operands, extra, options)
     finally:
         torch.set_num_threads(before)
-    want = step(name, [operands[0], flat, *operands[2:]], model_param, extra, options)
+    want = step(name, [operands[0], flat, *operands[2:]], extra, options)
     inside = covered(numel, extra)
     for a, b in zip(got, want, strict=True):
         assert a is None or torch.equal(a[inside], b[inside])
@@ -169,7 +168,7 @@ def adam_with(grad, numel=20, dtype=F32, **changed):
     before = {k: t.clone() for k, t in operands.items()}
     param, m, v = operands.values()
     try:
-        torch.ops.apex_npu.adam_(param, grad, m, v, None, None, **ADAM)
+        torch.ops.apex_npu.adam_(param, grad, m, v, None, **ADAM)
     finally:
         unwritten = all(torch.equal(t, before[k]) for k, t in operands.items())
         assert unwritten
@@ -201,7 +200,7 @@ def test_nothing_but_the_kernels_reads_it():
         with pytest.raises((RuntimeError, NotImplementedError)):
             read(placed)
     with pytest.raises(TypeError, match=r"sgd_: .* gradients must be flat and contiguous, not a list"):
-        torch.ops.apex_npu.sgd_(torch.zeros(4, dtype=F64), placed, None, None, **{**SGD, "momentum": 0.0})
+        torch.ops.apex_npu.sgd_(torch.zeros(4, dtype=F64), placed, None, **{**SGD, "momentum": 0.0})
 
 
 class Recorder(TorchDispatchMode):

@@ -79,11 +79,10 @@ def test_adam_in_one_call_of_the_fused_kernel(apply_adam_w, decoupled, maximize,
         "grad_scale": torch.tensor([8.0]) if scaled else None, "beta1": betas[0], "beta2": betas[1],
     }  # fmt: skip
     ours, theirs = operands(), operands()
-    models = [torch.zeros(1_001, dtype=torch.float16) for _ in range(2)]
-    npu.adam_(*ours, None, models[0], **options)
-    adam_.reference(*theirs, None, models[1], **options)
+    npu.adam_(*ours, None, **options)
+    adam_.reference(*theirs, None, **options)
     assert apply_adam_w == [1_001]
-    for a, b in zip([*ours, models[0]], [*theirs, models[1]], strict=True):
+    for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
     assert torch.equal(ours[1], operands()[1])  # the gradient
 
@@ -202,10 +201,10 @@ def in_slots(buffer):
     return torch.cat([buffer[start:end] for start, end in zip(STARTS.tolist(), ends, strict=True)])
 
 
-def step_lamb(lamb_, operands, options, model=None):
+def step_lamb(lamb_, operands, options):
     param, grad, exp_avg, exp_avg_sq = operands
     direction = torch.full_like(exp_avg, torch.nan)
-    lamb_(param, grad, exp_avg, exp_avg_sq, model, direction, STARTS, LENGTHS, None, **options)
+    lamb_(param, grad, exp_avg, exp_avg_sq, direction, STARTS, LENGTHS, None, **options)
 
 
 @pytest.mark.parametrize(
@@ -222,13 +221,11 @@ def step_lamb(lamb_, operands, options, model=None):
 def test_lamb_by_the_fused_kernel_of_adam_and_rows(apply_adam_w, changed):
     options = {**LAMB, **changed}
     ours, exact = lamb_operands(), [buffer.double() for buffer in lamb_operands()]
-    model = torch.zeros(IN_LAMB, dtype=torch.float16)
-    step_lamb(npu.lamb_, ours, options, model)
+    step_lamb(npu.lamb_, ours, options)
     step_lamb(segmented.lamb_.reference, exact, options)
     assert apply_adam_w == [IN_LAMB]
     for a, b in zip(ours, exact, strict=True):
         torch.testing.assert_close(in_slots(a).double(), in_slots(b), rtol=2e-6, atol=1e-6)
-    assert torch.equal(in_slots(model), in_slots(ours[0]).half())
     assert torch.equal(in_slots(ours[1]), in_slots(lamb_operands()[1]))
 
 
@@ -264,7 +261,7 @@ def test_what_lamb_leaves_to_the_reference(apply_adam_w, monkeypatch, changed):
     if "part" in changed:
         operands, expected = ([torch.cat([b, b])[IN_LAMB:] for b in those] for those in (operands, expected))
     for lamb_, those in ((npu.lamb_, operands), (segmented.lamb_.reference, expected)):
-        lamb_(*those, None, torch.zeros(IN_LAMB), *segments, **options)
+        lamb_(*those, torch.zeros(IN_LAMB), *segments, **options)
     assert apply_adam_w == []
     for a, b in zip(operands, expected, strict=True):
         torch.testing.assert_close(in_slots(a), in_slots(b), rtol=0, atol=0, equal_nan=True)

@@ -61,18 +61,19 @@ class Call:
             first_scales.append(first_scales[-1] + scale_count(length))
         pairs = zip(places, POSITIONS, first_scales, strict=False)
         self.segments = [Segment(begin, length, position, scale) for (begin, length), position, scale in pairs]
-        self.encoding = RunEncoding(self.segments)
-        self.encoding.count = count
         dtype = {None: torch.float32, "float16 remainder": torch.float16}.get(param_format, torch.bfloat16)
         param, grad, *states = operands(op, NUMEL, dtype, without=without)
         generator = torch.Generator().manual_seed(seed)
         grad = grad.float().mul(torch.exp(3 * torch.randn(NUMEL, generator=generator)))
         grad = grad.clamp(-6e4, 6e4).to(dtype)  # finite in float16
+        remainder = None
         if param_format in ("remainder", "float16 remainder"):
             param, remainder = encode_remainder(torch.randn(NUMEL, generator=generator), dtype)
-            self.encoding.remainder = remainder.to(DEVICE)
-        self.encoding.stochastic_param = param_format == "stochastic"
         self.param, self.grad = param.to(DEVICE), grad.to(DEVICE)
+        self.encoding = RunEncoding(self.param, self.segments)
+        self.encoding.count = count
+        self.encoding.remainder = None if remainder is None else remainder.to(DEVICE)
+        self.encoding.stochastic_param = param_format == "stochastic"
         self.states = []
         for index, state in enumerate(states):
             kept = None if state is None else dtypes[index % len(dtypes)]
@@ -99,10 +100,9 @@ class Call:
         return EncodedState(values.to(DEVICE), scales.to(DEVICE), self.encoding)
 
     def step(self, options, *, apart):
-        last = self.encoding if self.of_params else None
-        args = (self.param, self.grad, *self.states, last, *self.more)
+        args = (self.of_params or self.param, self.grad, *self.states, *self.more)
         if apart:
-            args = (*args[:2], *self.states, None, *self.more)
+            args = (self.param, *args[1:])
             encoded_calls._run_on_pieces(Float32Rule(self.op), self.encoding, self.of_params, args, options)
         else:
             getattr(ops, self.op)(*args, **options)
@@ -179,11 +179,12 @@ def test_blocks_of_any_magnitude(dtype):
     grad = torch.cat([blocks.float(), bad]).flatten()
     found = []
     for apart in (False, True):
-        encoding = RunEncoding([Segment(0, grad.numel(), 3, 0)])
+        param = torch.zeros_like(grad, device=DEVICE)
+        encoding = RunEncoding(param, [Segment(0, grad.numel(), 3, 0)])
         encoding.count = 9
         scales = None if dtype == torch.bfloat16 else torch.zeros(15, device=DEVICE)
         state = EncodedState(torch.zeros(grad.numel(), dtype=dtype, device=DEVICE), scales, encoding)
-        args = torch.zeros_like(grad, device=DEVICE), grad.to(DEVICE), state, None
+        args = param, grad.to(DEVICE), state
         options = {**OPTIONS["sgd_"], "weight_decay": 0.0, "step": 1, "lr": 0.0}
         if apart:
             encoded_calls._run_on_pieces(Float32Rule("sgd_"), encoding, None, args, options)
@@ -215,12 +216,12 @@ def test_ties_of_remainders_are_rounded_away_from_zero(beside, direction):
     moved = masters - lr * (last_bit << 16).astype(np.uint32).view(np.float32)
     bits = moved.view(np.uint32).astype(np.int64)
 
-    encoding = RunEncoding([Segment(0, words.size, 0, 0)])
+    param, grad = (torch.from_numpy(w.astype(np.int16)).view(torch.bfloat16).to(DEVICE) for w in (words, last_bit))
+    encoding = RunEncoding(param, [Segment(0, words.size, 0, 0)])
     encoding.count = 1
     encoding.remainder = torch.full((words.size,), beside, dtype=torch.int16, device=DEVICE)
-    param, grad = (torch.from_numpy(w.astype(np.int16)).view(torch.bfloat16).to(DEVICE) for w in (words, last_bit))
     still = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0}
-    ops.sgd_(param, grad, None, encoding, **{**OPTIONS["sgd_"], **still, "lr": float(lr)})
+    ops.sgd_(encoding, grad, None, **{**OPTIONS["sgd_"], **still, "lr": float(lr)})
 
     rounded, remainder = param.view(torch.int16).cpu().numpy(), encoding.remainder.cpu().numpy()
     is_nan = np.isnan(moved)
@@ -238,9 +239,10 @@ def test_how_many_launches_a_step_takes(op, count, counted):
 
 
 def test_parameters_without_elements(counted):
-    encoding = RunEncoding([Segment(0, 0, 0, 0)])
+    param, grad = torch.zeros(2, 16, device=DEVICE)
+    encoding = RunEncoding(param, [Segment(0, 0, 0, 0)])
     state = EncodedState(torch.zeros(16, dtype=torch.int8, device=DEVICE), torch.zeros(0, device=DEVICE), encoding)
-    ops.sgd_(*torch.zeros(2, 16, device=DEVICE), state, encoding, **OPTIONS["sgd_"])
+    ops.sgd_(encoding, grad, state, **OPTIONS["sgd_"])
     assert not counted or counted == ["sgd"]  # of no program
 
 

@@ -92,7 +92,7 @@ def check(op, args, options, which=None, rtol=None):
 @pytest.mark.parametrize(("op", "change", "without"), CHANGES)
 def test_every_rule_gives_what_float64_gives(op, change, without, dtypes):
     args = operands(op, 1500, *dtypes, without)
-    check(op, [*args, None], {**OPTIONS[op], **change}, rtol=None if dtypes[0] != torch.float32 else 4e-6)
+    check(op, args, {**OPTIONS[op], **change}, rtol=None if dtypes[0] != torch.float32 else 4e-6)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 15, 16, 17, 1024, 1025, 41 * 123])
@@ -118,22 +118,19 @@ def test_any_length_at_any_place_and_nothing_beside_it(op, numel):
     ],
 )
 @pytest.mark.parametrize("op", OPS)
-def test_grad_scale_divides_and_model_param_gets_the_rounded_param(op, dtype, scale_dtype):
+def test_grad_scale_divides(op, dtype, scale_dtype):
     """Gradients of 1e-7, scaled by 2¹⁰: float16 could not hold them divided."""
     more = segments(dtype) if op == "lamb_" else []
     numel = NUMEL if more else 100
     param, grad, *states = operands(op, numel, dtype)
     scaled = (grad.double() * 1e-7 * 2.0**10).to(dtype)
-    model_param = torch.zeros(numel, dtype=torch.float16)
     scale = torch.tensor([2.0**10], dtype=scale_dtype, device=DEVICE)
-    got, _ = launch(op, [param, scaled, *states, model_param, *more], {**OPTIONS[op], "grad_scale": scale})
+    got, _ = launch(op, [param, scaled, *states, *more], {**OPTIONS[op], "grad_scale": scale})
     # In what it is computed in, a division by a power of two is exact.
     wide = [t.to(wide_dtype(dtype)) for t in (param, scaled)]
-    want, _ = launch(op, [wide[0], wide[1] / 2.0**10, *states, model_param, *more], OPTIONS[op])
+    want, _ = launch(op, [wide[0], wide[1] / 2.0**10, *states, *more], OPTIONS[op])
     assert torch.equal(got[0], want[0].to(dtype))
     assert torch.equal(got[2], want[2])
-    inside = slice(0, 5000 if more else numel)
-    assert torch.equal(got[2 + len(states)][inside], want[0].to(torch.float16)[inside])
 
 
 @pytest.mark.parametrize(("op", "change", "without"), [*CHANGES, *((*change, ()) for change in SEGMENTED_CHANGES)])
@@ -275,7 +272,7 @@ def test_segment_add(dtype, aligned):
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize(("op", "change"), SEGMENTED_CHANGES)
 def test_every_rule_that_looks_at_segments_gives_what_float64_gives(op, change, aligned, dtypes):
-    args = [*operands(op, NUMEL, *dtypes), None, *segments(dtypes[0], aligned)]
+    args = [*operands(op, NUMEL, *dtypes), *segments(dtypes[0], aligned)]
     # The direction is stored once in between.
     rtol = {torch.float32: 1e-5, torch.float64: 1e-13}.get(dtypes[0])
     check(op, args, {**OPTIONS[op], **change}, inside(aligned), rtol)
@@ -286,7 +283,7 @@ def test_every_rule_that_looks_at_segments_gives_what_float64_gives(op, change, 
 @pytest.mark.parametrize("bad", [math.inf, math.nan, 0.0])
 def test_inf_nan_and_zero_norms_go_where_they_go_in_torch(bad, aligned):
     """A segment with such a gradient, and one whose parameters are such; NaN in the padding has no effect."""
-    args = [*operands("lamb_", NUMEL), None, *segments(aligned=aligned)]
+    args = [*operands("lamb_", NUMEL), *segments(aligned=aligned)]
     inner, first, second = inside(aligned), slice(0, 5000), slice(5056, 7300)
     if bad == 0.0:
         for operand in (args[1], args[2], args[3]):
@@ -311,13 +308,13 @@ def test_inf_nan_and_zero_norms_go_where_they_go_in_torch(bad, aligned):
 def test_how_many_launches_a_step_takes(op, count):
     more = segments() if count > 1 else []
     numel = NUMEL if more else 100
-    plan = getattr(plans, op)(*operands(op, numel), torch.zeros(numel, dtype=torch.float16), *more, **OPTIONS[op])
+    plan = getattr(plans, op)(*operands(op, numel), *more, **OPTIONS[op])
     assert len(plan.launches) == count
     assert len(plans.plain_norm(torch.zeros(5)).launches) == 2
 
 
 def test_the_same_bits_every_time():
-    args = [*operands("lamb_", NUMEL), None, *segments()]
+    args = [*operands("lamb_", NUMEL), *segments()]
     one, other = (launch("lamb_", args, OPTIONS["lamb_"])[0] for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(one[:4], other[:4], strict=True))
 
@@ -420,7 +417,7 @@ def test_a_norm_on_a_gpu_is_not_dispatched_unless_that_is_observed(monkeypatch):
 def test_repeated_calls_follow_every_number_and_tensor(op, change, without, monkeypatch):
     """The launch that was planned for the operands is launched again, with the numbers of each call."""
     options = {**OPTIONS[op], **change}
-    args = [a if a is None else a.to(DEVICE) for a in [*operands(op, 100, without=without), None]]
+    args = [a if a is None else a.to(DEVICE) for a in operands(op, 100, without=without)]
     wanted = [a if a is None else a.double().cpu() for a in args]
     repeated = cuda.Repeated(getattr(ops, op))
     planned = []
@@ -487,7 +484,7 @@ def test_repeated_calls_are_dispatched_where_something_listens():
 @pytest.mark.parametrize("op", ["sgd_", "adam_", "lamb_"])
 def test_repeated_calls_take_numbers_on_the_device(op):
     """Each has memory of its own for what the device makes of them, and a flag that skips it or not."""
-    more = [None, *segments()] if op == "lamb_" else []
+    more = segments() if op == "lamb_" else []
     numel = NUMEL if more else 100
     given = [*operands(op, numel), *more]
     args, others = copies_on_device(op, given), copies_on_device(op, given)
@@ -591,7 +588,7 @@ def test_torch_takes_over_where_there_is_no_triton(how, monkeypatch, counted, ca
 @pytest.mark.parametrize("op", ["adam_", "lamb_"])
 def test_what_triton_cannot_compile_torch_does_instead_and_nothing_is_half_done(op, monkeypatch, counted, caplog):
     """The last kernel fails: had the first already run, moments would have been blended twice."""
-    args = [*operands(op, NUMEL), None, *(segments() if op == "lamb_" else [])]
+    args = [*operands(op, NUMEL), *(segments() if op == "lamb_" else [])]
     args = copies_on_device(op, args)
     expected = in_float64(op, [a.cpu() if isinstance(a, torch.Tensor) else a for a in args], OPTIONS[op])
     failing = getattr(plans, op)(*args, **OPTIONS[op]).launches[-1].kernel
@@ -637,7 +634,7 @@ def test_scattered_segments_are_left_to_torch(counted):
 )
 @pytest.mark.parametrize("op", OPS)
 def test_operands_that_do_not_fit_are_refused_before_anything_is_written(op, spoil, words):
-    args = [*operands(op, NUMEL), None, *(segments() if op == "lamb_" else [])]
+    args = [*operands(op, NUMEL), *(segments() if op == "lamb_" else [])]
     before = args[0].clone()
     args[1] = spoil(args[1])
     with pytest.raises(ValueError, match=f"^{op}: {words}.*Nothing has been written"):

@@ -75,7 +75,7 @@ def test_a_step_has_the_bits_of_one_of_gradients_in_slots(op, dtypes):
     for offset, numel in zip(offsets_of(NUMELS)[0], NUMELS, strict=True):
         inside[offset : offset + numel] = True
     for args in (ours, theirs):
-        cuda.KERNELS[getattr(ops, op)](*args, None, **OPTIONS[op], grad_scale=torch.full((1,), 3.0, device=DEVICE))
+        cuda.KERNELS[getattr(ops, op)](*args, **OPTIONS[op], grad_scale=torch.full((1,), 3.0, device=DEVICE))
     for place, (got, want) in enumerate(zip(ours, theirs, strict=True)):
         if place != 1 and got is not None:
             assert torch.equal(got[inside], want[inside])
@@ -89,7 +89,7 @@ def test_what_is_stepped_may_be_wider_than_all_that_is_listed(dtype):
     ours[1], theirs[1] = grad, dense
     for args in (ours, theirs):
         args[0].zero_(), args[2].zero_()
-        cuda.KERNELS[ops.sgd_](*args, None, **OPTIONS["sgd_"])
+        cuda.KERNELS[ops.sgd_](*args, **OPTIONS["sgd_"])
     assert torch.equal(ours[0], theirs[0])
 
 
@@ -143,7 +143,7 @@ def test_two_narrow_dtypes_are_copied_before_they_are_read():
     ours, theirs = ([a.to(DEVICE) for a in operands("adagrad_", dense.numel())] for _ in range(2))
     ours[1], theirs[1] = grad, dense
     for args in (ours, theirs):
-        cuda.KERNELS[ops.adagrad_](*args, None, **OPTIONS["adagrad_"])
+        cuda.KERNELS[ops.adagrad_](*args, **OPTIONS["adagrad_"])
     assert torch.equal(ours[0], theirs[0])
 
 
@@ -156,7 +156,7 @@ def test_without_triton_torch_does_the_same(factor, monkeypatch):
     beside = [a.clone() for a in step]
     step[1], beside[1] = grad, dense
     for args in (step, beside):
-        cuda.KERNELS[ops.adagrad_](*args, None, **OPTIONS["adagrad_"])
+        cuda.KERNELS[ops.adagrad_](*args, **OPTIONS["adagrad_"])
     assert torch.equal(step[0], beside[0])
     gather_cuda.scale_listed(grad, factor, found_inf)
     assert all(map(torch.equal, grads, wanted))
@@ -198,9 +198,9 @@ def test_calls_that_are_repeated_read_the_gradients_of_each_step(dtypes):
         vars(grad).pop("addresses", None)
         slots.add_addresses(grad)
         ours[1], theirs[1] = grad, dense.to(F32) * (begin + 1)
-        repeated(*ours, None, **OPTIONS["adagrad_"])
+        repeated(*ours, **OPTIONS["adagrad_"])
         ours[1] = None
-        cuda.KERNELS[ops.adagrad_](*theirs, None, **OPTIONS["adagrad_"])
+        cuda.KERNELS[ops.adagrad_](*theirs, **OPTIONS["adagrad_"])
     inside = torch.zeros(ours[0].numel(), dtype=torch.bool)
     for offset, numel in zip(offsets, NUMELS, strict=True):
         inside[offset : offset + numel] = True

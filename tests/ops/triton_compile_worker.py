@@ -81,11 +81,10 @@ def same(ours: Any, own: Any) -> bool:
 def all_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
     """Each op, aligned and not; for ``everything`` in each dtype, and with each of its options."""
     for dtypes in DTYPES if everything else DTYPES[:1]:
-        low = torch.zeros(NUMEL, dtype=torch.bfloat16)
         for op, change, without in CHANGES:
             if change and not everything:
                 continue
-            yield op, getattr(plans, op)(*operands(op, 1504, *dtypes, without), None, **{**OPTIONS[op], **change})
+            yield op, getattr(plans, op)(*operands(op, 1504, *dtypes, without), **{**OPTIONS[op], **change})
         a, b = operands("sgd_", NUMEL, *dtypes)[:2]
         yield "norm", plans.plain_norm(a)
         yield "clipping_norm", plans.clipping_norm(a, torch.zeros((), dtype=wide_dtype(a.dtype)), 1.0)
@@ -95,21 +94,21 @@ def all_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
             for op, change in SEGMENTED_CHANGES:
                 if change and not everything:
                     continue
-                args = [*operands(op, NUMEL, *dtypes), low, *segments(dtypes[0], aligned)]
+                args = [*operands(op, NUMEL, *dtypes), *segments(dtypes[0], aligned)]
                 yield op, getattr(plans, op)(*args, **{**OPTIONS[op], **change})
             starts, lengths = segments(aligned=aligned)[1:3]
             yield "segment_dot", plans.segment_dot(a, a, starts, lengths, None)
             yield "segment_add_", plans.segment_add_(a, b, a[:4], starts, lengths, None)
     for op in ("sgd_", "adam_", "rmsprop_", "adadelta_", "adagrad_"):
         args = operands(op, 1000, torch.float32, torch.bfloat16)
-        model_param, scale = torch.zeros(1000, dtype=torch.float16), torch.ones(1)
-        yield op, getattr(plans, op)(*args, model_param, **OPTIONS[op], grad_scale=scale)
-        yield op, getattr(plans, op)(*(a[1:] for a in args), model_param[1:], **OPTIONS[op], grad_scale=scale.double())
+        scale = torch.ones(1)
+        yield op, getattr(plans, op)(*args, **OPTIONS[op], grad_scale=scale)
+        yield op, getattr(plans, op)(*(a[1:] for a in args), **OPTIONS[op], grad_scale=scale.double())
     for op in OPTIONS:
         of_segments = op == "lamb_"
         args = operands(op, NUMEL if of_segments else 1504)
         more = segments(aligned=True) if of_segments else ()
-        yield f"{op} on device", getattr(plans, op)(*args, None, *more, **on_device(OPTIONS[op], torch.zeros(1)))
+        yield f"{op} on device", getattr(plans, op)(*args, *more, **on_device(OPTIONS[op], torch.zeros(1)))
 
 
 def encoded_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
@@ -133,7 +132,7 @@ def encoded_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
                     stochastic_param=everything and bool(dtypes),
                 )
                 options = on_device(OPTIONS[op], torch.zeros(1)) if counts else OPTIONS[op]
-                plan = getattr(plans, op)(param, grad, *states, None, *more, **options, encoded=encoded)
+                plan = getattr(plans, op)(param, grad, *states, *more, **options, encoded=encoded)
                 yield f"{op} {name}{counts}", plan
 
 
@@ -163,7 +162,7 @@ def listed_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
         ListedSlots(offsets, lengths).add_addresses(grad)
         for op in OPTIONS:
             param, _, *states = operands(op, NUMEL, wide)
-            more = (None, *segments(aligned=True)) if op == "lamb_" else (None,)
+            more = segments(aligned=True) if op == "lamb_" else ()
             yield f"{op} listed {narrow}", getattr(plans, op)(param, grad, *states, *more, **OPTIONS[op])
         yield f"norm listed {narrow}", plans.plain_norm(grad)
         for name, factor, found_inf in (("checked", 1.0, torch.zeros(1)), ("scaled", 0.5, torch.zeros(1)),

@@ -159,9 +159,10 @@ def test_a_stale_remainder_makes_nothing_else_of_what_a_script_has_written():
 
 def steps_that_change_nothing(param, remainder):
     """What the kernel of the device makes of ``param`` and ``remainder`` as it reads and writes them."""
-    encoding = RunEncoding([Segment(0, param.numel(), 0, 0)])
-    param, encoding.remainder = param.to(DEVICE, copy=True), remainder.to(DEVICE, copy=True)
-    sgd_(param, torch.zeros_like(param), None, encoding, lr=0.0, **{**STILL, "momentum": 0.0})
+    param = param.to(DEVICE, copy=True)
+    encoding = RunEncoding(param, [Segment(0, param.numel(), 0, 0)])
+    encoding.remainder = remainder.to(DEVICE, copy=True)
+    sgd_(encoding, torch.zeros_like(param), None, lr=0.0, **{**STILL, "momentum": 0.0})
     return param.cpu(), encoding.remainder.cpu()
 
 
@@ -179,10 +180,10 @@ def test_kernels_read_and_write_every_number_with_any_remainder(dtype, moved):
     expected = decode_remainder(param[:numel], remainder[:numel]) - moved
     wanted, wanted_remainder = encode_remainder(expected, dtype)
     grad = torch.ones(numel, dtype=torch.float32)
-    encoding = RunEncoding([Segment(0, numel, 0, 0)])
     got = param[:numel].to(DEVICE, copy=True)
+    encoding = RunEncoding(got, [Segment(0, numel, 0, 0)])
     encoding.remainder = remainder[:numel].to(DEVICE, copy=True)
-    sgd_(got, grad.to(DEVICE), None, encoding, lr=moved, **{**STILL, "momentum": 0.0})
+    sgd_(encoding, grad.to(DEVICE), None, lr=moved, **{**STILL, "momentum": 0.0})
     nan = wanted.isnan()
     assert torch.equal(got.cpu().isnan(), nan)
     assert torch.equal(got.cpu()[~nan].view(torch.int16), wanted[~nan].view(torch.int16))
@@ -312,14 +313,15 @@ def test_the_extension_gives_the_bits_of_the_reference(dtype):
     grad = grad.abs() if dtype == torch.uint8 else grad
     found = []
     for uses_extension in (True, False):
-        encoding = RunEncoding(segments)
+        param = torch.zeros(numel)
+        encoding = RunEncoding(param, segments)
         encoding.count = 7
         scales = None if dtype == torch.bfloat16 else torch.zeros(9 + scale_count(70001))
         state = EncodedState(torch.zeros(numel, dtype=dtype), scales, encoding)
         if uses_extension:
-            sgd_(torch.zeros(numel), grad, state, encoding, lr=0.0, **STILL)  # the first momentum is the gradient
+            sgd_(encoding, grad, state, lr=0.0, **STILL)  # the first momentum is the gradient
         else:
-            _run_on_pieces(sgd_, encoding, None, (torch.zeros(numel), grad, state, None), {"lr": 0.0, **STILL})
+            _run_on_pieces(sgd_, encoding, None, (param, grad, state), {"lr": 0.0, **STILL})
         bits = state.values.view(torch.int16) if dtype == torch.bfloat16 else state.values
         found.append([bits[s.begin : s.begin + s.numel] for s in segments] + ([] if scales is None else [scales]))
     for a, b in zip(*found, strict=True):

@@ -210,7 +210,6 @@ def split(value, DTYPE: tl.constexpr):
 @triton.jit
 def store_param(
     param,
-    model_param,
     encoding,
     place,
     offsets,
@@ -219,10 +218,7 @@ def store_param(
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Round ``value`` into the parameters, stochastically with STOCHASTIC, and into their low-precision copy if any.
-
-    STOCHASTIC needs bfloat16 parameters.
-    """
+    """Round ``value`` into the parameters, stochastically with STOCHASTIC, which needs bfloat16 parameters."""
     if STOCHASTIC:
         bits = random_bits(place, _PARAM_PAIR, BLOCK) & 0xFFFF
         tl.store(param + offsets, round_stochastically(value, bits), mask=mask)
@@ -232,8 +228,6 @@ def store_param(
         rounded, remainder = split(value, param.dtype.element_ty)
         tl.store(param + offsets, rounded, mask=mask)
         tl.store(encoding.remainder + offsets, remainder, mask=mask)
-    if model_param is not None:
-        tl.store(model_param + offsets, value.to(model_param.dtype.element_ty), mask=mask)
 
 
 # States

@@ -26,7 +26,6 @@ def lamb_directions(
     grad,
     exp_avg,
     exp_avg_sq,
-    model_param,
     grad_scale,
     numbers,
     encoding,
@@ -79,7 +78,7 @@ def lamb_directions(
         tl.store(parts + chunks + tl.program_id(0), dot(u, u, inside))
     else:
         p = p - chosen(numbers, LR, lr, DTYPE) * u
-        store_param(param, model_param, encoding, place, offsets, p, mask, STOCHASTIC, BLOCK)
+        store_param(param, encoding, place, offsets, p, mask, STOCHASTIC, BLOCK)
 
 
 @triton.jit
@@ -106,7 +105,6 @@ def lamb_ratios(
 @triton.jit
 def lamb_step(
     param,
-    model_param,
     direction,
     ratios,
     numbers,
@@ -128,4 +126,4 @@ def lamb_step(
     p = load_param(param, encoding, offsets, mask, DTYPE)
     rate = chosen(numbers, LR, lr, DTYPE) * tl.load(ratios + tl.load(owners + tl.program_id(0)))
     u = tl.load(direction + offsets, mask=mask, other=0.0)
-    store_param(param, model_param, encoding, place, offsets, p - rate * u, mask, STOCHASTIC, BLOCK)
+    store_param(param, encoding, place, offsets, p - rate * u, mask, STOCHASTIC, BLOCK)

@@ -248,7 +248,7 @@ def lamb_(given: Arguments) -> Plan | None:
         ratios = direction.new_empty(given.starts.numel())
         finish = (parts, ratios, chunks.firsts, count, given.max_weight_norm)
         where = (chunks.begins, chunks.ends, chunks.owners)
-        move = (param, given.model_param, direction, ratios, known.on_device, encoding, *where, step, known.lr)
+        move = (param, direction, ratios, known.on_device, encoding, *where, step, known.lr)
         launches.append(_over_segments(lamb.lamb_ratios, ratios.numel(), finish, dtype))
         launches.append(_over_chunks(lamb.lamb_step, chunks, move, dtype | rounding))
     return Plan(tuple(launches))

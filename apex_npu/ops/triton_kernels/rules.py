@@ -29,7 +29,6 @@ def sgd(
     param,
     grad,
     momentum_buffer,
-    model_param,
     grad_scale,
     numbers,
     encoding,
@@ -67,7 +66,7 @@ def sgd(
         store_state(momentum_buffer, encoding, place, 0, offsets, b, mask, BLOCK)
         update = number(share, DTYPE) * update + number(momentum, DTYPE) * b if NESTEROV else b
     p = p - chosen(numbers, LR, lr, DTYPE) * update
-    store_param(param, model_param, encoding, place, offsets, p, mask, STOCHASTIC, BLOCK)
+    store_param(param, encoding, place, offsets, p, mask, STOCHASTIC, BLOCK)
 
 
 @triton.jit
@@ -77,7 +76,6 @@ def adam(
     exp_avg,
     exp_avg_sq,
     max_exp_avg_sq,
-    model_param,
     grad_scale,
     numbers,
     encoding,
@@ -116,7 +114,7 @@ def adam(
         store_state(max_exp_avg_sq, encoding, place, 2, offsets, v, mask, BLOCK)
     denom = divide(root(v), chosen(numbers, ROOT_CORRECTION2, root_correction2, DTYPE)) + number(eps, DTYPE)
     p = p - chosen(numbers, STEP_SIZE, step_size, DTYPE) * divide(m, denom)
-    store_param(param, model_param, encoding, place, offsets, p, mask, STOCHASTIC, BLOCK)
+    store_param(param, encoding, place, offsets, p, mask, STOCHASTIC, BLOCK)
 
 
 @triton.jit
@@ -126,7 +124,6 @@ def rmsprop(
     square_avg,
     grad_avg,
     momentum_buffer,
-    model_param,
     grad_scale,
     numbers,
     encoding,
@@ -175,7 +172,7 @@ def rmsprop(
     if not LR_IN_MOMENTUM:
         update = rate * update
     p = p - update
-    store_param(param, model_param, encoding, place, offsets, p, mask, STOCHASTIC, BLOCK)
+    store_param(param, encoding, place, offsets, p, mask, STOCHASTIC, BLOCK)
 
 
 @triton.jit
@@ -184,7 +181,6 @@ def adadelta(
     grad,
     square_avg,
     acc_delta,
-    model_param,
     grad_scale,
     numbers,
     encoding,
@@ -228,7 +224,7 @@ def adadelta(
     a = number(rho, DTYPE) * a + number(share, DTYPE) * delta * delta
     store_state(acc_delta, encoding, place, 1, offsets, a, mask, BLOCK)
     p = p - chosen(numbers, LR, lr, DTYPE) * delta
-    store_param(param, model_param, encoding, place, offsets, p, mask, STOCHASTIC, BLOCK)
+    store_param(param, encoding, place, offsets, p, mask, STOCHASTIC, BLOCK)
 
 
 @triton.jit
@@ -236,7 +232,6 @@ def adagrad(
     param,
     grad,
     square_sum,
-    model_param,
     grad_scale,
     numbers,
     encoding,
@@ -264,4 +259,4 @@ def adagrad(
     store_state(square_sum, encoding, place, 0, offsets, s, mask, BLOCK)
     update = divide(g, root(s) + number(eps, DTYPE))
     p = p - chosen(numbers, LR, lr, DTYPE) * update
-    store_param(param, model_param, encoding, place, offsets, p, mask, STOCHASTIC, BLOCK)
+    store_param(param, encoding, place, offsets, p, mask, STOCHASTIC, BLOCK)
