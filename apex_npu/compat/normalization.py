@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -135,7 +134,6 @@ def _autograd_function(name: str, function: Callable[..., Tensor]) -> Any:
     Megatron-LM looks for ``memory_efficient`` among the arguments of ``forward`` (``inspect.getfullargspec``).
     """
 
-    @functools.wraps(function)
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> Tensor:
         return function(*args, **kwargs)
 
@@ -191,17 +189,20 @@ class FusedRMSNorm(_ApexArguments, nn.RMSNorm):
 
 class _AlwaysAffine(_ApexArguments):
     def __init__(
-        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **options: Any
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        elementwise_affine: bool | None = None,
     ) -> None:
-        cls, affine = type(self).__name__, options.pop("elementwise_affine", None)
-        if affine is not None:
-            if not affine:
+        cls = type(self).__name__
+        if elementwise_affine is not None:
+            if not elementwise_affine:
                 raise RuntimeError(
                     f"{cls} does not support elementwise_affine=False: its output has the weight's dtype"
                 )
             warn(f"{cls} is always elementwise affine; drop the argument elementwise_affine", UserWarning)
-        if options:
-            raise TypeError(f"{cls} has no argument {', '.join(options)}")
         super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
 
 

@@ -65,7 +65,7 @@ def test_mixed_layers_are_always_affine():
         MixedFusedLayerNorm(4, elementwise_affine=False)
     with pytest.warns(UserWarning, match="always elementwise affine"):
         MixedFusedRMSNorm(4, elementwise_affine=True)
-    with pytest.raises(TypeError, match="no argument sequence_parallel"):
+    with pytest.raises(TypeError, match="argument 'sequence_parallel'"):
         MixedFusedRMSNorm(4, sequence_parallel=True)
 
 
