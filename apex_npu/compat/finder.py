@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.abc import InspectLoader, MetaPathFinder
+from importlib.abc import InspectLoader, Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import cast
@@ -25,7 +25,7 @@ _NO_ATTRIBUTE = {"apex.amp._amp_state"}
 _PROGRAMS = {"apex.parallel.multiproc"}
 
 
-class OldModules(MetaPathFinder, InspectLoader):
+class OldModules(MetaPathFinder, Loader):
     """A finder for ``modules``, a map of old names to modules of this package, whose public names it shows.
 
     A module under an old name has no submodules but those in ``modules``.
@@ -62,17 +62,11 @@ class OldModules(MetaPathFinder, InspectLoader):
             if child in _NO_ATTRIBUTE:
                 vars(module)[name] = attribute
 
-    def _ours(self, fullname: str) -> InspectLoader:
-        spec = importlib.util.find_spec(self.modules[fullname])
-        return cast(InspectLoader, cast(ModuleSpec, spec).loader)
-
     def get_code(self, fullname: str) -> CodeType | None:
         """Return the code of our module, for ``python -m``."""
-        return self._ours(fullname).get_code(self.modules[fullname])
-
-    def get_source(self, fullname: str) -> str | None:
-        """Return the source of our module."""
-        return self._ours(fullname).get_source(self.modules[fullname])
+        name = self.modules[fullname]
+        spec = importlib.util.find_spec(name)
+        return cast(InspectLoader, cast(ModuleSpec, spec).loader).get_code(name)
 
     def _children(self, old: str) -> list[str]:
         return [other for other in self.modules if other.rpartition(".")[0] == old]
