@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from apex_npu.amp.preconditions import check_plain
 from apex_npu.amp.saturation import clear_saturation, read_and_clear_saturation
 from apex_npu.amp.session import current, warn_once
 from apex_npu.amp.widened_grads import WidenedGrads
+from apex_npu.compat.amp.locked_list import LockedList
 from apex_npu.compat.amp.scaler import LossScaler
 from apex_npu.ops import LOW_PRECISION
 
@@ -31,8 +31,8 @@ class Legacy:
     that the script scales, or None.
     """
 
-    def __init__(self, names: Mapping[str, Any] = MappingProxyType({})) -> None:
-        self.names = dict(names)
+    def __init__(self) -> None:
+        self.names: dict[str, Any] = {}
         self.aside: Aside | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -73,30 +73,6 @@ def unscale_and_add(groups: list[GradGroup], aside: Aside, scaler: LossScaler) -
     for param, grad in aside.values():
         param.grad = grad if param.grad is None else param.grad.add_(grad)
     scaler._has_overflow = scaler._has_overflow or found_inf
-
-
-class LiveList(list[Any]):
-    """A list built at each access, which refuses edits because they would be lost.
-
-    It is a list because torch's ``_foreach`` functions require one. An element that is already in its place can be
-    assigned, since scripts that exchange a parameter first do so in ``param_groups``.
-    """
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        if isinstance(index, slice) or self[index] is not value:
-            self._refuse()
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(
-            "the lists of _amp_stash follow optimizer.param_groups and cannot be edited: change those (add_param_group "
-            "makes masters), or edit a copy, list(...)"
-        )
-
-    append = extend = insert = remove = pop = clear = sort = reverse = _refuse
-    __delitem__ = __iadd__ = __imul__ = _refuse
-
-    def __reduce__(self) -> Any:
-        return list, (list(self),)
 
 
 class AmpStash:
@@ -198,8 +174,8 @@ def _float32_copy(state: AmpOptimizerState, param: Tensor) -> Tensor:
     return copy
 
 
-def _live(found: list[Any]) -> LiveList:
-    return LiveList(LiveList(item) if isinstance(item, list) else item for item in found)
+def _live(found: list[Any]) -> LockedList:
+    return LockedList((_live(item) if isinstance(item, list) else item for item in found), _EDITS)
 
 
 def _flat(groups: list[list[Tensor]]) -> list[Tensor]:
@@ -211,6 +187,10 @@ _LISTS = {
     "all_fp32_from_fp32_params", "all_fp32_from_fp32_grad_stash", "all_fp32_params", "all_fp16_grad_stash",
     "all_fp32_grad_stash",
 }  # fmt: skip
+_EDITS = (
+    "the lists of _amp_stash follow optimizer.param_groups and cannot be edited: change those (add_param_group makes "
+    "masters), or edit a copy, list(...)"
+)
 _COPIES = ("fp32_from_fp16_groups", "all_fp32_from_fp16_params")
 # Emitted once for each optimizer.
 COPIES = (

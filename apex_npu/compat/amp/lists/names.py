@@ -5,25 +5,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 from apex_npu.autocast import cast_lists
+from apex_npu.compat.amp.locked_list import LockedList
 
-
-class CastList(tuple[str, ...]):
-    """A tuple of names that cannot be edited; the error says what to do instead."""
-
-    __slots__ = ()
-
-    def _refuse(self, *args: Any) -> NoReturn:
-        raise RuntimeError(
-            "amp's lists are read-only. To cast a function differently, call amp.register_half_function, "
-            "register_float_function or register_promote_function with its module and name before amp.initialize"
-        )
-
-    append = extend = insert = remove = pop = clear = __setitem__ = __delitem__ = __iadd__ = _refuse
-
-
+_EDITS = (
+    "amp's lists are read-only. To cast a function differently, call amp.register_half_function, "
+    "register_float_function or register_promote_function with its module and name before amp.initialize"
+)
 # torch promotes these itself, so no table of this package has them.
 _PROMOTED = [
     "add", "addcdiv", "addcmul", "atan2", "bilinear", "cross", "div", "dot",
@@ -41,7 +31,7 @@ _OPERATORS = {
 }  # fmt: skip
 
 
-def cast_list(owner: Any, kind: str) -> CastList:
+def cast_list(owner: Any, kind: str) -> LockedList:
     """Return the names in ``owner`` that are cast in one way.
 
     Args:
@@ -57,7 +47,7 @@ def cast_list(owner: Any, kind: str) -> CastList:
     }[kind]
     names = {op.partition(".")[0] for op in listed}
     names |= {"grid_sample"} if "grid_sampler" in names else set()
-    return CastList(_existing(owner, names))
+    return LockedList(_existing(owner, names), _EDITS)
 
 
 def _existing(owner: Any, names: Iterable[str]) -> list[str]:

@@ -4,10 +4,10 @@
 
 import torch
 
-from apex_npu.compat.amp.lists.names import CastList, cast_list
+from apex_npu.compat.amp.lists.names import cast_list
 
 MODULE = torch.Tensor
 FP16_FUNCS = cast_list(MODULE, "half")
 FP32_FUNCS = cast_list(MODULE, "float")
 CASTS = cast_list(MODULE, "promote")
-SEQUENCE_CASTS = CastList()  # cat and stack are not methods
+SEQUENCE_CASTS = cast_list(MODULE, "sequence")  # none: cat and stack are not methods
