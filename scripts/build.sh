@@ -11,7 +11,7 @@ usage: scripts/build.sh [--python=3.X|PATH] [--source DIR|URL] [--ref REF] [--wh
 
   --python      the interpreter to build for, 3.10 or newer, with torch and setuptools (default: python3)
   --source      a local checkout of NVIDIA's Apex, as it is or patched, or a URL (default: upstream's, over the network)
-  --ref         a commit, tag or branch, or an era of patch/ERAS.toml (default: a checkout's own, or 2025)
+  --ref         a commit, tag or branch, or an era: 2020, 2025, master (default: a checkout's own, or 2025)
   --wheel-dir   where the wheel goes (default: dist)
   -- ...        options of upstream's setup.py, where there is CUDA: --cpp_ext --cuda_ext
 

@@ -1,17 +1,15 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The patches and the table of eras."""
+"""The patches."""
 
 from __future__ import annotations
-
-import sys
 
 import pytest
 
 from apex_npu.compat.pipeline import PipelineError, eras, maintaining
 
 
-@pytest.mark.parametrize("era", eras.load(), ids=lambda era: era.name)
+@pytest.mark.parametrize("era", eras.ERAS, ids=lambda era: era.name)
 def test_patches_are_small_say_why_and_have_their_rows(era):
     patch = era.patch_file.read_bytes()
     files = maintaining.check_limits(patch)
@@ -33,11 +31,3 @@ def test_patches_are_small_say_why_and_have_their_rows(era):
 def test_other_patches_are_refused(change):
     with pytest.raises(PipelineError):
         maintaining.check_limits(b"diff --git a/f b/f\n" + change)
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no tomllib")
-def test_the_table_of_eras_is_read_as_toml_is():
-    import tomllib
-
-    ours = eras.tables()
-    assert {**ours.pop("upstream"), **ours} == tomllib.loads((eras.FOLDER / "ERAS.toml").read_text(encoding="utf-8"))

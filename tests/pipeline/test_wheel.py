@@ -32,7 +32,7 @@ def test_a_wheel_without_the_extension(tmp_path, era):
     assert Path(str(wheel.filename)).name == "apex-0.1+ascend-py3-none-any.whl"
     names = set(wheel.namelist())
     assert {"apex/__init__.py", "apex_npu/__init__.py", "apex_npu/LICENSE", "change_data_ptr.py"} <= names
-    assert {"apex_npu/compat/pipeline/patch/ERAS.toml", f"apex_npu/compat/pipeline/patch/{era}/npu.patch"} <= names
+    assert f"apex_npu/compat/pipeline/patch/{era}/npu.patch" in names
     assert not [name for name in names if name.startswith(("apex/amp", "apex/parallel", "apex/normalization"))]
     assert "apex/optimizers/fused_sgd.py" not in names
     metadata = wheel.read("apex-0.1+ascend.dist-info/METADATA").decode()

@@ -8,7 +8,7 @@
 Only the tests are taken from the checkout. They are written for CUDA: in their source, on its way into the
 interpreter, CUDA's names are replaced by those of the device. What needs the CUDA kernels of amp_C skips itself.
 With --installed they meet the apex that is installed, a wheel of scripts/build.sh, rather than install_as_apex.
---clone runs those of both commits of patch/ERAS.toml that have amp, on the CPU and on an NPU that is simulated here.
+--clone runs those of both commits of the patches that have amp, on the CPU and on an NPU that is simulated here.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def run_clone(clone: str) -> int:
     """Run the tests of each era that has amp, on each device, in processes of their own."""
     if not clone:
         sys.exit("make upstream: name a checkout of Apex that has apex/amp, APEX=path, or a clone, APEX_UPSTREAM=path")
-    with_amp = [era for era in eras.load() if "apex/amp/__init__.py" in era.has]
+    with_amp = [era for era in eras.ERAS if "apex/amp/__init__.py" in era.has]
     devices = ["cpu", *(["npu"] if importlib.util.find_spec("npu_simulator") else [])]
     for era in with_amp:
         with tempfile.TemporaryDirectory() as folder:

@@ -116,11 +116,11 @@ class Checkout:
         """
         at = f"{self.shown}, commit {self.head[:12]},"
         files = set(self._names("ls-tree", "-r", "--name-only", self.head))
-        era = next((era for era in eras.load() if era.matches(files)), None)
+        era = next((era for era in eras.ERAS if era.matches(files)), None)
         if era is None:
-            expected = "; ".join(f"{era.name} has {', '.join(era.has)}" for era in eras.load())
-            url = eras.tables()["upstream"]["url"]
-            raise PipelineError(f"{at} is of no known era of NVIDIA's Apex ({expected}): name a clone of {url}")
+            expected = "; ".join(f"{era.name} has {', '.join(era.has)}" for era in eras.ERAS)
+            said = f"{at} is of no known era of NVIDIA's Apex ({expected}): name a clone of {eras.UPSTREAM}"
+            raise PipelineError(said)
         try:
             upstream, patched = self.head, self._applied(era.patch_file)
         except PipelineError as misfit:

@@ -77,7 +77,7 @@ def add_other_parsers(commands: Commands) -> None:
     """Add the other commands of ``scripts``: gen, make-patch and check."""
     gen = add_command(commands, "gen", _printed(_gen), "clone Apex and patch the copy")
     gen.add_argument("--source", metavar="DIR|URL", help="a local checkout, or a URL; default: upstream's")
-    ref = "a commit, tag or branch, or an era of ERAS.toml; default: a checkout's own"
+    ref = "a commit, tag or branch, or an era (2020, 2025, master); default: a checkout's own"
     gen.add_argument("--ref", help=ref)
     gen.add_argument("--out", type=Path, metavar="DIR", default=Path("build/apex"), help="default: %(default)s")
     gen.add_argument("--reverse", action="store_true", help="remove the patch from --out, byte for byte")

@@ -1,16 +1,14 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Read ``patch/ERAS.toml``: the layouts that upstream has had, and the patch of each."""
+"""The layouts that upstream has had, and the commit that the patch of each is made from."""
 
 from __future__ import annotations
 
-import ast
-import configparser
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 FOLDER = Path(__file__).resolve().with_name("patch")
+UPSTREAM = "https://github.com/NVIDIA/apex"
 
 
 @dataclass(frozen=True)
@@ -18,10 +16,9 @@ class Era:
     """A layout of upstream. A tree is of this era if it has all files of ``has`` and none of ``lacks``."""
 
     name: str
-    about: str
     commit: str
-    has: list[str]
-    lacks: list[str]
+    has: tuple[str, ...]
+    lacks: tuple[str, ...] = ()
 
     @property
     def patch_file(self) -> Path:
@@ -33,16 +30,22 @@ class Era:
         return files.issuperset(self.has) and files.isdisjoint(self.lacks)
 
 
-def tables() -> dict[str, dict[str, Any]]:
-    """Return the tables of ERAS.toml; the lines before the first table are ``upstream``.
-
-    The file uses the part of TOML that is also INI with literals.
-    """
-    parser = configparser.ConfigParser(interpolation=None)  # Python 3.10 has no tomllib
-    parser.read_string("[upstream]\n" + (FOLDER / "ERAS.toml").read_text(encoding="utf-8"))
-    return {name: {key: ast.literal_eval(text) for key, text in parser.items(name)} for name in parser.sections()}
-
-
-def load() -> list[Era]:
-    """Return the eras, in the order in which a tree is compared with them."""
-    return [Era(name, **table) for name, table in tables().items() if name != "upstream"]
+_AMP, _TRANSFORMER, _OPTIMIZERS = (f"apex/{name}/__init__.py" for name in ("amp", "transformer", "optimizers"))
+_MULTI_TENSOR = "apex/multi_tensor_apply/multi_tensor_apply.py"
+# A tree is of the first era that matches. Any commit of an era will do if all hunks of the patch fit.
+ERAS = (
+    # August 2020, the commit that Ascend's patch was made for.
+    Era("2020", "4ef930c1c884fdca5f472ab2ce7cb9b505d26c1a", (_AMP, _OPTIMIZERS, _MULTI_TENSOR), (_TRANSFORMER,)),
+    # April 2025, the last with apex.amp; also the releases 22.03 to 25.05.
+    Era("2025", "e13873debc4699d39c6861074b9a3b2a02327f92", (_AMP, _TRANSFORMER, _MULTI_TENSOR)),
+    # July 2026, without apex.amp; also the releases since 25.07.
+    Era(
+        "master",
+        "6424da3b4faa6c8f062da4a48c424fff3f02d42d",
+        (_OPTIMIZERS, "apex/normalization/__init__.py", _MULTI_TENSOR),
+        (_AMP,),
+    ),
+)
+COMMITS = {era.name: era.commit for era in ERAS}
+# The era of a clone of which no commit is asked for.
+DEFAULT = "2025"

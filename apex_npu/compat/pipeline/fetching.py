@@ -23,15 +23,14 @@ def generate(source: str | None, ref: str | None, out: Path) -> str:
         PipelineError: Cloning or patching fails. ``out`` is unchanged.
         OSError: ``out`` cannot be written. It is unchanged.
     """
-    upstream, commits = eras.tables()["upstream"], {era.name: era.commit for era in eras.load()}
-    commit = commits.get(ref, ref) if ref else None
+    commit = eras.COMMITS.get(ref, ref) if ref else None
     if out.is_dir() and any(out.iterdir()):
         there = Checkout(out)
         if commit and there.resolve(commit) != there.head:
             raise PipelineError(f"{out} is at {there.head[:12]}, which is not {ref}: give another --out")
         return there.patch()
     if source is None or not Path(source).exists():
-        source, commit = source or upstream["url"], commit or commits[upstream["default"]]
+        source, commit = source or eras.UPSTREAM, commit or eras.COMMITS[eras.DEFAULT]
     elif commit is None and Path(source, ".git").exists():
         checkout = Checkout(Path(source))
         checkout.inspect()  # the clone would not have other changes

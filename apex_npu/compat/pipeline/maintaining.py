@@ -67,9 +67,9 @@ def make_patch(checkout: Checkout) -> str:
     Raises:
         PipelineError: The commit is not that of an era, or the changes break the rules for patches.
     """
-    era = next((era for era in eras.load() if era.commit == checkout.head), None)
+    era = next((era for era in eras.ERAS if era.commit == checkout.head), None)
     if era is None:
-        commits = ", ".join(f"{era.commit[:8]} ({era.name})" for era in eras.load())
+        commits = ", ".join(f"{era.commit[:8]} ({era.name})" for era in eras.ERAS)
         raise PipelineError(f"{checkout.shown} is at {checkout.head[:8]}: check out the commit of an era, {commits}")
     patch = difference(checkout)
     check_limits(patch)
@@ -87,7 +87,7 @@ def check(source: str) -> str:
         PipelineError: A patch fails its check, or no patch could be checked.
     """
     said = []
-    for era in eras.load():
+    for era in eras.ERAS:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 tree = clone(source, era.commit, Path(folder, era.name))
