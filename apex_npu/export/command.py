@@ -17,8 +17,6 @@ def _run(options: argparse.Namespace) -> int:
     if options.strip_module and options.to is None:
         return fail(options, "--strip-module needs --to and --out")
     path, out = Path(options.file), options.out and Path(options.out)
-    if out is not None and not out.parent.is_dir():
-        return fail(options, f"--out {out}: there is no folder {out.parent}")
     if out is not None and out.exists() and not out.is_dir() and not options.force:
         return fail(options, f"--out {out}: the file exists; --force replaces it")
 

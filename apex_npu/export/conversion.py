@@ -49,7 +49,9 @@ def convert(checkpoint: Any, to: str, *, strip_module: bool = False) -> tuple[An
         raise ValueError(f"to={to!r}: {' or '.join(map(repr, TARGETS))} is expected")
     parts = list(parts_of(checkpoint))
     if all(part.kind == "other" for part in parts):
-        raise ValueError(f"there is no state of a model, an optimizer or a loss scaler in this {_type(checkpoint)}")
+        raise ValueError(
+            f"there is no state of a model, an optimizer or a loss scaler in this {type(checkpoint).__name__}"
+        )
     changes: list[str] = []
     if strip_module and all(part.kind != "model" for part in parts):
         changes.append("no prefix removed: there are no weights of a model")
@@ -147,7 +149,3 @@ def _with(container: Any, path: tuple[Any, ...], value: Any) -> Any:
     copy = list(container) if isinstance(container, list | tuple) else dict(container)
     copy[key] = _with(container[key], tuple(rest), value)
     return tuple(copy) if isinstance(container, tuple) else copy
-
-
-def _type(value: Any) -> str:
-    return type(value).__name__

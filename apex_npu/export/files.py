@@ -10,7 +10,8 @@ import os
 import re
 import struct
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -82,7 +83,7 @@ def read(path: Path) -> Any:
         return _read_safetensors(path)
     if path.suffix == ".json":
         return _read_shards(path)
-    try:
+    try:  # as the caller allows, since numpy's arrays need its own dtypes
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception:  # torch.load's refusals have no common type
         pass
@@ -151,6 +152,29 @@ def _objects_in(path: Path) -> list[str]:
         return []
 
 
+@contextmanager
+def replacing(path: Path, error: type[Exception]) -> Iterator[Path]:
+    """Yield a path in a temporary folder, and afterwards move all files of that folder to ``path`` and beside it.
+
+    At any time ``path`` has either the old contents or the new ones. If it is a link, it stays, and its target is
+    replaced. The other files are moved first, since the one at ``path`` may refer to them.
+
+    Raises:
+        error: ``path`` is a folder, or its folder is missing or cannot be written to.
+    """
+    if path.is_dir():
+        raise error(f"{path} is a folder; name a file in it")
+    target = Path(os.path.realpath(path))
+    try:
+        folder = tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.")
+    except OSError as failure:
+        raise error(f"{path}: {failure.strerror}; name a file in a folder that can be written to") from failure
+    with folder as name:
+        yield Path(name, target.name)
+        for written in sorted(Path(name).iterdir(), key=lambda file: file.name == target.name):
+            os.replace(written, target.with_name(written.name))
+
+
 def write(checkpoint: Any, path: Path) -> None:
     """Write ``checkpoint`` to ``path``, which at any time has either the old contents or the new ones.
 
@@ -164,22 +188,7 @@ def write(checkpoint: Any, path: Path) -> None:
 
         >>> apex_npu.export.files.write(checkpoint, Path("run.pt"))
     """
-    if path.is_dir():
-        raise CheckpointError(f"{path} is a folder; name a file in it")
     if path.suffix == ".safetensors":
         raise CheckpointError(f"{path}: this is a file of torch.save; name it {path.with_suffix('.pt').name}")
-    target = Path(os.path.realpath(path))
-    try:
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; name a file in a folder that can be written to") from error
-    try:
-        with os.fdopen(handle, "wb") as file:
-            torch.save(checkpoint, file)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise
+    with replacing(path, CheckpointError) as new:
+        torch.save(checkpoint, new)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from apex_npu import amp
 from apex_npu.backends._torch_private import tree_leaves, tree_map
 from apex_npu.backends.requirements import require
-from apex_npu.export.files import first_line
+from apex_npu.export.files import first_line, replacing
 from apex_npu.export.weights import first, overflows
 
 # The largest difference from the float32 model, relative to the largest magnitude of an output. The relative error of a
@@ -98,15 +97,10 @@ def to_onnx(
     """
     kwargs = dict(kwargs or {})
     path = Path(path)
-    _check_arguments(model, args, path, dtype)
+    _check_arguments(model, args, dtype)
     for distribution, oldest in {**_PACKAGES, **(_RUNTIME if check else {})}.items():
         require("to_onnx" if distribution in _PACKAGES else "check=True", distribution, oldest)
-    target = Path(os.path.realpath(path))
-    try:
-        folder = tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.")
-    except OSError as error:
-        raise ExportError(f"{path}: {error.strerror}; name a file in a folder that can be written to") from error
-    with folder, torch.no_grad(), amp.disable_casts():
+    with replacing(path, ExportError) as new, torch.no_grad(), amp.disable_casts():
         clean = amp.float32_copy(model, allow_rounded=allow_rounded).cpu().float().eval()
         inputs = tree_map(lambda value: _to_cpu(value, dtype), (args, kwargs))
         exported = _in_dtype(_folded(clean) if fold_batch_norm else clean, dtype, keep=check)
@@ -121,22 +115,14 @@ def to_onnx(
         )
         _check_opset(program, opset)
         difference = _difference(program, clean, inputs, dtype) if check else None
-        program.save(Path(folder.name, target.name))
-        _replace(target, Path(folder.name))
+        program.save(new)
+        has_old_weights = path.exists() and not Path(f"{new}.data").exists()
+    if has_old_weights:
+        Path(f"{os.path.realpath(path)}.data").unlink(missing_ok=True)
     return difference
 
 
-def _replace(target: Path, folder: Path) -> None:
-    """Replace ``target``, and its file of weights, by the files in ``folder``."""
-    weights = target.with_name(f"{target.name}.data")
-    is_left = target.exists() and not (folder / weights.name).exists()
-    for written in sorted(folder.iterdir(), key=lambda file: file.name == target.name):
-        os.replace(written, target.with_name(written.name))  # the weights first, since the model refers to them
-    if is_left:
-        weights.unlink(missing_ok=True)
-
-
-def _check_arguments(model: nn.Module, args: tuple[Any, ...], path: Path, dtype: torch.dtype) -> None:
+def _check_arguments(model: nn.Module, args: tuple[Any, ...], dtype: torch.dtype) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"to_onnx takes a model, torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
@@ -145,8 +131,6 @@ def _check_arguments(model: nn.Module, args: tuple[Any, ...], path: Path, dtype:
         raise TypeError(f"args must be a tuple of inputs, got {type(args).__name__}: for one input, pass (input,)")
     if dtype not in TOLERANCES:
         raise ValueError(f"dtype={dtype}: torch.float32 or torch.float16 is expected")
-    if path.is_dir():
-        raise ExportError(f"{path} is a folder; name a file")
 
 
 def _to_cpu(value: Any, dtype: torch.dtype) -> Any:

@@ -254,7 +254,7 @@ def test_bad_files_are_refused_and_nothing_is_written(tmp_path, capsys, monkeypa
     [
         (["--to", "torch"], "--to and --out need each other"),
         (["--strip-module"], "--strip-module needs --to"),
-        (["--to", "torch", "--out", "no/such/folder/new.pt"], "there is no folder no/such/folder"),
+        (["--to", "torch", "--out", "no/such/folder/new.pt"], "name a file in a folder that can be written to"),
         (["--to", "onnx", "--out", "new.pt"], "'onnx' is none of apex, torch"),
         (
             ["--to", "torch", "--out", "new.safetensors"],
@@ -324,6 +324,14 @@ def test_what_the_caller_allows_is_read(tmp_path):
     with torch.serialization.safe_globals(allowed):
         assert read_of(value, tmp_path) == value
         assert set(allowed) <= set(torch.serialization.get_safe_globals())
+
+
+def test_an_array_of_numpy_is_read_where_the_caller_allows_its_parts(tmp_path):
+    numpy = pytest.importorskip("numpy")
+    array = numpy.array([1.5, 2.5])
+    allowed = [array.__reduce__()[0], numpy.ndarray, numpy.dtype, type(array.dtype)]
+    with torch.serialization.safe_globals(allowed):
+        assert (read_of(array, tmp_path) == array).all()
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
