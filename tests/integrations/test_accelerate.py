@@ -347,11 +347,13 @@ def test_optimizers_that_cannot_be_prepared():
 
 
 def test_closures_and_fuse_unscale():
-    accelerator = apex("O2", fuse_unscale=True)
-    model, optimizer = prepared(accelerator, "fused")
-    accelerator.backward(model(next(batches(1))).square().mean())
-    with pytest.raises(RuntimeError, match=r"fuse_unscale=True.*leave fuse_unscale out"):
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    norms = []
+    for fuse_unscale in (False, True):
+        accelerator = apex("O2", fuse_unscale=fuse_unscale)
+        model, optimizer = prepared(accelerator, "fused")
+        accelerator.backward(model(next(batches(1))).square().mean())
+        norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+    torch.testing.assert_close(norms[0], norms[1])
     with pytest.raises(RuntimeError, match=r"takes no closure"):
         optimizer.step(lambda: None)
     optimizer.step()

@@ -124,11 +124,15 @@ def test_average_of_a_copied_model(level, tmp_path):
     assert not near(seen[-1], expected, 2e-3)
 
 
-def test_closures_with_masters_are_refused():
+def test_a_closure_with_masters_is_called_once():
     model = torch.nn.Linear(2, 2).to(DEVICE)
-    wrapper = build_optim_wrapper(model, apex("O2"))
-    with wrapper.optim_context(model), pytest.raises(RuntimeError, match="does not support closure"):
-        wrapper.step(closure=lambda: None)
+    wrapper, calls = build_optim_wrapper(model, apex("O2")), []
+    with wrapper.optim_context(model):
+        before = model.weight.detach().clone()
+        wrapper.backward(model(torch.ones(1, 2, device=DEVICE)).float().mean() / 4)  # no overflow of the first scale
+        wrapper.step(closure=lambda: calls.append(1))
+    assert len(calls) == 1
+    assert not torch.equal(model.weight, before)
 
 
 SCRIPT = """
