@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from apex_npu import amp
 from apex_npu.amp.inspect import adopted_inside, is_retired, policy_of
-from apex_npu.integrations.requirements import require
+from apex_npu.backends.requirements import require
 
-require("accelerate", "accelerate", "1.10")
+require(__name__, "accelerate", "1.10")
 
 from accelerate import Accelerator  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402

@@ -4,10 +4,10 @@
 
 from __future__ import annotations
 
+from apex_npu.backends.requirements import require
 from apex_npu.integrations.optimizer_names import optimizer_classes
-from apex_npu.integrations.requirements import require
 
-require("deepspeed", "deepspeed", "0.19.8")
+require(__name__, "deepspeed", "0.19.8")
 
 from deepspeed.runtime.zero import utils  # noqa: E402
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from apex_npu import amp
 from apex_npu.amp.inspect import adopted_inside, policy_of
+from apex_npu.backends.requirements import require
 from apex_npu.integrations.optimizer_names import optimizer_class
-from apex_npu.integrations.requirements import require
 
-require("fastai", "fastai", "2.8.12")
+require(__name__, "fastai", "2.8.12")
 
 from fastai.callback.core import Callback, CancelStepException  # noqa: E402
 from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision  # noqa: E402
@@ -54,8 +54,9 @@ class ApexAmp(Callback):
         **amp_options: Other arguments of ``amp.initialize``.
 
     Raises:
-        ValueError: In ``fit``: the Learner has fastai's own mixed precision as well; its optimizer is fastai's, or
-            LBFGS; or it has ``GradientClip`` with ``fuse_unscale``.
+        ValueError: In ``fit``: the Learner has fastai's own mixed precision as well; its optimizer is fastai's;
+            or it has ``GradientClip`` with ``fuse_unscale``.
+        TypeError: In ``fit``: its optimizer is LBFGS, which needs a closure.
 
     Example::
 
@@ -121,5 +122,3 @@ def _check(callbacks: Any, wrapper: Any, optimizer: Any, options: dict[str, Any]
             f"opt_level={level!r} needs an optimizer of torch, and this Learner has fastai's {type(wrapper).__name__}: "
             'pass opt_func=fused("NpuFusedAdamW"), or partial(OptimWrapper, opt=torch.optim.AdamW)'
         )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(f"LBFGS needs a closure, which opt_level={level!r} does not take: use another optimizer")

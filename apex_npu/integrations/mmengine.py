@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import apex_npu
 from apex_npu import amp
 from apex_npu.autocast.float32_view import float32_tensors
+from apex_npu.backends.requirements import require
 from apex_npu.integrations.optimizer_names import optimizer_classes
-from apex_npu.integrations.requirements import require
 
-require("mmengine", "mmengine", "0.10.7")
+require(__name__, "mmengine", "0.10.7")
 
 # MMEngine looks for apex when it is imported.
 apex_npu.install_as_apex()

@@ -7,10 +7,10 @@ from __future__ import annotations
 from typing import Any
 
 from apex_npu import optimizers
+from apex_npu.backends.requirements import require
 from apex_npu.integrations.optimizer_names import HostMuon
-from apex_npu.integrations.requirements import require
 
-require("timm", "timm", "1.0.31")
+require(__name__, "timm", "1.0.31")
 
 from timm.optim._optim_factory import OptimInfo, default_registry  # noqa: E402
 

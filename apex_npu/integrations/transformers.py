@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from apex_npu.backends.requirements import require
 from apex_npu.integrations.optimizer_names import host_class, optimizer_classes
-from apex_npu.integrations.requirements import require
 
-require("transformers", "transformers", "4.57")
+require(__name__, "transformers", "4.57")
 
 from transformers import Trainer, TrainingArguments  # noqa: E402
 from transformers.training_args import OptimizerNames  # noqa: E402

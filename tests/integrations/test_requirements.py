@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from apex_npu.integrations.requirements import require
+from apex_npu.backends.requirements import require
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_what_is_missing_or_too_old(monkeypatch, found, oldest, there):
     monkeypatch.setattr(importlib.metadata, "version", version)
     text = f'apex_npu.integrations.timm needs timm >= {oldest} ({there}): pip install "timm>={oldest}"'
     with pytest.raises(ImportError, match=f"^{re.escape(text)}$"):
-        require("timm", "timm", oldest)
+        require("apex_npu.integrations.timm", "timm", oldest)
 
 
 @pytest.mark.parametrize(
@@ -44,4 +44,4 @@ def test_what_is_missing_or_too_old(monkeypatch, found, oldest, there):
 )
 def test_what_is_new_enough(monkeypatch, found, oldest):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: found)
-    require("timm", "timm", oldest)
+    require("apex_npu.integrations.timm", "timm", oldest)
