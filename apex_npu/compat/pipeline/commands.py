@@ -13,6 +13,9 @@ from pathlib import Path
 from apex_npu._cli.command_line import Commands, add_command
 
 from . import PipelineError
+from .checkout import Checkout
+from .fetching import generate
+from .maintaining import check, make_patch
 
 
 def _printed(work: Callable[[argparse.Namespace], str]) -> Callable[[argparse.Namespace], int]:
@@ -38,31 +41,13 @@ def _printed(work: Callable[[argparse.Namespace], str]) -> Callable[[argparse.Na
 
 
 def _patch(options: argparse.Namespace) -> str:
-    from .checkout import Checkout
-
     return Checkout(options.folder).patch(reverse=options.reverse)
 
 
 def _gen(options: argparse.Namespace) -> str:
-    from .checkout import Checkout
-    from .fetching import generate
-
     if options.reverse:
         return Checkout(options.out).patch(reverse=True)
     return generate(options.source, options.ref, options.out)
-
-
-def _make_patch(options: argparse.Namespace) -> str:
-    from .checkout import Checkout
-    from .maintaining import make_patch
-
-    return make_patch(Checkout(options.folder))
-
-
-def _check(options: argparse.Namespace) -> str:
-    from .maintaining import check
-
-    return check(options.source)
 
 
 def add_parser(commands: Commands) -> None:
@@ -82,8 +67,9 @@ def add_other_parsers(commands: Commands) -> None:
     gen.add_argument("--out", type=Path, metavar="DIR", default=Path("build/apex"), help="default: %(default)s")
     gen.add_argument("--reverse", action="store_true", help="remove the patch from --out, byte for byte")
     help = "write patch/<era>/npu.patch from an edited checkout of its commit"
-    make_patch = add_command(commands, "make-patch", _printed(_make_patch), help)
-    make_patch.add_argument("folder", type=Path, metavar="DIR")
-    check = add_command(commands, "check", _printed(_check), "check every patch whose commit is available")
+    make = add_command(commands, "make-patch", _printed(lambda options: make_patch(Checkout(options.folder))), help)
+    make.add_argument("folder", type=Path, metavar="DIR")
+    help = "check every patch whose commit is available"
+    checking = add_command(commands, "check", _printed(lambda options: check(options.source)), help)
     source = "a checkout or mirror of NVIDIA's Apex"
-    check.add_argument("--source", metavar="DIR|URL", required=True, help=source)
+    checking.add_argument("--source", metavar="DIR|URL", required=True, help=source)
