@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from apex_npu.amp.policy import resolve
 from apex_npu.amp.scale_loss import scale_loss
 from apex_npu.amp.session import Session, current, disable_casts, install
 from apex_npu.amp.user_casts import registered_patches
+from apex_npu.autocast.casting import CastHandle
 from apex_npu.compat.amp.opt import OptimWrapper
 
 __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "init", "scale_loss"]
@@ -27,7 +28,7 @@ def init(
     enable_caching: bool = True,
     verbose: bool = False,
     allow_banned: bool = False,
-) -> AmpHandle | NoOpHandle:
+) -> AmpHandle:
     """Enable O1's casts for the accelerator, or for the CPU without one. Prefer ``amp.initialize``.
 
     The handle stays current until the next ``init`` or ``initialize``. ``enable_caching`` and ``verbose`` are
@@ -61,12 +62,16 @@ def init(
 
 
 class AmpHandle:
-    """A handle on the casts of a session."""
+    """A handle on the casts of a session; without a session there are none."""
 
-    def __init__(self, session: Session, has_cache: bool = True) -> None:
+    def __init__(self, session: Session | None, has_cache: bool = True) -> None:
         self._session = session
         self.has_cache = has_cache
         self.cache: dict[Any, Any] = {}  # torch keeps the cached casts
+
+    @property
+    def _casts(self) -> CastHandle | None:
+        return None if self._session is None else self._session.casts
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, AmpHandle) and other._session is self._session
@@ -76,7 +81,7 @@ class AmpHandle:
 
     def is_active(self) -> bool:
         """True while functions are cast: not when the handle is inactive or replaced, nor inside ``disable_casts``."""
-        casts = self._session.casts
+        casts = self._casts
         return (
             current() is self._session
             and casts is not None
@@ -85,19 +90,19 @@ class AmpHandle:
         )
 
     def _disable_casts(self) -> AbstractContextManager[Any]:
-        casts = self._session.casts
+        casts = self._casts
         return nullcontext() if casts is None else casts.disabled()
 
     def _deactivate(self) -> None:
         """Remove the casts permanently."""
-        if self._session.casts is not None:
-            self._session.casts.undo()
+        if self._casts is not None:
+            self._casts.undo()
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
         """Give ``optimizer`` a loss scale for each of ``num_loss`` losses per step."""
         return OptimWrapper(optimizer, self, num_loss)
 
-    def scale_loss(self, loss: Tensor, optimizer: Any) -> NoReturn:
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> Any:
         """Raise a RuntimeError: this method of the old API is not supported."""
         raise RuntimeError(
             "The old Amp API is no longer supported. Either call `model, optimizer = amp.initialize(model, optimizer, "
@@ -114,29 +119,19 @@ class AmpHandle:
     @property
     def verbose(self) -> bool:
         """The ``verbose`` that the session was made with, as a boolean."""
-        return self._session.verbosity > 1
+        return self._session is not None and self._session.verbosity > 1
 
 
-class NoOpHandle:
+class NoOpHandle(AmpHandle):
     """The handle that ``init(enabled=False)`` returns; it passes everything through."""
 
-    has_cache = verbose = False
+    def __init__(self) -> None:
+        super().__init__(None, has_cache=False)
 
     def is_active(self) -> bool:
         """Return False."""
         return False
 
-    def _disable_casts(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """Return a wrapper that passes everything through."""
-        return OptimWrapper(optimizer, self, num_loss)
-
     def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
         """Yield ``loss`` as it is."""
         return nullcontext(loss)
-
-    def _clear_cache(self) -> None: ...
-
-    def _deactivate(self) -> None: ...

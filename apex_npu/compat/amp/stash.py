@@ -103,20 +103,16 @@ class AmpStash:
         if name in _COPIES and self._state.widens:
             copies = self._copies()
             return _live(copies if name == "fp32_from_fp16_groups" else _flat(copies))
-        found = self._lists() if name in _LISTS else {}
-        if name in found:
-            return _live(found[name])
-        try:
-            return _legacy(self._state).names[name]
-        except KeyError:
-            raise AttributeError(
-                f"_amp_stash has no {name!r} at opt_level {self._state.policy.opt_level}; there are "
-                + ", ".join(dir(self))
-            ) from None
+        if name in (lists := self._lists()):
+            return _live(lists[name])
+        if name in (names := _legacy(self._state).names):
+            return names[name]
+        level = self._state.policy.opt_level
+        raise AttributeError(f"_amp_stash has no {name!r} at opt_level {level}; there are {', '.join(dir(self))}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         state, session = self._state, current()
-        if name in _LISTS:
+        if name in _COPIES or name in self._lists():
             raise AttributeError(
                 f"_amp_stash.{name} follows optimizer.param_groups and cannot be assigned; change those"
             )
@@ -182,11 +178,6 @@ def _flat(groups: list[list[Tensor]]) -> list[Tensor]:
     return [p for group in groups for p in group]
 
 
-_LISTS = {
-    "fp16_groups", "fp32_from_fp16_groups", "fp32_from_fp32_groups", "all_fp16_params", "all_fp32_from_fp16_params",
-    "all_fp32_from_fp32_params", "all_fp32_from_fp32_grad_stash", "all_fp32_params", "all_fp16_grad_stash",
-    "all_fp32_grad_stash",
-}  # fmt: skip
 _EDITS = (
     "the lists of _amp_stash follow optimizer.param_groups and cannot be edited: change those (add_param_group makes "
     "masters), or edit a copy, list(...)"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_npu.compat.amp.handle import AmpHandle, NoOpHandle
+from apex_npu.compat.amp.handle import AmpHandle
 from apex_npu.compat.amp.utils import casted_args
 
 __all__ = ["make_cast_wrapper", "make_promote_wrapper"]
@@ -20,7 +20,7 @@ Function = Callable[..., Any]
 
 
 def make_cast_wrapper(
-    orig_fn: Function, cast_fn: Callable[[Any], Any], handle: AmpHandle | NoOpHandle, try_caching: bool = False
+    orig_fn: Function, cast_fn: Callable[[Any], Any], handle: AmpHandle, try_caching: bool = False
 ) -> Function:
     """Wrap ``orig_fn`` so that its floating-point arguments are cast by ``cast_fn`` while ``handle`` is active."""
 
@@ -33,7 +33,7 @@ def make_cast_wrapper(
     return wrapper
 
 
-def make_promote_wrapper(orig_fn: Function, cast_fn: Callable[[Any], Any], handle: AmpHandle | NoOpHandle) -> Function:
+def make_promote_wrapper(orig_fn: Function, cast_fn: Callable[[Any], Any], handle: AmpHandle) -> Function:
     """Wrap ``orig_fn`` like ``make_cast_wrapper``, but cast only where float16 and float32 arguments meet."""
     casting = make_cast_wrapper(orig_fn, cast_fn, handle)
 
