@@ -3,6 +3,7 @@
 """What the benchmarks conclude from numbers; that their variants compute what they are to; nothing is timed."""
 
 import collections
+import importlib
 import os
 import re
 import statistics
@@ -29,6 +30,16 @@ from apex_npu.optimizers.memory_choices import memory_choices
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
+
+
+PROGRAMS = [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("benchmarks/studies/*.py")]
+
+
+@pytest.mark.parametrize("path", [path for path in PROGRAMS if "test_" not in path.name], ids=lambda path: path.stem)
+def test_programs_find_what_they_import(path):
+    if path.stem == "state_training":
+        pytest.importorskip("sklearn")
+    importlib.import_module(path.stem)
 
 
 def test_spread_is_the_median_and_95_percent_of_the_values():

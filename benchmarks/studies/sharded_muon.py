@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Steps of Muon over matrices whose rows are divided between processes: ours beside gathering every matrix.
 
-    torchrun --standalone --nproc-per-node 4 benchmarks/sharded_muon.py [--workloads "gpt 6 x 384"] [--rounds 20]
-    torchrun --standalone --nproc-per-node gpu benchmarks/sharded_muon.py --device cuda
+    export PYTHONPATH=benchmarks
+    torchrun --standalone --nproc-per-node 4 benchmarks/studies/sharded_muon.py [--workloads "gpt 6 x 384"]
+    torchrun --standalone --nproc-per-node gpu benchmarks/studies/sharded_muon.py --device cuda
 
 "gathered" calls ``full_tensor`` on each gradient, and torch.optim.Muon on whole parameters that each process keeps, and
 takes its rows back. The time is that of the clock, from a barrier to a barrier, since a step waits for other processes.
@@ -20,8 +21,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from report import Table
-from rounds import Stopwatch, is_simulated, rows, show, steps_in_turns, synchronize, write
+from rounds import Stopwatch, is_simulated, steps_in_turns, synchronize
 from sharded_steps import BACKENDS, join
+from shared import rows, show, write
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
