@@ -19,6 +19,7 @@ from torch import nn
 from workloads import Bench, Shapes, numel
 
 from apex_npu import optimizers
+from apex_npu.doctor import bench as doctor
 
 Step = Callable[[], object]
 # Of more tensors the compilation of a step takes longer than a minute.
@@ -27,50 +28,42 @@ Make = Callable[[Bench], Step]
 
 
 @dataclass(frozen=True)
-class Rule:
-    """One rule, and who else has it.
+class Rule(doctor.Rule):
+    """One rule, and who else has it; ``options`` are also those of all others, where their names agree.
 
     Attributes:
-        ours: The fused class.
         kernel: Of the ceiling: what it reads and writes.
-        options: Hyper-parameters of ours and, where their names agree, of all others.
-        torch: The name in torch.optim.
-        torch_fused: torch has a fused kernel for it.
         others: Package → module, name there, and options of its own.
     """
 
-    ours: type[torch.optim.Optimizer]
-    kernel: str
-    options: dict[str, Any] = field(default_factory=dict)
-    torch: str | None = None
-    torch_fused: bool = False
+    kernel: str = ""
     others: dict[str, tuple[str, str, dict[str, Any]]] = field(default_factory=dict)
 
 
+def _torchs(name: str, kernel: str, **others: tuple[str, str, dict[str, Any]]) -> Rule:
+    return Rule(**vars(doctor.RULES[name]), kernel=kernel, others=others)
+
+
 RULES: dict[str, Rule] = {
-    "SGD": Rule(optimizers.NpuFusedSGD, "one_pass_2", {"lr": 1e-3, "momentum": 0.9}, "SGD", True),
-    "Adam": Rule(
-        optimizers.NpuFusedAdam,
+    "SGD": _torchs("SGD", "one_pass_2"),
+    "Adam": _torchs(
+        "Adam",
         "one_pass_3",
-        torch="Adam",
-        torch_fused=True,
-        others={
-            "DeepSpeed": ("deepspeed.ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": False}),
-            "bitsandbytes": ("bitsandbytes.optim", "Adam32bit", {}),
-        },
+        DeepSpeed=("deepspeed.ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": False}),
+        bitsandbytes=("bitsandbytes.optim", "Adam32bit", {}),
     ),
-    "AdamW": Rule(optimizers.NpuFusedAdamW, "one_pass_3", torch="AdamW", torch_fused=True),
-    "RMSprop": Rule(optimizers.NpuFusedRMSprop, "one_pass_2", torch="RMSprop"),
+    "AdamW": _torchs("AdamW", "one_pass_3"),
+    "RMSprop": _torchs("RMSprop", "one_pass_2"),
     "RMSpropTF": Rule(
-        optimizers.NpuFusedRMSpropTF, "one_pass_2", others={"timm": ("timm.optim.rmsprop_tf", "RMSpropTF", {})}
+        optimizers.NpuFusedRMSpropTF, kernel="one_pass_2", others={"timm": ("timm.optim.rmsprop_tf", "RMSpropTF", {})}
     ),
-    "Adadelta": Rule(optimizers.NpuFusedAdadelta, "one_pass_3", torch="Adadelta"),
-    "BertAdam": Rule(optimizers.NpuFusedBertAdam, "one_pass_3", {"lr": 1e-3}),
+    "Adadelta": _torchs("Adadelta", "one_pass_3"),
+    "BertAdam": Rule(optimizers.NpuFusedBertAdam, options={"lr": 1e-3}, kernel="one_pass_3"),
     "LAMB": Rule(
         optimizers.NpuFusedLamb,
-        "two_passes",
         # Without decay timm leaves the norms out; the norm of all gradients is a pass that the rule does not ask for.
-        {"weight_decay": 0.01},
+        options={"weight_decay": 0.01},
+        kernel="two_passes",
         others={
             "timm": ("timm.optim.lamb", "Lamb", {"max_grad_norm": None}),
             "pytorch_optimizer": ("pytorch_optimizer", "Lamb", {"max_grad_norm": 0.0}),
@@ -78,7 +71,7 @@ RULES: dict[str, Rule] = {
     ),
     "AdamP": Rule(
         optimizers.NpuFusedAdamP,
-        "two_passes",
+        kernel="two_passes",
         others={
             "timm": ("timm.optim.adamp", "AdamP", {}),
             "pytorch_optimizer": ("pytorch_optimizer", "AdamP", {}),
@@ -145,17 +138,14 @@ def variants(name: str, bench: Bench) -> dict[str, Callable[[], Step]]:
         "apex_npu": of(rule.ours),
         "apex_npu, one tensor": of(rule.ours, [(numel(bench.shapes),)]),
     }
-    if rule.torch is not None:
-        theirs = getattr(torch.optim, rule.torch)
-        found["torch for-loop"] = of(theirs, foreach=False)
-        found["torch foreach"] = of(theirs, foreach=True)
-        if rule.torch_fused and device != "npu":
-            found["torch fused"] = of(theirs, fused=True)
-        if rule.torch_fused and compiles(bench.device):
-            flat = [(numel(bench.shapes),)]
-            found["torch compiled, one tensor"] = lambda: torch.compile(of(theirs, flat, foreach=True)())
-            if len(bench.shapes) <= MOST_COMPILED:
-                found["torch compiled"] = lambda: torch.compile(of(theirs, foreach=True)())
+    for variant, make in rule.variants().items():
+        if variant != doctor.OURS and not (variant == "torch fused" and device == "npu"):
+            found[variant] = partial(stepping, make, bench)
+    if rule.theirs is not None and rule.fused and compiles(bench.device):
+        flat, theirs = [(numel(bench.shapes),)], rule.theirs
+        found["torch compiled, one tensor"] = lambda: torch.compile(of(theirs, flat, foreach=True)())
+        if len(bench.shapes) <= MOST_COMPILED:
+            found["torch compiled"] = lambda: torch.compile(of(theirs, foreach=True)())
     for package, (module, attribute, options) in rule.others.items():
         if package == "DeepSpeed" and device != "cpu":
             continue

@@ -66,11 +66,10 @@ class Goal:
 
     def values(self, times: Times) -> list[float]:
         """What is held against the goal, of each round."""
-        baselines = [times[name] for name in times if fnmatchcase(name, self.baseline) and name != self.ours]
-        if self.at_most_us is not None:
-            base = [min(row) for row in zip(*baselines, strict=True)] if baselines else [0.0] * len(times[self.ours])
-            return [(a - b) * 1e3 for a, b in zip(times[self.ours], base, strict=True)]
-        return [min(row) / ours for *row, ours in zip(*baselines, times[self.ours], strict=True)]
+        if self.at_most_us is None:
+            return bench.ratios(times, self.baseline, self.ours)
+        base = times[self.baseline] if self.baseline else [0.0] * len(times[self.ours])
+        return [(a - b) * 1e3 for a, b in zip(times[self.ours], base, strict=True)]
 
     def is_met(self, spread: Spread) -> bool:
         """Whether the median meets the goal."""

@@ -53,28 +53,27 @@ WORKLOADS = {function.__name__: function for function in (small2000, resnet50)}
 
 @dataclass(frozen=True)
 class Rule:
-    """An update rule that torch has as well.
+    """An update rule, and torch's variants of it.
 
     Attributes:
         ours: The fused class.
-        theirs: torch's class.
+        theirs: torch's class, if torch has the rule.
         fused: Whether torch has a fused kernel for the rule.
         options: The hyper-parameters of both classes.
     """
 
     ours: type[torch.optim.Optimizer]
-    theirs: Callable[..., torch.optim.Optimizer]
+    theirs: Callable[..., torch.optim.Optimizer] | None = None
     fused: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     def variants(self) -> dict[str, Callable[..., torch.optim.Optimizer]]:
         """Return the constructors of the optimizer, by variant: ours, and torch's two or three."""
-        found: dict[str, Callable[..., torch.optim.Optimizer]] = {
-            OURS: partial(self.ours, **self.options),
-            "torch for-loop": partial(self.theirs, foreach=False, **self.options),
-            "torch foreach": partial(self.theirs, foreach=True, **self.options),
-        }
-        if self.fused:
+        found: dict[str, Callable[..., torch.optim.Optimizer]] = {OURS: partial(self.ours, **self.options)}
+        if self.theirs is not None:
+            found["torch for-loop"] = partial(self.theirs, foreach=False, **self.options)
+            found["torch foreach"] = partial(self.theirs, foreach=True, **self.options)
+        if self.theirs is not None and self.fused:
             found["torch fused"] = partial(self.theirs, fused=True, **self.options)
         return found
 
@@ -154,10 +153,10 @@ def measure(chosen: list[Comparison], seconds: float) -> Iterator[tuple[Comparis
         torch.set_num_threads(threads)
 
 
-def ratios(times: Times, baseline: str) -> list[float]:
+def ratios(times: Times, baseline: str, ours: str = OURS) -> list[float]:
     """Return, for each round, the time of the fastest variant that matches the pattern ``baseline``, over ours."""
-    others = [values for name, values in times.items() if name != OURS and fnmatchcase(name, baseline)]
-    return [min(row) / ours for *row, ours in zip(*others, times[OURS], strict=True)]
+    others = [values for name, values in times.items() if name != ours and fnmatchcase(name, baseline)]
+    return [min(row) / own for *row, own in zip(*others, times[ours], strict=True)]
 
 
 def _times(rule: Rule, shapes: Shapes, patterns: list[str], budget_s: float) -> Times:

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``bench``: its figures are those of ``benchmarks``, and it prints what it measures; nothing depends on time."""
 
-import bare_steps
 import goals
 import pytest
 import torch
@@ -17,13 +16,6 @@ def test_the_published_figures_are_those_of_the_benchmarks():
     table = read_csv(RESULTS / "goals_cpu.csv")
     assert read_csv(bench.PUBLISHED) == goals.published(table)
     assert len(bench.comparisons()) == 10
-
-
-def test_the_rules_are_those_of_the_benchmarks():
-    for name, rule in bench.RULES.items():
-        same = bare_steps.RULES[name]
-        assert (rule.ours, rule.options, rule.fused) == (same.ours, same.options, same.torch_fused)
-        assert rule.theirs is getattr(torch.optim, same.torch)
 
 
 @pytest.mark.parametrize("rule", bench.RULES)
