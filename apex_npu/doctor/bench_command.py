@@ -19,11 +19,9 @@ if TYPE_CHECKING:
 def _run(options: argparse.Namespace) -> int:
     if not options.seconds > 0:
         return fail(options, f"--seconds {options.seconds:g}: a positive number is expected")
-    try:
-        from apex_npu._extension import extension
-        from apex_npu.doctor.bench import comparisons, measure
-    except ImportError as error:
-        return fail(options, f"{error}: torch 2.6 or newer is needed, see https://pytorch.org")
+    from apex_npu._extension import extension
+    from apex_npu.doctor.bench import comparisons, measure
+
     chosen = [comparison for comparison in comparisons() if fnmatchcase(comparison.name, f"*{options.only}*")]
     if not chosen:
         names = "\n".join(comparison.name for comparison in comparisons())

@@ -13,11 +13,9 @@ from apex_npu._cli.tables import show
 def _run(options: argparse.Namespace) -> int:
     if options.rows < 1:
         return fail(options, f"--rows {options.rows}: a positive number is expected")
-    try:
-        from apex_npu.debug.comparison.compare import compare
-        from apex_npu.debug.comparison.report import HEAD, lines_after, lines_before, rows_to_show, table_of
-    except ImportError as error:
-        return fail(options, f"{error}: torch 2.6 or newer is needed, see https://pytorch.org")
+    from apex_npu.debug.comparison.compare import compare
+    from apex_npu.debug.comparison.report import HEAD, lines_after, lines_before, rows_to_show, table_of
+
     try:
         found = compare(options.reference, options.candidate, floor=options.floor)
         if options.html:
