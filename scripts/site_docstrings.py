@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """For mkdocstrings: reads docstrings as the project writes them.
 
-``::`` at the end of a line, reStructuredText's way to begin a block of code, and its simple tables become Markdown's;
-double backticks become single ones, which mean the same there.
+``::`` at the end of a line, reStructuredText's way to begin a block of code, and double backticks become Markdown's.
 """
 
 from __future__ import annotations
@@ -26,30 +25,11 @@ def _fenced(found: re.Match[str]) -> str:
     return f"{heading}{indent}```{language}\n{code}\n{indent}```\n\n"
 
 
-# A simple table: rules above and below the header, and below the rows.
-_TABLE = re.compile(
-    r"^(?P<rule> *=+(?: +=+)+)\n(?P<header>.*)\n(?P=rule)\n(?P<rows>(?:.*\n)+?)(?P=rule)$", re.MULTILINE
-)
-
-
-def _table(found: re.Match[str]) -> str:
-    spans = [column.span() for column in re.finditer("=+", found["rule"])]
-    edges = [start for start, _ in spans[1:]]
-    indent = " " * spans[0][0]
-
-    def row(line: str) -> str:
-        cells = [line[start:end].strip() for start, end in zip([spans[0][0], *edges], [*edges, None], strict=True)]
-        return f"{indent}| {' | '.join(cells)} |"
-
-    divider = f"{indent}|{' --- |' * len(spans)}"
-    return "\n".join([row(found["header"]), divider, *map(row, found["rows"].splitlines())])
-
-
 class ReadDocstrings(Extension):
     """Rewrites each docstring before it is parsed."""
 
     def on_instance(self, *, obj: Object, **_: Any) -> None:
         """Rewrite that of ``obj``."""
         if obj.docstring is not None:
-            text = _TABLE.sub(_table, _BLOCK.sub(_fenced, obj.docstring.value + "\n"))
+            text = _BLOCK.sub(_fenced, obj.docstring.value + "\n")
             obj.docstring.value = re.sub(r"``([^`\n]+)``", r"`\1`", text)

@@ -3,7 +3,6 @@
 """The documentation site has a place for every page, and the code of its guides runs."""
 
 import importlib
-import inspect
 import os
 import re
 import subprocess
@@ -117,17 +116,6 @@ def test_pages_in_chinese_have_a_navigation_of_their_own(hooks):
     assert shown("docs/amp.zh.md") == ("zh", chinese, "to docs/amp.md")
     assert shown("docs/debug.md") == ("en", english, "to README.zh.md")  # there is none of it
     assert [entry for entry in CONFIG["nav"] if hooks.CHINESE in entry]
-
-
-def test_tables_of_docstrings_become_tables(script):
-    pytest.importorskip("griffe", reason="the site is built with what make setup-dev installs")
-    module = script("site_docstrings")
-    written = inspect.cleandoc(amp.initialize.__doc__ or "")
-    lines = module._TABLE.sub(module._table, written).splitlines()
-    assert not any("====" in line for line in lines)
-    assert [line.split(" | ")[0] for line in lines if line.startswith("| ") and "---" not in line] == [
-        f"| {name}" for name in ("level", "O0", "O1", "O2", "O3", "O4", "O5")
-    ]
 
 
 def test_every_optimizer_has_a_page():

@@ -98,16 +98,14 @@ def initialize(
 ) -> Any:
     """Set up mixed precision for models and optimizers, in place, and return them.
 
-    ======  =================  ===========================  ============  ==========
-    level   model              casts                        masters       loss scale
-    ======  =================  ===========================  ============  ==========
-    O0      float32            none                         no            1.0
-    O1      as it is           per function, by autocast    no            dynamic
-    O2      float16, BN fp32   inputs to float16            fp32          dynamic
-    O3      float16            inputs to float16            no            1.0
-    O4      as it is           as O1, to bfloat16           no            1.0
-    O5      bfloat16, BN fp32  inputs to bfloat16           fp32          1.0
-    ======  =================  ===========================  ============  ==========
+    | level | model             | casts                     | masters | loss scale |
+    | ----- | ----------------- | ------------------------- | ------- | ---------- |
+    | O0    | float32           | none                      | no      | 1.0        |
+    | O1    | as it is          | per function, by autocast | no      | dynamic    |
+    | O2    | float16, BN fp32  | inputs to float16         | fp32    | dynamic    |
+    | O3    | float16           | inputs to float16         | no      | 1.0        |
+    | O4    | as it is          | as O1, to bfloat16        | no      | 1.0        |
+    | O5    | bfloat16, BN fp32 | inputs to bfloat16        | fp32    | 1.0        |
 
     Everything is checked before anything is changed. If a later part fails, all models are put back.
 
