@@ -231,13 +231,9 @@ class LegacyOptimizerNames(Optimizer):
         )
 
     def _amp_lazy_init(self) -> None:
-        """Do nothing: float32 values exist from ``initialize`` on."""
+        """Do nothing: float32 values exist from ``initialize`` on, and writes to parameters count at once."""
 
-    def _lazy_init_maybe_master_weights(self) -> None:
-        """Do nothing: float32 values exist from ``initialize`` on."""
-
-    def _master_params_to_model_params(self) -> None:
-        """Do nothing: writes to parameters count at once."""
+    _lazy_init_maybe_master_weights = _master_params_to_model_params = _amp_lazy_init
 
     def _prepare_amp_backward(self) -> None:
         """Set the existing gradients aside before one or several backwards that the script scales."""
