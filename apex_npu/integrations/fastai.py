@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -25,6 +26,15 @@ from fastai.callback.training import GradientClip  # noqa: E402
 from fastai.optimizer import OptimWrapper  # noqa: E402
 
 
+class _Fused(OptimWrapper):
+    """A wrapper of a fused optimizer."""
+
+    def clear_state(self) -> None:
+        """Clear the state of the rule, as ``freeze`` does; keep what amp keeps there of float32 values."""
+        kept = {p: {"master_param": one["master_param"]} for p, one in self.opt.state.items() if "master_param" in one}
+        self.opt.state = defaultdict(dict, kept)
+
+
 def fused(name: str = "NpuFusedAdamW", **options: Any) -> Callable[..., OptimWrapper]:
     """Return an ``opt_func`` for a Learner that makes an optimizer of ``apex_npu.optimizers``.
 
@@ -40,7 +50,7 @@ def fused(name: str = "NpuFusedAdamW", **options: Any) -> Callable[..., OptimWra
         >>> learn = Learner(dls, model, loss_func=loss_fn, opt_func=fused("NpuFusedAdamW"))  # doctest: +SKIP
         >>> learn.fit_one_cycle(3)
     """
-    return partial(OptimWrapper, opt=optimizer_class(name), **options)
+    return partial(_Fused, opt=optimizer_class(name), **options)
 
 
 class ApexAmp(Callback):
