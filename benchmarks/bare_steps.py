@@ -40,24 +40,25 @@ class Rule(doctor.Rule):
     others: dict[str, tuple[str, str, dict[str, Any]]] = field(default_factory=dict)
 
 
-def _torchs(name: str, kernel: str, **others: tuple[str, str, dict[str, Any]]) -> Rule:
+def _rule_of_torch(name: str, kernel: str, **others: tuple[str, str, dict[str, Any]]) -> Rule:
+    """A rule that torch has as well."""
     return Rule(**vars(doctor.RULES[name]), kernel=kernel, others=others)
 
 
 RULES: dict[str, Rule] = {
-    "SGD": _torchs("SGD", "one_pass_2"),
-    "Adam": _torchs(
+    "SGD": _rule_of_torch("SGD", "one_pass_2"),
+    "Adam": _rule_of_torch(
         "Adam",
         "one_pass_3",
         DeepSpeed=("deepspeed.ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": False}),
         bitsandbytes=("bitsandbytes.optim", "Adam32bit", {}),
     ),
-    "AdamW": _torchs("AdamW", "one_pass_3"),
-    "RMSprop": _torchs("RMSprop", "one_pass_2"),
+    "AdamW": _rule_of_torch("AdamW", "one_pass_3"),
+    "RMSprop": _rule_of_torch("RMSprop", "one_pass_2"),
     "RMSpropTF": Rule(
         optimizers.NpuFusedRMSpropTF, kernel="one_pass_2", others={"timm": ("timm.optim.rmsprop_tf", "RMSpropTF", {})}
     ),
-    "Adadelta": _torchs("Adadelta", "one_pass_3"),
+    "Adadelta": _rule_of_torch("Adadelta", "one_pass_3"),
     "BertAdam": Rule(optimizers.NpuFusedBertAdam, options={"lr": 1e-3}, kernel="one_pass_3"),
     "LAMB": Rule(
         optimizers.NpuFusedLamb,
