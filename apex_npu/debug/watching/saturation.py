@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -13,69 +14,34 @@ from apex_npu.backends import Backend, for_device
 from apex_npu.debug.watching.calls import Call
 
 
-class Spreading:
-    """Devices where a result that overflows is inf, and operators that read it have results that are not finite.
-
-    Attributes:
-        saturates: Whether an overflow gives the largest number instead of inf.
-        raised: Whether the overflow flag was raised since amp last cleared it.
-        constants: On saturating devices, the calls with inf or nan among their own arguments, such as masks, which do
-            not count as overflows.
-    """
-
-    saturates = False
-    raised = False
-    constants: Sequence[Call] = ()
-
-    def take(self) -> None:
-        """Clear the flag before an operator, and remember its value for amp."""
-
-    def read(self) -> bool:
-        """Return whether the flag is raised, and clear it."""
-        return False
-
-    def leave(self) -> None:
-        """Note that operators which are not watched follow and may raise the flag for amp."""
-
-    def hand_back(self) -> None:
-        """Raise the flag if an operator has raised it since amp last cleared it."""
-
-    def clear(self) -> None:
-        """Clear the flag, because a diagnostic operator may have raised it."""
-
-    def limit(self, tensor: Tensor) -> float:
-        """Return the smallest magnitude in ``tensor`` that counts as not finite."""
-        return float("inf")
-
-    def goes_on(self, call: Call, is_bad: bool | None) -> bool | None:
-        """Return whether readers of a result of ``call`` inherit its fault; ``is_bad``: the result is not finite."""
-        return is_bad
-
-    def excuses(self, call: Call) -> bool:
-        """Return whether ``call`` is not an overflow although its result is not finite."""
-        return False
-
-
-class Saturating(Spreading):
-    """Devices where a result that overflows is the largest number and raises a flag.
+class Saturation:
+    """The overflow flags of devices where a result that overflows is the largest number and raises a flag.
 
     The results are finite, so whatever reads them inherits the fault. amp finds the flag as if nothing had watched.
+    Elsewhere there are no such devices: a result that overflows is inf, and no method has an effect.
+
+    Attributes:
+        saturates: Whether there are such devices.
+        raised: Whether a flag was raised since amp last cleared it.
+        constants: The calls with inf or nan among their own arguments, such as masks, which do not count as overflows.
     """
 
-    saturates = True
-
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        """Set the ``devices`` whose flags are read."""
+        """Set the ``devices`` that saturate; empty if none does."""
         self._devices: list[tuple[torch.device, Backend]] = [(device, for_device(device)) for device in devices]
         self._is_ours = False
+        self.saturates = bool(devices)
+        self.raised = False
         self.constants: list[Call] = []
 
     def take(self) -> None:
+        """Clear the flag before an operator, and remember its value for amp."""
         if not self._is_ours:
             self.read()
             self._is_ours = True
 
     def read(self) -> bool:
+        """Return whether the flag is raised, and clear it."""
         raised = [device for device, backend in self._devices if backend.overflow_flag(device)]
         for device in raised:
             for_device(device).clear_overflow_flag(device)
@@ -83,9 +49,11 @@ class Saturating(Spreading):
         return bool(raised)
 
     def leave(self) -> None:
+        """Note that operators which are not watched follow and may raise the flag for amp."""
         self._is_ours = False
 
     def hand_back(self) -> None:
+        """Raise the flag if an operator has raised it since amp last cleared it."""
         if self.raised:
             self.raised = False
             for device, _ in self._devices:
@@ -93,16 +61,21 @@ class Saturating(Spreading):
         self._is_ours = False
 
     def clear(self) -> None:
+        """Clear the flag, because a diagnostic operator may have raised it."""
         for device, backend in self._devices:
             backend.clear_overflow_flag(device)
 
     def limit(self, tensor: Tensor) -> float:
-        return torch.finfo(tensor.dtype).max if tensor.dtype.is_floating_point else float("inf")
+        """Return the smallest magnitude in ``tensor`` that counts as not finite."""
+        return torch.finfo(tensor.dtype).max if self.saturates and tensor.dtype.is_floating_point else math.inf
 
-    def goes_on(self, call: Call, is_bad: bool | None) -> bool:
-        return call.is_bad or bool(call.causes)
+    def goes_on(self, call: Call, is_bad: bool | None) -> bool | None:
+        """Return whether readers of a result of ``call`` inherit its fault; ``is_bad``: the result is not finite."""
+        return call.is_bad or bool(call.causes) if self.saturates else is_bad
 
     def excuses(self, call: Call) -> bool:
-        if call.from_constant:
-            self.constants.append(call)
-        return call.from_constant
+        """Return whether ``call`` is not an overflow although its result is not finite."""
+        if not (self.saturates and call.from_constant):
+            return False
+        self.constants.append(call)
+        return True

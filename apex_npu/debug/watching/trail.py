@@ -16,7 +16,7 @@ from apex_npu.debug.watching.lineage import Lineage
 from apex_npu.debug.watching.operators import Execution, followed, nonfinite_number_in, tensors_in, vanishing_number_in
 from apex_npu.debug.watching.places import Names
 from apex_npu.debug.watching.ranges import Ranges
-from apex_npu.debug.watching.saturation import Saturating, Spreading
+from apex_npu.debug.watching.saturation import Saturation
 from apex_npu.debug.watching.second_opinion import Opinion, ask, largest_of, stays_bad
 from apex_npu.debug.watching.stream import Consumer, Stream
 
@@ -45,7 +45,7 @@ class Trail(Consumer):
         """Watch models with ``names``; on devices ``saturating``, an overflow gives the largest number and a flag."""
         self.stream = Stream(names, self)
         self.names = names
-        self.overflows = Saturating(saturating) if saturating else Spreading()
+        self.overflows = Saturation(saturating)
         self.ranges = Ranges(self.overflows.clear)
         self.bad: list[Call] = []
         self.dropped_bad = 0
