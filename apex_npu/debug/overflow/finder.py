@@ -17,7 +17,7 @@ from apex_npu.amp import StepReport
 from apex_npu.amp.inspect import Observer, are_averaged, gradients, loss_scale, optimizers, parameters, stepped
 from apex_npu.backends import for_device
 from apex_npu.debug.overflow.causes import OF_ANOTHER_PROCESS, Finding, Scale, find_causes, without_operator
-from apex_npu.debug.overflow.report import OverflowReport, Overflows, note_of_dropped
+from apex_npu.debug.overflow.report import OverflowReport, Overflows
 from apex_npu.debug.text import name_of
 from apex_npu.debug.watching.operators import is_measurable, vanishing_number_in
 from apex_npu.debug.watching.places import Names
@@ -136,7 +136,7 @@ class Finder(Observer):
     def _examine_interrupted(self, report: OverflowReport) -> None:
         """Fill ``report`` from the last result that was not finite, if an exception came before the gradients."""
         told = max((known.operators for known in self.found.reports), default=0)
-        last = [call for call in self.trail.bad[-1:] if call.index >= told]
+        last = [call for call in list(self.trail.bad)[-1:] if call.index >= told]
         if last:
             report.operators = self.trail.stream.calls
             with torch.no_grad():
@@ -180,7 +180,7 @@ class Finder(Observer):
         report.causes = find_causes(trail, targets, scale)
         report.causes = [self._advised(cause) if cause.kind == "weights" else cause for cause in report.causes]
         if overflows.raised and not report.causes:
-            report.causes = find_causes(trail, trail.bad or overflows.constants, scale)
+            report.causes = find_causes(trail, list(trail.bad) or overflows.constants, scale)
         if overflows.saturates and len(report.causes) > 1:
             report.notes.append(f"{len(report.causes) - 1} more operators have saturated; the first is shown")
             report.causes = report.causes[:1]
@@ -199,8 +199,6 @@ class Finder(Observer):
         if are_averaged([source for source, _ in gradients]):
             report.causes = [_of_average(cause) for cause in report.causes]
         report.not_measured = dict(trail.stream.not_measured) if report.overflowed else {}
-        if trail.dropped_bad:
-            report.notes.append(note_of_dropped(trail.dropped_bad))
 
 
 def _vanished_eps() -> str:

@@ -14,7 +14,6 @@ from typing import Any
 
 from apex_npu.debug.overflow.causes import Finding
 from apex_npu.debug.text import count, fitted, listed, where_of
-from apex_npu.debug.watching.calls import KEPT_BAD
 
 _WIDTH = 12
 _SHOWN = 5
@@ -216,8 +215,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Iterable) and not isinstance(value, str):
         return [_plain(item) for item in value]
     return value
-
-
-def note_of_dropped(count: int) -> str:
-    """Return a note about ``count`` calls whose results are not finite, beyond the number that is remembered."""
-    return f"{count} more operators after the first {KEPT_BAD} had results that are not finite"

@@ -19,8 +19,6 @@ Phase = Literal["forward", "backward", "recompute", "block"]
 
 # The number of forward calls that are remembered, because their backward refers to them.
 KEPT = 100_000
-# The number of calls with results that are not finite that are remembered.
-KEPT_BAD = 1_000
 
 
 class NotReplayedError(Exception):

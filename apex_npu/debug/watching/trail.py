@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from apex_npu.debug.watching.calls import KEPT_BAD, Call, Input, Leaf, Result, Vanished
+from apex_npu.debug.watching.calls import Call, Input, Leaf, Result, Vanished
 from apex_npu.debug.watching.lineage import Lineage
 from apex_npu.debug.watching.operators import Execution, followed, nonfinite_number_in, tensors_in, vanishing_number_in
 from apex_npu.debug.watching.places import Names
@@ -23,6 +24,8 @@ from apex_npu.debug.watching.stream import Consumer, Stream
 # The name of a tensor that is no argument of a module and that no operator has written.
 GIVEN = "a tensor given from outside"
 
+# The number of calls with results that are not finite that are remembered.
+_KEPT_BAD = 1_000
 # Each result element is computed from one element of each input: from nonzero inputs, it is 0 only by rounding.
 _ELEMENTWISE = {"mul", "mul_", "pow", "pow_", "square", "square_", "div", "div_", "exp", "exp_", "sigmoid", "prod"}
 
@@ -34,8 +37,7 @@ class Trail(Consumer):
         stream: The stream that reports the operators.
         overflows: How overflows appear on the device.
         ranges: Reads the ranges of results.
-        bad: The calls with a result that is not finite, in order.
-        dropped_bad: The number of further such calls, beyond the limit of ``bad``.
+        bad: The last calls with a result that is not finite, in order.
         module_ranges: The largest magnitude of each module's last output, by the module's name.
     """
 
@@ -47,8 +49,7 @@ class Trail(Consumer):
         self.names = names
         self.overflows = Saturation(saturating)
         self.ranges = Ranges(self.overflows.clear)
-        self.bad: list[Call] = []
-        self.dropped_bad = 0
+        self.bad: deque[Call] = deque(maxlen=_KEPT_BAD)
         self.module_ranges: dict[str, float] = {}
         self._bad_given: set[int] = set()
         self._lineage: Lineage[Result] = Lineage()
@@ -156,7 +157,9 @@ class Trail(Consumer):
         call.is_bad = any(bad for _, bad, _ in found) or bool(call.leaves)
         if call.is_bad:
             self._explain(call, ran, saturated, first)
-            self._keep_bad(call)
+            call.is_bad = not self.overflows.excuses(call)
+            if call.is_bad:
+                self.bad.append(call)
         elif zeros and call.dtype.is_floating_point:
             call.vanished = self._vanished_in(ran, call) or self._vanished_before(ran)
             if all_zero and call.vanished is None and operator.plain in _ELEMENTWISE:
@@ -166,14 +169,6 @@ class Trail(Consumer):
             call.from_other_process = not call.causes and not call.leaves
         for tensor, is_bad, largest in found:
             self._lineage.write(tensor, Result(call, self.overflows.goes_on(call, is_bad), largest))
-
-    def _keep_bad(self, call: Call) -> None:
-        if self.overflows.excuses(call):
-            call.is_bad = False
-        elif len(self.bad) < KEPT_BAD:
-            self.bad.append(call)
-        else:
-            self.dropped_bad += 1
 
     def is_bad(self, tensor: Tensor) -> bool:
         """Return whether an element of ``tensor`` is inf or nan, or a number that stands for them."""
