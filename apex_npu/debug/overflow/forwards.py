@@ -22,8 +22,7 @@ from apex_npu.amp.inspect import ambient
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import tree_map
 from apex_npu.debug.model_report.copies import every_tensor
-from apex_npu.debug.watching.calls import NotReplayedError
-from apex_npu.debug.watching.kept_state import Attributes, KeptState
+from apex_npu.debug.watching.kept_state import KeptState
 from apex_npu.debug.watching.places import Place, calling_line
 
 logger = logging.getLogger("apex_npu.debug")
@@ -45,8 +44,7 @@ class Forward:
         tensors = list(every_tensor(given))
         self._versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
         self._state: KeptState | None = KeptState([module], [t.device for t in (*module.parameters(), *tensors)])
-        self._attributes: Attributes | None = Attributes(module)
-        self._written, self._is_differentiated = "", False
+        self._is_differentiated = False
         self._autocast = _autocast_of({"cpu", *(t.device.type for t in tensors if t.device.type != "meta")})
         casts = ambient()
         self._casts_around = casts is not None and casts.is_inside()
@@ -64,14 +62,10 @@ class Forward:
                     f"tensor {i} of its arguments, of shape {list(tensor.shape)}, has been written in place since, "
                     "by the model or by the script"
                 )
-        return f"its forward may write {self._written}, of which no copy is kept" if self._written else None
+        return None
 
     def ended(self, outputs: Sequence[Tensor], arrived: Callable[[Forward, int, Tensor], None]) -> None:
         """Note the returned ``outputs``; backward then calls ``arrived`` with each output's index and gradient."""
-        if self._attributes is not None:
-            self._written = self._attributes.written()
-            self._attributes = None  # they may include results of forward
-
         def note(i: int, gradient: Tensor | None) -> None:
             self._is_differentiated |= torch.is_grad_enabled()
             if gradient is not None:
@@ -85,7 +79,7 @@ class Forward:
         """Release all that is kept, as other objects may refer to this one for longer."""
         for handle in self._handles:
             handle.remove()
-        self._given, self._state, self._attributes, self._versions, self._handles = None, None, None, [], []
+        self._given, self._state, self._versions, self._handles = None, None, [], []
 
     @contextmanager
     def as_it_was(self) -> Iterator[tuple[Callable[[], Any], list[Tensor]]]:
@@ -107,7 +101,7 @@ class Forward:
         casts = ambient()
         assert self._state is not None
         with ExitStack() as stack:
-            stack.enter_context(_unwritten(list(self._module.parameters())))
+            stack.enter_context(_values_kept(self._module))
             stack.enter_context(self._state.put_back())
             stack.enter_context(torch.enable_grad())
             here = _autocast_of(self._autocast)
@@ -123,25 +117,18 @@ class Forward:
 
 
 @contextmanager
-def _unwritten(params: Sequence[Tensor]) -> Iterator[None]:
-    """Restore the memory and the values of parameters after the block.
-
-    Raises:
-        NotReplayedError: A parameter was written.
-    """
-    known = [(param, param.data, param.detach().clone()) for param in params]
-    written: list[Tensor] = []
+def _values_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the memory and the values of parameters, and of buffers of ``torch.jit``, after the block."""
+    scripted = (module for module in model.modules() if isinstance(module, torch.jit.ScriptModule))
+    tensors = dict.fromkeys([*model.parameters(), *(buffer for module in scripted for buffer in module.buffers())])
+    known = [(tensor, tensor.data, tensor.detach().clone()) for tensor in tensors]
     try:
         yield
     finally:
         with torch.no_grad():
-            for param, data, value in known:
-                moved, param.data = param.data_ptr() != data.data_ptr(), data
-                if moved or not torch.equal(data.nan_to_num(1.0), value.nan_to_num(1.0)):
-                    data.copy_(value)
-                    written.append(param)
-    if written:
-        raise NotReplayedError(f"forward writes a parameter, of shape {list(written[0].shape)}")
+            for tensor, data, value in known:
+                tensor.data = data
+                data.copy_(value)
 
 
 def _autocast_of(device_types: Iterable[str]) -> dict[str, tuple[torch.dtype, bool, bool]]:

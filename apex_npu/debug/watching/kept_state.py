@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
+import copy
 import random
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from apex_npu.backends._torch_private import tree_leaves
+from apex_npu.backends._torch_private import tree_leaves, tree_map
 
-# Attributes that every module has. KeptState restores buffers and modes; a forward does not write the others.
+# Attributes that every module has; their contents are not a forward's to write, except for the buffers.
 _OF_MODULES = set(vars(nn.Module()))
-_UNSEEN = (np.ndarray, torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _Buffers = list[dict[str, Tensor | None]]
 
 
@@ -28,7 +28,7 @@ class KeptState:
     def __init__(self, models: Iterable[nn.Module], devices: Iterable[torch.device]) -> None:
         """Copy the state of ``models``, which draw random numbers on the host and on ``devices``."""
         self._devices = [d for d in dict.fromkeys(devices) if hasattr(getattr(torch, d.type, None), "get_rng_state")]
-        modules = dict.fromkeys(module for model in models for module in model.modules())
+        modules = dict.fromkeys(module for model in models for module in _modules_of(model))
         self._modules = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
         self._modes = [module.training for module in self._modules]
         self._buffers = _copied([module._buffers for module in self._modules])
@@ -46,12 +46,18 @@ class KeptState:
     def put_back(self) -> Iterator[None]:
         """Restore the copied state in the block, with copies of the buffers; undo all changes afterwards.
 
-        This also undoes changes of modules' attributes and of the generators of Python and NumPy.
+        This also undoes changes of modules' attributes, whose lists, dicts, arrays, tensors and generators are copies
+        in the block, and of the generators of Python and NumPy.
         """
         now = [(module, dict(vars(module)), dict(module._buffers)) for module in self._modules]
         states = self._random_states(), np.random.get_state(), random.getstate()
+        copies: dict[int, Any] = {}  # of attributes, as several modules may share one
         try:
             for module, mode, own in zip(self._modules, self._modes, _copied(self._buffers), strict=True):
+                for name, value in _own_attributes(module):
+                    if id(value) not in copies:
+                        copies[id(value)] = tree_map(_copy_of, value)
+                    vars(module)[name] = copies[id(value)]
                 vars(module)["training"] = mode
                 module._buffers.update(own)
             self._set_random_states(self._random)
@@ -77,35 +83,25 @@ def _copied(buffers: Iterable[dict[str, Tensor | None]]) -> _Buffers:
         ]
 
 
-class Attributes:
-    """The attributes of a model's modules that a forward may write and that ``KeptState`` does not restore."""
-
-    def __init__(self, model: nn.Module) -> None:
-        """Record the attributes as they are now."""
-        self._held = [
-            (module, name, value, _contents(value))
-            for module in model.modules()
-            for name, value in vars(module).items()
-            if name not in _OF_MODULES and isinstance(value, (Tensor, list, dict, set, tuple, deque, *_UNSEEN))
-        ]
-        scripted = (m for m in model.modules() if isinstance(m, torch.jit.ScriptModule))
-        self._out_of_reach = any(any(True for _ in module.buffers()) for module in scripted)
-
-    def written(self) -> str:
-        """Return the name of an attribute that may have been written since; empty if there is none."""
-        if self._out_of_reach:
-            return "a buffer of torch.jit"
-        found = ((module, name) for module, name, value, was in self._held if was is None or was != _contents(value))
-        return next((f"{name} of {type(module).__name__}" for module, name in found), "")
+def _own_attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return the attributes of ``module`` that not every module has."""
+    return [(name, value) for name, value in vars(module).items() if name not in _OF_MODULES]
 
 
-def _contents(value: Any) -> list[Any] | None:
-    """Return values that change when ``value`` or its contents are written; None for kinds that cannot be compared."""
-    found: list[Any] = []
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, _UNSEEN):
-            return None
-        found.append(sorted(map(id, leaf)) if isinstance(leaf, set) else id(leaf))
-        tensors = [leaf] if isinstance(leaf, Tensor) else leaf.buffers() if isinstance(leaf, nn.Module) else ()
-        found += [tensor._version for tensor in tensors if not tensor.is_inference()]
-    return found
+def _modules_of(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of ``model``, and those in lists, tuples and dicts that are attributes."""
+    for module in model.modules():
+        yield module
+        containers = [value for _, value in _own_attributes(module) if isinstance(value, (list, tuple, dict))]
+        for leaf in tree_leaves(containers) if containers else ():
+            if isinstance(leaf, nn.Module):
+                yield from leaf.modules()
+
+
+def _copy_of(value: Any) -> Any:
+    """Return a copy of a value that a forward may write in place, and other values themselves."""
+    if isinstance(value, Tensor):  # one with a graph or a gradient is not state
+        return value if value.requires_grad else value.detach().clone()
+    if isinstance(value, (set, np.ndarray)):
+        return copy.copy(value)
+    return copy.deepcopy(value) if isinstance(value, _GENERATORS) else value
