@@ -47,8 +47,7 @@ class profile:
 
     Raises:
         ValueError: ``steps`` is not a positive integer.
-        NotADirectoryError: ``trace`` is a file.
-        PermissionError: The folder ``trace`` cannot be written to.
+        OSError: ``trace`` is a file, or the folder cannot be created.
         RuntimeError: A profiler is on already.
 
     Example::
@@ -71,7 +70,12 @@ class profile:
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise ValueError(f"steps must be a positive integer, got {steps!r}")
         self._steps = steps
-        self._folder = None if trace is None else check_folder(trace)
+        self._folder = None if trace is None else os.fspath(trace)
+        if self._folder is not None:
+            try:
+                os.makedirs(self._folder, exist_ok=True)
+            except OSError as error:
+                raise type(error)(f"trace must be a folder, or the path of a new one: {error}") from error
         self._done = self._rank = 0
         self._profiler: Any = None
         self._ranges: AbstractContextManager[None] | None = None
@@ -146,25 +150,6 @@ class profile:
 
     def __str__(self) -> str:
         return "nothing was recorded yet" if not self._found.count else table_of(self._found)
-
-
-def check_folder(path: str | os.PathLike[str]) -> str:
-    """Return ``path`` as a writable folder, which is created if it does not exist.
-
-    Raises:
-        NotADirectoryError: ``path`` is a file.
-        PermissionError: The folder cannot be created or written to.
-    """
-    folder = os.fspath(path)
-    if os.path.exists(folder) and not os.path.isdir(folder):
-        raise NotADirectoryError(f"trace must be a folder, but {folder!r} is a file")
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise PermissionError(f"trace: the folder {folder!r} cannot be created: {error}") from error
-    if not os.access(folder, os.W_OK):
-        raise PermissionError(f"trace: the folder {folder!r} cannot be written to: pass another one")
-    return folder
 
 
 def table_of(found: Steps) -> str:
