@@ -14,7 +14,6 @@ from torch import Tensor
 
 from apex_npu.debug.text import name_of
 from apex_npu.debug.watching.calls import Call, Leaf, iterate
-from apex_npu.debug.watching.trail import Trail
 
 # The kinds in the order in which causes are shown. A loss scale that is too large may hide others, so it comes last.
 Kind = Literal[
@@ -59,7 +58,6 @@ class Finding:
         inputs: The largest magnitude of each input.
         ranges: The smallest and the largest element of each input.
         fits_scale: In backward, the largest power of two that keeps the result finite as a loss scale.
-        before: The largest magnitudes of the results of the preceding modules in the same numbered list.
         path: The operators from the cause to the loss, or to a gradient.
         why: The cause in a sentence.
         advice: The remedy.
@@ -82,7 +80,6 @@ class Finding:
     inputs: tuple[tuple[str, float], ...] = ()
     ranges: tuple[tuple[str, float, float], ...] = ()
     fits_scale: float | None = None
-    before: tuple[tuple[str, float], ...] = ()
     path: tuple[str, ...] = ()
     why: str = ""
     advice: str = ""
@@ -130,14 +127,14 @@ _OF_LEAVES = {
 }
 
 
-def find_causes(trail: Trail, targets: Sequence[Call], scale: Scale) -> list[Finding]:
+def find_causes(targets: Sequence[Call], scale: Scale) -> list[Finding]:
     """Return the causes why the results of ``targets`` are not finite, the most informative cause first."""
     reached = dict(iterate(targets, lambda call: call.causes))
     ends = [call for call in reached if call.leaves or not call.causes]
     found: dict[Any, tuple[int, Finding]] = {}
     for call in ends:
         path = _path(call, reached)
-        findings = [_of_leaf(call, leaf, path) for leaf in call.leaves] or [_of_call(trail, call, path, scale)]
+        findings = [_of_leaf(call, leaf, path) for leaf in call.leaves] or [_of_call(call, path, scale)]
         for finding in findings:
             key = _identity(finding)
             if key not in found or call.index < found[key][0]:
@@ -189,7 +186,7 @@ def _of_leaf(call: Call, leaf: Leaf, path: tuple[str, ...]) -> Finding:
     )
 
 
-def _of_call(trail: Trail, call: Call, path: tuple[str, ...], scale: Scale) -> Finding:
+def _of_call(call: Call, path: tuple[str, ...], scale: Scale) -> Finding:
     limit = torch.finfo(call.dtype).max if call.dtype is not None and call.dtype.is_floating_point else None
     opinion = call.opinion
     true_value = None if opinion is None or math.isnan(opinion.largest) else opinion.largest
@@ -209,7 +206,6 @@ def _of_call(trail: Trail, call: Call, path: tuple[str, ...], scale: Scale) -> F
         inputs=tuple((name, max(abs(low), abs(high))) for name, low, high in call.inputs),
         ranges=tuple(call.inputs),
         fits_scale=fits,
-        before=_before(trail, call) if kind == "overflow" else (),
         why=why,
         advice=advice,
         **_common(call, path),
@@ -233,16 +229,6 @@ def _kind_of(call: Call, fits: float | None, scale: Scale) -> Kind:
     if call.parameter is not None or (call.node or "").endswith("AccumulateGrad"):
         return "accumulation"
     return "scale" if scale.value > 1.0 and (fits is None or fits >= 1.0) else "gradient"
-
-
-def _before(trail: Trail, call: Call) -> tuple[tuple[str, float], ...]:
-    """Return the magnitudes of up to three preceding modules in a list, such as ``blocks.4`` to ``blocks.6``."""
-    parts = (call.module or "").split("=")[0].split(".")
-    for i in reversed(range(len(parts))):
-        if parts[i].isdigit():
-            names = [".".join([*parts[:i], str(k)]) for k in range(max(0, int(parts[i]) - 3), int(parts[i]))]
-            return tuple((name, trail.module_ranges[name]) for name in names if name in trail.module_ranges)
-    return ()
 
 
 class Found(NamedTuple):

@@ -140,7 +140,7 @@ class Finder(Observer):
         if last:
             report.operators = self.trail.stream.calls
             with torch.no_grad():
-                report.causes = find_causes(self.trail, last, Scale(report.scale, self.dynamic))
+                report.causes = find_causes(last, Scale(report.scale, self.dynamic))
             report.notes.append(
                 "an exception has ended the iteration: this is about the last result that is not finite"
             )
@@ -177,10 +177,10 @@ class Finder(Observer):
             starts = [*results, *(grad for _, grad in grads)]
         targets = list(dict.fromkeys(call for tensor in starts for call in trail.bad_writers(tensor)))
         scale = Scale(report.scale, self.dynamic)
-        report.causes = find_causes(trail, targets, scale)
+        report.causes = find_causes(targets, scale)
         report.causes = [self._advised(cause) if cause.kind == "weights" else cause for cause in report.causes]
         if overflows.raised and not report.causes:
-            report.causes = find_causes(trail, list(trail.bad) or overflows.constants, scale)
+            report.causes = find_causes(list(trail.bad) or overflows.constants, scale)
         if overflows.saturates and len(report.causes) > 1:
             report.notes.append(f"{len(report.causes) - 1} more operators have saturated; the first is shown")
             report.causes = report.causes[:1]

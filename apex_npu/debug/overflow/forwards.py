@@ -66,6 +66,7 @@ class Forward:
 
     def ended(self, outputs: Sequence[Tensor], arrived: Callable[[Forward, int, Tensor], None]) -> None:
         """Note the returned ``outputs``; backward then calls ``arrived`` with each output's index and gradient."""
+
         def note(i: int, gradient: Tensor | None) -> None:
             self._is_differentiated |= torch.is_grad_enabled()
             if gradient is not None:

@@ -127,9 +127,6 @@ def _lines_of(cause: Finding) -> list[str]:
         if cause.kind == "math":  # its sign matters
             inputs = ", ".join(_range(*ends) for ends in cause.ranges)
         lines.append(f"{'inputs':{_WIDTH}}{inputs}")
-    if cause.before:
-        before = " · ".join(f"{name} {value:.3g}" for name, value in cause.before)
-        lines.append(f"{'before':{_WIDTH}}{before}")
     if len(cause.path) > 1:
         steps = cause.path if len(cause.path) <= 8 else (*cause.path[:5], "…", *cause.path[-2:])
         lines.append(f"{'path':{_WIDTH}}{' → '.join(steps)}")

@@ -38,7 +38,6 @@ class Trail(Consumer):
         overflows: How overflows appear on the device.
         ranges: Reads the ranges of results.
         bad: The last calls with a result that is not finite, in order.
-        module_ranges: The largest magnitude of each module's last output, by the module's name.
     """
 
     reads = True
@@ -50,7 +49,6 @@ class Trail(Consumer):
         self.overflows = Saturation(saturating)
         self.ranges = Ranges(self.overflows.clear)
         self.bad: deque[Call] = deque(maxlen=_KEPT_BAD)
-        self.module_ranges: dict[str, float] = {}
         self._bad_given: set[int] = set()
         self._lineage: Lineage[Result] = Lineage()
         self._gradients: Lineage[str] = Lineage()
@@ -108,14 +106,6 @@ class Trail(Consumer):
                 given = (followed(tensor) for tensor in [*self.names.tensors, *tensors_in(args)])
                 unwritten = [t for t in given if t is not None and not self._lineage.writers(t)]
                 self._bad_given |= {t.untyped_storage()._cdata for t in unwritten if self.is_bad(t)}
-
-    def ended(self, module: nn.Module, output: Any) -> None:
-        name = self.names.of_module(module)
-        for tensor in tensors_in(output) if name else ():
-            local = followed(tensor)
-            for _, result in self._lineage.writers(local) if local is not None else ():
-                self.module_ranges[name or ""] = result.largest
-            break
 
     # ---- operators -------------------------------------------------------------------------------------------------
 
