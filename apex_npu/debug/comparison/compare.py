@@ -87,16 +87,11 @@ def compare(
         "candidate": [_title(row) for i, row in enumerate(second.rows) if i not in matched[0]],
     }
     blamed = [i for i, row in found.items() if row.ratio is not None and row.ratio > _TIMES and not differing]
-    extra: list[str] = []
-    for i in range(blamed[0] - 1 if blamed else -1, -1, -1):
-        if i in matched[0]:
-            break
-        extra.insert(0, _title(second.rows[i]))
     first_row = found[blamed[0]] if blamed else None
     about = [_about(record) for record in records]
     unjudged = [_title(second.rows[i]) for i, row in found.items() if floor is not None and row.ratio is None]
     notes = list(_notes(records, paths, unjudged))
-    return Comparison(list(found.values()), first_row, differing, extra, unmatched, paths, about, notes)
+    return Comparison(list(found.values()), first_row, differing, unmatched, paths, about, notes)
 
 
 def _differences(reference: Recorded, other: Recorded, matched: Mapping[int, int]) -> dict[int, Difference]:

@@ -17,7 +17,6 @@ from apex_npu.debug.comparison.line_up import Errors
 from apex_npu.debug.comparison.recorded import TensorRow
 from apex_npu.debug.text import aligned, listed, new_figure, where_of
 
-_NAMED = 5
 HEAD = ("phase", "module", "operator", "shape", "dtype", "error", "floor", "ratio", "largest", "cosine")
 
 
@@ -76,7 +75,6 @@ class Comparison:
         first: The first of ``rows`` whose ``ratio`` is above 4. None if there is no such row, if there is no floor, or
             if ``differing`` says why no row can be blamed.
         differing: The differences between the iterations: in the batch, weights, or results of random operators.
-        extra: The rows of the candidate right before ``first`` that the reference does not have.
         unmatched: The rows that only one of the two has, by ``"reference"`` and ``"candidate"``.
         names: The files of the reference and the candidate, and of the floor, if any.
         about: The level, device, loss scale and torch version of each file.
@@ -87,7 +85,6 @@ class Comparison:
     rows: list[ComparedRow]
     first: ComparedRow | None
     differing: list[str]
-    extra: list[str]
     unmatched: dict[str, list[str]]
     names: list[str]
     about: list[str]
@@ -152,11 +149,7 @@ def _short(value: float) -> str:
 
 
 def verdict_of(comparison: Comparison) -> list[str]:
-    """Return the lines before the table: its limits, and what differs, and where the runs diverge, if they do."""
-    return [*comparison.notes, *_verdict_of(comparison)]
-
-
-def _verdict_of(comparison: Comparison) -> list[str]:
+    """Return what differs, and where the runs diverge, if they do."""
     if comparison.differing:
         return [*comparison.differing, "no operator is blamed: these iterations do not compute the same"]
     first = comparison.first
@@ -177,27 +170,17 @@ def _verdict_of(comparison: Comparison) -> list[str]:
         ]
         if math.isinf(first.relative) and not first.nonfinite:
             lines.append("elements that are inf or nan in only one of the two are not among those that the files keep")
-        if comparison.extra:
-            lines.append(f"right before it, only in the candidate: {'; '.join(comparison.extra[-_NAMED:])}")
         return lines + ([f"of its elements: {', '.join(shares)}"] if shares else [])
     if len(comparison.names) < 3:
-        return [
-            (
-                "no verdict: pass floor=, a record of the candidate's level on a trusted device, to tell which errors "
-                "are usual"
-            )
-        ]
+        trusted = "a record of the candidate's level on a trusted device"
+        return [f"no verdict: pass floor=, {trusted}, to tell which errors are usual"]
     judged = [row for row in comparison.rows if row.resolution is not None and math.isfinite(row.resolution)]
     seen = [
         f"{phase} {_short(median(row.resolution or 0.0 for row in judged if row.phase == phase))}"
         for phase in dict.fromkeys(row.phase for row in judged)
     ]
-    return [
-        (
-            "no row diverges; the resolution, the relative error that would be detected in half of the rows: "
-            f"{', '.join(seen)}"
-        )
-    ]
+    resolution = "the resolution, the relative error that would be detected in half of the rows"
+    return [f"no row diverges; {resolution}: {', '.join(seen)}"]
 
 
 def summary_of(comparison: Comparison) -> list[str]:
@@ -252,7 +235,7 @@ def lines_of(comparison: Comparison, count: int) -> Iterator[str]:
 
 def lines_before(comparison: Comparison) -> list[str]:
     """Return the lines before the table."""
-    return [*verdict_of(comparison), "", *summary_of(comparison)]
+    return [*comparison.notes, *verdict_of(comparison), "", *summary_of(comparison)]
 
 
 def lines_after(comparison: Comparison, shown: Sequence[ComparedRow]) -> list[str]:
