@@ -62,14 +62,7 @@ def what_differs(reference: Recorded, other: Recorded, matched: Mapping[int, int
         and (_drawn_otherwise(reference.rows[matched[i]], row) if i in matched else row.module in alone)
     ]
     if drawn and not batch:
-        states = reference.random_states, other.random_states
-        unlike = [name for name in states[0] if name in states[1] and states[0][name] != states[1][name]]
-        hint = "set dropout to 0 in both runs to compare them"
-        if unlike:
-            hint = (
-                f"the generator of the {' and that of the '.join(unlike)} started in different states: set the same "
-                "seed in both runs"
-            )
+        hint = "set dropout to 0 in both runs, or on the same device the same seed"
         found.append(f"the results of random operators differ: {listed(drawn)}; {hint}")
     return found
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ from torch import nn
 from apex_npu.amp.inspect import leave, observe, policy
 from apex_npu.backends.patching import Undo
 from apex_npu.debug.comparison.grad_scalers import follow_grad_scalers
-from apex_npu.debug.comparison.recorded import Recorded, digest_of
+from apex_npu.debug.comparison.recorded import Recorded
 from apex_npu.debug.comparison.recorder import Recorder
 from apex_npu.debug.watching.opening import WatchingContext, inside_of
 from apex_npu.debug.watching.places import Names
@@ -26,8 +25,8 @@ class record(WatchingContext):
 
     The file has the norm, range, number of zeros and samples of each result of operators and modules, in forward and
     backward, and of each gradient and buffer. Tensors that descend from the scaled loss are divided by the scale, which
-    is amp's or that of a ``torch.amp.GradScaler``. The file also has hashes of the batch, the weights and the states of
-    random number generators. The samples are the same elements in each run, so that ``compare`` can compare two files.
+    is amp's or that of a ``torch.amp.GradScaler``. The file also has hashes of the batch and the weights. The samples
+    are the same elements in each run, so that ``compare`` can compare two files.
 
     The results of the iteration do not change, but code compiled by ``torch.compile`` runs eagerly: a compiler's
     kernels are not examined. The file holds numbers and no code: ``torch.load(path, weights_only=True)`` reads it. An
@@ -84,7 +83,6 @@ class record(WatchingContext):
         devices = [parameter.device for model in models for parameter in model.parameters()]
         recorded.device = devices[0].type if devices else "cpu"
         recorded.versions = {"torch": str(torch.__version__)}
-        recorded.random_states = _random_states(recorded.device)
         if any(_is_compiled(module) for model in given for module in model.modules()):
             recorded.notes.append("torch.compile was off during the recording: compiled code ran eagerly")
         try:
@@ -128,14 +126,6 @@ def _is_compiled(module: nn.Module) -> bool:
     """Return whether ``torch.compile(module)`` or ``module.compile()`` has compiled ``module``."""
     inner = getattr(module, "_orig_mod", None)
     return isinstance(inner, nn.Module) or getattr(module, "_compiled_call_impl", None) is not None
-
-
-def _random_states(device: str) -> dict[str, str]:
-    states = {"cpu": digest_of(torch.random.get_rng_state())}
-    module: Any = None if device in ("cpu", "meta") else torch.get_device_module(device)
-    if hasattr(module, "get_rng_state"):
-        states[device] = digest_of(module.get_rng_state())
-    return states
 
 
 def path_of_rank(path: str) -> str:

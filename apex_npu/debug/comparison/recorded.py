@@ -105,7 +105,6 @@ class Recorded:
         device: The type of the model's device.
         scale: The loss scale.
         versions: A dict from package name to version.
-        random_states: A dict from device to a hash of the state of its generator at the beginning.
         batch: The tensors from outside that operators of forward have read.
         weights: The parameters (or their float32 masters if there are any) and buffers, at the beginning.
         rows: The rows in the order of execution.
@@ -118,7 +117,6 @@ class Recorded:
     device: str = ""
     scale: float = 1.0
     versions: dict[str, str] = field(default_factory=dict)
-    random_states: dict[str, str] = field(default_factory=dict)
     batch: list[Held] = field(default_factory=list)
     weights: list[Held] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
