@@ -13,7 +13,7 @@ from debug.test_watching import iterate, set_up
 from devices import DEVICE, needs
 
 from apex_npu import amp, optimizers
-from apex_npu.debug.watching import ranges, second_opinion
+from apex_npu.debug.watching import second_opinion
 from apex_npu.debug.watching.operators import Execution, operator_of
 
 MARKED = planted.marked_lines(__file__)
@@ -288,7 +288,6 @@ def test_a_device_without_aminmax(monkeypatch):
         raise RuntimeError("aclnnAminmax not in libopapi.so")
 
     monkeypatch.setattr(torch, "aminmax", missing)
-    monkeypatch.setattr(ranges, "has_aminmax", ranges.has_aminmax.__wrapped__)
     fault = planted.FAULTS[0]
     model, optimizer, _ = planted.set_up(fault, "O2", torch.optim.SGD)
     with amp.debug.find_overflow(model) as found:

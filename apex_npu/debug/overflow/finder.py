@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +20,7 @@ from apex_npu.debug.overflow.report import OverflowReport, Overflows
 from apex_npu.debug.text import name_of
 from apex_npu.debug.watching.operators import is_measurable, vanishing_number_in
 from apex_npu.debug.watching.places import Names
+from apex_npu.debug.watching.ranges import is_finite
 from apex_npu.debug.watching.trail import Trail
 from apex_npu.fusion.shards import local_part
 from apex_npu.ops import LOW_PRECISION
@@ -153,8 +153,8 @@ class Finder(Observer):
         """Record in ``report`` which of ``gradients`` are not finite; return the readable ones, and the bad ones."""
         present = [(source, local_part(grad)) for source, grad in gradients]
         grads = [(source, grad) for source, grad in present if is_measurable(grad)]
-        ranges = self.trail.ranges.of([grad for _, grad in grads])
-        bad = [pair for pair, ends in zip(grads, ranges, strict=True) if not all(map(math.isfinite, ends))]
+        ranges = self.trail.ranges_of([grad for _, grad in grads])
+        bad = [pair for pair, ends in zip(grads, ranges, strict=True) if not is_finite(ends)]
         report.gradients, report.operators = len(grads), self.trail.stream.calls
         for i, (source, grad) in enumerate(bad):
             report.parameters[self._name_of(i, source)] = (int(grad.isnan().sum()), int(grad.isinf().sum()))
@@ -171,7 +171,7 @@ class Finder(Observer):
         """Fill ``report`` from ``gradients`` and from ``results``, the final results of forward such as the loss."""
         trail, overflows = self.trail, self.trail.overflows
         grads, bad = self.count(report, gradients)
-        bad_results = [result for result in results if result.numel() and trail.ranges.reach(result)]
+        bad_results = [result for result in results if result.numel() and not is_finite(trail.ranges_of([result])[0])]
         starts = bad_results or [grad for _, grad in bad]
         if overflows.saturates:  # overflowed values are finite there
             starts = [*results, *(grad for _, grad in grads)]

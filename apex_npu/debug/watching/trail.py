@@ -16,7 +16,7 @@ from apex_npu.debug.watching.calls import Call, Input, Leaf, Result, Vanished
 from apex_npu.debug.watching.lineage import Lineage
 from apex_npu.debug.watching.operators import Execution, followed, nonfinite_number_in, tensors_in, vanishing_number_in
 from apex_npu.debug.watching.places import Names
-from apex_npu.debug.watching.ranges import Ranges
+from apex_npu.debug.watching.ranges import is_finite, ranges_of
 from apex_npu.debug.watching.saturation import Saturation
 from apex_npu.debug.watching.second_opinion import Opinion, ask, largest_of, stays_bad
 from apex_npu.debug.watching.stream import Consumer, Stream
@@ -36,7 +36,6 @@ class Trail(Consumer):
     Attributes:
         stream: The stream that reports the operators.
         overflows: How overflows appear on the device.
-        ranges: Reads the ranges of results.
         bad: The last calls with a result that is not finite, in order.
     """
 
@@ -47,7 +46,6 @@ class Trail(Consumer):
         self.stream = Stream(names, self)
         self.names = names
         self.overflows = Saturation(saturating)
-        self.ranges = Ranges(self.overflows.clear)
         self.bad: deque[Call] = deque(maxlen=_KEPT_BAD)
         self._bad_given: set[int] = set()
         self._lineage: Lineage[Result] = Lineage()
@@ -135,8 +133,8 @@ class Trail(Consumer):
         if operator.is_collective:  # its result is not there yet
             found = [(tensor, None, math.nan) for tensor in measured]
         else:
-            for tensor, (low, high) in zip(measured, self.ranges.of(measured), strict=True):
-                bad = saturated or not (math.isfinite(low) and math.isfinite(high))
+            for tensor, (low, high) in zip(measured, self.ranges_of(measured), strict=True):
+                bad = saturated or not is_finite((low, high))
                 found.append((tensor, bad, max(abs(low), abs(high))))
                 zeros |= low == 0.0 or high == 0.0
             all_zero = not any(largest for _, _, largest in found)
@@ -162,7 +160,15 @@ class Trail(Consumer):
 
     def is_bad(self, tensor: Tensor) -> bool:
         """Return whether an element of ``tensor`` is inf or nan, or a number that stands for them."""
-        return self.ranges.reach(tensor, self.overflows.limit(tensor))
+        limit = self.overflows.limit(tensor)
+        return not all(abs(end) < limit for end in self.ranges_of([tensor])[0])
+
+    def ranges_of(self, tensors: Sequence[Tensor]) -> list[tuple[float, float]]:
+        """Call ``ranges.ranges_of``, and clear the overflow flag if reading inf may have raised it."""
+        found = ranges_of(tensors)
+        if not all(map(is_finite, found)):
+            self.overflows.clear()
+        return found
 
     # ---- why -------------------------------------------------------------------------------------------------------
 
@@ -248,13 +254,13 @@ class Trail(Consumer):
             call.leaves += [leaf for leaf in one.leaves if leaf not in call.leaves]
 
     def _find_input(self, call: Call, name: str, tensor: Tensor, values: Tensor) -> Input | None:
-        low, high = self.ranges.of([values])[0]
-        is_finite = math.isfinite(low) and math.isfinite(high)
+        low, high = self.ranges_of([values])[0]
+        holds_inf = not is_finite((low, high))
         # On a saturating device, a value that has overflowed is finite.
-        writers = self.bad_writers(tensor) if self.overflows.saturates or not is_finite else []
+        writers = self.bad_writers(tensor) if self.overflows.saturates or holds_inf else []
         if writers:
             return Input(values, writers, [])
-        if not is_finite:
+        if holds_inf:
             return Input(values, [], [self.leaf(tensor)])
         own = self.names.of_memory(tensor)
         call.inputs.append((f"{name} ({own})" if own else name, low, high))
