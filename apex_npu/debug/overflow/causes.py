@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -84,10 +84,6 @@ class Finding:
     why: str = ""
     advice: str = ""
     place: str = field(default="", repr=False)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the attributes as plain values, for JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

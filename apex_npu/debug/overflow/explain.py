@@ -155,10 +155,10 @@ class Explainer(inspect.Observer):
 
     def _tell(self, skip: StepReport, reports: Sequence[OverflowReport]) -> bool:
         """Log the explanation; return False if the cause is not known."""
-        told = self._ranks.explain(skip, reports)
-        if told.text:
-            self._log(told.text, reports)
-        return told.is_cause
+        text, is_cause = self._ranks.explain(skip, reports)
+        if text:
+            self._log(text, reports)
+        return is_cause
 
     def _log(self, text: str, reports: Sequence[OverflowReport]) -> None:
         """Log ``text``, or only count it if the causes are those of the previous table."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import textwrap
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -20,18 +20,6 @@ _PATIENCE_SECONDS = 10.0
 _INTERVAL_SECONDS = 0.05
 
 
-class Explanation(NamedTuple):
-    """The explanation of a skipped step.
-
-    Attributes:
-        text: The tables; empty if no table was made.
-        is_cause: Whether the tables of this process or another say where to look.
-    """
-
-    text: str
-    is_cause: bool
-
-
 class Ranks:
     """An exchange of tables: each process sends its own, and a process without a cause of its own reads the others'.
 
@@ -41,8 +29,12 @@ class Ranks:
     def __init__(self) -> None:
         self._asks = True
 
-    def explain(self, skip: StepReport, reports: Sequence[OverflowReport]) -> Explanation:
-        """Explain the skipped step by the tables of this process, or by those of the processes with a cause."""
+    def explain(self, skip: StepReport, reports: Sequence[OverflowReport]) -> tuple[str, bool]:
+        """Explain the skipped step by the tables of this process, or by those of the processes with a cause.
+
+        Returns:
+            The tables, empty if there are none; and whether they say where to look.
+        """
         own = "\n\n".join(str(report) for report in reports if report.overflowed or report.notes)
         causes = [cause for report in reports for cause in report.causes]
         is_cause = any(
@@ -50,20 +42,20 @@ class Ranks:
         )
         store = self._store()
         if store is None:
-            return Explanation(own, is_cause)
+            return own, is_cause
         # All processes skip the same steps: each has counted the same number, and all that watch have explained the
         # same.
         key = f"{store.add(str(dist.get_rank()), 1)}/{skip.loss_id}/{skip.skipped_steps}"
         if any(cause.kind != "ranks" for cause in causes):
             store.set(f"{key}/{dist.get_rank()}", f"{int(is_cause)}{own}"[:_LENGTH])
-            return Explanation(own, is_cause)
+            return own, is_cause
         told = self._ask(store, key) if self._asks else {}
         self._asks = bool(told)
         if not told:
-            return Explanation(own, False)
+            return own, False
         others = [f"rank {rank}\n{textwrap.indent(text[1:], '  ')}" for rank, text in told.items()]
         first = own or "the gradients of this process are finite; the step was skipped because of another process"
-        return Explanation("\n\n".join([first, *others]), any(text[0] == "1" for text in told.values()))
+        return "\n\n".join([first, *others]), any(text[0] == "1" for text in told.values())
 
     @staticmethod
     def _store() -> Any:

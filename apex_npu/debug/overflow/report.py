@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -58,10 +58,6 @@ class OverflowReport:
     def overflowed(self) -> bool:
         """Whether the loss or a gradient is not finite."""
         return bool(self.causes or self.parameters)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the attributes as plain values, for JSON."""
-        return {**vars(self), "causes": [cause.as_dict() for cause in self.causes]}
 
     def __str__(self) -> str:
         head = self._head()
@@ -182,7 +178,7 @@ class Overflows:
         Returns:
             The JSON text.
         """
-        text = json.dumps({"format": 1, "reports": [_plain(report.as_dict()) for report in self.reports]}, indent=2)
+        text = json.dumps({"format": 1, "reports": [_plain(asdict(report)) for report in self.reports]}, indent=2)
         if path is not None:
             with open(path, "w", encoding="utf-8") as file:
                 file.write(text + "\n")
