@@ -133,16 +133,10 @@ class Recorded:
             RuntimeError: The file cannot be written, as reported by torch's writer.
         """
         target = os.path.realpath(path)
-        is_device = os.path.exists(target) and not os.path.isfile(target)
-        beside = target if is_device or not os.access(os.path.dirname(target), os.W_OK) else f"{target}.tmp"
-        try:
-            torch.save({"format": _FORMAT, "kind": "apex_npu.debug.record", **asdict(self)}, beside)
-            if beside != target:
-                os.replace(beside, target)
-        except BaseException:
-            if beside != target and os.path.exists(beside):
-                os.remove(beside)
-            raise
+        written = f"{target}.tmp" if os.path.isfile(target) else target  # not beside a device, such as /dev/null
+        torch.save({"format": _FORMAT, "kind": "apex_npu.debug.record", **asdict(self)}, written)
+        if written != target:
+            os.replace(written, target)
 
 
 def load(path: str | os.PathLike[str]) -> Recorded:

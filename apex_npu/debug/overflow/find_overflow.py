@@ -69,8 +69,7 @@ class find_overflow(WatchingContext):
                 "find_overflow(replay=True) repeats steps that amp has skipped: call amp.initialize first, or "
                 "leave replay out"
             )
-        open_already = "find_overflow is open already, and covers everything inside of it: leave this one out"
-        models = self.models_to_watch(open_already)
+        models = self.models_to_watch()
         finder = self._finder = Replayer(models) if self._replay else Finder(models)
         observe(finder)
         finder.attach()

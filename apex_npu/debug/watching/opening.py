@@ -58,11 +58,8 @@ class WatchingContext:
         """Begin to watch."""
         raise NotImplementedError
 
-    def models_to_watch(self, open_already: str | None = None) -> list[nn.Module]:
+    def models_to_watch(self) -> list[nn.Module]:
         """Return the models to watch.
-
-        Args:
-            open_already: The text of the error if another context watches already; None for a general text.
 
         Raises:
             ValueError: There is no model, or another context watches already.
@@ -75,8 +72,7 @@ class WatchingContext:
                 "compute: run one iteration without a graph"
             )
         if Stream.is_open():
-            others = [name for name in ("check_operators", "find_overflow", "record") if name != caller]
-            raise ValueError(open_already or f"{caller}, {others[0]} or {others[1]} is open already: leave it first")
+            raise ValueError("check_operators, find_overflow or record is open already: leave it first")
         found = list(self._models) or models()
         if not found:
             raise ValueError(f"{caller} needs a model: pass it, or call amp.initialize first")
