@@ -7,12 +7,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 
-from apex_npu.debug.comparison.line_up import Difference, Distance, difference, line_up
+from apex_npu.debug.comparison.line_up import difference, line_up
 from apex_npu.debug.comparison.preconditions import check_comparable, what_differs
 from apex_npu.debug.comparison.recorded import Recorded, Row, load
-from apex_npu.debug.comparison.report import ComparedRow, Comparison
+from apex_npu.debug.comparison.report import ComparedRow, Comparison, Distance
 from apex_npu.debug.text import listed, where_of
 
 # Smaller errors of the floor are raised to this value; a row is blamed above this multiple of its floor.
@@ -73,14 +72,13 @@ def compare(
     for path, rows, other in zip(paths[1:], matched, records[1:], strict=True):
         if not differing and not any(other.rows[i].kind in ("operator", "module") for i in rows):
             raise ValueError(f"no operator and no module of {path} is in {paths[0]}: was the same iteration recorded?")
-    apart = _differences(first, second, matched[0])
-    found = {i: _said(second.rows[i], first.rows[matched[0][i]], one) for i, one in apart.items()}
+    found = _differences(first, second, matched[0])
     if floor is not None:
         floors = {matched[1][i]: one for i, one in _differences(first, records[2], matched[1]).items()}
         before = 0.0
         for i, row in found.items():
             if matched[0][i] in floors:
-                before = _set_floor(row, apart[i], floors[matched[0][i]], before)
+                before = _set_floor(row, floors[matched[0][i]], before)
     known = set(matched[0].values())
     unmatched = {
         "reference": [_title(row) for i, row in enumerate(first.rows) if i not in known],
@@ -94,24 +92,18 @@ def compare(
     return Comparison(list(found.values()), first_row, differing, unmatched, paths, about, notes)
 
 
-def _differences(reference: Recorded, other: Recorded, matched: Mapping[int, int]) -> dict[int, Difference]:
+def _differences(reference: Recorded, other: Recorded, matched: Mapping[int, int]) -> dict[int, ComparedRow]:
     """Return the differences between the ``matched`` rows of ``other`` and ``reference``, by index in ``other``."""
     pairs = ((i, reference.rows[k], other.rows[i]) for i, k in matched.items())
     return {i: difference(true, row) for i, true, row in pairs if row.kind != "random"}
 
 
-def _said(row: Row, reference: Row, apart: Difference) -> ComparedRow:
-    known = {**vars(row), **vars(apart), "reference_dtype": reference.dtype}
-    return ComparedRow(**{one.name: known[one.name] for one in fields(ComparedRow) if one.name in known})
-
-
-def _set_floor(row: ComparedRow, apart: Difference, floor: Difference, before: float) -> float:
+def _set_floor(row: ComparedRow, floor: ComparedRow, before: float) -> float:
     """Set the ``floor``, the ``ratio`` and the ``resolution`` of ``row``.
 
     Args:
         row: The row to write.
-        apart: The difference of the row from the reference.
-        floor: The difference of the floor from the reference.
+        floor: The same row of the floor.
         before: The floor of the last row that has enough elements for one.
 
     Returns:
@@ -119,14 +111,14 @@ def _set_floor(row: ComparedRow, apart: Difference, floor: Difference, before: f
     """
     row.floor = floor.relative
     if math.isinf(floor.kept.value):  # no error is larger
-        row.ratio, row.resolution = 1.0 if math.isinf(apart.kept.value) else 0.0, math.inf
+        row.ratio, row.resolution = 1.0 if math.isinf(row.kept.value) else 0.0, math.inf
         return before
     relative = _SMALLEST if math.isinf(floor.relative) else max(floor.relative, _SMALLEST)
     if math.prod(row.shape) < _FEW:
         relative = max(relative, before)
     else:
         before = relative
-    judged = (_judged(apart.kept, floor.kept, relative), _judged(apart.all, floor.all, relative))
+    judged = (_judged(row.kept, floor.kept, relative), _judged(row.all, floor.all, relative))
     row.ratio, row.resolution = max(judged, key=lambda found: found[0])
     return before
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from dataclasses import fields
+from typing import TypeAlias
 
 import torch
 
-from apex_npu.debug.comparison.recorded import Row
+from apex_npu.debug.comparison.recorded import Row, TensorRow
+from apex_npu.debug.comparison.report import ComparedRow, Distance
 
 _Key: TypeAlias = "tuple[str | None, str, int, tuple[int, ...]]"
 
@@ -69,63 +70,8 @@ def _key(row: Row) -> _Key:
     return row.module, row.operator, row.result, row.shape
 
 
-@dataclass
-class Errors:
-    """The errors of a tensor against the reference, on the kept elements; at least the lower bound on all elements.
-
-    Attributes:
-        max_abs: The largest difference.
-        relative: The norm of the difference over the norm of the reference; inf if only one of the two is finite.
-        max_relative: The largest difference of an element over its magnitude in the reference.
-        cosine: The cosine of the angle between the two.
-        saturated: The share of elements at the largest magnitude of the dtype.
-        nonfinite: The share of elements that are inf or nan, where those of the reference are not.
-        new_zeros: The share of elements that are 0, where those of the reference are not.
-    """
-
-    max_abs: float
-    relative: float
-    max_relative: float
-    cosine: float
-    saturated: float
-    nonfinite: float
-    new_zeros: float
-
-
-class Distance(NamedTuple):
-    """The distance of some elements of a tensor from those of the reference.
-
-    Attributes:
-        value: The norm of the difference.
-        norm: The norm of the reference.
-        spacing: The norm of a difference by the smallest subnormal number of the dtype in each element.
-    """
-
-    value: float
-    norm: float
-    spacing: float
-
-    @property
-    def relative(self) -> float:
-        """The ratio of ``value`` to ``norm``."""
-        return self.value / self.norm if self.norm else (math.inf if self.value else 0.0)
-
-
-@dataclass
-class Difference(Errors):
-    """The ``Errors`` with the distances that are compared with a floor.
-
-    Attributes:
-        kept: The distance of the elements that are kept.
-        all: A lower bound of the distance of all elements, from their norms and ranges.
-    """
-
-    kept: Distance
-    all: Distance
-
-
-def difference(reference: Row, candidate: Row) -> Difference:
-    """Return the difference between ``candidate`` and ``reference``, in float64."""
+def difference(reference: Row, candidate: Row) -> ComparedRow:
+    """Return the difference between ``candidate`` and ``reference``, in float64, without a floor."""
     true, got = reference.exact.reshape(-1), candidate.exact.reshape(-1)
     count = max(true.numel(), 1)
     dtype = getattr(torch, candidate.dtype)
@@ -152,7 +98,9 @@ def difference(reference: Row, candidate: Row) -> Difference:
     every = Distance(moved, whole, spacing * math.sqrt(numel))
     nonzero = both_true != 0
     product = norm * float(both_got.norm())
-    return Difference(
+    return ComparedRow(
+        **{one.name: getattr(candidate, one.name) for one in fields(TensorRow)},
+        reference_dtype=reference.dtype,
         max_abs=math.inf if math.isinf(distance) else max(float(apart.max()) if apart.numel() else 0.0, lows, highs),
         relative=math.inf if math.isinf(distance) else max(kept.relative, every.relative),
         max_relative=float((apart[nonzero] / both_true[nonzero].abs()).max()) if bool(nonzero.any()) else 0.0,

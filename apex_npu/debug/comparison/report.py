@@ -12,26 +12,65 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from statistics import median
+from typing import NamedTuple
 
-from apex_npu.debug.comparison.line_up import Errors
 from apex_npu.debug.comparison.recorded import TensorRow
 from apex_npu.debug.text import aligned, listed, new_figure, where_of
 
 HEAD = ("phase", "module", "operator", "shape", "dtype", "error", "floor", "ratio", "largest", "cosine")
 
 
+class Distance(NamedTuple):
+    """The distance of some elements of a tensor from those of the reference.
+
+    Attributes:
+        value: The norm of the difference.
+        norm: The norm of the reference.
+        spacing: The norm of a difference by the smallest subnormal number of the dtype in each element.
+    """
+
+    value: float
+    norm: float
+    spacing: float
+
+    @property
+    def relative(self) -> float:
+        """The ratio of ``value`` to ``norm``."""
+        return self.value / self.norm if self.norm else (math.inf if self.value else 0.0)
+
+
 @dataclass
-class ComparedRow(TensorRow, Errors):
+class ComparedRow(TensorRow):
     """A tensor of the candidate, compared with that of the reference.
+
+    Errors are those of the kept elements, and at least the lower bound on all elements.
 
     Attributes:
         reference_dtype: The dtype in the reference; the attributes of ``TensorRow`` are those of the candidate.
+        max_abs: The largest difference.
+        relative: The norm of the difference over the norm of the reference; inf if only one of the two is finite.
+        max_relative: The largest difference of an element over its magnitude in the reference.
+        cosine: The cosine of the angle between the two.
+        saturated: The share of elements at the largest magnitude of the dtype.
+        nonfinite: The share of elements that are inf or nan, where those of the reference are not.
+        new_zeros: The share of elements that are 0, where those of the reference are not.
+        kept: The distance of the elements that are kept.
+        all: A lower bound of the distance of all elements, from their norms and ranges.
         floor: The ``relative`` error of the floor; None without a floor.
         ratio: The error divided by that of the floor, or by the value used in its place.
         resolution: The smallest ``relative`` error that would be blamed.
     """
 
     reference_dtype: str
+    max_abs: float
+    relative: float
+    max_relative: float
+    cosine: float
+    saturated: float
+    nonfinite: float
+    new_zeros: float
+    kept: Distance
+    all: Distance
     floor: float | None = None
     ratio: float | None = None
     resolution: float | None = None
