@@ -73,12 +73,10 @@ def _sorted(recorded: Recorded) -> list[Held]:
 
 def _batch(reference: list[Held], other: list[Held]) -> Iterator[str]:
     """Yield the tensors of the batch that differ: by the shape of an argument, or by the hash of the values."""
-    read, read_there = _shapes_of_arguments(reference), _shapes_of_arguments(other)
-    for name in [name for name in read_there if name in read]:
-        both = read[name], read_there[name]
-        # An argument may be a list, and one of the two may read more of it.
-        if not (both[0].keys() <= both[1].keys() or both[1].keys() <= both[0].keys()):
-            yield f"{name} is {' and '.join(', '.join(str(list(shape)) for shape in one) for one in both)}"
+    given, given_there = _shapes_of_arguments(reference), _shapes_of_arguments(other)
+    for name in [name for name in given_there if name in given]:
+        if given[name] != given_there[name]:
+            yield f"{name} is {', '.join(given[name])} and {', '.join(given_there[name])}"
     for kind in dict.fromkeys((held.shape, held.dtype) for held in other):
         mine = [held for held in reference if (held.shape, held.dtype) == kind]
         theirs = [held for held in other if (held.shape, held.dtype) == kind]
@@ -91,11 +89,12 @@ def _batch(reference: list[Held], other: list[Held]) -> Iterator[str]:
                     yield f"{held.name} ({held.dtype} {list(held.shape)})"
 
 
-def _shapes_of_arguments(batch: list[Held]) -> dict[str, dict[tuple[int, ...], None]]:
-    found: dict[str, dict[tuple[int, ...], None]] = {}
+def _shapes_of_arguments(batch: list[Held]) -> dict[str, list[str]]:
+    """Return the shapes of the tensors of each argument, which may be a list."""
+    found: dict[str, list[str]] = {}
     for held in batch:
         if held.name.startswith("argument"):
-            found.setdefault(held.name, {})[held.shape] = None
+            found.setdefault(held.name, []).append(str(list(held.shape)))
     return found
 
 

@@ -54,7 +54,6 @@ class Recorder(Consumer, Observer):
         self._lock = threading.RLock()
         self._before: Lineage[bool] = Lineage()  # gradients that are there already
         self._made: Lineage[bool] = Lineage()  # whether it descends from the loss times its scale
-        self._given: dict[int, list[tuple[str, Tensor]]] = {}  # by storage, for the outermost forward that runs
         self._optimizers: list[Optimizer] = []
         self._is_averaged = False
         self._losses: list[Tensor] = []
@@ -204,20 +203,20 @@ class Recorder(Consumer, Observer):
             # Such as the transposed weight of a linear layer, or all positions of a batch in one dimension.
             if whole is not None and (tensor.grad_fn is not None or whole.numel() == tensor.numel()):
                 tensor = whole
-            held = None if tensor.grad_fn is not None else held_of(tensor)
-            if held is None or self._made.writers(held) or self._before.writers(held):
-                continue
-            if self.names.of_memory(held) is None and not self._is_of_parameter(held):
-                argument, held = self._given_by(held) or (f"what {place} reads", held)
-                dtype = name_of(held.dtype)
-                self.recorded.batch.append(Held(argument, tuple(held.shape), dtype, digest_of(held)))
-            self._made.write(held, False)
+            held = self._unwritten(tensor)
+            if held is not None:
+                self._note_given(f"what {place} reads", held)
 
-    def _given_by(self, held: Tensor) -> tuple[str, Tensor] | None:
-        """Return the argument that contains ``held``, of which levels read different parts, after its name."""
-        address = held.data_ptr()
-        known = self._given.get(held.untyped_storage()._cdata, ())
-        return max((g for g in known if g[1].data_ptr() <= address), key=lambda g: g[1].data_ptr(), default=None)
+    def _unwritten(self, tensor: Tensor) -> Tensor | None:
+        """Return the part of ``tensor`` in this process, if no operator of the iteration has written it."""
+        held = None if tensor.grad_fn is not None else held_of(tensor)
+        return None if held is None or self._made.writers(held) or self._before.writers(held) else held
+
+    def _note_given(self, name: str, held: Tensor) -> None:
+        """Keep ``held``, which no operator has written, as part of the batch unless it belongs to a model."""
+        if self.names.of_memory(held) is None and not self._is_of_parameter(held):
+            self.recorded.batch.append(Held(name, tuple(held.shape), name_of(held.dtype), digest_of(held)))
+        self._made.write(held, False)
 
     def _is_of_parameter(self, held: Tensor) -> bool:
         """Return whether ``held`` is in a gradient or master: scripts measure these, and amp may have moved them."""
@@ -234,13 +233,12 @@ class Recorder(Consumer, Observer):
 
     def begins(self, module: nn.Module, args: Any) -> None:
         self.note_gradients()
-        self._given = {}
-        for i, argument in enumerate(args):
-            name = f"argument {i} of {self.names.of_module(module) or type(module).__name__}"
-            for tensor in tensors_in(argument):
-                held = held_of(tensor)
-                if held is not None:
-                    self._given.setdefault(held.untyped_storage()._cdata, []).append((name, held))
+        name = self.names.of_module(module) or type(module).__name__
+        # All are looked at before one is noted: the memory of two slices may overlap.
+        given = [(i, self._unwritten(tensor)) for i, argument in enumerate(args) for tensor in tensors_in(argument)]
+        for i, held in given:
+            if held is not None:
+                self._note_given(f"argument {i} of {name}", held)
 
     def note_gradients(self) -> None:
         """Note the existing gradients, so that they are not recorded as part of the batch."""
