@@ -16,7 +16,7 @@ from apex_npu import amp, optimizers
 from apex_npu.amp.session import current
 from apex_npu.backends._torch_private import dispatch_modes
 from apex_npu.debug.comparison.recorded import Samples, digest_of, load, on_host
-from apex_npu.debug.comparison.recorder import Recorder
+from apex_npu.debug.watching.stream import Stream
 
 
 class Small(torch.nn.Module):
@@ -180,7 +180,7 @@ def test_an_interrupt_while_it_begins_leaves_nothing(tmp_path, monkeypatch):
 
     model, _ = set_up(healthy.LSTM, "O1")
     before = hooks_of_torch()
-    monkeypatch.setattr(Recorder, "note_gradients", interrupt)
+    monkeypatch.setattr(Stream, "attach", interrupt)
     with pytest.raises(KeyboardInterrupt), amp.debug.record(tmp_path / "a.pt", model):
         pass
     assert not current().observers

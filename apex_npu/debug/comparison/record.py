@@ -89,7 +89,6 @@ class record(WatchingContext):
             recorder.note_weights()
             observe(recorder)
             follow_grad_scalers(self._undo, recorder.scales, recorder.unscaled)
-            recorder.note_gradients()
             recorder.stream.attach()
         except BaseException:  # such as an interrupt
             self.leave()

@@ -52,7 +52,6 @@ class Recorder(Consumer, Observer):
         self._tensors = list({id(tensor): tensor for tensor in names.tensors}.values())
         self._calls: Counter[tuple[Any, ...]] = Counter()
         self._lock = threading.RLock()
-        self._before: Lineage[bool] = Lineage()  # gradients that are there already
         self._made: Lineage[bool] = Lineage()  # whether it descends from the loss times its scale
         self._optimizers: list[Optimizer] = []
         self._is_averaged = False
@@ -210,7 +209,7 @@ class Recorder(Consumer, Observer):
     def _unwritten(self, tensor: Tensor) -> Tensor | None:
         """Return the part of ``tensor`` in this process, if no operator of the iteration has written it."""
         held = None if tensor.grad_fn is not None else held_of(tensor)
-        return None if held is None or self._made.writers(held) or self._before.writers(held) else held
+        return None if held is None or self._made.writers(held) else held
 
     def _note_given(self, name: str, held: Tensor) -> None:
         """Keep ``held``, which no operator has written, as part of the batch unless it belongs to a model."""
@@ -232,19 +231,12 @@ class Recorder(Consumer, Observer):
     # ---- modules ---------------------------------------------------------------------------------------------------
 
     def begins(self, module: nn.Module, args: Any) -> None:
-        self.note_gradients()
         name = self.names.of_module(module) or type(module).__name__
         # All are looked at before one is noted: the memory of two slices may overlap.
         given = [(i, self._unwritten(tensor)) for i, argument in enumerate(args) for tensor in tensors_in(argument)]
         for i, held in given:
             if held is not None:
                 self._note_given(f"argument {i} of {name}", held)
-
-    def note_gradients(self) -> None:
-        """Note the existing gradients, so that they are not recorded as part of the batch."""
-        for tensor in self._tensors:
-            if tensor.is_leaf and tensor.grad is not None and (local := followed(tensor.grad)) is not None:
-                self._before.write(local, False)
 
     def ended(self, module: nn.Module, output: Any) -> None:
         name = self.names.of_module(module)
