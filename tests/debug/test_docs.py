@@ -15,7 +15,7 @@ from apex_npu.debug.overflow import causes
 from apex_npu.debug.profiling import labels
 
 TEXT = (Path(__file__).parents[2] / "docs" / "debug.md").read_text(encoding="utf-8")
-OTHER_RANGES = ["forward", "scale_up", "backward", "unscale_and_check", "all_reduce[i]", "copy_masters"]
+OTHER_RANGES = ["forward", "scale_up", "backward", "unscale_and_check", "all_reduce[i]"]
 BLOCKS = re.findall(r"^```python\n(.*?)^```\n\n```\n(.*?)^```$", TEXT, flags=re.DOTALL | re.MULTILINE)
 
 

@@ -40,6 +40,7 @@ _LABELLED = (
     ("amp.amp_optimizer:AmpOptimizerMixin", "_clip_at_once", "amp.clip"),
     ("amp.pending_step:PendingStep", "clip", "amp.clip"),
     ("amp.clip_guard", "clip_by_torch", "amp.clip"),
+    ("amp.float32_masters:Float32Masters", "end_step", "amp.copy_masters"),
     ("optimizers.combined_accessors:CombinedAccessors", "clip_optimizer_grad_norm_fused", "amp.clip"),
     ("optimizers.base:FusedOptimizer", "_fuse_again", "amp.fuse"),
     ("distributed.grad_reducer:GradReducer", "finish", "amp.all_reduce"),
@@ -63,10 +64,6 @@ def _sending(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(reducer, *args, **kwargs)
 
     return send
-
-
-def _copying(original: Callable[..., Any]) -> Callable[..., Any]:
-    return _labelled("amp.copy_masters", original)
 
 
 def _opening(original: Callable[..., Any]) -> Callable[..., LabelledBlock]:
@@ -126,7 +123,6 @@ class Labels:
         self._forward = threading.local()
         for path, name, label in _LABELLED:
             patch_attribute(self._undo, _owner(path), name, functools.partial(_labelled, label))
-        patch_attribute(self._undo, _owner("amp.float32_masters:Float32Masters"), "end_step", _copying)
         patch_attribute(self._undo, _owner("distributed.grad_reducer:GradReducer"), "_send", _sending)
         patch_attribute(self._undo, _owner("amp.scale_loss"), "_open_block", _opening)
         for hook in (
