@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from apex_npu.backends import for_device
-from apex_npu.backends._torch_private import autocast_disabler
+from apex_npu.backends._torch_private import autocast_disabler, tree_map
 from apex_npu.debug.text import first_line, fitted, name_of, where_of
 from apex_npu.debug.watching.calls import Call
 from apex_npu.debug.watching.lineage import span_of
 from apex_npu.debug.watching.opening import WatchingContext
-from apex_npu.debug.watching.operators import Execution, followed, mapped, results_of, tensors_in
+from apex_npu.debug.watching.operators import Execution, followed, results_of, tensors_in
 from apex_npu.debug.watching.places import Names
 from apex_npu.debug.watching.second_opinion import call_wide, function_of_host
 from apex_npu.debug.watching.stream import Consumer, Stream
@@ -244,7 +244,7 @@ def _magnitudes(ran: Execution) -> list[Tensor]:
             return value.detach().cpu().to(_wide(value.dtype)).abs().to(_wide(value.dtype))
         return value
 
-    args, kwargs = mapped(magnitude, ran.before)
+    args, kwargs = tree_map(magnitude, ran.before)
     named = {name: abs(value) if name in ("alpha", "beta") else value for name, value in kwargs.items()}
     return [t.abs() for t in call_wide(ran, (args, named))]
 
@@ -262,7 +262,7 @@ def _call_on_host(ran: Execution, *, dense: bool) -> list[Tensor]:
             return host.contiguous().clone() if dense else _copy(host)  # the kernel may write more than it declares
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
-    args, kwargs = mapped(placed, ran.before)
+    args, kwargs = tree_map(placed, ran.before)
     with torch.no_grad(), autocast_disabler()():
         return results_of(ran.operator, function_of_host(ran)(*args, **kwargs), (args, kwargs))
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -152,15 +152,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_in(item)
-
-
-def mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """Apply ``change`` to an argument, or to the items of its lists, tuples and dicts."""
-    if isinstance(value, dict):
-        return {name: mapped(change, item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(mapped(change, item) for item in value)
-    return change(value)
 
 
 def nonfinite_number_in(value: Any) -> bool:

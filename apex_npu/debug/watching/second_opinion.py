@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_npu.backends._torch_private import autocast_disabler
-from apex_npu.debug.watching.operators import Arguments, Execution, mapped, results_of
+from apex_npu.backends._torch_private import autocast_disabler, tree_map
+from apex_npu.debug.watching.operators import Arguments, Execution, results_of
 
 # The errors of kernels that are missing, or missing for float64; OutOfMemoryError is a RuntimeError.
 _FAILURES = (RuntimeError, NotImplementedError, TypeError, ValueError, MemoryError)
@@ -126,7 +126,7 @@ def stays_bad(ran: Execution, mended: set[int]) -> bool | None:
 
     with torch.no_grad():
         try:
-            results = call_wide(ran, mapped(placed, ran.before))
+            results = call_wide(ran, tree_map(placed, ran.before))
         except _FAILURES:
             return None
         return not all(bool(t.isfinite().all()) for t in results if t.dtype.is_floating_point)
@@ -151,8 +151,8 @@ def function_of_host(ran: Execution) -> Callable[..., Any]:
 def call_wide(ran: Execution, given: Arguments) -> list[Tensor]:
     """Call the operator of ``ran`` in float64 on the host, with ``given`` copied there."""
     (args, kwargs), operator = given, ran.operator
-    named = {name: mapped(widen, value) for name, value in kwargs.items() if name not in ("generator", "pin_memory")}
-    placed = [mapped(widen, value) for value in args]
+    named = {name: tree_map(widen, value) for name, value in kwargs.items() if name not in ("generator", "pin_memory")}
+    placed = [tree_map(widen, value) for value in args]
     for i, name in enumerate(operator.arguments[: len(placed)]):
         if name == "half_to_float":  # the result stays float64
             placed[i] = False

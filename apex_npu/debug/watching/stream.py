@@ -21,6 +21,7 @@ from apex_npu.backends._torch_private import (
     dispatch_modes,
     pop_mode,
     sequence_number,
+    tree_map,
 )
 from apex_npu.debug.text import first_line
 from apex_npu.debug.watching.calls import KEPT, Call, NotReplayedError, Phase
@@ -30,7 +31,6 @@ from apex_npu.debug.watching.operators import (
     Operator,
     call_operator,
     followed,
-    mapped,
     operator_of,
 )
 from apex_npu.debug.watching.places import Caller, ModuleStack, Names, Place, calling_line
@@ -291,7 +291,7 @@ def _kept(operator: Operator, given: Arguments) -> Arguments | None:
         with torch.no_grad():
             # An argument that is overwritten is not read.
             copies = {
-                name: value if operator.written.get(name, True) else mapped(kept, value)
+                name: value if operator.written.get(name, True) else tree_map(kept, value)
                 for name, value in operator.operands(args, kwargs)
             }
             return tuple(copies[name] for name in operator.arguments[: len(args)]), {n: copies[n] for n in kwargs}
