@@ -92,7 +92,7 @@ class CheckedOperators:
     Attributes:
         checked: The number of operator calls that were compared.
         left_out: The reasons why other calls were not compared, with the number of calls.
-        errors: The errors of the calls that were compared, largest first; at most 1,000.
+        errors: The errors of the calls that were compared, largest first.
     """
 
     def __init__(self) -> None:
@@ -212,13 +212,6 @@ class Check(Consumer):
                 host_error=host_error,
             )
         )
-        if len(self.found.errors) > 2000:
-            self.sort()
-
-    def sort(self) -> None:
-        """Sort the errors, and keep the largest ones."""
-        self.found.errors.sort(key=lambda one: (one.is_blamed, one.error), reverse=True)
-        del self.found.errors[1000:]
 
 
 def _flops(ran: Execution) -> float:
@@ -354,7 +347,7 @@ class check_operators(WatchingContext):
         stream, self.stream = self.stream, None
         if stream is not None:
             is_complete, found = stream.detach(), self._check.found
-            self._check.sort()
+            found.errors.sort(key=lambda one: (one.is_blamed, one.error), reverse=True)
             found.left_out.update(stream.not_measured)
             if not is_complete:
                 found.left_out["all after an outer dispatch mode was left"] += 1
