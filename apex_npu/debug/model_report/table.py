@@ -67,11 +67,20 @@ class ModelReport:
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        return text_of(self)
+        lines: list[str] = []
+        for part in parts_of(self):
+            lines += [*part.lines(), ""] if isinstance(part, Table) else [part]
+        return "\n".join(lines).rstrip()
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         """Yield the renderables for ``rich.print``."""
-        return render(self)
+        from rich.text import Text
+
+        for part in parts_of(self):
+            if isinstance(part, Table):
+                yield as_rich(part.head, part.rows, part.title, numbers=True)
+            else:
+                yield Text(part)
 
 
 @dataclass
@@ -86,25 +95,6 @@ class Table:
         """Yield the lines of plain text, with names to the left and all other cells to the right."""
         yield self.title
         yield from aligned([self.head, *self.rows])
-
-
-def text_of(found: ModelReport) -> str:
-    """Return the whole report as plain text."""
-    lines: list[str] = []
-    for part in parts_of(found):
-        lines += [*part.lines(), ""] if isinstance(part, Table) else [part]
-    return "\n".join(lines).rstrip()
-
-
-def render(found: ModelReport) -> Iterator[Any]:
-    """Yield the whole report as objects that rich prints."""
-    from rich.text import Text
-
-    for part in parts_of(found):
-        if isinstance(part, Table):
-            yield as_rich(part.head, part.rows, part.title, numbers=True)
-        else:
-            yield Text(part)
 
 
 def parts_of(found: ModelReport) -> Iterator[Table | str]:
