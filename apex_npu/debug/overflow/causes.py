@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.debug.text import name_of
-from apex_npu.debug.watching.calls import Call, Leaf, iterate
+from apex_npu.debug.watching.calls import Call, Leaf, traced
 
 # The kinds in the order in which causes are shown. A loss scale that is too large may hide others, so it comes last.
 Kind = Literal[
@@ -125,7 +125,7 @@ _OF_LEAVES = {
 
 def find_causes(targets: Sequence[Call], scale: Scale) -> list[Finding]:
     """Return the causes why the results of ``targets`` are not finite, the most informative cause first."""
-    reached = dict(iterate(targets, lambda call: call.causes))
+    reached = traced(targets)
     ends = [call for call in reached if call.leaves or not call.causes]
     found: dict[Any, tuple[int, Finding]] = {}
     for call in ends:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -132,13 +132,12 @@ class Input(NamedTuple):
     leaves: list[Leaf]
 
 
-def iterate(calls: Sequence[Call], follow: Callable[[Call], Sequence[Call]]) -> Iterator[tuple[Call, Call | None]]:
-    """Yield all calls that ``follow`` leads to from ``calls``, nearest first, each with the call that led to it."""
-    seen = {id(call) for call in calls}
-    waiting: list[tuple[Call, Call | None]] = [(call, None) for call in calls]
-    for call, origin in waiting:
-        yield call, origin
-        for further in follow(call):
-            if id(further) not in seen:
-                seen.add(id(further))
-                waiting.append((further, call))
+def traced(calls: Sequence[Call]) -> dict[Call, Call | None]:
+    """Return ``calls`` and all their causes, nearest first, each with the call that led to it."""
+    found: dict[Call, Call | None] = dict.fromkeys(calls)
+    waiting = list(calls)
+    for call in waiting:
+        further = [cause for cause in call.causes if cause not in found]
+        found.update(dict.fromkeys(further, call))
+        waiting += further
+    return found
