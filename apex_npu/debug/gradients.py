@@ -160,8 +160,7 @@ def _explain_skips(report: StepReport, bad: Sequence[str], total: int) -> str:
     if bad and len(bad) == total:
         where = f"the gradients of all {len(bad)} parameters are not finite, so look at the loss itself"
     elif bad:
-        shown = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
-        where = f"the gradients of {shown} are not finite, and all others are, so look at these layers"
+        where = f"the gradients of {listed(bad)} are not finite, and all others are, so look at these layers"
     else:
         where = "the gradients are finite now; look at the loss itself"
     return (

@@ -139,8 +139,7 @@ class GradientRange:
 
     def __getitem__(self, name: str) -> ParameterRange:
         if name not in self.parameters:
-            known = ", ".join(list(self.parameters)[:_NAMED])
-            there = f"there are {known}, …" if known else "none was measured yet"
+            there = f"there are {listed(list(self.parameters))}" if self.parameters else "none was measured yet"
             raise KeyError(f"{name!r} is not a parameter with a gradient; {there}")
         return self.parameters[name]
 
