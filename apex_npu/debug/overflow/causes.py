@@ -100,7 +100,10 @@ OF_ANOTHER_PROCESS = (
     "look at the tables of the other processes",
 )
 
-
+DIVIDE_LOSSES = (
+    "divide each loss by the number of backward passes that are accumulated, or use O1, whose gradients are float32, "
+    "or O5"
+)
 _OF_LEAVES = {
     "weights": (
         "{name} held inf or nan before the iteration began",
@@ -347,11 +350,9 @@ def _gradient(f: Found) -> tuple[str, str]:
 
 def _accumulation(f: Found) -> tuple[str, str]:
     why = f"both gradients are finite, their sum is not: {_times(f.value, f.limit, f.call.dtype)}"
-    advice = "divide each loss by the number of backward passes that are accumulated, or use O1, whose gradients are "
-    advice += "float32, or O5"
     if f.fits is not None and f.fits >= 1.0 and f.scale.dynamic:
-        advice = f"nothing now: the scale will settle near {_power(f.fits)}. For a larger one {advice}"
-    return why, advice
+        return why, f"nothing now: the scale will settle near {_power(f.fits)}. For a larger one {DIVIDE_LOSSES}"
+    return why, DIVIDE_LOSSES
 
 
 def _scale(f: Found) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from apex_npu.amp import StepReport
 from apex_npu.amp.inspect import Observer, at_end, gradients, parameters, stepped
 from apex_npu.backends._torch_private import without_modes
 from apex_npu.debug.model_report.copies import nodes_of
-from apex_npu.debug.overflow.causes import Finding, without_operator
+from apex_npu.debug.overflow.causes import DIVIDE_LOSSES, Finding, without_operator
 from apex_npu.debug.overflow.finder import Finder, Gradients
 from apex_npu.debug.overflow.forwards import Forward, Forwards, outputs_of
 from apex_npu.debug.overflow.report import OverflowReport, Overflows
@@ -54,7 +54,7 @@ class Block:
         optimizers: The block's optimizers.
         scale: The loss scale.
         dynamic: Whether the loss scale is dynamic.
-        params: Pairs of a tensor that backward gives a gradient to, and the tensor that the optimizer steps for it.
+        params: The parameters that the optimizers step.
         runs: The forwards, in the order of backward.
     """
 
@@ -354,8 +354,7 @@ def _of_sum(parameter: str) -> Finding:
         "aten::add_",
         tensor=parameter,
         why="the gradients of each forward are finite, their sum is not",
-        advice="divide each loss by the number of backward passes that are accumulated, or use O1, whose gradients are "
-        "float32, or O5",
+        advice=DIVIDE_LOSSES,
     )
 
 

@@ -17,9 +17,6 @@ from apex_npu.debug.watching.second_opinion import Opinion
 
 Phase = Literal["forward", "backward", "recompute", "block"]
 
-# The number of forward calls that are remembered, because their backward refers to them.
-KEPT = 100_000
-
 
 class NotReplayedError(Exception):
     """A forward that cannot be run again."""

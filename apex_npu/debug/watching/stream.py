@@ -24,7 +24,7 @@ from apex_npu.backends._torch_private import (
     tree_map,
 )
 from apex_npu.debug.text import first_line
-from apex_npu.debug.watching.calls import KEPT, Call, NotReplayedError, Phase
+from apex_npu.debug.watching.calls import Call, NotReplayedError, Phase
 from apex_npu.debug.watching.operators import (
     Arguments,
     Execution,
@@ -34,6 +34,9 @@ from apex_npu.debug.watching.operators import (
     operator_of,
 )
 from apex_npu.debug.watching.places import Caller, ModuleStack, Names, Place, calling_line
+
+# The number of forward calls that are remembered, because their backward refers to them.
+_KEPT = 100_000
 
 
 class Consumer:
@@ -259,7 +262,7 @@ class Stream(TorchDispatchMode):
         # A node of a recomputation on another thread can have the number of a node of this thread.
         if not known or (call.phase == "recompute" and known[-1].phase != "recompute"):
             known.append(call)
-        while len(self._forward) > KEPT:
+        while len(self._forward) > _KEPT:
             del self._forward[next(iter(self._forward))]
 
     def _note_forward(self, operator: Operator, place: Place | Caller | None) -> None:
