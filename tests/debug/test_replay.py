@@ -548,6 +548,23 @@ def test_a_parameter_that_is_nan():
     assert [(cause.kind, cause.tensor) for cause in found.causes] == [("weights", "fc.weight")], str(found)
 
 
+def test_frozen_weights_that_a_list_holds_too_keep_their_name():
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.fc = nn.LSTM(8, 8).requires_grad_(False), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.fc(self.rnn(x)[0])
+
+    model, optimizer = set_up(Recurrent, "O1")
+    with torch.no_grad():
+        model.rnn.weight_ih_l0[0, 0] = math.nan
+    with amp.debug.find_overflow(model, replay=True) as found:
+        skipped(model, optimizer, good_batch())
+    assert [(cause.kind, cause.tensor) for cause in found.causes] == [("weights", "rnn.weight_ih_l0")], str(found)
+
+
 def test_a_model_that_calls_itself():
     class Recursive(Squares):
         def forward(self, x, depth=2):

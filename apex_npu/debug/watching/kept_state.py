@@ -100,8 +100,8 @@ def _modules_of(model: nn.Module) -> Iterator[nn.Module]:
 
 def _copy_of(value: Any) -> Any:
     """Return a copy of a value that a forward may write in place, and other values themselves."""
-    if isinstance(value, Tensor):  # one with a graph or a gradient is not state
-        return value if value.requires_grad else value.detach().clone()
+    if isinstance(value, Tensor):  # a parameter, or a result with a graph, is used by others, too
+        return value if value.requires_grad or isinstance(value, nn.Parameter) else value.detach().clone()
     if isinstance(value, (set, np.ndarray)):
         return copy.copy(value)
     return copy.deepcopy(value) if isinstance(value, _GENERATORS) else value
