@@ -12,6 +12,7 @@ import pickle
 import random
 import warnings
 import weakref
+from collections import Counter
 from contextlib import nullcontext
 
 import numpy as np
@@ -513,6 +514,7 @@ HOLDS = [
     lambda: np.random.default_rng(0),
     lambda: {"calls": torch.zeros((), device=DEVICE)},
     set,
+    Counter,
 ]
 
 

@@ -102,6 +102,6 @@ def _copy_of(value: Any) -> Any:
     """Return a copy of a value that a forward may write in place, and other values themselves."""
     if isinstance(value, Tensor):  # a parameter, or a result with a graph, is used by others, too
         return value if value.requires_grad or isinstance(value, nn.Parameter) else value.detach().clone()
-    if isinstance(value, (set, np.ndarray)):
+    if isinstance(value, (set, list, dict, np.ndarray)):  # lists and dicts are of classes that tree_map does not know
         return copy.copy(value)
     return copy.deepcopy(value) if isinstance(value, _GENERATORS) else value
