@@ -13,7 +13,7 @@ from debug.test_watching import iterate, set_up
 from devices import DEVICE, needs
 
 from apex_npu import amp, optimizers
-from apex_npu.debug.watching import second_opinion
+from apex_npu.debug.watching import second_opinion, stream
 from apex_npu.debug.watching.operators import Execution, operator_of
 
 MARKED = planted.marked_lines(__file__)
@@ -220,6 +220,24 @@ def test_views_and_operators_in_place():
     (cause,) = found.causes
     assert (cause.kind, cause.operator, cause.line) == ("overflow", "aten::mul_", MARKED["in place"])
     assert cause.true_value == 300.0 * 300.0
+
+
+@needs("inf")
+def test_an_operand_that_there_is_no_memory_to_copy(monkeypatch):
+    def kept(operator, given):
+        if operator.plain == "mul_":
+            raise torch.OutOfMemoryError("out of memory")
+        return given
+
+    def run(h):
+        h = h.clone().mul_(300.0)
+        return h * 300 * 300  # fault: after it
+
+    monkeypatch.setattr(stream, "_kept", kept)
+    found = watched(*small("O2", run=run), lambda model, scaled_loss: scaled_loss.backward())
+    (cause,) = found.causes
+    assert (cause.kind, cause.operator, cause.line) == ("overflow", "aten::mul", MARKED["after it"])
+    assert found.reports[0].not_measured == {"aten::mul_: out of memory": 1}
 
 
 @needs("inf")

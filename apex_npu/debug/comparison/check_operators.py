@@ -179,8 +179,6 @@ class Check(Consumer):
             return "random"
         if ran.operator.is_collective:
             return "of several processes"
-        if not ran.was_copied:
-            return "out of memory while its operands were copied"
         if self._left < flops / self._rate:
             return f"no time left of seconds={self._seconds:g}"
         return ""

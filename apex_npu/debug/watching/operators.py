@@ -79,7 +79,6 @@ class Execution(NamedTuple):
         given: Its arguments.
         before: Its arguments, with copies, made before the call, of those that it reads and writes.
         returned: Its return value.
-        was_copied: False if there was no memory for copies; ``before`` is then ``given``.
     """
 
     func: Any
@@ -88,7 +87,6 @@ class Execution(NamedTuple):
     given: Arguments
     before: Arguments
     returned: Any
-    was_copied: bool = True
 
     def operands(self) -> Iterator[tuple[str, Any]]:
         """Yield the arguments with their names."""

@@ -215,11 +215,17 @@ class Stream(TorchDispatchMode):
             return call_operator(func, args, kwargs)
         with self._lock:
             self._consumer.before()
-            before = _kept(operator, given) if self._consumer.reads else given
+            try:
+                before = _kept(operator, given) if self._consumer.reads else given
+            except RuntimeError as error:  # the base class of OutOfMemoryError
+                self.not_measured[f"{operator.name}: {first_line(error)}"] += 1
+                returned = call_operator(func, args, kwargs)
+                self._consumer.passed_over(Execution(func, operator, place, given, given, returned))
+                return returned
             returned = call_operator(func, args, kwargs)
             try:
                 with torch.no_grad():
-                    self._look(Execution(func, operator, place, given, before or given, returned, before is not None))
+                    self._look(Execution(func, operator, place, given, before, returned))
             except (RuntimeError, NotImplementedError, TypeError, MemoryError) as error:
                 self.not_measured[f"{operator.name}: {first_line(error)}"] += 1
         return returned
@@ -280,8 +286,8 @@ class Stream(TorchDispatchMode):
         return known[0] if known else None
 
 
-def _kept(operator: Operator, given: Arguments) -> Arguments | None:
-    """Return the arguments, with copies of those that are both read and written; None if there is no memory."""
+def _kept(operator: Operator, given: Arguments) -> Arguments:
+    """Return the arguments, with copies of those that are both read and written."""
     if not operator.written or all(operator.written.values()):
         return given
 
@@ -290,16 +296,13 @@ def _kept(operator: Operator, given: Arguments) -> Arguments | None:
         return value if local is None else local.detach().clone()
 
     args, kwargs = given
-    try:
-        with torch.no_grad():
-            # An argument that is overwritten is not read.
-            copies = {
-                name: value if operator.written.get(name, True) else tree_map(kept, value)
-                for name, value in operator.operands(args, kwargs)
-            }
-            return tuple(copies[name] for name in operator.arguments[: len(args)]), {n: copies[n] for n in kwargs}
-    except RuntimeError:  # the base class of OutOfMemoryError
-        return None
+    with torch.no_grad():
+        # An argument that is overwritten is not read.
+        copies = {
+            name: value if operator.written.get(name, True) else tree_map(kept, value)
+            for name, value in operator.operands(args, kwargs)
+        }
+    return tuple(copies[name] for name in operator.arguments[: len(args)]), {n: copies[n] for n in kwargs}
 
 
 def on_forward(call: Callable[[nn.Module, Any], object]) -> Any:

@@ -18,7 +18,7 @@ from apex_npu.debug.watching.operators import Execution, followed, nonfinite_num
 from apex_npu.debug.watching.places import Names
 from apex_npu.debug.watching.ranges import is_finite, ranges_of
 from apex_npu.debug.watching.saturation import Saturation
-from apex_npu.debug.watching.second_opinion import Opinion, ask, largest_of, stays_bad
+from apex_npu.debug.watching.second_opinion import ask, largest_of, stays_bad
 from apex_npu.debug.watching.stream import Consumer, Stream
 
 # The name of a tensor that is no argument of a module and that no operator has written.
@@ -177,9 +177,6 @@ class Trail(Consumer):
             kind: Literal["constant", "data"] = "constant" if first.numel() == 1 else "data"
             call.leaves.append(Leaf(kind, "a tensor made here", first.dtype, tuple(first.shape)))
             return
-        if not ran.was_copied:
-            call.opinion = Opinion(reason="out of memory while its operands were copied")
-            return
         self._find_inputs(call, ran)
         if call.causes or call.leaves:
             call.inputs = []
@@ -215,7 +212,7 @@ class Trail(Consumer):
     def _vanished_result(self, call: Call, ran: Execution) -> Vanished | None:
         """Return the result itself, if no input is 0 everywhere and the result is nonzero in float64."""
         inputs = list(self._written_before(ran))
-        if not ran.was_copied or not inputs or not all(results and results[-1].largest for results in inputs):
+        if not inputs or not all(results and results[-1].largest for results in inputs):
             return None
         largest = largest_of(ran)
         if not largest:
