@@ -65,8 +65,8 @@ __all__ = [
     "will_skip",
 ]
 
-# Apex's names beside this interface: ``apex_npu.compat.amp`` puts these two here, and others on optimizers
-# (``accessors.py``). Packages above this one do so in a hook, since nothing here may depend on them.
+# Names of Apex that ``apex_npu.compat.amp`` sets here. It sets others on optimizers (``accessors.py``). It does so in a
+# hook, because amp does not import packages above it.
 init: Callable[..., Any]
 _amp_state: Any
 hooks.amp_imported()

@@ -1,9 +1,8 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attributes between amp's methods and an adopted optimizer's own, shared by all adopted optimizers.
+"""Attributes that other packages add to all adopted optimizers.
 
-A package above amp, such as ``apex_npu.compat.amp``, adds the properties and methods of one of its own classes. A
-session with O1's casts adds a ``step``.
+``apex_npu.compat.amp`` adds the properties and methods of a class. A session with O1's casts adds a ``step``.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from apex_npu.backends.patching import Undo, patch_attribute
 
 
 class OptimizerAccessors(Optimizer):
-    """A base of the class that amp puts before an optimizer's. It has only what the functions below add."""
+    """A base class of ``AmpOptimizerMixin``. The functions below set its attributes."""
 
 
 def add_accessors(accessors: type) -> None:
@@ -34,7 +33,7 @@ def add_accessors(accessors: type) -> None:
 
 
 def step_without(casts: CastHandle, undo: Undo) -> None:
-    """Run the own steps of adopted optimizers with ``casts`` off, except closures that amp has evaluated before.
+    """Disable ``casts`` in the own ``step`` of adopted optimizers. amp evaluates closures before that, with casts on.
 
     Args:
         casts: The casts of O1, which are on in this thread.

@@ -50,7 +50,7 @@ def adopt(optimizer: Optimizer, session: Session, fp32_values: Mapping[int, Tens
 
 
 def _keeps_remainders(optimizer: Any, policy: Policy) -> bool:
-    """Whether the float32 values are kept as remainders of 16 bits, which kernels of a CPU and a GPU read and write."""
+    """Return whether masters are stored as 16-bit remainders, which kernels exist for on CPUs and CUDA devices."""
     if policy.store_param_remainders or getattr(optimizer, "on_host", False):
         return True
     devices = {p.device.type for group in optimizer.param_groups for p in group["params"]}
@@ -63,7 +63,13 @@ def _keeps_remainders(optimizer: Any, policy: Policy) -> bool:
 
 
 def release(optimizer: Optimizer, cls: Any, state_formats: Any) -> None:
-    """Undo ``adopt``, as far as it got. The optimizer had the class ``cls`` and, if fused, ``state_formats``."""
+    """Undo ``adopt``, even if it has failed halfway.
+
+    Args:
+        optimizer: The optimizer.
+        cls: Its class before ``adopt``.
+        state_formats: Its ``state_formats`` before ``adopt``; unused if it is not a fused optimizer.
+    """
     state = state_of(optimizer)
     if state is not None and isinstance(state.masters, RemainderMasters):
         optimizer.state_formats = state_formats  # type: ignore[attr-defined]

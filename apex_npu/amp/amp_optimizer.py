@@ -1,9 +1,8 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""An optimizer under amp: ``AmpOptimizerMixin`` is a base before its own class, see ``adoption.py``.
+"""``AmpOptimizerMixin``: the first base class of an optimizer under amp (``adoption.py``).
 
-So ``step``, ``zero_grad`` and ``add_param_group`` are ordinary methods, deepcopy and pickle keep the state, and nothing
-on the instance must be put back.
+``step``, ``zero_grad`` and ``add_param_group`` are therefore ordinary methods, and deepcopy and pickle keep the state.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer unless the gradients have overflowed.
 
-        The float32 values of 16-bit parameters are stepped, and rounded into them.
+        16-bit parameters are updated in float32, then rounded.
 
         Args:
             *args: Positional arguments of the optimizer's own step. A closure is called before that step, so that an
@@ -55,7 +54,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
         Raises:
             RuntimeError: amp cannot use the closure, or a CUDA graph has captured the block without this step.
         """
-        # torch's learning rate schedulers set this, and detect by the marks below that this needs no wrapper.
+        # torch's learning rate schedulers set this in a wrapper. The marks below tell them that no wrapper is needed.
         self._opt_called = True
         state = self._amp_state
         capturing = (torch.cuda.is_initialized() or "torch_npu" in sys.modules) and is_capturing()
@@ -92,7 +91,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
 
     @disable_dynamo
     def zero_grad(self, set_to_none: bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Clear the gradients of all parameters, and inside of a block those set aside.
+        """Clear the gradients of all parameters. Inside a block, also clear those that the block has set aside.
 
         Args:
             set_to_none: Passed to the optimizer's own ``zero_grad``. None: the default of that method.
@@ -131,7 +130,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
             RuntimeError: Gradients are not unscaled: a scale_loss is open, or the last one had ``delay_unscale``.
         """
         state = self._amp_state
-        # At a scale of 1 a backward outside of blocks is allowed; but only a block ends the work left to a step.
+        # At a scale of 1 backward may run outside of blocks, but only a block removes a clipping factor left to a step.
         fuses = state.policy.fuse_unscale and (state.grad_scale != 1.0 or state.widens)
         if not fuses:
             return self._clip_at_once(max_norm, norm_type, error_if_nonfinite)
@@ -184,7 +183,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
             )
         masters = self._amp_state.masters
         found: list[Tensor] = super().get_optimizer_combined_params()  # type: ignore[misc]
-        self._amp_state.grad_groups(self)  # new groups take over from those of other buffers
+        self._amp_state.grad_groups(self)  # replaces groups of former buffers
         return masters.combined_model(self.combined_groups()) if masters.swaps else found
 
     @disable_dynamo  # FakeTensor cannot hold a 16-bit parameter with a float32 gradient
@@ -204,7 +203,11 @@ class AmpOptimizerMixin(OptimizerAccessors):
 
     @disable_dynamo
     def get_optimizer_combined_grad_masks(self) -> list[Tensor]:
-        """Return float32 masks of these buffers, 1 where a gradient exists and else 0; raises the same errors."""
+        """Return a float32 mask for each buffer of ``get_optimizer_combined_grads``: 1 where a gradient exists, else 0.
+
+        Raises:
+            RuntimeError: ``get_optimizer_combined_grads`` raises it.
+        """
         flats = _combined_grads(self, self._amp_state)
         return [flat.mask() for flat in flats]
 
@@ -212,28 +215,32 @@ class AmpOptimizerMixin(OptimizerAccessors):
         """Return the buffers of the model's parameters, which are those that the optimizer steps.
 
         Raises:
-            RuntimeError: See ``get_optimizer_combined_params``.
+            RuntimeError: ``get_optimizer_combined_params`` raises it.
         """
         return self.get_optimizer_combined_params()
 
     def combined_groups(self) -> list[FusedGroup]:
-        """See ``HasFusedGroups``."""
+        """Return the groups of the combined buffers, made while parameters have float32 data."""
         with self._amp_state.masters.stepping():
             groups: list[FusedGroup] = super().combined_groups()  # type: ignore[misc]
         return groups
 
     def leading_params(self) -> list[Tensor]:
-        """See ``HasFusedGroups``."""
+        """Return the parameters with masters, whose combined buffers come first."""
         return self._amp_state.masters.params()
 
     def flat_grads(self) -> list[FlatGrads]:
-        """See ``HasFusedGroups``."""
+        """Return the gradient buffers of all parameters, made while parameters have float32 data."""
         with self._amp_state.masters.stepping():
             flats: list[FlatGrads] = super().flat_grads()  # type: ignore[misc]
         return flats
 
     def check_combining(self) -> None:
-        """See ``HasFusedGroups``."""
+        """Require that combined buffers may be made now: no ``scale_loss`` block is open.
+
+        Raises:
+            RuntimeError: Combined buffers may not be made; nothing has moved.
+        """
         if self._amp_state.stage is Stage.SCALED:
             raise RuntimeError(
                 "combined buffers cannot be made inside of amp.scale_loss, which is at work on the gradients: call the "
@@ -242,7 +249,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
         check_combinable()
 
     def moving_params(self) -> AbstractContextManager[None]:
-        """See ``HasFusedGroups``."""
+        """Return the context in which the masters follow parameters to other addresses."""
         return self._amp_state.masters.moving()
 
     def get_model_combined_grads(self) -> list[Tensor]:
@@ -250,12 +257,12 @@ class AmpOptimizerMixin(OptimizerAccessors):
         return self.get_optimizer_combined_grads()
 
     def get_model_combined_grad_masks(self) -> list[Tensor]:
-        """Return the masks of these buffers."""
+        """Return the masks of ``get_optimizer_combined_grad_masks``."""
         return self.get_optimizer_combined_grad_masks()
 
     @property
     def combine_ddp(self) -> bool:
-        """Whether gradients are averaged over processes. Set it to False on all processes to stop that.
+        """True if gradients are averaged over processes. Set it to False on all processes to stop averaging.
 
         Raises:
             RuntimeError: It is set between ``scale_loss`` and ``step``, or to True without ``combine_ddp=True`` in
@@ -269,7 +276,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """The optimizer's own value. ``GradScaler.step`` reads it first, which emits a warning that names AmpScaler."""
+        """Return the optimizer's own value. If ``GradScaler.step`` reads it, warn that ``AmpScaler`` is needed."""
         frame = inspect.currentframe()
         caller = None if frame is None else frame.f_back
         if caller is not None and isinstance(caller.f_locals.get("self"), GradScaler):
@@ -283,7 +290,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
         vars(self)["_step_supports_amp_scaling"] = value
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters. At O2 and O5 amp keeps the float32 values of 16-bit ones."""
+        """Add parameters. At O2 and O5 amp keeps the float32 values of 16-bit parameters."""
         super().add_param_group(param_group)
         state = state_of(self)
         session = current()
@@ -314,9 +321,9 @@ class AmpOptimizerMixin(OptimizerAccessors):
         """
         if self._amp_state.sync is not None:
             raise RuntimeError(
-                "Join cannot let a process that has run out of data stand in for itself under combine_ddp=True: all "
-                "processes have to call amp.scale_loss equally often. Pad or drop the last batches (DistributedSampler "
-                "does either), or wrap the model in DistributedDataParallel instead, which has join()"
+                "torch.distributed.algorithms.Join does not support combine_ddp=True: all processes have to call "
+                "amp.scale_loss equally often. Pad or drop the last batches (DistributedSampler does either), or wrap "
+                "the model in DistributedDataParallel instead, which has join()"
             )
         return super().join_hook(**kwargs)  # type: ignore[misc]
 
@@ -332,10 +339,10 @@ class AmpOptimizerMixin(OptimizerAccessors):
 
 
 class SharedGroupsMixin(AmpOptimizerMixin):
-    """An optimizer that shares its groups with one inside of it, as SAM with its base optimizer; or the inner one.
+    """The methods of an outer and an inner optimizer with the same ``param_groups``, as SAM and its base optimizer.
 
-    The two share one state. A step of the inner one that the script calls is skipped after an overflow, and
-    steps float32 values. A step that the outer one's step calls is a part of that step.
+    Both have the same amp state. If the script calls a step of the inner optimizer, amp skips it after an overflow and
+    steps float32 values. If the outer optimizer's step calls it, it is a part of that step.
     """
 
     _amp_stepping: list[Optimizer]
@@ -386,14 +393,14 @@ def _name_amp_scaler(optimizer: Optimizer) -> None:
         return
     text = (
         f"torch.amp.GradScaler.step was called with {type(optimizer).__name__}, whose gradients amp scales, unscales "
-        "and checks: use scaler = amp.AmpScaler(optimizer) in its place, which has the same methods"
+        "and checks: use scaler = amp.AmpScaler(optimizer) instead, which has the same methods"
     )
     warn_once(optimizer, text)
 
 
 @functools.cache
 def _takes_set_to_none_by_name(adopted: Any) -> bool:
-    """Whether ``zero_grad`` of the class that ``adopted`` was made from takes ``set_to_none`` as a keyword."""
+    """Return whether the own ``zero_grad`` of an adopted class accepts ``set_to_none`` as a keyword."""
     parameters = inspect.signature(adopted.__bases__[1].zero_grad).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
     return "set_to_none" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
@@ -401,7 +408,7 @@ def _takes_set_to_none_by_name(adopted: Any) -> bool:
 
 @functools.cache
 def _default_set_to_none(adopted: Any) -> bool | None:
-    """The default of ``set_to_none`` in the class that ``adopted`` was made from; None if it has none."""
+    """Return the default of ``set_to_none`` in the own ``zero_grad`` of an adopted class; None without a default."""
     parameter = inspect.signature(adopted.__bases__[1].zero_grad).parameters.get("set_to_none")
     return None if parameter is None or parameter.default is None else bool(parameter.default)
 
@@ -462,7 +469,7 @@ def _in_float32(name: str) -> Any:
 
 @functools.cache
 def adopted_class(cls: Any, mixin: Any = AmpOptimizerMixin) -> Any:
-    """The class of adopted optimizers whose own class is ``cls``. Its methods that write weights do so in float32."""
+    """Return the class of adopted optimizers of ``cls``. Its methods that write weights run on float32 data."""
     writing = {name: _in_float32(name) for name in _WRITING_WEIGHTS if callable(getattr(cls, name, None))}
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls.__name__, (mixin, cls), {**writing, **names})

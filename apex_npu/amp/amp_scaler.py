@@ -59,7 +59,7 @@ class AmpScaler:
             if state_of(optimizer) is None:
                 raise RuntimeError(f"{type(optimizer).__name__} was not passed to amp.initialize before amp.AmpScaler")
             if isinstance(optimizer, LBFGS):
-                raise RuntimeError("LBFGS needs a closure, which amp.AmpScaler does not take, as GradScaler does not")
+                raise RuntimeError("LBFGS needs a closure, which neither amp.AmpScaler nor GradScaler supports")
         if session.policy.enabled:
             session.scaler(loss_id)
         self._loss_id = loss_id
@@ -115,7 +115,7 @@ class AmpScaler:
     def _drop_overflowed(self) -> None:
         """Zero gradients that were not cleared after a skipped step, so that the next block does not find them again.
 
-        That block covers all optimizers, and its backward may be for different ones.
+        The next block checks the gradients of all optimizers, including those that its backward does not reach.
         """
         while self._skipped:
             optimizer = self._skipped.pop()
@@ -157,7 +157,7 @@ class AmpScaler:
             state.pending.unscale_now_(state, state.grad_groups(optimizer))
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step ``optimizer`` unless its gradients have overflowed. ``amp.last_step(optimizer)`` tells which happened.
+        """Step ``optimizer`` unless its gradients have overflowed; ``amp.last_step(optimizer)`` reports the outcome.
 
         Waits for the device if ``scale_loss`` has left the overflow check open.
 
@@ -219,7 +219,7 @@ class AmpScaler:
         return require("amp.AmpScaler").scaler_states()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load such a state dict, or that of a ``torch.amp.GradScaler``; see ``amp.load_state_dict``."""
+        """Load a result of ``state_dict``, or of ``state_dict`` of a ``torch.amp.GradScaler``."""
         self._close_after_backward()
         self._scale_until_update = None
         require("amp.AmpScaler").load_scaler_states(state_dict)

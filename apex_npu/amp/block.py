@@ -86,7 +86,7 @@ class Block:
         parts: The additional parts of the block.
         scale: The factor of the loss.
         dynamic: The scale is dynamic, so that gradients are checked and the block waits for the device.
-        waited: The stages that optimizers had whose gradients wait for a later block, by the identity of their state.
+        waited: ``id(state)`` → the stage that the optimizer had before, if its gradients wait for a later block.
     """
 
     # Whether the block unscales gradients, and whether it decides about the next step.
@@ -179,7 +179,7 @@ class Block:
             self._session.resolve_checks(self._scaler)
         check = self.dynamic
         if not check and self.scale != 1.0 and not self._scaler.said:
-            # Static scale: check in order to warn, where the pass that divides also looks for overflow.
+            # Static scale: check in order to warn, but only where the pass that divides can also check.
             check = set(map(_DEVICE_TYPE, self.groups)) <= {"cpu"}
         spare = self._session.spare_flags
         flags = unscale(self.groups, self.scale, check=check, spare=spare)
@@ -304,7 +304,7 @@ class DelayingBlock(Block):
         self.decides = delay is None
 
     def leave_to_averages(self) -> None:
-        """Delay unscaling at O2 and O5, or the decision about the step, until a block whose gradients are averages."""
+        """Wait for a block with averaged gradients before unscaling (O2 and O5) or before deciding about the step."""
         if any(state.widens for state in self.states):
             self.set_delay("delay_unscale")
         elif self.unscales and self.dynamic:
@@ -320,7 +320,7 @@ class DelayingBlock(Block):
 
 
 class Captured(BlockPart):
-    """A block in a CUDA graph that is being captured. The step that belongs to it must be captured, too."""
+    """A block in a CUDA graph that is being captured. Its step must be captured, too."""
 
     def ended(self, block: Block) -> None:
         for state in block.states:
@@ -328,11 +328,11 @@ class Captured(BlockPart):
 
 
 class Saturation(BlockPart):
-    """A block on a device that saturates and raises a flag where other devices give inf.
+    """A block on a device whose overflows give the largest finite number and raise a flag.
 
-    The flag does not identify gradients, and saturated values are finite. So each block reads the flag for its own
-    gradients. ``OptimizerGrads.saturated`` replaces the inf that other devices keep until gradients are cleared. With
-    nested blocks it is unknown which backward has raised the flag, so it also counts for the enclosing blocks.
+    The flag does not identify gradients, so each block reads it for its own gradients. ``OptimizerGrads.saturated``
+    remembers the overflow until gradients are cleared, as an inf would on other devices. With nested blocks it is
+    unknown which backward has raised the flag, so it also counts for the enclosing blocks.
     """
 
     def __init__(self, around: Sequence[AmpOptimizerState]) -> None:
@@ -374,12 +374,12 @@ class Saturation(BlockPart):
 
 
 def _has_own_grads(group: GradGroup) -> bool:
-    """True if backward adds to existing gradients."""
+    """Return True if backward adds to existing gradients."""
     return not isinstance(group, WidenedGrads) and any_grads(group.params)
 
 
 def _has_nonzero_grads(state: AmpOptimizerState, groups: Sequence[GradGroup]) -> bool:
-    """True if gradients have not been cleared in any way."""
+    """Return True unless all gradients are None or zero."""
     params = [p for group in groups for p in group.params]
     grads = [p.grad for p in params]
     return any(grad is not None and bool(grad.count_nonzero()) for grad in grads)

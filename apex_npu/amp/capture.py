@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checks of blocks and steps in the capture of a CUDA graph: a replay does not repeat the host's decisions or moves."""
+"""Checks of blocks and steps in the capture of a CUDA graph, whose replays do not repeat what the host does."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def check_step(optimizer: Optimizer, state: AmpOptimizerState) -> None:
         decided = state.decision is not None and state.policy.loss_scale == "dynamic"
         if decided or (state.pending is not None and state.pending.check is not None):
             raise _refusal(
-                "after a block outside of the capture, with a dynamic loss scale: each replay would be skipped, or "
-                "not, by what that one block has found"
+                "after a block outside of the capture, with a dynamic loss scale: the overflow check of that block "
+                "would decide about all replays"
             )
     elif state.stage is Stage.CAPTURED:
         raise RuntimeError(
-            "amp.scale_loss was captured in a CUDA graph without the step() that belongs to it: what a replay leaves "
-            "to be done is unknown to the host. Capture both in one graph, or neither (instead forward and backward "
-            "alone, with torch.cuda.make_graphed_callables). Nothing has been updated"
+            "amp.scale_loss was captured in a CUDA graph without its step(): the host does not know the gradients that "
+            "a replay leaves. Capture both in one graph, or forward and backward alone, with "
+            "torch.cuda.make_graphed_callables. Nothing has been updated"
         )
 
 
@@ -70,7 +70,7 @@ def _check_optimizer(optimizer: Optimizer, state: AmpOptimizerState | None) -> N
     masters = None if state is None or not state.masters.swaps else state.masters
     if masters is not None and masters.params() and not masters.has_flat_model(fused_groups(optimizer)):
         raise _refusal(
-            "before a step like it has been taken: parameters of the model are about to move. Take some outside first"
+            "before the same step has run outside of it: the first step moves parameters. Run some steps outside first"
         )
 
 

@@ -10,10 +10,10 @@ from apex_npu.amp.optimizer_state import adopted_inside
 
 
 def checkpoint_view(optimizer: Optimizer) -> Optimizer:
-    """Return ``optimizer``, which ``torch.distributed.checkpoint.state_dict`` takes as it is, without its wrapper.
+    """Return ``optimizer`` without its wrapper, as ``torch.distributed.checkpoint.state_dict`` requires.
 
     ``get_state_dict`` and ``set_state_dict`` name states by the model's parameters, which ``optimizer.param_groups``
-    has at all levels.
+    contains at all levels.
 
     Example::
 

@@ -20,18 +20,18 @@ from apex_npu.fusion import are_same
 _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_")
 SCALED_CLIPPED = (
     "torch.nn.utils.clip_grad_norm_ or clip_grad_value_ was given gradients that fuse_unscale=True keeps multiplied "
-    "with the loss scale until step: it clips them as if they were larger than they are. Call "
+    "by the loss scale until step, so that it clips too much. Call "
     "optimizer.clip_optimizer_grad_norm_fused(max_norm) instead, or leave fuse_unscale out"
 )
 
 
 def watch_clipping(undo: Undo, adopted: Collection[Any], warn_once: Callable[[Any, str], None]) -> None:
-    """Stand between scripts and torch's clipping functions, also those that a script has imported by name before.
+    """Wrap torch's clipping functions, including names that a script has already imported.
 
     Args:
-        undo: Takes the callbacks that put the functions back.
-        adopted: The optimizers whose gradients are looked at.
-        warn_once: Warns of one of them.
+        undo: Receives the callbacks that restore the functions.
+        adopted: The optimizers whose gradients are checked.
+        warn_once: Called with an optimizer and a warning about it.
     """
 
     def watched(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,7 +60,7 @@ def watch_clipping(undo: Undo, adopted: Collection[Any], warn_once: Callable[[An
         return clip
 
     for name in _FUNCTIONS:
-        # torch wraps each into no_grad: what the wrapper calls is replaced, and every name of the wrapper stays.
+        # torch wraps each function in no_grad. The wrapped function is replaced, so that all imported names follow.
         for cell in getattr(torch.nn.utils.clip_grad, name).__closure__ or ():
             original = cell.cell_contents
             if getattr(original, "__name__", None) != name:
@@ -70,12 +70,12 @@ def watch_clipping(undo: Undo, adopted: Collection[Any], warn_once: Callable[[An
 
 
 def clip_by_torch(original: Callable[..., Any], params: list[Tensor], *args: Any, **kwargs: Any) -> Any:
-    """Call ``original``, a function of torch that clips; here, since profilers show it as a range."""
+    """Call ``original``, a clipping function of torch. Profilers show this function as a range."""
     return original(params, *args, **kwargs)
 
 
 def _clip_of(adopted: Collection[Any], params: list[Tensor]) -> Callable[..., Tensor] | None:
-    """Return the clipping of the optimizer that steps exactly ``params``, if their gradients are in float32 buffers."""
+    """Return the fused clipping of the optimizer that steps exactly ``params``, if it clips as torch does."""
     for optimizer in adopted:
         own = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         in_order = are_same(own, params)  # as amp.master_params gives them
@@ -90,10 +90,10 @@ def _clip_of(adopted: Collection[Any], params: list[Tensor]) -> Callable[..., Te
 def _check_clipped(
     adopted: Collection[Any], warn_once: Callable[[Any, str], None], caller: str, params: list[Tensor]
 ) -> None:
-    """Before torch clips ``params``: refuse gradients that a block has yet to unscale.
+    """Require that the gradients of ``params`` are unscaled, before torch clips them.
 
     Raises:
-        RuntimeError: See ``AmpOptimizerState.check_unscaled``.
+        RuntimeError: A block has yet to unscale them.
     """
     given = {id(p) for p in params}
     for optimizer in adopted:
@@ -101,7 +101,7 @@ def _check_clipped(
         if any(id(p) in given for group in optimizer.param_groups for p in group["params"]):
             state.check_unscaled(caller)
             if state.pending is not None and state.pending.check is not None:
-                state.pending.start()  # inf clipped by value is none any more
+                state.pending.start()  # clipping by value would hide an inf
             if state.pending is not None:
                 state.pending.clip_now(state.grad_groups(optimizer))
             if state.policy.fuse_unscale and state.grad_scale != 1.0:

@@ -77,7 +77,7 @@ class DataParallel:
     """
 
     def __init__(self, options: ReduceOptions) -> None:
-        """Make an object without plans. Gradients are planned at the first block of their optimizers."""
+        """Store ``options``. The first block of each list of optimizers makes its reducer."""
         self.options = options
         self.progress = RankProgress(options.group)
         self._fitted: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], _Fitted]] = weakref.WeakKeyDictionary()
@@ -142,13 +142,13 @@ class DataParallel:
         except RanksDifferError as error:
             raise RanksDifferError(
                 f"{error}. Parameters that differ between processes, such as parts of a classifier, need an optimizer "
-                "of their own, which optimizer.combine_ddp = False takes out of averaging"
+                "of their own with optimizer.combine_ddp = False"
             ) from error
         except RuntimeError as error:
             raise RuntimeError(
-                "the list of trainable parameters is new on this process (parameters were unfrozen, added or "
-                "replaced), but other processes have not come to compare theirs; change it on all of them alike. "
-                f"({error})"
+                "the list of trainable parameters has changed on this process (parameters were unfrozen, added or "
+                "replaced), but other processes have not joined the comparison of these lists; change it on all of "
+                f"them alike. ({error})"
             ) from error
 
     def check(self, report: Report | None, scale: float) -> None:
@@ -168,7 +168,7 @@ class DataParallel:
         self._agreed_scale = scale
 
     def must_read(self, scale: float) -> bool:
-        """True if the loss scales of other processes must be read, since ``scale`` is not the last agreed one."""
+        """Return whether the loss scales of other processes must be read: ``scale`` is not the last agreed one."""
         return scale != self._agreed_scale
 
     def close(self) -> None:
@@ -211,18 +211,18 @@ class Reduction:
             self._reducer.cancel()
             return
         logger.error(
-            "an exception has ended an amp.scale_loss block; before it goes on, the other ranks are told: %r", error
+            "an exception has ended an amp.scale_loss block; notifying the other ranks before it propagates: %r", error
         )
         try:
             self._reducer.finish(scale, failed=True)
         except RuntimeError as second:
-            logger.error("the other ranks could not be told: %s", second)
+            logger.error("the other ranks could not be notified: %s", second)
 
 
 def _groups(optimizers: Sequence[Optimizer], planned: set[int]) -> list[list[Tensor]]:
-    """The parameters whose gradients are reduced, by optimizer, device and dtype, as ``combine_grad`` lays them out.
+    """Return the parameters whose gradients are reduced, by optimizer, device and dtype, in the order of their buffers.
 
-    Planned parameters stay when they are frozen, so that freezing on one process alone changes nothing.
+    Planned parameters stay in the list when they are frozen, so that freezing on one process alone changes nothing.
     """
     seen: set[int] = set()
     found: list[list[Tensor]] = []

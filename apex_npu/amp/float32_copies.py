@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Float32 forms of a model that amp has cast to low precision: state dicts, copies, and the model after shutdown.
 
-deepcopy and pickle copy a module by its ``__reduce_ex__``. Here that is an attribute of each module, as ``forward`` is
-of the model. A copy becomes float32 when it is complete. If the same call also copies its optimizer, before or after,
-the copy is put back at its level.
+deepcopy and pickle copy a module by its ``__reduce_ex__``, which amp sets as an attribute of each module. A complete
+copy becomes float32. If the same call also copies the optimizer, the copy returns to its level.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ _HOOKS = (
 )
 # The warning about outdated writes to tensors that ``state_dict()`` has shown.
 OUTDATED = (
-    "tensors of model.state_dict() have been written after the model's own had changed (a step, load_state_dict, a "
-    "write to parameters). These tensors are float32 copies of float16 or bfloat16 ones: elements that the model has "
-    "otherwise are lost. Call model.state_dict() again before writing to its tensors"
+    "tensors of model.state_dict() have been written after the model had changed (a step, load_state_dict, a write to "
+    "parameters). These tensors are float32 copies of float16 or bfloat16 tensors: elements that differ from those of "
+    "the model are ignored. Call model.state_dict() again before writing to its tensors"
 )
 _ATTRIBUTES = ("forward", "_replicate_for_data_parallel", "__reduce_ex__", "__deepcopy__")
 
 
 class CopyLink:
-    """An object that the modules of a model share with its optimizers. If one call copies them, they share its copy.
+    """An object that the modules of a model share with its optimizers. Copies made by one call share its copy.
 
     Attributes:
         masters: The masters of the optimizers that step the model, the latest last. They outlive an optimizer.
@@ -67,7 +66,7 @@ class CopyLink:
         return CopyLink, ()
 
     def masters_with(self, param: Tensor) -> Masters | None:
-        """The masters that include one of ``param``, a parameter of the model; None if it has no master."""
+        """Return the masters that contain the model's parameter ``param``; None if it has no master."""
         return next((masters for masters in reversed(self.masters) if masters.has(param)), None)
 
     def load_written(self) -> None:
@@ -76,9 +75,9 @@ class CopyLink:
             copies.load_written()
 
     def add(self, model: nn.Module, masters: Masters) -> None:
-        """Add ``masters``, after new ones have taken the values that ``model`` keeps of their parameters.
+        """Add ``masters``. New masters first take the float32 values that ``model`` keeps of their parameters.
 
-        After an interrupt the next call does the rest: a value is kept until the masters have been added.
+        A value is kept until the masters have been added, so that the next call can continue after an interrupt.
         """
         kept = list(_kept_in(model)) if masters.are_new else []
         taken = [(copies, name, param) for copies, name, param in kept if masters.has(param)]
@@ -97,7 +96,7 @@ class CopyLink:
                 module.register_forward_pre_hook(_widen_inputs, with_kwargs=True)
 
     def mark_copied(self) -> None:
-        """Note that an optimizer has been copied, and put modules that were made float32 back at their level."""
+        """Note that an optimizer has been copied, and return modules that were made float32 to their level."""
         self.copied = True
         session = current()
         known: KnownDDPs = [] if session is None else session.ddps
@@ -132,7 +131,7 @@ class ModuleCopies:
         return {**vars(self), "shown": {}}
 
     def float32(self, name: str, tensor: Tensor, low: Tensor) -> Tensor | None:
-        """Return the float32 values of the module's ``tensor`` of that name, kept or its master's, or None.
+        """Return the kept or master values of the module's ``tensor`` named ``name``; None if neither exists.
 
         They round to ``low``, the tensor's values in low precision, and are on its device.
         """
@@ -142,7 +141,7 @@ class ModuleCopies:
         return None if masters is None else masters.float32(tensor, low)
 
     def load(self, name: str, tensor: Tensor, value: Tensor) -> Tensor:
-        """Set the kept value of the module's ``tensor`` of that name, or its master, to ``value``.
+        """Set the kept value of the module's ``tensor`` named ``name``, or its master, to ``value``.
 
         Returns:
             The value to write to ``tensor``.
@@ -157,9 +156,9 @@ class ModuleCopies:
     @torch.inference_mode(False)
     @torch.no_grad()
     def show(self, name: str, tensor: Tensor, low: Tensor) -> Tensor:
-        """Return the float32 values of the module's ``tensor`` of that name for scripts, which may write to them.
+        """Return a float32 copy of the module's ``tensor`` named ``name`` for scripts.
 
-        It is a copy whose writes ``load_written`` loads.
+        ``load_written`` loads what a script writes to the copy.
         """
         value = self.float32(name, tensor, low)
         value = fp32_value(low, None) if value is None else value.clone() if name in self.kept else value
@@ -203,7 +202,7 @@ class ModuleCopies:
         written.let_go()
 
     def keep(self, name: str, tensor: Tensor, value: Tensor) -> None:
-        """Keep ``value``, in float32, for the module's ``tensor`` of that name, unless the tensor holds it exactly."""
+        """Keep the float32 ``value`` of the module's ``tensor`` named ``name``, unless the tensor holds it exactly."""
         if torch.equal(tensor.float(), value):
             self.kept.pop(name, None)
         else:
@@ -247,7 +246,7 @@ def _end_copy(module: nn.Module, state_and_values: tuple[Any, dict[str, Tensor]]
 
 
 def _exact_values(copies: ModuleCopies) -> dict[str, Tensor]:
-    """The float32 values of the module's own low-precision tensors with a master or a kept value."""
+    """Return the float32 values of the module's own low-precision tensors with a master or a kept value."""
     copies.load_written()
     end_loops()
     low = [(name, t) for name, t in own_tensors(copies.module) if t.dtype in LOW_PRECISION]
@@ -256,7 +255,7 @@ def _exact_values(copies: ModuleCopies) -> dict[str, Tensor]:
 
 
 def _kept_in(model: nn.Module) -> Iterator[tuple[ModuleCopies, str, Tensor]]:
-    """The parameters of ``model`` with kept float32 values."""
+    """Yield the parameters of ``model`` with kept float32 values."""
     for copies in filter(None, map(copies_of, model.modules())):
         for name in copies.kept:
             param = copies.module._parameters.get(name)
@@ -273,13 +272,13 @@ def _widen_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def copies_of(module: nn.Module) -> ModuleCopies | None:
-    """The ``ModuleCopies`` of ``module`` if amp has cast its model to low precision; else None."""
+    """Return the ``ModuleCopies`` of ``module`` if amp has cast its model to low precision; else None."""
     copies = vars(module).get("__reduce_ex__")
     return copies if isinstance(copies, ModuleCopies) else None
 
 
 def is_cast(module: nn.Module) -> bool:
-    """True for a module of a model that amp has cast to low precision."""
+    """Return True for a module of a model that amp has cast to low precision."""
     return copies_of(module) is not None
 
 
@@ -288,7 +287,7 @@ def show_float32(model: nn.Module, link: CopyLink) -> None:
 
     Args:
         model: A model that was cast to low precision. Modules that also belong to another such model are unchanged.
-        link: The object through which copies of the model and of its optimizers find each other.
+        link: The object that the model shares with its optimizers.
     """
     for module in model.modules():
         if not is_cast(module):
@@ -365,8 +364,8 @@ def to_float32(module: nn.Module, values: Mapping[str, Tensor], undo: Undo) -> N
     if is_wrapped(module):
         own.pop("_replicate_for_data_parallel", None)
     own.pop("__deepcopy__", None)
-    # Last, and without a call in between, after which an interrupt may come. A model with the wrapper counts as
-    # converted, a module with the other attribute as cast. A module with neither is not restored again.
+    # Last, with no call in between at which an interrupt could arrive: a module with neither attribute is not
+    # restored again.
     own["forward"] = forward
     del own["__reduce_ex__"]
     if forward is None:
@@ -381,9 +380,9 @@ def _flatten(module: nn.Module) -> None:
 def float32_copy(model: nn.Module, *, allow_rounded: bool = False) -> nn.Module:
     """Return a deep copy of ``model`` without amp, to pass to torch.export, torch.onnx or torch.jit.
 
-    Its parameters and buffers are those of ``model.state_dict()``, exact float32 values at O2 and O5. It takes
-    float32 inputs, and has no forward, hook or method of amp; ``model`` is unchanged. With O1 on, run and export the
-    copy within ``amp.disable_casts()``, because O1 casts functions of torch for all models.
+    The copy has the values of ``model.state_dict()``, which are exact float32 values at O2 and O5. It takes float32
+    inputs, and has no forward, hook or method of amp. ``model`` is unchanged. At O1 run and export the copy within
+    ``amp.disable_casts()``, because O1 casts functions of torch for all models.
 
     Args:
         model: Any module, passed to ``amp.initialize`` or not.
@@ -408,16 +407,16 @@ def float32_copy(model: nn.Module, *, allow_rounded: bool = False) -> nn.Module:
         raise TypeError(f"float32_copy takes a model, torch.nn.Module, got {type(model).__name__}")
     if any(map(is_sharded, model.parameters())):
         raise RuntimeError(
-            f"the weights of this {type(model).__name__} are sharded over processes (DTensor), and torch copies no "
-            "such model: load get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
+            f"the weights of this {type(model).__name__} are sharded over processes (DTensor), which torch does not "
+            "copy: load get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
             "torch.distributed.checkpoint.state_dict into a model that is not sharded"
         )
     low = [p for p in model.parameters() if p.dtype in LOW_PRECISION]
     if low and not allow_rounded and not any(map(_is_exact, model.modules())):
         raise RuntimeError(
             f"the weights of this {type(model).__name__} exist in {str(low[0].dtype).removeprefix('torch.')} alone, "
-            "without float32 values, as at O3: a float32 copy has their rounded values. Pass allow_rounded=True to "
-            "take those, or train at O1, O2 or O5"
+            "without float32 values, as at O3: a float32 copy has the rounded values. Pass allow_rounded=True to "
+            "accept these, or train at O1, O2 or O5"
         )
     clean = copy.deepcopy(model)
     for module in clean.modules():
@@ -442,13 +441,13 @@ def _is_exact(module: nn.Module) -> bool:
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters and buffers of ``module`` itself, with their names."""
+    """Return the parameters and buffers of ``module`` itself, with their names."""
     own = [*module._parameters.items(), *module._buffers.items()]
     return [(name, t) for name, t in own if t is not None]
 
 
 def _low_precision_in(module: nn.Module) -> list[Tensor]:
-    """The float16 and bfloat16 parameters and buffers of ``module`` itself."""
+    """Return the float16 and bfloat16 parameters and buffers of ``module`` itself."""
     return [tensor for _, tensor in own_tensors(module) if tensor.dtype in LOW_PRECISION]
 
 
@@ -492,15 +491,15 @@ def _fill_masters(
 
 
 def _follow_loaded(module: nn.Module, _: Any) -> None:
-    """Copy values that a module has loaded in its own way to its masters (a load_state_dict post-hook)."""
+    """Copy values that a module's own ``_load_from_state_dict`` has loaded to its masters (a post-hook)."""
     copies = copies_of(module)
-    by_itself = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict  # in its own way
+    by_itself = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
     for masters in [] if copies is None else copies.link.masters:
         masters.end_loading(_low_precision_in(module), by_value=by_itself)
 
 
 def give_fp32_state_dict(module: nn.Module) -> None:
-    """Make the entries of ``module``, without its submodules, fp32 in ``state_dict()`` and ``load_state_dict()``."""
+    """Make the entries of ``module`` itself float32 in ``state_dict()`` and ``load_state_dict()``."""
     module.register_state_dict_post_hook(_show_fp32)
     module.register_load_state_dict_pre_hook(_fill_masters)
     module.register_load_state_dict_post_hook(_follow_loaded)

@@ -12,16 +12,16 @@ from torch import Tensor
 
 
 class Float32Loop(Iterator[Tensor]):
-    """Yields parameters, each with float32 data until the next one is asked for.
+    """Yields parameters, each with float32 data until the next one is requested.
 
-    A loop that a script leaves early is ended by the next forward, block, step or state dict.
+    If a script leaves the loop early, the next forward, block, step or state dict ends it.
     """
 
     def __init__(self, params: Callable[[], list[Tensor]], masters: Any) -> None:
         """Make the iterator.
 
         Args:
-            params: Returns the parameters; called when the first one is asked for.
+            params: Returns the parameters; called when the first one is requested.
             masters: The ``Masters`` of their optimizer, or None.
         """
         self.params = params
@@ -49,7 +49,7 @@ class Float32Loop(Iterator[Tensor]):
                 yield param
 
     def close(self) -> None:
-        """End the loop: the last parameter has 16-bit data again."""
+        """End the loop, and give the last parameter 16-bit data again."""
         steps: Any = self._steps
         if steps is not None:
             steps.close()

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``Float32Masters``: float32 masters beside 16-bit parameters, which an optimizer steps in place of these."""
+"""``Float32Masters``: float32 values of 16-bit parameters, which an optimizer steps instead of the parameters."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from apex_npu.fusion.flat_buffer import leave_private_formats
 # A warning of step().
 UNCOUNTED = (
     "16-bit parameters have been written in a way that autograd's version counter does not count (.data, a "
-    "collective), which is not seen on an NPU: such writes are lost, as a step rounds the float32 values into the "
-    "parameters. Write under torch.no_grad() instead of through .data"
+    "collective). amp does not detect such writes on an NPU, and a step overwrites them with the rounded float32 "
+    "values. Write under torch.no_grad() instead of through .data"
 )
 
 # The number of elements that ``_take_differing`` compares at once.
@@ -43,11 +43,9 @@ _CHUNK_NUMEL = 1 << 24
 class Float32Masters(Masters):
     """The float32 values of 16-bit parameters, in the memory that the float32 model had.
 
-    A parameter has its 16-bit data, which forward and backward use. In ``float32_data`` it has the float32 value as its
-    data: its identity, version counter, hooks and gradient accumulator stay. Afterwards the value is rounded into the
-    16-bit data.
-
-    The parameter decides: where a script has written to the 16-bit data, the value takes what was written.
+    Forward and backward use the 16-bit data of a parameter. In ``float32_data`` its data is the float32 value; its
+    identity, version counter, hooks and gradient accumulator stay. Afterwards the value is rounded into the 16-bit
+    data. Elements that a script writes to the 16-bit data are copied to the value.
     """
 
     swaps = True
@@ -68,7 +66,7 @@ class Float32Masters(Masters):
         self._open = self._steps = 0
         self._arriving: HostCopy | None = None
         self._writes = WriteTable()
-        self._writes.note(self._params)  # the first step takes what a script has written since
+        self._writes.note(self._params)  # the first step takes elements that a script has written since
         self._writes.note(self._params)
         self._groups: list[FusedGroup] = []
         self._buffers: list[tuple[FusedGroup, ModelParamBuffer]] = []
@@ -89,21 +87,21 @@ class Float32Masters(Masters):
 
     @property
     def are_new(self) -> bool:
-        """See ``Masters``."""
+        """True until ``end_following`` if ``make`` has added parameters."""
         return self._is_new
 
     def end_following(self) -> None:
-        """See ``Masters``."""
+        """Set ``are_new`` to False."""
         self._is_new = False
 
     def params(self) -> list[Tensor]:
-        """The parameters that have float32 values."""
+        """Return the parameters that have float32 values."""
         return self._params
 
     def make(
         self, optimizer: Any, fp32_values: Mapping[int, Tensor] = MappingProxyType({}), *, keeps: bool = True
     ) -> bool:
-        """Keep values of the trainable 16-bit parameters of ``optimizer`` that have none.
+        """Make values for the trainable 16-bit parameters of ``optimizer`` that have no value yet.
 
         The value of a parameter that has left ``param_groups`` is kept while the parameter is in a model.
         """
@@ -139,24 +137,24 @@ class Float32Masters(Masters):
         return self._is_new
 
     def find_new(self, optimizer: Any) -> bool:
-        """See ``Masters``."""
+        """Make values of parameters that a script has added; return ``are_new``."""
         self.end_loop()
         self.take_assigned()
         return self.make(optimizer, keeps=False)
 
     def has(self, param: Tensor) -> bool:
-        """See ``Masters``."""
+        """Return whether ``param`` has a float32 value."""
         return id(param) in self._index_of
 
     @torch.no_grad()
     def take_values(self, fp32_values: Mapping[int, Tensor]) -> None:
-        """See ``Masters``."""
+        """Set values, given by the identity of their parameter."""
         for i, param in enumerate(self._params):
             if id(param) in fp32_values:
                 self._value(i).copy_(fp32_values[id(param)])
 
     def float32(self, param: Tensor, shown: Tensor) -> Tensor | None:
-        """See ``Masters``."""
+        """Return a copy of the value of ``param`` that rounds to ``shown``; None without one of its shape."""
         index = self._index_of.get(id(param))
         if index is None or self._value(index).shape != shown.shape:
             return None
@@ -164,13 +162,13 @@ class Float32Masters(Masters):
 
     @torch.no_grad()
     def load(self, param: Tensor, value: Tensor) -> Tensor:
-        """See ``Masters``."""
+        """Set the value of ``param``, and return ``value`` for the 16-bit data."""
         self._value(self._index_of[id(param)]).copy_(value)
         return value
 
     @torch.no_grad()
     def end_loading(self, loaded: Collection[Tensor], *, by_value: bool = False) -> None:
-        """See ``Masters``."""
+        """Note that ``loaded`` have been loaded; ``by_value``: take elements that differ from the rounded values."""
         if by_value and not self._open:
             indices = [self._index_of[id(p)] for p in loaded if id(p) in self._index_of]
             _take_differing([self._values[i] for i in indices], [self._params[i] for i in indices])
@@ -178,7 +176,7 @@ class Float32Masters(Masters):
 
     @torch.no_grad()
     def round_own_values(self) -> None:
-        """See ``Masters``."""
+        """Round the values of ``own_values``."""
         self._take_written()
         indices = [self._index_of[id(p)] for p in self.own_values if id(p) in self._index_of]
         if indices and not self._open:
@@ -190,7 +188,7 @@ class Float32Masters(Masters):
     # What scripts write
 
     def begin_step(self, optimizer: Any) -> None:
-        """See ``Masters``. Elements of parameters count that are not the rounded ones of their master."""
+        """Make values of new parameters, and take elements of 16-bit data that differ from the rounded values."""
         self.find_new(optimizer)
         self._take_written()
         if self._params and not self._open and self._params[0].device.type == "npu" and not is_capturing():
@@ -198,7 +196,7 @@ class Float32Masters(Masters):
 
     @torch.no_grad()
     def _look_for_uncounted(self, optimizer: Any) -> None:
-        """In the steps 2, 8, 32, … compare 16-bit data with the rounded values; a later step has the answer."""
+        """Compare 16-bit data with the rounded values in steps 2, 8, 32, …; a later step reads the result."""
         if self._arriving is not None and (differs := self._arriving.if_come()) is not None:
             self._arriving = None
             if differs > 0:
@@ -206,7 +204,7 @@ class Float32Masters(Masters):
         self._steps += 1
         if self._steps & (self._steps - 1) or self._steps.bit_length() % 2:
             return
-        # Elsewhere in a buffer are values of parameters that are float32, or whose 16-bit data has left it.
+        # Other buffers also have elements without 16-bit data there: of float32 parameters, or of data that has left.
         whole = [
             (group, buffer)
             for group, buffer in self._buffers
@@ -235,7 +233,7 @@ class Float32Masters(Masters):
         others: Sequence[int] = range(len(params))
         if extension is not None:
             others = extension.take_written_cpu(self._values, params)
-        # On an NPU a comparison costs launches in each step: writes are known by version counters and addresses there.
+        # On an NPU a comparison costs launches, so only tensors with a new version counter or address are compared.
         counted = set(changed)
         others = [i for i in others if i in counted or params[i].device.type != "npu"]
         _take_differing([self._values[i] for i in others], [params[i] for i in others])
@@ -243,7 +241,7 @@ class Float32Masters(Masters):
             self._writes.note(params, changed)
 
     def take_assigned(self) -> None:
-        """Have float32 data that a script has assigned to a parameter be its value."""
+        """Use float32 data that a script has assigned to a parameter as its value."""
         if self._open or len(low_precision_of(self._params)) == len(self._params):
             return
         for i, param in enumerate(self._params):
@@ -264,7 +262,7 @@ class Float32Masters(Masters):
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """See ``Masters``. The caller rounds the values into the 16-bit data, by ``end_step``."""
+        """Give all parameters float32 data for a step. The caller rounds the values by ``end_step``."""
         if self._open or not self._params:
             self._open += 1
             try:
@@ -276,17 +274,17 @@ class Float32Masters(Masters):
         self._open = 1  # before the first parameter has float32 data: other threads call models of the session
         try:
             low = swap_data(self._params, self._values)
-            self._values = []  # a fused optimizer keeps memory that it moves from while other tensors have it
+            self._values = []  # a fused optimizer frees memory that it moves values from, if no other tensor has it
             yield
         finally:
-            # Where a script has given a parameter other float32 data, that is its value.
+            # If a script has given a parameter other float32 data, that becomes its value.
             if low:
                 self._values = swap_data(self._params, low)
             self._open = 0
 
     @contextmanager
     def float32_data(self, params: Sequence[Tensor] | None = None) -> Iterator[None]:
-        """See ``Masters``."""
+        """Give ``params`` float32 data, and round it at the end. None: all parameters."""
         if self._open:
             yield
             return
@@ -319,11 +317,11 @@ class Float32Masters(Masters):
             else:
                 for param, value in zip(params, values, strict=True):
                     write_unless(skipped, param, value)
-        finally:  # the next step rounds again what a failed launch has not: these are no writes of a script
+        finally:  # also after a failed launch: the next step rounds again, and a script has written nothing
             self._writes.note(self._params, list(indices))
 
     def end_step(self, groups: Sequence[FusedGroup], skipped: Tensor | None = None) -> None:
-        """See ``Masters``."""
+        """Round the values into the 16-bit data."""
         if self._open or not self._params:
             return
         if groups:
@@ -357,11 +355,11 @@ class Float32Masters(Masters):
         return index is not None and self._values[index].stride() == param.stride()
 
     def has_flat_model(self, groups: Sequence[FusedGroup]) -> bool:
-        """See ``Masters``."""
+        """Return whether the 16-bit data is laid out like the values in the buffers of ``groups``."""
         return are_same(groups, self._groups) and not any(b.table.broken(b.params) for _, b in self._buffers)
 
     def combined_model(self, groups: Sequence[FusedGroup]) -> list[Tensor]:
-        """See ``Masters``."""
+        """Return for each group the buffer of its 16-bit data; of a float32 group, its own buffer."""
         self._take_written()
         self._lay_out(groups)
         stepped = {id(p) for group in groups for p in group.params}
@@ -375,7 +373,7 @@ class Float32Masters(Masters):
 def _value_of(param: Tensor, value: Tensor | None) -> Tensor:
     if value is None or value.dtype != torch.float32:
         return param.detach().float()
-    # With a version counter of its own: a write to it is none to the parameter.
+    # With its own version counter: a write to the value does not count as a write to the parameter.
     return value.data if is_dense(value.size(), value.stride()) else value.detach().clone()
 
 
@@ -401,7 +399,7 @@ def _take_differing_at_once(values: list[Tensor], params: list[Tensor]) -> None:
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy ``sources`` to ``targets``. The list operators of torch_npu take one device, and count no write."""
+    """Copy ``sources`` to ``targets``, device by device; torch_npu's list operators do not increment versions."""
     by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         listed = by_device.setdefault(target.device, ([], []))

@@ -107,14 +107,14 @@ def initialize(
     | O4    | as it is          | as O1, to bfloat16        | no      | 1.0        |
     | O5    | bfloat16, BN fp32 | inputs to bfloat16        | fp32    | 1.0        |
 
-    Everything is checked before anything is changed. If a later part fails, all models are put back.
+    All arguments are checked before anything is changed. If a later part fails, all models are restored.
 
     Args:
         models: A module or a list of modules, on the training device, with float32 parameters. A model that
             ``fully_shard`` has sharded with ``mp_policy=amp.fsdp_policy(opt_level)`` is neither cast nor copied: its
             float32 DTensors are the masters.
         optimizers: An optimizer, a list of them, or None for inference.
-        enabled: False returns everything unchanged and makes all of amp pass-through.
+        enabled: False returns everything unchanged and makes all functions of amp pass-through.
         opt_level: "O0" to "O5". The following arguments override the level's settings; None keeps a setting.
         cast_model_type: Dtype of the model's parameters and inputs. False: they are not cast.
         patch_torch_functions: Cast around functions (O1 and O4 only).
@@ -132,31 +132,30 @@ def initialize(
         min_loss_scale: Smallest dynamic loss scale. None: no lower bound.
         max_loss_scale: Largest dynamic loss scale.
         scale_hysteresis: Number of consecutive overflows before the scale shrinks.
-        skip_alarm: Number of consecutive skipped steps after which an error is logged that says where to look. None:
-            never.
+        skip_alarm: Number of consecutive skipped steps after which an error with likely causes is logged. None: never.
         combine_grad: Keep the gradients of each optimizer in flat buffers, and unscale and check them in one pass.
             Fused optimizers always do so. Without the C++ extension it has no effect and emits one warning.
         combine_ddp: Train data parallel without DistributedDataParallel. All processes start from the first one's
             parameters and buffers, and scale_loss averages the gradients while backward runs. Requires combine_grad
             and the C++ extension.
         ddp_replica_count: Number of gradient buckets for ``combine_ddp``; small models have fewer.
-        user_cast_preferred: O1: the built-in lists do not act on functions with a registered cast.
-        check_combined_tensors: Fused optimizers follow parameters that leave their buffer. True also prints this;
-            "error" raises instead.
+        user_cast_preferred: O1: the built-in lists do not apply to functions with a registered cast.
+        check_combined_tensors: If a parameter leaves its buffer, fused optimizers follow it. True also prints a
+            message; "error" raises instead.
         fuse_unscale: Leave gradients multiplied by the loss scale until ``step``. The fused optimizers, and torch's
             with ``fused=True``, divide them in the pass that updates the parameters; others use a separate pass. After
             scale_loss ``.grad`` is still scaled: clip with ``optimizer.clip_optimizer_grad_norm_fused``, which needs
             no extra pass either.
         store_param_remainders: The format of the float32 values at O2 and O5. True: the 16 bits that each 16-bit
             parameter lacks (2 bytes); steps are bit for bit those with float32, for values of 2⁻¹⁶ and more. False:
-            float32 (4 bytes). None: the former where kernels can, which is with fused optimizers on CPUs and GPUs.
-            See docs/memory.md. ``model.state_dict()`` has the float32 values.
+            float32 (4 bytes). None: True for fused optimizers on CPUs and CUDA devices, else False. See
+            docs/memory.md. ``model.state_dict()`` has the float32 values.
         process_group: For ``combine_ddp``: the processes that train together. None: all.
         ddp_reduce_dtype: For ``combine_ddp``: the dtype in which float16 and bfloat16 gradients are added up,
             torch.float32 or torch.bfloat16. None: their own dtype.
         overflow_group: Processes that skip a step together if one of them finds inf or nan. They share a model but not
-            its gradients. None: each process decides alone (with combine_ddp all gradients are equal), or, if
-            parameters are sharded (DTensor), with the processes of their device mesh.
+            its gradients. None: the processes of the device mesh if parameters are sharded (DTensor); else each process
+            decides alone (with combine_ddp all gradients are equal).
         keep_frozen_float32: With masters: keep in host memory the float32 values of buffers, and of weights without a
             master, such as frozen ones. ``state_dict()``, ``shutdown`` and unfreezing use them. False: only the cast
             values remain.
@@ -280,8 +279,8 @@ def _listed(models: Any, optimizers: Any) -> tuple[list[nn.Module], list[Optimiz
     for wrapper in optimizer_list:
         if not isinstance(wrapper, Optimizer) and isinstance(getattr(wrapper, "optimizer", None), Optimizer):
             raise RuntimeError(
-                f"Incoming optimizer is an instance of {type(wrapper).__name__}, which does mixed precision in "
-                "a way of its own; pass the optimizer that it wraps instead"
+                f"Incoming optimizer is an instance of {type(wrapper).__name__}, which implements mixed precision "
+                "itself; pass the optimizer that it wraps instead"
             )
     if not all(isinstance(o, Optimizer) for o in optimizer_list):
         raise TypeError(
@@ -319,7 +318,7 @@ def _print_options(session: Session, models: list[nn.Module]) -> None:
 
 
 def _slow_convolutions(policy: Policy, models: list[nn.Module]) -> str | None:
-    """The message if torch emulates the convolutions of ``models`` in the dtype of ``policy``; else None."""
+    """Return a message if torch emulates the convolutions of ``models`` in the dtype of ``policy``; else None."""
     dtype = policy.autocast_dtype if policy.patch_torch_functions else policy.model_dtype
     if dtype not in LOW_PRECISION or not torch.backends.mkldnn.is_available() or onednn_computes(dtype):
         return None
@@ -354,7 +353,7 @@ def _set_up(
         with _together(policy, None if parallel is None else parallel.group):
             for model in models:
                 restore_float32(model, undo)
-            # The memory of the values before any cast. Masters take it over; a failure restores it.
+            # The values before any cast. Masters use their memory; a failure restores them.
             tensors = [t for m in models for t in [*m.parameters(), *m.buffers()]]
             values = {id(t): (t, t.detach()) for t in [*tensors, *(t.grad for t in tensors if t.grad is not None)]}
             undo.callback(_put_back, list(values.values()))
@@ -384,13 +383,13 @@ def _set_up(
         _rebuild_reducers(ddps)
         install(session)
     except BaseException:
-        if current() is not session:  # an interrupt after the last change undoes nothing
+        if current() is not session:  # after the last change, an interrupt undoes nothing
             undo.close()
         raise
 
 
 def _keep_remainders() -> Callable[[], None]:
-    """Return a function that lets optimizers of the current session keep the remainders of parameters put back."""
+    """Return a function to call after parameters are restored, so that the current masters keep their remainders."""
     session, moving = current(), ExitStack()
     for optimizer in [] if session is None else list(session.adopted):
         moving.enter_context(optimizer._amp_state.masters.moving())
@@ -398,7 +397,7 @@ def _keep_remainders() -> Callable[[], None]:
 
 
 def _rebuild_reducers(ddps: list[DistributedDataParallel]) -> None:
-    """Rebuild the reducers of DistributedDataParallel for wrapped models that were cast or put back."""
+    """Rebuild the reducers of DistributedDataParallel after wrapped models were cast or restored."""
     for ddp in ddps:
         rebuild_reducer(ddp)
 
@@ -445,9 +444,9 @@ def _device_types(models: list[nn.Module], optimizers: list[Optimizer]) -> list[
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     """Iterate over the parameters that ``optimizer`` steps. Clip the gradients of these.
 
-    At O2 and O5 the gradient of a 16-bit parameter is float32. In the body of a ``for`` loop the parameter itself has
-    its float32 value as data, so that ``for p in amp.master_params(optimizer): p.data.mul_(1 - wd)`` is exact. Each is
-    16-bit again once the loop goes on, and in ``list(amp.master_params(optimizer))``; see ``float32_params``.
+    At O2 and O5 the gradient of a 16-bit parameter is float32. In the body of a ``for`` loop the data of the current
+    parameter is its float32 value, so that ``for p in amp.master_params(optimizer): p.data.mul_(1 - wd)`` is exact. In
+    ``list(amp.master_params(optimizer))`` parameters have 16-bit data; see ``float32_params``.
 
     Example::
 
@@ -473,8 +472,8 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
 def float32_params(optimizer: Optimizer) -> Iterator[None]:
     """Give 16-bit parameters of ``optimizer`` their float32 values as data, for arithmetic that 16 bits would round.
 
-    Writes to the data take effect. The context is re-entrant, and does nothing at levels without 16-bit parameters.
-    Call the model outside of it.
+    Writes to the data take effect. The context is re-entrant. At levels without 16-bit parameters it does nothing. Call
+    the model outside of it.
 
     Example::
 
@@ -496,7 +495,7 @@ def float32_params(optimizer: Optimizer) -> Iterator[None]:
 def masters_of(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     """Return ``parameters`` as a list: optimizers step a model's own parameters, at all levels.
 
-    Apex's optimizers step float32 copies at O2; scripts that ask for these get what is stepped here.
+    In Apex, optimizers step float32 copies at O2, and scripts need this list to find them.
 
     Args:
         parameters: One parameter or several, of any models.
@@ -514,9 +513,9 @@ def masters_of(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def will_skip(optimizer: Optimizer) -> bool:
-    """Whether the next ``optimizer.step()`` does nothing because the last ``scale_loss`` found inf or NaN.
+    """Return True if the next ``optimizer.step()`` does nothing because the last ``scale_loss`` found inf or NaN.
 
-    Waits for the device if the result has not been read yet. After the step ``amp.last_step`` gives the same answer.
+    Waits for the device if the result has not been read yet. After the step use ``amp.last_step``.
 
     Raises:
         RuntimeError: ``optimizer`` was not passed to ``initialize``, or a ``scale_loss`` block is still open.
@@ -542,7 +541,7 @@ def will_skip(optimizer: Optimizer) -> bool:
 
 
 def _initialized(optimizer: Optimizer) -> AmpOptimizerState | None:
-    """The amp state of ``optimizer``; None if amp is disabled."""
+    """Return the amp state of ``optimizer``; None if amp is disabled."""
     state = state_of(adopted_inside(optimizer))
     session = current()
     if state is None and (session is None or session.policy.enabled):
@@ -551,9 +550,9 @@ def _initialized(optimizer: Optimizer) -> AmpOptimizerState | None:
 
 
 def last_step(optimizer: Optimizer) -> StepReport | None:
-    """Return a report of the last ``optimizer.step()``; None before the first. With ``enabled=False`` all are applied.
+    """Return a report of the last ``optimizer.step()``; None before the first step.
 
-    Use it for a schedule that counts updates rather than calls::
+    With ``enabled=False`` all steps are reported as applied. Use it for a schedule that counts updates, not calls::
 
         optimizer.step()
         if amp.last_step(optimizer).applied:
@@ -602,11 +601,11 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: dict[str, Any]) -> None:
-    """Load the loss scales of an earlier run. Entries are taken in order.
+    """Load the loss scales of an earlier run. Entries are assigned to losses in order.
 
     Args:
         state_dict: The result of ``amp.state_dict()``, here or in Apex, or of ``state_dict()`` of
-            ``torch.amp.GradScaler`` or torch_npu's. The one scale of a GradScaler applies to all losses.
+            ``torch.amp.GradScaler`` or torch_npu's. The scale of a GradScaler applies to all losses.
 
     Raises:
         RuntimeError: amp has not been initialized, or a key is not that of a loss scaler.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Blocks that leave work to the step: with ``fuse_unscale`` gradients stay multiplied by the loss scale until then."""
+"""Blocks that leave work to the step. With ``fuse_unscale`` the step divides gradients by the loss scale."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from apex_npu.amp.session import current
 
 
 class DeferringBlock(DelayingBlock):
-    """A block of optimizers that have a ``PendingStep``, which later divides gradients or skips the step."""
+    """A block whose optimizers have a ``PendingStep``, which later divides gradients or skips the step."""
 
     def __init__(self, args: BlockArgs, parts: Sequence[BlockPart], delay: Delay | None, *, may_defer: bool) -> None:
         """Make a block; see ``scale_loss`` for ``delay``.
@@ -32,14 +32,14 @@ class DeferringBlock(DelayingBlock):
         self._alone = may_defer
 
     def begin(self) -> None:
-        """See ``Block``."""
+        """Also warn of unscaled gradients that a backward outside of blocks has added to scaled ones."""
         for optimizer, state in zip(self.optimizers, self.states, strict=True):
             if state.pending is not None:
                 state.pending.look_for_unscaled(optimizer, state)
         super().begin()
 
     def _begin_group(self, group: GradGroup, factor: float) -> bool:
-        """See ``Block``. With ``fuse_unscale`` gradients set aside are also multiplied by the loss scale."""
+        """Begin the block of ``group``. With ``fuse_unscale`` also scale the gradients set aside."""
         if not self._fuses:
             return super()._begin_group(group, factor)
         keeps = group.begin_block(1.0)
@@ -64,7 +64,7 @@ class DeferringBlock(DelayingBlock):
                 state.pending.scaled = None if stage is Stage.DELAYED else ScaledGrads(groups)
 
     def _unscale(self) -> bool:
-        """See ``Block``. If the check is deferred, the result is not known yet."""
+        """Return whether a gradient is inf or NaN; False if the check is deferred."""
         self._session.resolve_checks(self._scaler)
         check: DeferredInfCheck | None = None
         found_inf = False
@@ -77,7 +77,7 @@ class DeferringBlock(DelayingBlock):
         return found_inf
 
     def _bring(self) -> tuple[bool, DeferredInfCheck | None]:
-        """Bring gradients to the parameters; return whether one is inf or NaN, or the open check that will tell."""
+        """Bring gradients to the parameters; return whether one is inf or NaN, and the check if it is deferred."""
         may_defer = self._alone and self.decides and self.dynamic and len(self.work) == 1
         on_device = may_defer and supports_found_inf(self.optimizers[0])
         leaves_open = may_defer and (self._fuses or on_device)
@@ -94,7 +94,7 @@ class DeferringBlock(DelayingBlock):
 
     def _open_check(self, on_device: bool, flags: list[Tensor]) -> DeferredInfCheck:
         groups, loss_id, scaler = self.groups, self._loss_id, self._scaler
-        # The session holds the check until the next block, and must not keep an optimizer alive.
+        # Weak, because the session holds the check until the next block.
         held = weakref.WeakSet(self.states)
 
         def look() -> list[Tensor]:
@@ -140,7 +140,7 @@ def check_fusible(given: Sequence[Any]) -> None:
         if inner_optimizer(optimizer) is not optimizer:
             raise RuntimeError(
                 f"{type(optimizer).__name__} works on gradients before step(), which with fuse_unscale=True are still "
-                "multiplied with the loss scale then; leave fuse_unscale out"
+                "multiplied by the loss scale then; leave fuse_unscale out"
             )
     session = current()
     adopted = [] if session is None else [o for o in session.adopted if o not in given]

@@ -43,7 +43,7 @@ class GradGroup:
         return self.params[0].device
 
     def begin_block(self, factor: float) -> bool:
-        """Multiply gradients by ``factor``, to the scale of the backward that follows and adds to them.
+        """Multiply gradients by ``factor``, to the scale of the gradients that backward is about to add.
 
         Returns:
             True if gradients that no block has checked are set aside.
@@ -57,14 +57,14 @@ class GradGroup:
             self.scale_(factor)
 
     def scale_all_(self, factor: float) -> None:
-        """Multiply all gradients by ``factor``, those set aside included."""
+        """Multiply all gradients by ``factor``, including those set aside."""
         self.scale_sources_(factor)
 
     def begin_step(self) -> None:
         """Prepare the gradients for the step of an optimizer that has float32 values."""
 
     def abandon_block(self, factor: float) -> None:
-        """After an exception: multiply the gradients of ``begin_block``, and those added since, by ``factor``."""
+        """After an exception in the block, multiply gradients by ``factor``."""
         self.scale_sources_(factor)
 
     def note_delayed(self) -> None:
@@ -74,7 +74,7 @@ class GradGroup:
         """Clear the gradients set aside of parameters whose delayed gradient a script has cleared."""
 
     def drop_kept(self) -> None:
-        """Drop the gradients that ``begin_block`` has set aside, and that no block has checked."""
+        """Drop the gradients that ``begin_block`` has set aside and that no block has checked."""
 
     def forget(self, set_to_none: bool) -> None:
         """Take note that the gradients of all parameters have been cleared."""
@@ -104,7 +104,7 @@ class GradGroup:
             grad.mul_(coefficient.to(grad.dtype))
 
     def has_grads(self) -> bool:
-        """True if any gradient exists."""
+        """Return True if any gradient exists."""
         return any_grads(self.params)
 
     @torch.no_grad()
@@ -114,7 +114,7 @@ class GradGroup:
         Args:
             inv_scale: 1 / loss scale.
             found_inf: float32, one element; set to 1 if a gradient is not finite. None: do not check.
-            share: Gradients of 16-bit parameters may stay as they are, until the step.
+            share: Gradients of 16-bit parameters may keep their dtype and memory until the step.
 
         Raises:
             RuntimeError: A gradient that belongs in a flat buffer is sparse.
@@ -178,10 +178,9 @@ def _sparse_values(param: Tensor) -> Tensor:
 def writable_grads(params: Iterable[Tensor]) -> list[Tensor]:
     """Return the existing gradients of ``params`` as tensors that can be written in place.
 
-    For a sharded parameter it is this process's part: each process unscales its own, and they agree on overflow
-    elsewhere. A gradient whose elements share memory, with each other or with another gradient, is replaced by a copy:
-    autograd leaves two views of one tensor for ``a.view(-1) + b.view(-1)``. A sparse gradient is coalesced, and its
-    values are returned.
+    For a sharded parameter this is the part of this process. A gradient whose elements share memory, with each other or
+    with another gradient, is replaced by a copy: for ``a.view(-1) + b.view(-1)`` autograd leaves two views of one
+    tensor. A sparse gradient is coalesced, and its values are returned.
     """
     found = [p for p in params if p.grad is not None]
     grads = [
@@ -198,7 +197,7 @@ def writable_grads(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _span(grad: Tensor) -> tuple[int, int]:
-    """The range of addresses from the first element to the last."""
+    """Return the range of addresses from the first element to the last."""
     if type(grad) is not Tensor and wraps_tensors(grad):
         return -id(grad), 1 - id(grad)  # no memory of its own, but it may also be another parameter's gradient
     begin = grad.data_ptr()
@@ -208,7 +207,7 @@ def _span(grad: Tensor) -> tuple[int, int]:
 
 
 def separate(groups: Sequence[GradGroup]) -> None:
-    """Replace gradients that share memory with another group by copies. Within a group the write does this."""
+    """Replace gradients that share memory with another group by copies. ``writable_grads`` does so within a group."""
     if any(group.flat is None or group.flat.is_sharded for group in groups):
         writable_grads(p for group in groups for p in group.params)
 
@@ -227,9 +226,8 @@ def unscale(
         groups: The groups of the gradients.
         scale: The loss scale.
         check: Look for overflow.
-        share: See ``GradGroup.unscale_``.
-        spare: Flags that the host has found to be 0, by device. Flags that are used are removed from it. A new flag
-            would need a launch.
+        share: The argument of ``GradGroup.unscale_``.
+        spare: Flags by device that the host has found to be 0, used instead of new ones and removed from the dict.
 
     Returns:
         The argument of ``any_raised``; empty without ``check``.

@@ -47,16 +47,16 @@ def make_grad_groups(
 
 
 def trainable(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters that require a gradient, or have one."""
+    """Return the parameters that require a gradient, or have one."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad or p.grad is not None]
 
 
 def combine_grads(params: Sequence[Tensor], former: list[FlatGrads], *, widens: bool) -> list[FlatGrads]:
     """Return one gradient buffer per device and dtype of ``params``, for an optimizer without buffers of its own.
 
-    Without the C++ extension there are no buffers. Buffers of ``former`` that still fit are kept. Parameters that
-    replace others get a separate buffer, since they may be replaced in every step. With ``widens`` the gradients of
-    16-bit parameters are float32.
+    Without the C++ extension the list is empty. Buffers of ``former`` that still fit are kept. New parameters get a
+    separate buffer, since a script may replace them in every step. With ``widens`` the gradients of 16-bit parameters
+    are float32.
     """
     if extension is None:
         return []

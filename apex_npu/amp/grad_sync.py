@@ -22,11 +22,11 @@ from apex_npu.distributed.torch_ddp import LocalBackward, rebuild_buckets
 
 @contextmanager
 def no_sync() -> Iterator[None]:
-    """Keep the gradients of ``scale_loss`` blocks inside this context to this process, with ``combine_ddp=True``.
+    """Disable the averaging of gradients by ``scale_loss`` blocks inside this context, with ``combine_ddp=True``.
 
-    For accumulation: open it around all blocks but the last of a step. The first block outside of it averages all
-    gradients accumulated since. A ``step()`` before that raises. As with torch's DistributedDataParallel, all processes
-    must do the same. Without combine_ddp nothing happens.
+    For accumulation, open it around all blocks of a step but the last. The first block outside of it averages all
+    accumulated gradients. A ``step()`` before that raises. As with torch's DistributedDataParallel, all processes must
+    do the same. Without combine_ddp the context does nothing.
 
     Raises:
         RuntimeError: amp has not been initialized, or the context is opened inside a ``scale_loss`` block.
@@ -45,7 +45,7 @@ def no_sync() -> Iterator[None]:
     session = require("amp.no_sync")
     if any(o._amp_state.stage is Stage.SCALED for o in session.adopted):
         raise RuntimeError(
-            "amp.no_sync was opened inside of an amp.scale_loss block, which may have sent gradients already; open it "
+            "amp.no_sync was opened inside an amp.scale_loss block, which may have sent gradients already; open it "
             "around the whole block"
         )
     session.no_sync_depth += 1
@@ -69,8 +69,8 @@ class Agreement(BlockPart):
         Args:
             states: The states of the block's optimizers.
             optimizers: The optimizers of the block.
-            groups: Process groups that decide together, whether or not they average, each with the device type on
-                which it communicates; None: that of the gradients.
+            groups: Process groups that decide together about overflow, each with the device type on which it
+                communicates; None: that of the gradients.
         """
         self._agreeing = list(groups)
         prepared = [state.sync for state in states if state.sync is not None]
@@ -89,7 +89,7 @@ class Agreement(BlockPart):
         if self._averaged:
             self._reduce(parallel, block)
         all_averages = len(self._averaged) == len(block.states)
-        # Averages, and so their overflows, are the same on all processes. Other gradients are each process's own.
+        # Averages, and so their overflows, are equal on all processes. Other gradients, and saturation flags, are not.
         if self._reduction is None or not all_averages or any(map(_saturates, block.groups)):
             self._agreeing.insert(0, (parallel.group, None))
 
@@ -99,7 +99,7 @@ class Agreement(BlockPart):
         optimizers = [optimizer for _, optimizer in self._averaged]
         self._local_after = require("amp.scale_loss").no_sync_depth > 0
         if self._local_after:
-            # Parameters trained now take part in the next average, even if they are frozen by then.
+            # Parameters trained now take part in the next average, even if they are frozen before it.
             parallel.plan(states, optimizers, block.groups)
         else:
             self._reduction = parallel.begin(states, optimizers, block.groups)
@@ -129,7 +129,7 @@ class Agreement(BlockPart):
         return bool(self._syncs)
 
     def _exchanges(self, block: Block) -> bool:
-        """Whether processes wait for each other at the end: to decide, or to learn of an error in ``no_sync``."""
+        """Return whether processes communicate at the end: to decide, or to report an error inside ``no_sync``."""
         return block.dynamic and (block.decides or self._local_after)
 
 
@@ -144,10 +144,7 @@ def _device(block: Block, device_type: str | None) -> torch.device:
 
 
 class BucketViews(BlockPart):
-    """A block whose gradients are views of DistributedDataParallel's buckets, which it writes again.
-
-    See ``gradient_as_bucket_view``.
-    """
+    """A block whose gradients are views of DistributedDataParallel's buckets (``gradient_as_bucket_view``)."""
 
     def __init__(self, ddps: Sequence[Any]) -> None:
         """Make the part. ``ddps`` are around the block's models."""
@@ -167,10 +164,10 @@ class BucketViews(BlockPart):
 
 
 class UnknownAverages(BlockPart):
-    """A block whose gradients DistributedDataParallel may keep to this process, as in its ``no_sync``.
+    """A block whose gradients DistributedDataParallel may not average, as in its ``no_sync``.
 
-    If so, they are not widened at O2 and O5, and nothing is decided about the step, until a block has averages.
-    Gradients of one process would make parameters, or loss scales, differ between processes.
+    Without averages the block neither widens gradients (O2 and O5) nor decides about the step: gradients of one process
+    would make parameters, or loss scales, differ between processes. A later block does so.
     """
 
     def __init__(self, ddps: Sequence[Any]) -> None:

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Functions through which packages above amp read a session, its optimizers and their gradients.
 
-Those packages import this module, ``policy.py`` and the names of ``apex_npu.amp``, and no other module of amp. Nothing
-here keeps state. Optimizers are passed as to ``scale_loss``: one or several, with wrappers or without.
+These packages import this module, ``policy.py`` and the names of ``apex_npu.amp``, and no other module of amp. This
+module keeps no state. Optimizers are passed as to ``scale_loss``: one or several, with or without wrappers.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ from apex_npu.distributed.torch_ddp import ddps_of
 
 
 def policy() -> Policy | None:
-    """The policy of the current session; None: there is no session."""
+    """Return the policy of the current session; None: there is no session."""
     session = current()
     return None if session is None else session.policy
 
 
 def models() -> list[nn.Module]:
-    """The models that were passed to ``initialize`` and still exist."""
+    """Return the models that were passed to ``initialize`` and still exist."""
     session = current()
     return [] if session is None else [m for converted in session.models if (m := converted.model) is not None]
 
 
 def parameter_names() -> dict[Tensor, str]:
-    """The names of all parameters of ``models()``."""
+    """Return the names of all parameters of ``models()``."""
     session = current()
     return {} if session is None else session.parameter_names()
 
 
 def optimizers() -> list[Optimizer]:
-    """The optimizers that were passed to ``initialize`` and still exist."""
+    """Return the optimizers that were passed to ``initialize`` and still exist."""
     session = current()
     return [] if session is None else list(session.adopted)
 
 
 def loss_scale(loss_id: int) -> float:
-    """The scale of one loss after all of its blocks that have ended."""
+    """Return the current scale of one loss, after all of its blocks that have ended."""
     return require("loss_scale").scaler(loss_id).scale
 
 
 def ambient() -> Ambient | None:
-    """The ``Ambient`` of the session, where O1's casts are on; None: there is no session."""
+    """Return the ``Ambient`` of the session, which manages O1's casts outside of models; None without a session."""
     session = current()
     return None if session is None else session.ambient
 
@@ -77,7 +77,7 @@ def at_end(call: Callable[[], object]) -> None:
 
 @contextmanager
 def trial(model: nn.Module, tried: Policy, device_types: list[str]) -> Iterator[None]:
-    """Convert ``model``, a copy, for the policy ``tried``, and switch its casts on in the block; the session stays."""
+    """Convert ``model``, a copy, for the policy ``tried``. In the context its casts are on instead of the session's."""
     session = Session(tried, [], device_types=device_types, patches=registered_patches(tried))
     with standing_in(session):
         convert_model(model, tried, device_types, session.ambient)
@@ -85,7 +85,7 @@ def trial(model: nn.Module, tried: Policy, device_types: list[str]) -> Iterator[
 
 
 def observers() -> list[Observer]:
-    """The observers of the current session, the latest first."""
+    """Return the observers of the current session, the latest first."""
     session = current()
     return [] if session is None else session.observers
 
@@ -105,31 +105,31 @@ def leave(observer: Observer) -> None:
 
 
 def stepped(given: Any) -> list[Optimizer]:
-    """The optimizers of a block without their wrappers."""
+    """Return the optimizers of a block without their wrappers."""
     listed = given if isinstance(given, (list, tuple)) else [given]
     return list(map(inner_optimizer, map(adopted_inside, listed)))
 
 
 def policy_of(optimizer: Any) -> Policy | None:
-    """The policy of an optimizer; None if it was never passed to ``initialize``."""
+    """Return the policy of an optimizer; None if it was never passed to ``initialize``."""
     state = state_of(optimizer)
     return None if state is None else state.policy
 
 
 def is_retired(optimizer: Any) -> bool:
-    """True if another optimizer steps the model of ``optimizer`` now, or amp was shut down."""
+    """Return True if another optimizer steps the model of ``optimizer`` now, or amp was shut down."""
     state = state_of(optimizer)
     return state is not None and state.masters.retired
 
 
 def decision_of(optimizer: Any) -> StepDecision | None:
-    """The decision of blocks about the next step; None: no known decision since the last step."""
+    """Return the decision of blocks about the next step; None if no decision since the last step is known."""
     state = state_of(optimizer)
     return None if state is None else state.decision
 
 
 def report_of(optimizer: Any) -> StepReport | None:
-    """The report of the last step whose outcome is known. Unlike ``amp.last_step`` it does not wait."""
+    """Return the report of the last step whose outcome is known. Unlike ``amp.last_step`` it does not wait."""
     state = state_of(optimizer)
     return None if state is None else state.report
 
@@ -140,7 +140,7 @@ def patch_step(undo: Undo, around: Callable[[Any], Any]) -> None:
 
 
 def float32_of(param: Tensor) -> Tensor:
-    """The float32 value of a model's parameter: its master, or the parameter itself."""
+    """Return the float32 value of a model's parameter: its master, or the parameter itself."""
     session = current()
     for optimizer in [] if session is None else session.adopted:
         masters = optimizer._amp_state.masters
@@ -151,12 +151,12 @@ def float32_of(param: Tensor) -> Tensor:
 
 
 def parameters(given: Any) -> list[Tensor]:
-    """The parameters that optimizers step."""
+    """Return the parameters that optimizers step."""
     return [p for optimizer, state in _states(given) for group in state.grad_groups(optimizer) for p in group.params]
 
 
 def gradients(given: Any) -> list[tuple[Tensor, Tensor | None, float]]:
-    """Each parameter that optimizers step, with its gradient or None, and the factor of the gradient."""
+    """Return each parameter that optimizers step, with its gradient or None, and the factor of the gradient."""
     found = []
     for optimizer, state in _states(given):
         params = [p for group in state.grad_groups(optimizer) for p in group.params]
@@ -169,7 +169,7 @@ def _states(given: Any) -> list[tuple[Optimizer, AmpOptimizerState]]:
 
 
 def averages(given: Any) -> bool:
-    """Whether blocks of these optimizers average gradients over processes as they end (``combine_ddp``)."""
+    """Return whether blocks of these optimizers average gradients over processes as they end (``combine_ddp``)."""
     session = current()
     if session is None or session.no_sync_depth > 0:
         return False
@@ -177,7 +177,7 @@ def averages(given: Any) -> bool:
 
 
 def are_averaged(params: Sequence[Tensor]) -> bool:
-    """Whether amp or DistributedDataParallel averages the gradients of ``params`` over processes."""
+    """Return whether amp or DistributedDataParallel averages the gradients of ``params`` over processes."""
     session = current()
     if session is None or not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return False

@@ -38,10 +38,10 @@ def keep_values(
 ) -> list[str]:
     """Keep the float32 values of cast tensors without a master, for state dicts and for later masters.
 
-    They are in host memory. Values that low precision holds exactly are not kept. A buffer becomes float32 again if low
-    precision turns a value into inf or 0. So does a buffer without dimensions that low precision does not hold exactly:
-    in operations with it the other operands' dtype decides. A larger float32 buffer would make all results float32,
-    which the next layer does not take.
+    The values are kept in host memory, unless low precision holds them exactly. A buffer becomes float32 again if low
+    precision turns a value into inf or 0. A 0-dim buffer also does so if low precision does not hold it exactly, since
+    type promotion ignores it. A larger float32 buffer would make all results float32, which the next layer does not
+    accept.
 
     Args:
         models: Models that have been cast, and passed to ``show_float32``.
@@ -85,13 +85,13 @@ def keep_values(
         said.append(f"Buffers that stay float32, since {dtype} does not hold their values: {_listed(stay)}")
     if inexact:
         said.append(
-            f"Buffers that forwards get rounded, since {dtype} does not hold their values, which state_dict() has: "
+            f"Buffers that are rounded in forward, since {dtype} does not hold their values (state_dict() has them): "
             f"{_listed(inexact)}"
         )
     if nbytes > _ANNOUNCED:
         said.append(
             f"Weights without masters, and buffers, keep {nbytes / 2**30:.1f} GiB of float32 values in host memory, "
-            "for state_dict() and for unfreezing; keep_frozen_float32=False does without"
+            "for state_dict() and for unfreezing; keep_frozen_float32=False does not keep them"
         )
     return said
 
@@ -114,7 +114,7 @@ def _cast(models: Sequence[nn.Module], before: Mapping[int, Tensor]) -> Iterator
 
 
 def _answers(cast: Sequence[_Cast], with_master: Collection[int]) -> list[list[bool]]:
-    """Return the answers of ``_ask``. Tensors with masters are asked only if one check finds an inf in any of them."""
+    """Return the result of ``_ask``. Tensors with masters are examined only if one check finds an inf in them."""
     alone = [entry for entry in cast if id(entry.tensor) not in with_master]
     others = [entry for entry in cast if id(entry.tensor) in with_master]
     asked = [*alone, *(others if _any_inf([entry.tensor for entry in others]) else [])]
@@ -123,7 +123,7 @@ def _answers(cast: Sequence[_Cast], with_master: Collection[int]) -> list[list[b
 
 
 def _any_inf(tensors: Sequence[Tensor]) -> bool:
-    """True if a value of ``tensors``, which all have masters, is not finite."""
+    """Return True if a value of ``tensors``, which all have masters, is not finite."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.dtype == torch.float16:  # bfloat16 has the range of float32
@@ -150,10 +150,10 @@ def _ask(cast: Sequence[_Cast]) -> list[list[bool]]:
 
 @torch.no_grad()
 def check_averages() -> None:
-    """Raise if DistributedDataParallel would lose its hooks when 16-bit parameters get float32 data for a step.
+    """Require the C++ extension, which keeps DistributedDataParallel's hooks while parameters have float32 data.
 
     Raises:
-        RuntimeError: There is no extension, without which ``Tensor.data`` gives a parameter another accumulator.
+        RuntimeError: The extension is missing. An assignment to ``Tensor.data`` would replace the accumulator.
     """
     if extension is None:
         raise RuntimeError(
@@ -173,7 +173,7 @@ def follow_broadcast(session: Session, module: nn.Module, sent: Sequence[Tensor]
         rank: The rank of the sending process in ``group``.
 
     Raises:
-        RuntimeError: See ``check_averages``.
+        RuntimeError: ``check_averages`` raises it.
     """
     rounded = {id(tensor): tensor for tensor in sent if tensor.dtype in LOW_PRECISION}
     owners = {
@@ -184,7 +184,7 @@ def follow_broadcast(session: Session, module: nn.Module, sent: Sequence[Tensor]
         check_averages()
     named = [(copies_of(m), name, t) for m in module.modules() for name, t in own_tensors(m) if id(t) in rounded]
     kept = {id(t): copies.kept[name] for copies, name, t in named if copies is not None and name in copies.kept}
-    # One value for each tensor, even if none is known here: all processes must broadcast the same list.
+    # One value for each tensor, known here or not: all processes must broadcast the same list.
     values = {key: fp32_value(t, kept.get(key)) for key, t in rounded.items()}
     for key, masters in owners.items():
         known = masters[0].sent(rounded[key]) if masters else None

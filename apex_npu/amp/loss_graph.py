@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Checks of a ``scale_loss`` block by the graph of its loss: its optimizers, and the tensor that backward starts from.
 
-They run only before an optimizer's first step, since a script's mistakes are there from the start. This also applies
-to the check of the parameters' dtypes.
+They run only before an optimizer's first step, since a wrong script is wrong from the start. The same applies to the
+check of the parameters' dtypes.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ class FirstLook(BlockPart):
         self._unscaled: list[Tensor] = []
 
     def before_begin(self, block: Block) -> None:
-        """See ``BlockPart``."""
+        """Check that the loss reaches the optimizers, and warn if it has been rounded."""
         check_optimizers(self._session, self._loss, block.optimizers, block.scale)
         if any(map(_computes_outside, block.states)) and (dtype := rounded_to(self._loss)) is not None:
             name, bits = str(dtype).removeprefix("torch."), 1 - int(math.log2(torch.finfo(dtype).eps))
             self._session.warn_once(
                 self._scaler,
                 f"the loss has been rounded to {name}, {bits} bits: it is computed from {name} tensors, as inside of "
-                "the model's forward. Compute it in float32: there by loss_fn(logits.float(), target), or outside from "
-                "the model's outputs, which are float32",
+                "the model's forward. Compute it in float32: in forward by loss_fn(logits.float(), target), or outside "
+                "of the model from its outputs, which are float32",
             )
 
     @disable_dynamo
     def multiplied(self, block: Block, scaled_loss: Tensor) -> None:
-        """See ``BlockPart``."""
+        """Record which of the losses backward starts from."""
         if block.scale != 1.0 and scaled_loss.requires_grad:
             scaled_loss.register_hook(self._scaled.append)
             self._loss.register_hook(self._unscaled.append)
@@ -60,7 +60,7 @@ class FirstLook(BlockPart):
         """Require that backward was not called on the unscaled loss.
 
         Raises:
-            RuntimeError: It was, so that the gradients are about to be divided by a loss scale that they do not have.
+            RuntimeError: Backward was called on the unscaled loss.
         """
         # The loss may be scaled several times, as by AmpScaler. Backward started from the tensor with the gradient 1.
         if not self._scaled and any(bool((grad == 1).all()) for grad in self._unscaled):
@@ -75,8 +75,8 @@ class FirstLook(BlockPart):
 class Reaching(BlockPart):
     """A block whose backward may give gradients to parameters of optimizers that were not passed to it.
 
-    These gradients stay multiplied by the loss scale of this block, until they are cleared or a block of their own
-    optimizer has unscaled others. 16-bit parameters that have gradients keep these: what the block gives them is
+    These gradients stay multiplied by the loss scale of this block. They are marked until they are cleared, or until a
+    block of their own optimizer ends. 16-bit parameters that already have gradients keep these, and the new ones are
     dropped.
     """
 
@@ -86,7 +86,7 @@ class Reaching(BlockPart):
         self._aside: list[tuple[list[Tensor], list[Tensor | None]]] = []
 
     def begun(self, block: Block) -> None:
-        """See ``BlockPart``."""
+        """Set aside the existing gradients of other optimizers' 16-bit parameters, and mark all other optimizers."""
         own = {id(p) for group in block.groups for p in group.params}
         for other in self._others(block):
             state, params = other._amp_state, [p for p in _params_of(other) if id(p) not in own]
@@ -98,14 +98,14 @@ class Reaching(BlockPart):
         self._mark(block)  # already here, because backward may raise
 
     def before_unscale(self, block: Block) -> None:
-        """See ``BlockPart``."""
+        """Put the gradients back, and mark the other optimizers again."""
         self._put_back()
-        self._mark(block)  # again: a block inside of this one, or zero_grad(), may have removed the mark
+        self._mark(block)  # a block inside of this one, or zero_grad(), may have removed the mark
         for state in block.states:
             state.grads.scaled_by = ""
 
     def drops(self, block: Block, error: BaseException) -> bool:
-        """See ``BlockPart``."""
+        """Put the gradients back."""
         self._put_back()
         return False
 
@@ -132,7 +132,7 @@ _PASSING = ("ToCopyBackward", "DivBackward", "MulBackward", "NegBackward")
 
 
 def rounded_to(loss: Tensor) -> torch.dtype | None:
-    """Return the low-precision dtype of ``loss``, or from which it was converted, as outputs of a cast model are."""
+    """Return the low-precision dtype that ``loss`` has, or was converted from, as outputs of a cast model are."""
     if loss.dtype in LOW_PRECISION:
         return loss.dtype
     node: Any = loss.grad_fn
@@ -146,7 +146,7 @@ def rounded_to(loss: Tensor) -> torch.dtype | None:
 
 
 def _computes_outside(state: AmpOptimizerState) -> bool:
-    """True if the model computes in low precision, and float32 is available outside of it, which excludes O3."""
+    """Return True if the model computes in low precision, and float32 is available outside of it, which excludes O3."""
     return state.policy.model_dtype in LOW_PRECISION and state.policy.opt_level != "O3"
 
 
@@ -214,15 +214,15 @@ def check_optimizers(session: Session, loss: Tensor, optimizers: Sequence[Optimi
             if optimizer not in session.adopted and _gets_gradients(optimizer) & unknown:
                 session.warn_once(
                     optimizer,
-                    f"{type(optimizer).__name__} was not passed to amp.initialize, and steps parameters to which an "
-                    "amp.scale_loss block gives gradients that stay multiplied by the loss scale: pass it to "
+                    f"{type(optimizer).__name__} was not passed to amp.initialize, but steps parameters whose "
+                    "gradients from an amp.scale_loss block stay multiplied by the loss scale: pass it to "
                     "amp.initialize and to scale_loss. It is safe only where these gradients are cleared before a "
                     "backward of its own",
                 )
 
 
 def _gets_gradients(optimizer: Any) -> set[int]:
-    """The identities of the parameters that ``optimizer`` steps."""
+    """Return the identities of the parameters that ``optimizer`` steps."""
     return set(map(id, _params_of(optimizer)))
 
 

@@ -1,8 +1,8 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``Masters``: the float32 values of the 16-bit parameters that an optimizer steps. This module has the class for none.
+"""``Masters``: the interface of the float32 values of an optimizer's 16-bit parameters.
 
-A master is kept beside its parameter, in one of two formats: ``float32_masters.py`` and ``remainder_masters.py``.
+``float32_masters.py`` and ``remainder_masters.py`` implement two formats of them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from apex_npu.fusion import FusedGroup
 
 
 class Masters:
-    """The masters of one optimizer; here none.
+    """The masters of one optimizer. This base class has no masters.
 
     Attributes:
-        swaps: Whether parameters have float32 data while they are stepped.
-        own_values: Parameters whose float32 values this process had before the cast. Until their first block other
-            processes may send rounded ones.
+        swaps: Parameters have float32 data while they are stepped.
+        own_values: Parameters with the float32 values that this process had before the cast. Until the first block
+            another process may send its rounded values.
         retired: The model was passed to another ``initialize``, or amp was shut down.
         loop: Returns the open loop over ``amp.master_params``, or None.
     """
@@ -38,26 +38,26 @@ class Masters:
 
     @property
     def are_new(self) -> bool:
-        """Whether some take the float32 values that the model keeps of their parameters."""
+        """True if masters may have yet to take the float32 values that the model keeps of their parameters."""
         return False
 
     def params(self) -> list[Tensor]:
-        """The parameters that have masters."""
+        """Return the parameters that have masters."""
         return []
 
     def has(self, param: Tensor) -> bool:
-        """Whether ``param`` has a master."""
+        """Return whether ``param`` has a master."""
         return False
 
     def belong_to(self, optimizer: Any) -> None:
-        """Take note that these are the masters of ``optimizer``, a copy that is complete."""
+        """Note that these are the masters of ``optimizer``, a completed copy."""
 
     def make(self, optimizer: Any, fp32_values: Mapping[int, Tensor] = MappingProxyType({})) -> bool:
-        """Keep masters of the 16-bit parameters of ``optimizer`` that have none.
+        """Make masters for the 16-bit parameters of ``optimizer`` that have no master yet.
 
         Args:
             optimizer: The optimizer.
-            fp32_values: ``id(param)`` → its value before it was cast; others are widened from what they have now.
+            fp32_values: ``id(param)`` → its value before it was cast. Other parameters are widened.
 
         Returns:
             ``are_new``.
@@ -65,29 +65,29 @@ class Masters:
         return False
 
     def find_new(self, optimizer: Any) -> bool:
-        """Before a block or a step: keep masters of parameters that have been unfrozen or assigned; ``are_new``."""
+        """Make masters for parameters that have been unfrozen or added since the last call; return ``are_new``."""
         return False
 
     def end_following(self) -> None:
-        """Take note that the first block of new masters begins."""
+        """Note that the first block of new masters begins."""
 
     def take_values(self, fp32_values: Mapping[int, Tensor]) -> None:
-        """Give masters the ``fp32_values`` of their parameters, by ``id(param)``."""
+        """Set masters to ``fp32_values``, which maps ``id(param)`` to the value of a parameter."""
 
     def float32(self, param: Tensor, shown: Tensor) -> Tensor | None:
-        """Return the master of ``param`` on the device of ``shown``, its 16-bit values; None if it is not known."""
+        """Return the master of ``param``, whose 16-bit values are ``shown``, on their device; None without a master."""
         return None
 
     def sent(self, param: Tensor) -> Tensor | None:
-        """Return the master of ``param``, which has just received the values that it had, in a broadcast."""
+        """Return the master of ``param`` in the process that has just broadcast the unchanged parameter."""
         return self.float32(param, param)
 
     def load(self, param: Tensor, value: Tensor) -> Tensor:
-        """Set the master of ``param`` to ``value``; return the value to write to ``param`` before ``end_loading``."""
+        """Set the master of ``param`` to ``value``. Return the value that the caller writes to ``param``."""
         raise NotImplementedError
 
     def end_loading(self, loaded: Collection[Tensor], *, by_value: bool = False) -> None:
-        """Take note that the parameters ``loaded`` have been written; with ``by_value`` maybe without a count."""
+        """Note that ``loaded`` have been written; ``by_value``: maybe without a change of their version counters."""
 
     def without_values(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return the optimizer's ``state_dict`` without masters, so that all levels and devices have the same entries.
@@ -97,17 +97,17 @@ class Masters:
         return state_dict
 
     def keep_values_of(self, params: Collection[int]) -> None:
-        """Take note that the masters of ``params``, identities of parameters, are those of all processes."""
+        """Note that the masters of ``params``, identities of parameters, are equal on all processes."""
         self.own_values = [param for param in self.own_values if id(param) not in params]
 
     def round_own_values(self) -> None:
         """Set the masters of ``own_values`` to the 16-bit values."""
 
     def begin_step(self, optimizer: Any) -> None:
-        """Before a step of ``optimizer``: have masters take what a script has written to 16-bit parameters."""
+        """Copy a script's writes to 16-bit parameters to the masters, before a step of ``optimizer``."""
 
     def end_step(self, groups: Sequence[FusedGroup], skipped: Tensor | None = None) -> None:
-        """After a step: round masters into the 16-bit data.
+        """Round masters into the 16-bit data, after a step.
 
         Args:
             groups: The fused groups of the optimizer, if it has any.
@@ -115,19 +115,19 @@ class Masters:
         """
 
     def stepping(self) -> AbstractContextManager[None]:
-        """Return the context for the optimizer's own step, in which parameters have the data that it steps."""
+        """Return the context for the optimizer's own step, in which parameters have the data that the step updates."""
         return nullcontext()
 
     def loading(self) -> AbstractContextManager[None]:
-        """Return the context for the optimizer's own ``load_state_dict``, which casts state to parameters' dtypes."""
+        """Return the context for the optimizer's own ``load_state_dict``, which casts states like the parameter."""
         return self.stepping()
 
     def float32_data(self, params: Sequence[Tensor] | None = None) -> AbstractContextManager[None]:
-        """Return a re-entrant context in which ``params``, or all, have float32 data, which scripts may write."""
+        """Return a re-entrant context in which ``params`` (None: all) have float32 data, which scripts may write."""
         return nullcontext()
 
     def take_assigned(self) -> None:
-        """Have float32 data that a script has assigned to a 16-bit parameter be its master."""
+        """Use float32 data that a script has assigned to a 16-bit parameter as its master."""
 
     def end_loop(self) -> None:
         """End a loop over ``amp.master_params`` that a script has left early."""
@@ -136,15 +136,15 @@ class Masters:
             loop.close()
 
     def moving(self) -> AbstractContextManager[None]:
-        """Return the context for code that gives parameters other addresses: that is no write."""
+        """Return the context for code that moves parameters to other addresses, which does not count as a write."""
         return nullcontext()
 
     def has_flat_model(self, groups: Sequence[FusedGroup]) -> bool:
-        """Whether the 16-bit data is laid out like the masters in the buffers of ``groups``, so that nothing moves."""
+        """Return whether the 16-bit data is laid out like the masters in the buffers of ``groups``."""
         return True
 
     def combined_model(self, groups: Sequence[FusedGroup]) -> list[Tensor]:
-        """Return for each of ``groups``, those of combined buffers, the buffer of the parameters as the model has them.
+        """Return for each of the combined ``groups`` the buffer of the model's parameters.
 
         Raises:
             RuntimeError: A parameter shares its memory with others.
@@ -158,20 +158,20 @@ def _no_loop() -> None:
 
 @torch.no_grad()
 def fp32_value(value: Tensor, master: Tensor | None) -> Tensor:
-    """Return ``value``, in low precision, in float32, on its device: its master's elements where those round to it."""
+    """Return the low-precision ``value`` in float32: the elements of ``master`` that round to it, else widened ones."""
     if master is None:
         return value.float()
     exact = master.detach().to(value.device)
-    # Weights that were written since the last step (a swapped-in moving average) are what is shown.
+    # Weights that were written since the last step (a swapped-in moving average) do not match their master.
     rounded = exact.to(value.dtype)
-    if value.is_cpu and torch.equal(rounded, value):  # elsewhere the answer would have to be waited for
+    if value.is_cpu and torch.equal(rounded, value):  # on other devices this would wait
         return exact
     return torch.where(rounded == value, exact, value.float())
 
 
 @torch.no_grad()
 def write_unless(skipped: Tensor | None, target: Tensor, source: Tensor) -> None:
-    """Round ``source`` into ``target``, but where ``skipped``, one number on a device, is there and not 0."""
+    """Round ``source`` into ``target`` unless ``skipped``, one number on a device, is not 0."""
     if skipped is not None:
         source = torch.where(skipped.to(target.device).reshape(()) != 0, target, source)
     target.copy_(source)

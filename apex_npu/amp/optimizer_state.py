@@ -47,9 +47,9 @@ OUTSIDE_BLOCKS = (
     "scaled_loss.backward()`"
 )
 OF_OTHER_BLOCKS = (
-    "gradients that amp.scale_loss blocks of other optimizers have given to this one's parameters are not part of its "
-    "step, since they are multiplied by the loss scale: clear them before a block of its own, or pass all optimizers "
-    "that the loss reaches to scale_loss, as a list"
+    "amp.scale_loss blocks of other optimizers have given gradients to parameters of this optimizer. They are "
+    "multiplied by the loss scale, and its step ignores them: clear them before a block of this optimizer, or pass all "
+    "optimizers that the loss reaches to scale_loss, as a list"
 )
 
 
@@ -88,11 +88,11 @@ class AmpOptimizerState:
         decision: The decision of ``scale_loss`` about the next step; None: no decision since the last step.
         report: The report of the last step whose outcome is known.
         masters: The float32 values of 16-bit parameters.
-        grads: The way of gradients from backward to the optimizer's parameters.
+        grads: The gradient groups of the optimizer, and the state of its gradients.
         pending: The work that blocks leave to the step, with ``fuse_unscale`` or if the device skips steps; else None.
         sync: The averaging of gradients over processes, with ``combine_ddp``; else None.
         legacy: An object that a package above amp keeps here; its ``clear`` is called when gradients are cleared.
-        links: Objects through which copies of the optimizer and of its models find each other.
+        links: Objects that the optimizer shares with the models that it steps; see ``CopyLink``.
     """
 
     policy: Policy
@@ -108,7 +108,7 @@ class AmpOptimizerState:
     links: list[Any] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without buffers, which a copy makes itself, as it is outside of a block."""
+        """Return the state as it is outside of a block, without buffers, which a copy makes itself."""
         self.resolve()
         # Parameters are copied without their gradients.
         return {**self.__dict__, "stage": Stage.READY, "grad_scale": 1.0, "grads": OptimizerGrads()}
@@ -129,12 +129,12 @@ class AmpOptimizerState:
 
     @property
     def widens(self) -> bool:
-        """Whether blocks widen the gradients of 16-bit parameters, whose float32 values the optimizer steps."""
+        """True if blocks widen the gradients of 16-bit parameters, whose float32 values the optimizer steps."""
         return bool(self.policy.master_weights)
 
     @property
     def skip(self) -> bool:
-        """Whether the next step will be skipped."""
+        """True if the next step will be skipped."""
         if self.pending is not None:
             self.pending.resolve()
         return self.decision is not None and self.decision.skip
@@ -147,15 +147,15 @@ class AmpOptimizerState:
 
     @property
     def averages(self) -> bool:
-        """Whether its gradients are averaged over processes; the script can turn this off."""
+        """True if the gradients are averaged over processes; the script can turn this off."""
         return bool(self.sync is not None and self.policy.combine_ddp and self.policy.combine_grad)
 
     def combine(self, **options: Any) -> None:
         """Change ``combine_grad`` or ``combine_ddp`` of this optimizer alone, between two steps.
 
         Raises:
-            RuntimeError: A block has left gradients. Or its gradients would be averaged although ``initialize`` has not
-                made the processes agree on parameters and values. Nothing is changed in these cases.
+            RuntimeError: A block has left gradients, or ``initialize`` has not prepared the optimizer for
+                ``combine_ddp``. Nothing is changed in these cases.
         """
         policy = replace(self.policy, **options)
         if policy == self.policy:
@@ -167,13 +167,13 @@ class AmpOptimizerState:
             )
         if self.sync is not None and self.stage is not Stage.READY:
             raise RuntimeError(
-                f"{' and '.join(options)} was changed between amp.scale_loss and step(), where some gradients are "
-                "averages by now and some are not; change it after step() or zero_grad()"
+                f"{' and '.join(options)} was changed between amp.scale_loss and step(), when some gradients may be "
+                "averages and others not; change it after step() or zero_grad()"
             )
         self.policy = policy
 
     def retire(self, undo: Undo | None = None) -> None:
-        """Forget the model, whose parameters another optimizer now steps, so that a step does not write them.
+        """Drop the masters, so that a step does not write the model, whose parameters another optimizer steps now.
 
         Args:
             undo: Receives the callback that undoes this.
@@ -194,26 +194,26 @@ class AmpOptimizerState:
         if self.masters.retired:
             raise RuntimeError(
                 f"{caller} was called with {type(optimizer).__name__}, whose float32 values no model has any more: "
-                "amp.shutdown() was called, or the model was passed to amp.initialize again, with another optimizer, "
-                "which steps its parameters now. Use that one; pass all optimizers to one amp.initialize, or make a "
-                "new optimizer of model.parameters() after amp.shutdown()"
+                "amp.shutdown() was called, or the model was passed to amp.initialize again with another optimizer, "
+                "which steps its parameters now. Use that optimizer, pass all optimizers to one amp.initialize, or "
+                "make a new optimizer of model.parameters() after amp.shutdown()"
             )
 
     @property
     def is_unscaled(self) -> bool:
-        """Whether gradients are as backward has left them, and stay so in a block at a scale of 1."""
+        """True if a block at a scale of 1 can leave gradients as backward computes them."""
         skips = self.decision is not None and self.decision.skip
         return self.grad_scale == 1.0 and not self.widens and not skips
 
     @property
     def holds_scaled(self) -> bool:
-        """Whether the next step must divide gradients by the loss scale, or clip them."""
+        """True if the next step must divide gradients by the loss scale, or clip them."""
         clips = self.pending is not None and self.pending.clip_coefficient is not None
         return self.policy.fuse_unscale and (self.grad_scale != 1.0 or clips)
 
     @property
     def awaits_block(self) -> bool:
-        """Whether a block must unscale the gradients, check them or widen them before a step or clipping."""
+        """True if a block must unscale, check or widen the gradients before a step or clipping."""
         if self.stage in (Stage.SCALED, Stage.DELAYED):
             return self.grad_scale != 1.0 or self.policy.loss_scale == "dynamic" or self.widens
         return self.grad_scale != 1.0 and not self.policy.fuse_unscale
@@ -228,27 +228,26 @@ class AmpOptimizerState:
             return
         if self.stage is Stage.SCALED:
             reason = (
-                f"{caller} was called inside scale_loss, at whose end they are unscaled and checked; call it after it"
+                f"{caller} was called inside scale_loss, whose end unscales and checks them; call it after the block"
             )
         else:
             reason = (
                 "the last scale_loss had delay_unscale=True, or was inside of DistributedDataParallel.no_sync() or "
-                "after fully_shard's set_requires_gradient_sync(False), where gradients wait for their average; before "
-                f"{caller}, close one without any of these, or call zero_grad()"
+                "after fully_shard's set_requires_gradient_sync(False), so that gradients are not averaged yet; before "
+                f"{caller}, close a block without any of these, or call zero_grad()"
             )
-        raise RuntimeError(f"the gradients are still multiplied with the loss scale {self.grad_scale}: {reason}")
+        raise RuntimeError(f"the gradients are still multiplied by the loss scale {self.grad_scale}: {reason}")
 
     def clips_like_torch(self, groups: list[GradGroup]) -> bool:
-        """Whether clipping the buffers of ``groups``, all of its gradients, gives the same result as torch's function.
+        """Return whether clipping the buffers of ``groups``, all of its gradients, gives the same result as torch.
 
-        It does if all gradients are unscaled, in float32 buffers, and on at most one mesh, as torch's function requires
-        of sharded ones.
+        This requires that all gradients are unscaled, in float32 buffers, and on at most one mesh.
         """
         buffered = all(group.flat is not None and group.flat.dtype == torch.float32 for group in groups)
         return self.grad_scale == 1.0 and bool(groups) and buffered and len(self.grads.meshes) <= 1
 
     def forget_own_values(self) -> None:
-        """At the first block with several processes, restart masters from the low-precision weights, as Apex does.
+        """With several processes, set masters to the low-precision weights before the first block, as Apex does.
 
         A broadcast of ``p.data`` after ``initialize`` does not reach masters or remainders, which would then differ
         between processes. The sending process cannot detect it, since it writes nothing, so all processes do this.
@@ -262,7 +261,7 @@ class AmpOptimizerState:
         return self.grads.fit(optimizer, self)
 
     def drop_cleared(self, optimizer: Optimizer | None = None) -> None:
-        """Apply what a script did to delayed gradients to those set aside. With ``optimizer`` emit its warnings now."""
+        """Clear gradients set aside whose delayed gradient a script has cleared; with ``optimizer`` emit warnings."""
         if self.stage is not Stage.SCALED:
             for group in self.grads.groups:
                 group.drop_cleared()
@@ -335,19 +334,19 @@ class AmpOptimizerState:
         has_grads = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
         if has_grads and self.grads.scaled_by:
             raise RuntimeError(
-                f"{type(optimizer).__name__}.step() was called with gradients that no amp.scale_loss block of its own "
-                f"has unscaled: a block that names {self.grads.scaled_by} alone reaches its parameters, too, and "
-                "leaves their gradients multiplied by the loss scale. Pass all optimizers that the loss reaches to "
-                "scale_loss, as a list, or call zero_grad() and then backward() in a block of its own"
+                f"{type(optimizer).__name__}.step() was called with gradients that no amp.scale_loss block of this "
+                f"optimizer has unscaled: a block that was given {self.grads.scaled_by} alone also reaches its "
+                "parameters, and leaves their gradients multiplied by the loss scale. Pass all optimizers that the "
+                "loss reaches to scale_loss, as a list, or call zero_grad() and then backward() in a separate block"
             )
         return OUTSIDE_BLOCKS if has_grads and self.policy.loss_scale == "dynamic" else None
 
     def end_step(self, optimizer: Optimizer, check: Any = None) -> None:
-        """Round masters into parameters and record the outcome of the step, which with ``check`` the device decides."""
+        """Round masters into parameters and record the outcome; with ``check`` the device decides it."""
         try:
             self.masters.end_step(fused_groups(optimizer), None if check is None else check.flag)
         except BaseException:
-            # Another step() then finds no gradients.
+            # so that another step() does not step the same gradients again
             for group in optimizer.param_groups:
                 drop_grads(group["params"])
             raise
@@ -360,7 +359,7 @@ class AmpOptimizerState:
                 self.note_step()
 
     def end_failed_step(self, optimizer: Optimizer, error: BaseException, *, begun: bool) -> None:
-        """After ``error``, round masters into parameters if the own step has ``begun``, since they may be stepped."""
+        """After ``error``, round masters into parameters if the own step has ``begun`` and may have written them."""
         interrupted = not isinstance(error, Exception)
         if begun or interrupted:
             self.masters.end_step(fused_groups(optimizer))
@@ -380,7 +379,7 @@ class AmpOptimizerState:
             if alarms or session.verbosity > 0:
                 hooks.step_skipped(optimizer, report, alarms, session.verbosity > 0)
         if self.holds_scaled:
-            # Gradients that are not cleared count as ordinary ones.
+            # Gradients that are not cleared now count as ordinary ones.
             self.pending.unscale_now_(self, self.grad_groups(optimizer))
         for memory in self.grads.lending:
             memory.let_go()
@@ -421,18 +420,18 @@ class AmpOptimizerState:
 
 
 class OptimizerGrads:
-    """The way of one optimizer's gradients to its parameters.
+    """The gradient groups of one optimizer, and the state of its gradients.
 
     Attributes:
         groups: The gradient groups; made again when the parameters or their buffers change.
-        saturates: Whether the gradients are on a device that saturates instead of giving inf.
+        saturates: The gradients are on a device that saturates instead of giving inf.
         meshes: The device meshes over which parameters are sharded.
-        special: Whether ``saturates`` is true or there are ``meshes``, so that an ordinary block is not enough.
-        lending: The memory that gradients own between steps.
+        special: ``saturates`` is true or there are ``meshes``, which an ordinary block does not handle.
+        lending: The gradient memory that is freed or reused between steps.
         saturated: On a device that saturates: gradients have overflowed and have not been cleared.
         unchecked: Gradients have been brought to the optimizer's parameters without a check for inf or NaN.
-        scaled_by: Names of the optimizers whose block has given this one's parameters gradients, multiplied by its loss
-            scale. Empty: no such gradients are left.
+        scaled_by: Names of other optimizers whose block has given gradients to parameters of this optimizer. They are
+            multiplied by the loss scale. Empty: there are no such gradients.
     """
 
     def __init__(self) -> None:
@@ -472,7 +471,7 @@ class OptimizerGrads:
         self.special = self.saturates or bool(self.meshes)
         memories = [group.flat.memory for group in groups if group.flat is not None]
         self.lending = [memory for memory in memories if memory.lends]
-        self.groups = groups  # last, when they know all copied gradients
+        self.groups = groups  # last, after they have adopted all gradients set aside
         self._loose = [p for group in groups if group.flat is None for p in group.params]
         self._devices = list(map(_DEVICE, self._loose))
 
@@ -484,12 +483,12 @@ class OptimizerGrads:
         return self._own_flats
 
     def combined(self, optimizer: Any, state: AmpOptimizerState) -> list[FlatGrads]:
-        """Return one object for each combined buffer; lay memory out in such buffers if it is not yet."""
+        """Return the gradients of each combined buffer. Make the buffers if they do not exist yet."""
         if isinstance(optimizer, HasFusedGroups):
             flats = optimizer.combined_grads()
         else:
             flats = self._combined_own(optimizer, state)
-        self.fit(optimizer, state)  # new groups take over from those of other buffers
+        self.fit(optimizer, state)  # replaces groups of former buffers
         return flats
 
     def _combined_own(self, optimizer: Any, state: AmpOptimizerState) -> list[FlatGrads]:
@@ -513,7 +512,7 @@ class OptimizerGrads:
 
 
 def _stands_still(optimizer: Optimizer) -> bool:
-    """True at a learning rate of 0, with which torch.distributed.checkpoint.state_dict makes an optimizer's state."""
+    """Return True at a learning rate of 0, which torch.distributed.checkpoint.state_dict uses to initialize state."""
     return all(group.get("lr", 1.0) == 0.0 for group in optimizer.param_groups)
 
 
@@ -529,12 +528,12 @@ def _no_gradients(optimizer: Optimizer) -> str | None:
 
 
 def fused_groups(optimizer: Any) -> list[FusedGroup]:
-    """The groups that a fused optimizer has stepped; empty for other optimizers."""
+    """Return the groups that a fused optimizer has stepped; empty for other optimizers."""
     return optimizer.fused_groups() if isinstance(optimizer, HasFusedGroups) else []
 
 
 def inner_optimizer(optimizer: Any) -> Any:
-    """The ``optim`` of a wrapper that changes gradients before the step, such as LARC; else ``optimizer``."""
+    """Return the ``optim`` of a wrapper that changes gradients before the step, such as LARC; else ``optimizer``."""
     inner = getattr(optimizer, "optim", None)
     return inner if isinstance(inner, Optimizer) and not isinstance(optimizer, Optimizer) else optimizer
 
@@ -544,7 +543,7 @@ _WRAPPED = ("optimizer", "_optimizer", "opt")
 
 
 def adopted_inside(optimizer: Any) -> Any:
-    """The adopted optimizer that a training framework has wrapped in ``optimizer``; else ``optimizer``."""
+    """Return the adopted optimizer that a training framework has wrapped in ``optimizer``; else ``optimizer``."""
     inner = optimizer
     for _ in range(4):  # wrappers of wrappers
         if isinstance(inner, OptimizerAccessors):  # false for a wrapper that forwards attributes

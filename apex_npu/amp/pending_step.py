@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``PendingStep``: work that blocks leave to the step, to divide gradients, clip them, or skip itself.
+"""``PendingStep``: work that blocks leave to the step, which divides gradients, clips them, or is skipped.
 
-With ``fuse_unscale`` gradients stay multiplied by the loss scale until then. If gradients have overflowed, some devices
-skip the step, and the host reads ``found_inf`` later.
+With ``fuse_unscale`` gradients stay multiplied by the loss scale until then. Some devices can skip a step by
+themselves, and the host reads ``found_inf`` later.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from apex_npu.ops import cats_lists, divides_in_update, masks_writes
 
 
 def supports_found_inf(optimizer: Optimizer) -> bool:
-    """True if a number on the device can cheaply make ``optimizer`` write nothing."""
+    """Return whether a number on the device can make ``optimizer`` write nothing, at no extra cost."""
     # A skipped step must not call hooks.
     hooks = (
         optimizer._optimizer_step_pre_hooks,
@@ -50,11 +50,11 @@ def supports_found_inf(optimizer: Optimizer) -> bool:
 class DeferredInfCheck:
     """The check that a ``scale_loss`` block has deferred, and the decision that follows from it.
 
-    Gradients that ``fuse_unscale`` leaves scaled need not be written at the end of a block, so that checking them would
-    be a separate pass. Their norm gives the same result; otherwise the check runs when it is first needed.
+    With ``fuse_unscale`` a block does not write gradients, so that checking them would be a separate pass. A finite
+    norm shows that there is no overflow. Otherwise the check runs when it is first needed.
 
-    If the device can skip the step, the host does not wait for the result: the device reads ``flag``, and the host
-    reads a copy of it when that has arrived.
+    If the device can skip the step, the host does not wait for the result. The device reads ``flag``, and the host
+    later reads a copy.
 
     Attributes:
         thread: The identifier of the thread that ran the block.
@@ -71,7 +71,7 @@ class DeferredInfCheck:
         Args:
             look: Reads every gradient, and returns the argument of ``any_raised``.
             decide: Called once, with True if a gradient is inf or NaN, else False.
-            on_device: See the attributes.
+            on_device: The device can skip the step that follows.
         """
         self.thread = threading.get_ident()
         self.on_device = on_device
@@ -89,7 +89,7 @@ class DeferredInfCheck:
 
     @disable_dynamo
     def start(self, flag: Tensor | None = None) -> Tensor:
-        """Start the check on the device, without a wait; only for a check that is ``on_device``.
+        """Start the check on the device without waiting for it. Requires ``on_device``.
 
         Args:
             flag: The result, if it exists already; None: the gradients are read.
@@ -112,7 +112,7 @@ class DeferredInfCheck:
 
         Args:
             norm: The norm of all gradients, which is inf or NaN if one of them is; None: not computed.
-            look: Another function to read every gradient, if they must still be read.
+            look: Replaces the function that reads every gradient, if they must still be read.
         """
         with self.lock:
             decide = self._decide
@@ -141,8 +141,8 @@ class PendingStep:
     The divisor is ``AmpOptimizerState.grad_scale``, which blocks need without this object, too.
 
     Attributes:
-        check: The open check of the last block, whose decision is still unknown; None: it is known.
-        skipped_check: The check by which the device has applied or skipped the last step; None: the host knows it.
+        check: The open check of the last block; None: its decision is known.
+        skipped_check: The check that decided on the device about the last step; None: the host knows the outcome.
         clip_coefficient: The factor that the next step must still apply to gradients; float32, (1,).
         scaled: The gradients that the last block has left multiplied by the loss scale.
     """
@@ -200,7 +200,7 @@ class PendingStep:
             warn_once(optimizer, NOT_SCALED)
 
     def prepare(self, optimizer: Optimizer, state: AmpOptimizerState) -> DeferredInfCheck | None:
-        """Prepare the step. Return the check by which the device skips it; None: the host has made the decision."""
+        """Prepare the step. Return the check with which the device decides; None: the host has decided."""
         self.look_for_unscaled(optimizer, state)
         state.drop_cleared()  # first, because a cleared inf does not count
         check = self._check_for_device(optimizer, state)
@@ -214,9 +214,9 @@ class PendingStep:
         if check is None or not supports_found_inf(optimizer):
             return None
         if state.decision is not None and state.decision.skip:
-            return None  # by an earlier block
+            return None  # an earlier block has decided to skip the step
         session, last = current(), state.report
-        # A step that may raise the alarm needs the host: it looks for the overflow in gradients that still exist.
+        # If the skip may raise the alarm, the host decides while the gradients to examine still exist.
         skips = 1 + (0 if last is None else last.skips_in_a_row)
         return check if session is None or skips != session.skip_alarm else None
 
@@ -240,7 +240,8 @@ class PendingStep:
     ) -> Any:
         """Call ``step``, the optimizer's own, with the work left to it; ``check`` is the result of ``prepare``."""
         handed: Any = optimizer
-        # These attributes exist during the step only, and no interrupt comes before they are deleted.
+        # These attributes exist only during the step. They are set right before ``try``, so that an interrupt cannot
+        # leave them.
         handed.grad_scale = handed.found_inf = None
         try:
             handed_over = self._hand_over_scale(optimizer, state)
@@ -255,10 +256,10 @@ class PendingStep:
         return result
 
     def _hand_over_scale(self, optimizer: Optimizer, state: AmpOptimizerState) -> bool:
-        """Divide gradients by their scale and clip them, in the step itself if the optimizer can.
+        """Divide gradients by their scale and clip them, in the step itself if the optimizer supports this.
 
         Returns:
-            True if the step reads the scale from the optimizer, where torch.amp.GradScaler puts it, too.
+            True if the step reads ``optimizer.grad_scale``, the attribute that torch.amp.GradScaler also sets.
         """
         first = next((p for group in optimizer.param_groups for p in group["params"]), None)
         divides = first is not None and _divides_in_update(optimizer, first.device)
@@ -368,7 +369,7 @@ def _divides_in_update(optimizer: Any, device: torch.device) -> bool:
 
 
 def _takes_grad_scale(optimizer: Optimizer, device: torch.device) -> bool:
-    """True for optimizers that read ``grad_scale``: those of this package, and torch's with ``fused=True``."""
+    """Return True for optimizers that read ``grad_scale``: those of this package, and torch's with ``fused=True``."""
     if isinstance(optimizer, HasFusedGroups):
         return True
     # torch_npu's fused AdamW reads neither scale nor flag.
@@ -378,7 +379,7 @@ def _takes_grad_scale(optimizer: Optimizer, device: torch.device) -> bool:
 def _checked_norm(check: DeferredInfCheck, flats: list[FlatGrads], unfused: list[Tensor], norm_type: float) -> Tensor:
     """Return the norm, and start a check for overflow, for which the host does not wait."""
     if norm_type != 2.0 or check.flag is not None:
-        if norm_type > 0:  # other norms do not show inf and NaN, which are checked later
+        if norm_type > 0:  # other norms hide inf and NaN, which are checked later
             check.start()
         return total_grad_norm(flats, unfused, norm_type)
     device = flats[0].device if flats else unfused[0].device
@@ -389,7 +390,7 @@ def _checked_norm(check: DeferredInfCheck, flats: list[FlatGrads], unfused: list
 
 
 def any_packed(groups: Sequence[GradGroup]) -> bool:
-    """True if some gradients cannot be divided in place, because small ones would be lost in 16 bits."""
+    """Return True if some gradients cannot be divided in place, because 16 bits would lose small ones."""
     return any(group.flat is not None and group.flat.is_packed for group in groups)
 
 

@@ -38,7 +38,7 @@ class Policy(CastPolicy):
     check_combined_tensors: bool | Literal["error"] | None = None
     # Gradients stay multiplied by the loss scale until step, which divides them in the same pass.
     fuse_unscale: bool = False
-    # The float32 values of 16-bit parameters are kept as the 16 bits that these lack; None: where kernels can.
+    # The float32 values of 16-bit parameters are kept as the 16 missing bits; None: where kernels support this.
     store_param_remainders: bool | None = None
 
     @property
@@ -132,8 +132,8 @@ def _check_against_level(level: Policy, given: dict[str, Any]) -> None:
         raise RuntimeError("combine_ddp=True needs combine_grad=True: it reduces the combined gradients")
     if "ddp_reduce_dtype" in given and not given.get("combine_ddp"):
         raise RuntimeError(
-            f"ddp_reduce_dtype={given['ddp_reduce_dtype']} says how combine_ddp=True reduces gradients; leave it out "
-            "without that"
+            f"ddp_reduce_dtype={given['ddp_reduce_dtype']} is the dtype in which combine_ddp=True reduces gradients; "
+            "leave it out without combine_ddp"
         )
 
 
@@ -141,9 +141,9 @@ def _check_remainders(level: Policy, given: dict[str, Any]) -> None:
     dtype = given.get("cast_model_type", level.cast_model_type)
     if not given.get("master_weights", level.master_weights) or dtype not in LOW_PRECISION:
         raise RuntimeError(
-            "store_param_remainders=True keeps, in place of float32 masters, the 16 bits that float16 and bfloat16 "
-            f"parameters lack; opt_level {level.opt_level} here has no 16-bit parameters with masters. Use "
-            "opt_level='O2' or 'O5', or leave it out"
+            "store_param_remainders=True replaces float32 masters by the 16 bits that float16 and bfloat16 parameters "
+            f"lack, but opt_level {level.opt_level} has no 16-bit parameters with masters here. Use opt_level='O2' or "
+            "'O5', or leave it out"
         )
 
 

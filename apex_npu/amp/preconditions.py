@@ -76,9 +76,9 @@ def check_memory(policy: Policy, models: list[nn.Module]) -> None:
         if tensors[i].requires_grad or tensors[j].requires_grad:
             raise RuntimeError(
                 f"{names[i]} and {names[j]} share memory, but are not the same Parameter: opt_level "
-                f"{policy.opt_level} casts each into memory of its own, and what is written to one, by a step or by a "
-                "script, would not reach the other any more. Use one Parameter for both (decoder.weight = "
-                "encoder.weight), take views of it in the forward, or use O1 or O4, which cast no weights"
+                f"{policy.opt_level} casts each into separate memory, so that a write to one no longer changes the "
+                "other. Use one Parameter for both (decoder.weight = encoder.weight), take views of it in the forward, "
+                "or use O1 or O4, which cast no weights"
             )
 
 
@@ -92,7 +92,7 @@ def check_inside_of_ddp(policy: Policy, ddps: list[nn.parallel.DistributedDataPa
             raise RuntimeError(
                 f"Incoming model is inside of a DistributedDataParallel with {obstacle}: opt_level "
                 f"{policy.opt_level} casts its parameters, whose gradients would not be averaged any more. Pass the "
-                "model to amp.initialize first, and wrap what that returns"
+                "model to amp.initialize first, and wrap the model that it returns"
             )
 
 
@@ -108,14 +108,14 @@ def check_adoptable(optimizer: Optimizer) -> None:
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, Optimizer) and not {"param_groups", "_optimizer_step_pre_hooks"} & vars(optimizer).keys():
         raise RuntimeError(
-            f"Incoming optimizer is an instance of {type(optimizer).__name__}, which wraps another and is none itself: "
-            "pass its .optimizer, before the framework wraps it, as in accelerate before prepare()"
+            f"Incoming optimizer is an instance of {type(optimizer).__name__}, which only wraps an optimizer: pass its "
+            ".optimizer, before the framework wraps it, as in accelerate before prepare()"
         )
     step = vars(optimizer).get("step")
     if step is not None and not _is_scheduler_wrapper(step):
         raise RuntimeError(
             f"Incoming optimizer already has step defined on the instance ({step!r}), which would hide amp's; pass the "
-            "optimizer to amp.initialize before whatever wraps it"
+            "optimizer to amp.initialize before it is wrapped"
         )
 
 
@@ -136,7 +136,7 @@ def check_groups(policy: Policy, process_group: Any, overflow_group: Any, *, ena
         process_group = check_group(process_group, "process_group", "combine_ddp=True")
     elif process_group is not None:
         raise RuntimeError(
-            "process_group says who averages gradients under combine_ddp=True; leave it out without that"
+            "process_group is for combine_ddp=True, which averages gradients over it; leave it out without combine_ddp"
         )
     if enabled and overflow_group is not None:
         check_group(overflow_group, "overflow_group", "overflow_group")
@@ -216,8 +216,8 @@ def check_masters(optimizers: list[Optimizer]) -> None:
         if isinstance(optimizer, HasFusedGroups) and optimizer.state_formats.stochastic_rounding:
             raise RuntimeError(
                 f"{type(optimizer).__name__} has stochastic_rounding=True, which is for bfloat16 parameters without "
-                "float32 values, but here amp keeps these: pass master_weights=False to amp.initialize at O5, or leave "
-                "stochastic_rounding out"
+                "float32 values, but amp keeps these at this level: pass master_weights=False to amp.initialize at O5, "
+                "or leave stochastic_rounding out"
             )
 
 
@@ -226,7 +226,7 @@ _RULES = ("update", "_group_step")
 
 
 def steps_remainders(optimizer: Any) -> bool:
-    """Return whether ``optimizer`` is a fused one, whose rule no script replaces: that computes in the data's dtype."""
+    """Return whether ``optimizer`` is a fused optimizer whose rule reads remainders and is not overridden."""
     if not isinstance(optimizer, HasFusedGroups) or not getattr(optimizer, "encodable_states", ()):
         return False
     mro = type(optimizer).__mro__
@@ -244,8 +244,8 @@ def check_remainders(optimizers: list[Optimizer]) -> None:
     for optimizer in optimizers:
         if not steps_remainders(optimizer):
             raise RuntimeError(
-                f"{type(optimizer).__name__} cannot keep the remainders of parameters: store_param_remainders=True is "
-                "for the fused optimizers of apex_npu.optimizers and their own rules; leave it out"
+                f"{type(optimizer).__name__} cannot keep the remainders of parameters: store_param_remainders=True "
+                "requires a fused optimizer of apex_npu.optimizers with its own rule; leave it out"
             )
 
 
@@ -286,8 +286,8 @@ def check_devices(device_types: list[str], models: list[nn.Module]) -> None:
         )
     if torch.is_inference_mode_enabled() or any(t.is_inference() for t in made):
         raise RuntimeError(
-            "amp.initialize was called under torch.inference_mode(), or with a model made there, whose tensors cannot "
-            "be trained, nor cast in place; call it outside, and run the model under inference_mode() afterwards"
+            "amp.initialize was called under torch.inference_mode(), or with a model made there, whose tensors can be "
+            "neither trained nor cast in place; call it outside, and run the model under inference_mode() afterwards"
         )
     former = current()
     if former is not None:
@@ -302,7 +302,7 @@ def check_devices(device_types: list[str], models: list[nn.Module]) -> None:
 
 
 def optimizers_inside(optimizer: Any) -> list[Optimizer]:
-    """The optimizers that are attributes of ``optimizer``, or items of lists or tuples that are."""
+    """Return the optimizers in attributes of ``optimizer``, and in lists and tuples in attributes."""
     found: list[Optimizer] = []
     for value in vars(optimizer).values():
         listed = value if isinstance(value, (list, tuple)) else [value]
@@ -311,6 +311,6 @@ def optimizers_inside(optimizer: Any) -> list[Optimizer]:
 
 
 def shares_groups(optimizer: Optimizer, inner: Optimizer) -> bool:
-    """True if all groups of ``inner`` are groups of ``optimizer``."""
+    """Return True if all groups of ``inner`` are groups of ``optimizer``."""
     groups = set(map(id, optimizer.param_groups))
     return all(id(group) in groups for group in inner.param_groups)

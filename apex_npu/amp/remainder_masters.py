@@ -29,8 +29,8 @@ from apex_npu.ops import LOW_PRECISION
 class RemainderMasters(Masters):
     """The masters of an optimizer that steps the model's own parameters and keeps their missing bits in its state.
 
-    A remainder does not show whether it belongs to the parameter's current value. After a script has written to a
-    parameter, and until the next step, the parameter's own value is shown.
+    A remainder does not show whether it belongs to the parameter's current value. If a script writes to a parameter,
+    its remainder is ignored until the next step.
     """
 
     def __init__(self) -> None:
@@ -38,8 +38,8 @@ class RemainderMasters(Masters):
         super().__init__()
         self._optimizer: Callable[[], Any] = _gone
         self._views: dict[int, EncodedView] = {}
-        # Remainders of parameters that the optimizer has not stepped. They are not in its state because
-        # torch.distributed.checkpoint takes an optimizer with any state for one that has stepped.
+        # Remainders of parameters that the optimizer has not stepped. They are not in its state, because
+        # torch.distributed.checkpoint regards an optimizer with any state as initialized.
         self._unstepped: dict[Tensor, EncodedView] = {}
         self._copied: dict[Tensor, Tensor] = {}
         self._groups: list[weakref.ref[FusedGroup]] = []
@@ -51,11 +51,11 @@ class RemainderMasters(Masters):
         self._open: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __reduce__(self) -> Any:
-        """Copy as an object with the values that no optimizer's state holds, which then belongs to the copy."""
+        """Copy only the values that are not in the optimizer's state, which is copied with the optimizer."""
         return RemainderMasters, (), {"_copied": dict(self._unstepped)}  # each is copied as its float32 value
 
     def belong_to(self, optimizer: Any) -> None:
-        """See ``Masters``. The reference is weak: models keep their masters alive, maybe without the optimizer."""
+        """Attach to ``optimizer``. The reference is weak, because models keep masters alive without the optimizer."""
         self._optimizer = weakref.ref(optimizer)
         copied, self._copied = self._copied, {}
         self.take_values({id(param): value for param, value in copied.items()})
@@ -71,7 +71,7 @@ class RemainderMasters(Masters):
         return False
 
     def without_values(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """See ``Masters``. The count of random bits is left out, too, unless states are encoded with these."""
+        """Remove masters, and the count of random bits unless states are encoded with random bits."""
         optimizer = self._optimizer()
         counts = optimizer.state_formats.draws_random_bits
         left_out = {MASTER_PARAM} if counts else {MASTER_PARAM, "applied_steps"}
@@ -87,7 +87,7 @@ class RemainderMasters(Masters):
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """See ``Masters``. A parameter keeps its float32 value where the loaded state has none."""
+        """Keep the float32 value of a parameter for which the loaded state has no master."""
         with self.stepping():
             shown = self._shown()
             unwritten = {param: view for param, view in shown.items() if not self._is_written(param, view)}
@@ -97,7 +97,7 @@ class RemainderMasters(Masters):
 
     @contextmanager
     def float32_data(self, params: Sequence[Tensor] | None = None) -> Iterator[None]:
-        """See ``Masters``."""
+        """Give ``params`` float32 data, and store it at the end. None: all parameters."""
         known = self.params()
         ids = set(map(id, known if params is None else params)).difference(self._open)
         chosen = [p for p in known if id(p) in ids]
@@ -108,7 +108,7 @@ class RemainderMasters(Masters):
             self._hide_float32(chosen)
 
     def stepping(self) -> AbstractContextManager[None]:
-        """See ``Masters``. The optimizer steps 16-bit data, also if it is called inside of ``float32_data``."""
+        """Give parameters 16-bit data, which the optimizer steps, even inside ``float32_data``."""
         optimizer: Any = self._optimizer()
         for param, view in self._unstepped.items():
             optimizer.state[param][MASTER_PARAM] = view
@@ -139,13 +139,13 @@ class RemainderMasters(Masters):
             self.end_loading(params)
 
     def find_new(self, optimizer: Any) -> bool:
-        """See ``Masters``."""
+        """End a loop over ``amp.master_params`` and take assigned data, before a block or a step."""
         self.end_loop()
         self.take_assigned()
         return False
 
     def take_assigned(self) -> None:
-        """See ``Masters``."""
+        """Use float32 data that a script has assigned to a 16-bit parameter as its master."""
         optimizer = self._optimizer()
         for group in [] if optimizer is None else optimizer.param_groups:
             params = group["params"]
@@ -161,15 +161,15 @@ class RemainderMasters(Masters):
 
     @property
     def are_new(self) -> bool:
-        """See ``Masters``. The optimizer may have got parameters since the last look."""
+        """True: the optimizer may have got parameters since the last call."""
         return True
 
     def has(self, param: Tensor) -> bool:
-        """See ``Masters``."""
+        """Return whether ``param`` has a remainder or is a 16-bit parameter of the optimizer."""
         return self._view(param) is not None or any(param is p for p in self.params())
 
     def take_values(self, fp32_values: Mapping[int, Tensor]) -> None:
-        """See ``Masters``."""
+        """Store the remainders of ``fp32_values``, which maps ``id(param)`` to the value of a parameter."""
         taking = [param for param in self.params() if id(param) in fp32_values]
         views = {param: EncodedView.remainder_of(param, fp32_values[id(param)]) for param in taking}
         self._unstepped.update(views)
@@ -177,19 +177,19 @@ class RemainderMasters(Masters):
         self.own_values = [*self.own_values, *taking]
 
     def float32(self, param: Tensor, shown: Tensor) -> Tensor | None:
-        """See ``Masters``."""
+        """Return the value of ``param``; None without a remainder, or if a script has written to ``param`` since."""
         view = self._view(param)
         if view is None or self._is_written(param, view):
             return None
         return view.dequantize().to(shown.device)
 
     def sent(self, param: Tensor) -> Tensor | None:
-        """See ``Masters``. The version counter has moved, but the remainder still belongs to the values."""
+        """Return the value of a parameter after its broadcast, which has changed only the version counter."""
         view = self._view(param)
         return None if view is None else view.dequantize()
 
     def load(self, param: Tensor, value: Tensor) -> Tensor:
-        """See ``Masters``."""
+        """Write ``value`` to ``param`` and its remainder, and return the 16-bit data."""
         view = self._view(param)
         if view is not None:
             view.copy_(value)
@@ -199,14 +199,14 @@ class RemainderMasters(Masters):
         return param.detach()  # torch would round halves to even
 
     def end_loading(self, loaded: Collection[Tensor], *, by_value: bool = False) -> None:
-        """See ``Masters``."""
+        """Note that parameters and remainders of ``loaded`` belong together."""
         ids = set(map(id, loaded))
         self.keep_values_of(ids.intersection(map(id, self._loaded)))
         self._note_params([param for param in self._loaded if id(param) in ids])
         self._loaded = [param for param in self._loaded if id(param) not in ids]
 
     def end_step(self, groups: Sequence[FusedGroup], skipped: Tensor | None = None) -> None:
-        """See ``Masters``. Note that a step has written parameters and remainders, so that they belong together."""
+        """Note that parameters and remainders belong together, since the step has written both."""
         if self._groups != (fused := list(map(weakref.ref, groups))):
             for group in groups:
                 if group.own_states:
@@ -216,7 +216,7 @@ class RemainderMasters(Masters):
         self._writes.note(self._stepped)
 
     def begin_step(self, optimizer: Any) -> None:
-        """See ``Masters``. If a parameter's version counter has changed, its remainder becomes 0."""
+        """Zero the remainders of parameters whose version counter has changed."""
         self.find_new(optimizer)
         for i in self._writes.counted(self._stepped):
             param = self._stepped[i]
@@ -225,7 +225,7 @@ class RemainderMasters(Masters):
                 view.fill_(0.0)
 
     def round_own_values(self) -> None:
-        """See ``Masters``."""
+        """Zero the remainders of ``own_values``."""
         for param in self.own_values:
             view = self._view(param)
             if view is not None:
@@ -233,13 +233,13 @@ class RemainderMasters(Masters):
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """See ``Masters``."""
+        """Keep the remainders of parameters that move to other addresses."""
         unwritten = [param for param, view in self._shown().items() if not self._is_written(param, view)]
         yield
         self._note_params(unwritten)
 
     def params(self) -> list[Tensor]:
-        """See ``Masters``. A parameter with a remainder counts where its data is float32, too, as in a shutdown."""
+        """Return the optimizer's 16-bit parameters, and those with a remainder and float32 data, as in a shutdown."""
         optimizer = self._optimizer()
         listed = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
         return [p for p in listed if p.dtype in LOW_PRECISION or self._view(p) is not None]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Devices that clamp to the largest finite value and raise a flag where others give inf."""
+"""Devices that, instead of inf, give the largest finite value and raise a flag."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from apex_npu.backends import Backend, for_device
 
 
 def saturates(groups: Sequence[GradGroup]) -> bool:
-    """True if gradients are on such a device."""
+    """Return True if gradients are on such a device."""
     return bool(_saturating(groups))
 
 

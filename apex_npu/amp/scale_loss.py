@@ -53,17 +53,18 @@ def scale_loss(
 
     After the block ``param.grad`` of every optimizer parameter is the unscaled gradient, at O2 and O5 in float32. It is
     accumulated over all blocks since it was last cleared. Clip or read it, then call ``optimizer.step()``. If a
-    gradient is inf or NaN, the scale shrinks and that ``step()`` does nothing. A dynamic scale waits for the device at
-    most once here; a static one does not wait. With ``fuse_unscale`` gradients stay scaled until ``step``. The overflow
-    check then runs, and waits, when clipping or ``step`` first reads them. With a fused optimizer that is
-    ``capturable`` there is no wait on a GPU: the GPU skips the step. The host reads ``found_inf`` at the next block, or
-    when the scale is read.
+    gradient is inf or NaN, the scale shrinks and that ``step()`` does nothing.
 
-    After an exception inside the block everything is usable, and gradients are as they were before it. They are
-    unscaled, except with ``fuse_unscale``, and except those left by ``delay_unscale``, which remain to be checked.
-    Gradients whose step will be skipped are zeroed at the next block, so that their overflow does not affect that
-    block's scaler and other optimizers. For models sharded by ``fully_shard``, an exception drops all gradients if it
-    ends a backward early, or if gradients are held back for accumulation.
+    With a dynamic scale the host waits for the device at most once in the block; with a static one it does not wait.
+    With ``fuse_unscale`` gradients stay scaled until ``step``, and the overflow check runs, and waits, when clipping or
+    ``step`` first reads them. With a fused optimizer that is ``capturable`` a GPU skips the step without a wait, and
+    the host reads ``found_inf`` at the next block, or when the scale is read.
+
+    After an exception inside the block amp is usable, and gradients are as they were before the block. They are
+    unscaled, except with ``fuse_unscale``, and except those left by ``delay_unscale``, which remain to be checked. For
+    models sharded by ``fully_shard``, an exception drops all gradients if it ends a backward early, or if gradients are
+    held back for accumulation. The next block zeroes gradients whose step will be skipped, so that their overflow does
+    not affect its scaler and other optimizers.
 
     With ``combine_ddp`` the gradients are averages over all processes when the block ends. All processes must enter
     equally many blocks. With a dynamic scale the block waits once more, for the other processes. An exception on one
@@ -183,7 +184,7 @@ def _state_for_block(optimizer: Optimizer) -> AmpOptimizerState:
     state: AmpOptimizerState | None = getattr(optimizer, "_amp_state", None)
     if state is None:
         raise RuntimeError(
-            f"{type(optimizer).__name__} was not passed to amp.initialize; pass it there, and use what that returns"
+            f"{type(optimizer).__name__} was not passed to amp.initialize; pass it there, and use the returned one"
         )
     if state.masters.own_values:
         state.forget_own_values()
@@ -219,7 +220,7 @@ def _special_block(args: BlockArgs, loss: Tensor, given: Any, delay: Delay | Non
         parts.append(UnknownAverages(ddps))
     if session.ddps or any(state.sync is not None for state in states):
         for group in (group for _, groups in work for group in groups):
-            group.casts_in_backward = True  # reducers take gradients of the parameter's dtype alone
+            group.casts_in_backward = True  # reducers accept only gradients of the parameter's dtype
     views = _with_bucket_views(session, work)
     if views:
         parts.append(BucketViews(views))
@@ -244,13 +245,13 @@ def _special_block(args: BlockArgs, loss: Tensor, given: Any, delay: Delay | Non
 
 
 def _open_states(session: Session) -> list[AmpOptimizerState]:
-    """The states of optimizers whose blocks are open."""
+    """Return the states of optimizers whose blocks are open."""
     states = [optimizer._amp_state for optimizer in session.adopted]
     return [state for state in states if state.stage is Stage.SCALED]
 
 
 def _may_keep_grads(session: Session, work: Work) -> list[Any]:
-    """The DistributedDataParallel instances that may leave this block's gradients without an average."""
+    """Return the DistributedDataParallel instances that may not average this block's gradients."""
     known = may_keep_grads(session.ddps) if session.ddps else []
     if not known or any(state.sync is not None for state, _ in work):
         return []
@@ -258,7 +259,7 @@ def _may_keep_grads(session: Session, work: Work) -> list[Any]:
 
 
 def _with_bucket_views(session: Session, work: Work) -> list[Any]:
-    """The DistributedDataParallel instances whose buckets hold gradients that are read again after this block."""
+    """Return the DistributedDataParallel instances whose buckets hold gradients that are read after this block."""
     known = with_bucket_views(session.ddps) if session.ddps else []
     if not known or not any(state.pending is not None for state, _ in work):
         return []
@@ -281,8 +282,8 @@ def _check_fusing(given: Any, states: Sequence[AmpOptimizerState]) -> None:
         if inner is not optimizer:
             raise RuntimeError(
                 f"{type(optimizer).__name__} wraps {type(inner).__name__}, and may work on gradients before step(), "
-                "which with fuse_unscale=True are still multiplied with the loss scale then: pass scale_loss the "
-                "optimizer inside of it, or leave fuse_unscale out"
+                "which with fuse_unscale=True are still multiplied by the loss scale then: pass the wrapped optimizer "
+                "to scale_loss, or leave fuse_unscale out"
             )
     check_fusible(listed)
 
@@ -290,7 +291,7 @@ def _check_fusing(given: Any, states: Sequence[AmpOptimizerState]) -> None:
 def _check_parallel(states: Sequence[AmpOptimizerState]) -> None:
     if len({id(None if state.sync is None else state.sync.parallel) for state in states}) > 1:
         raise RuntimeError(
-            "the optimizers of one scale_loss block must come from one amp.initialize, where one of them averages "
+            "the optimizers of one scale_loss block must come from one amp.initialize if one of them averages "
             "gradients over processes (combine_ddp=True); open a block for each"
         )
     if any(state.sync is None and state.policy.combine_ddp for state in states):
@@ -301,7 +302,7 @@ def _check_parallel(states: Sequence[AmpOptimizerState]) -> None:
 
 
 def _without_repeats(work: Work) -> Work:
-    """Remove repeated parameters: several optimizers share one gradient, which is unscaled once and skipped by all."""
+    """Remove repeated parameters. A gradient that optimizers share is unscaled once, and all skip its step."""
     seen: dict[int, AmpOptimizerState] = {}
     distinct: Work = []
     for state, groups in work:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gradients that ``fuse_unscale`` leaves multiplied by the loss scale, told from those that are left there later."""
+"""Detects unscaled gradients that are added to those that ``fuse_unscale`` leaves multiplied by the loss scale."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from apex_npu.fusion import WriteTable
 from apex_npu.fusion.grad_slots import IN_BUFFER
 from apex_npu.fusion.shards import local_part
 
-# What a block or a step says, once for each optimizer.
+# A block or a step emits this warning once for each optimizer.
 NOT_SCALED = (
     "gradients have been added to, written or replaced after amp.scale_loss, which with fuse_unscale=True leaves them "
-    "multiplied by the loss scale until step: a backward outside of amp.scale_loss adds some that are not, and that "
-    "count by that much less. Give it a block of its own, or call optimizer.zero_grad() before it, or leave "
-    "fuse_unscale out. What multiplies gradients needs none of this"
+    "multiplied by the loss scale until step: a backward outside of amp.scale_loss adds gradients without that factor, "
+    "which then have almost no weight. Run it in a scale_loss block, or call optimizer.zero_grad() before it, or leave "
+    "fuse_unscale out. Ignore this warning if the gradients were only multiplied"
 )
 
 
@@ -33,7 +33,7 @@ class ScaledGrads:
             table.note_grads(params)
 
     def are_written(self) -> bool:
-        """True where others are there, or the same have been written, but those that have been gathered or cleared."""
+        """Return True if gradients have been replaced or written, other than by gathering or clearing them."""
         nonzero: dict[torch.device, list[Tensor]] = {}
         for group, params, table in self._parts:
             written, moved = table.changed_grads(params)
@@ -46,5 +46,5 @@ class ScaledGrads:
                 if grad.layout != torch.strided:
                     return True
                 nonzero.setdefault(grad.device, []).append(local_part(grad).any())
-        # One answer for all of a device: reading each alone would wait for it each time.
+        # One result for each device: reading each gradient's result would wait for the device each time.
         return any(bool(torch.stack(answers).any()) for answers in nonzero.values())

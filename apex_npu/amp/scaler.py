@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Loss scales: arithmetic on two numbers. A scaler is told whether gradients overflowed; it does not check them."""
+"""Loss scales: arithmetic on two numbers. A scaler does not check gradients; ``update`` takes the result of a check."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class LossScaler(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load such a dict."""
+        """Load a result of ``state_dict``."""
         ...
 
 
@@ -101,7 +101,7 @@ class StaticLossScaler:
     """A constant scale. It skips no step. The first overflow emits a warning, if checking for it costs nothing.
 
     Attributes:
-        said: Whether the warning of an overflow has been emitted.
+        said: The warning of an overflow has been emitted.
     """
 
     dynamic = False
@@ -129,11 +129,11 @@ class StaticLossScaler:
             warn(text)
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``LossScaler``."""
+        """Return the scale and the count of steps in Apex's format."""
         return {"loss_scale": self.scale, "unskipped": self.good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See ``LossScaler``."""
+        """Load a result of ``state_dict``."""
         self.scale, self.good_steps = _checked(state)
 
 
@@ -162,16 +162,16 @@ class DynamicLossScaler(StaticLossScaler):
         if found_inf and before >= 1.0 > scale:
             self.warn_once(
                 f"the loss scale has fallen to {scale}: gradients hold inf or nan even without scaling. If "
-                "smaller scales do not end that, look for it in the loss or the data"
+                "smaller scales do not help, look for the cause in the loss or the data"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``LossScaler``. With a hysteresis it includes the count of overflows, which Apex ignores."""
+        """Return the state in Apex's format. With a hysteresis add the count of overflows, which Apex ignores."""
         own = {} if self.options.hysteresis == 1 else {"overflows_in_a_row": self._overflows_in_a_row}
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See ``LossScaler``."""
+        """Load a result of ``state_dict``."""
         super().load_state_dict(state)
         self._overflows_in_a_row = int(state.get("overflows_in_a_row", 0))
 
@@ -199,5 +199,5 @@ def _checked(state: dict[str, Any]) -> tuple[float, int]:
 
 
 def make_scaler(loss_scale: LossScale, options: DynamicScaleOptions) -> LossScaler:
-    """The scaler for a policy's ``loss_scale``."""
+    """Return the scaler for a policy's ``loss_scale``."""
     return DynamicLossScaler(options) if loss_scale == "dynamic" else StaticLossScaler(float(loss_scale))

@@ -45,18 +45,18 @@ class HasMasters(Protocol):
     """The interface that a session requires of an optimizer's state."""
 
     masters: Masters
-    """Of what it steps."""
+    """The float32 values of the optimizer's 16-bit parameters."""
 
     links: list[Any]
-    """What copies of the optimizer and of the models that it steps find each other by."""
+    """Objects that the optimizer shares with the models that it steps."""
 
     def retire(self, undo: Undo | None = None) -> None:
-        """Note that another optimizer steps its parameters now; ``undo`` receives the callback that undoes this."""
+        """Drop the masters, since another optimizer steps the model now. ``undo`` receives a callback that reverts."""
         ...
 
 
 class Observer:
-    """The events of blocks and steps that a package above amp observes. Each method here does nothing."""
+    """An observer of blocks and steps. Packages above amp override its methods, which do nothing."""
 
     def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
         """Act before a ``scale_loss`` block with these arguments and this loss scale begins."""
@@ -75,7 +75,7 @@ class ConvertedModel:
     """The changes made to one model. This object does not keep the model alive."""
 
     def __init__(self, cast: ModelCast, link: Any, restore_float32: Callable[[nn.Module], None]) -> None:
-        """For a model that was just converted. Optimizers that step it get ``link``, which gets their masters."""
+        """Store the changes to a model that was just converted, and the ``link`` to the optimizers that step it."""
         self._cast = cast
         self._link = weakref.ref(link)  # weak, because the link holds masters
         self._restore_float32 = restore_float32
@@ -91,7 +91,7 @@ class ConvertedModel:
         return self.model is not None
 
     def parameter_names(self) -> dict[Tensor, str]:
-        """The names of the model's parameters."""
+        """Return the names of the model's parameters."""
         model = self._cast.model
         return {} if model is None else {p: name for name, p in model.named_parameters()}
 
@@ -156,7 +156,7 @@ class Session:
         adopted: The optimizers that were passed to ``initialize``, in this session and earlier ones.
         models: The changes made to models, by this session and earlier ones.
         casts: The changes that O1 has made in torch.
-        ambient: The place where these casts are on outside of models.
+        ambient: Manages these casts outside of models.
         thread: The thread that called ``initialize``.
         skip_alarm: Number of consecutive skipped steps after which an error is logged; None: never.
         overflow_group: The processes that decide together whether a step is skipped; None: this process alone.
@@ -198,14 +198,14 @@ class Session:
     _warned: weakref.WeakKeyDictionary[Any, set[str]] = field(default_factory=weakref.WeakKeyDictionary)
 
     def shard(self, policy: Policy, units: Iterable[Unit]) -> None:
-        """Use ``policy``, which leaves the rest to ``fully_shard``, for models with ``units``."""
+        """Use ``policy`` for models with the ``units`` of ``fully_shard``, which casts by itself."""
         self.policy, self.held = policy, HeldGradients(units)
 
     def check_sharded_before(self) -> None:
         """Require that no model was sharded after ``initialize``; called when an optimizer finds no gradients.
 
         Raises:
-            RuntimeError: A model was, so that the optimizer's parameters are no longer the model's.
+            RuntimeError: A model was sharded, so that the optimizer's parameters are no longer the model's.
         """
         for model in (converted.model for converted in self.models):
             for unit in [] if model is None else units_of(model):
@@ -218,7 +218,7 @@ class Session:
                     )
 
     def disable(self) -> None:
-        """Make all of amp pass through."""
+        """Make all functions of amp pass-through."""
         self.policy = replace(self.policy, enabled=False)
         self._scalers = []
 
@@ -244,11 +244,11 @@ class Session:
         return scaler
 
     def scaler_states(self) -> dict[str, Any]:
-        """See ``amp.state_dict``."""
+        """Return the states of all scalers in Apex's format."""
         return {f"loss_scaler{i}": scaler.state_dict() for i, scaler in enumerate(self.scalers)}
 
     def load_scaler_states(self, state_dict: Any) -> None:
-        """See ``amp.load_state_dict``."""
+        """Load the argument of ``amp.load_state_dict``, or nothing if it is invalid."""
         if not self.policy.enabled:
             return
         if not isinstance(state_dict, dict):
@@ -263,7 +263,7 @@ class Session:
         if len(state_dict) != len(self.scalers):
             warn(
                 f"state_dict contains {len(state_dict)} entries, while {len(self.scalers)} loss_scalers are used; they "
-                "are taken in order"
+                "are assigned in order"
             )
         before = [scaler.state_dict() for scaler in self.scalers]
         try:
@@ -278,8 +278,8 @@ class Session:
         """Resolve the checks that blocks have left open.
 
         Args:
-            scaler: Resolve the checks of this scaler and of this thread; None: all. A check of another thread would
-                have to read gradients that the thread may be writing.
+            scaler: Resolve the checks of this scaler and of this thread; None: all. Other threads may be writing the
+                gradients that their checks read.
         """
         thread = threading.get_ident()
         for concerned, check in list(self.open_checks.items()):
@@ -287,14 +287,14 @@ class Session:
                 check.resolve()
 
     def register(self, optimizer: Any, state: HasMasters) -> None:
-        """Register ``optimizer``, and link its masters with the models that it steps, which give new ones values."""
+        """Register ``optimizer``, and link it with the models that it steps. New masters take their kept values."""
         self.adopted.add(optimizer)
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for model in self.models:
             model.link_to(state, stepped)
 
     def continue_from(self, former: Session) -> None:
-        """Take over the changes of ``former`` and earlier sessions that still exist."""
+        """Take over the optimizers and models of ``former`` that still exist."""
         self.adopted.update(former.adopted)
         self.models[:0] = [model for model in former.models if model.alive]
         self.data_parallels[:0] = former.data_parallels
@@ -303,7 +303,7 @@ class Session:
             self.held.add(former.held)
 
     def parameter_names(self) -> dict[Tensor, str]:
-        """The names of all parameters of models that are alive."""
+        """Return the names of all parameters of models that are alive."""
         return dict(chain.from_iterable(model.parameter_names().items() for model in self.models))
 
     def enable(self) -> None:
@@ -378,12 +378,13 @@ class Session:
             if state.averages and any(id(p) in wrapped for p in stepped):
                 raise RuntimeError(
                     f"{type(module).__name__} was given to DistributedDataParallel, but combine_ddp=True of "
-                    f"amp.initialize averages the gradients of its {type(optimizer).__name__} already; each would wait "
-                    "for the other, or the processes part. Train the model as it is, or leave combine_ddp out"
+                    f"amp.initialize averages the gradients of its {type(optimizer).__name__} already; the two would "
+                    "wait for each other, or the processes diverge. Train the model without the wrapper, or leave "
+                    "combine_ddp out"
                 )
 
     def warn_once(self, about: Any, text: str) -> None:
-        """Warn, unless this session has emitted this warning about ``about``, an optimizer or loss scaler, before."""
+        """Emit a warning about ``about``, an optimizer or loss scaler, unless this session has already emitted it."""
         said = self._warned.setdefault(about, set())
         if text not in said:
             said.add(text)
@@ -437,15 +438,15 @@ def install(session: Session) -> None:
                 former.undo()
                 former.enable()
             raise
-        for optimizer in own:  # with models of the former; after an interrupt the first block does the rest
+        for optimizer in own:  # link with models of the former session; after an interrupt the first block does this
             session.register(optimizer, optimizer._amp_state)
 
 
 @contextmanager
 def standing_in(session: Session) -> Iterator[None]:
-    """Make ``session`` the current one inside the block, with its casts on. Afterwards the former one is restored.
+    """Make ``session`` the current one inside the context, with its casts on. Then restore the former session.
 
-    In the block use only models converted for ``session``, not the models or optimizers of the former session.
+    Inside, use only models converted for ``session``, not the models or optimizers of the former session.
     """
     global _current
     former = _current
@@ -471,8 +472,8 @@ def check_thread(caller: str) -> None:
     if owner is not None and owner is not threading.current_thread() and owner.is_alive():
         raise RuntimeError(
             f"{caller} was called in thread {threading.current_thread().name!r}, while thread {owner.name!r} uses amp: "
-            "there is one amp for a process. Pass all models and optimizers to one amp.initialize, which threads may "
-            "then share, each with its own loss_id; or call amp.shutdown() in the other thread first"
+            "there is one amp for a process. Pass all models and optimizers to one amp.initialize, and let each thread "
+            "use its own loss_id; or call amp.shutdown() in the other thread first"
         )
 
 
@@ -482,7 +483,7 @@ def current() -> Session | None:
 
 
 def warn_once(about: Any, text: str) -> None:
-    """Warn, unless the current session has emitted this warning about ``about``; see ``Session.warn_once``."""
+    """Emit a warning about ``about``, unless the current session has already emitted it."""
     if _current is None:
         warn(text)
     else:
@@ -539,7 +540,7 @@ def shutdown() -> None:
 
 
 def disable_casts() -> AbstractContextManager[Any]:
-    """Return a context in which O1 casts nothing; without O1 it does nothing.
+    """Return a context that disables the casts of O1; without O1 it does nothing.
 
     It can be nested, and it restores the casts after an exception.
 
@@ -562,14 +563,14 @@ def end_loops() -> None:
 
 
 def before_broadcast() -> None:
-    """Have masters take what scripts have written, before DistributedDataParallel sends the 16-bit values."""
+    """Copy a script's writes to the masters, before DistributedDataParallel broadcasts the 16-bit values."""
     before_forward()
     for optimizer in [] if _current is None else list(_current.adopted):
         optimizer._amp_state.masters.begin_step(optimizer)
 
 
 def before_forward() -> None:
-    """Bring a script's writes to state dicts and float32 data to the models, before the models are read."""
+    """Copy a script's writes to state dicts and float32 data to the models, before the models are read."""
     for model in [] if _current is None else _current.models:
         model.load_written()
     for optimizer in [] if _current is None else list(_current.adopted):

@@ -1,10 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Models sharded by ``fully_shard``: the policy that a level has for them, and the checks of ``initialize``.
+"""Models sharded by ``fully_shard``: the policy of each level for them, and the checks of ``initialize``.
 
-``fully_shard`` casts by itself: it gathers float32 parts in its compute dtype. amp does the loss scale and one decision
-about overflow for all processes, and at O0, O1 and O4 the same as for any model. The float32 parts are the masters, so
-that nothing is copied.
+``fully_shard`` casts by itself: it gathers float32 parts in its compute dtype. The float32 parts are the masters. amp
+scales the loss and decides about overflow for all processes. At O0, O1 and O4 it works as for any model.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ _KEEP_REMAINDERS = "Use a fused optimizer with store_param_remainders=True, whic
 def fsdp_policy(opt_level: str, reduce_dtype: torch.dtype | None = None) -> Any:
     """Return the ``mp_policy`` of ``torch.distributed.fsdp.fully_shard`` to train a model at ``opt_level``.
 
-    At O2 and O5 parameters are gathered in, and inputs are cast to, float16 or bfloat16. At O0, O1 and O4
-    ``fully_shard`` casts nothing. Pass it for each unit. Then pass the model to ``amp.initialize``, which casts the
-    model's outputs to float32. Any policy with these dtypes works.
+    Pass it for each unit. Then pass the model to ``amp.initialize``, which casts the model's outputs to float32. At O2
+    and O5 ``fully_shard`` gathers parameters in, and casts inputs to, float16 or bfloat16. At O0, O1 and O4 it casts
+    nothing. Any policy with these dtypes works.
 
     Args:
         opt_level: "O0", "O1", "O2", "O4" or "O5".
-        reduce_dtype: The dtype in which gradients are reduced. None: the compute dtype, with every torch release.
+        reduce_dtype: The dtype in which gradients are reduced. None: the compute dtype.
 
     Raises:
         RuntimeError: There is no such level, or it is O3, which has no float32 parameters to shard.
@@ -59,7 +58,7 @@ def fsdp_policy(opt_level: str, reduce_dtype: torch.dtype | None = None) -> Any:
         raise RuntimeError(_no_float32(level))
     if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
         raise TypeError(f"reduce_dtype must be a floating-point torch.dtype or None, got {reduce_dtype!r}")
-    # No output_dtype: a unit's outputs go into layers of the unit around it, which compute in the same dtype.
+    # No output_dtype: the layers that take a unit's outputs compute in the same dtype.
     # A reduce_dtype of None means the compute dtype up to torch 2.14, and that of the sharded gradients from 2.15 on.
     return MixedPrecisionPolicy(_param_dtype(level), reduce_dtype or _param_dtype(level))
 
@@ -70,20 +69,22 @@ def _can_be_sharded(policy: Policy) -> bool:
 
 def _no_float32(policy: Policy) -> str:
     return (
-        f"opt_level {policy.opt_level} keeps {policy.model_dtype} parameters without float32 ones, in which the small "
-        "updates of a step would be rounded away; with fully_shard, whose float32 parts cost nothing more, use O2 or O5"
+        f"opt_level {policy.opt_level} keeps {policy.model_dtype} parameters without float32 values, so that rounding "
+        "would lose small updates; with fully_shard, whose float32 parts need no extra memory, use O2 or O5"
     )
 
 
 def _param_dtype(policy: Policy) -> torch.dtype | None:
-    """The dtype in which parameters are gathered; None: their own."""
+    """Return the dtype in which parameters are gathered; None: their own dtype."""
     return policy.model_dtype if policy.model_dtype in LOW_PRECISION else None
 
 
 def sharded_policy(
     policy: Policy, overflow_group: Any, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> tuple[Policy, list[Unit]]:
-    """Return the part of ``policy`` that is left to amp, all of it if nothing is sharded, and the models' units.
+    """Return the part of ``policy`` that amp applies, and the units of the models.
+
+    If nothing is sharded, it is all of ``policy``.
 
     Raises:
         RuntimeError: Parameters are sharded in a way that does not fit the policy.
@@ -152,7 +153,7 @@ def _check_dtypes(named: Sequence[tuple[str, Tensor]], policy: Policy, optimizer
             raise RuntimeError(
                 f"parameter {name} is sharded in {p.dtype}: the optimizer would step, and keep, rounded values. "
                 f"{_KEEP_REMAINDERS if p.dtype == torch.bfloat16 else ''}Keep the model in float32, and give "
-                f"fully_shard what it computes in: mp_policy=amp.fsdp_policy({policy.opt_level!r}); or freeze it, and "
+                f"fully_shard the compute dtype: mp_policy=amp.fsdp_policy({policy.opt_level!r}); or freeze it, and "
                 "leave it out of the optimizer"
             )
 
@@ -230,15 +231,15 @@ def _check_stepped(named: Sequence[tuple[str, Tensor]], optimizers: Sequence[Opt
 class HeldBack(BlockPart):
     """A block whose gradients units of ``fully_shard`` may hold back, for example for accumulation.
 
-    They keep the loss scale of the last block. Nothing is unscaled or decided before a block whose backward reduces
-    them.
+    Such gradients keep the loss scale of the last block. amp unscales gradients and decides about the step only in a
+    block whose backward reduces them.
     """
 
     def __init__(self, held: HeldGradients) -> None:
         self._held = held
 
     def before_begin(self, block: Block) -> None:
-        """See ``BlockPart``. Blocks of other optimizers, or of another loss, may have changed the scale since."""
+        """Multiply gradients held back to the scale of this block, which may have changed since."""
         factors = {
             id(p): block.scale / state.grad_scale
             for state, groups in block.work
@@ -250,13 +251,13 @@ class HeldBack(BlockPart):
             self._held.multiply(factors)
 
     def before_unscale(self, block: Block) -> None:
-        """See ``BlockPart``."""
+        """Delay unscaling if gradients are held back."""
         held = set(map(id, self._held.params()))
         if held and any(id(p) in held for group in block.groups for p in group.params):
             assert isinstance(block, DelayingBlock)
             block.set_delay("delay_unscale")
 
     def drops(self, block: Block, error: BaseException) -> bool:
-        """See ``BlockPart``. Other processes, which do not decide either, are not notified of ``error``."""
+        """Delay unscaling if gradients are held back, so that other processes are not notified of ``error``."""
         self.before_unscale(block)
         return False

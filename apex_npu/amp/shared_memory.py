@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tensors that have elements in the same memory."""
+"""Finds tensors that share elements in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from apex_npu.fusion import extent_numel, overlapping, wraps_tensors
 
 
 def sharing_memory(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-    """The indices of pairs of ``tensors`` that have elements in the same memory."""
+    """Yield the indices of pairs of ``tensors`` that share elements in memory."""
     places = [i for i, t in enumerate(tensors) if t.layout == torch.strided and not wraps_tensors(t)]
     spans = [_span(tensors[i]) for i in places]
     for k in overlapping(spans):

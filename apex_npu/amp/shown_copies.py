@@ -1,8 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Float32 copies of low-precision tensors that ``state_dict()`` shows, and a script's writes to them.
+"""Float32 copies of low-precision tensors in the result of ``state_dict()``, and a script's writes to them.
 
-In torch the tensors of a state dict share memory with the model's, so that ``own[name].copy_(value)`` loads a value.
+In torch the tensors of a state dict share memory with the model, so that ``state_dict[name].copy_(value)`` loads a
+value.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ class ShownCopy:
     """A float32 copy of one tensor of a model.
 
     Attributes:
-        value: The copy, which shares memory and version counter with the tensors given to scripts. None once these
-            tensors are gone without having been written.
+        value: The copy, which shares memory and version counter with the tensors given to scripts. None after these
+            tensors have been deleted unwritten.
     """
 
     def __init__(self, value: Tensor, tensor: Tensor) -> None:
@@ -34,15 +35,15 @@ class ShownCopy:
 
     @property
     def is_written(self) -> bool:
-        """Whether a script has written to the copy."""
+        """True if a script has written to the copy."""
         return self.value is not None and self.value._version != self._version
 
     def is_outdated(self, tensor: Tensor) -> bool:
-        """Whether the model's ``tensor`` has been written since the two agreed."""
+        """Return whether the model's ``tensor`` has been written since ``note``."""
         return tensor._version != self._model_version
 
     def is_same(self, value: Tensor, tensor: Tensor) -> bool:
-        """Whether the copy can be shown again to show ``value`` for the model's ``tensor``."""
+        """Return whether the copy still equals ``value``, the model's ``tensor`` in float32, and can be reused."""
         if self.value is None or self.is_outdated(tensor) or self.value.device != value.device:
             return False
         return torch.equal(self.value, value)
@@ -60,6 +61,6 @@ class ShownCopy:
         self.let_go()
 
     def let_go(self) -> None:
-        """Free the copy if no script has it."""
+        """Free the copy if no script holds it and its writes have been loaded."""
         if not self._users and not self.is_written:
             self.value = None

@@ -9,10 +9,10 @@ promote     all take the widest floating-point type among the arguments
 ==========  ===========================================================================================================
 
 Casts apply to positional and keyword arguments, in nested lists, tuples and dicts. A function that is cast to float
-runs with O1's casts off. So does a function of torch or in C++ with any cast, since O1's lists would otherwise act
-after the user's cast. Any other function keeps O1's casts inside, as in Apex: float32 weights of a module are cast when
-they meet half inputs. If O1 is not active, under ``amp.disable_casts`` and in backward, the function is called without
-casts. Tensors on other devices than the model's are not cast either.
+runs with O1's casts off. So does a function of torch or in C++ with any cast, since O1's lists would otherwise apply
+after the user's cast. Inside any other function O1's casts stay on, as in Apex: float32 weights of a module are cast
+when they meet half inputs. If O1 is not active, under ``amp.disable_casts`` and in backward, the function is called
+without casts. Tensors on other devices than the model's are not cast.
 
 A **decorator** takes effect at the call: apply it before or after ``amp.initialize``.
 
@@ -21,9 +21,9 @@ or ``amp.shutdown`` restores it. The registration itself stays until ``unregiste
 and may initialize several times. Registering a name again replaces its cast. A function that was imported by value
 before, as in ``from torch import mm``, cannot be patched.
 
-With ``user_cast_preferred=True`` O1's own lists do not act on a registered function. Without it they act before the
-registered cast, which therefore decides: "half" and "float" give the same types in both cases. "promote" widens the
-arguments and leaves the rest to the lists (``torch.mm`` remains half).
+With ``user_cast_preferred=True`` O1's own lists do not apply to a registered function. Without it they apply before
+the registered cast. "half" and "float" give the same types in both cases. "promote" widens the arguments, and the lists
+then cast them (``torch.mm`` remains half).
 """
 
 from __future__ import annotations
@@ -206,8 +206,8 @@ def registered_patches(policy: Policy) -> list[Patch]:
     for old in _registered:
         if not hasattr(old.owner, old.name):
             raise ValueError(
-                f"No function named {old.name} in module {old.owner}. It was there when it was registered; if it is "
-                "not needed any more, call amp.unregister_function first."
+                f"No function named {old.name} in module {old.owner}. It existed when it was registered; if it is no "
+                "longer needed, call amp.unregister_function first."
             )
     return [_patch(old, leave_to_lists=not policy.user_cast_preferred) for old in _registered]
 
@@ -241,7 +241,7 @@ def _casting(function: Callable[..., Any], kind: Kind, *, keep_casts: bool = Fal
 
 
 def _is_operator(function: Callable[..., Any]) -> bool:
-    """True for functions of torch or in C++, which compute from their arguments alone."""
+    """Return True for functions of torch or in C++, which compute from their arguments alone."""
     function = inspect.unwrap(function)  # O1 patches some of them
     if inspect.isbuiltin(function) or inspect.ismethoddescriptor(function):
         return True

@@ -87,15 +87,15 @@ def _address(grad: Tensor) -> int:
 
 
 class _Aside:
-    """The float32 gradients that ``param.grad`` does not show while a block is open, or gradients are delayed.
+    """The float32 gradients that are not in ``param.grad`` while a block is open, or gradients are delayed.
 
     Attributes:
         grads: Maps a slot to the gradient in it.
         unchecked: The slots of gradients that no block has checked for inf or NaN.
         are_zero: All of ``grads`` are known to be zero, and may have 16 bits.
-        delayed: ``param.grad`` shows gradients multiplied by the loss scale, which a later block unscales.
-        shown: Maps a slot of ``grads`` to the delayed gradient that a script sees, and its version.
-        is_open: Whether a block is open.
+        delayed: ``param.grad`` is multiplied by the loss scale, and a later block unscales it.
+        shown: Maps a slot of ``grads`` to the delayed gradient in ``param.grad``, and its version.
+        is_open: A block is open.
     """
 
     def __init__(self) -> None:
@@ -108,10 +108,10 @@ class _Aside:
 class WidenedGrads(GradGroup):
     """The gradients of 16-bit parameters whose slots are float32.
 
-    An open block sets existing gradients aside, so that autograd and DistributedDataParallel do not meet a gradient of
-    another dtype or scale. At its end one pass widens, divides and checks the new gradients and writes them to the
-    slots. Gradients set aside are added. With ``fuse_unscale`` all gradients stay multiplied by the loss scale, and
-    those to which nothing is added stay as backward has left them.
+    A block sets existing gradients aside, since autograd and DistributedDataParallel require new gradients of one dtype
+    and scale. At its end one pass widens, divides and checks the new gradients, and writes them to the slots. The
+    gradients set aside are added. With ``fuse_unscale`` all gradients stay multiplied by the loss scale, and those to
+    which nothing is added stay as backward has left them.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class WidenedGrads(GradGroup):
         """Make a group of the parameters in the given slots of a buffer.
 
         Args:
-            grads: The buffer, or gradients in no buffer.
+            grads: The buffer, or gradients without a buffer.
             slots: The slots of ``grads``; None: all.
             aside: The gradients set aside, which the groups of one buffer share.
         """
@@ -133,7 +133,7 @@ class WidenedGrads(GradGroup):
         self._accept(any_dtype=True)
 
     def _accept(self, *, any_dtype: bool) -> None:
-        """Accept gradients of any dtype, as scripts assign float32 ones, or have backward cast to the parameter's."""
+        """Let autograd accept gradients of any dtype, as scripts assign, or cast them to the parameter's dtype."""
         for param in self.params if hasattr(Tensor, "grad_dtype") else ():
             if param.dtype in LOW_PRECISION and (any_dtype or param.grad is None or param.grad.dtype == param.dtype):
                 param.grad_dtype = None if any_dtype else param.dtype
@@ -156,7 +156,7 @@ class WidenedGrads(GradGroup):
         return WidenedGrads(self._grads, [self._slots[i] for i in indices], self._aside)
 
     def begin_block(self, factor: float) -> bool:
-        """See ``GradGroup``. Gradients from a backward outside of blocks, or from a script, are unchecked."""
+        """Set gradients aside, or scale delayed ones. Return True if some come from outside of blocks, unchecked."""
         if self._aside.delayed:
             self.scale_sources_(factor)
         elif any_grads(self.params):
@@ -177,7 +177,7 @@ class WidenedGrads(GradGroup):
 
     def scale_sources_(self, factor: float) -> None:
         if factor != 1.0 and any_grads(self.params):
-            super().scale_(factor)  # where they are: in their slots they would be float32, which no backward may meet
+            super().scale_(factor)  # in place: in the slots they would be float32, which backward cannot add to
 
     @torch.no_grad()
     def scale_all_(self, factor: float) -> None:
@@ -201,7 +201,7 @@ class WidenedGrads(GradGroup):
             self._put_back()
 
     def note_delayed(self) -> None:
-        """See ``GradGroup``. If a script clears the delayed gradient, the one set aside is cleared, too."""
+        """Note delayed gradients. If a script clears one of them, ``drop_cleared`` clears the one set aside."""
         if self.casts_in_backward:
             self._accept(any_dtype=True)
         self._aside.delayed, self._aside.is_open = True, False
@@ -212,7 +212,7 @@ class WidenedGrads(GradGroup):
             self._aside.shown[slot] = param.grad, param.grad._version
 
     def begin_step(self) -> None:
-        """See ``GradGroup``. Optimizers other than the fused ones require gradients of the dtype of their parameter."""
+        """Gather gradients for optimizers that are not fused, which require the dtype of the stepped parameter."""
         if not self._aside.delayed and (isinstance(self._grads, LooseGrads) or self._grads.is_widened):
             self._grads.gather()
 
@@ -241,7 +241,7 @@ class WidenedGrads(GradGroup):
 
     @property
     def holds_aside(self) -> bool:
-        """Whether gradients are set aside."""
+        """True if gradients are set aside."""
         return bool(self._aside.grads)
 
     def clear_aside(self, params: Collection[int], set_to_none: bool) -> None:
@@ -288,7 +288,7 @@ class WidenedGrads(GradGroup):
         self._aside.delayed = self._aside.is_open = False
 
     def _put_back_zeros(self, *, share: bool) -> None:
-        """Put back the zeros of parameters without a new gradient; the others are not needed."""
+        """Put back the zeros of parameters without a new gradient, and drop the other zeros."""
         zeros = {i: grad for i, grad in self._aside.grads.items() if self._grads.full_params[i].grad is None}
         if not share:
             zeros = {i: grad.float() for i, grad in zeros.items()}

@@ -383,7 +383,7 @@ def test_wrappers_of_what_was_not_initialized_are_named():
 def test_a_wrapper_is_refused_before_anything_has_changed(level):
     model = Weights(10.0)
     wrapper = OptimizerByName(torch.optim.SGD(model.parameters(), lr=1.0))
-    with pytest.raises(RuntimeError, match=r"OptimizerByName, which wraps another.*pass its \.optimizer"):
+    with pytest.raises(RuntimeError, match=r"OptimizerByName, which only wraps an optimizer: pass its \.optimizer"):
         amp.initialize(model, wrapper, opt_level=level, verbosity=0)
     assert all(p.dtype == torch.float32 for p in model.parameters())
     assert type(wrapper) is OptimizerByName

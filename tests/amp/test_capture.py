@@ -185,7 +185,7 @@ def test_a_model_that_is_about_to_move_is_refused():
     iteration()
     model.weight.data = model.weight.detach().clone()
     before = model.weight.detach().clone()
-    with pytest.raises(RuntimeError, match="parameters of the model are about to move"), Capture():
+    with pytest.raises(RuntimeError, match="before the same step has run outside of it"), Capture():
         iteration()
     assert torch.equal(model.weight, before)
     iteration()
@@ -215,7 +215,7 @@ def test_a_block_that_was_captured_without_its_step_is_told_of():
     optimizer.step()
     with Capture():
         block()
-    with pytest.raises(RuntimeError, match="captured in a CUDA graph without the step"):
+    with pytest.raises(RuntimeError, match="captured in a CUDA graph without its step"):
         optimizer.step()
     block()
     optimizer.step()

@@ -470,7 +470,7 @@ def test_gradients_that_are_still_to_be_unscaled_are_not_shown(level, kind):
     with amp.scale_loss(model(x).float().sum(), optimizer, delay_unscale=True) as scaled_loss:
         scaled_loss.backward()
     for read in (optimizer.get_optimizer_combined_grads, optimizer.get_optimizer_combined_grad_masks):
-        with pytest.raises(RuntimeError, match=r"delay_unscale=True.*before reading combined gradients, close one"):
+        with pytest.raises(RuntimeError, match=r"delay_unscale=True.*before reading combined gradients, close a block"):
             read()
     with amp.scale_loss(model(x).float().sum(), optimizer) as scaled_loss:
         scaled_loss.backward()
@@ -579,7 +579,7 @@ def test_when_a_captured_graph_is_not_replayed_any_more_buffers_can_be_combined(
         graph.replay()
         reference.step()
     del graph
-    with pytest.raises(RuntimeError, match=r"not to be replayed.*\(p\.data = p\.data\.clone\(\)\)"):
+    with pytest.raises(RuntimeError, match=r"after the last replay.*\(p\.data = p\.data\.clone\(\)\)"):
         optimizer.get_optimizer_combined_params()
     for p in params:
         p.data = p.data.clone()

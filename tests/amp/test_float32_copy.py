@@ -291,7 +291,7 @@ def test_buffers_that_float16_would_lose_stay_float32(lost, capsys):
     assert model.third.dtype == torch.float16
     said = capsys.readouterr().out
     assert "Buffers that stay float32, since float16 does not hold their values: mask\n" in said
-    assert "Buffers that forwards get rounded, since float16 does not hold their values, which" in said
+    assert "Buffers that are rounded in forward, since float16 does not hold their values" in said
     assert amp.initialize(Partly(mask=lost).to(DEVICE), opt_level="O5", verbosity=0).mask.dtype == torch.bfloat16
 
 

@@ -222,7 +222,7 @@ def test_clipping_refuses_what_is_not_finite_when_asked():
 def test_clipping_with_torch_warns(level):
     model, optimizer = make(level)
     backward(model, optimizer, 0)
-    with pytest.warns(RuntimeWarning, match="fuse_unscale=True keeps multiplied with the loss scale"):
+    with pytest.warns(RuntimeWarning, match="fuse_unscale=True keeps multiplied by the loss scale"):
         nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
     optimizer.step()
     optimizer.zero_grad()
@@ -279,7 +279,7 @@ def test_a_backward_outside_of_blocks_among_scaled_gradients_is_named(when, leve
     x = torch.ones(8, 6, device=DEVICE)
     model(x).float().sum().backward()
     follow = optimizer.step if when != "before a block" else lambda: backward(model, optimizer, 1)
-    with pytest.warns(match="a backward outside of amp.scale_loss adds some that are not"):
+    with pytest.warns(match="a backward outside of amp.scale_loss adds gradients without that factor"):
         follow()
 
 

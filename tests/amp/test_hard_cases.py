@@ -212,7 +212,7 @@ def test_initialize_inside_autocast_is_refused():
 def test_step_with_scaled_gradients_is_refused():
     model, optimizer = make("O1")
     backward(model, optimizer, delay_unscale=True)
-    with pytest.raises(RuntimeError, match=r"still multiplied with the loss scale 4.0.*delay_unscale=True"):
+    with pytest.raises(RuntimeError, match=r"still multiplied by the loss scale 4.0.*delay_unscale=True"):
         optimizer.step()
     backward(model, optimizer)
     optimizer.step()
@@ -224,7 +224,7 @@ def test_step_with_scaled_gradients_is_refused():
 def test_clipping_scaled_gradients_is_refused(maker, fuse_unscale):
     model, optimizer = make("O1", maker, fuse_unscale=fuse_unscale)
     backward(model, optimizer, delay_unscale=True)
-    with pytest.raises(RuntimeError, match=r"loss scale 4.0: .*delay_unscale=True.*; before clipping, close one"):
+    with pytest.raises(RuntimeError, match=r"loss scale 4.0: .*delay_unscale=True.*; before clipping, close a block"):
         optimizer.clip_optimizer_grad_norm_fused(1.0)
     with amp.scale_loss(model(torch.ones(1, 3)).sum(), optimizer) as scaled_loss:
         scaled_loss.backward()

@@ -85,7 +85,7 @@ def test_overrides(given, field, value):
         ),
         ("O2", {"user_cast_preferred": True}, RuntimeError, "user_cast_preferred=True should only be set"),
         ("O2", {"combine_ddp": True}, RuntimeError, "combine_ddp=True needs combine_grad=True"),
-        ("O2", {"ddp_reduce_dtype": torch.float32}, RuntimeError, "says how combine_ddp=True reduces"),
+        ("O2", {"ddp_reduce_dtype": torch.float32}, RuntimeError, "dtype in which combine_ddp=True reduces"),
         ("O2", {"ddp_reduce_dtype": torch.float16}, TypeError, "must be torch.float32, torch.bfloat16 or None"),
         ("O2", {"ddp_replica_count": 0}, ValueError, "ddp_replica_count must be an integer >= 1, got 0"),
         ("O2", {"check_combined_tensors": "warn"}, TypeError, "check_combined_tensors must be True, False or None"),

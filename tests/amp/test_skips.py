@@ -46,7 +46,7 @@ def test_an_overflow_that_is_delayed_outlives_an_exception(level, cls, options, 
         if raises == "after backward":
             loss.backward()
         raise ZeroDivisionError
-    with pytest.raises(RuntimeError, match=r"delay_unscale=True.*before step\(\), close one without any of these"):
+    with pytest.raises(RuntimeError, match=r"delay_unscale=True.*before step\(\), close a block without any of these"):
         optimizer.step()
     backward(model, optimizer)
     optimizer.step()

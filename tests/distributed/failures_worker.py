@@ -145,7 +145,7 @@ def unfrozen_alone():
     dist.barrier()
     notice_before_the_group_does()
     model[0].requires_grad_(dist.get_rank() == 1)
-    said = "other processes have not come to compare" if dist.get_rank() else "could not average its gradients"
+    said = "other processes have not joined the comparison" if dist.get_rank() else "could not average its gradients"
     with pytest.raises(RuntimeError, match=said):
         backward(loss(model), optimizer)
     os._exit(0)  # the group is of no use any more

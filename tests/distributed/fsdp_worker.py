@@ -926,7 +926,9 @@ def bad_input():
     refuse("DTensors that fully_shard has not made", "O2", uncut)
     with refused(match="report on it before fully_shard"):
         amp.debug.report(sharded("O2"), data(0, 0, 0))
-    with refused(match=r"sharded over processes \(DTensor\), and torch copies no.*full_state_dict=True.*not sharded"):
+    with refused(
+        match=r"sharded over processes \(DTensor\), which torch does not copy.*full_state_dict=True.*not sharded"
+    ):
         amp.float32_copy(sharded("O2"))
     for level in ("O1", "O2", "O5"):  # after initialize
         late = mlp()
