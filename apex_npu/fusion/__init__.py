@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Flat buffers that hold many tensors: their layout (integers), memory, gradients, and the runs that step together."""
+"""Flat buffers of many tensors: their layout, memory and gradients, and the runs of slots that step together."""
 
 from apex_npu.fusion.combined import by_kind, check_combinable, combined
 from apex_npu.fusion.encoded_state import MASTER_PARAM, EncodedView, encode_states, remainders_of

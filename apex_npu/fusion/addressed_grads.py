@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gradients that GPU kernels find by tables of addresses, wherever the gradients are."""
+"""Gradients that GPU kernels read by tables of addresses, in any memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from apex_npu.ops import AddressTable, ListedSlots, gather_
 
 
 class AddressedGrads:
-    """Takes gradients into the slots of one buffer, or lets kernels read and write them in place."""
+    """Copies gradients into the slots of one buffer, or lets kernels read and write them in place."""
 
     def __init__(self, memory: GradMemory) -> None:
-        """Take gradients into the buffer of ``memory``."""
+        """Make an object for the buffer of ``memory``."""
         self._memory = memory
         self._table: AddressTable | None = None
         self._slots: dict[tuple[int, int], ListedSlots] = {}
@@ -44,12 +44,12 @@ class AddressedGrads:
         inv_scale: float,
         found_inf: Tensor | None,
     ) -> tuple[bytes, bool] | None:
-        """Take the gradients of ``sources`` into ``slots`` of ``flat``, the buffer; see ``FlatGrads.take``.
+        """Copy the gradients of ``sources`` into ``slots`` of the buffer ``flat``; see ``FlatGrads.take``.
 
         Returns:
-            The states of the slots afterwards, and whether all gradients are still to be multiplied and checked: this
-            is so if ``slots`` is None and some gradients were in the buffer before. None, with nothing done, if the
-            kernel does not compile.
+            The states of the slots afterwards, and whether the caller must still multiply and check all gradients: if
+            ``slots`` is None and some gradients were in the buffer before. None, with nothing done, if the kernel does
+            not compile.
         """
         memory, params = self._memory, self._memory.params
         if self._table is None:

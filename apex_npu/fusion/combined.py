@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Combined buffers: one for each device, dtype and kind of an optimizer's parameters, made when a script asks."""
+"""Combined buffers: one for each device and dtype of an optimizer's parameters, made when a script requests them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def by_kind(params: Iterable[Tensor], leading: Collection[int]) -> list[list[Ten
 
 
 def combined(held: Sequence[_T], leading: Collection[int]) -> list[_T] | None:
-    """Return ``held`` in the order of ``by_kind``; None if one has several kinds of parameters, or shares its kind."""
+    """Return ``held`` in the order of ``by_kind``; None unless each has all parameters of one kind."""
     holder = {id(p): group for group in held for p in group.params}
     kinds = by_kind((p for group in held for p in group.params), leading)
     if len(kinds) != len(held) or any(len({id(holder[id(p)]) for p in kind}) > 1 for kind in kinds):
@@ -51,7 +51,7 @@ def check_combinable() -> None:
     """
     if is_capturing():
         raise RuntimeError(
-            "combined buffers cannot be made while a CUDA graph is being captured: tensors would move into them at "
-            "once, but their values only when the graph is replayed. Call the accessor once before the capture. "
+            "combined buffers cannot be made while a CUDA graph is being captured: tensors would move into them "
+            "immediately, but their values only when the graph is replayed. Call the accessor once before the capture. "
             "Nothing has moved"
         )

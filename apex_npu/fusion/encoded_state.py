@@ -38,9 +38,9 @@ class GroupEncoding:
 
     Attributes:
         formats: The dtypes of the states that are not float32, by name; int16 stands for remainders.
-        stochastic_param: Whether bfloat16 parameters are rounded stochastically.
+        stochastic_param: bfloat16 parameters are rounded stochastically.
         segments: One ``Segment`` for each slot.
-        decodes_runs: Whether rules decode all of a run at once.
+        decodes_runs: Rules decode all of a run at once.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class EncodedView:
         Args:
             values: The encoded values of all parameters.
             scales: The scales of all parameters, for 8-bit states.
-            param: For a remainder, the parameter that it belongs to. A script may give it other memory.
+            param: For a remainder, its parameter, whose memory a script may replace.
             segment: The elements of this parameter.
             like: The tensor whose size and stride the state has.
         """
@@ -160,7 +160,7 @@ class EncodedView:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"a state that is kept in fewer bytes is no tensor and has no {name!r}: dequantize() makes a float32 tensor"
+            f"a state that is kept in fewer bytes is not a tensor and has no {name!r}: dequantize() returns a tensor"
         )
 
     def __repr__(self) -> str:
@@ -181,10 +181,10 @@ class EncodedView:
 
     @torch.no_grad()
     def copy_(self, source: Any) -> None:
-        """Take the values of ``source``, rounded with the random bits of step 0.
+        """Copy the values of ``source``, rounded with the random bits of step 0.
 
-        A master's values are written to its parameter, too. If ``source`` is another view, they are not: the parameter
-        is the truth.
+        For a master this also writes the parameter, unless ``source`` is another view: then only the remainder is
+        copied.
         """
         if isinstance(source, EncodedView):
             if self._param is not None:
@@ -204,7 +204,7 @@ class EncodedView:
             encode(shaped[piece.span], self._values[piece.span], self._scales, piece, half)
 
     def is_of_param(self) -> bool:
-        """Whether the parameter of this remainder is unchanged since ``copy_`` wrote both."""
+        """Return whether the parameter of this remainder is unchanged since ``copy_`` wrote both."""
         return self._param is not None and self._taken_by == (self._param._version, self._param.data_ptr())
 
     def fill_(self, value: float) -> None:
@@ -235,7 +235,7 @@ class EncodedRun(Run):
     """A run of an arena whose states are encoded: rules pass its operands to their op, and cannot read them."""
 
     def __init__(self, group: GroupBuffers, counts: StepCounts, slots: range, *, elsewhere: bool = False) -> None:
-        """See ``Run``."""
+        """Make a run with the encoding of ``group``; the arguments are those of ``Run``."""
         encoding = group.encoding
         begin, _ = group.span(slots)
         segments = [s._replace(begin=s.begin - begin) for s in encoding.segments[slots.start : slots.stop]]
@@ -250,7 +250,7 @@ class EncodedRun(Run):
 
     @property
     def step(self) -> int | Tensor:
-        """See ``Run``."""
+        """The number of updates of these slots, this one included."""
         return self._encoding.count
 
     @step.setter
@@ -271,18 +271,18 @@ class EncodedRun(Run):
         return self._encoding_of_params()
 
     def prepared(self, call: Call) -> Call:
-        """See ``Run``."""
+        """Return ``call``, prepared for a device that ``masks_writes``."""
         return prepared_encoded(call)
 
     def wide_param(self) -> Tensor:
-        """See ``Run``."""
+        """Return ``param`` in the state's dtype, decoded with its remainder."""
         encoding = self._encoding_of_params()
         if encoding.remainder is None and not encoding.stochastic_param:
             return super().wide_param()
         return encoding.decode_param(self.param, slice(0, self.param.numel()))
 
     def wide_state(self, name: str) -> Tensor:
-        """See ``Run``."""
+        """Return ``state(name)``, decoded."""
         found = self._state(name)
         if not isinstance(found, EncodedState):
             return super().wide_state(name)
@@ -310,7 +310,7 @@ class EncodedRun(Run):
 
 
 def remainders_of(optimizer: Any) -> dict[Tensor, EncodedView]:
-    """Return the masters of those 16-bit parameters of ``optimizer`` that have remainders, by parameter."""
+    """Return the masters of the 16-bit parameters of ``optimizer`` that have remainders, by parameter."""
     shown = {param: entry.get(MASTER_PARAM) for param, entry in optimizer.state.items()}
     return {param: view for param, view in shown.items() if isinstance(view, EncodedView)}
 
@@ -324,7 +324,7 @@ def encode_states(
     decodes_runs: bool,
     widens_grads: bool,
 ) -> bool:
-    """Keep the states of ``group`` in ``formats`` from now on; see ``GroupEncoding``.
+    """Store the states of ``group`` in ``formats`` from now on; see ``GroupEncoding``.
 
     With ``widens_grads`` the slots of gradients of 16-bit parameters are float32. In a group that is already encoded,
     states can only become float32, and parameters can get other positions.

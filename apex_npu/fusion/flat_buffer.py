@@ -87,10 +87,10 @@ def plan(tensors: Sequence[Tensor]) -> Plan:
 
 
 def fills_storage(tensors: Sequence[Tensor]) -> bool:
-    """True if ``tensors``, which share one storage, make up all of it.
+    """Return True if ``tensors``, which share one storage, make up all of it.
 
-    False for a view of a larger storage: that is another owner's buffer (a DDP bucket, a slice of a vector), whose
-    other elements must not be stepped.
+    The result is False for a view of another owner's buffer (a DDP bucket, a slice of a vector), whose other elements
+    must not be stepped.
     """
     first = tensors[0]
     if first.is_contiguous() and first.numel() * first.element_size() == first.untyped_storage().nbytes():
@@ -111,16 +111,16 @@ def _allocated(allocate: Callable[..., Tensor], numel: int, dtype: torch.dtype, 
         return allocate(numel, dtype=dtype, device=device)
     except RuntimeError as error:
         raise NoRoomError(
-            f"a fused buffer of {numel} x {dtype} needs {mib(numel * dtype.itemsize)} on {device}, which is not free; "
+            f"a fused buffer of {numel} x {dtype} needs {mib(numel * dtype.itemsize)} on {device}, which are not free; "
             f"nothing has been moved. Free memory, or use the unfused optimizer or combine_grad=False. ({error})"
         ) from error
 
 
 class FlatBuffer:
-    """Owns one flat tensor and hands out views with storages of their own.
+    """Owns one flat tensor, and returns views that have separate storages.
 
     Attributes:
-        flat: The buffer, a 1-D tensor of zeros at first. Its padding stays finite and is never part of a view.
+        flat: The buffer, a 1-D tensor that is zero at first. Its padding stays finite and is never part of a view.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -134,7 +134,7 @@ class FlatBuffer:
             logger.info("fused buffer: %s on %s, %s", mib(self.flat.nbytes), device, dtype)
 
     def renew(self) -> None:
-        """Give ``flat``, and all that shares its storage, new uninitialised memory; views keep the old memory.
+        """Give ``flat``, and all tensors of its storage, new uninitialised memory; views keep the old memory.
 
         Raises:
             torch.OutOfMemoryError: There is not enough memory; the message says how much was needed.
@@ -163,7 +163,7 @@ class FlatBuffer:
         copy_values: bool = True,
         aliases: Mapping[int, Sequence[Tensor]] = MappingProxyType({}),
     ) -> None:
-        """Move the storages of ``tensors`` into this buffer, with their values: all of them, or none.
+        """Move the storages of ``tensors``, with their values, into this buffer: all of them, or none.
 
         ``aliases``: ``id(tensor)`` → other tensors over its storage, which move with it.
 
@@ -200,8 +200,8 @@ class FlatBuffer:
 def leave_private_formats(params: Sequence[Tensor]) -> None:
     """Convert parameters in a private format of an NPU to the format that torch's sizes and strides describe.
 
-    Gradients have that format, and a step needs each element in the same place in all of its operands. Other views of
-    such tensors do not follow to memory in another format; the log reports them.
+    Gradients have this format, and a step requires the same order of elements in all operands. Other views of such a
+    tensor keep the old memory; the log reports them.
     """
     by_storage: dict[int, list[Tensor]] = {}
     for p in params:
@@ -228,5 +228,5 @@ def with_aliases(sharing: list[Tensor], aliases: Mapping[int, Sequence[Tensor]])
 
 
 def may_move(sharing: list[Tensor]) -> bool:
-    """True if the tensors of ``sharing`` fill their one storage, and all of its aliases would follow a move."""
+    """Return True if the tensors of ``sharing`` fill their one storage, and all of its aliases would follow a move."""
     return fills_storage(sharing) and len({p.dtype for p in sharing}) == 1 and aliases_follow(sharing)

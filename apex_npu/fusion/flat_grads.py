@@ -53,20 +53,20 @@ class FlatGrads:
     """The gradient slots of ``params``, laid out like the parameters themselves; memory is allocated at first use.
 
     Attributes:
-        params: The parameters. Each has a slot, whether or not it ever gets a gradient.
-        full_params: The parameters whose gradients users see: ``params``, or the sharded parameters that these are
-            this process's parts of.
-        is_sharded: Whether ``full_params`` are sharded parameters.
+        params: The parameters. Each has a slot, with or without a gradient.
+        full_params: The parameters whose gradients users see: ``params``, or the sharded parameters whose local parts
+            ``params`` are.
+        is_sharded: ``full_params`` are sharded parameters.
         offsets: For each parameter, the number of elements before its slot.
         total_numel: The number of elements of the buffer.
-        reads_lists: Whether a rule can take ELSEWHERE gradients as a list, see ``gather_unless_listed``.
-        reads_in_place: Whether kernels read all ELSEWHERE gradients in place, in one call.
-        is_shown: Whether a script has the buffer: then gradients are always copied there, and padding may be written.
-        gathers_all: Whether gradients are always copied into slots, because a CUDA graph has the slots' addresses, or
-            because no kernel follows addresses.
-        may_pack: Whether ``pack`` may pack gradients.
-        is_packed: Whether gradients have been packed; some may still be.
-        is_widened: Whether slots are float32 and parameters have 16 bits.
+        reads_lists: A rule can take ELSEWHERE gradients as a list, see ``gather_unless_listed``.
+        reads_in_place: Kernels read all ELSEWHERE gradients in place, in one call.
+        is_shown: A script has the buffer. Gradients are then always copied there, and padding may be written.
+        gathers_all: Gradients are always copied into slots, because a CUDA graph has the slots' addresses, or because
+            no kernel follows addresses.
+        may_pack: ``pack`` may pack gradients.
+        is_packed: Gradients have been packed; some may still be.
+        is_widened: Slots are float32 and parameters have 16 bits.
         memory: The buffer, and the views of its slots.
     """
 
@@ -102,7 +102,7 @@ class FlatGrads:
 
     @classmethod
     def apart(cls, params: Sequence[Tensor]) -> FlatGrads:
-        """Return one slot for each of ``params``, in their order, wherever the parameters are in memory."""
+        """Return one slot for each of ``params``, in their order, independent of their memory."""
         planned = plan([torch.empty_like(p, device="meta") for p in params])
         return cls(params, planned.offsets, planned.layout.total_numel)
 
@@ -126,21 +126,21 @@ class FlatGrads:
 
     @property
     def has_buffer(self) -> bool:
-        """Whether the buffer has memory."""
+        """True if the buffer has memory."""
         if self.memory.is_lent:
             self._take_up()
         return bool(self.memory.views)
 
     @property
     def flat(self) -> Tensor:
-        """The buffer: all slots, and their padding, which is zero. Slots that are NONE hold what was last written."""
+        """The buffer: all slots, and their padding, which is zero. Slots that are NONE have arbitrary old values."""
         return self._allocate()
 
     def show(self) -> Tensor:
-        """Return ``flat`` for a script to read and write: it holds all gradients, with zeros for those that are None.
+        """Return ``flat`` for a script to read and write, with all gradients, and zeros for those that are None.
 
         Raises:
-            RuntimeError: See ``gather``; or this is the first call, and a CUDA graph is being captured.
+            RuntimeError: ``gather`` raises it; or this is the first call, and a CUDA graph is being captured.
         """
         if not self.is_shown:
             check_combinable()
@@ -157,7 +157,7 @@ class FlatGrads:
     def views(self) -> list[Tensor]:
         """The views of the slots, one per parameter and shaped like it, into which new gradients are written.
 
-        A former gradient that something still holds (PCGrad keeps ``p.grad`` of each task) moves out of its slot first.
+        A former gradient that is still referenced (PCGrad keeps ``p.grad`` of each task) moves out of its slot first.
         """
         memory = self.memory
         if not memory.views or not memory.is_padded:
@@ -173,17 +173,17 @@ class FlatGrads:
         return self._find(slots, InPlace.NO)[0]
 
     def _find(self, slots: range | None, in_place: InPlace, least_numel: int | None = None) -> tuple[bytes, list[int]]:
-        """Return the states of ``slots``, and the slots that have to be gathered; see ``GradSlots.states``."""
+        """Return the states of ``slots``, and the slots to gather; see ``GradSlots.states``."""
         if self.memory.is_lent:
             self._take_up()
         if in_place == InPlace.WRITE:
-            self.is_packed = False  # packed gradients are gathered; none of them stays to be written in place
+            self.is_packed = False  # packed gradients are gathered, since they cannot be written in place
         elif self.is_packed and in_place == InPlace.READ and not self.is_shown:
             packed = self._find_packed()
             if packed is not None:
                 return packed if slots is None else packed[slots.start : slots.stop], []
         if self.is_shown or self.gathers_all or (self._addressed is not None and is_capturing()):
-            in_place = InPlace.NO  # a replay would follow the addresses of the capture
+            in_place = InPlace.NO  # a replay would read the addresses of the capture
         if least_numel is None:
             multiplied = in_place == InPlace.WRITE and self._addressed is None
             least_numel = grad_slots.WRITTEN_NUMEL if multiplied else grad_slots.STAYS_NUMEL
@@ -207,7 +207,7 @@ class FlatGrads:
         return end - self.offsets[slots.start]
 
     def all_present(self, slots: range | None = None) -> bool:
-        """True if each of ``slots``, or each of all slots, is IN_BUFFER."""
+        """Return True if each of ``slots`` is IN_BUFFER; None: each of all slots."""
         states = self.states(slots)
         return states.count(IN_BUFFER) == len(states)
 
@@ -232,9 +232,9 @@ class FlatGrads:
         return self._gather(slots, states, to_gather) if to_gather else states
 
     def gather_unless_listed(self) -> bytes:
-        """Gather, except if a rule can take all gradients as a list: then those that are ELSEWHERE stay there.
+        """Gather, unless a rule can take all gradients as a list: then ELSEWHERE gradients stay there.
 
-        It is only called if ``reads_lists``. All gradients must have their slot's dtype and layout to stay.
+        Requires ``reads_lists``. Gradients stay only if all have their slot's dtype and layout.
         """
         if self.is_packed:
             return self.gather(in_place=InPlace.READ)
@@ -262,7 +262,7 @@ class FlatGrads:
 
     def _copy_in(self, indices: list[int], grads: list[Tensor]) -> list[Tensor]:
         """Copy ``grads`` into the slots ``indices``, and return the views of these."""
-        pads = self.reads_lists and len(indices) == len(self.params)  # then zeros are copied along
+        pads = self.reads_lists and len(indices) == len(self.params)  # the copy then also writes zeros
         self._allocate(pads=pads)
         views = self.memory.views if pads and not self.memory.is_padded else self.views
         slots_of_them = [views[i] for i in indices]
@@ -291,9 +291,9 @@ class FlatGrads:
         """Copy the gradients that ``sources`` have into the slots, multiplied by ``inv_scale``, in one pass.
 
         Args:
-            sources: The tensors that have the gradients of ``params`` now, one for each.
+            sources: For each of ``params``, the tensor that has its gradient now.
             inv_scale: 1 / loss scale.
-            found_inf: See ``unscale_``.
+            found_inf: The argument of ``unscale_``.
             slots: The slots to fill; None: all.
 
         Raises:
@@ -323,11 +323,11 @@ class FlatGrads:
         inv_scale: float = 1.0,
         found_inf: Tensor | None = None,
     ) -> bytes | None:
-        """Do ``take`` by a kernel that follows addresses; if ``slots`` is None, multiply gradients in slots, too.
+        """Do ``take`` by a kernel that follows addresses. If ``slots`` is None, also multiply gradients in slots.
 
         Returns:
             The states of the slots afterwards. None, with nothing done, if the kernel does not compile, or while a CUDA
-            graph is captured, whose replay would follow the addresses of the capture.
+            graph is captured, whose replay would read the addresses of the capture.
         """
         if self._addressed is None or is_capturing():
             return None
@@ -347,10 +347,10 @@ class FlatGrads:
 
     @no_grad
     def pack(self) -> bool:
-        """Copy 16-bit gradients into one tensor, of which ``params`` get views as gradients, on any device.
+        """Copy 16-bit gradients into one tensor, and make the gradients views of it, on any device.
 
-        That frees the memory of the former ones. Only ``ops`` can read the tensor instead of the buffer; ``gather``
-        converts the gradients to the dtype of the slots.
+        This frees the memory of the former gradients. Only ``ops`` can read the tensor instead of the buffer;
+        ``gather`` converts the gradients to the dtype of the slots.
 
         Returns:
             False, with nothing changed, if this is not possible or would save too little memory.
@@ -367,7 +367,7 @@ class FlatGrads:
         """Add the present 16-bit gradients times ``inv_scale`` to the slots, in few launches for any number of them.
 
         Args:
-            held: Maps the index of each parameter to the gradient that it had before; these must be in their slots.
+            held: Maps the index of each parameter to its former gradient, which must be in its slot.
             inv_scale: 1 / loss scale.
 
         Returns:
@@ -410,7 +410,7 @@ class FlatGrads:
             found_inf: float32, one element; set to 1 if a gradient is not finite. None: do not check.
 
         Raises:
-            RuntimeError: See ``gather``.
+            RuntimeError: ``gather`` raises it.
         """
         slots, views = self.memory.slots, self.memory.views
         at_once = self._in_one_pass and inv_scale != 1.0 and views and not self.is_shown
@@ -431,7 +431,7 @@ class FlatGrads:
         in_one_call = stay and self.reads_in_place
         if to_gather and IN_BUFFER not in states and not in_one_call and takes_grads(self.params[0]):
             self.take(self.params, inv_scale, found_inf, to_gather if stay else None)
-            states = with_state(NONE, states, to_gather)  # nothing is left to do there
+            states = with_state(NONE, states, to_gather)  # these are done
         elif to_gather:
             states = self._gather(None, states, to_gather)
         self._unscale_operands(states, inv_scale, found_inf)
@@ -467,10 +467,10 @@ class FlatGrads:
         extension.set_grads([self.params[i] for i in there], slots_of_them)
 
     def operand(self, slots: range, numel: int, *, stepped: bool = False) -> Tensor:
-        """Return the gradients of consecutive ``slots``, none of which has to be gathered, for ``ops`` to read.
+        """Return the gradients of consecutive ``slots`` for ``ops`` to read. No gradient may need gathering.
 
-        The operand is 1-D and has ``numel`` elements from the first slot on. It may have no memory: then only ops can
-        read it. Gradients that are ``stepped`` have to be gathered for a second step.
+        The operand is 1-D and has ``numel`` elements from the first slot on. If it has no memory, only ops can read it.
+        Gradients that are ``stepped`` are gathered for a second step.
         """
         if self.is_packed:
             return self._packed_operand(slots, numel)
@@ -484,18 +484,17 @@ class FlatGrads:
         return self.operand(range(index, index + 1), self.params[index].numel())
 
     def forget_stepped(self) -> None:
-        """Forget which gradients have been stepped, since they have been dropped: those to come are others."""
+        """Forget which gradients have been stepped, after they have been dropped."""
         self.memory.slots.forget_stepped()
 
     def operands(self, in_place: InPlace) -> list[Tensor]:
         """Return all gradients in few 1-D pieces: ``operand`` for those ELSEWHERE, and padded stretches of the buffer.
 
         Args:
-            in_place: READ if ``ops`` read the pieces, WRITE if ``ops.multiply_`` writes them: it can write all that
-                ops can read.
+            in_place: READ if ``ops`` read the pieces, WRITE if ``ops.multiply_`` writes them.
         """
         states = self.gather(in_place=in_place)
-        # Gradients in slots can be listed, too: then nothing writes to padding, which would have to be cleared.
+        # Gradients in slots are also listed, so that nothing writes to padding, which would have to be cleared.
         lists_all = in_place == InPlace.WRITE and self._addressed is not None and any(states)
         if lists_all and not (self.is_sharded or self.is_shown or self.gathers_all or is_capturing()):
             return [self.operand(range(len(self.params)), self.total_numel)]

@@ -19,7 +19,7 @@ from apex_npu.fusion.run import Runs, StepCounts
 
 
 class HasFusedGroups:
-    """A base class of fused optimizers, by which amp recognizes them.
+    """The base class of fused optimizers. amp recognizes fused optimizers by it.
 
     Attributes:
         state_formats: The formats of the states, see ``StateFormats`` of the optimizers.
@@ -28,15 +28,15 @@ class HasFusedGroups:
     state_formats: Any
 
     def flat_grads(self) -> list[FlatGrads]:
-        """Return the gradient buffers of all parameters, which are fused now if they were not before."""
+        """Return the gradient buffers of all parameters. Fuses parameters that are not fused yet."""
         raise NotImplementedError
 
     def fused_groups(self) -> list[FusedGroup]:
-        """Return the groups that the last step has stepped."""
+        """Return the groups of the last step."""
         raise NotImplementedError
 
     def combined_groups(self) -> list[FusedGroup]:
-        """Return one group for each combined buffer; the buffers are made now if there are none."""
+        """Return one group for each combined buffer. Makes the buffers if they do not exist."""
         raise NotImplementedError
 
     def combined_grads(self) -> list[FlatGrads]:
@@ -56,7 +56,7 @@ class HasFusedGroups:
         check_combinable()
 
     def moving_params(self) -> AbstractContextManager[None]:
-        """Return the context for code that gives parameters other addresses outside of a step."""
+        """Return the context for code that moves parameters to other addresses outside of a step."""
         return nullcontext()
 
 
@@ -74,17 +74,17 @@ class FusedGroup(GroupBuffers):
         offsets: Sequence[int],
         runs: Runs,
     ) -> None:
-        """See ``GroupBuffers``, and ``fuse``, which moves ``params`` there. ``runs`` has as many slots."""
+        """Wrap ``param_flat``, into which ``fuse`` has moved ``params``, as ``GroupBuffers`` does. Store ``runs``."""
         super().__init__(params, param_flat, offsets)
         self.runs = runs
         if isinstance(self.grads, FlatGrads):
-            # A graph replays the addresses of its capture, so gradients have to stay there.
+            # A graph replays the addresses of its capture, so gradients must stay at their addresses.
             self.grads.gathers_all = stays = isinstance(runs, GraphRuns)
             self.grads.may_pack = param_flat.device.type != "cpu" and not stays
             self.grads.memory.lends = self.grads.memory.lends and not stays
 
     def let_go(self) -> None:
-        """Drop the views of the parameters' memory, which would keep parameters that numpy has seen from moving."""
+        """Drop the views of the parameters' memory. They would prevent a move of parameters that numpy has seen."""
         self.param_flat = self.param_flat.new_empty(0)
         self.runs.current = []
         self.runs.forget()
@@ -102,7 +102,7 @@ class FusedGroup(GroupBuffers):
 
 
 def new_runs(count: int, device: torch.device, *, capturable: bool) -> Runs:
-    """Return the runs of a new group of ``count`` slots; the memory of its step counts is allocated now."""
+    """Return the runs of a new group of ``count`` slots. Allocates the memory of the step counts."""
     on_device = capturable and device.type != "cpu"
     return GraphRuns(count, device) if on_device else Runs(StepCounts(count))
 

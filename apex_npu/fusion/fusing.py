@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Fusing: find the parameters that can be fused, and move them into buffers."""
+"""Finds the parameters that can be fused, and moves them into buffers."""
 
 from __future__ import annotations
 
@@ -31,16 +31,15 @@ def fuse(
     capturable: bool = False,
     aliases: Mapping[int, Sequence[Tensor]] = MappingProxyType({}),
 ) -> list[FusedGroup]:
-    """Fuse ``params`` into as few groups as possible: one per device, dtype and kind; ``apart`` into groups apart.
+    """Fuse ``params`` into as few groups as possible: one per device, dtype and kind.
 
-    A parameter that is a view of another owner's buffer, or overlaps another one (tied through ``.data``), does not
-    move: it gets a group of its own, over its present memory.
-
-    Parameters in a private format of an NPU leave it, see ``leave_private_formats``.
+    A parameter that is a view of another owner's buffer, or overlaps another parameter (tied through ``.data``), does
+    not move. It gets a separate group over its present memory. Parameters in a private format of an NPU leave it, see
+    ``leave_private_formats``.
 
     Args:
         params: The parameters to fuse.
-        apart: Parameters to fuse into groups apart from those of ``params``, unless they share memory.
+        apart: Parameters to fuse into groups separate from those of ``params``, unless they share memory.
         kind_of: ``id(param)`` → a kind.
         capturable: Count steps on the device, unless it is the CPU, so that a captured graph counts them.
         aliases: ``id(param)`` → other tensors over its storage, which move with it and may be larger than it.
@@ -64,7 +63,7 @@ def fuse(
 
 
 def _prepare(lists: Sequence[Sequence[Tensor]], *, capturable: bool) -> tuple[list[Plan], list[FlatBuffer], list[Runs]]:
-    """Allocate all that needs memory for each of ``lists``, so that the move that follows cannot fail."""
+    """Allocate all memory for each of ``lists``, so that the move that follows cannot fail."""
     plans = [plan(members) for members in lists]
     buffers = [FlatBuffer(p.layout.total_numel, p.dtype, p.device) for p in plans]
     return plans, buffers, [new_runs(len(p.offsets), p.device, capturable=capturable) for p in plans]
@@ -86,12 +85,12 @@ def _move(
 def fuse_combined(
     kinds: Sequence[Sequence[Tensor]], before_moving: Callable[[], None], *, capturable: bool = False
 ) -> list[FusedGroup]:
-    """Move parameters that have been fused into combined buffers.
+    """Move fused parameters into combined buffers.
 
     Args:
         kinds: For each buffer its parameters, of one device and dtype.
-        before_moving: Called when nothing can fail any more, to give up the groups that the parameters are in.
-        capturable: See ``fuse``.
+        before_moving: Called when nothing can fail any more, to drop the groups that contain the parameters.
+        capturable: The argument of ``fuse``.
 
     Raises:
         RuntimeError: A parameter cannot be moved; nothing has moved.
@@ -119,9 +118,9 @@ def _check_may_move(lists: Sequence[Sequence[Tensor]]) -> None:
 def not_combinable(param: Tensor) -> RuntimeError:
     """Return an error that says that ``param`` cannot be part of a combined buffer."""
     return RuntimeError(
-        f"a parameter of shape {tuple(param.shape)} cannot be moved into a combined buffer, since other tensors are in "
-        "the same memory (views of it, also in a graph before its backward; another optimizer's buffer; a larger "
-        "tensor that it is a part of). Call the accessor after backward, and give the parameter memory of its own "
+        f"a parameter of shape {tuple(param.shape)} cannot be moved into a combined buffer, since it shares its memory "
+        "with other tensors (views of it, also in a graph before its backward; another optimizer's buffer; a larger "
+        "tensor that it is a part of). Call the accessor after backward, and give the parameter separate memory "
         "(p.data = p.data.clone()); or use clip_optimizer_grad_norm_fused and the parameters themselves, which need no "
         "combined buffer. Nothing has moved"
     )
@@ -133,7 +132,7 @@ def _sort_out(
     kind_of: Mapping[int, Hashable],
     aliases: Mapping[int, Sequence[Tensor]],
 ) -> tuple[list[list[Tensor]], list[Tensor]]:
-    """Return the movable parameters by device, dtype, kind and being in ``apart``; and those to be left in place."""
+    """Return the movable parameters by device, dtype, kind and presence in ``apart``, and those to leave in place."""
     by_storage: dict[int, list[Tensor]] = {}
     for p in params:
         by_storage.setdefault(p.untyped_storage()._cdata, []).append(p)

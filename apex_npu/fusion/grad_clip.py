@@ -17,14 +17,14 @@ from apex_npu.ops import is_grad_list, multiply_, norm, norm_to_clip, wide_dtype
 
 
 def multiply_grads_(flats: Sequence[FlatGrads], grads: Sequence[Tensor], total: Tensor, coefficient: Tensor) -> None:
-    """Multiply ``grads`` by ``coefficient``. Their norm is ``total``, and they include those of ``flats``."""
+    """Multiply ``grads``, whose norm is ``total``, by ``coefficient``. They include the gradients of ``flats``."""
     if total.device.type == "cpu" and coefficient == 1.0:
         return  # multiplying would change nothing
     for grad in grads:
         multiply_(grad, coefficient.to(grad.device))
     if all(map(is_grad_list, grads)):
         return  # no padding is written
-    # 0 times a nan coefficient is nan, which later gradients would find in the padding. On a CPU the check is free.
+    # 0 times a nan coefficient leaves nan in the padding. On a CPU the check is free.
     if total.device.type != "cpu" or coefficient.isnan():
         for flat in flats:
             flat.memory.clear_padding()

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Copies of many gradients into their slots, on devices without a kernel that copies all in one pass."""
+"""Copies many gradients into their slots, on devices without a kernel that copies all in one pass."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.layout import gaps_between
 from apex_npu.ops import cat_into, cats_lists, gather_
 
-# An NPU copies this many tensors in one launch: joining is faster if batches of neighbours are as long on average.
+# An NPU copies this many tensors in one launch. Joining neighbours is faster if their batches are longer on average.
 _JOINED_COUNT = 48
 
 
 class GradCopier:
-    """Copies gradients into slots; neighbours together, if that saves launches."""
+    """Copies gradients into slots. Neighbours are copied together if this saves launches."""
 
     def __init__(self, flat: Tensor, offsets: Sequence[int], shapes: Sequence[Tensor], *, pads: bool = False) -> None:
         """Copy into ``flat``, whose slots begin at ``offsets`` and have the sizes and strides of ``shapes``.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The memory of gradients: a flat buffer with a view for each slot. Between steps the views alone may own it."""
+"""The memory of gradients: a flat buffer with a view for each slot. Between steps only the views may own it."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ _DTYPE, _LAYOUT, _DEVICE = map(attrgetter, ("dtype", "layout", "device"))
 class GradMemory:
     """One buffer, allocated at first use. ``let_go`` lends its memory to the gradients in it.
 
-    Lent memory is freed when these gradients are cleared, by whatever means. ``take_up`` takes it back, and
-    ``allocate`` gives the buffer other memory if it ``is_lent`` still.
+    Lent memory is freed when these gradients are cleared in any way. ``take_up`` takes it back, and ``allocate`` gives
+    the buffer other memory if it still ``is_lent``.
 
     Attributes:
-        params: The parameters, each of which has a slot.
+        params: The parameters, one for each slot.
         shapes: Meta tensors with the sizes, strides and dtype of the slots.
         offsets: For each slot, the number of elements before it.
         slots: The ``GradSlots`` that finds gradients in the slots.
         views: The views of the slots, for ``param.grad``; empty while there is no memory.
         view_table: The places of the views.
-        lends: Whether ``let_go`` has an effect.
-        is_sent: Whether processes are averaging the buffer, during which ``let_go`` has no effect.
-        is_lent: Whether the buffer has no memory.
-        is_padded: Whether there are zeros between the slots, or will be when the memory is taken back.
+        lends: ``let_go`` has an effect.
+        is_sent: Processes are averaging the buffer, during which ``let_go`` has no effect.
+        is_lent: The buffer has no memory.
+        is_padded: There are zeros between the slots, or will be when the memory is taken back.
     """
 
     def __init__(
         self, params: Sequence[Tensor], offsets: Sequence[int], total_numel: int, dtype: torch.dtype | None = None
     ) -> None:
-        """Plan memory for gradients in ``dtype``; None: in that of ``params``, which share dtype and device."""
+        """Plan memory for gradients in ``dtype``; None: the dtype of ``params``, which share dtype and device."""
         # Slots are shaped like the gradients that autograd makes: with a parameter's strides if dense, else contiguous.
         self.shapes = [torch.empty_like(p, device="meta", dtype=dtype) for p in params]
         self.offsets = list(offsets)
@@ -61,7 +61,7 @@ class GradMemory:
     def allocate(self, *, pads: bool = False) -> Tensor:
         """Return the buffer, with memory, and zeros in the padding.
 
-        With ``pads``, the padding is left to a copy into all slots, which is about to write its zeros.
+        With ``pads``, the caller writes the zeros by a copy into all slots.
 
         Raises:
             torch.OutOfMemoryError: There is not enough memory.
@@ -74,7 +74,7 @@ class GradMemory:
             else:
                 buffer.renew()
                 is_padded = cats_lists(like.device) and not pads
-                if is_padded:  # an NPU fills all elements faster than those between slots
+                if is_padded:  # an NPU fills all elements faster than only those between slots
                     buffer.flat.zero_()
             views = buffer.views_like(self.shapes, self.offsets)
             table = SlotTable(views)
@@ -102,7 +102,7 @@ class GradMemory:
         slots.let_go(self._buffer.flat)
 
     def take_up(self) -> None:
-        """Own the memory again, if it still exists and holds nothing but gradients; else give it up for good."""
+        """Own the memory again, if it still exists and holds only gradients; else give it up."""
         assert self._buffer is not None
         slots: Any = self.slots
         views: list[Tensor] | None = slots.take_up(self.params, self._buffer.flat)
@@ -110,13 +110,13 @@ class GradMemory:
             self.views, self.is_lent = views, False
 
     def free_views(self) -> None:
-        """Make all views be in their slots, and be held by nothing but their parameters."""
+        """Move views back into their slots, and move former gradients that are still referenced out of them."""
         lost, kept = extension.lost_and_kept(self.view_table, self.views, self.params)
         self._renew_views(lost)
         self.move_out(kept)
 
     def move_out(self, indices: Sequence[int]) -> None:
-        """Move former gradients, which something still holds, out of their slots, before others are written there."""
+        """Move former gradients that are still referenced out of their slots, before others are written there."""
         for i in indices:
             move_out(self.views[i])  # first: after an interruption here, the view is found as lost
             self._renew_views([i])
@@ -128,9 +128,7 @@ class GradMemory:
             self.views[i] = self._buffer.view(self.offsets[i], shape.size(), shape.stride())
 
     def readable(self, indices: Sequence[int], grads: list[Tensor], sources: Sequence[Tensor]) -> list[Tensor]:
-        """Return ``grads``, of ``sources[i]`` for each of ``indices``, with clones of those in slots.
-
-        The slots are about to be written.
+        """Return ``grads``, those of ``sources[i]`` for ``indices``, and clone those in slots, which will be written.
 
         Raises:
             RuntimeError: A gradient is sparse, not of its parameter's dtype, or a subclass such as DTensor.
@@ -165,5 +163,5 @@ class GradMemory:
 
 
 def may_lend(slot: Tensor) -> bool:
-    """True if fresh memory costs nothing but its allocation, and gradients are gathered for every step."""
+    """Return True if new memory costs only its allocation: the device is not a CPU."""
     return slot.device.type != "cpu"

@@ -1,10 +1,10 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The places of many parameters' gradients, found for all at once.
+"""The places of many parameters' gradients, found in one call.
 
 A gradient is NONE while ``param.grad is None``, IN_BUFFER while it is the view of its slot, and else ELSEWHERE. An
-ELSEWHERE gradient can stay there if its elements are in the slot's order, in CPU or GPU memory that is no slot's. Then
-kernels read it in place, whatever its size, and it is not copied into its slot.
+ELSEWHERE gradient can stay there if its elements are in the slot's order, in CPU or GPU memory outside of all slots.
+Kernels then read it in place, and it is not copied into its slot.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ NONE, IN_BUFFER, ELSEWHERE = 0, 1, 2
 # The least number of elements of a gradient that can stay elsewhere.
 STAYS_NUMEL = 0
 # The least number for gradients that are multiplied, or shared with masters. Smaller ones are multiplied while they are
-# copied into their slots: this is as quick, and later operations find them there in one piece.
+# copied into their slots, which is as fast, and leaves them in one piece for later operations.
 WRITTEN_NUMEL = 1 << 12
 
 
 class InPlace(IntEnum):
-    """The access to ELSEWHERE gradients, which decides which of them can stay there.
+    """The access to ELSEWHERE gradients. It decides which of them can stay there.
 
     The C++ extension uses the same values.
     """
 
-    NO = 0  # none can stay
-    READ = 1  # those can stay that have not been stepped before: a gradient that is reused is copied into its slot
-    WRITE = 2  # those of the slot's dtype can stay that share their memory with nothing else
+    NO = 0  # no gradient can stay
+    READ = 1  # gradients that have not been stepped can stay; a gradient that is reused is copied into its slot
+    WRITE = 2  # gradients of the slot's dtype can stay if they do not share their memory
 
 
 class GradSlots(Protocol):
     """The slots of one flat buffer of gradients."""
 
     def remember_views(self, views: Sequence[Tensor]) -> None:
-        """Record that ``views`` are in the slots, one in each. A view that leaves its slot is an ordinary gradient."""
+        """Record ``views``, one for each slot. A view that leaves its slot counts as ELSEWHERE."""
         ...
 
     def states(
         self, params: Sequence[Tensor], views: Sequence[Tensor], first: int, in_place: int, least_numel: int
     ) -> tuple[bytes, list[int]]:
-        """Find where the gradients of ``params`` are, whose slots begin with number ``first``.
+        """Find the places of the gradients of ``params``, whose slots begin with number ``first``.
 
         Args:
             params: The parameters of consecutive slots.
@@ -61,7 +61,7 @@ class GradSlots(Protocol):
             least_numel: Only gradients of at least so many elements can stay elsewhere.
 
         Returns:
-            One byte for each of ``params``, and the slots of those that are ELSEWHERE and cannot stay there.
+            One byte for each of ``params``, and the slots of ELSEWHERE gradients that cannot stay there.
         """
         ...
 
@@ -69,10 +69,10 @@ class GradSlots(Protocol):
         """Return the gradients of ``params``, whose slots begin with number ``first``, as one operand for ``ops``.
 
         Args:
-            params: Parameters whose gradients are None, in their slots, or elsewhere and can stay there.
+            params: Parameters whose gradients are None, in their slots, or ELSEWHERE and can stay there.
             first: The slot of the first parameter.
             numel: The number of elements of the operand.
-            stepped: Remember these gradients as stepped.
+            stepped: Record that these gradients are stepped.
         """
         ...
 
@@ -87,7 +87,7 @@ class GradSlots(Protocol):
         ...
 
     def forget_stepped(self) -> None:
-        """Forget which gradients have been stepped, since they have been dropped: those to come are others."""
+        """Forget which gradients have been stepped, after they have been dropped."""
         ...
 
     def addresses(
@@ -107,16 +107,16 @@ class GradSlots(Protocol):
             sources: For each slot of the buffer, its parameter, or the model parameter that has the master's gradient.
             params: For each slot of the buffer, its parameter.
             views: For each slot of the buffer, its view.
-            first: The first slot to look at.
-            last: One past the last slot to look at.
+            first: The first slot to examine.
+            last: One past the last slot to examine.
             chosen: Take only these of the slots; None: all.
             flat: The buffer.
-            addresses: int64, on the host. For a gradient that is not in ``flat``, with its slot's order of elements, it
+            addresses: int64, on the host. For a gradient outside of ``flat`` with its slot's order of elements, it
                 gets the address that ``flat`` would have if the gradient were in its slot; for all others 0.
 
         Returns:
-            One state for each slot that was looked at; the slots that are ELSEWHERE and have no address; the dtype of
-            all gradients that have an address; and whether the views of all ELSEWHERE slots are in place and unused.
+            One state for each examined slot; the ELSEWHERE slots without an address; the dtype of all gradients with an
+            address; and whether the views of all ELSEWHERE slots are in place and unused.
         """
         ...
 
@@ -136,12 +136,12 @@ def places_of(state: int, states: bytes) -> list[int]:
 
 
 def stay_elsewhere(states: bytes, to_gather: list[int]) -> bool:
-    """True if some gradients are ELSEWHERE and not ``to_gather``."""
+    """Return True if some ELSEWHERE gradients are not in ``to_gather``."""
     return states.count(ELSEWHERE) > len(to_gather)
 
 
 def with_state(state: int, states: bytes, slots: list[int], first: int = 0) -> bytes:
-    """Return ``states``, of the slots from ``first`` on, with ``state`` for ``slots``, which are ELSEWHERE."""
+    """Return ``states``, of the slots from ``first`` on, with ``state`` for the ELSEWHERE ``slots``."""
     if not stay_elsewhere(states, slots):
         return states.replace(bytes([ELSEWHERE]), bytes([state]))
     changed = bytearray(states)
@@ -156,7 +156,7 @@ def stretches(states: bytes, state: int = IN_BUFFER) -> list[range]:
 
 
 def fits(grad: Tensor, shape: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """True where a gradient has its slot's layout, memory of its own, and ``dtype``; None: that of its slot."""
+    """Return True if a gradient has its slot's layout, separate memory, and ``dtype`` (None: the dtype of its slot)."""
     return (
         grad.layout == torch.strided
         and not dispatches_in_python(grad)
@@ -169,15 +169,22 @@ def fits(grad: Tensor, shape: Tensor, dtype: torch.dtype | None = None) -> bool:
 
 
 def dispatches_in_python(tensor: Tensor) -> bool:
-    """True for a subclass whose elements only its own code can access."""
+    """Return True for a subclass whose elements only its own code can access."""
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def check_grad(index: int, param: Tensor, grad: Tensor | None, dtype: torch.dtype, *, own: bool) -> None:
-    """Require that the gradient of ``param``, number ``index``, can be fused: its ``own``, or its model parameter's.
+    """Require that the gradient of ``param``, number ``index``, can be fused.
+
+    Args:
+        index: The number of the parameter in error messages.
+        param: The parameter.
+        grad: The gradient.
+        dtype: The dtype of its slot.
+        own: The gradient is that of ``param`` itself, not of its model parameter, whose dtype may differ.
 
     Raises:
-        RuntimeError: The gradient is sparse, neither of its slot's ``dtype`` nor narrower, on another device than the
+        RuntimeError: The gradient is sparse, of a dtype that the slot cannot hold, on another device than the
             parameter, or a subclass such as DTensor.
     """
     assert grad is not None
@@ -189,14 +196,14 @@ def check_grad(index: int, param: Tensor, grad: Tensor | None, dtype: torch.dtyp
     if grad.device != param.device:
         raise RuntimeError(
             f"parameter {index} of shape {tuple(param.shape)} is on {param.device} and has a gradient on "
-            f"{grad.device}: a part of the model has been moved since its training began. Move parts before "
+            f"{grad.device}: a part of the model has been moved since training began. Move parts before "
             "amp.initialize, or the whole model by model.to(device)"
         )
     narrow = dtype == torch.float32 and grad.dtype in LOW_PRECISION
     if own and grad.dtype != dtype and not narrow:
         raise RuntimeError(
             f"parameter {index} of shape {tuple(param.shape)} is {param.dtype} and has a gradient in {grad.dtype}, "
-            "which cannot be fused; leave its grad_dtype as it was, or use the unfused optimizer"
+            "which cannot be fused; do not change its grad_dtype, or use the unfused optimizer"
         )
     if dispatches_in_python(grad):
         raise RuntimeError(

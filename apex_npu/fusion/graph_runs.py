@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Runs that a CUDA graph can step: each replay counts without the host, so the step counts are on the device.
+"""Runs that a CUDA graph can step. The step counts are on the device, since replays count without the host.
 
 The host only records which counts are equal.
 """
@@ -23,47 +23,46 @@ class GraphRuns(Runs):
     """Runs with step counts on a device, which captured graphs step as well."""
 
     def __init__(self, count: int, device: torch.device) -> None:
-        """Make runs for ``count`` slots, none of which has been stepped."""
+        """Make runs for ``count`` slots that have not been stepped."""
         super().__init__(_DeviceStepCounts(count, device))
         self._captured: list[Run] = []
         self._has_warned = False
 
     @property
     def is_captured(self) -> bool:  # type: ignore[override]
-        """Whether a CUDA graph steps some of the runs."""
+        """True if a CUDA graph steps some of the runs."""
         return bool(self._captured)
 
     def steps_as_before(self, group: GroupBuffers) -> bool:
-        """True if ``cut`` would return the same runs as the last time, with gradients as they are now."""
+        """Return True if ``cut`` would return the runs of its last call for the gradients as they are now."""
         states = group.grads.states().replace(bytes([ELSEWHERE]), bytes([IN_BUFFER]))
         return not states.strip(bytes([NONE])) or (states == self._states and not self.counts.is_written())
 
     def keep(self) -> None:
-        """Keep the tables of the current runs: a graph is being captured that reads them in each replay."""
+        """Keep the tables of the current runs alive: replays of the graph that is being captured read them."""
         for run in self.current:
             run.keep()
         self._captured += [run for run in self.current if run not in self._captured]
         self._has_warned = False
 
     def _cut(self, group: GroupBuffers, states: bytes) -> list[Run]:
-        """Cut the runs, and warn if a captured run is parted: its graph counts steps for the run as a whole."""
+        """Cut the runs, and warn if this splits a captured run, whose graph counts steps for the whole run."""
         stepping = [state != NONE for state in states]
         parted = [run for run in self._captured if 0 < sum(map(stepping.__getitem__, run.slots)) < len(run.params)]
         if parted and not self._has_warned:
             self._has_warned = True
             warn(
-                "parameters that a captured CUDA graph steps together are being stepped apart, some of them without a "
-                "gradient now. Do not replay that graph any more, since it assumes that their step counts are equal; "
-                "capture a new one"
+                "some parameters that a captured CUDA graph steps together have no gradient now. Do not replay that "
+                "graph any more, since it assumes that their step counts are equal; capture a new one"
             )
         return super()._cut(group, states)
 
 
 class _DeviceStepCounts(StepCounts):
-    """Step counts on a device. The host reads them only after they were set, or a user wrote them: steps do not wait.
+    """Step counts on a device. So that steps do not wait, the host reads them only after they were set or written.
 
-    Each replay repeats the counting of its capture without the host, so two slots may get equal counts that the host
-    does not know of. Only counts of slots that have always been stepped together are assumed to be equal.
+    Each replay repeats the counting of its capture without the host, so the host may not know that two slots have equal
+    counts. It assumes equal counts only for slots that have always been stepped together.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:

@@ -30,14 +30,14 @@ class GroupBuffers:
         places: For each parameter, the index of its entry of ``param_groups``, and its place there. Slots are in any
             order.
         param_flat: A 1-D tensor over the memory of all parameters.
-        grads: The gradients, laid out alike. A gradient of a parameter that is not moved may stay where it is.
+        grads: The gradients, in the same layout. A gradient of a parameter that is not moved stays where it is.
         table: The place of each parameter when it was fused.
         kept: Parameters whose former memory may still be referenced from outside torch (a numpy array).
         has_buffer: Whether ``param_flat`` was made for the parameters; else it is the memory that a parameter had.
         encoding: A ``GroupEncoding`` if states are kept in fewer bytes than float32, else None.
         make_run: The class of the group's runs if states are encoded; None: ``Run``.
-        counts_always: Whether steps are counted for rules without state, too, because stochastic rounding draws its
-            random bits by the count.
+        counts_always: Steps are also counted for rules without state, because stochastic rounding draws its random bits
+            by the count.
     """
 
     has_buffer = True
@@ -65,7 +65,7 @@ class GroupBuffers:
 
     @property
     def in_slots(self) -> bool:
-        """Whether all parameters are in fused buffers, where aliases can be detected; False if one was not moved."""
+        """True if all parameters are in fused buffers, where aliases can be detected; False if one was not moved."""
         return all(map(is_slot, self.params))
 
     def span(self, slots: range) -> tuple[int, int]:
@@ -78,7 +78,7 @@ class GroupBuffers:
         return self.table.broken(self.params)
 
     def release_kept(self) -> None:
-        """Release former memory that nothing outside torch references any more."""
+        """Release former memory that is no longer referenced from outside torch."""
         self.kept = [p for p in self.kept if not release_previous(p)]
 
     # State
@@ -102,7 +102,7 @@ class GroupBuffers:
         return self._state(name, scalar=True).flat
 
     def scratch_flat(self, name: str) -> Tensor:
-        """Return memory like a state's for intermediate values only: it is never shown, saved or zeroed."""
+        """Return memory like a state's for intermediate values. It is never shown, saved or zeroed."""
         buffer = self._scratch.get(name)
         if buffer is None:
             buffer = self._scratch[name] = FlatBuffer(self.param_flat.numel(), self.state_dtype, self.param_flat.device)
@@ -117,7 +117,7 @@ class GroupBuffers:
         return self._state(name, scalar=scalar).views
 
     def reset_state(self, name: str, index: int, initial: float, *, scalar: bool = False) -> None:
-        """Set state ``name`` of one parameter to ``initial``; nothing is launched if it has that value already."""
+        """Set state ``name`` of one parameter to ``initial``. Launches nothing if it already has that value."""
         state = self._state(name, initial, scalar=scalar)
         if self._used[index] or initial != state.initial:
             state.views[index].fill_(initial)
@@ -137,17 +137,17 @@ class GroupBuffers:
         return state
 
     def drop_state(self, name: str) -> None:
-        """Forget the buffer of state ``name``, so that it gets another; views that were shown keep the values."""
+        """Drop the buffer of state ``name``, so that it gets a new one; views that were shown keep the values."""
         self._states.pop(name, None)
 
     def use(self, index: int) -> None:
-        """Record that the states of one parameter may hold any values from now on."""
+        """Record that the states of one parameter may have been written."""
         self._used[index] = 1
 
     def add_model_params(self, tensors: Sequence[Tensor | None]) -> ModelParamBuffer | None:
-        """Move ``tensors``, one or None for each parameter, into a buffer of their own that is laid out like this one.
+        """Move ``tensors``, one or None for each parameter, into a new buffer with the layout of this one.
 
-        Only tensors move that are shaped and strided like their parameter, own their storage, and share a dtype.
+        A tensor moves only if it has its parameter's shape and strides, owns its storage, and has the common dtype.
         Tensors in private formats leave these first.
 
         Args:
@@ -184,7 +184,7 @@ class _State(NamedTuple):
 
 
 class ModelParamBuffer:
-    """The 16-bit data of parameters that are stepped in float32, in a buffer laid out like a ``GroupBuffers``'s.
+    """The 16-bit data of parameters that are stepped in float32, in a buffer with the layout of a ``GroupBuffers``.
 
     Attributes:
         flat: 1-D, as long as the group's ``param_flat``; arbitrary values where a parameter has no 16-bit data.
@@ -201,5 +201,5 @@ class ModelParamBuffer:
         self.kept = [p for p in self.params if not release_previous(p)]
 
     def release_kept(self) -> None:
-        """Release former memory that nothing outside torch references any more."""
+        """Release former memory that is no longer referenced from outside torch."""
         self.kept = [p for p in self.kept if not release_previous(p)]

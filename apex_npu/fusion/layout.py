@@ -61,7 +61,7 @@ def plan_slots(
     align_numel: int = ALIGN_NUMEL,
     pad_numel: int = PAD_NUMEL,
 ) -> Layout:
-    """Give every distinct storage a slot, one after the other.
+    """Assign consecutive slots to all distinct storages.
 
     Args:
         storage_numels: For each tensor, the number of elements of its storage.
@@ -100,7 +100,7 @@ def extent_numel(size: Sequence[int], stride: Sequence[int]) -> int:
 
 def overlapping(spans: Sequence[tuple[int, int]]) -> list[int]:
     """Return the indices of ranges [begin, end) to leave out so that no two of the others overlap."""
-    order = sorted(range(len(spans)), key=lambda i: spans[i][0])  # stable: of two with one begin the first is kept
+    order = sorted(range(len(spans)), key=lambda i: spans[i][0])  # stable: the first of two equal begins is kept
     found = []
     taken_to: int | None = None
     for i in order:
@@ -115,7 +115,7 @@ def overlapping(spans: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """True if the elements, if any, fill their extent without gap or overlap, in any order (channels_last)."""
+    """Return True if the elements fill their extent without gap or overlap, in any order (such as channels_last)."""
     if 0 in size:
         return True
     expected = 1

@@ -1,8 +1,8 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Functions that a step calls for thousands of tensors, each one call into the C++ extension: some 50 ns per tensor.
+"""Functions that a step calls for thousands of tensors, each by one call into the C++ extension (50 ns per tensor).
 
-``unfused.py`` documents the functions, and implements them if the extension is not in use.
+``unfused.py`` documents the functions, and implements them for use without the extension.
 """
 
 from __future__ import annotations

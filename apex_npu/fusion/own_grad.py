@@ -13,7 +13,7 @@ from apex_npu.fusion.shards import local_grad, local_part
 
 
 class OwnGrad:
-    """The gradient of one parameter, or of this process's part of a sharded one. No step moves it.
+    """The gradient of one parameter, or of this process's part of a sharded parameter. No step moves it.
 
     ``FlatGrads`` documents the members that both classes have.
 
@@ -26,7 +26,7 @@ class OwnGrad:
     reads_lists = reads_in_place = is_packed = False
 
     def __init__(self, param: Tensor, full_param: Tensor | None = None) -> None:
-        """Wrap the gradient of ``param``, which is this process's part of ``full_param``; None: it is no part."""
+        """Wrap the gradient of ``param``, this process's part of ``full_param``; None: it is not a part."""
         self.params, self.full_params, self.offsets = [param], [param if full_param is None else full_param], [0]
 
     def _grad(self) -> Tensor | None:
@@ -47,7 +47,7 @@ class OwnGrad:
     gather_unless_listed = gather
 
     def operand(self, slots: range, numel: int, *, stepped: bool = False) -> Tensor:
-        """Return the gradient, 1-D, with its elements in the parameter's order; a copy if it has to be."""
+        """Return the gradient, 1-D, with its elements in the parameter's order; a copy if necessary."""
         param, grad = self.params[0], self._grad()
         assert grad is not None
         grad = grad.detach()
@@ -63,14 +63,14 @@ class OwnGrad:
         return self.operand(range(1), param.numel()).to(param.dtype)
 
     def forget_stepped(self) -> None:
-        """Do nothing: an ``OwnGrad`` remembers nothing of a step."""
+        """Do nothing: an ``OwnGrad`` does not record steps."""
 
     def have_parts(self) -> bool:
-        """True while ``params[0]`` is the part inside the sharded parameter."""
+        """Return True while ``params[0]`` is the part inside the sharded parameter."""
         return local_part(self.full_params[0]) is self.params[0]
 
     def end_step(self) -> None:
-        """Tell autograd that the sharded parameter has been written, if it has been stepped."""
+        """Increment the version of the sharded parameter if it has been stepped."""
         full = self.full_params[0]
         if full.grad is not None:
             increment_versions([full])

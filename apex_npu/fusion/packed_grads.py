@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """16-bit gradients in one tensor, for steps that read them there.
 
-Parameters have views of it as gradients: float32 ones, twice as large, need not exist. Nothing else holds the tensor,
-so that its memory is free when gradients are cleared, by whatever means.
+The gradients are views of this tensor, so that float32 gradients, twice as large, are not needed. Only the gradients
+reference it, so that its memory is freed when they are cleared in any way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from apex_npu.fusion.grad_slots import GradSlots, dispatches_in_python
 from apex_npu.fusion.many_tensors import grads_of, set_grads
 from apex_npu.ops import LOW_PRECISION, cats_lists
 
-# Gradients of so many elements are packed: a float32 buffer of fewer takes 32 MiB at most, and stays from step to step.
+# Gradients of at least this many elements are packed. A smaller float32 buffer takes at most 32 MiB, and is kept.
 PACKED_NUMEL = 1 << 23
 
 
@@ -30,17 +30,17 @@ def pack_grads(
     offsets: Sequence[int],
     total_numel: int,
 ) -> bool:
-    """Copy the gradients of ``params`` into a new tensor, of which they get views as gradients.
+    """Copy the gradients of ``params`` into a new tensor, and make the gradients views of it.
 
     Args:
         params: The parameters.
         slots: Their gradient slots.
         shapes: Tensors with the sizes and strides of the slots.
-        offsets: The elements before the first of each slot.
-        total_numel: Elements of the tensor, padding included.
+        offsets: For each slot, the number of elements before it.
+        total_numel: The number of elements of the tensor, padding included.
 
     Returns:
-        False, with nothing changed, where gradients are not dense tensors of one dtype of 16 bits.
+        False, with nothing changed, unless all gradients are dense tensors of one 16-bit dtype.
     """
     found = grads_of(list(params))
     indices = [i for i, grad in enumerate(found) if grad is not None]
@@ -48,7 +48,7 @@ def pack_grads(
     if not _can_be_packed(grads):
         return False
     known: Any = slots
-    # One launch copies the zeros between neighbours along.
+    # One launch also writes the zeros between neighbours.
     pads = len(indices) == len(shapes) and cats_lists(grads[0].device)
     flat = (torch.empty if pads else torch.zeros)(total_numel, dtype=grads[0].dtype, device=grads[0].device)
     views = known.views_in(flat)
@@ -70,6 +70,6 @@ def _can_be_packed(grads: Sequence[Tensor]) -> bool:
 
 
 def packed_in(grad: Tensor) -> Tensor:
-    """The tensor that ``grad`` is a view of: 1-D, padding included."""
+    """Return the tensor that ``grad`` is a view of: 1-D, padding included."""
     numel = grad.untyped_storage().nbytes() // grad.element_size()
     return grad.detach().as_strided((numel,), (1,), 0)

@@ -44,22 +44,21 @@ class Run:
 
     Attributes:
         slots: The slots of the arena.
-        place: The place of the first slot's parameter: the index of its entry of ``param_groups``, whose
-            hyper-parameters the whole run has, and its index there.
+        place: The index of the run's param group, and the index of its first parameter there.
         params: The parameters themselves.
         param: The parameters as one 1-D tensor of their dtype, padding between slots included.
-        elsewhere: Whether a gradient is outside of its slot.
+        elsewhere: A gradient is outside of its slot.
         state: A function that returns the flat state of a name: float32 for low-precision parameters, else of their
             dtype; zeros at first.
         scratch: A function that returns flat memory of a name for this step's intermediate values, of the state's
             dtype, with arbitrary values.
         step: The number of updates of these slots, this one included. A 0-dim tensor if the device counts.
-        grad_scale: The number that gradients have yet to be divided by, one float32; None: they need no division.
+        grad_scale: The divisor that must still be applied to gradients, one float32 number; None: no division.
         found_inf: One float32 number; unless it is 0, nothing may be written. None: gradients have not overflowed.
     """
 
     def __init__(self, group: GroupBuffers, counts: StepCounts, slots: range, *, elsewhere: bool = False) -> None:
-        """Run the ``slots`` of ``group``, whose steps are in ``counts``; ``elsewhere``: see above."""
+        """Run the ``slots`` of ``group``, whose steps are in ``counts``; ``elsewhere`` is the attribute."""
         # A weak reference, since the group holds its runs: a cycle would keep all memory until garbage collection.
         self._of = weakref.ref(group)
         self._counts = counts
@@ -75,7 +74,7 @@ class Run:
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
         self._grad: Tensor | None = None
-        # Bound methods, because each step asks for flat states and scratch memory.
+        # Bound methods, because each step requests flat states and scratch memory.
         self.state = _Slices(self._of, GroupBuffers.state_flat, self._span).__getitem__
         self.scratch = _Slices(self._of, GroupBuffers.scratch_flat, self._span).__getitem__
         self._remembered: dict[str, tuple[object, Any]] = {}
@@ -89,16 +88,16 @@ class Run:
 
     @property
     def is_listed(self) -> bool:
-        """Whether a gradient is outside of its slot and rules can take the lists ``grads`` and ``states(name)``."""
+        """True if a gradient is outside of its slot and rules can take the lists ``grads`` and ``states(name)``."""
         grads = self._group.grads
         return self.elsewhere and grads.reads_lists and not grads.is_packed
 
     def keep(self) -> None:
-        """Keep all that is remembered from now on, even when it is replaced: a captured graph reads it."""
+        """Keep results of ``remember`` alive after they are replaced, since a captured graph reads them."""
         self._kept = self._kept or []
 
     def undo_count(self) -> None:
-        """Undo the count of a step by ``Runs.count``: the step could not be taken."""
+        """Undo the count of a step by ``Runs.count``, because the step has failed."""
         self._counts.undo(self.slots)
 
     def per_param(self, name: str) -> Tensor:
@@ -106,7 +105,7 @@ class Run:
         return self._group.scalar_flat(name)[self.slots.start : self.slots.stop]
 
     def remember(self, name: str, value: object, make: Callable[[], _T]) -> _T:
-        """Return the result of ``make``, called once for as long as the run exists and ``value`` is the same."""
+        """Return the result of ``make``, which is called again only if ``value`` changes."""
         if name not in self._remembered or self._remembered[name][0] != value:
             if self._kept is not None:
                 self._kept.append(self._remembered.get(name))
@@ -115,7 +114,7 @@ class Run:
         return remembered
 
     def prepared(self, call: Call) -> Call:
-        """Return ``call``, of a rule on this run, prepared for a device that ``masks_writes``; see ``ops.prepared``."""
+        """Return the rule's ``call``, prepared for a device that ``masks_writes``; see ``ops.prepared``."""
         return prepared(call, self.remember, elsewhere=self.elsewhere)
 
     @property
@@ -124,14 +123,14 @@ class Run:
         return self.param
 
     def wide_param(self) -> Tensor:
-        """Return ``param`` in the state's dtype: itself, or a copy that ``write_back`` rounds into it."""
+        """Return ``param``, or if its dtype is narrower, a copy in the state's dtype for ``write_back``."""
         if self.param.dtype == self._group.state_dtype:
             return self.param
         return self.scratch("param").copy_(self.param)
 
     @property
     def grads(self) -> list[Tensor]:
-        """The gradients of ``params``, wherever they are."""
+        """The gradients of ``params``, in any memory."""
         return [p.grad for p in self.params if p.grad is not None]
 
     def states(self, name: str) -> list[Tensor]:
@@ -140,9 +139,9 @@ class Run:
 
     @property
     def scaled_grad(self) -> Tensor:
-        """The undivided gradients, in their buffer or where autograd left them; for ops alone, and read-only.
+        """The undivided gradients, in their buffer or where autograd left them; read-only.
 
-        The tensor may have no memory: only ops with a ``grad_scale``, and ``norm``, can read it.
+        The tensor may have no memory, so that only ops with a ``grad_scale``, and ``norm``, can read it.
         """
         if self.elsewhere:
             return self._grad_elsewhere()
@@ -151,7 +150,7 @@ class Run:
         return self._grad
 
     def _grad_elsewhere(self) -> Tensor:
-        """Return the operand of gradients outside their slots. It is not kept: that would keep their memory."""
+        """Return the operand of gradients outside their slots. The run does not keep it, which would keep memory."""
         grads = self._group.grads
         if grads.is_packed or not grads.reads_lists:
             return grads.operand(self.slots, self.param.numel(), stepped=True)
@@ -181,7 +180,7 @@ class Run:
         return grad if self.grad_scale is None else grad.div_(self.grad_scale)
 
     def wide_state(self, name: str) -> Tensor:
-        """Return ``state(name)`` for operators other than the rules' own: itself, or a copy for ``write_back``."""
+        """Return ``state(name)`` for any operator; if it is encoded, a decoded copy for ``write_back``."""
         return self.state(name)
 
     def write_back(self, param: Tensor, **states: Tensor) -> None:
@@ -195,10 +194,7 @@ class Run:
             self.param.copy_(param)
 
     def segments(self, *, rows: bool = False) -> Segments:
-        """Return the range of each parameter in the flat tensors, or with ``rows``, of each row of its first dimension.
-
-        No range includes padding.
-        """
+        """Return the range of each parameter in the flat tensors, without padding; with ``rows``, of each row."""
         return self.remember(f"segments, rows={rows}", None, lambda: self._find_segments(rows))
 
     def _find_segments(self, rows: bool) -> Segments:
@@ -229,7 +225,7 @@ class Run:
 class StepCounts:
     """The step count of each slot, on the host: float32 numbers, which torch.optim shows as ``step``.
 
-    The buffer is the truth: a checkpoint shows it, and a user may have written to a ``view`` of it.
+    Only the buffer has the counts: checkpoints show it, and a user may write to a ``view`` of it.
 
     Attributes:
         added: The data with which ``undo`` undoes ``add``; None if ``add`` has not been called in this step.
@@ -237,7 +233,7 @@ class StepCounts:
 
     def __init__(self, count: int) -> None:
         self._buffer = FlatBuffer(count, torch.float32, torch.device("cpu"))
-        # The same memory, as bytes: for a few numbers, torch and numpy take as long as the rest of a small step.
+        # The same memory as bytes: calls of torch or numpy would take as long as the rest of a small step.
         numbers: Any = self._buffer.flat.numpy()
         self._bytes = memoryview(numbers).cast("B")
         self._after = self._bytes.tobytes()
@@ -254,21 +250,21 @@ class StepCounts:
         _FLOAT32.pack_into(self._bytes, index * _SIZE, count)
 
     def is_new(self, index: int) -> bool:
-        """True for a slot that has never been stepped."""
+        """Return True for a slot that has never been stepped."""
         return int(_FLOAT32.unpack_from(self._bytes, index * _SIZE)[0]) == 0
 
     def labels(self, stepping: Sequence[bool]) -> list[Hashable]:
-        """Return one label per slot, equal if counts are equal; only ``stepping`` slots are stepped from now on."""
+        """Return one label per slot, equal if counts are equal. Only ``stepping`` slots take part in the next steps."""
         return list(self._bytes.cast("f"))
 
     def is_written(self) -> bool:
-        """True if counts have changed since the last ``add``: then slots of a run may have different counts."""
+        """Return True if counts have been written since the last ``add``, so that a run may have different counts."""
         return self._bytes.tobytes() != self._after
 
     def add(self, parts: Sequence[range], stretches: Sequence[slice], addend: float | Tensor) -> Iterable[int | Tensor]:
-        """Add to the counts of all slots in ``parts``, each of which has one count, and return the new counts.
+        """Add to the counts of all slots. The slots of one of ``parts`` have equal counts. Return the new counts.
 
-        On a device they are 0-dim tensors. There the same slots are counted by their ``stretches``, in fewer launches.
+        Counts on a device are 0-dim tensors, and are added to by ``stretches`` of the same slots, in fewer launches.
         """
         self.added = self._bytes.tobytes()
         found = []
@@ -286,12 +282,12 @@ class StepCounts:
 
 
 class Runs:
-    """The runs that the slots of an arena are cut into, for as long as the same slots step together.
+    """The runs that the slots of an arena are cut into, used again while the same slots step together.
 
     Attributes:
         counts: The step counts of the slots.
         current: The runs of the last step.
-        is_captured: Whether a CUDA graph steps some of the runs.
+        is_captured: A CUDA graph steps some of the runs.
     """
 
     is_captured = False
@@ -304,7 +300,7 @@ class Runs:
         self._stretches: list[slice] = []
 
     def cut(self, group: GroupBuffers, states: bytes, on_cut: Callable[[range], None]) -> list[Run]:
-        """Cut the slots of ``group`` that have a gradient into runs, if they are not; ``count`` counts their steps.
+        """Cut the slots of ``group`` with a gradient into runs, unless the last runs still fit.
 
         Args:
             group: The group of these runs.
@@ -324,12 +320,12 @@ class Runs:
         return self.current
 
     def count(self, addend: float | Tensor = 1.0) -> None:
-        """Count one step for each run; ``addend`` is 0 if the rule keeps no state, or the step is to be skipped."""
+        """Count one step for each run; ``addend`` is 0 if the rule has no state, or the step is skipped."""
         for run, step in zip(self.current, self.counts.add(self._slots, self._stretches, addend), strict=True):
             run.step = step
 
     def forget(self) -> None:
-        """Make the next step cut the runs again, since counts or param groups have been set."""
+        """Make the next step cut the runs again, after counts or param groups have been set."""
         self._states = None
 
     def _cut(self, group: GroupBuffers, states: bytes) -> list[Run]:

@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Sharded parameters (DTensor, as fully_shard makes them): each process holds a part of them, and steps this part.
+"""Sharded parameters (DTensor, as fully_shard makes them): each process holds and steps a part of them.
 
-Users keep their DTensors: parameter, gradient and state stay DTensors for them, as torch.distributed.checkpoint
-expects. The plain tensors inside are fused like any others.
+For users, parameters, gradients and states stay DTensors, as torch.distributed.checkpoint expects. The plain tensors
+inside are fused like any others.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ class Along(enum.Enum):
     COLUMNS = "columns"
 
     def includes(self, dim: int) -> bool:
-        """True if a cut of dimension ``dim`` is one of the chosen."""
+        """Return True if this choice includes a cut of dimension ``dim``."""
         return self is Along.ALL or (self is Along.ROWS) == (dim == 0)
 
 
 def is_sharded(tensor: object) -> bool:
-    """True for a DTensor."""
+    """Return True for a DTensor."""
     # If the module was never imported, there is no DTensor. Importing it would cost each process a second.
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_part(tensor: Any) -> Tensor:
-    """Return the part of a DTensor that this process holds, the very tensor inside; any other tensor unchanged."""
+    """Return the tensor inside a DTensor, which is the part of this process; any other tensor unchanged."""
     if not is_sharded(tensor):
         plain: Tensor = tensor
         return plain
     try:
         part: Tensor = tensor._local_tensor
     except AttributeError:
-        with torch.no_grad():  # with gradients it returns a new view each time, which no later step recognises
+        with torch.no_grad():  # with gradients each call returns a new view, which later steps do not recognise
             part = tensor.to_local()
     return part
 
@@ -79,7 +79,7 @@ def local_grad(param: Any) -> Tensor | None:
 def mesh_groups(param: Any, *, along: Along = Along.ALL) -> list[tuple[Any, str]]:
     """Return the process groups over which ``param`` is cut, each with the device type of its communication.
 
-    There is one for each mesh dimension over which it is cut; none for a plain tensor, and none for replicas (HSDP).
+    There is one for each mesh dimension over which it is cut. The list is empty for a plain tensor and for replicas.
 
     Args:
         param: A parameter.
@@ -96,13 +96,13 @@ def mesh_groups(param: Any, *, along: Along = Along.ALL) -> list[tuple[Any, str]
 
 
 class MatrixCut(NamedTuple):
-    """How matrices are divided between processes: by rows, or by columns.
+    """The division of matrices between processes, by rows or by columns.
 
     Attributes:
         group: The process group.
         device_type: The device type of its communication.
         dim: 0: each process has some rows; 1: some columns.
-        sizes: How many each process has, in the order of ranks.
+        sizes: The number of rows or columns of each process, in the order of ranks.
     """
 
     group: Any
@@ -115,7 +115,7 @@ class MatrixCut(NamedTuple):
         return list(accumulate(self.sizes, initial=0))[:-1]
 
     def of_rows(self, first: int, count: int) -> MatrixCut:
-        """Return how ``count`` rows from ``first`` on, a matrix of their own, are divided."""
+        """Return the division of the matrix that consists of ``count`` rows from ``first`` on."""
         if self.dim:
             return self
         spans = [(max(begin, first), min(begin + size, first + count)) for begin, size in self._spans()]
@@ -128,7 +128,7 @@ class MatrixCut(NamedTuple):
 def matrix_cuts(param: Any) -> list[MatrixCut]:
     """Return the cuts of the matrices of ``param``, its last two dimensions, one for each mesh dimension.
 
-    Each process has whole matrices if there is none, as for a plain tensor, for replicas, and for a stack of matrices
+    The list is empty if each process has whole matrices: for a plain tensor, for replicas, and for a stack of matrices
     that is cut between them.
     """
     if not is_sharded(param):
@@ -146,7 +146,7 @@ def matrix_cuts(param: Any) -> list[MatrixCut]:
 
 
 def part_number(param: Any) -> int:
-    """Return the number of this process's part of ``param``; replicas have the same. 0 for a plain tensor."""
+    """Return the number of this process's part of ``param``, equal for replicas; 0 for a plain tensor."""
     number = 0
     for group, _ in mesh_groups(param):
         number = number * dist.get_world_size(group) + dist.get_rank(group)
@@ -154,10 +154,7 @@ def part_number(param: Any) -> int:
 
 
 def cut_of(tensor: Any) -> tuple[int, ...] | None:
-    """Return a key of the processes over which ``tensor`` is cut; None for a plain tensor.
-
-    Keys are equal if parts add up over the same processes.
-    """
+    """Return a key that is equal for tensors cut over the same process groups; None for a plain tensor."""
     return tuple(id(group) for group, _ in mesh_groups(tensor)) if is_sharded(tensor) else None
 
 
@@ -173,8 +170,8 @@ def meshes_of(params: Iterable[Any]) -> list[Any]:
 def groups_over(meshes: Sequence[Any]) -> list[tuple[Any, str]]:
     """Return process groups that together reach all processes of ``meshes``, each with its device type.
 
-    One mesh has to contain the others, as (data, tensor) contains (data). If it contains all processes that exist, one
-    group is returned.
+    One mesh must contain the others, as (data, tensor) contains (data). If it contains all processes, the result is one
+    group.
 
     Raises:
         RuntimeError: No mesh contains all others.
@@ -198,7 +195,7 @@ def groups_over(meshes: Sequence[Any]) -> list[tuple[Any, str]]:
 
 
 def sharded_like(part: Tensor, like: Any) -> Tensor:
-    """Return ``part`` as a DTensor cut like ``like``, over the same memory, for users; itself if ``like`` is plain."""
+    """Return ``part`` as a DTensor cut like ``like``, over the same memory; ``part`` itself if ``like`` is plain."""
     if not is_sharded(like):
         return part
     cls: Any = sys.modules["torch.distributed.tensor"].DTensor
@@ -216,5 +213,5 @@ def replicated(tensor: Tensor, mesh: Any) -> Tensor:
 
 
 def is_partial(tensor: Any) -> bool:
-    """True for a DTensor whose processes hold addends rather than parts."""
+    """Return True for a DTensor whose processes hold addends rather than parts."""
     return is_sharded(tensor) and any(placement.is_partial() for placement in tensor.placements)

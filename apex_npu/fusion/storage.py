@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The memory under tensors: re-point a storage, view a buffer through a separate storage, detect moved tensors.
+"""Re-points storages, makes views of a buffer with separate storages, and detects moved tensors.
 
-The C++ extension (csrc/combine_tensors) re-points storages, so that all aliases follow. Without it nothing moves:
-views share the buffer's storage, and no tensor is a slot.
+The C++ extension (csrc/combine_tensors) re-points storages, so that all aliases follow. Without it no tensor moves:
+views share the buffer's storage, and ``is_slot`` is always false.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def storage_numel(tensor: Tensor) -> int:
 
 
 def has_unnamed_aliases(tensors: Sequence[Tensor]) -> bool:
-    """True if anything but ``tensors`` references the one storage that they share."""
+    """Return True if the one storage of ``tensors`` has references other than ``tensors``."""
     storage = tensors[0].untyped_storage()
     # Each tensor holds the storage once, and so does the Python object used here.
     return storage_use_count(storage) > len({id(t) for t in tensors}) + 1
@@ -63,9 +63,9 @@ def has_unnamed_aliases(tensors: Sequence[Tensor]) -> bool:
 def change_data_ptr(dst: Tensor, src: Tensor, offset: int) -> None:
     """Make the storage of ``dst`` begin ``offset`` elements after the first element of ``src``.
 
-    ``dst`` and every alias of it see ``src``'s memory from then on. Values are not copied; sizes, strides and the
-    identity of a Parameter stay. The memory is owned jointly and outlives ``src``. A view of ``dst``'s memory from
-    outside torch (a numpy array) keeps the old memory, which stays allocated.
+    ``dst`` and all aliases of it then use ``src``'s memory. Values are not copied; sizes, strides and the identity of a
+    Parameter stay. The memory is owned jointly and outlives ``src``. A view of ``dst``'s memory from outside torch (a
+    numpy array) keeps the old memory, which stays allocated.
 
     Args:
         dst: Any dense tensor; its whole storage moves.
@@ -84,21 +84,21 @@ def change_data_ptr(dst: Tensor, src: Tensor, offset: int) -> None:
 def move_storages(
     lists: Sequence[Sequence[Tensor]], buffer: Tensor, offsets: Sequence[int], *, copy_values: bool
 ) -> None:
-    """Do ``change_data_ptr`` for many storages, each of which the tensors of one of ``lists`` share.
+    """Do ``change_data_ptr`` for many storages.
 
     Args:
-        lists: The tensors of each storage; their other aliases follow, too.
+        lists: For each storage, tensors that share it; their other aliases follow.
         buffer: The tensor to whose memory the storages move.
         offsets: The offset of each storage in ``buffer``, in elements.
         copy_values: Copy the elements of the storages, too.
 
     Raises:
-        TypeError, ValueError, RuntimeError: See ``change_data_ptr``; nothing has moved then.
+        TypeError, ValueError, RuntimeError: ``change_data_ptr`` raises it; nothing has moved then.
     """
     for i in require_extension("moving tensors into a buffer").move_storages(lists, buffer, offsets, copy_values):
         warn(
-            f"a numpy array over a tensor of shape {tuple(lists[i][0].shape)} has not followed it into other memory, "
-            "and keeps the values of now: make the array again"
+            f"a tensor of shape {tuple(lists[i][0].shape)} has moved to other memory, and a numpy array over it keeps "
+            "the old memory and values: make the array again"
         )
 
 
@@ -110,10 +110,10 @@ def move_out(tensor: Tensor) -> None:
 
 
 def aliases_follow(tensors: Sequence[Tensor]) -> bool:
-    """True if all references to the one storage of ``tensors`` follow when it moves.
+    """Return True if all references to the one storage of ``tensors`` follow when it moves.
 
-    This is so only for memory of torch's allocator. A storage that ``Tensor.numpy`` has seen has a fixed size; all
-    others are resizable.
+    This requires memory of torch's allocator. ``Tensor.numpy`` makes a storage non-resizable; its other references may
+    then be numpy arrays, which do not follow.
     """
     if extension is None or not extension.allocated_by_torch(tensors[0]):
         return False
@@ -121,10 +121,10 @@ def aliases_follow(tensors: Sequence[Tensor]) -> bool:
 
 
 def release_previous(tensor: Tensor) -> bool:
-    """Release memory that was kept because something outside torch might still reference it.
+    """Release the former memory of a moved tensor, unless references from outside torch may still exist.
 
     Returns:
-        True if nothing is kept any more.
+        True if no former memory is kept.
     """
     if extension is None or not extension.keeps_previous(tensor):
         return True

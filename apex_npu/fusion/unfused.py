@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Replacements of the C++ extension: ``storage.py`` without moves, and ``many_tensors.py`` one tensor at a time."""
+"""Replacements of the C++ extension: for ``storage.py`` without moves, for ``many_tensors.py`` with Python loops."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
 
 
 def is_slot(tensor: Tensor) -> bool:
-    """True if the memory of ``tensor`` is part of a fused buffer."""
+    """Return True if the memory of ``tensor`` is part of a fused buffer."""
     return False
 
 
@@ -49,7 +49,7 @@ def storage_views(src: Tensor, offsets: Sequence[int], like: Sequence[Tensor]) -
 
 
 def increment_versions(tensors: list[Tensor]) -> None:
-    """Tell autograd that ``tensors`` have been written through memory that they share."""
+    """Increment the versions of ``tensors``, which have been written through shared memory."""
     torch.autograd.graph.increment_version(tensors)
 
 
@@ -60,11 +60,11 @@ def drop_grads(tensors: list[Tensor]) -> None:
 
 
 def set_grads(tensors: list[Tensor], grads: list[Tensor]) -> None:
-    """Set ``tensor.grad`` for each tensor to its one of ``grads``, which may be float32 for a 16-bit tensor."""
+    """Set ``tensor.grad`` of each tensor to the matching one of ``grads``, which may be float32 for a 16-bit tensor."""
     for tensor, grad in zip(tensors, grads, strict=True):
         if tensor.dtype == grad.dtype or hasattr(tensor, "grad_dtype"):
             tensor.grad = grad
-        else:  # torch before 2.10 refuses it, but does not look at a gradient when data changes
+        else:  # torch before 2.10 refuses another dtype, but does not check a gradient when data changes
             (former,) = swap_data([tensor], [grad])
             tensor.grad = grad
             swap_data([tensor], [former])
@@ -100,12 +100,12 @@ def versions_of(tensors: list[Tensor | None]) -> list[int]:
 
 
 def any_grads(tensors: Sequence[Tensor]) -> bool:
-    """True if one of ``tensors`` has a gradient."""
+    """Return True if one of ``tensors`` has a gradient."""
     return not all(map(is_, map(_GRAD, tensors), repeat(None)))
 
 
 def hold_grads(tensors: list[Tensor], grads: list[Tensor | None], versions: list[int]) -> bool:
-    """True if each tensor has the very gradient in ``grads``, or None, with the version in ``versions``, or 0."""
+    """Return True if each tensor has the same gradient object as in ``grads``, with the version in ``versions``."""
     now = grads_of(tensors)
     return are_same(now, grads) and versions_of(now) == versions
 
@@ -116,39 +116,39 @@ def low_precision_of(tensors: list[Tensor]) -> list[int]:
 
 
 def are_same(a: Sequence[object], b: Sequence[object]) -> bool:
-    """True if both sequences have the very same items, in order."""
+    """Return True if both sequences have the same objects in the same order."""
     return len(a) == len(b) and all(map(is_, a, b))
 
 
 def has_values(entries: dict[Any, Any], values: list[Any]) -> bool:
-    """True if the values of ``entries`` are the very objects of ``values``, in order."""
+    """Return True if the values of ``entries`` are the same objects as ``values``, in the same order."""
     return are_same(list(entries.values()), values)
 
 
 def hold_values(dicts: list[dict[str, Any]], keys: list[str], values: list[Any]) -> bool:
-    """True if ``dicts[i].get(keys[i])`` is the very object ``values[i]``, for each i."""
+    """Return True if ``dicts[i].get(keys[i])`` is the object ``values[i]``, for each i."""
     return all(map(is_, map(dict.get, dicts, keys), values))
 
 
 class WriteTable:
-    """A record of the versions and addresses of tensors, which tells which have been written or replaced since.
+    """A record of the versions and addresses of tensors, to find those that are written or replaced later.
 
-    It holds numbers, not tensors. All calls of one table must pass the same tensors, to which others may be appended.
+    It holds numbers, not tensors. All calls of one table must pass the same tensors, possibly with others appended.
     """
 
     def __init__(self) -> None:
-        # Two lists of numbers, since Python's garbage collector would look at one tuple per tensor.
+        # Two lists of numbers, because Python's garbage collector would track one tuple per tensor.
         self._versions: list[int] = []
         self._addresses: list[int | None] = []
 
     def add(self, tensors: list[Tensor]) -> None:
-        """Record tensors that have no entry yet. All other calls do this, too."""
+        """Record tensors that have no entry yet. All other methods also do this."""
         versions, addresses = _entries_of(tensors[len(self._versions) :])
         self._versions += versions
         self._addresses += addresses
 
     def note(self, tensors: list[Tensor], indices: Sequence[int] | None = None) -> None:
-        """Record all tensors as they are now, or those at ``indices``."""
+        """Record the current versions and addresses of all tensors, or of those at ``indices``."""
         self.add(tensors)
         chosen = range(len(tensors)) if indices is None else indices
         for i, version, address in zip(chosen, *_entries_of([tensors[i] for i in chosen]), strict=True):
@@ -161,7 +161,7 @@ class WriteTable:
         return sorted({*_differing(versions, self._versions), *_differing(addresses, self._addresses)})
 
     def write(self, tensors: list[Tensor]) -> list[int]:
-        """Return what ``written`` does, for tensors about to be written; increment their versions and record them."""
+        """Return the result of ``written``, then increment the versions of the tensors and record them."""
         written = self.written(tensors)
         increment_versions(tensors)
         self.note(tensors)
@@ -173,7 +173,7 @@ class WriteTable:
         return _differing(_entries_of(tensors)[0], self._versions)
 
     def note_grads(self, params: list[Tensor]) -> None:
-        """Record ``param.grad`` of each parameter instead, also where it is None.
+        """Record the gradients of ``params`` instead of tensors, including those that are None.
 
         The gradients' versions are incremented, so that they differ from those of new tensors in the same memory.
         """
@@ -184,7 +184,7 @@ class WriteTable:
     def changed_grads(self, params: list[Tensor]) -> tuple[list[int], list[int]]:
         """Return the indices of gradients that have been written or added, and of those whose address has changed.
 
-        Gradients that are None now are in neither list.
+        Neither list includes gradients that are None now.
         """
         versions, addresses = _entries_of(grads_of(params))
         there = [before != _NO_GRAD for before in self._versions]
@@ -197,11 +197,11 @@ _NO_GRAD = -1
 
 
 def _entries_of(tensors: Sequence[Tensor | None]) -> tuple[list[int], list[int | None]]:
-    """Return the version of each tensor, _NO_GRAD for None, and its address, None without memory of its own."""
+    """Return for each tensor its version (_NO_GRAD for None) and its address (None if it has no memory)."""
     wraps = {kind: wraps_tensors(tensor) for kind, tensor in {type(tensor): tensor for tensor in tensors}.items()}
     try:
         versions = [_NO_GRAD if t is None else t._version for t in tensors]
-    except RuntimeError:  # tensors of inference mode have no version; asking each takes a third longer
+    except RuntimeError:  # tensors of inference mode have no version; checking each takes a third longer
         versions = [_NO_GRAD if t is None else 0 if t.is_inference() else t._version for t in tensors]
     addresses = [None if t is None or wraps[type(t)] or t.layout != torch.strided else t.data_ptr() for t in tensors]
     return versions, addresses
