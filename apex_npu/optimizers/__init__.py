@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Fused optimizers: rules of torch.optim, papers and NVIDIA's Apex on flat buffers, with or without amp."""
+"""Fused optimizers: update rules of torch.optim, papers and NVIDIA's Apex on flat buffers, with or without amp."""
 
 from apex_npu.optimizers.adadelta import NpuFusedAdadelta
 from apex_npu.optimizers.adagrad import FusedAdagrad

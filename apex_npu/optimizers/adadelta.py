@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Adadelta, as torch.optim.Adadelta has it."""
+"""Adadelta with the rule of torch.optim.Adadelta."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class NpuFusedAdadelta(FusedOptimizer):
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
         capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
-        state_dtype: See ``FusedOptimizer``; ``"int8"`` is kept in bfloat16.
+        state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, which is kept in bfloat16. None: float32.
         store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly.
         stochastic_rounding: Round updated bfloat16 parameters stochastically.
         state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
@@ -102,7 +102,7 @@ class NpuFusedAdadelta(FusedOptimizer):
         check_non_negative("weight_decay value", "weight_decay", group["weight_decay"])
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
-        """Averages of squared gradients and of squared steps."""
+        """Return the names of the averages of squared gradients and of squared steps."""
         return ("square_avg", "acc_delta")
 
     def call(self, run: Run, group: ParamGroup) -> Call:

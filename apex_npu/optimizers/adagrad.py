@@ -17,7 +17,7 @@ from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import OfTorch, check_bool, check_non_negative
 from apex_npu.optimizers.state_formats import StateDtype
 
-# Options of torch.optim.Adagrad's groups; NVIDIA's has no arguments for them.
+# Options of torch.optim.Adagrad's groups. NVIDIA's optimizer has no arguments for them.
 _OF_TORCH = {"lr_decay": 0.0, "initial_accumulator_value": 0.0}
 
 
@@ -32,17 +32,18 @@ class FusedAdagrad(FusedOptimizer):
 
     Duchi et al. 2011, https://jmlr.org/papers/v12/duchi11a.html. State: ``step``, ``sum`` h (shape and dtype of the
     parameter, float32 for float16 and bfloat16). Groups also have ``lr_decay`` and ``initial_accumulator_value``, both
-    0, because torch.optim.Adagrad reads them in a state dict. Loading its state dict here applies its values.
+    0, because torch.optim.Adagrad reads them in a state dict. A state dict of torch.optim.Adagrad sets them.
 
     Args:
         params: Parameters or parameter groups, as for any torch optimizer.
         lr: Learning rate.
         eps: Added to the denominator.
         weight_decay: L2 penalty, or decoupled decay.
-        set_grad_none: What ``zero_grad()`` does without an argument.
+        set_grad_none: Default of ``zero_grad(set_to_none=...)``.
         adagrad_w_mode: Decouple the decay.
         capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
-        fuse_grad_scaler: See ``FusedOptimizer``; None means the value of ``capturable``.
+        fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step. None:
+            the value of ``capturable``.
         state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
         store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly.
         stochastic_rounding: Round updated bfloat16 parameters stochastically.
@@ -103,7 +104,7 @@ class FusedAdagrad(FusedOptimizer):
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore ``state``; if it is of Apex's FusedAdagrad, add torch's options, which its groups lack."""
+        """Restore ``state``. Add torch's options, which the groups of Apex's FusedAdagrad lack."""
         super().__setstate__(state)
         for group in (self.defaults, *self.param_groups):
             for name, value in _OF_TORCH.items():
@@ -121,16 +122,16 @@ class FusedAdagrad(FusedOptimizer):
         )
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
-        """The sum of squared gradients."""
+        """Return the name of the sum of squared gradients."""
         return ("sum",)
 
     def initial_state(self, name: str, group: ParamGroup) -> float:
-        """``initial_accumulator_value``, as in torch.optim.Adagrad."""
+        """Return ``initial_accumulator_value``, as in torch.optim.Adagrad."""
         value: float = group["initial_accumulator_value"]
         return value
 
     def learning_rate(self, run: Run, group: ParamGroup) -> float | Tensor:
-        """``group["lr"]``, reduced by ``lr_decay`` as in torch.optim.Adagrad."""
+        """Return ``group["lr"]``, reduced by ``lr_decay`` as in torch.optim.Adagrad."""
         lr = super().learning_rate(run, group)
         return lr / (1.0 + (run.step - 1.0) * group["lr_decay"]) if group["lr_decay"] else lr
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Adam with L2 penalty, as torch.optim.Adam has it."""
+"""Adam with L2 penalty, the rule of torch.optim.Adam."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class NpuFusedAdam(FusedOptimizer):
         **of_torch: Unpack[OfTorch],
     ) -> None:
         if decoupled_weight_decay:
-            raise ValueError(f"{type(self).__name__}: decoupled_weight_decay=True is the rule of NpuFusedAdamW; use it")
+            raise ValueError(f"{type(self).__name__}: decoupled_weight_decay=True requires NpuFusedAdamW; use it")
         super().__init__(
             params,
             {
@@ -119,22 +119,22 @@ class NpuFusedAdam(FusedOptimizer):
         check_bool("amsgrad", group["amsgrad"])
         if group.get("decoupled_weight_decay") and not self.decoupled and group["weight_decay"]:
             raise ValueError(
-                "decoupled_weight_decay=True, as torch.optim.AdamW's state dicts have it, is the rule of NpuFusedAdamW"
+                "decoupled_weight_decay=True, as in state dicts of torch.optim.AdamW, requires NpuFusedAdamW"
             )
         if group.get("decoupled_weight_decay") is False and self.decoupled and group["weight_decay"]:
             raise ValueError(
-                "decoupled_weight_decay=False, as torch.optim.Adam's state dicts have it, is the rule of NpuFusedAdam"
+                "decoupled_weight_decay=False, as in state dicts of torch.optim.Adam, requires NpuFusedAdam"
             )
 
     def add_torch_options(self, group: ParamGroup) -> None:
-        """Add ``FusedOptimizer``'s keys and ``decoupled_weight_decay``, which tells torch's Adam from its AdamW."""
+        """Add torch's keys, including ``decoupled_weight_decay``, by which torch's Adam and AdamW differ."""
         super().add_torch_options(group)
         if self.shows_decoupled:
-            # A group loaded without weight decay may have the other value: it makes no difference then.
+            # A loaded group may have the other value if its weight decay is 0, where both rules are equal.
             group["decoupled_weight_decay"] = self.decoupled
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
-        """The names of the first and second moment, and with amsgrad of the second's maximum."""
+        """Return the names of the first and second moment, and with amsgrad of the maximum of the second."""
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
     def call(self, run: Run, group: ParamGroup) -> Call:

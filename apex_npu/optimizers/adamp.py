@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""AdamP: Adam that does not let weights grow where growing does not change the function."""
+"""AdamP: Adam that projects out the growth of weights whose norm does not affect the function."""
 
 from __future__ import annotations
 
@@ -121,11 +121,11 @@ class NpuFusedAdamP(NormOptimizer):
         check_bool("nesterov", group["nesterov"])
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
-        """First and second moment."""
+        """Return the names of the first and second moment."""
         return ("exp_avg", "exp_avg_sq")
 
     def widens_grads(self, group: ParamGroup) -> bool:
-        """See ``FusedOptimizer``."""
+        """Return True: the rule reads float32 gradients."""
         return True
 
     def update(self, run: Run, group: ParamGroup) -> None:
@@ -133,18 +133,18 @@ class NpuFusedAdamP(NormOptimizer):
         alone(self.parts(run, group))
 
     def parts(self, run: Run, group: ParamGroup) -> Parts:
-        """See ``NormOptimizer``."""
+        """Apply the rule, and yield the sums that the projections need."""
         beta1, beta2 = group["betas"]
         eps, weight_decay, delta = group["eps"], group["weight_decay"], group["delta"]
         lr, segments = self.learning_rate(run, group), run.segments(rows=True)
         if not isinstance(run.step, Tensor):
-            lr = float(lr)  # where the host counts steps, it also computes the rate
+            lr = float(lr)  # the host counts steps, so it also computes the rate
         tables = run.remember("AdamP", delta, lambda: _Tables.of(run, delta, self._fused.full_param_of))
         param, grad, direction = run.wide_param(), run.wide_grad(), run.scratch("direction")
         exp_avg, exp_avg_sq = run.wide_state("exp_avg"), run.wide_state("exp_avg_sq")
         written = () if run.found_inf is None else (param, exp_avg, exp_avg_sq)
         before = [t.clone() for t in written]
-        # The correction of v is left to eps and the step size, which saves a pass over u.
+        # The bias correction of v is applied to eps and the step size, which saves a pass over u.
         root_correction2 = bias_correction_of(beta2, run.step) ** 0.5
         step_size = lr * root_correction2 / bias_correction_of(beta1, run.step)
         update_moments_(
@@ -167,7 +167,7 @@ class NpuFusedAdamP(NormOptimizer):
         pairs = [(param, grad), (grad, grad), (param, param), (param, direction)]
         rows = yield Addend(segments.dots(pairs), Along.COLUMNS)
         cosine, row_multiple = _cosine_and_multiple(rows, eps)
-        # Rows that are not below their limit, as nan is not, are counted with -1.
+        # Rows that are not below their limit, or nan, are counted as -1.
         above = cosine.lt_(tables.row_limit).sub_(1)
         found = yield Addend(tables.sums_of_rows(torch.cat([rows, above.unsqueeze(0)])), Along.ROWS)
         by_row = found[4] == 0
@@ -175,7 +175,7 @@ class NpuFusedAdamP(NormOptimizer):
         by_whole = cosine < tables.whole_limit
         of_whole = torch.where(by_whole, whole_multiple, 0.0)
         multiple = torch.where(by_row[tables.owner], row_multiple, of_whole[tables.owner])
-        # p ← (1 − decay + step size · multiple) · p − step size · u, which is the same as projecting u.
+        # p ← (1 − decay + step size · multiple) · p − step size · u is equivalent to projecting u.
         factors = multiple * step_size
         if weight_decay:
             ratio = torch.ones_like(whole_multiple).masked_fill_(by_row | by_whole, group["wd_ratio"])

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Adam with decoupled weight decay, as torch.optim.AdamW has it."""
+"""Adam with decoupled weight decay, the rule of torch.optim.AdamW."""
 
 from __future__ import annotations
 

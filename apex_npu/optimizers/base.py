@@ -68,26 +68,27 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     """A ``torch.optim.Optimizer`` that steps flat buffers instead of single tensors.
 
     Parameters, gradients and state of each device and dtype are in flat buffers. A step is one pass of one kernel over
-    each, in one call for each param group. The first step fuses; every Parameter keeps its identity.
-    The next step detects changes to tensors (``p.data = …``, ``.to()``, ``load_state_dict``, ``add_param_group``,
-    unfreezing) and continues from the values that it finds.
+    each, in one call for each param group. The first step moves the tensors into buffers; every Parameter keeps its
+    identity. If tensors change (``p.data = …``, ``.to()``, ``load_state_dict``, ``add_param_group``, unfreezing), the
+    next step detects this and uses the new values.
 
-    float16 and bfloat16 parameters are updated in float32 arithmetic and rounded once; their state is float32.
+    Parameters in float16 and bfloat16 are updated in float32 arithmetic and rounded once; their state is float32.
     Parameters without a gradient and their step counts are unchanged, as in torch.optim.
 
-    Every fused optimizer takes ``fuse_grad_scaler``. True lets ``torch.amp.GradScaler.step`` pass its scale and its
-    overflow flag, so that unscaling is part of the step. Then ``.grad`` stays scaled, before and after the step.
-    Call ``scaler.unscale_`` before clipping, as with torch's own fused optimizers.
+    With ``fuse_grad_scaler=True``, ``torch.amp.GradScaler.step`` passes its scale and its overflow flag to the step,
+    which unscales gradients as it reads them. ``.grad`` stays scaled, before and after the step. Call
+    ``scaler.unscale_`` before clipping, as with torch's own fused optimizers.
 
     The rules of torch.optim also accept ``fused``, ``foreach`` and ``differentiable=False``, so that a call of torch's
-    optimizer works unchanged. There is one implementation here, so these arguments have no effect.
+    optimizer works unchanged. They have no effect.
 
-    Optimizers that take ``state_dtype`` can keep their states in fewer bytes than float32. It is ``torch.bfloat16``,
-    ``"int8"`` (with one float32 scale for 128 elements), or a dict from names of states to these. Rounding is
-    stochastic, with random numbers that depend only on the step, the parameter and the element. ``optimizer.state``
-    then has objects with ``dequantize()``. ``state_dict()`` has float32 tensors, which load with every ``state_dtype``.
-    Where a format is too narrow for a rule, the state is kept in a wider one: docs/memory.md has the list.
-    ``stochastic_rounding`` also rounds bfloat16 parameters stochastically, which then need no masters.
+    ``state_dtype`` stores states in fewer bytes than float32. It is ``torch.bfloat16``, ``"int8"`` (with one float32
+    scale for 128 elements), or a dict from names of states to these. Rounding is stochastic, with random numbers that
+    depend only on the step, the parameter and the element. ``optimizer.state`` then has objects with ``dequantize()``.
+    ``state_dict()`` has float32 tensors, which load with every ``state_dtype``. If a format is too narrow for a rule,
+    the state is stored in a wider one: docs/memory.md has the list.
+
+    ``stochastic_rounding`` rounds bfloat16 parameters stochastically, which then need no masters.
     ``store_param_remainders`` keeps float32 values of 16-bit parameters in 2 bytes; ``state_dict()`` has these values
     as ``master_param``. Use it without amp, which does the same at O2 and O5, and for 16-bit DTensors.
 
@@ -121,21 +122,21 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     # True if state_dict() has a `step` per parameter, as torch.optim's optimizer of the same rule does. If this depends
     # on the group, the rule overrides ``shows_step``.
     has_step_state: ClassVar[bool] = True
-    # States that only some hyper-parameters need: a state dict may have them or lack them.
+    # States that only some hyper-parameters need. A state dict may lack them.
     optional_states: ClassVar[tuple[str, ...]] = ()
     # States of one number for each parameter, rather than one for each element.
     scalar_states: ClassVar[tuple[str, ...]] = ()
-    # True where no element's update depends on other elements, so that a part of a parameter can be stepped by itself.
+    # True if no element's update depends on other elements, so that a part of a parameter can be stepped by itself.
     elementwise: ClassVar[bool] = False
-    # True where the rule sums numbers of whole parameters over processes; ``NormOptimizer`` sets it.
+    # True if the rule sums numbers of whole parameters over processes; ``NormOptimizer`` sets it.
     adds_up_parts: ClassVar[bool] = False
-    # True where the rule brings parts of matrices together, see ``NpuFusedMuon``.
+    # True if the rule exchanges parts of matrices between processes, see ``NpuFusedMuon``.
     exchanges_parts: ClassVar[bool] = False
-    # True where ``update`` accepts tensors as ``learning_rate``, ``run.step`` and ``run.found_inf``.
+    # True if ``update`` accepts tensors as ``learning_rate``, ``run.step`` and ``run.found_inf``.
     supports_capture: ClassVar[bool] = False
-    # Keys that the groups of torch's optimizer have beside the rule's numbers, for state dicts: nothing reads them.
+    # Other keys of the groups of torch's optimizer, added for its state dicts only.
     torch_options: ClassVar[tuple[str, ...]] = ()
-    # True where ``update`` reads ``p.grad`` rather than ``run.grad``: gradients are unscaled in place before it.
+    # True if ``update`` reads ``p.grad`` rather than ``run.grad``: gradients are unscaled in place before it.
     reads_param_grads: ClassVar[bool] = False
     # The states that can be kept in formats other than float32. The rule's ``update`` must only pass them to its own
     # op, or read ``run.wide_state`` and call ``run.write_back``.
@@ -173,7 +174,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         self.capturable = capturable
         if hasattr(self, "_group_step"):
             hooks.group_steps().check_group_step(self)
-        # torch.amp.GradScaler reads the first by this name.
+        # torch.amp.GradScaler reads ``_step_supports_amp_scaling``.
         fuses = capturable if fuse_grad_scaler is None else fuse_grad_scaler
         self._step_supports_amp_scaling = fuses and not self.reads_param_grads
         with naming(type(self).__name__):
@@ -185,40 +186,40 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             )
         self.on_host = check_state_device(type(self).__name__, state_device, capturable=capturable)
         self._forget_fusion()
-        # Without a default learning rate every group must have its own; each is checked when it is added.
+        # Without a default learning rate every group must have one, which is checked when the group is added.
         if defaults.get("lr", 0.0) is not None:
             with naming(type(self).__name__):
                 self.validate(defaults)
         super().__init__(params, defaults)
 
-    # What a rule provides
+    # Methods that a rule overrides
 
     def validate(self, group: ParamGroup) -> None:
-        """Check the hyper-parameters of ``group``; errors say which is wrong, what is allowed and its value."""
+        """Check the hyper-parameters of ``group``. Errors say which is wrong, what is allowed and its value."""
         raise NotImplementedError(f"{type(self).__name__} must define validate(group)")
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
-        """The per-element states that the rule keeps for ``group``, in the order of torch's state dict."""
+        """Return the names of the states of ``group``, in the order of torch's state dict."""
         raise NotImplementedError(f"{type(self).__name__} must define state_names(group)")
 
     def shows_step(self, group: ParamGroup) -> bool:
-        """True where the states of ``group`` have a ``step``."""
+        """Return True if the states of ``group`` have a ``step``."""
         return self.has_step_state
 
     def widens_grads(self, group: ParamGroup) -> bool:
-        """True if ``update`` of ``group`` needs 16-bit gradients in float32, because it reads ``run.grad``."""
+        """Return True if ``update`` of ``group`` reads ``run.grad``, which then has float32 for 16-bit gradients."""
         return self.reads_param_grads or not self.encodable_states
 
     def group_defaults(self, group: ParamGroup) -> dict[str, Any]:
-        """The default hyper-parameters of ``group``."""
+        """Return the default hyper-parameters of ``group``."""
         return self.defaults
 
     def initial_state(self, name: str, group: ParamGroup) -> float:
-        """The value of the elements of state ``name`` before a parameter's first step."""
+        """Return the value of the elements of state ``name`` before a parameter's first step."""
         return 0.0
 
     def before_updates(self, runs: list[tuple[Run, ParamGroup]]) -> None:
-        """Compute what spans all parameters. Called once a step, with all runs, before the first ``update``."""
+        """Compute values of all parameters together. Called once a step, with all runs, before the first ``update``."""
 
     def update(self, run: Run, group: ParamGroup) -> None:
         """Apply the rule to ``run``: flat ``param``, ``grad``, ``state(name)``, and ``step``, counted from 1.
@@ -232,29 +233,29 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         op(*operands, **options)
 
     def call(self, run: Run, group: ParamGroup) -> Call:
-        """The op that ``update`` calls, with its arguments. A rule has this in place of ``update``; it writes nothing.
+        """Return the op that ``update`` calls, with its arguments. It writes nothing.
 
-        One call of such a rule can update the runs of several param groups. If a hyper-parameter of any of them is
-        wrong, none is updated.
+        A rule may define this instead of ``update``. One call of the op can then update the runs of several param
+        groups. If a hyper-parameter of one group is wrong, no group is updated.
         """
         raise NotImplementedError(f"{type(self).__name__} must define update(run, group), or call(run, group)")
 
     def takes_lists(self, group: ParamGroup, fused: FusedGroup) -> bool:
-        """True if ``update`` reads ``run.is_listed``, and a list of gradients saves gathering those of ``fused``."""
+        """Return True if ``update`` supports ``run.is_listed``, and lists save gathering the gradients of ``fused``."""
         return False
 
     def learning_rate(self, run: Run, group: ParamGroup) -> float | Tensor:
-        """``group["lr"]``: a tensor if it is one and the device can read it without the host, else a float."""
+        """Return ``group["lr"]``: a tensor if it is on the device and the optimizer is capturable, else a float."""
         lr: float | Tensor = group["lr"]
         if type(lr) is float or (self.capturable and isinstance(lr, Tensor) and lr.device == run.param.device):
             return lr
         return as_number("lr of a parameter group", lr)
 
-    # What users call
+    # Methods that users call
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``step`` as torch does, in hooks and a profiler range; with neither active, call it directly."""
+        """Wrap ``step`` in hooks and a profiler range, as torch does. If neither is active, call it directly."""
         hooked = Optimizer.profile_hook_step(func)
 
         @functools.wraps(func)
@@ -273,20 +274,20 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
         Args:
             closure: Reevaluates the loss; called with gradients enabled, before the update.
-            older: Only ``grad_scaler`` is accepted: a GradScaler that passes itself, as torch's once did and
-                torch_npu's does. It is not in the signature, because torch's own reads that to decide what to pass.
+            older: Only ``grad_scaler`` is accepted: a GradScaler that passes itself, as in old torch and in torch_npu.
+                It is not in the signature, by which torch's GradScaler decides whether to pass itself.
 
         Returns:
             The value that the closure returned, or None.
 
         Raises:
             RuntimeError: A gradient is sparse, or of another dtype, or a CUDA graph is being captured that could not
-                replay this step; nothing has been updated then. Or a device has failed, or run out of memory, during
-                an update: the message says that this step cannot be repeated.
-            torch.OutOfMemoryError: There is no memory for state, and nothing has been updated then. Or memory ran out
-                during an update, and the message says so.
-            TypeError: The dtype of a parameter has become one that cannot be fused, and nothing has been updated. Or
-                there is an argument that a step does not have.
+                replay this step; nothing has been updated. Or a device has failed, or run out of memory, during an
+                update: the message says that this step cannot be repeated.
+            torch.OutOfMemoryError: There is no memory for state, and nothing has been updated; or memory ran out during
+                an update, and the message says so.
+            TypeError: The dtype of a parameter can no longer be fused, or an argument is unknown. Nothing has been
+                updated.
         """
         scaler = grad_scaler_of(self, older) if older else None
         if (torch.cuda.is_initialized() or "torch_npu" in sys.modules) and is_capturing():
@@ -326,8 +327,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             for count, (update, operands, options) in self._updates(runs):
                 begun += count
                 update(*operands, **options)
-                # Autograd does not see writes to the flat buffer: without this it could not detect that a parameter
-                # changed between forward and backward.
+                # Autograd does not see writes to the flat buffer. This lets it detect that a parameter has changed
+                # between forward and backward.
                 for run, _ in runs[updated:begun]:
                     increment_versions(run.params)
                 updated = begun
@@ -346,7 +347,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             self._shown.remember(self, self._slots())
 
     def _updates(self, runs: list[tuple[Run, ParamGroup]]) -> list[tuple[int, Call]]:
-        """The calls that update ``runs``, in order, each with the number of runs that it updates."""
+        """Return the calls that update ``runs``, in order, each with the number of runs that it updates."""
         if getattr(self.update, "__func__", None) is not FusedOptimizer.update:
             _check_learning_rates(runs)  # before the first of several updates
             calls: list[Call] = [(self.update, pair, {}) for pair in runs]
@@ -374,7 +375,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         return [(stepped, (run, *call), {}) for call, (run, _) in zip(calls, runs, strict=True)]
 
     def _gather(self) -> list[tuple[FusedGroup, bytes]]:
-        """Make gradients readable by ``update``. Return, for each group, which slots have one and where it is."""
+        """Make gradients readable by ``update``. Return for each group the states of its slots."""
         found: list[tuple[FusedGroup, bytes]] = []
         for hosted in self._fused.hosted:
             hosted.begin_step()
@@ -408,14 +409,14 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             if found_inf is not None and addend:
                 addend = (found_inf == 0).to(torch.float32)
             if not any(states):
-                continue  # its runs stay, for steps in which it takes part again
+                continue  # its runs stay for later steps
             scale = None if grad_scale is None else grad_scale.to(fused.param_flat.device, torch.float32).reshape(1)
             for run in fused.runs.cut(fused, states, partial(self._show_states, fused)):
                 run.grad_scale, run.found_inf = scale, found_inf
                 runs.append((run, groups[run.place[0]]))
-            fused.runs.count(addend)  # last: what is counted can be taken back
+            fused.runs.count(addend)  # last, because it can be undone
         if len(gathered) > 1:
-            # In the order of the lists, as torch does: parameters may share memory.
+            # In the order of the lists, as in torch, since parameters may share memory.
             runs.sort(key=lambda pair: pair[0].place)
 
     def _show_states(self, fused: FusedGroup, positions: range) -> None:
@@ -423,12 +424,12 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             self._shown.show_state(self, slot)
 
     def steps_by_rule_alone(self) -> bool:
-        """False for a subclass that overrides ``step`` or ``update`` of the rule that sets ``supports_capture``."""
+        """Return False if a subclass overrides ``step`` or ``update`` of the rule that sets ``supports_capture``."""
         cls: Any = type(self)
         return _steps_by_rule_alone(cls)
 
     def skips_on(self) -> torch.device | None:
-        """The device that can skip a step because of a number that the host has not read; None if none can."""
+        """Return the device that can skip a step by a flag that the host has not read; None if this is not possible."""
         if not self.capturable:
             return None
         devices = {p.device for group in self.param_groups for p in group["params"]}
@@ -436,9 +437,9 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
     @disable_dynamo
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop all gradients, or with ``set_to_none=False`` write zeros into those that exist.
+        """Set all gradients to None, or with ``set_to_none=False`` fill existing gradients with zeros.
 
-        Without an argument they are dropped, as in torch; NVIDIA's signatures have ``set_grad_none`` for this choice.
+        The default is True as in torch; optimizers with NVIDIA's signature have ``set_grad_none`` for this choice.
         """
         set_to_none = self.set_grad_none if set_to_none is None else set_to_none
         if set_to_none:
@@ -457,7 +458,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             memory.let_go()
 
     def _zero_slots(self) -> bool:
-        """Zero the slots if all gradients are in them. The parameters need not be in theirs. Return whether it did."""
+        """Zero the slots if all gradients are in them, and return True; else return False."""
         fits = self._all_fused and not self._fused.unfused and self._fused.are_listed(self._lists())
         held = self._flat_grads
         if not fits or not all(grads.all_present() for grads in held):
@@ -467,7 +468,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         return True
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Add parameters, at any time. The next step fuses them, and moves nothing that is already fused.
+        """Add parameters. The next step fuses them, and does not move parameters that are already fused.
 
         Raises:
             ValueError: A hyper-parameter is out of range, or the memory of a parameter has gaps.
@@ -492,7 +493,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             raise
 
     def flat_grads(self) -> list[FlatGrads]:
-        """The gradient buffers of all parameters, in order. Fuses parameters that are not fused yet.
+        """Return the gradient buffers of all parameters, in order. Fuses parameters that are not fused yet.
 
         Without the C++ extension the list is empty.
         """
@@ -507,7 +508,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             self._fuse_again(for_step=False)
 
     def fused_groups(self) -> list[FusedGroup]:
-        """The fused groups of the last step; an empty list before the first."""
+        """Return the fused groups of the last step; an empty list before the first."""
         return self._fused.groups
 
     @property
@@ -523,26 +524,26 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     @state_dtype.setter
     def state_dtype(self, value: object) -> None:
         raise AttributeError(
-            f"state_dtype of {type(self).__name__} is set when it is made, got {value!r} later: make another optimizer "
-            "with it, and load this one's state_dict() into that"
+            f"state_dtype of {type(self).__name__} cannot be changed after construction, got {value!r}: make a new "
+            "optimizer with it, and load the state_dict() of this one"
         )
 
     # State dicts, copies
 
     def add_torch_options(self, group: ParamGroup) -> None:
-        """Give ``group`` the keys that torch's optimizer has in its groups: torch.distributed.checkpoint reads them."""
-        # Not this optimizer's own capturable: torch's would refuse the state dict where it is loaded on a CPU.
+        """Add the keys that groups of torch's optimizer have, which torch.distributed.checkpoint reads."""
+        # Not this optimizer's capturable: with True, torch's optimizer would refuse the state dict on a CPU.
         values = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
         for name in self.torch_options:
             group.setdefault(name, values[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict, with torch.optim's names and float32 tensors, whatever format the state is kept in."""
+        """Return the state dict, with torch.optim's names and float32 tensors for all state formats."""
         if not self.state_formats.are_special:
             return super().state_dict()
         shown = self.state
         try:
-            self.state = defaultdict(dict, decoded(self))  # hooks of users see tensors, too
+            self.state = defaultdict(dict, decoded(self))  # so that users' hooks also see tensors
             return super().state_dict()
         finally:
             self.state = shown
@@ -550,7 +551,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this optimizer, or of torch.optim's optimizer with the same rule.
 
-        State is copied in the precision it was saved with; torch's own method would round it to a parameter's dtype.
+        State is copied in the precision of the state dict; torch's own method rounds it to the parameter's dtype.
 
         Raises:
             ValueError: Groups, parameters, shapes or hyper-parameters do not fit; the optimizer is unchanged.
@@ -562,7 +563,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             loaded.update(final)
             return with_ranges(without_tensors(final) if self.on_host else final)
 
-        # The last of the pre-hooks, so that it gets the state dict as a user's own hooks have changed it.
+        # The last pre-hook, so that it gets the state dict after users' hooks have changed it.
         handle = self.register_load_state_dict_pre_hook(check_and_capture)
         before = {"state": self.state, "param_groups": self.param_groups}
         try:
@@ -581,7 +582,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         return {**super().__getstate__(), **flags}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore ``state``. It never has buffers: a copy fuses its own at its first step."""
+        """Restore ``state``, which has no buffers. A copy makes its own at its first step."""
         super().__setstate__(state)
         if "_fused" not in self.__dict__:
             self._forget_fusion()
@@ -598,7 +599,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         self._all_fused = self._prepares = False
 
     def _is_fused(self, *, for_step: bool) -> bool:
-        """True while every buffer matches the user's tensors; ``state`` is compared only for a step."""
+        """Return True if every buffer matches the user's tensors. ``state`` is compared only for a step."""
         record, groups = self._fused, self.param_groups
         if not self._all_fused or len(record.listed) != len(groups):
             return False
@@ -625,12 +626,12 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
     def _fuse_again(self, *, for_step: bool) -> None:
         if is_capturing():  # parameters would move now, but their values only when the graph is replayed
-            raise refusal(type(self).__name__, "its parameters or its state are not those of the step before")
-        # After an interrupt the next call does what follows, because new buffers may have no state yet.
+            raise refusal(type(self).__name__, "its parameters or its state have changed since the previous step")
+        # If an interrupt stops what follows, the next call repeats it, because new buffers may have no state yet.
         changed, self._all_fused = not self._all_fused, False
         self._fused.capturable = self.capturable
         with naming(type(self).__name__):
-            # Repeat after a change: fusing moves storages, and groups that stay in place may share these.
+            # Repeat after a change, because fusing moves storages that groups in place may share.
             for stayed in (bool(self._fused.groups), False):
                 if not self._fused.follow(self._lists(), list(map(self.state_names, self.param_groups)), self._report):
                     break
@@ -680,7 +681,7 @@ def _check_learning_rates(runs: list[tuple[Run, ParamGroup]]) -> None:
 
 
 def _drop_repeated(group: ParamGroup) -> None:
-    """Remove repeated parameters from ``group``: each has one slot. torch has already warned about them."""
+    """Remove repeated parameters from ``group``, since each has one slot. torch has already warned about them."""
     first = {id(p): i for i, p in reversed(list(enumerate(group["params"])))}
     if len(first) < len(group["params"]):
         for name in group.keys() & {"params", "param_names"}:
@@ -690,7 +691,7 @@ def _drop_repeated(group: ParamGroup) -> None:
 @functools.lru_cache(maxsize=64)
 def _steps_by_rule_alone(cls: Any) -> bool:
     rule = next(base for base in cls.__mro__ if "supports_capture" in vars(base))
-    # torch puts a wrapper into each class. The class that amp adds is not a FusedOptimizer, and handles the flag.
+    # torch wraps step of each class. The class that amp adds is not a FusedOptimizer, and handles the flag.
     steps = [vars(base)["step"] for base in cls.__mro__ if issubclass(base, FusedOptimizer) and "step" in vars(base)]
     return (
         all(inspect.unwrap(step) is inspect.unwrap(FusedOptimizer.step) for step in steps)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""BertAdam: Adam without bias correction, with its learning rate schedule built in."""
+"""BertAdam: Adam without bias correction, with a built-in learning rate schedule."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class NpuFusedBertAdam(NormOptimizer):
         v ← b2 · v + (1 − b2) · g²
         p ← p − lrₜ · (m / (sqrt(v) + e) + weight_decay · p)
 
-    with lrₜ = lr · schedule(t / t_total, warmup), where t counts a parameter's own finished steps; lrₜ = lr if t_total
-    is -1. https://github.com/huggingface/pytorch-pretrained-BERT, optimization.py. Gradients are not written.
-    Defaults are Ascend's: ``b2`` = 0.99 and no clipping, where the original has 0.999 and 1.0.
+    with lrₜ = lr · schedule(t / t_total, warmup), where t counts the parameter's finished steps. If t_total is
+    -1, lrₜ = lr. https://github.com/huggingface/pytorch-pretrained-BERT, optimization.py. Gradients are not written.
+    Defaults are Ascend's: ``b2`` = 0.99 and no clipping, instead of 0.999 and 1.0.
     State: ``step``, ``exp_avg`` m, ``exp_avg_sq`` v (of the parameter's shape and dtype, but float32 for float16 and
     bfloat16).
 
@@ -131,11 +131,11 @@ class NpuFusedBertAdam(NormOptimizer):
         as_number("max_grad_norm", group["max_grad_norm"])
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
-        """First and second moment."""
+        """Return the names of the first and second moment."""
         return ("exp_avg", "exp_avg_sq")
 
     def get_lr(self) -> list[float]:
-        """The learning rate of the next step for each parameter with state; 0 for parameters without state."""
+        """Return the learning rate of the next step for each parameter with state; 0 for parameters without state."""
         return [
             _scheduled_lr(group, float(self.state[p]["step"])) if p in self.state else 0.0
             for group in self.param_groups
@@ -143,7 +143,7 @@ class NpuFusedBertAdam(NormOptimizer):
         ]
 
     def widens_grads(self, group: ParamGroup) -> bool:
-        """See ``FusedOptimizer``."""
+        """Return True if gradients are clipped, which reads them in float32."""
         return self.reads_param_grads or group["max_grad_norm"] > 0
 
     def call(self, run: Run, group: ParamGroup) -> Call:
@@ -154,7 +154,7 @@ class NpuFusedBertAdam(NormOptimizer):
         return self._call(run, group, _clipped(run, group["max_grad_norm"], segment_dot(grad, grad, *segments)), None)
 
     def parts(self, run: Run, group: ParamGroup) -> Parts:
-        """See ``NormOptimizer``."""
+        """Apply the rule, and yield the squared norms for clipping."""
         grad, grad_scale = run.scaled_grad, run.grad_scale
         if group["max_grad_norm"] > 0:
             wide = run.wide_grad()
@@ -184,7 +184,7 @@ class NpuFusedBertAdam(NormOptimizer):
 
 
 def _clipped(run: Run, max_norm: float, squares: Tensor) -> Tensor:
-    """The gradients of ``run``, each scaled down to norm ``max_norm`` if the root of its ``squares`` is larger."""
+    """Return the gradients of ``run``, clipped to norm ``max_norm``. ``squares`` are their squared norms."""
     clipped, norm = run.scratch("clipped").zero_(), squares.sqrt()
     segment_add_(clipped, run.wide_grad(), (max_norm / (norm + 1e-6)).clamp_max_(1.0), *run.segments())
     return clipped

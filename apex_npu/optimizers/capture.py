@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checks that a step can be captured in a CUDA graph: that a replay needs no work of the host."""
+"""Checks that a step can be captured in a CUDA graph, so that a replay needs no work of the host."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Capturable(Protocol):
     supports_capture: ClassVar[bool]
 
     def fused_groups(self) -> list[FusedGroup]:
-        """The fused groups of the last step."""
+        """Return the fused groups of the last step."""
         ...
 
 
 def check_capture(optimizer: Capturable) -> None:
-    """Require what is known before gradients are: options, parameters, learning rates and a GradScaler's flag.
+    """Check options, parameters, learning rates and a GradScaler's flag, before gradients are gathered.
 
     Raises:
         RuntimeError: A replay would not do what the captured step does; nothing has been updated.
@@ -42,16 +42,16 @@ def check_capture(optimizer: Capturable) -> None:
 
 
 def check_captured_gradients(optimizer: Capturable) -> None:
-    """Require gradients as they were in the step before, and keep what a graph will read; before they are gathered.
+    """Require the gradients of the previous step, and keep the tables that a graph will read.
 
     Raises:
-        RuntimeError: They are others, or counts have been written; nothing has been updated.
+        RuntimeError: Other parameters have gradients, or counts have been written; nothing has been updated.
     """
     name, groups = type(optimizer).__name__, optimizer.fused_groups()
     check_gradients(name, (p.grad for fused in groups for p in fused.params if p.grad is not None))
     runs = [(fused, fused.runs) for fused in groups if isinstance(fused.runs, GraphRuns)]
     if not all(found.steps_as_before(fused) for fused, found in runs):
-        raise refusal(name, "other parameters have gradients than in the step before, or counts have been written")
+        raise refusal(name, "other parameters have gradients than in the previous step, or counts have been written")
     for _, found in runs:
         found.keep()
 
@@ -62,10 +62,10 @@ def check_groups(owner: str, param_groups: list[dict[str, Any]], found_inf: Tens
     Args:
         owner: The optimizer's name, for the text.
         param_groups: Its parameters, and their learning rates.
-        found_inf: What a GradScaler has handed over.
+        found_inf: The overflow flag of a GradScaler.
 
     Raises:
-        RuntimeError: A replay would step with numbers of the capture, or not at all.
+        RuntimeError: A replay would use numbers of the capture, or would not step.
     """
     for index, group in enumerate(param_groups):
         devices = {p.device for p in group["params"]}
@@ -83,17 +83,17 @@ def check_groups(owner: str, param_groups: list[dict[str, Any]], found_inf: Tens
 def check_gradients(owner: str, grads: Iterable[Tensor]) -> None:
     """Require ``grads`` that are in their slots, or are made by the graph itself.
 
-    Each replay would copy any other into its slot again and overwrite what a user has put there since.
+    Each replay would copy any other gradient into its slot again and overwrite later values.
 
     Raises:
-        RuntimeError: One has been made since the step before, and not in the capture.
+        RuntimeError: A gradient has been made after the previous step, and outside of the capture.
     """
     foreign = [grad for grad in grads if grad.is_cuda and not is_slot(grad)]
     if not foreign:
         return
     try:
         segments = torch.cuda.memory_snapshot()
-    except RuntimeError:  # not every allocator keeps an account
+    except RuntimeError:  # not every allocator supports snapshots
         return
     ordinary = outside_of_graphs(segments)
     for grad in foreign:
@@ -101,12 +101,12 @@ def check_gradients(owner: str, grads: Iterable[Tensor]) -> None:
             raise refusal(
                 owner,
                 f"the gradient of shape {tuple(grad.shape)} was made after the previous step, and outside of the "
-                "capture. Make it inside, or write it to the one that the previous step has left",
+                "capture. Make it inside, or write it into the gradient of the previous step",
             )
 
 
 def outside_of_graphs(segments: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    """First and last addresses of the memory that is in no graph's pool, in order, from torch.cuda.memory_snapshot."""
+    """Return the first and last addresses of ``segments`` (torch.cuda.memory_snapshot) outside of graph pools."""
     return sorted(
         (segment["address"], segment["address"] + segment["total_size"] - 1)
         for segment in segments
@@ -115,24 +115,24 @@ def outside_of_graphs(segments: Iterable[Mapping[str, Any]]) -> list[tuple[int, 
 
 
 def lies_in(ranges: Sequence[tuple[int, int]], address: int) -> bool:
-    """True where ``address`` is in one of ``ranges``, which are in order."""
+    """Return True if ``address`` is in one of ``ranges``, which are in order."""
     found = bisect_right(ranges, address, key=itemgetter(0)) - 1
     return found >= 0 and address <= ranges[found][1]
 
 
 def refusal(owner: str, because: str, *, capturable: bool = True, supported: bool = True) -> RuntimeError:
-    """The error of a step that cannot be captured ``because`` of something; it also says what to do.
+    """Return the error of a step that cannot be captured. It includes the solution.
 
     Args:
         owner: The optimizer's name.
         because: The reason.
         capturable: The option is on.
-        supported: There is one.
+        supported: The optimizer has the option.
     """
-    first = "Take some steps just like it before the capture" if capturable else "Pass capturable=True"
+    first = "Run some identical steps before the capture" if capturable else "Pass capturable=True"
     ways = f"{first}; or capture" if supported else "Capture"
     return RuntimeError(
-        f"{owner}.step() cannot be captured in a CUDA graph, since no replay would do the same: {because}. {ways} "
+        f"{owner}.step() cannot be captured in a CUDA graph, since replays would differ from it: {because}. {ways} "
         "forward and backward alone (torch.cuda.make_graphed_callables), and call step() after each replay. Nothing "
         "has been updated"
     )

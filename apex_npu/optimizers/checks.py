@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checks of hyper-parameters: one wording for all optimizers. NaN never passes."""
+"""Checks of hyper-parameters, with the same messages for all optimizers. NaN never passes."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def check_no_amsgrad(optimizer: str, amsgrad: Any) -> None:
     """Refuse AMSGrad, as NVIDIA's optimizers do.
 
     Raises:
-        RuntimeError: It is asked for.
+        RuntimeError: ``amsgrad`` is true.
     """
     if amsgrad:
         raise RuntimeError(f"{optimizer} does not support the AMSGrad variant; use NpuFusedAdam(amsgrad=True)")
@@ -114,7 +114,7 @@ def check_bool(name: str, value: Any) -> None:
     """Require True or False.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: It is another value.
     """
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
@@ -125,7 +125,7 @@ def check_of_torch(optimizer: str, given: Mapping[str, Any]) -> None:
 
     Raises:
         TypeError: There is another argument.
-        ValueError: ``differentiable`` is asked for.
+        ValueError: ``differentiable`` is true.
     """
     for name in given:
         if name not in OfTorch.__annotations__:
@@ -151,16 +151,16 @@ def check_adam(group: dict[str, Any]) -> None:
 
 
 def check_params(params: Sequence[Tensor], *, shards: bool = True) -> None:
-    """Require parameters of a dtype and a layout that can be fused, where they are trainable or have a gradient.
+    """Require that parameters that are trainable or have a gradient have a dtype and a layout that can be fused.
 
     Args:
         params: The parameters of one group.
-        shards: Whether the rule can step a part of a parameter.
+        shards: The rule can step a part of a parameter.
 
     Raises:
-        TypeError: One has another dtype, is a subclass that has no memory of its own, or a DTensor that cannot be
-            stepped part by part; or it is float64 on an NPU.
-        ValueError: The memory of one has gaps, or its elements share memory.
+        TypeError: A parameter has another dtype, is a subclass without own memory, or a DTensor that cannot be stepped
+            part by part; or it is float64 on an NPU.
+        ValueError: The memory of a parameter has gaps, or its elements share memory.
     """
     for i, p in enumerate(params):
         if is_sharded(p):
@@ -168,7 +168,7 @@ def check_params(params: Sequence[Tensor], *, shards: bool = True) -> None:
         elif wraps_tensors(p):
             raise TypeError(
                 f"parameter {i} of shape {tuple(p.shape)} is a {type(p.data).__name__}, which wraps tensors and has no "
-                "memory that could be fused. Use torch.optim's optimizer of the same rule for it"
+                "memory to fuse. Use torch.optim's optimizer of the same rule for it"
             )
         if takes_part(p) and not can_be_stepped(p):
             check_dtype(f"parameter {i} of shape {tuple(p.shape)}", p)
@@ -216,22 +216,22 @@ def check_on_host(params: Sequence[Tensor]) -> None:
 
 
 def takes_part(param: Tensor) -> bool:
-    """True if a step updates ``param``: as in torch, this includes frozen parameters that have a gradient."""
+    """Return True if a step updates ``param``: as in torch, this includes frozen parameters that have a gradient."""
     return param.requires_grad or param.grad is not None
 
 
 def can_be_stepped(tensor: Tensor) -> bool:
-    """True for the dtypes that fused optimizers take on the device of ``tensor``."""
+    """Return True if fused optimizers support the dtype of ``tensor`` on its device."""
     if tensor.dtype == torch.float64:
         return for_device(tensor.device).has_float64(tensor.device)
     return tensor.dtype in FLOATS
 
 
 def check_dtype(which: str, tensor: Tensor) -> None:
-    """Require a dtype that fused optimizers take on the device of ``tensor``.
+    """Require that fused optimizers support the dtype of ``tensor`` on its device.
 
     Raises:
-        TypeError: It has another; the message begins with ``which``.
+        TypeError: It has another dtype; the message begins with ``which``.
     """
     if can_be_stepped(tensor):
         return
@@ -249,12 +249,12 @@ def check_dtype(which: str, tensor: Tensor) -> None:
 def _check_shard(which: str, param: Tensor, *, shards: bool) -> None:
     if not shards:
         raise TypeError(
-            f"{which} is a DTensor, as fully_shard and distribute_tensor make them, of which this process has a part: "
-            "this optimizer's rule needs whole parameters. Use one of this package, all of which step parts, or "
-            "replicate the model, with combine_ddp=True or DistributedDataParallel"
+            f"{which} is a DTensor, as fully_shard and distribute_tensor make them, of which this process has a part, "
+            "but this optimizer's rule needs whole parameters. Use an optimizer of this package, all of which step "
+            "parts, or replicate the model, with combine_ddp=True or DistributedDataParallel"
         )
     if is_partial(param):
         raise TypeError(
-            f"{which} is a DTensor of which processes hold addends (Partial), and stepping each is not stepping their "
-            "sum; redistribute it to Shard or Replicate first"
+            f"{which} is a DTensor whose processes hold addends (Partial), which cannot be stepped one by one; "
+            "redistribute it to Shard or Replicate first"
         )

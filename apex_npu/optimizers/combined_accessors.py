@@ -23,14 +23,14 @@ from apex_npu.optimizers.fused_params import FusedParams
 
 
 class CombinedAccessors(HasFusedGroups):
-    """A base of ``FusedOptimizer``, which sets the attributes below."""
+    """A base class of ``FusedOptimizer``, which sets these attributes."""
 
     capturable: bool
     _fused: FusedParams
     _all_fused: bool
 
     def _end_fusing(self) -> None:
-        """Record the groups of ``_fused``, and give them their state."""
+        """Record the groups of ``_fused``, and move their state into buffers."""
         raise NotImplementedError
 
     def clip_optimizer_grad_norm_fused(
@@ -38,14 +38,14 @@ class CombinedAccessors(HasFusedGroups):
     ) -> Tensor:
         """Clip the gradients of all parameters to a common norm, in one pass over each buffer.
 
-        The values are those of ``torch.nn.utils.clip_grad_norm_``, without a host sync. Before the first backward there
-        is nothing to clip, and the norm is 0. If parameters are sharded over processes (DTensor), the norm is that of
-        the whole gradients, the same on all processes. All processes must call this method then.
+        The values are those of ``torch.nn.utils.clip_grad_norm_``, without a host sync. Without gradients the norm is
+        0. If parameters are sharded over processes (DTensor), the norm is that of the whole gradients, equal on all
+        processes, and all processes must call this method.
 
         Args:
             max_norm: Largest norm.
             norm_type: p of the p-norm.
-            error_if_nonfinite: Raise where the norm is inf or nan.
+            error_if_nonfinite: Raise if the norm is inf or nan.
 
         Returns:
             The norm before clipping, 0-dim.
@@ -54,22 +54,22 @@ class CombinedAccessors(HasFusedGroups):
         return clip_grad_norm_(flats, self._fused.apart(), max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_norm_fused_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Call ``clip_optimizer_grad_norm_fused``; this is its name in ``torch_npu.optim``."""
+        """Call ``clip_optimizer_grad_norm_fused``, which has this name in ``torch_npu.optim``."""
         return self.clip_optimizer_grad_norm_fused(max_norm, norm_type)
 
     @disable_dynamo
     def combined_groups(self) -> list[FusedGroup]:
-        """The fused groups, one for each combined buffer. Parameters elsewhere are moved into one now.
+        """Return the fused groups, one for each combined buffer. Moves parameters into these buffers if necessary.
 
         Raises:
-            RuntimeError: See ``get_optimizer_combined_params``; nothing has moved.
+            RuntimeError: ``get_optimizer_combined_params`` documents it; nothing has moved.
         """
         self.flat_grads()
         if self._fused.is_any_sharded():
             raise RuntimeError(
-                f"{type(self).__name__} has parameters that are sharded over processes (DTensor), of which each buffer "
-                "would hold a part. Work on the parameters and gradients themselves, as DTensors, or on their "
-                "to_local(); clip_optimizer_grad_norm_fused takes the norm over all processes"
+                f"{type(self).__name__} has parameters that are sharded over processes (DTensor), so that a buffer "
+                "would hold only parts of them. Use the parameters and gradients themselves, as DTensors, or their "
+                "to_local(); clip_optimizer_grad_norm_fused computes the norm over all processes"
             )
         if self._fused.hosted:
             raise RuntimeError(
@@ -90,10 +90,10 @@ class CombinedAccessors(HasFusedGroups):
     def _combine(self, leading: Collection[int]) -> None:
         if any(fused.runs.is_captured for fused in self._fused.groups):
             raise RuntimeError(
-                f"{type(self).__name__} has a step in a captured CUDA graph, which writes parameters where they are: "
-                "they cannot be moved into a combined buffer. Call the accessor once before the capture; or, once the "
-                "graph is not to be replayed any more, give each parameter other memory (p.data = p.data.clone()), and "
-                "call it then. Nothing has moved"
+                f"{type(self).__name__} has a step in a captured CUDA graph, which writes to the present addresses of "
+                "parameters, so that they cannot be moved into a combined buffer. Call the accessor once before the "
+                "capture; or, after the last replay, give each parameter other memory (p.data = p.data.clone()) and "
+                "then call it. Nothing has moved"
             )
         kinds = by_kind(self._fused.combinable_params(), leading)
         with self.moving_params(), self._fused.without_those_in_place():
@@ -101,44 +101,44 @@ class CombinedAccessors(HasFusedGroups):
         self._end_fusing()
 
     def _release_groups(self) -> None:
-        self._all_fused = False  # until all have been taken, so that the next step completes what is interrupted
+        self._all_fused = False  # so that the next step fuses again if an interrupt follows
         self._fused.release()
 
     def get_optimizer_combined_params(self) -> list[Tensor]:
-        """All trained parameters of all param groups, as one flat buffer for each device and dtype.
+        """Return all trained parameters of all param groups, as one flat buffer for each device and dtype.
 
         Under amp at O2 and O5 the buffer of 16-bit parameters comes first. Writing to a buffer changes the parameters.
         The first call after parameters were fused, added or unfrozen may move them into one buffer. Call this in each
         step: a buffer from an earlier call may no longer hold the parameters.
 
         Raises:
-            RuntimeError: A parameter shares its memory with other tensors, or is sharded over processes; or, where
-                parameters have yet to move, a CUDA graph is being captured, or a ``scale_loss`` block is open. Or the
-                C++ extension is not there.
+            RuntimeError: A parameter shares its memory with other tensors, or is sharded over processes. Or parameters
+                must move while a CUDA graph is being captured or a ``scale_loss`` block is open. Or the C++ extension
+                is missing.
             torch.OutOfMemoryError: There is no memory for the buffer. Nothing has moved in either case.
         """
         return [fused.param_flat for fused in self.combined_groups()]
 
     def get_optimizer_combined_grads(self) -> list[Tensor]:
-        """The gradients of the combined parameters, in the same layout, with zeros where a gradient is None.
+        """Return the gradients of the combined parameters, in the same layout, with zeros where a gradient is None.
 
-        The next step reads the values written to a buffer, except where a gradient is None, which stays None. Call it
+        The next step reads the values written to a buffer, except for gradients that are None, which stay None. Call it
         after each backward, which makes new gradients.
 
         Raises:
-            RuntimeError: See ``get_optimizer_combined_params``.
+            RuntimeError: ``get_optimizer_combined_params`` documents it.
         """
         return [grads.show() for grads in self.combined_grads()]
 
     def get_optimizer_combined_grad_masks(self) -> list[Tensor]:
-        """float32 masks of the combined buffers: ones where there is a gradient now, and zeros elsewhere.
+        """Return float32 masks of the combined buffers: one where a gradient exists, else zero.
 
         Raises:
-            RuntimeError: See ``get_optimizer_combined_params``.
+            RuntimeError: ``get_optimizer_combined_params`` documents it.
         """
         return [grads.mask() for grads in self.combined_grads()]
 
-    # The model's parameters are the optimizer's.
+    # The optimizer steps the model's parameters.
     clip_model_grad_norm_fused = clip_optimizer_grad_norm_fused
     get_model_combined_params = get_optimizer_combined_params
     get_model_combined_grads = get_optimizer_combined_grads

@@ -26,15 +26,14 @@ class FusedEMA:
 
         average ← decay · average + (1 − decay) · value
 
-    Averages are float32 for float16 and bfloat16 tensors, else of the tensor's dtype. Those of one device and dtype are
-    in one flat buffer and updated together. Where amp keeps float32 values of parameters, these are averaged, as
-    ``model.state_dict()`` has them. The model is not moved. Tensors of integers (batch counts) are copied.
-    For sharded parameters (DTensor) each process averages its part, and averages are DTensors as well.
-    Polyak & Juditsky 1992, https://doi.org/10.1137/0330046.
+    Averages are float32 for float16 and bfloat16 tensors, else of the tensor's dtype. Averages of one device and dtype
+    are in one flat buffer and updated together. If amp keeps float32 values of parameters, these are averaged. The
+    model is not moved. Tensors of integers (batch counts) are copied. For sharded parameters (DTensor) each process
+    averages its part, and averages are DTensors. Polyak & Juditsky 1992, https://doi.org/10.1137/0330046.
 
     Args:
         model: The model to average; averages start at its present weights.
-        decay: The share of its previous value that an average keeps, in [0, 1].
+        decay: The factor of the previous average, in [0, 1].
 
     Raises:
         ValueError: ``decay`` is out of range.
@@ -87,7 +86,7 @@ class FusedEMA:
         """Update the averages with the model's present weights.
 
         Raises:
-            RuntimeError: The model has lost or gained tensors, or one has changed its shape, or has been sharded.
+            RuntimeError: The model has lost or gained tensors, or a tensor has changed its shape, or has been sharded.
         """
         if self._has_shards:
             reshard(self.model)
@@ -108,9 +107,9 @@ class FusedEMA:
 
     @contextmanager
     def swapped(self) -> Iterator[nn.Module]:
-        """Give the model the averages as its weights inside the block, and restore its own after it.
+        """Give the model the averages as weights inside the context, and restore its own weights at the end.
 
-        Weights and their float32 values are written in place, so optimizers, fused or not, are unaffected.
+        Weights and their float32 values are written in place, so that fused and other optimizers are unaffected.
         """
         written = [self._tensors(), float32_tensors(self.model)]
         own = [{name: t.clone() for name, t in part.items()} for part in written]
@@ -119,7 +118,7 @@ class FusedEMA:
                 self._copy(self._averages, part)
             yield self.model
         finally:
-            reshard(self.model)  # weights that it has gathered inside are averages
+            reshard(self.model)  # drops gathered weights, which are averages
             for values, part in zip(own, written, strict=True):
                 self._copy(values, part)
 
@@ -131,8 +130,8 @@ class FusedEMA:
         """Load the decay and the averages of a dict that ``state_dict()`` has returned.
 
         Raises:
-            RuntimeError: Names or shapes do not fit, or one is sharded (DTensor) and the other is not; nothing has
-                been loaded.
+            RuntimeError: Names or shapes do not fit, or only one of state dict and model is sharded (DTensor); nothing
+                has been loaded.
             ValueError: ``decay`` is out of range; nothing has been loaded.
         """
         check_unit_interval("decay value", "decay", state_dict["decay"])

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Errors of steps that fail while they update."""
+"""Errors of steps that fail during an update."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from apex_npu.fusion.flat_buffer import NoRoomError
 
 logger = logging.getLogger("apex_npu")
 
-# torch_npu's words for an error after which its task queue runs nothing any more, and does not say so again.
+# Part of torch_npu's message for an error after which its task queue silently runs no more tasks.
 _QUEUE_ENDED = "The process exits for this inner error"
 
 
 def end_failed_step(optimizer: str, runs: Sequence[Run], begun: int, updated: int, error: BaseException) -> None:
-    """Undo the count of the step for runs that it has not reached.
+    """Undo the count of the step for runs that have not been updated.
 
     Args:
         optimizer: The name of the optimizer's class.
@@ -33,7 +33,7 @@ def end_failed_step(optimizer: str, runs: Sequence[Run], begun: int, updated: in
     """
     interrupted = not isinstance(error, Exception)
     try:
-        # Python most likely handles an interrupt after a kernel has returned: that run has been stepped.
+        # Python most likely handles an interrupt after a kernel has returned, when that run has been stepped.
         for run in runs[begun if interrupted else updated :]:
             run.undo_count()
     finally:
@@ -44,9 +44,10 @@ def end_failed_step(optimizer: str, runs: Sequence[Run], begun: int, updated: in
 
 
 def may_have_written(error: BaseException, updated: int) -> bool:
-    """Whether ``error``, after ``updated`` runs, may have ended the update of a run that was being written.
+    """Return whether ``error``, after ``updated`` runs, may have interrupted writes to the next run.
 
-    Wrong hyper-parameters or operands raise errors of other types, before any write. So does a lack of buffers.
+    Wrong hyper-parameters or operands raise errors of other types, before any write. So does a failed allocation of
+    buffers.
     """
     before_writing = updated == 0 and isinstance(error, NoRoomError)
     failed = isinstance(error, (RuntimeError, MemoryError)) and not isinstance(error, NotImplementedError)
@@ -54,13 +55,13 @@ def may_have_written(error: BaseException, updated: int) -> bool:
 
 
 def half_updated(optimizer: str, error: BaseException) -> Exception:
-    """The exception for an ``error`` that ended an update of ``optimizer``: of its kind, saying what to do."""
+    """Return the exception for an ``error`` that ended an update of ``optimizer``, with its kind and the solution."""
     kinds = (torch.OutOfMemoryError, MemoryError)
     kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
     way_out = "Load the model and the optimizer from a checkpoint before the next one"
     if _QUEUE_ENDED in str(error):
         way_out = "torch_npu's task queue has ended and computes nothing: start a new process, from a checkpoint"
     return kind(
-        f"{optimizer}.step() has failed while it updated parameters: some may have been stepped, or their state, and "
-        f"others not, so this step cannot be repeated. {way_out}. ({type(error).__name__}: {error})"
+        f"{optimizer}.step() has failed while it updated parameters: it may have updated some parameters and states "
+        f"and not others, so this step cannot be repeated. {way_out}. ({type(error).__name__}: {error})"
     )

@@ -32,7 +32,7 @@ from apex_npu.optimizers.checks import can_be_stepped, check_params, takes_part
 
 
 class FusedParams:
-    """The fused groups of an optimizer. An entry of ``param_groups`` is a number of a slot, not a group.
+    """The fused groups of an optimizer. A "group" here is a ``FusedGroup``, not an entry of ``param_groups``.
 
     Attributes:
         groups: In them every parameter that is trainable, or has had a gradient, in the order of the lists; or the part
@@ -41,9 +41,9 @@ class FusedParams:
         shards: The gradients of those groups that have parts of sharded parameters, or host copies.
         hosted: The gradients of those groups that have host copies.
         listed: The lists of ``param_groups``, as they were fused.
-        unfused: Those of them that are in no group: frozen so far.
-        state_names: What the rule keeps for each entry of ``param_groups``.
-        capturable: As of ``fuse``.
+        unfused: Their parameters that are in no group, because they have been frozen so far.
+        state_names: The names of the states of each entry of ``param_groups``.
+        capturable: The argument of ``fuse``.
     """
 
     def __init__(self, *, on_host: bool = False, in_chunks: bool = True) -> None:
@@ -69,7 +69,7 @@ class FusedParams:
         self._moving: set[int] = set()
 
     def full_param_of(self, param: Tensor) -> Tensor:
-        """Return the user's parameter for ``param`` of ``groups``: itself, or the one that it is a part of."""
+        """Return the user's parameter for ``param`` of ``groups``: itself, or the parameter that it is a part of."""
         return self.full_params.get(id(param), param)
 
     def apart(self) -> list[Tensor]:
@@ -83,7 +83,7 @@ class FusedParams:
         return [grads for grads in found if not isinstance(grads, HostGrads)]
 
     def is_any_sharded(self) -> bool:
-        """True where one of the parameters is a DTensor."""
+        """Return True if one of the parameters is a DTensor."""
         return any(map(is_sharded, self.full_params.values()))
 
     def follow(
@@ -92,20 +92,20 @@ class FusedParams:
         state_names: list[tuple[str, ...]],
         report: Callable[[int, list[Tensor]], None],
     ) -> bool:
-        """Fit the groups to ``lists`` as they are now; where that fails, or is interrupted, nothing is noted.
+        """Update the groups for the current ``lists``. After an error or an interrupt the attributes are unchanged.
 
         Args:
-            lists: Those of ``param_groups``.
-            state_names: What the rule keeps for each.
-            report: Called before anything changes for each entry of ``param_groups`` of which parameters have left
-                their slots: with its index, and with them.
+            lists: The parameter lists of ``param_groups``.
+            state_names: The names of the states of each list.
+            report: Called before anything changes, for each entry of ``param_groups`` with parameters that have left
+                their slots: with its index and these parameters.
 
         Returns:
-            True where buffers have been replaced, or their states are others: then state has to be brought along.
+            True if buffers have been replaced, or their states have changed, so that state must be copied.
 
         Raises:
             TypeError: A parameter that is trainable, or has a gradient, has a dtype that cannot be fused.
-            ValueError: The memory of one has gaps.
+            ValueError: The memory of a parameter has gaps.
         """
         params = list(chain.from_iterable(lists))
         known = {id(p) for group in self.groups for p in group.params}
@@ -120,9 +120,9 @@ class FusedParams:
         unfused = _without_members(parts, groups)
         ready = _ready(unfused, full_params)
         if not all(can_be_stepped(p) and is_dense(p.size(), p.stride()) for p in ready):
-            check_params(params)  # says which
+            check_params(params)  # raises an error that names the parameter
 
-        # What replaces a parameter may do so in every step (partial FC): the others keep a group without it.
+        # A script may replace a parameter in every step (partial FC), so new parameters get separate groups.
         self._moving = {id(p) for p in ready}
         left = {id(p) for p in ready if is_sharded(full_params.get(id(p))) and not finds_parts()}
         in_place, movable = ([p for p in ready if (id(p) in left) is held] for held in (True, False))
@@ -131,7 +131,7 @@ class FusedParams:
         aliases = memory_of_parts(params)
         groups += fuse(there, apart=others, kind_of=kind_of, capturable=self.capturable, aliases=aliases)
         unfused = _without_members(unfused, groups)
-        # Parameters that share memory are stepped one after the other: in the order of the list, as torch does.
+        # Parameters that share memory are stepped in the order of the list, as in torch.
         groups.sort(key=lambda group: min(place_of[id(p)] for p in group.params))
         same = are_same(groups, self.groups) and are_same(parts, self._params) and self.are_listed(lists)
         same = same and state_names == self.state_names
@@ -154,7 +154,7 @@ class FusedParams:
         return {id(p): host_copy_of(p, self._copies.get(id(p))) for p in chosen}
 
     def are_listed(self, lists: Sequence[list[Tensor]]) -> bool:
-        """True where ``lists``, those of ``param_groups``, are those that were fused."""
+        """Return True if ``lists``, those of ``param_groups``, are the lists that were fused."""
         return len(lists) == len(self.listed) and all(map(are_same, lists, self.listed))
 
     def _report(self, moved: list[list[int]], report: Callable[[int, list[Tensor]], None]) -> None:
@@ -167,10 +167,10 @@ class FusedParams:
                 report(index, params)
 
     def combinable_params(self) -> list[Tensor]:
-        """The fused parameters, in the order of the lists.
+        """Return the fused parameters, in the order of the lists.
 
         Raises:
-            RuntimeError: One of them is in another optimizer's buffer, which would take it back.
+            RuntimeError: One of them is in another optimizer's buffer, which would move it back.
         """
         held = {id(p): group.has_buffer for group in self.groups for p in group.params}
         fused = [p for p in self._params if id(p) in held]
@@ -181,7 +181,7 @@ class FusedParams:
 
     @contextmanager
     def without_those_in_place(self) -> Iterator[None]:
-        """Give up the groups of what has not been moved, so that it can be; they are back where nothing is released."""
+        """Drop the groups of parameters stepped in place, so that these can move. Restore them without ``release``."""
         groups, unfused = self.groups, self.unfused
         in_place = [group for group in groups if not group.has_buffer]
         self.unfused = [*unfused, *(p for group in in_place for p in group.params)]
@@ -197,12 +197,12 @@ class FusedParams:
                 self.groups, self.unfused = groups, unfused
 
     def release(self) -> None:
-        """Forget all groups: what is not taken by others is fused again at the next step."""
+        """Drop all groups. The next step fuses parameters that no other group has taken."""
         self.unfused = [*self.unfused, *(p for group in self.groups for p in group.params)]
         self.groups = []
 
     def adopt(self, groups: list[FusedGroup]) -> None:
-        """Have ``groups`` that combine all that has been released."""
+        """Use ``groups``, which combine all released parameters."""
         place_of = _places_in(self.listed, self._params)
         for group in groups:
             _number(group, place_of)
@@ -210,16 +210,16 @@ class FusedParams:
         self.groups, self.unfused = groups, _without_members(self.unfused, groups)
 
     def is_rarely_outdated(self) -> bool:
-        """True where a sharded parameter has another part now, or one that was frozen takes part.
+        """Return True if a sharded parameter has another local part now, or if a frozen parameter takes part now.
 
-        Called only where there are such.
+        Called only if there are such parameters.
         """
         return not all(grads.have_parts() for grads in self.shards) or bool(_ready(self.unfused, self.full_params))
 
     def _still_fit(self, moved: list[list[int]], kind_of: Mapping[int, object]) -> list[FusedGroup]:
-        """The groups whose parameters are all listed, of one kind unless they are combined, and have not ``moved``.
+        """Return the groups whose parameters are listed, have one kind (unless combined), and have not ``moved``.
 
-        A parameter that another fusion has taken gets a group in place: taking it back would only start a tug-of-war.
+        A parameter that another optimizer has moved is stepped in place: otherwise both would move it in each step.
         """
         groups: list[FusedGroup] = []
         for group, found in zip(self.groups, moved, strict=True):
@@ -227,7 +227,7 @@ class FusedParams:
             if not found and None not in kinds and (len(kinds) == 1 or self._combined):
                 groups.append(group)
                 continue
-            # Those that a call moved which could not end are in no group.
+            # Parameters that an interrupted call has moved are in no group.
             others = [p for p in map(group.params.__getitem__, found) if id(p) not in self._moving]
             taken = [p for p in others if is_slot(p) and id(p) in kind_of]
             groups.extend(step_in_place(p, capturable=self.capturable) for p in taken)
@@ -257,7 +257,7 @@ def _host_grads(groups: list[FusedGroup], full_params: dict[int, Tensor], *, in_
 
 
 def _places_in(lists: Sequence[list[Tensor]], parts: list[Tensor]) -> dict[int, tuple[int, int]]:
-    """``id(part)`` → the index of its list, and its place in that list."""
+    """Return ``id(part)`` → the index of its list, and its index in that list."""
     places = [(index, place) for index, params in enumerate(lists) for place in range(len(params))]
     return dict(zip(map(id, parts), places, strict=True))
 
@@ -280,7 +280,7 @@ def _shard_grads(groups: list[FusedGroup], full_params: dict[int, Tensor]) -> li
 
 
 def _number(group: FusedGroup, place_of: dict[int, tuple[int, int]]) -> None:
-    """Note for each slot of ``group`` where its parameter is listed."""
+    """Set ``places`` of ``group`` to the places of its parameters in the lists."""
     places = [place_of[id(p)] for p in group.params]
     if places != group.places:
         group.places = places
@@ -290,11 +290,11 @@ def _number(group: FusedGroup, place_of: dict[int, tuple[int, int]]) -> None:
 
 
 def _without_members(params: list[Tensor], groups: list[FusedGroup]) -> list[Tensor]:
-    """The parameters of ``params`` that are in none of ``groups``."""
+    """Return the parameters of ``params`` that are in none of ``groups``."""
     held = {id(p) for group in groups for p in group.params}
     return [p for p in params if id(p) not in held]
 
 
 def _ready(unfused: list[Tensor], full_params: dict[int, Tensor]) -> list[Tensor]:
-    """Return the parameters that take part in a step, or have taken part."""
+    """Return the parameters of ``unfused`` that take part in a step now."""
     return [p for p in unfused if takes_part(full_params.get(id(p), p))]

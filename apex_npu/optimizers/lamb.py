@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""LAMB: Adam's direction, and for each parameter a step in proportion to its norm. Fused, and one tensor at a time."""
+"""LAMB: Adam's direction, with a step in proportion to the norm of each parameter; fused, and one tensor at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from apex_npu.optimizers.state_dicts import copies_of_loaded
 from apex_npu.optimizers.state_formats import StateDtype
 from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts
 
-# Norms of parameters count up to this: You et al. clip them, and the common implementations have settled on 10.
+# The upper bound of parameter norms. You et al. clip them; common implementations use 10.
 MAX_WEIGHT_NORM = 10.0
 
 
@@ -48,8 +48,7 @@ class NpuFusedLamb(NormOptimizer):
         eps: Added to the denominator.
         weight_decay: Decay added to the direction.
         adam: Keep r at 1.
-        use_global_grad_norm: Scale gradients down where their common norm exceeds 1; gradients themselves are not
-            written.
+        use_global_grad_norm: Scale gradients down if their common norm exceeds 1. ``.grad`` is not written.
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
         capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
@@ -117,11 +116,11 @@ class NpuFusedLamb(NormOptimizer):
         check_bool("use_global_grad_norm", group["use_global_grad_norm"])
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
-        """First and second moment."""
+        """Return the names of the first and second moment."""
         return ("exp_avg", "exp_avg_sq")
 
     def before_updates(self, runs: list[tuple[Run, ParamGroup]]) -> None:
-        """Take the norm of all gradients, if a group needs it."""
+        """Compute the norm of all gradients, if a group needs it."""
         wanted = any(group["use_global_grad_norm"] for _, group in runs)
         self._grad_scales = times(runs, self.grad_norm(runs).clamp_min(1.0)) if wanted else {}
 
@@ -139,7 +138,7 @@ class NpuFusedLamb(NormOptimizer):
         )
 
     def parts(self, run: Run, group: ParamGroup) -> Parts:
-        """See ``NormOptimizer``."""
+        """Apply the rule, and yield the squared norms of each parameter and its direction."""
         return _parts(run, **self._options(run, group))
 
     def _options(self, run: Run, group: ParamGroup) -> dict[str, Any]:
@@ -159,7 +158,7 @@ class NpuFusedLamb(NormOptimizer):
 
 
 def check_lamb(group: ParamGroup) -> None:
-    """Check the hyper-parameters that both LAMBs have."""
+    """Check the hyper-parameters of ``NpuFusedLamb`` and ``Lamb``."""
     check_adam(group)
     check_bool("adam", group["adam"])
 
@@ -175,7 +174,7 @@ def _parts(
     maximize: bool = False,
     **options: Any,
 ) -> Parts:
-    """One step of ``lamb_``, which has the arguments, where each process has a part of each parameter."""
+    """Do the step of ``lamb_`` on parts of parameters. The arguments are those of ``lamb_``."""
     param, direction, segments = run.wide_param(), run.scratch("direction"), run.segments()
     exp_avg, exp_avg_sq = run.wide_state("exp_avg"), run.wide_state("exp_avg_sq")
     update_moments_(
@@ -201,7 +200,7 @@ def _parts(
 
 
 def times(runs: list[tuple[Run, ParamGroup]], divisor: Tensor) -> dict[torch.device, Tensor]:
-    """The divisor of gradients on each device: ``divisor`` times their scale."""
+    """Return the divisor of gradients on each device: ``divisor`` times their scale."""
     scales = {run.param.device: run.grad_scale for run, _ in runs}
     there = {device: number_on(divisor, device).reshape(1) for device in scales}
     return {device: there[device] if scale is None else scale * there[device] for device, scale in scales.items()}
@@ -210,7 +209,7 @@ def times(runs: list[tuple[Run, ParamGroup]], divisor: Tensor) -> dict[torch.dev
 class Lamb(Optimizer):
     """LAMB one tensor at a time: the rule of ``NpuFusedLamb``, for comparison and for tensors that cannot be fused.
 
-    State: that of ``NpuFusedLamb``. For inspection it also has, from the last step, ``weight_norm`` min(‖p‖, 10),
+    State: that of ``NpuFusedLamb``, and for inspection the values of the last step: ``weight_norm`` min(‖p‖, 10),
     ``adam_norm`` ‖u‖ and ``trust_ratio`` r, each 0-dim.
 
     Args:
@@ -275,7 +274,7 @@ class Lamb(Optimizer):
         State of 16-bit parameters stays float32; torch's own method rounds it to their dtype.
         """
         loaded: dict[str, Any] = {}
-        # The last of the pre-hooks, so that it gets the state dict as a user's own hooks have changed it.
+        # The last pre-hook, so that it gets the state dict after users' hooks have changed it.
         handle = self.register_load_state_dict_pre_hook(lambda _, final: loaded.update(final))
         try:
             super().load_state_dict(state_dict)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The memory of a parameter with each choice of level and format; docs/memory.md explains the choices."""
+"""The memory of a parameter for each choice of level and format; docs/memory.md explains the choices."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _ON_HOST = 'state_device="cpu"'
 
 @dataclass(frozen=True)
 class MemoryChoice:
-    """Bytes for each element of a parameter, beside activations, between a block and the step that follows.
+    """Bytes for each element of a parameter, without activations, between a block and the step that follows.
 
     They are those of the model's device.
 
     Attributes:
-        name: The options that make it.
+        name: The options of this choice.
         model: The parameter of the model.
         gradient: Its gradient.
         master: Its float32 value, or the remainder of 16 bits.
@@ -40,7 +40,7 @@ class MemoryChoice:
     state: float
 
     def parts(self) -> dict[str, float]:
-        """The bytes by name, as tables show them."""
+        """Return the bytes by name, as tables show them."""
         names = ("model", "gradient", "float32 value", "state")
         values = (self.model, self.gradient, self.master, self.state)
         return dict(zip(names, values, strict=True))
@@ -52,7 +52,7 @@ class MemoryChoice:
 
 
 def memory_choices(optimizer: FusedOptimizer) -> list[MemoryChoice]:
-    """The choices for the rule of ``optimizer``, with the states that its first param group has.
+    """Return the choices for the rule of ``optimizer``, with the states that its first param group has.
 
     One number for each parameter, such as a count of steps, is left out.
 

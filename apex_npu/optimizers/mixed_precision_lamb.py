@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""NVIDIA Apex's FusedMixedPrecisionLamb: LAMB with float32 masters, whose rate and count are on the device.
+"""NVIDIA Apex's FusedMixedPrecisionLamb: LAMB with float32 masters, and learning rate and step count on the device.
 
 https://github.com/NVIDIA/apex, apex/optimizers.
 """
@@ -25,29 +25,29 @@ from apex_npu.optimizers.whole_norms import NormOptimizer
 class FusedMixedPrecisionLamb(FusedLAMB):
     """LAMB with float32 masters on flat buffers, with NVIDIA Apex's arguments; the rule is ``FusedLAMB``'s.
 
-    Parameters of ``reduced_precision_dtype`` have masters in their state (``master_param``), which are stepped in their
-    place. A weight that was written since the last step is copied to its master. Other parameters have none.
-    ``reduced_precision_dtype`` may be set after construction, before the first step.
+    Parameters of ``reduced_precision_dtype`` have masters in their state (``master_param``), which are stepped instead.
+    A weight that was written since the last step is copied to its master. ``reduced_precision_dtype`` may be set after
+    construction, before the first step.
 
-    Each parameter group has its learning rate as a float32 tensor and its count of steps as an int32 tensor of shape
-    (1,), both on the device of its parameters, so that no step waits for the host. ``step(grad_scaler=scaler)``
-    takes the scale and the overflow flag of ``scaler``; ``scaler.step(optimizer)`` does the same.
-    Parameters that ``fully_shard`` has sharded are refused; ``FusedLAMB`` takes them.
+    The learning rate of each parameter group is a float32 tensor, and its step count an int32 tensor of shape (1,).
+    Both are on the device of the parameters, so that no step waits for the host. ``step(grad_scaler=scaler)`` uses the
+    scale and the overflow flag of ``scaler``; ``scaler.step(optimizer)`` does the same. Parameters that ``fully_shard``
+    has sharded are refused; ``FusedLAMB`` supports them.
 
     Args:
         params: Parameters or parameter groups, as for any torch optimizer.
         lr: Learning rate.
-        step: Steps that count as taken before the first, for the correction of both moments.
+        step: Initial step count, for the correction of both moments.
         bias_correction: Correct both moments for their start.
         betas: β₁ and β₂, each in [0, 1).
         eps: Added to the denominator.
         weight_decay: Decay.
         amsgrad: Must be False.
         adam_w_mode: Add the decay to the direction instead of to the gradient.
-        grad_averaging: Weigh gradients with 1 − β₁ on their way into m.
-        max_grad_norm: Norm of all gradients beyond which they are scaled down, one for all groups.
-        use_nvlamb: Adapt the steps of parameters without weight decay, too.
-        reduced_precision_dtype: torch.float16 or torch.bfloat16, whose parameters have masters; None: none have.
+        grad_averaging: Multiply gradients by 1 − β₁ before they are added to m.
+        max_grad_norm: Norm of all gradients above which they are scaled down, one for all groups.
+        use_nvlamb: Also adapt the steps of parameters without weight decay.
+        reduced_precision_dtype: The dtype whose parameters have masters: torch.float16, torch.bfloat16 or None.
         capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
         fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
         state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
@@ -55,7 +55,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     Raises:
         ValueError: A value is out of range.
         TypeError: A value is not a number.
-        RuntimeError: ``amsgrad`` is asked for.
+        RuntimeError: ``amsgrad`` is true.
 
     Example::
 
@@ -109,7 +109,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             "adam_w_mode": adam_w_mode,
             "use_nvlamb": use_nvlamb,
         }
-        # Not FusedLAMB's own, whose arguments are others.
+        # Not FusedLAMB.__init__, whose arguments differ.
         NormOptimizer.__init__(
             self,
             params,
@@ -127,12 +127,12 @@ class FusedMixedPrecisionLamb(FusedLAMB):
                 raise ValueError(f"Invalid {name}: {group[name]} ({name} must be a count)")
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Add parameters. Their learning rate and their count become tensors beside them."""
+        """Add parameters. Their learning rate and step count become tensors on their device."""
         super().add_param_group(param_group)
         _put_beside(self.param_groups[-1])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load ``state_dict``. In NVIDIA's state dicts, a group has the count of all its parameters."""
+        """Load ``state_dict``. In NVIDIA's state dicts each group has one step count."""
         if "param_groups" in state_dict:
             groups = [{"step_offset": 0, **group} for group in state_dict["param_groups"]]
             state_dict = {**state_dict, "param_groups": groups}
@@ -145,7 +145,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         return {**super().__getstate__(), "reduced_precision_dtype": self.reduced_precision_dtype}
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
-        """First and second moment, and masters where there is anything to master."""
+        """Return the names of the first and second moment, and of masters if a parameter has one."""
         mastered = any(map(self._is_mastered, group["params"]))
         return ("exp_avg", "exp_avg_sq", MASTER_PARAM) if mastered else ("exp_avg", "exp_avg_sq")
 
@@ -155,7 +155,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         return dtype in LOW_PRECISION and dtype == self.reduced_precision_dtype
 
     def before_updates(self, runs: list[tuple[Run, ParamGroup]]) -> None:
-        """Take the norm as ``FusedLAMB`` does, and show the count of steps where NVIDIA's optimizer has it."""
+        """Compute the norm as ``FusedLAMB`` does, and set the step count of each group, as NVIDIA's optimizer does."""
         super().before_updates(runs)
         for run, group in runs:
             group["step"] = torch.as_tensor(_step_of(run, group), dtype=torch.int32, device=run.param.device).reshape(1)
@@ -175,7 +175,7 @@ def _step_of(run: Run, group: ParamGroup) -> Any:
 
 
 def _put_beside(group: ParamGroup) -> None:
-    """Have the learning rate and the count of ``group`` in tensors of its own, on the device of its parameters."""
+    """Make the learning rate and the step count of ``group`` separate tensors on the device of its parameters."""
     device = next((p.device for p in group["params"]), torch.device("cpu"))
     group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device).reshape(()).clone()
     group["step"] = torch.as_tensor(group["step"], dtype=torch.int32, device=device).reshape(1).clone()

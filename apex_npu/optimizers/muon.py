@@ -33,7 +33,7 @@ from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import OfTorch, as_number, check_bool, naming
 from apex_npu.optimizers.state_formats import StateDtype
 
-# What a group with use_muon=False has where it does not say otherwise: AdamW's defaults.
+# The defaults of groups with use_muon=False, which are AdamW's.
 _ADAMW: dict[str, Any] = {
     "lr": 1e-3,
     "betas": (0.9, 0.999),
@@ -58,28 +58,28 @@ class NpuFusedMuon(NpuFusedAdamW):
                                     r = 0.2 · sqrt(max(rows, columns))     "match_rms_adamw"
                                     r = sqrt(rows / columns)               "spectral_unclamped"
 
-    with (α, β, γ) the ``ns_coefficients``. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; the second r:
-    Liu et al. 2025 (Moonlight), https://arxiv.org/abs/2502.16982; the third: torch.optim.Muon from 2.14 on. The
-    iterations for o run in bfloat16, as torch.optim's, and all matrices of one shape run together. On a device without
-    bfloat16 products they run in float32, where results differ from torch's by the rounding of bfloat16.
+    where (α, β, γ) are the ``ns_coefficients``. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; the
+    second r: Liu et al. 2025 (Moonlight), https://arxiv.org/abs/2502.16982; the third: torch.optim.Muon from 2.14 on.
+    The iterations for o run in bfloat16, as in torch.optim, and all matrices of one shape run together. On a device
+    without bfloat16 products they run in float32, and results differ from torch's by the rounding of bfloat16.
 
-    A 3-D parameter (experts) is a stack of matrices. With ``split`` the rows of each matrix are several matrices, as
-    Jordan et al. recommend for fused queries, keys and values: of ``split=(n, n, n)`` each has its own o and r.
+    A 3-D parameter (experts) is a stack of matrices. ``split`` divides the rows of each matrix into several matrices,
+    each with its own o and r. Jordan et al. recommend this for fused queries, keys and values: ``split=(n, n, n)``.
 
-    Of a DTensor, as ``fully_shard`` makes it, each process has rows of b and u. Each matrix has one owner::
+    For a DTensor, as ``fully_shard`` makes it, each process has rows of b and u. Each matrix has one owner::
 
         u, whole  ←  rows of all processes            all-to-all, in bfloat16
         o         ←  the iterations                   by the owner of the matrix
         o, rows   ←  the owners                       all-to-all, in bfloat16
 
-    Replicas (HSDP) exchange within each replica. The results are those of whole parameters, within the rounding of
-    bfloat16 products, and the same bits on repetition with as many processes. docs/distributed.md has the details.
+    Replicas (HSDP) exchange within each replica. The results equal those of whole parameters within the rounding of
+    bfloat16 products, and a repetition with as many processes gives the same bits. docs/distributed.md has details.
 
-    Muon steps matrices only, and is not recommended for embeddings and heads. A group with ``use_muon=False`` is
-    stepped by ``NpuFusedAdamW``'s rule, with its ``lr``, ``betas``, ``eps``, ``weight_decay``, ``amsgrad`` and
-    ``maximize`` and that class's defaults for them: the constructor's arguments are Muon's. A group with
+    Muon steps matrices only, and is not recommended for embeddings and heads. A group with ``use_muon=False`` uses the
+    rule of ``NpuFusedAdamW`` with the group's ``lr``, ``betas``, ``eps``, ``weight_decay``, ``amsgrad`` and
+    ``maximize``. Their defaults are AdamW's; the constructor's arguments apply only to Muon. A group with
     ``use_muon="auto"`` becomes two: one of its matrices, with ``use_muon=True``, and one of all other parameters. Both
-    have the options that the group names, its ``lr`` for instance.
+    get the options of the group, such as ``lr``.
 
     State: ``momentum_buffer`` b, or in groups of AdamW its ``step``, ``exp_avg`` and ``exp_avg_sq`` (shape and dtype of
     the parameter, float32 for float16 and bfloat16).
@@ -95,8 +95,8 @@ class NpuFusedMuon(NpuFusedAdamW):
         ns_steps: Number of iterations, less than 100.
         adjust_lr_fn: "original", "match_rms_adamw" or "spectral_unclamped"; None is "original".
         use_muon: Default of groups without their own: True, False or "auto".
-        split: Default of groups without their own: the numbers of rows of the matrices that each matrix of a parameter
-            consists of; their sum is the number of its rows. None: it is one.
+        split: Default of groups without their own: the numbers of rows of the matrices into which each matrix is
+            divided. Their sum is the number of its rows. None: it is not divided.
         fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
         capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
         state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
@@ -106,7 +106,7 @@ class NpuFusedMuon(NpuFusedAdamW):
         of_torch: ``fused``, ``foreach`` and ``differentiable=False`` of torch's optimizer. No effect.
 
     Raises:
-        ValueError: A value is out of range, or a parameter of a group with ``use_muon=True`` is no matrix.
+        ValueError: A value is out of range, or a parameter of a group with ``use_muon=True`` is not a matrix.
         TypeError: A value is not a number, or a parameter is a DTensor whose matrices are cut over several dimensions
             of a mesh.
 
@@ -200,16 +200,16 @@ class NpuFusedMuon(NpuFusedAdamW):
             found_inf=run.found_inf,
         )
 
-    # Where parameters are DTensors
+    # DTensors
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """A subclass with an ``update`` of its own cannot step DTensors."""
+        """Set ``exchanges_parts`` to False for a subclass with its own ``update``, which cannot step DTensors."""
         super().__init_subclass__(**kwargs)
         names = {"update", "call", "_group_step"}
         cls.exchanges_parts = next(base for base in cls.__mro__ if names & vars(base).keys()) is NpuFusedMuon
 
     def skips_on(self) -> torch.device | None:
-        """See ``FusedOptimizer``. Where processes exchange parts, the host has to know whether they do."""
+        """Return None for sharded parameters, since the host must know whether processes exchange parts."""
         return None if self._fused.is_any_sharded() else super().skips_on()
 
     def _forget_fusion(self) -> None:
@@ -236,7 +236,7 @@ class NpuFusedMuon(NpuFusedAdamW):
                 super().update(run, group)
 
     def _exchange_of(self, runs: list[tuple[Run, ParamGroup]]) -> MatrixExchange:
-        """The exchange of the matrices of ``runs``, the one of the step before where they are the same."""
+        """Return the exchange of the matrices of ``runs``. Reuse that of the previous step if they are unchanged."""
         given = [run for run, _ in runs]
         options = [(_division(group), _iterations(group, 1.0)) for _, group in runs]
         if self._exchange is None or not are_same(self._exchange[0], given) or self._exchange[1] != options:
@@ -247,7 +247,7 @@ class NpuFusedMuon(NpuFusedAdamW):
                 _check_matrices(fulls, group["split"])
                 for full, (part, offset) in zip(fulls, run.members(), strict=True):
                     found[places[id(full)]] = _parts_of(full, part, _directions_of(run)[offset:], group)
-            # In the order of the lists, which is the same on all processes; their runs may differ.
+            # In the order of the lists, which is equal on all processes; their runs may differ.
             ordered = [part for place in sorted(found) for part in found[place]]
             self._exchange = given, options, MatrixExchange(ordered)
         return self._exchange[2]
@@ -260,17 +260,17 @@ class NpuFusedMuon(NpuFusedAdamW):
             super().validate(group)
             return
         for label, name in (("Learning rate", "lr"), ("momentum", "momentum"), ("weight decay", "weight_decay")):
-            if not 0.0 <= as_number(name, group[name]) < math.inf:  # in torch's words
+            if not 0.0 <= as_number(name, group[name]) < math.inf:  # torch's message
                 raise ValueError(f"{label} should be >= 0 but is: {group[name]} ({name} must be finite, too)")
         check_bool("nesterov", group["nesterov"])
         _check_iterations(group)
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
-        """A momentum buffer, or AdamW's moments."""
+        """Return the name of the momentum buffer, or of AdamW's moments."""
         return ("momentum_buffer",) if group["use_muon"] else super().state_names(group)
 
     def shows_step(self, group: ParamGroup) -> bool:
-        """True for groups of AdamW alone, as in torch.optim."""
+        """Return True only for groups of AdamW, as in torch.optim."""
         return not group["use_muon"]
 
     def group_defaults(self, group: ParamGroup) -> dict[str, Any]:
@@ -278,7 +278,7 @@ class NpuFusedMuon(NpuFusedAdamW):
         return self.defaults if group.get("use_muon", self.defaults["use_muon"]) else _ADAMW
 
     def add_torch_options(self, group: ParamGroup) -> None:
-        """torch.optim.Muon has none of them."""
+        """Add torch's keys to groups of AdamW; torch.optim.Muon has no such keys."""
         if not group["use_muon"]:
             super().add_torch_options(group)
 
@@ -286,8 +286,9 @@ class NpuFusedMuon(NpuFusedAdamW):
         """Add parameters. A group with ``use_muon="auto"`` becomes two, unless one of them has no parameters.
 
         Raises:
-            ValueError: See ``FusedOptimizer``; or a parameter of a group with ``use_muon=True`` is not a matrix.
-            TypeError: See ``FusedOptimizer``. The optimizer is unchanged in either case.
+            ValueError: A hyper-parameter is out of range, the memory of a parameter has gaps, or a parameter of a group
+                with ``use_muon=True`` is not a matrix.
+            TypeError: A hyper-parameter or a parameter has the wrong type. The optimizer is unchanged in either case.
         """
         before = len(self.param_groups)
         try:
@@ -295,7 +296,7 @@ class NpuFusedMuon(NpuFusedAdamW):
                 super().add_param_group(part)
                 added = self.param_groups[-1]
                 for name in self.defaults.keys() - self.group_defaults(added).keys():
-                    del added[name]  # which torch has added
+                    del added[name]  # added by torch
                 if added["use_muon"]:
                     with naming(type(self).__name__):
                         _check_matrices(added["params"], added["split"])
@@ -304,9 +305,9 @@ class NpuFusedMuon(NpuFusedAdamW):
             raise
 
     def _parts(self, group: ParamGroup) -> Iterator[ParamGroup]:
-        """``group``, or the two that it stands for."""
+        """Yield ``group``, or the two groups that it becomes with ``use_muon="auto"``."""
         if not isinstance(group, dict) or "params" not in group:
-            yield group  # torch says what is wrong
+            yield group  # torch raises the error
             return
         rule = group.get("use_muon", self.defaults["use_muon"])
         if rule != "auto":
@@ -314,7 +315,7 @@ class NpuFusedMuon(NpuFusedAdamW):
             return
         params = group["params"]
         if isinstance(params, set):
-            yield {**group, "use_muon": True}  # likewise
+            yield {**group, "use_muon": True}  # torch raises the error
             return
         listed = [params] if isinstance(params, Tensor) else list(params)
         matrices, others = ([p for p in listed if _is_matrix(p) is kind] for kind in (True, False))
@@ -326,7 +327,7 @@ class NpuFusedMuon(NpuFusedAdamW):
             yield {**_ADAMW, **kept, "params": others, "use_muon": False}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this optimizer, or of torch.optim.Muon where all groups are Muon's.
+        """Load a state dict of this optimizer, or of torch.optim.Muon if all groups are Muon's.
 
         Raises:
             ValueError: Groups, parameters, shapes or hyper-parameters do not fit; the optimizer is unchanged.
@@ -334,7 +335,7 @@ class NpuFusedMuon(NpuFusedAdamW):
         groups = [{"use_muon": "betas" not in group, **group} for group in state_dict["param_groups"]]
         for i, (found, group) in enumerate(zip(groups, self.param_groups, strict=False)):
             if found["use_muon"] and group["use_muon"]:
-                found.setdefault("split", group["split"])  # torch's has none
+                found.setdefault("split", group["split"])  # which torch's state dicts lack
                 with naming(type(self).__name__):
                     _check_split(found["split"])
                     _check_matrices(group["params"], found["split"])
@@ -347,7 +348,7 @@ class NpuFusedMuon(NpuFusedAdamW):
         super().load_state_dict({**state_dict, "param_groups": groups})
 
 
-# What the learning rate of a matrix of so many rows and columns is multiplied by, by ``adjust_lr_fn``.
+# The factor of the learning rate of a matrix, by ``adjust_lr_fn``, as a function of its rows and columns.
 _ADJUST_LR: dict[str | None, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
@@ -375,13 +376,13 @@ def _orthogonalize_(stack: Tensor, options: _Iterations) -> None:
 
 
 def _division(group: ParamGroup) -> tuple[Any, ...]:
-    """The options that decide which matrices a run has, and what their steps are multiplied by."""
+    """Return the options that determine the matrices of a run and the factors of their steps."""
     return group["adjust_lr_fn"], group["split"] and tuple(group["split"])
 
 
 def _set_directions(directions: Tensor, run: Run, group: ParamGroup) -> None:
-    """Step the momentum of ``run``, and set ``directions`` to what is to be orthogonalized."""
-    # What SGD would subtract, with the momentum's share taken from the gradient: from a parameter of zeros.
+    """Step the momentum of ``run``, and set ``directions`` to the matrices to orthogonalize."""
+    # A step of SGD from zeros, with dampening equal to the momentum and a learning rate of -1.
     sgd_(
         directions.zero_(),
         run.scaled_grad,
@@ -403,7 +404,7 @@ def _directions_of(run: Run) -> Tensor:
 
 
 class _Block(NamedTuple):
-    """A matrix of a parameter: ``rows`` rows from ``first`` on of the one with this ``number`` in its stack."""
+    """A matrix of a parameter: ``rows`` rows from ``first`` on of matrix ``number`` of its stack."""
 
     number: int
     first: int
@@ -422,7 +423,7 @@ def _blocks(count: int, rows: int, columns: int, group: ParamGroup) -> Iterator[
 
 
 def _find(run: Run, group: ParamGroup) -> Matrices:
-    """The matrices of ``run``, and what their steps are multiplied by."""
+    """Return the matrices of ``run``, with the factors of their steps."""
     members = run.members()
     _check_matrices([p for p, _ in members], group["split"])
     shapes: list[tuple[int, int]] = []
@@ -449,7 +450,7 @@ def _parts_of(full: Tensor, part: Tensor, directions: Tensor, group: ParamGroup)
     Args:
         full: The parameter.
         part: This process's part of it.
-        directions: The elements of ``part`` in a flat buffer, and others behind them.
+        directions: A flat buffer that begins with the elements of ``part``.
         group: The param group.
     """
     view = directions.as_strided(part.size(), part.stride())
@@ -470,17 +471,17 @@ def _parts_of(full: Tensor, part: Tensor, directions: Tensor, group: ParamGroup)
 
 
 def _is_matrix(param: Any) -> bool:
-    """True for a matrix, or one with its name."""
+    """Return True for a matrix, or a pair of a name and a matrix."""
     tensor = param[1] if isinstance(param, tuple) and len(param) == 2 else param
     return isinstance(tensor, Tensor) and tensor.ndim == 2
 
 
 def _check_matrices(params: Sequence[Tensor], split: Sequence[int] | None) -> None:
-    """Require matrices, or stacks of them, that can be brought together, and split as ``split`` says.
+    """Require matrices, or stacks of them, that processes can exchange, and that ``split`` divides.
 
     Raises:
-        ValueError: One has another number of dimensions, of rows or other strides.
-        TypeError: A DTensor has parts that cannot be brought together.
+        ValueError: A parameter has another number of dimensions or rows, or other strides.
+        TypeError: A DTensor has parts that processes cannot exchange.
     """
     for p in params:
         which = f"a parameter of shape {tuple(p.shape)}"
@@ -488,19 +489,19 @@ def _check_matrices(params: Sequence[Tensor], split: Sequence[int] | None) -> No
             raise ValueError(
                 f"Muon only supports 2D parameters whereas we found a parameter with size: {p.size()}; 3D ones are "
                 "stacks of matrices. Give it to a group with use_muon=False, which AdamW steps, or pass "
-                'use_muon="auto", which leaves 3D ones to AdamW, too'
+                'use_muon="auto", which also leaves 3D ones to AdamW'
             )
         if split is not None and sum(split) != p.size(-2):
             raise ValueError(
-                f"split={split!r} has {sum(split)} rows in all, and {which} has matrices of {p.size(-2)}; give each "
-                "group the parameters that have the rows of its split"
+                f"split={split!r} has {sum(split)} rows in all, but {which} has matrices of {p.size(-2)}; give each "
+                "group only parameters with the number of rows of its split"
             )
         if is_sharded(p):
             _check_cuts(which, p)
         elif not (p.is_contiguous() or (split is None and p.mT.is_contiguous())):
             raise ValueError(
-                f"{which} has strides {p.stride()}: Muon takes stacks of matrices one after the other, transposed or "
-                "not, and splits those whose rows are contiguous. Replace it in the module by "
+                f"{which} has strides {p.stride()}: Muon supports contiguous stacks of matrices, transposed or not, "
+                "and with split only contiguous ones. Replace it in the module by "
                 "nn.Parameter(p.detach().contiguous()) first"
             )
 
@@ -510,17 +511,17 @@ def _check_cuts(which: str, param: Any) -> None:
     if len(cuts) > 1:
         raise TypeError(
             f"{which} is a DTensor with placements {param.placements} on a mesh of shape "
-            f"{tuple(param.device_mesh.shape)}: Muon brings matrices together that are cut over one mesh dimension, "
-            "not over several. Shard it over one and replicate it over the others, or give it to a group with "
-            "use_muon=False, which AdamW steps"
+            f"{tuple(param.device_mesh.shape)}: Muon supports matrices that are cut over one mesh dimension, not over "
+            "several. Shard it over one and replicate it over the others, or give it to a group with use_muon=False, "
+            "which AdamW steps"
         )
     for cut in cuts:
         here = local_part(param).size(cut.dim - 2)
         if here != cut.sizes[dist.get_rank(cut.group)]:
             raise TypeError(
                 f"{which} is a DTensor with placements {param.placements}, of which this process has {here} "
-                f"{('rows', 'columns')[cut.dim]} where torch.chunk gives {cut.sizes}: Muon needs the latter, as "
-                "fully_shard and distribute_tensor divide"
+                f"{('rows', 'columns')[cut.dim]}, but torch.chunk gives {cut.sizes}: Muon needs parts as torch.chunk, "
+                "fully_shard and distribute_tensor make them"
             )
 
 

@@ -30,11 +30,13 @@ class FusedNovoGrad(NormOptimizer):
         m ← β₁ · m + β₃ · (g / d + weight_decay · p);  p ← p − lr · m / (1 − β₁ᵗ)             reg_inside_moment
         m ← β₁ · m + β₃ · g;  p ← p − lr · (m / (1 − β₁ᵗ) / d + weight_decay · p)             else
 
-    with β₃ = 1 − β₁ if grad_averaging, else 1, and without bias_correction t → ∞. A parameter's v starts at its first
-    norm, or with init_zero at 0. Ginsburg et al. 2019, https://arxiv.org/abs/1905.11286; https://github.com/NVIDIA/apex.
+    where β₃ is 1 − β₁ if grad_averaging, else 1. Without bias_correction t → ∞. A parameter's v starts at its first
+    norm, or with init_zero at 0. Ginsburg et al. 2019, https://arxiv.org/abs/1905.11286;
+    https://github.com/NVIDIA/apex.
+
     State: ``step``, ``exp_avg`` m (of the parameter's shape and dtype, but float32 for float16 and bfloat16),
-    ``exp_avg_sq`` v (0-dim; a norm, not its square). State dicts of NVIDIA's optimizer, which has the norms in its
-    groups, are read, too; they do not say ``reg_inside_moment``.
+    ``exp_avg_sq`` v (0-dim; a norm, not its square). State dicts of NVIDIA's optimizer, which keeps the norms in its
+    groups, also load; they do not contain ``reg_inside_moment``.
 
     Args:
         params: Parameters or parameter groups, as for any torch optimizer.
@@ -44,13 +46,13 @@ class FusedNovoGrad(NormOptimizer):
         eps: Added to the denominator.
         weight_decay: Decay.
         amsgrad: Must be False.
-        reg_inside_moment: Normalise and decay on the way into m.
-        grad_averaging: Weigh gradients with 1 − β₁ on their way into m.
+        reg_inside_moment: Apply normalisation and decay before the momentum.
+        grad_averaging: Multiply gradients by 1 − β₁ before they are added to m.
         norm_type: 2, or 0 for the largest absolute value.
         init_zero: Start v at 0.
-        set_grad_none: What ``zero_grad()`` does without an argument.
+        set_grad_none: Default of ``zero_grad(set_to_none=...)``.
         fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
-        state_dtype: See ``FusedOptimizer``, of ``exp_avg``.
+        state_dtype: The dtype of ``exp_avg``: torch.bfloat16 or ``"int8"``. None: float32.
         store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly.
         stochastic_rounding: Round updated bfloat16 parameters stochastically.
         state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
@@ -58,7 +60,7 @@ class FusedNovoGrad(NormOptimizer):
     Raises:
         ValueError: A value is out of range.
         TypeError: A value is not a number.
-        RuntimeError: ``amsgrad`` is asked for.
+        RuntimeError: ``amsgrad`` is true.
 
     Example::
 
@@ -124,7 +126,7 @@ class FusedNovoGrad(NormOptimizer):
             raise ValueError(f"Invalid norm_type: {group['norm_type']!r} (2, or 0 for the largest absolute value)")
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
-        """First moment, and a norm for each parameter."""
+        """Return the names of the first moment, and of the norm of each parameter."""
         return ("exp_avg", "exp_avg_sq")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -140,11 +142,11 @@ class FusedNovoGrad(NormOptimizer):
         alone(self.parts(run, group))
 
     def widens_grads(self, group: ParamGroup) -> bool:
-        """See ``FusedOptimizer``."""
+        """Return True: the rule reads float32 gradients."""
         return True
 
     def parts(self, run: Run, group: ParamGroup) -> Parts:
-        """See ``NormOptimizer``."""
+        """Apply the rule, and yield the norms of gradients."""
         beta1, beta2 = group["betas"]
         corrected = group["bias_correction"]
         bias_correction1 = 1 - beta1**run.step if corrected else 1.0
@@ -183,12 +185,12 @@ class FusedNovoGrad(NormOptimizer):
 
 
 def _with_norms_in_state(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """``state_dict`` with each parameter's norm in its own state.
+    """Return ``state_dict`` with the norm of each parameter in its own state.
 
-    NVIDIA's groups have them in two tensors, for float16 and for float32 parameters, in order of those with state.
+    NVIDIA's groups have the norms of parameters with state in two tensors, for float16 and for float32 parameters.
     """
     if "param_groups" not in state_dict:
-        return state_dict  # to be refused
+        return state_dict  # the caller raises the error
     groups, state = list(state_dict["param_groups"]), dict(state_dict["state"])
     for i, group in enumerate(groups):
         if "exp_avg_sq" not in group:
@@ -210,7 +212,7 @@ def _with_norms_in_state(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _update_norm(run: Run, group: ParamGroup, norm: Tensor, beta2: float) -> Tensor:
-    """Blend ``norm``, those of this step's gradients, into v, in place, and return it."""
+    """Update v in place with ``norm``, the norms of this step's gradients, and return it."""
     exp_avg_sq = run.per_param("exp_avg_sq")
     if run.step == 1 and not group["init_zero"]:
         exp_avg_sq.copy_(norm)
@@ -222,7 +224,7 @@ def _update_norm(run: Run, group: ParamGroup, norm: Tensor, beta2: float) -> Ten
 
 
 def _largest(run: Run, grad: Tensor) -> Tensor:
-    """The largest absolute value of each parameter's gradient; 0 for an empty one."""
+    """Return the largest absolute value of each parameter's gradient; 0 for an empty one."""
     members = run.members()
     filled = [grad[begin : begin + p.numel()] for p, begin in members if p.numel()]
     found = iter(torch._foreach_norm(filled, math.inf) if filled else ())

@@ -1,9 +1,8 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""NVIDIA Apex's FusedAdam, FusedSGD and FusedLAMB: its signatures over the rules of this package.
+"""NVIDIA Apex's FusedAdam, FusedSGD and FusedLAMB: its signatures with the rules of this package.
 
-``set_grad_none`` is what ``zero_grad()`` does without an argument. ``FusedOptimizer`` documents ``capturable`` and
-``fuse_grad_scaler``; None for the latter means "where it is capturable", as in NVIDIA's FusedAdam.
+``fuse_grad_scaler=None`` means the value of ``capturable``, as in NVIDIA's FusedAdam.
 https://github.com/NVIDIA/apex, apex/optimizers.
 """
 
@@ -30,10 +29,10 @@ from apex_npu.optimizers.whole_norms import NormOptimizer
 class FusedAdam(FusedOptimizer):
     """Adam, or AdamW (``adam_w_mode``), on flat buffers, with NVIDIA Apex's arguments.
 
-    The rule is ``NpuFusedAdam``'s or ``NpuFusedAdamW``'s; without ``bias_correction`` both corrections are 1.
-    Parameters in float16 and bfloat16 have float32 state, and with ``master_weights`` masters in it (``master_param``),
-    which are stepped in their place. A weight that was written since the last step is copied to its master.
-    The step count is in each parameter group, too, where NVIDIA's optimizer looks for it.
+    The rule is that of ``NpuFusedAdam`` or ``NpuFusedAdamW``; without ``bias_correction`` both corrections are 1.
+    Parameters in float16 and bfloat16 have float32 state. With ``master_weights`` it includes masters
+    (``master_param``), which are stepped instead. A weight that was written since the last step is copied to its
+    master. As in NVIDIA's optimizer, each parameter group also has the step count.
 
     Args:
         params: Parameters or parameter groups, as for any torch optimizer.
@@ -44,17 +43,17 @@ class FusedAdam(FusedOptimizer):
         adam_w_mode: Decouple the weight decay.
         weight_decay: Decay.
         amsgrad: Must be False.
-        set_grad_none: What ``zero_grad()`` does without an argument.
+        set_grad_none: Default of ``zero_grad(set_to_none=...)``.
         capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
         master_weights: Keep float32 masters of float16 and bfloat16 parameters, unless amp does.
         fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
         exp_avg_dtype: Transformer Engine's name for ``state_dtype={"exp_avg": ...}``. ``"int8"`` is kept in bfloat16
-            unless ``exp_avg_sq`` has 8 bits, too.
+            unless ``exp_avg_sq`` also has 8 bits.
         exp_avg_sq_dtype: Transformer Engine's name for ``state_dtype={"exp_avg_sq": ...}``.
         master_weight_dtype: Must be torch.float32.
-        store_param_remainders: Keep, in place of float32 masters, the 16 bits that float16 and bfloat16 parameters lack
-            of them. ``master_weights`` is not needed for it. Parameters are rounded to nearest; halves are rounded away
-            from zero in bfloat16, and to even in float16. Masters of float16 below 2⁻¹⁶ are off by at most 2⁻³⁹.
+        store_param_remainders: Instead of float32 masters keep only the 16 bits that float16 and bfloat16 parameters
+            lack. ``master_weights`` is not needed. Parameters are rounded to nearest; halves are rounded away from zero
+            in bfloat16, and to even in float16. Masters of float16 below 2⁻¹⁶ have an error of at most 2⁻³⁹.
         state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
         stochastic_rounding: Round updated bfloat16 parameters stochastically.
         state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
@@ -62,7 +61,7 @@ class FusedAdam(FusedOptimizer):
     Raises:
         ValueError: A value is out of range.
         TypeError: A value is not a number.
-        RuntimeError: ``amsgrad`` is asked for.
+        RuntimeError: ``amsgrad`` is true.
 
     Example::
 
@@ -104,7 +103,7 @@ class FusedAdam(FusedOptimizer):
         if master_weight_dtype != torch.float32:
             raise ValueError(
                 f"FusedAdam: master_weight_dtype must be torch.float32, got {master_weight_dtype}; "
-                "store_param_remainders=True keeps such masters of 16-bit parameters in 2 bytes"
+                "store_param_remainders=True keeps float32 masters of 16-bit parameters in 2 bytes"
             )
         by_name = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
         if any(kept is not None for kept in by_name.values()):
@@ -139,7 +138,7 @@ class FusedAdam(FusedOptimizer):
             check_bool(name, group[name])
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Add parameters. With ``capturable`` their learning rate becomes a tensor beside them, as in NVIDIA's."""
+        """Add parameters. With ``capturable`` their learning rate becomes a tensor on their device, as in Apex."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         device = next((p.device for p in group["params"]), torch.device("cpu"))
@@ -147,7 +146,7 @@ class FusedAdam(FusedOptimizer):
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
-        """First and second moment, and masters where there is anything to master."""
+        """Return the names of the first and second moment, and of masters if a parameter has one."""
         if self.state_formats.has_remainders:
             return ("exp_avg", "exp_avg_sq")
         if not (group["master_weights"] and any(map(_is_mastered, group["params"]))):
@@ -155,9 +154,9 @@ class FusedAdam(FusedOptimizer):
         return ("exp_avg", "exp_avg_sq", "master_param")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict. A group's count that is on the device is an int32 there, as NVIDIA's is.
+        """Return the state dict. If a group's step count is on the device, it is an int32 tensor, as in Apex.
 
-        In place of remainders it has masters, and ``master_weights``, so that another optimizer steps them.
+        Instead of remainders it has masters and ``master_weights=True``, so that another optimizer steps them.
         """
         packed = super().state_dict()
         for group in packed["param_groups"]:
@@ -168,7 +167,7 @@ class FusedAdam(FusedOptimizer):
         return packed
 
     def before_updates(self, runs: list[tuple[Run, ParamGroup]]) -> None:
-        """Show the step count where NVIDIA's optimizer has it."""
+        """Set the step count of each group, as NVIDIA's optimizer does."""
         for run, group in runs:
             group["step"] = run.step
 
@@ -218,21 +217,21 @@ def _update_masters(op: Callable[..., None], run: Run, *operands: Any, **options
 
 
 def _current_masters(run: Run) -> Tensor:
-    """The masters of ``run``, updated.
+    """Return the masters of ``run``, after copying weights to them that were written since the last step.
 
-    A weight that its master does not round to has been set since the last step, or is new: its value counts.
+    These are the weights to which their master does not round.
     """
     masters = run.state("master_param")
     for master, param in chunks((masters, run.param)):
         rounded = master.to(param.dtype)
         if param.is_cpu and torch.equal(rounded.view(torch.int16), param.view(torch.int16)):
-            continue  # elsewhere asking would wait for the device
+            continue  # on other devices this check would wait
         torch.where(rounded == param, master, param.to(master.dtype), out=master)
     return masters
 
 
 class FusedSGD(NpuFusedSGD):
-    """SGD on flat buffers, with NVIDIA Apex's arguments; the rule is ``NpuFusedSGD``'s.
+    """SGD on flat buffers, with NVIDIA Apex's arguments and the rule of ``NpuFusedSGD``.
 
     With ``wd_after_momentum`` weight decay is added to the step instead of to the gradient.
 
@@ -244,8 +243,8 @@ class FusedSGD(NpuFusedSGD):
         weight_decay: L2 penalty.
         nesterov: Nesterov momentum; needs a momentum and no dampening.
         wd_after_momentum: Decay after the momentum.
-        materialize_master_grads: Accepted; masters always have gradients here.
-        set_grad_none: What ``zero_grad()`` does without an argument; False as in NVIDIA's.
+        materialize_master_grads: Accepted; it has no effect.
+        set_grad_none: Default of ``zero_grad(set_to_none=...)``; False as in Apex.
         capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
         fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
         state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
@@ -294,7 +293,7 @@ class FusedSGD(NpuFusedSGD):
             "maximize": False,
             "wd_after_momentum": wd_after_momentum,
         }
-        # Not NpuFusedSGD's own, whose arguments are others.
+        # Not NpuFusedSGD.__init__, whose arguments differ.
         FusedOptimizer.__init__(
             self,
             params,
@@ -341,11 +340,11 @@ class FusedLAMB(NpuFusedLamb):
         weight_decay: Decay.
         amsgrad: Must be False.
         adam_w_mode: Add the decay to the direction instead of to the gradient.
-        grad_averaging: Weigh gradients with 1 − β₁ on their way into m.
-        set_grad_none: What ``zero_grad()`` does without an argument.
-        max_grad_norm: Norm of all gradients beyond which they are scaled down; gradients themselves are not written.
-            There is one for all groups: a group's own does not count.
-        use_nvlamb: Adapt the steps of parameters without weight decay, too.
+        grad_averaging: Multiply gradients by 1 − β₁ before they are added to m.
+        set_grad_none: Default of ``zero_grad(set_to_none=...)``.
+        max_grad_norm: Norm of all gradients above which they are scaled down. ``.grad`` is not written. The value of
+            the constructor applies to all groups.
+        use_nvlamb: Also adapt the steps of parameters without weight decay.
         capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
         fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
         state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
@@ -356,7 +355,7 @@ class FusedLAMB(NpuFusedLamb):
     Raises:
         ValueError: A value is out of range.
         TypeError: A value is not a number.
-        RuntimeError: ``amsgrad`` is asked for.
+        RuntimeError: ``amsgrad`` is true.
 
     Example::
 
@@ -402,7 +401,7 @@ class FusedLAMB(NpuFusedLamb):
             "adam_w_mode": adam_w_mode,
             "use_nvlamb": use_nvlamb,
         }
-        # Not NpuFusedLamb's own, whose arguments are others.
+        # Not NpuFusedLamb.__init__, whose arguments differ.
         NormOptimizer.__init__(
             self,
             params,
@@ -424,7 +423,7 @@ class FusedLAMB(NpuFusedLamb):
             check_bool(name, group[name])
 
     def before_updates(self, runs: list[tuple[Run, ParamGroup]]) -> None:
-        """Take the norm of all gradients."""
+        """Compute the norm of all gradients."""
         max_norm = self.defaults["max_grad_norm"]
         divides = bool(runs) and max_norm > 0
         self._grad_scales = times(runs, (self.grad_norm(runs) / max_norm).clamp_min_(1.0)) if divides else {}

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""RMSprop, as torch.optim.RMSprop has it."""
+"""RMSprop with the rule of torch.optim.RMSprop."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class NpuFusedRMSprop(FusedOptimizer):
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
         capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
-        state_dtype: See ``FusedOptimizer``; with ``centered`` both averages stay float32.
+        state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32. With
+            ``centered`` both averages stay float32.
         store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly.
         stochastic_rounding: Round updated bfloat16 parameters stochastically.
         state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
@@ -118,7 +119,7 @@ class NpuFusedRMSprop(FusedOptimizer):
         check_bool("centered", group["centered"])
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
-        """Second moment, and what momentum and centering need, in torch's order."""
+        """Return the names of the second moment and of the states of momentum and centering, in torch's order."""
         momentum = ("momentum_buffer",) if group["momentum"] else ()
         return ("square_avg", *momentum, *(("grad_avg",) if group["centered"] else ()))
 
@@ -142,5 +143,5 @@ class NpuFusedRMSprop(FusedOptimizer):
         )
 
     def _options_of(self, group: ParamGroup) -> dict[str, bool]:
-        """The options that a derived rule also passes to ``rmsprop_``."""
+        """Return the options that a derived rule also passes to ``rmsprop_``."""
         return {}

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""RMSprop as TensorFlow has it."""
+"""RMSprop with the rule of TensorFlow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from apex_npu.optimizers.state_formats import StateDtype
 
 
 class NpuFusedRMSpropTF(NpuFusedRMSprop):
-    """RMSprop on flat buffers as TensorFlow, and timm after it, have it: eps under the root, s starting at one.
+    """RMSprop on flat buffers with the rule of TensorFlow and timm: eps under the root, and s starts at one.
 
     ::
 
@@ -30,8 +30,8 @@ class NpuFusedRMSpropTF(NpuFusedRMSprop):
         b ← momentum · b + g / d;  p ← p − lr · b     with momentum, else
         p ← p − lr · g / d                           without momentum
 
-    The decoupled decay is not multiplied with ``lr``, as in Ascend's optimizer of this name. At ``lr`` 0 weights do not
-    decay: torch.distributed.checkpoint takes a step at 0 to make state, and such a step must not move weights.
+    The decoupled decay is not multiplied by ``lr``, as in Ascend's optimizer of this name. At ``lr`` 0 weights do not
+    decay: torch.distributed.checkpoint runs a step at 0 to initialize state, which must not change weights.
     https://github.com/huggingface/pytorch-image-models, timm/optim/rmsprop_tf.py. State: that of ``NpuFusedRMSprop``.
 
     Args:
@@ -43,12 +43,13 @@ class NpuFusedRMSpropTF(NpuFusedRMSprop):
         momentum: Momentum factor.
         centered: Normalise by the variance rather than the second moment.
         decoupled_decay: Decay the parameter itself.
-        lr_in_momentum: Multiply with ``lr`` on the way into the momentum buffer.
-        init_square_avg: What s starts at; Ascend's patch had 0.
+        lr_in_momentum: Multiply by ``lr`` before the momentum.
+        init_square_avg: Initial value of s; Ascend's patch had 0.
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
         capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
-        state_dtype: See ``FusedOptimizer``; with ``centered`` both averages stay float32.
+        state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32. With
+            ``centered`` both averages stay float32.
         store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly.
         stochastic_rounding: Round updated bfloat16 parameters stochastically.
         state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
@@ -100,7 +101,7 @@ class NpuFusedRMSpropTF(NpuFusedRMSprop):
             "init_square_avg": init_square_avg,
             "maximize": maximize,
         }
-        # Not NpuFusedRMSprop's own, whose arguments are others.
+        # Not NpuFusedRMSprop.__init__, whose arguments differ.
         FusedOptimizer.__init__(
             self,
             params,
@@ -121,7 +122,7 @@ class NpuFusedRMSpropTF(NpuFusedRMSprop):
         check_non_negative("init_square_avg", "init_square_avg", group["init_square_avg"])
 
     def initial_state(self, name: str, group: ParamGroup) -> float:
-        """The second moment starts at ``init_square_avg``."""
+        """Return ``init_square_avg`` for the second moment, else 0."""
         return float(group["init_square_avg"]) if name == "square_avg" else 0.0
 
     def _options_of(self, group: ParamGroup) -> dict[str, bool]:

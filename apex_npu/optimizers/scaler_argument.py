@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``step(grad_scaler=...)``: a GradScaler that hands over itself, as torch's once did and torch_npu's does."""
+"""``step(grad_scaler=...)``: a GradScaler that passes itself, as in old torch and in torch_npu."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 
 def grad_scaler_of(optimizer: Optimizer, arguments: dict[str, Any]) -> Any:
-    """The one in ``arguments``, all the keyword arguments of a step but the closure.
+    """Return the one in ``arguments``, all the keyword arguments of a step but the closure.
 
     Raises:
         TypeError: There is another argument.
@@ -25,9 +25,9 @@ def grad_scaler_of(optimizer: Optimizer, arguments: dict[str, Any]) -> Any:
 
 @contextmanager
 def handing_over(optimizer: Any, grad_scaler: Any) -> Iterator[None]:
-    """Inside, ``optimizer`` has the attributes that today's GradScaler sets: ``grad_scale`` and ``found_inf``.
+    """Set the attributes of ``optimizer`` that the current GradScaler sets, ``grad_scale`` and ``found_inf``.
 
-    ``grad_scaler`` looks for overflow first where it has not.
+    They exist inside the context. If ``grad_scaler`` has not checked for overflow yet, it does so first.
     """
     if grad_scaler is None:
         yield

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Learning rate schedules of BertAdam: functions of progress, and torch learning rate schedulers over them.
 
-Each function takes x, the share of all steps that is done, and ``warmup``, the share for warm-up (-1: none). It
-returns a factor of the learning rate: x / warmup during warm-up, then as named. Beyond the end, x counts as 1.
+Each function takes x, the finished share of all steps, and ``warmup``, the share for warm-up (-1: no warm-up). It
+returns a factor of the learning rate: x / warmup during warm-up, then the documented value, where x is at most 1.
 https://github.com/huggingface/pytorch-pretrained-BERT, optimization.py.
 """
 
@@ -24,22 +24,22 @@ def _after_warmup(x: float, warmup: float, then: Callable[[float, float], float]
 
 
 def warmup_cosine(x: float, warmup: float = 0.002) -> float:
-    """(1 + cos(π x)) / 2 after warming up."""
+    """Return (1 + cos(π x)) / 2 after warm-up."""
     return _after_warmup(x, warmup, lambda x, _: 0.5 * (1.0 + math.cos(math.pi * x)))
 
 
 def warmup_constant(x: float, warmup: float = 0.002) -> float:
-    """1 after warming up."""
+    """Return 1 after warm-up."""
     return _after_warmup(x, warmup, lambda x, _: 1.0)
 
 
 def warmup_linear(x: float, warmup: float = 0.002) -> float:
-    """From 1 at the end of warming up straight to 0 at x = 1."""
+    """Return a linear decay from 1 at the end of warm-up to 0 at x = 1."""
     return _after_warmup(x, warmup, lambda x, warmup: (1.0 - x) / (1.0 - warmup))
 
 
 def warmup_poly(x: float, warmup: float = 0.002, degree: float = 0.5) -> float:
-    """(1 − x) to the power of ``degree`` after warming up."""
+    """Return (1 − x) to the power of ``degree`` after warm-up."""
     return _after_warmup(x, warmup, lambda x, _: (1.0 - x) ** degree)
 
 
@@ -58,7 +58,7 @@ class WarmupLR(LambdaLR):
         optimizer: The optimizer whose learning rates to set.
         schedule: A name in ``SCHEDULES``, or a function of (x, warmup).
         t_total: Total number of steps.
-        warmup: Share of them to warm up in; -1: none.
+        warmup: Share of ``t_total`` for warm-up; -1: no warm-up.
 
     Raises:
         ValueError: There is no such schedule, or ``t_total`` is not positive.

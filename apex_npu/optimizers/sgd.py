@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Stochastic gradient descent with momentum, as torch.optim.SGD has it."""
+"""Stochastic gradient descent with momentum, the rule of torch.optim.SGD."""
 
 from __future__ import annotations
 
@@ -114,11 +114,11 @@ class NpuFusedSGD(FusedOptimizer):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
-        """A momentum buffer, if there is momentum."""
+        """Return the name of the momentum buffer, if there is momentum."""
         return ("momentum_buffer",) if group["momentum"] else ()
 
     def takes_lists(self, group: ParamGroup, fused: FusedGroup) -> bool:
-        """With momentum, on an NPU."""
+        """Return True on an NPU with momentum, if states are not encoded and the optimizer is not capturable."""
         if not takes_sgd_lists(fused.param_flat.device, fused.param_flat.dtype) or self.capturable:
             return False
         if fused.encoding is not None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``ShownState``: an optimizer's ``state`` as views of its buffers, and what a user has put there instead."""
+"""``ShownState``: the views of buffers in ``optimizer.state``, and other values that users put there."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from torch import Tensor
 from apex_npu.fusion import MASTER_PARAM, EncodedView, FusedGroup
 from apex_npu.fusion.shards import local_part_as, sharded_like
 
-# How many steps a parameter has had, of a rule whose state dict has no `step`. A device may have skipped all of them,
-# and then the next one is still the first. Random bits depend on it, too.
+# The number of applied steps of a parameter, for a rule whose state dict has no `step`. A device may have skipped
+# steps, so the next step may still be the first. Random bits also depend on this number.
 _COUNT = "applied_steps"
 
 
 class Rule(Protocol):
-    """The methods of an optimizer used here; ``FusedOptimizer`` documents them."""
+    """The methods of an optimizer that this module uses; ``FusedOptimizer`` documents them."""
 
     state: Any
     param_groups: list[dict[str, Any]]
     scalar_states: ClassVar[tuple[str, ...]]
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """The states that the rule keeps for ``group``."""
+        """Return the names of the states of ``group``."""
         ...
 
     def shows_step(self, group: dict[str, Any]) -> bool:
-        """True where these have a ``step``."""
+        """Return True if the states of ``group`` have a ``step``."""
         ...
 
     def initial_state(self, name: str, group: dict[str, Any]) -> float:
-        """The value of a state's elements before a parameter's first step."""
+        """Return the value of a state's elements before a parameter's first step."""
         ...
 
 
@@ -46,7 +46,7 @@ class StateSlot(NamedTuple):
         fused: The buffers.
         position: The index of the slot.
         param: The key in ``state``: the tensor in the slot, or the sharded parameter that it is a part of.
-        names: The states that are kept for it, those beside the rule's last.
+        names: The names of its states: those of the rule, then others.
     """
 
     group: dict[str, Any]
@@ -57,12 +57,12 @@ class StateSlot(NamedTuple):
 
 
 class ShownState:
-    """The entries of a ``state`` that show buffers: the dicts, and the views in them.
+    """The dicts and views in ``optimizer.state`` that show buffers.
 
     Attributes:
         entries: The dicts, one for each parameter.
-        views: Columns (dict, name, view), since all are compared on every step, in one call.
-        shows_new: State has been shown that is not remembered yet.
+        views: Columns (dict, name, view), for one call that compares all of them in every step.
+        shows_new: State has been shown that ``remember`` has not recorded yet.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class ShownState:
         self.entries, self.views = [], ([], [], [])  # if memory runs out below, the next step copies again
         for slot in slots:
             if not _is_counted(rule, slot):
-                continue  # a state that is switched on again is as old as it was
+                continue
             entry = rule.state.get(slot.param, {})
             count = _count_of(rule, slot, entry)
             slot.fused.set_step(slot.position, count)
@@ -94,7 +94,7 @@ class ShownState:
         self.remember(rule, slots)
 
     def show_state(self, rule: Rule, slot: StateSlot) -> None:
-        """A slot is about to step: from now on its state is visible, as it is already where it has been stepped."""
+        """Show the state of a slot that is about to be stepped for the first time."""
         is_new = slot.fused.runs.counts.is_new(slot.position)
         if is_new:
             has_master = rule.state.get(slot.param, {}).get(MASTER_PARAM) is not None
@@ -107,9 +107,9 @@ class ShownState:
             self.shows_new = True
 
     def hide_unstepped(self, rule: Rule, slots: Iterable[StateSlot]) -> None:
-        """Remove state that only ``show_state`` has shown, after a step that failed.
+        """Remove state that ``show_state`` has added, after a failed step.
 
-        A state dict would save it, and rules without a ``step`` take it for the state of a stepped parameter.
+        Otherwise a state dict would save it, and rules without a ``step`` would regard the parameter as stepped.
         Remainders of masters stay, because they existed before the step.
         """
         for slot in slots:
@@ -122,7 +122,7 @@ class ShownState:
                 slot.fused.runs.forget()  # so that it is shown again
 
     def remember(self, rule: Rule, slots: Iterable[StateSlot]) -> None:
-        """Record the views of ``slots`` as those that are to be shown from now on."""
+        """Record the views of ``slots``, with which ``state`` is compared in later steps."""
         entries = list(rule.state.values())
         rows = [
             (entry, name, value)
@@ -136,16 +136,16 @@ class ShownState:
 
 
 def decoded(rule: Rule) -> dict[Any, Any]:
-    """The state of ``rule`` with tensors in the places of encoded states.
+    """Return the state of ``rule`` with tensors instead of encoded states.
 
-    A parameter that has a master, and has not been stepped, shows the state of step 0 beside it: other optimizers take
-    what has an entry for complete.
+    A parameter with a master that has not been stepped also gets the state of step 0, because other optimizers expect
+    complete entries.
     """
     groups = {param: group for group in rule.param_groups for param in group["params"]}
     shown = {}
     for param, entry in rule.state.items():
         if param not in groups and entry.keys() <= {MASTER_PARAM, _COUNT}:
-            continue  # a script has taken it out of all groups; of other state torch says so
+            continue  # a script has removed it from all groups; for other states torch raises an error
         is_new = entry.keys() == {MASTER_PARAM}
         before = _state_before_first_step(rule, groups[param], param) if is_new else {}
         tensors = {
@@ -166,10 +166,10 @@ def _state_before_first_step(rule: Rule, group: dict[str, Any], param: Tensor) -
 
 
 def _copied(view: Tensor, value: Any, param: Tensor) -> Tensor:
-    """``view``, with ``value`` in it."""
+    """Copy ``value`` into ``view``, and return ``view``."""
     value = local_part_as(value, param)
     if value is not view:
-        # A state may have been in fewer bytes before, and not be any more.
+        # The state may have been encoded before, and not now.
         view.copy_(value.dequantize() if isinstance(value, EncodedView) and isinstance(view, Tensor) else value)
     return view
 
@@ -179,7 +179,7 @@ def _view(rule: Rule, slot: StateSlot, name: str) -> Tensor:
 
 
 def _shown_view(rule: Rule, slot: StateSlot, name: str) -> Any:
-    """Return what users find in ``state``."""
+    """Return the object that ``state`` shows to users."""
     view: Any = _view(rule, slot, name)
     if isinstance(view, EncodedView):
         return view
@@ -187,9 +187,9 @@ def _shown_view(rule: Rule, slot: StateSlot, name: str) -> Any:
 
 
 def _adopt_master(rule: Rule, slot: StateSlot, entry: dict[str, Any]) -> None:
-    """Copy a master that is there before the first step of its parameter, as no other state is."""
+    """Copy a master, the only state that exists before the first step of its parameter."""
     _copied(_view(rule, slot, MASTER_PARAM), entry[MASTER_PARAM], slot.param)
-    if slot.fused.own_states:  # ``decoded`` shows the state of step 0 beside it
+    if slot.fused.own_states:  # ``decoded`` adds the state of step 0
         for name in ("step", _COUNT, *slot.names):
             entry.pop(name, None)
     entry[MASTER_PARAM] = _shown_view(rule, slot, MASTER_PARAM)
@@ -205,7 +205,7 @@ def _is_counted(rule: Rule, slot: StateSlot) -> bool:
 
 
 def _count_of(rule: Rule, slot: StateSlot, entry: dict[str, Any]) -> float:
-    """Steps that the state ``entry`` stands for; a rule without a count only tells the first from later ones."""
+    """Return the step count of the state ``entry``; for a rule without a count, 0 before the first step, else 1."""
     names = rule.state_names(slot.group)
     has_state = any(entry.get(name) is not None for name in names)
     if rule.shows_step(slot.group):
@@ -214,11 +214,11 @@ def _count_of(rule: Rule, slot: StateSlot, entry: dict[str, Any]) -> float:
         return float(count)
     if names or not slot.fused.counts_always:
         return float(entry.get(_COUNT, 1.0)) if has_state else 0.0
-    return float(entry.get(_COUNT, 0.0))  # there is a count alone
+    return float(entry.get(_COUNT, 0.0))  # the count is the only state
 
 
 def _show(rule: Rule, slot: StateSlot) -> None:
-    """Let the parameter's entry of ``state`` show the buffers' views, beside whatever else a user put there."""
+    """Set the buffers' views in the parameter's entry of ``state``. Other items that a user put there stay."""
     if not _is_counted(rule, slot):
         return
     views = {name: _shown_view(rule, slot, name) for name in slot.names}

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Loading a state dict: its conditions, all of them checked before anything changes, and the copies of its tensors."""
+"""Loading a state dict: the checks, all before anything changes, and the copies of its tensors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from apex_npu.fusion.shards import is_sharded
 from apex_npu.ops import LOW_PRECISION
 from apex_npu.optimizers.checks import as_number, naming
 
-# Options of torch's optimizers that change the rule, and that some of the same name lack here.
+# Options of torch's optimizers that change the rule, and that some optimizers of this package lack.
 _RULE_OPTIONS = ("amsgrad", "maximize")
 
 
 def _indexed_params(state_dict: dict[str, Any], param_groups: list[dict[str, Any]]) -> list[tuple[int, Tensor]]:
-    """The parameters of ``param_groups``, each with its number in ``state_dict``."""
+    """Return the parameters of ``param_groups``, each with its number in ``state_dict``."""
     indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     params = chain.from_iterable(group["params"] for group in param_groups)
     return list(zip(indices, params, strict=False))
@@ -31,7 +31,7 @@ def check_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """Require a state dict of the rule and the parameters of ``optimizer``.
 
     Raises:
-        ValueError: It is another's; the first ten reasons are named.
+        ValueError: It belongs to another rule or other parameters; the message has the first ten reasons.
         TypeError: A hyper-parameter has the wrong type.
     """
     owner = type(optimizer).__name__
@@ -68,13 +68,13 @@ def _no_state_of_an_optimizer(owner: str, given: dict[str, Any]) -> str:
     inside = [key for key, value in given.items() if isinstance(value, dict) and "param_groups" in value]
     hint = f": this looks like a whole checkpoint, pass checkpoint[{inside[0]!r}]" if inside else ""
     return (
-        f"{owner}.load_state_dict takes what state_dict() of an optimizer returns, got a dict with the keys {keys} "
+        f"{owner}.load_state_dict takes the result of an optimizer's state_dict(), got a dict with the keys {keys} "
         f"and without 'param_groups'{hint}. Nothing has been loaded"
     )
 
 
 def with_ranges(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The same, with consecutive numbers of parameters as ranges: torch searches them for each tensor of state."""
+    """Return ``state_dict`` with consecutive parameter numbers as ranges, which torch searches faster than lists."""
 
     def ranged(numbers: list[Any]) -> Any:
         first = numbers[0] if numbers and isinstance(numbers[0], int) else 0
@@ -96,9 +96,9 @@ def without_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def copy_loaded(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """Give ``optimizer``, which has loaded ``state_dict``, copies of its state, in the precision of what was saved.
+    """Copy the state of ``state_dict`` to ``optimizer``, which has loaded it, in the saved precision.
 
-    torch rounds to the parameter's dtype, or shares memory.
+    torch's own method rounds state to the parameter's dtype, or shares its memory.
     """
     for group in optimizer.param_groups:
         for name, default in optimizer.group_defaults(group).items():
@@ -108,7 +108,7 @@ def copy_loaded(optimizer: Any, state_dict: dict[str, Any]) -> None:
         if MASTER_PARAM in optimizer.state_names(group):
             continue
         for param in group["params"]:
-            # A master that is not stepped here would be an old value in the next state dict.
+            # A master that this optimizer does not step would be outdated in the next state dict.
             if not optimizer.state_formats.has_remainders or param.dtype not in LOW_PRECISION:
                 optimizer.state.get(param, {}).pop(MASTER_PARAM, None)
     for param, name, value in copies_of_loaded(optimizer, state_dict):
@@ -117,7 +117,7 @@ def copy_loaded(optimizer: Any, state_dict: dict[str, Any]) -> None:
 
 
 def copies_of_loaded(optimizer: Any, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, str, Tensor]]:
-    """Copies of the tensors in ``state_dict``, which ``optimizer`` has loaded: the parameter, the name and the copy."""
+    """Yield the parameter, the name and a copy of each tensor in ``state_dict``, which ``optimizer`` has loaded."""
     for index, param in _indexed_params(state_dict, optimizer.param_groups):
         for name, value in state_dict["state"].get(index, {}).items():
             if isinstance(value, Tensor) and name in optimizer.state[param]:
@@ -132,14 +132,14 @@ def copies_of_loaded(optimizer: Any, state_dict: dict[str, Any]) -> Iterator[tup
 
 
 def _state_shapes(optimizer: Any, group: dict[str, Any], param: Tensor) -> dict[str, torch.Size]:
-    # Masters are what any rule may have been stepping; see ``copy_loaded``.
+    # Any rule may have stepped masters; see ``copy_loaded``.
     names = (*optimizer.state_names(group), *optimizer.optional_states, MASTER_PARAM)
     shapes = {name: torch.Size() if name in optimizer.scalar_states else param.shape for name in names}
     return {"step": torch.Size(), **shapes} if optimizer.shows_step(group) else shapes
 
 
 def _find_unsharded(entry: dict[str, Any], param: Tensor, where: str) -> list[str]:
-    """Return why a saved ``entry`` does not fit ``param``, if one of both is sharded."""
+    """Return the reasons why a saved ``entry`` does not fit ``param``, if only one of them is sharded."""
     tensors = {name: value for name, value in entry.items() if isinstance(value, Tensor) and value.dim()}
     if is_sharded(param):
         return [
@@ -162,7 +162,7 @@ def _find_problems(
 
     Args:
         entry: The saved state.
-        shapes: For each state of the rule the shape it must have; ``step`` is a number.
+        shapes: For each state of the rule its required shape; ``step`` is a number.
         optional: The states that may be missing.
         where: The parameter's name in the messages.
     """
@@ -175,9 +175,9 @@ def _find_problems(
             problems += _step_problems(value, where)
         elif name in shapes:
             problems += _shape_problems(name, value, shapes[name], where)
-        elif isinstance(value, Tensor) and value.dim():  # numbers (the unfused Lamb's norms) do no harm
+        elif isinstance(value, Tensor) and value.dim():  # numbers (the norms of Lamb) are ignored
             unknown.append(f"{where} has {name!r}, which is not known here")
-    # Beside what the rule has, it is the user's own.
+    # In addition to states of the rule, unknown ones belong to the user.
     known = any(entry.get(name) is not None for name in shapes if name not in ("step", MASTER_PARAM))
     return problems if known and not problems else problems + unknown
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``state_dtype`` and its relatives: in which formats an optimizer keeps its state."""
+"""``state_dtype`` and related options: the formats in which an optimizer stores its state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from apex_npu.ops import LOW_PRECISION
 from apex_npu.ops.state_codec import LEAST_SCALE
 from apex_npu.optimizers.checks import check_bool
 
-# A format for all states, or for some by their name.
+# A format for all states, or a dict from names of states to formats.
 StateDtype: TypeAlias = torch.dtype | str | Mapping[str, torch.dtype | str] | None
 
 _FORMATS: dict[torch.dtype | str, str] = {
@@ -27,22 +27,22 @@ _FORMATS: dict[torch.dtype | str, str] = {
     "bfloat16": "bfloat16",
     "int8": "int8",
 }
-# What can be stored without a sign.
+# States that can be stored without a sign.
 _NEVER_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
-# A block of 8 bits whose largest element is below LEAST_SCALE is zeros. Where eps is no more than the root of that, a
-# step would divide by what is lost.
+# An 8-bit block whose largest element is below LEAST_SCALE becomes zero. If eps is not well above the root of
+# LEAST_SCALE, the lost values would matter as divisors.
 _LEAST_EPS = 32 * LEAST_SCALE**0.5
-# What the positions of parameters are below: parts of a sharded one, whose elements have the same numbers, draw other
-# random bits.
+# An upper bound of the positions of parameters. Multiples of it give the parts of a sharded parameter different random
+# bits, although their elements have equal numbers.
 _PART = 1 << 20
 _CHOICES = "torch.float32, torch.bfloat16 or 'int8'"
 
 
 class StateFormats:
-    """The formats of an optimizer's states, and of its parameters; without arguments the ordinary ones.
+    """The formats of an optimizer's states and parameters. By default states are float32, and rounding is to nearest.
 
     Attributes:
-        dtypes: For each state that is not float32 what it is kept in; int16 stands for the remainders of parameters.
+        dtypes: The dtypes of the states that are not float32, by name; int16 means remainders of parameters.
         stochastic_rounding: bfloat16 parameters without masters are rounded stochastically.
         widens_grads: Gradients of 16-bit parameters with remainders have float32 slots.
     """
@@ -52,7 +52,7 @@ class StateFormats:
     def __init__(
         self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({}), *, stochastic_rounding: bool = False
     ) -> None:
-        """See the attributes."""
+        """Store the formats."""
         self.dtypes = dict(dtypes)
         self.stochastic_rounding = stochastic_rounding
 
@@ -69,9 +69,9 @@ class StateFormats:
 
         Args:
             states: The states that the rule can keep in other formats.
-            state_dtype: See ``FusedOptimizer``.
-            store_param_remainders: See ``FusedAdam``.
-            stochastic_rounding: See ``FusedOptimizer``.
+            state_dtype: The option of ``FusedOptimizer``.
+            store_param_remainders: The option of ``FusedAdam``.
+            stochastic_rounding: The option of ``FusedOptimizer``.
 
         Raises:
             ValueError: There is no such format or state, or the arguments contradict each other.
@@ -83,7 +83,7 @@ class StateFormats:
             return cls()
         if not states:
             raise ValueError(
-                "this rule keeps its states, and rounds its parameters, in the ordinary way alone: leave state_dtype, "
+                "this rule supports only float32 states and rounding to nearest: leave state_dtype, "
                 "store_param_remainders and stochastic_rounding out"
             )
         if store_param_remainders and stochastic_rounding:
@@ -100,10 +100,10 @@ class StateFormats:
         return cls(found, stochastic_rounding=stochastic_rounding)
 
     def kept_in(self, groups: Iterable[Mapping[str, Any]], names: Collection[str]) -> dict[str, torch.dtype]:
-        """``dtypes`` for the parameters of ``groups``, which have the states ``names``: some are too narrow there."""
+        """Return ``dtypes`` for ``groups`` with the states ``names``, with wider dtypes if some are too narrow."""
         found = dict(self.dtypes)
         if "grad_avg" in names:
-            # A centered rule divides by the root of square_avg - grad_avg²: rounding makes that negative or 0.
+            # A centered rule divides by the root of square_avg - grad_avg², which rounding can make negative or 0.
             found = {name: dtype for name, dtype in found.items() if name not in ("square_avg", "grad_avg")}
         if torch.uint8 in found.values() and any(float(group.get("eps", 1.0)) < _LEAST_EPS for group in groups):
             found = {name: torch.bfloat16 if dtype.itemsize == 1 else dtype for name, dtype in found.items()}
@@ -111,25 +111,24 @@ class StateFormats:
 
     @property
     def are_special(self) -> bool:
-        """A state is not float32, or parameters are not rounded to nearest."""
+        """True if a state is not float32, or parameters are not rounded to nearest."""
         return bool(self.dtypes) or self.stochastic_rounding
 
     @property
     def has_remainders(self) -> bool:
-        """True if only the bits of float32 masters that 16-bit parameters lack are kept."""
+        """True if masters are stored as the bits that 16-bit parameters lack."""
         return MASTER_PARAM in self.dtypes
 
     @property
     def draws_random_bits(self) -> bool:
-        """True if states or parameters are rounded with random bits, by the count of steps."""
+        """True if states or parameters are rounded with random bits, which depend on the step count."""
         return self.stochastic_rounding or any(name != MASTER_PARAM for name in self.dtypes)
 
     def check(self, params: Iterable[Tensor]) -> None:
-        """Require parameters whose states can be kept so.
+        """Require parameters whose states can have these formats.
 
         Raises:
-            TypeError: One is float64 or complex.
-            ValueError: One is sharded where there are remainders.
+            TypeError: A parameter is neither float32, float16 nor bfloat16.
         """
         for p in params if self.are_special else ():
             if p.dtype != torch.float32 and p.dtype not in LOW_PRECISION:
@@ -150,10 +149,10 @@ class StateFormats:
         """Apply the formats to the states of ``groups``.
 
         Args:
-            groups: All of the optimizer.
-            param_groups: Where their parameters are listed.
+            groups: All fused groups of the optimizer.
+            param_groups: The ``param_groups`` of the optimizer.
             state_names: The states of each of ``param_groups``.
-            decodes_runs: See ``GroupEncoding``.
+            decodes_runs: The argument of ``GroupEncoding``.
         """
         if not self.are_special:
             return
@@ -180,7 +179,7 @@ class StateFormats:
         return found
 
     def take_masters(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Keep the remainders of float32 masters that have come into ``state``: what a script writes later counts."""
+        """Replace float32 masters in ``state`` by remainders, so that a later write to a parameter is detected."""
         for p, entry in state.items() if self.has_remainders else ():
             master = entry.get(MASTER_PARAM)
             if isinstance(master, Tensor) and p.dtype in LOW_PRECISION:
@@ -195,18 +194,18 @@ def _by_name(states: Sequence[str], state_dtype: StateDtype) -> dict[str, torch.
     unknown = [name for name in state_dtype if name not in states]
     if unknown:
         known = ", ".join(states)
-        raise ValueError(f"state_dtype names {unknown[0]!r}, which is no state of this rule; it has {known}")
+        raise ValueError(f"state_dtype names {unknown[0]!r}, which is not a state of this rule; it has {known}")
     return dict(state_dtype)
 
 
 def _in_bfloat16_at_least(states: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> tuple[str, ...]:
-    """Return the ``states`` of a rule for which 8 bits are too few, where all are kept in ``dtypes``."""
+    """Return the ``states`` of a rule for which 8 bits are not enough, if states are kept in ``dtypes``."""
     if "acc_delta" in states:
-        # Each step is squared into acc_delta, by which the next is multiplied: errors grow exponentially.
+        # acc_delta accumulates squared steps and multiplies the next step, so that errors grow exponentially.
         return ("square_avg", "acc_delta")
     if "exp_avg_sq" in states and dtypes.get("exp_avg_sq") != torch.uint8:
-        # The least code of exp_avg belongs to the largest element of its block, and that of exp_avg_sq would bound what
-        # a step makes of it.
+        # The smallest code of exp_avg is relative to the largest element of its block. An 8-bit exp_avg_sq would bound
+        # the step that such a code causes.
         return ("exp_avg",)
     return ()
 

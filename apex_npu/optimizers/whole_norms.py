@@ -1,9 +1,10 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rules that take norms over whole parameters, or their rows, where each process holds a part of each (DTensor).
+"""Rules with norms over whole parameters, or their rows, of which each process holds a part (DTensor).
 
-Such a rule is a generator for each run: it yields what this process has of a sum, and gets the sum over all processes
-that share the parameter. ``update_parts`` drives those of all runs, with one all-reduce of one vector for each sum.
+Such a rule is a generator for each run: it yields the addend of this process to a sum, and receives the sum over all
+processes that share the parameter. ``_update_parts`` drives the generators of all runs, with one all-reduce of one
+vector for each sum.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 
 
 class Addend(NamedTuple):
-    """An addend of one process to a number for each parameter of a run, or for each row.
+    """The addends of one process to numbers of each parameter of a run, or of each row.
 
     Attributes:
         values: (k, n): k numbers for each of n parameters or rows.
-        along: The processes that add; with ``COLUMNS`` the numbers are of rows, else of parameters.
-        largest: The largest addend is the result, instead of the sum.
+        along: The processes that add; with ``COLUMNS`` the numbers belong to rows, else to parameters.
+        largest: The result is the largest addend instead of the sum.
     """
 
     values: Tensor
@@ -40,7 +41,7 @@ Parts = Generator[Addend, Tensor, None]
 
 
 def alone(parts: Parts) -> None:
-    """Run ``parts`` where this process has whole parameters."""
+    """Run ``parts`` on whole parameters, where each addend is the sum."""
     try:
         addend = next(parts)
         while True:
@@ -50,31 +51,31 @@ def alone(parts: Parts) -> None:
 
 
 class NormOptimizer(FusedOptimizer):
-    """Base of the rules that take norms over whole parameters: ``parts`` is the rule where each process has a part."""
+    """Base class of the rules with norms over whole parameters. ``parts`` is the rule for parts of parameters."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """A subclass with an ``update`` of its own needs ``parts`` of its own, too, to step parts."""
+        """Set ``adds_up_parts`` to False for a subclass with its own ``update`` but without its own ``parts``."""
         super().__init_subclass__(**kwargs)
         names = {"parts", "update", "call", "_group_step"}
         cls.adds_up_parts = "parts" in vars(next(base for base in cls.__mro__ if names & vars(base).keys()))
 
     def parts(self, run: Run, group: ParamGroup) -> Parts:
-        """Apply the rule to ``run``, as ``update`` does: yields addends, and gets their sums over all processes.
+        """Apply the rule to ``run``, as ``update`` does. Yield addends, and receive their sums over all processes.
 
-        The values that it gets may be overwritten.
+        The rule may overwrite the received values.
         """
         raise NotImplementedError(f"{type(self).__name__} must define parts(run, group)")
 
     def skips_on(self) -> torch.device | None:
-        """See ``FusedOptimizer``. Where processes add up, the host has to know whether they do."""
+        """Return None for sharded parameters, since the host must know whether processes add up."""
         return None if self._fused.is_any_sharded() else super().skips_on()
 
     def grad_norm(self, runs: list[tuple[Run, ParamGroup]]) -> Tensor:
-        """The 2-norm of all gradients of ``runs``: 0-dim, float32 or wider; without a host sync on one device."""
+        """Return the 2-norm of all gradients of ``runs``, 0-dim, float32 or wider. One device needs no host sync."""
         if not self._fused.is_any_sharded():
             norms = [norm(run.scaled_grad) / _scale(run) for run, _ in runs]
         else:
-            # Sums of squares leave the range of float32 where gradients are still multiplied by a loss scale.
+            # Divided gradients, because sums of squares of scaled gradients leave the range of float32.
             grads = [run.wide_grad() for run, _ in runs]
             addends = [
                 Addend(segment_dot(g, g, *run.segments()).unsqueeze(0)) for g, (run, _) in zip(grads, runs, strict=True)
@@ -101,13 +102,13 @@ class NormOptimizer(FusedOptimizer):
             going = [(run, parts, _send(parts, total)) for (run, parts, _), total in zip(waiting, sums, strict=True)]
 
     def _add_up(self, pairs: Sequence[tuple[Run, Addend]]) -> list[Tensor]:
-        """The values of each addend, added up over the processes that share the parameters of its run."""
+        """Return the sums of each addend over the processes that share the parameters of its run."""
         found: dict[int, Tensor] = {}
         kinds: dict[tuple[Any, ...], list[int]] = {}
         for i, (_, (values, along, largest)) in enumerate(pairs):
             key = (along.value, largest, len(values), str(values.dtype), values.device.type)
             kinds.setdefault(key, []).append(i)
-        # Runs may be others on each process, which do not all leave the same parameters where they are.
+        # Processes may have different runs, because they do not all step the same parameters in place.
         for key, members in sorted(kinds.items()):
             along, op = Along(key[0]), dist.ReduceOp.MAX if key[1] else dist.ReduceOp.SUM
             plan = self._plan(key, [pairs[i][0] for i in members], along)
@@ -124,7 +125,7 @@ class NormOptimizer(FusedOptimizer):
 
 
 class _Plan:
-    """In which order the numbers of some runs are added up: that of the parameters, the same on all processes."""
+    """The order in which numbers of some runs are added up: the order of parameters, equal on all processes."""
 
     def __init__(
         self, runs: list[Run], full_param_of: Callable[[Tensor], Tensor], places: dict[int, int], along: Along

@@ -61,7 +61,7 @@ REFUSED = {
     "maximize, Adam": (torch.optim.Adam, {"maximize": True}, optimizers.FusedAdam, "maximize=True"),
     "amsgrad": (torch.optim.AdamW, {"amsgrad": True}, optimizers.FusedAdam, "amsgrad=True"),
     "AdamW": (torch.optim.AdamW, {"weight_decay": 0.1}, optimizers.NpuFusedAdam, "NpuFusedAdamW"),
-    "Adam": (torch.optim.Adam, {"weight_decay": 0.1}, optimizers.NpuFusedAdamW, "the rule of NpuFusedAdam"),
+    "Adam": (torch.optim.Adam, {"weight_decay": 0.1}, optimizers.NpuFusedAdamW, "requires NpuFusedAdam"),
 }
 
 
