@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Update rules on flat buffers. Each op is declared once; a device without a kernel of its own runs the reference."""
+"""Update rules on flat buffers. Each op is declared once; a device without a separate kernel runs the reference."""
 
 import apex_npu.ops.kernels  # noqa: F401 -- registers the kernels of devices
 from apex_npu.ops.cuda import masks_writes, prepared

@@ -1,10 +1,10 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The kernels on cuda: Triton's, and plain torch where Triton's cannot run.
+"""The kernels on cuda: Triton kernels, or plain torch if Triton cannot run.
 
-Triton is imported when the first parameters on a GPU are fused or stepped. Where it is missing, too old, switched off
-with ``APEX_NPU_NO_TRITON=1``, or fails to compile a kernel, torch's own kernels do the work, with more launches and the
-same results. That is said once, in the log; an error is only raised for operands that no kernel could take.
+Triton is imported when the first parameters on a GPU are fused or stepped. If it is missing, too old, disabled with
+``APEX_NPU_NO_TRITON=1``, or fails to compile a kernel, torch's own kernels run, with more launches and the same
+results. The log reports this once. An error is raised only for operands that no kernel supports.
 """
 
 from __future__ import annotations
@@ -31,26 +31,27 @@ from apex_npu.ops.triton_kernels.launches import CompilationError
 
 logger = logging.getLogger("apex_npu")
 
-# It came with torch 2.10. Up to 3.3 kernels cannot ask for float64 numbers; up to 3.5 roots take denormal ones for 0.
+# The release that came with torch 2.10. Up to 3.3 kernels cannot take float64 numbers; up to 3.5 roots treat denormal
+# numbers as 0.
 _OLDEST_TRITON = (3, 6)
-# Ops whose kernels Triton could not compile here: not tried again.
+# Ops whose kernels Triton failed to compile, which are not tried again.
 _given_up: set[object] = set()
 _TAKE, _SCALE = "take_addressed", "scale_listed"
 _ids: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def takes_ranges() -> bool:
-    """True where the kernels find segments by their ranges, and need no map from elements to segments."""
+    """Return True if the kernels find segments by their ranges, without a map from elements to segments."""
     return _plans() is not None
 
 
 def masks_writes(device: torch.device) -> bool:
-    """True where rules on ``device`` write nothing if a flag there is set, and that costs no pass of its own."""
+    """Return True if rules on ``device`` write nothing if a flag there is set, without a separate pass."""
     return device.type == "cuda" and _plans() is not None
 
 
 def takes_addresses(slot: Tensor) -> bool:
-    """True where ``take_addressed`` may write into tensors like ``slot``."""
+    """Return True if ``take_addressed`` can write into tensors like ``slot``."""
     return masks_writes(slot.device) and slot.dtype in FLOATS and _TAKE not in _given_up
 
 
@@ -66,38 +67,38 @@ def take_addressed(
     aligned: bool,
     kept: dict[Any, Any] | None = None,
 ) -> bool:
-    """Take gradients into slots, as in ``gather_cuda``; False, with nothing written, if Triton cannot compile this.
+    """Copy gradients into slots, as in ``gather_cuda``; return False, with nothing written, if Triton cannot compile.
 
     Args:
         flat: The buffer with the slots.
         chunks: int64, a row for each program: its first element in ``flat``, one past its last, and the slot.
-        addresses: int64, one for each slot: where ``flat`` would begin around the slot's gradient; 0: there is none.
-        dtype: Of the gradients.
-        inv_scale: What to multiply them with.
-        found_inf: float32, one element; set to 1 where a gradient is not finite. None: do not look.
-        size: How many elements a chunk has at most.
-        aligned: See ``Chunks``.
-        kept: What was planned for the same ``flat``, ``size`` and ``aligned``, for the next time.
+        addresses: int64, one for each slot: the address of ``flat`` if the gradient were in its slot; 0: no gradient.
+        dtype: The dtype of the gradients.
+        inv_scale: The factor of the gradients.
+        found_inf: float32, one element; set to 1 if a gradient is not finite. None: do not check.
+        size: The maximum number of elements in a chunk.
+        aligned: The attribute of ``Chunks``.
+        kept: A dict that keeps launches for the same ``flat``, ``size`` and ``aligned``.
     """
     args = (flat, chunks, addresses, dtype, inv_scale, found_inf, size, aligned, kept)
     return _run_plan(_TAKE, args, {})[0]
 
 
 def scale_listed(grads: Tensor, factor: float | Tensor, found_inf: Tensor | None) -> bool:
-    """Multiply gradients that are listed where they are; False, with nothing written, where Triton cannot.
+    """Multiply listed gradients in place; return False, with nothing written, if Triton cannot.
 
     Args:
-        grads: The operand; with a factor of 1.0 nothing is written, and some may be narrower than it.
-        factor: A number, or one on their device.
-        found_inf: As of ``take_addressed``; with a factor of 1.0 not None.
+        grads: The operand. With a factor of 1.0 nothing is written, and gradients may have a narrower dtype.
+        factor: A number, or a tensor of one number on their device.
+        found_inf: The argument of ``take_addressed``; with a factor of 1.0 not None.
     """
     return _run_plan(_SCALE, (grads, factor, found_inf), {})[0]
 
 
 @functools.cache
 def _plans() -> ModuleType | None:
-    """The module that plans the launches; None where plain torch is used."""
-    # The same words as for APEX_NPU_NO_EXT.
+    """Return the module that plans the launches; None if plain torch is used."""
+    # The same values as for APEX_NPU_NO_EXT.
     if os.environ.get("APEX_NPU_NO_TRITON", "").strip().lower() not in {"", "0", "false", "no", "off"}:
         return None
     try:
@@ -115,7 +116,7 @@ def _plans() -> ModuleType | None:
 
 
 def _or_torch(op: Op[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel of ``op`` in Triton where that can be, else ``fallback``."""
+    """Return a kernel of ``op`` that runs in Triton if possible, else calls ``fallback``."""
 
     def kernel(*args: Any, **options: Any) -> Any:
         is_done, result = _run_plan(op.__name__, args, options, name=op.name, key=op)
@@ -127,12 +128,12 @@ def _or_torch(op: Op[..., Any], fallback: Callable[..., Any]) -> Callable[..., A
 
 
 def plan_encoded(rule: Rule[...], operands: tuple[Any, ...], options: dict[str, Any], encoded: Any) -> Call | None:
-    """A step of operands that are kept in fewer bytes, by the kernels of the rule itself; None where these cannot.
+    """Return a call of the rule's Triton kernels for operands that are stored in fewer bytes; None if not possible.
 
     Args:
         rule: The rule.
-        operands: Its own, as they are stored.
-        options: Its own.
+        operands: The operands of the rule, as they are stored.
+        options: The options of the rule.
         encoded: An ``encoded_calls.Encoded``.
     """
     return _planned(rule.__name__, operands, {**options, "encoded": encoded}, name=rule.name, key=(rule, "encoded"))
@@ -178,10 +179,10 @@ def _planned(
 
 
 class Repeated:
-    """Calls of a rule on cuda that have the operands of the one before, most often: those of a run of slots.
+    """Calls of a rule on cuda that mostly have the operands of the previous call, as for a run of slots.
 
-    The launch of an elementwise rule is planned once for its operands, and torch's dispatcher, whose way to a kernel in
-    Python takes longer than a launch, is left out unless something listens there.
+    The launch of an elementwise rule is planned once for its operands. The call bypasses torch's dispatcher unless
+    something observes it, because the dispatcher takes longer than a launch to reach a kernel in Python.
     """
 
     def __init__(self, rule: Rule[...]) -> None:
@@ -192,16 +193,16 @@ class Repeated:
         self._are_plain = False
 
     def __call__(self, *operands: Any, **options: Any) -> None:
-        """The rule."""
+        """Call the rule."""
         call, args, kwargs = self.prepare(operands, options)
         call(*args, **kwargs)
 
     def prepare(self, operands: tuple[Any, ...], options: dict[str, Any]) -> Call:
-        """The rule, to be called later; see ``prepared``."""
+        """Return a call of the rule for later; see ``prepared``."""
         rule, known, grad = self._rule, operands, operands[1]
-        if is_grad_list(grad):  # which is another in each step, and not kept: it would keep their memory
+        if is_grad_list(grad):  # a new one in each step, which is not kept because it would keep the gradients' memory
             addresses = addresses_of(grad)
-            if addresses is None:  # they are copied in each step
+            if addresses is None:  # the gradients are copied in each step
                 return rule, operands, options
             known = (operands[0], addresses.begins, *operands[2:])
         if len(known) != len(self._operands) or not all(map(is_, known, self._operands)):
@@ -221,12 +222,12 @@ class Repeated:
 
 
 def prepared(call: Call, remember: Callable[..., Any], *, elsewhere: bool) -> Call:
-    """``call`` with all that it needs allocated and compiled: of several, none is made where memory lacks for another.
+    """Return ``call`` with all memory allocated and all kernels compiled, so that no step fails after it has begun.
 
     Args:
-        call: Of the rule of a run.
-        remember: The run's, for the operands of the next step.
-        elsewhere: Its gradients are not in their slots: unless they are listed, a call that is kept would keep them.
+        call: The call of the rule of a run.
+        remember: The method of the run, to keep the call for the next step.
+        elsewhere: The gradients are not in their slots. Unless they are listed, a kept call would keep them alive.
     """
     rule, operands, options = call
     if not isinstance(rule, Rule):
@@ -238,7 +239,7 @@ def prepared(call: Call, remember: Callable[..., Any], *, elsewhere: bool) -> Ca
 
 
 def _with_ids(op: Op[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """``args`` with the map from elements to segments that plain torch needs, made once for the same segments."""
+    """Return ``args`` with the map from elements to segments that plain torch needs. It is made once for segments."""
     at = op.operands.index("starts") if "starts" in op.operands else None
     if at is None or args[at + 2] is not None:
         return args

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Ops declared once: a typed Python function whose signature is the schema and whose body is the reference kernel.
 
-A call of a declared op goes through torch's dispatcher to the kernel for the operands' device: the one that
-``kernels.py`` registers, or else the body. In signatures
+A call of a declared op goes through torch's dispatcher to the kernel for the operands' device: the kernel that
+``kernels.py`` registers, or else the body. In signatures:
 
 - ``Mutated`` is a tensor that is updated in place;
 - ``Scratch`` is a tensor that is updated in place and has arbitrary values before and after the call;
@@ -16,7 +16,7 @@ A *rule* updates parameters and has four overloads:
 - ``runs`` takes lists of operands and of numbers, for several ranges of parameters;
 - ``encoded`` takes states that are stored in fewer bytes.
 
-Calling the rule picks one of the first two. ``call_of_all`` uses ``runs``, and ``encoded_calls.py`` uses ``encoded``.
+A call of the rule uses one of the first two. ``call_of_all`` uses ``runs``, and ``encoded_calls.py`` uses ``encoded``.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Op(Generic[_P, _R]):
         Args:
             body: The declaration; see the module's docstring.
             name: The name that torch registers, with the overload.
-            fake: A function that returns what the op returns for tensors without memory.
+            fake: A function that returns the result of the op for tensors without memory.
         """
         self.__name__, self.__doc__, self.__wrapped__ = body.__name__, body.__doc__, body
         self.name = name
@@ -169,7 +169,7 @@ class Rule(Op[_P, None]):
         return self.runs, tuple([] if column[0] is None else column for column in columns), joined
 
     def each(self, *operands: Any, **options: Any) -> None:
-        """The kernel of ``runs`` on all devices."""
+        """Return the kernel of ``runs`` on all devices."""
         for i in range(len(operands[0])):
             numbers = {name: value[i] if name in self.scalars else value for name, value in options.items()}
             self.overload(*(column[i] if column else None for column in operands), **numbers)
@@ -248,7 +248,7 @@ def _register(schema: str, kernel: Callable[..., Any], fake: Callable[..., objec
 
 
 def _return_none(*operands: object, **options: object) -> None:
-    """Return nothing and change no shapes, which is all that tracing needs."""
+    """Return None, as a kernel for tracing."""
 
 
 # torch.library.infer_schema makes int a SymInt, which no kernel here takes, and does not support unions.

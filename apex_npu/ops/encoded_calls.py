@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Calls of rules on states, or parameters, that are stored in fewer bytes.
 
-Such operands take the places of tensors in an ordinary call of a rule. By its protocol for arguments that are not
-tensors, torch passes such a call to this module, so that calls without such operands need no check.
+Such operands replace tensors in an ordinary call of a rule. torch passes the call to this module by
+``__torch_function__``, so that calls without such operands need no check.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class RunEncoding(_Operand):
         return map(copy, self._pieces)
 
     def decode_param(self, param: Tensor, span: slice) -> Tensor:
-        """Return the values that a rule steps for ``param[span]``; if it is not encoded, a view of it."""
+        """Return the decoded values of ``param[span]``; if it is not encoded, a view of it."""
         if self.remainder is not None:
             return decode_remainder(param[span], self.remainder[span])
         return param[span].to(torch.float32) if self.stochastic_param else param[span]

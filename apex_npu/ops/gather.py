@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Moves gradients from where autograd left them into slots.
+"""Copies gradients into slots, and multiplies and checks them.
 
 The functions are not dispatcher ops, because passing lists to those is slow. On a CPU they use the C++ extension
 (csrc/fused_optim) if it is loaded; ``gather_torch.py`` does the rest.
@@ -118,13 +118,13 @@ def multiply_(grads: Tensor, factor: Tensor) -> None:
 
 
 def cats_lists(device: torch.device) -> bool:
-    """Return whether ``cat_into`` copies a long list into one tensor faster than one launch for every few tensors."""
+    """Return whether ``cat_into`` copies a long list faster than launches for a few tensors each."""
     return device.type == "npu"
 
 
 @torch.no_grad()
 def cat_into(out: Tensor, tensors: Sequence[Tensor], gaps: Sequence[int], zeros: Tensor) -> None:
-    """Write ``tensors`` to ``out``, one after the other with zeros between them, in one launch.
+    """Concatenate ``tensors`` into ``out``, with zeros between them, in one launch.
 
     Args:
         out: 1-D, of the total length, of any floating dtype.
@@ -141,7 +141,7 @@ def cat_into(out: Tensor, tensors: Sequence[Tensor], gaps: Sequence[int], zeros:
 
 
 def reads_listed(slot: Tensor) -> bool:
-    """Return whether ops read and write gradients of slots like this one where autograd left them, as one operand."""
+    """Return whether ops read and write gradients of slots like this one in place, as one operand."""
     return extension is not None and (slot.device.type == "cpu" or takes_addresses(slot))
 
 

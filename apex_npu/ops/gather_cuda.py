@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Takes gradients by a table of their addresses, in one launch for any number of gradients."""
+"""Copies gradients into slots by a table of their addresses, in one launch for any number of gradients."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def as_real(tensor: Tensor) -> Tensor:
 
 
 def _checks_by_norms(grad: Tensor) -> bool:
-    """Return whether torch's kernel cannot check: on cuda it lacks bfloat16, and takes large float64 values for inf."""
+    """Return whether torch's kernel cannot check: on cuda it lacks bfloat16, and treats large float64 values as inf."""
     return grad.is_cuda and grad.dtype not in {torch.float32, torch.float16}
 
 

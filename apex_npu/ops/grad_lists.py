@@ -44,12 +44,12 @@ def _is_none(tensor: object) -> bool:
     return False
 
 
-# Tells an operand that refers to gradients where autograd left them. It has no memory, and only ops can read it.
+# Returns whether an operand is a list of gradients in place. Such an operand has no memory, and only ops can read it.
 is_grad_list: Callable[[object], bool] = _is_none if extension is None else extension.is_grad_list
 
 
 class SentTables:
-    """Tables of addresses on a device, kept because gradients mostly are where those of a recent step were."""
+    """Tables of addresses on a device, kept because gradients mostly have the addresses of a recent step."""
 
     MOST = 4
 
@@ -94,7 +94,7 @@ class ListedSlots:
 
 
 def addresses_of(grads: Tensor) -> Addresses | None:
-    """Return the addresses that ``ListedSlots.add_addresses`` has added to ``grads``; None if there are none."""
+    """Return the addresses that ``ListedSlots.add_addresses`` has added to ``grads``, or None."""
     found: Addresses | None = vars(grads).get("addresses")
     return found
 

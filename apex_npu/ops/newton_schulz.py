@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Newton-Schulz iterations on the matrices of a flat buffer, with batched products for matrices of equal shape.
 
-Almost all of the work is in torch's products, so there is no kernel of its own. The number of launches depends on the
-number of different shapes, not on the number of matrices.
+Almost all of the work is in torch's products, so a separate kernel would not help. The number of launches depends on
+the number of different shapes, not on the number of matrices.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Matrices(NamedTuple):
     def of(
         shapes: Sequence[tuple[int, int]], offsets: Sequence[int], factors: Sequence[float], param: Tensor
     ) -> Matrices:
-        """Allocate for matrices of ``shapes`` at ``offsets``, the first of which is 0, in buffers like ``param``."""
+        """Allocate for matrices of ``shapes`` at ``offsets``, which begin with 0, in buffers like ``param``."""
         ends = [*offsets[1:], param.numel()]
         sizes: list[int] = []
         stacks: dict[tuple[int, int, float], Stack] = {}
@@ -132,7 +132,7 @@ def orthogonalize_(matrices: Matrices, *, coefficients: Sequence[float], steps: 
 def orthogonalize_stack_(
     stack: Tensor, *, coefficients: Sequence[float], steps: int, eps: float, factor: float
 ) -> None:
-    """Replace each matrix of ``stack``, which has one or more, by ``newton_schulz`` of it; see there."""
+    """Replace each matrix of ``stack`` by its ``newton_schulz``, which has the arguments."""
     for batch in stack.split(_batch_size(stack[0].numel(), stack.device)):
         x = batch if len(batch) > 1 else batch[0]
         newton_schulz(x, coefficients=coefficients, steps=steps, eps=eps, factor=factor)
@@ -148,7 +148,7 @@ def _gathered(pieces: list[Tensor], dtype: torch.dtype, *, joins: bool) -> Tenso
 
 
 def newton_schulz(x: Tensor, *, coefficients: Sequence[float], steps: int, eps: float, factor: float = 1.0) -> Tensor:
-    """Move the singular values of matrices near to 1: U diag(s) Vᵀ becomes about U Vᵀ, without a decomposition.
+    """Move the singular values of matrices close to 1: U diag(s) Vᵀ becomes about U Vᵀ, without a decomposition.
 
     ::
 

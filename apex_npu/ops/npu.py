@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Fused kernels of Ascend's CANN, for releases of torch_npu that have them; they take far fewer launches.
 
-Adam has two kernels, both in https://gitee.com/ascend/op-plugin. ``npu_apply_adam_w`` takes one launch, for tensors
-that cover their whole storages; it copies others there and back. ``aten::_fused_adamw_`` takes two launches, and
-accepts views and AMSGrad's maximum. Both compute AdamW's rule, which without decay is Adam's. ``aten::_fused_adam_``
-is never called: it is registered for every chip, but computes on the CPU on most.
+Adam has two kernels, both in https://gitee.com/ascend/op-plugin. ``npu_apply_adam_w`` takes one launch for tensors that
+cover their whole storages, and copies other tensors. ``aten::_fused_adamw_`` takes two launches, and supports views and
+AMSGrad. Both compute AdamW's rule, which equals Adam's without decay. ``aten::_fused_adam_`` is not used: it is
+registered for every chip, but computes on the CPU on most of them.
 
 CANN's kernels compute 1 − beta in float32, from a float32 beta. For 0.999 the result is 1.3e-5 too small, for 0.9999
 1.7e-4 too large, and the first steps' ``exp_avg_sq`` is off by as much. An extra launch therefore adds the difference
@@ -245,7 +245,7 @@ def _as_float32(number: float) -> float:
 
 
 def _shortfall(beta: float) -> float:
-    """Return what the kernel's 1 − beta lacks; 0 if that is less than four units in the last place."""
+    """Return the error of the kernel's 1 − beta; 0 if it is less than four units in the last place."""
     short = _as_float32(beta) - beta
     return short if abs(short) > 2.0**-21 * (1 - beta) else 0.0
 

@@ -33,7 +33,7 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-# The operands are tensors or None. They are typed Any, because each comes back as what it was.
+# The operands are tensors or None. They are typed Any, because each is returned with its own type.
 def chunks(tensors: tuple[Tensor | None, ...], numel: int | None = None) -> Iterator[tuple[Any, ...]]:
     """Yield the operands, of one length, in pieces of ``numel`` elements; by default of ``chunk_numel``."""
     first = tensors[0]

@@ -181,7 +181,7 @@ def clipping_norm(x: Tensor, coefficient: Mutated, max_norm: float) -> Tensor:
 
 
 def norm_to_clip(x: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
-    """Return the ``norm`` and its ``clip_coefficient``, 0-dim; on a GPU the latter takes no extra launch."""
+    """Return the ``norm`` and its ``clip_coefficient``, 0-dim. On a GPU the coefficient needs no extra launch."""
     if not x.is_cuda:
         total = norm(x)
         return total, clip_coefficient(total, max_norm)

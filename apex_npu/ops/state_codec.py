@@ -24,8 +24,8 @@ remainder
 
 Random bits come from Philox4x32-10 with a fixed key. The counter consists of ``element // 64``, the pair that a state
 belongs to, the step, and the position of the parameter in the optimizer. One word serves 16 elements; the k-th of them
-adds k · 0x9e3779b9. The first state of a pair takes the lower 16 bits, the second the upper. So the bits depend on
-neither threads, device nor layout, and a resumed run continues with the same bits.
+adds k · 0x9e3779b9. The first state of a pair takes the lower 16 bits, the second the upper. The bits therefore depend
+on neither threads, device nor layout, and a resumed run continues with the same bits.
 
 For every value that these encoders return, ``encode(decode(x)) == x``, whatever the random bits are.
 """
@@ -58,7 +58,7 @@ class Segment(NamedTuple):
     """One parameter in flat buffers.
 
     Attributes:
-        begin: The number of elements before its first one.
+        begin: The number of elements before it.
         numel: The number of its elements.
         position: Its number among all parameters of the optimizer.
         first_scale: The index of its first scale among the scales of all parameters.
@@ -272,9 +272,8 @@ def round_stochastically(values: Tensor, half: Tensor) -> Tensor:
 def decode_remainder(param: Tensor, remainder: Tensor) -> Tensor:
     """Return the float32 masters of bfloat16 or float16 parameters.
 
-    A script may write to a parameter and leave its remainder as it is. The master then rounds to the parameter that was
-    written: remainders that would round to another number are clamped (float16), and those that would change a bfloat16
-    nan, inf or 0 are ignored.
+    If a script has written to a parameter, its old remainder must not change its value. In float16, remainders that
+    would round to another number are clamped. In bfloat16, remainders that would change a nan, inf or 0 are ignored.
     """
     if param.dtype == torch.float16:
         return _decode_half(param, remainder)
@@ -324,7 +323,7 @@ def _largest_remainder(magnitude: Tensor) -> Tensor:
 
 
 def _half_magnitude(param: Tensor) -> tuple[Tensor, Tensor]:
-    """The bits of float16 ``param`` without the sign, and the biased exponent, 1 for subnormal numbers."""
+    """Return the bits of float16 ``param`` without the sign, and the biased exponent, 1 for subnormal numbers."""
     magnitude = param.contiguous().view(torch.int16).to(torch.int32) & 0x7FFF
     return magnitude, (magnitude // 1024).clamp_(min=1)
 

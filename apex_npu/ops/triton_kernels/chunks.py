@@ -36,7 +36,7 @@ class Chunks:
         owners: The index of the segment of each chunk.
         firsts: The index of the first chunk of each segment, and at the end the number of chunks.
         size: The maximum number of elements in a chunk; a power of two.
-        aligned: Whether every segment begins at a multiple of 16, with padding up to the next one.
+        aligned: Every segment begins at a multiple of 16, with padding up to the next segment.
         places: If operands are encoded, the table of ``formats.Encoding.places``; else None.
     """
 

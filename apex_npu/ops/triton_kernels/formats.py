@@ -5,7 +5,7 @@
 ``ops/state_codec.py`` defines these formats, and the functions here give the same bits. Without an ``Encoding``, they
 load and store plain numbers. With one, each program has a chunk of one parameter, described by its *place*. Chunks
 begin at blocks of 128 elements, so that one program has a whole block, its scale and its random bits. Gradients that
-stay where autograd left them are found by the chunks of parameters, too.
+stay in place are also found by the chunks of parameters.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Encoding(NamedTuple):
             number of the first element in its parameter; the position of the parameter in the optimizer; the index of
             the chunk's first scale.
         step: The number of the step, if only the device knows it; else None, and the number is an argument.
-        remainder: The remainders of bfloat16 or float16 parameters; None if they have none.
-        scales: The scales of each state of the rule; None for a state that has no 8 bits.
+        remainder: The remainders of bfloat16 or float16 parameters; None without remainders.
+        scales: The scales of each state of the rule; None for a state without 8 bits.
         rows: ``Chunks.rows``, if gradients are listed.
-        addresses: int64: see ``grad_lists.Addresses``.
+        addresses: int64: ``on_device`` of ``grad_lists.Addresses``.
         wide: The memory of ``addresses`` viewed as the gradients' dtype, for its type.
-        narrow: The memory of ``addresses`` viewed as the narrow gradients' dtype; None if there are none.
+        narrow: The memory of ``addresses`` viewed as the narrow gradients' dtype; None without narrow gradients.
     """
 
     places: Any = None
@@ -61,7 +61,7 @@ class Encoding(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """The chunk of a program; ``left``: the number of its elements, or 0 if nothing is to be written."""
+    """The chunk of a program; ``left``: the number of its elements, or 0 to write nothing."""
 
     left: Any
     first: Any

@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""For each op, under its declared name, what it launches; None where plain torch has to follow its segments.
+"""For each op, a function of its declared name that returns its launches, or None if plain torch must run the op.
 
-Everything that depends on hyper-parameters alone is computed here, in float64; or by a launch of one program, where the
-only the device has them.
+Numbers that depend only on hyper-parameters are computed here, in float64. If only the device has the
+hyper-parameters, a launch of one program computes the numbers.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from apex_npu.ops.triton_kernels.formats import Encoding
 from apex_npu.ops.triton_kernels.launches import Launch, Plan, kind
 from apex_npu.ops.triton_kernels.operands import STORED, check_operands
 
-# Elements of a program: eight for each thread, which is two loads of 16 bytes for float32.
+# Elements of a program: eight for each thread, two loads of 16 bytes for float32.
 _BLOCK, _WARPS = 1024, 4
-# Programs of a norm, at most; each of them leaves one number.
+# The maximum number of programs of a norm, each of which writes one number.
 _NORM_BLOCK, _NORM_PROGRAMS = 2048, 1024
-# Chunks of a segment that are added at once.
+# Chunks of a segment that are added together.
 _SUM_BLOCK, _SUM_WARPS = 1024, 4
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
-# Of calls whose operands are stored as declared.
+# For calls whose operands are not encoded.
 _PLAIN = Encoding()
 
 
@@ -43,7 +43,7 @@ class _Numbers(NamedTuple):
     """The numbers that depend on a step's learning rate and count; ``numbers.py`` has their meaning.
 
     Attributes:
-        on_device: The tensor that kernels read the numbers from, after ``launches``; None: they get the others.
+        on_device: The tensor from which kernels read the numbers, after ``launches``; None: the other attributes.
     """
 
     lr: float = 0.0
@@ -57,7 +57,7 @@ class _Numbers(NamedTuple):
 
     @classmethod
     def of(cls, given: Arguments, *, betas: tuple[float, float] | None = None, decay: float = 0.0) -> _Numbers:
-        """Without ``betas`` nothing is corrected."""
+        """Compute the numbers of a step. Without ``betas`` there is no bias correction."""
         lr, step, found_inf = given.lr, getattr(given, "step", 0), given.found_inf
         if isinstance(lr, Tensor) or isinstance(step, Tensor) or found_inf is not None:
             on_device = given.param.new_empty(numbers.COUNT, dtype=torch.float64)
@@ -80,10 +80,10 @@ class _Numbers(NamedTuple):
 
 
 def _planning(op: Op[..., Any]) -> Callable[[Callable[[Arguments], Plan | None]], Callable[..., Plan | None]]:
-    """Give a plan the declared arguments of ``op`` by name, and three more.
+    """Pass the declared arguments of ``op`` by name to a plan, with three more.
 
-    ``encoded``, an ``encoded_calls.Encoded``, or None; ``kept``, a dict of launches that were planned for the same
-    operands, or None; and ``listed``, the ``Addresses`` of gradients that are listed, whose ``grad`` is None.
+    ``encoded`` is an ``encoded_calls.Encoded`` or None. ``kept`` is a dict of launches that were planned for the same
+    operands, or None. ``listed`` has the ``Addresses`` of listed gradients, in which case ``grad`` is None.
     """
 
     def decorate(plan: Callable[[Arguments], Plan | None]) -> Callable[..., Plan | None]:
@@ -106,7 +106,7 @@ def _planning(op: Op[..., Any]) -> Callable[[Callable[[Arguments], Plan | None]]
 
 @_planning(elementwise.sgd_)
 def sgd_(given: Arguments) -> Plan:
-    """See ``apex_npu.ops.elementwise.sgd_``."""
+    """Plan ``apex_npu.ops.elementwise.sgd_``."""
     known = _Numbers.of(given, decay=given.weight_decay)
     decay, flags = _decay(given, known.kept)
     flags |= {"NESTEROV": given.nesterov, "FIRST": known.first}
@@ -116,7 +116,7 @@ def sgd_(given: Arguments) -> Plan:
 
 @_planning(elementwise.adam_)
 def adam_(given: Arguments) -> Plan:
-    """See ``apex_npu.ops.elementwise.adam_``."""
+    """Plan ``apex_npu.ops.elementwise.adam_``."""
     beta1, beta2 = given.beta1, given.beta2
     known = _Numbers.of(given, betas=(beta1, beta2) if given.bias_correction else None, decay=given.weight_decay)
     decay, flags = _decay(given, known.kept)
@@ -126,7 +126,7 @@ def adam_(given: Arguments) -> Plan:
 
 @_planning(elementwise.rmsprop_)
 def rmsprop_(given: Arguments) -> Plan:
-    """See ``apex_npu.ops.elementwise.rmsprop_``."""
+    """Plan ``apex_npu.ops.elementwise.rmsprop_``."""
     known = _Numbers.of(given)
     decay, flags = _decay(given, 1 - given.weight_decay)
     flags |= {"EPS_INSIDE_SQRT": given.eps_inside_sqrt, "LR_IN_MOMENTUM": given.lr_in_momentum}
@@ -136,7 +136,7 @@ def rmsprop_(given: Arguments) -> Plan:
 
 @_planning(elementwise.adadelta_)
 def adadelta_(given: Arguments) -> Plan:
-    """See ``apex_npu.ops.elementwise.adadelta_``."""
+    """Plan ``apex_npu.ops.elementwise.adadelta_``."""
     known = _Numbers.of(given)
     arguments = (known.lr, given.rho, 1 - given.rho, given.eps, given.weight_decay)
     return _elementwise(elementwise.adadelta_, rules.adadelta, given, known, arguments, {"L2": given.weight_decay != 0})
@@ -144,24 +144,24 @@ def adadelta_(given: Arguments) -> Plan:
 
 @_planning(elementwise.adagrad_)
 def adagrad_(given: Arguments) -> Plan:
-    """See ``apex_npu.ops.elementwise.adagrad_``."""
+    """Plan ``apex_npu.ops.elementwise.adagrad_``."""
     known = _Numbers.of(given, decay=given.weight_decay)
     decay, flags = _decay(given, known.kept)
     return _elementwise(elementwise.adagrad_, rules.adagrad, given, known, (known.lr, given.eps, decay), flags)
 
 
 def plain_norm(x: Tensor) -> Plan:
-    """See ``apex_npu.ops.segmented.norm``."""
+    """Plan ``apex_npu.ops.segmented.norm`` without a check."""
     return _norm(x, None)
 
 
 def checked_norm(x: Tensor, found_inf: Tensor) -> Plan | None:
-    """See ``apex_npu.ops.segmented.norm``."""
-    return None if x.dtype == torch.float64 else _norm(x, found_inf)  # whose squares may overflow
+    """Plan ``apex_npu.ops.segmented.norm`` with a check; None for float64, whose squares may overflow."""
+    return None if x.dtype == torch.float64 else _norm(x, found_inf)
 
 
 def clipping_norm(x: Tensor, coefficient: Tensor, max_norm: float) -> Plan:
-    """See ``apex_npu.ops.segmented.norm_to_clip``."""
+    """Plan ``apex_npu.ops.segmented.norm_to_clip``."""
     return _norm(x, None, coefficient, max_norm)
 
 
@@ -197,7 +197,7 @@ def _squares(x: Tensor) -> tuple[Launch, Tensor]:
 
 
 def segment_dot(a: Tensor, b: Tensor, starts: Tensor, lengths: Tensor, ids: Tensor | None) -> Plan | None:
-    """See ``apex_npu.ops.segmented.segment_dot``."""
+    """Plan ``apex_npu.ops.segmented.segment_dot``."""
     if ids is not None:
         return None
     a, b = with_memory(a), with_memory(b)
@@ -212,7 +212,7 @@ def segment_dot(a: Tensor, b: Tensor, starts: Tensor, lengths: Tensor, ids: Tens
 def segment_add_(
     x: Tensor, y: Tensor, factors: Tensor, starts: Tensor, lengths: Tensor, ids: Tensor | None
 ) -> Plan | None:
-    """See ``apex_npu.ops.segmented.segment_add_``."""
+    """Plan ``apex_npu.ops.segmented.segment_add_``."""
     if ids is not None:
         return None
     check_operands("segment_add_", x=x, y=y)
@@ -223,7 +223,7 @@ def segment_add_(
 
 @_planning(segmented.lamb_)
 def lamb_(given: Arguments) -> Plan | None:
-    """See ``apex_npu.ops.segmented.lamb_``."""
+    """Plan ``apex_npu.ops.segmented.lamb_``."""
     if given.ids is not None:
         return None
     operands, param = _buffers(segmented.lamb_, given), given.param
@@ -255,7 +255,7 @@ def lamb_(given: Arguments) -> Plan | None:
 
 
 def scale_listed(grads: Tensor, factor: float | Tensor, found_inf: Tensor | None) -> Plan | None:
-    """See ``apex_npu.ops.cuda.scale_listed``."""
+    """Plan ``apex_npu.ops.cuda.scale_listed``."""
     listed = addresses_of(grads)
     if listed is None:
         return None
@@ -285,7 +285,7 @@ def take_addressed(
     aligned: bool,
     kept: dict[Any, Any] | None = None,
 ) -> Plan:
-    """See ``apex_npu.ops.cuda.take_addressed``."""
+    """Plan ``apex_npu.ops.cuda.take_addressed``."""
     constants = {
         "SOURCE": _TYPES[dtype],
         "SCALED": inv_scale != 1.0,
@@ -306,12 +306,12 @@ def _kept_launch(
     before: Launch | None = kept.get(key) if kept is not None else None
     launch = make() if before is None else before.again(args)
     if kept is not None and (before is None or before.compiled is None):
-        kept[key] = launch._replace(args=())  # which a later call has its own of
+        kept[key] = launch._replace(args=())  # later calls have other arguments
     return launch
 
 
 def _chunks_of(listed: Addresses, like: Tensor) -> Chunks:
-    """The chunks of the slots of gradients that are ``listed``, in an operand like this one."""
+    """Return the chunks of the slots of ``listed`` gradients, for an operand like ``like``."""
     chunks: Chunks | None = listed.kept.get("chunks")
     if chunks is None:
         chunks = listed.kept["chunks"] = Chunks.of(listed.begins, listed.lengths, like)
@@ -336,7 +336,7 @@ def _elementwise(
     flags: dict[str, Any],
 ) -> Plan:
     scale, kept, listed = _beside(given.grad_scale, given.param), given.kept, given.listed
-    # With these and the operands the kernel is the same.
+    # These and the operands determine the kernel.
     key = (
         *flags.values(),
         given.maximize,
@@ -366,7 +366,7 @@ def _elementwise(
     else:
         constants |= {"ALIGNED": False, "BLOCK": _BLOCK}
         launch = Launch(kernel, -(-param.numel() // _BLOCK), args, constants, _WARPS)
-    if kept is not None:  # without what each call has of its own
+    if kept is not None:  # without the arguments that differ between calls
         kept[key] = launch._replace(args=(*operands, encoding, param.numel(), step))
     return Plan((*known.launches, launch))
 
@@ -396,14 +396,14 @@ def _listing(listed: Addresses, chunks: Chunks) -> Encoding:
 
 
 def _listed_at(encoding: Encoding, listed: Addresses) -> Encoding:
-    """``encoding``, whose gradients are at other addresses."""
+    """Return ``encoding`` with the addresses of ``listed``."""
     at, narrow = listed.on_device, listed.narrow
     of_narrow = None if narrow is None else at.view(narrow)
     return encoding._replace(addresses=at, wide=at.view(listed.wide), narrow=of_narrow)
 
 
 def _buffers(op: Op[..., Any], given: Arguments) -> tuple[Any, ...]:
-    """The operands of one length, checked; a list of gradients is as long as its slots."""
+    """Check and return the operands of one length; a list of gradients has the length of its slots."""
     names = op.operands[: op.operands.index("starts")] if "starts" in op.operands else op.operands
     buffers = {name: getattr(given, name) for name in names}
     if given.encoded is None:
@@ -414,7 +414,7 @@ def _buffers(op: Op[..., Any], given: Arguments) -> tuple[Any, ...]:
 
 
 def _beside(number: Tensor | None, param: Tensor) -> Tensor | None:
-    """A kernel can read it only on its own device."""
+    """Return ``number`` on the device of ``param``, where kernels can read it."""
     return None if number is None else number.to(param.device)
 
 

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Elementwise update rules: one launch, every operand read and written once.
 
-All kernels work alike: they widen gradients and parameters to the states' dtype, apply the rule of
-``apex_npu.ops.elementwise``, and round and store the results; ``formats.py`` loads and stores. Options are constants:
-Triton compiles a kernel for each combination, and for each combination of missing operands (None).
+Each kernel widens gradients and parameters to the states' dtype, applies the rule of ``apex_npu.ops.elementwise``, and
+rounds and stores the results; ``formats.py`` loads and stores. Options are constants: Triton compiles a kernel for each
+combination of them and of missing operands (None).
 """
 
 from __future__ import annotations
