@@ -1,9 +1,8 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Processes that train together: averages of gradients, checks of their agreement, norms over parts of tensors.
+"""Training with several processes: averages of gradients, checks of agreement, and sums over parts of tensors.
 
-An exchange brings the parts of matrices together. This package uses ``fusion``, whose flat buffers
-it sends; ``amp`` and ``optimizers`` use it. Start at ``grad_reducer.py``.
+This package sends the flat buffers of ``fusion``; ``amp`` and ``optimizers`` use it. Start at ``grad_reducer.py``.
 """
 
 from apex_npu.distributed.grad_reducer import GradReducer, ReduceOptions

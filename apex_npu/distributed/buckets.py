@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Smaller collectives take only their latency: on links of 100 Gbit/s, 1 MiB takes as long to send as to start.
+# Smaller collectives are dominated by latency: on links of 100 Gbit/s, 1 MiB takes as long to send as to start.
 MIN_BUCKET_NBYTES = 2**20
 # Nothing is computed while the last bucket is sent, so it must not be large.
 MAX_BUCKET_NBYTES = 32 * 2**20
@@ -67,7 +67,7 @@ def order_of_completion(buckets: Sequence[Sequence[int]], arrival: Sequence[int]
 
     Args:
         buckets: The slots of each bucket.
-        arrival: For each slot the place of its gradient in the order of arrival; equal for those that never came.
+        arrival: For each slot the place of its gradient in the order of arrival; equal for gradients that never came.
     """
     return sorted(range(len(buckets)), key=lambda b: (max(arrival[i] for i in buckets[b]), b))
 

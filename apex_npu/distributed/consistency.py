@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checks and broadcasts before a group trains together: that no process failed, equal parameters, equal values."""
+"""Checks and broadcasts before a group trains: no process has failed, and parameters and values are equal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Description = list[tuple[str, str]]
 
 
 class RanksDifferError(RuntimeError):
-    """Raised on all processes if those that are to train together are set up differently, or one has failed."""
+    """Raised on all processes if the processes of a group are set up differently, or one has failed."""
 
 
 def check_group(group: Any, argument: str, reason: str) -> Any:
@@ -54,10 +54,10 @@ def check_group(group: Any, argument: str, reason: str) -> Any:
 
 @contextmanager
 def failing_together(group: Any) -> Iterator[list[Description]]:
-    """Make all processes raise at the end of the block if one raises in it.
+    """Make all processes raise at the end of the context if one raises in it.
 
     Yields:
-        A list. The items that the block appends to it are compared between processes at the end of the block.
+        A list. The items that the caller appends to it are compared between processes at the end of the context.
 
     Raises:
         RanksDifferError: Another process has raised, or has other items in its list.
@@ -130,10 +130,9 @@ def _first_difference(heard: Sequence[Description]) -> str:
 
 
 def describe(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], settings: Description) -> Description:
-    """Return a description of everything that has to be the same on all processes.
+    """Return a description of everything that must be equal on all processes.
 
-    It leaves out parameters that belong to no model, which may differ between processes, as the parts of a classifier
-    do.
+    It omits parameters that belong to no model, which may differ between processes, such as the parts of a classifier.
     """
     lines = list(settings)
     names: dict[int, str] = {}

@@ -24,7 +24,7 @@ class Unit(NamedTuple):
     Attributes:
         name: The module's name in the model; "" is the model.
         module: The module.
-        is_outermost: Whether the module is in no other unit of the model.
+        is_outermost: The module is in no other unit of the model.
     """
 
     name: str
@@ -72,10 +72,10 @@ def unit_around(units: Iterable[Unit], name: str) -> Unit | None:
 
 
 def ensure_averages(units: Sequence[Unit], meshes: Iterable[Any]) -> None:
-    """Make sure that ``units`` get averages of gradients over ``meshes``; all processes of the meshes have to call it.
+    """Make sure that ``units`` get averages of gradients over ``meshes``. All processes of the meshes must call this.
 
-    In some releases of torch, gloo's reductions return sums instead of averages, without an error. Units are then told
-    to request sums and to divide by themselves.
+    In some releases of torch, gloo's reductions return sums instead of averages, without an error. This function then
+    makes the units request sums and divide them.
 
     Raises:
         RuntimeError: The units of this release of torch cannot request sums.
@@ -96,7 +96,7 @@ def ensure_averages(units: Sequence[Unit], meshes: Iterable[Any]) -> None:
 
 
 def _averages(group: Any) -> bool:
-    """Return whether the reductions of ``group`` that ``fully_shard`` uses can average, and do."""
+    """Return whether the reductions of ``group`` that ``fully_shard`` uses return averages."""
     part, whole = torch.zeros(1, device="cpu"), torch.ones(1, device="cpu")
     # The name in torch 2.13, and the name in earlier releases.
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -116,7 +116,7 @@ class HeldGradients:
     """
 
     def __init__(self, units: Iterable[Unit]) -> None:
-        """Look at ``units``, without keeping them alive; if torch keeps gradients elsewhere, warn and look at none."""
+        """Observe ``units`` by weak references. If this torch keeps gradients elsewhere, warn and observe nothing."""
         listed = list(units)
         self._modules = [weakref.ref(unit.module) for unit in listed]
         states = [unit.module._get_fsdp_state() for unit in listed]  # type: ignore[operator]
@@ -131,12 +131,12 @@ class HeldGradients:
         self._groups = [weakref.ref(group) for state in states for group in param_groups(state)]
 
     def add(self, other: HeldGradients) -> None:
-        """Look at the units of ``other``, too."""
+        """Also observe the units of ``other``."""
         self._modules += other._modules
         self._groups += other._groups
 
     def knows(self, unit: Unit) -> bool:
-        """Return whether this object looks at ``unit``."""
+        """Return whether this object observes ``unit``."""
         return any(reference() is unit.module for reference in self._modules)
 
     def params(self) -> list[Tensor]:
@@ -165,13 +165,13 @@ class HeldGradients:
                 reduced.mul_(found[0][1])
 
     def drop(self, params: set[int]) -> bool:
-        """Forget, after an exception, an interrupted forward or backward, and the gradients held back for ``params``.
+        """Drop, after an exception, an interrupted forward or backward, and the gradients held back for ``params``.
 
-        ``params`` are ids. Whole models are cleared, because the unit that was interrupted has half of a backward.
-        torch has no other way: its ``reset_iter_state`` does not clear gradients that are not reduced.
+        ``params`` are ids. Whole models are cleared, because the interrupted unit has half of a backward. torch's
+        ``reset_iter_state`` alone does not clear gradients that are not reduced.
 
         Returns:
-            Whether anything was forgotten.
+            True if anything was dropped.
         """
         found = False
         for reference in self._modules if self._groups else ():
@@ -192,7 +192,7 @@ class HeldGradients:
 
 
 def _drop(group: Any) -> bool:
-    """Forget the gradients that ``group`` holds back, and return whether there were any."""
+    """Drop the gradients that ``group`` holds back, and return whether there were any."""
     found = group._partial_reduce_output is not None
     group._partial_reduce_output = None
     for fsdp_param in group.fsdp_params:

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Detects when backward has accumulated gradients into parameters, and which buckets are full as a result.
 
-The C++ extension (csrc/data_parallel) counts without taking Python's lock for each gradient: counting in Python takes
-longer than computing a small gradient.
+The C++ extension (csrc/data_parallel) counts without taking Python's lock for each gradient. Counting in Python would
+take longer than computing a small gradient.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class GradArrivals(Protocol):
 
     @property
     def late(self) -> int:
-        """The number of the last tensor whose gradient came after its bucket was reported as full; -1: none."""
+        """The number of the last tensor whose gradient came after its bucket was reported as full, or -1."""
         ...
 
     def plan(self, bucket_of: Sequence[int], expected: Sequence[int]) -> None:
@@ -47,7 +47,7 @@ class GradArrivals(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop watching the tensors for good."""
+        """Stop watching the tensors permanently."""
         ...
 
 
@@ -56,8 +56,8 @@ def grad_arrivals(tensors: Sequence[Tensor], on_full: Callable[[int], None]) -> 
 
     Args:
         tensors: The tensors to watch. Those that are not leaves, or not trained when ``begin`` is called, are skipped.
-        on_full: Called with n when the first n buckets are full: in order, whatever order gradients have. Two threads
-            may call it at once. It must not keep the counter alive.
+        on_full: Called with n when the first n buckets are full, in increasing order. Two threads may call it at the
+            same time. It must not keep the counter alive.
     """
     counting: GradArrivals = extension.GradArrivals(list(tensors), on_full)
     return counting

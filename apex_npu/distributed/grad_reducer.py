@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Averages flat gradients over processes, bucket by bucket, while backward still computes the next ones.
 
-The content and the order of the messages depend only on the list of tensors and their sizes, never on addresses, so
-that processes with different memory layouts send the same.
+The content and the order of the messages depend only on the list of tensors and their sizes, not on addresses.
+Processes with different memory layouts therefore send equal messages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.grad_slots import NONE
 from apex_npu.ops import LOW_PRECISION
 
-# Returns the buffer that already holds the gradients of just these tensors, if there is one.
+# Returns the buffer with the gradients of exactly these tensors, or None.
 FindFlat = Callable[[Sequence[Tensor]], FlatGrads | None]
 
 
@@ -48,7 +48,7 @@ class ReduceOptions:
     Attributes:
         processes: The processes to average over.
         bucket_count: The requested number of buckets; the sizes below take precedence.
-        low_precision_dtype: The dtype in which float16 and bfloat16 gradients are reduced; None: their own.
+        low_precision_dtype: The dtype in which float16 and bfloat16 gradients are reduced; None: their own dtype.
         min_bucket_nbytes: The least size of all buckets but the last.
         max_bucket_nbytes: The size from which on a bucket is closed.
     """
@@ -117,13 +117,14 @@ class Bucket:
 class GradReducer:
     """The gradients of some tensors, averaged over a process group.
 
-    A bucket is sent when all its gradients have come, but never before the buckets that precede it. So all processes
-    send the same buckets in the same order, whatever the order of their backward. The first reduction sends nothing
-    before its end; it records the order in which gradients come, and how often. Rank 0's order then holds for all.
+    A bucket is sent when all its gradients have come, but never before the buckets that precede it. All processes
+    therefore send the same buckets in the same order, independent of the order of their backward. The first reduction
+    sends nothing before its end. It records the order in which gradients come, and how often. All processes then use
+    rank 0's order.
 
     Attributes:
-        tensors: The tensors whose gradients are averaged, in the given order, the same on all processes.
-        broken: Whether a collective has failed; then the group cannot be used any more.
+        tensors: The tensors whose gradients are averaged, in the given order, which is equal on all processes.
+        broken: A collective has failed, so that the group cannot be used any more.
     """
 
     def __init__(self, groups: Sequence[Sequence[Tensor]], options: ReduceOptions, progress: RankProgress) -> None:
@@ -132,7 +133,7 @@ class GradReducer:
         Args:
             groups: Lists of tensors. Each list has one device and dtype, and may be in one flat buffer already.
             options: The options of the reductions.
-            progress: Takes notes of the progress of this process.
+            progress: Records the progress of this process.
         """
         self.options = options
         self._progress = progress
@@ -142,7 +143,7 @@ class GradReducer:
         self._lock = threading.Lock()
         self.tensors: list[Tensor] = []
         self._rows: list[list[int]] = []
-        # Merged lists, and lists in another order than backward's, have memory of their own.
+        # Merged lists, and lists in another order than backward's, have separate memory.
         self._apart: list[bool] = []
         for group, merged in _merged_if_small(groups, options.min_bucket_nbytes):
             self._rows.append(list(range(len(self.tensors), len(self.tensors) + len(group))))
@@ -226,7 +227,7 @@ class GradReducer:
         """Begin to reduce the gradients that the next backward computes.
 
         Args:
-            find_flat: Returns the buffer that already holds the gradients of a list of tensors; used if laid out alike.
+            find_flat: Returns the buffer with the gradients of a list of tensors, which is used if its layout fits.
         """
         self._place(find_flat)
         for grads in self._grads:
@@ -251,7 +252,7 @@ class GradReducer:
 
     def send_up_to(self, count: int) -> None:
         """Send the buckets among the first ``count`` that have not been sent yet."""
-        with self._lock:  # each device has a thread of its own in backward
+        with self._lock:  # each device has a separate thread in backward
             while self._next < count:
                 self._send(self._buckets[self._next])
 
@@ -277,7 +278,7 @@ class GradReducer:
 
     @property
     def everybody_reads(self) -> bool:
-        """Whether all processes read the report of this reduction, whatever the arguments of ``finish`` are."""
+        """True if all processes read the report of this reduction, independent of the arguments of ``finish``."""
         return not self._recorded or self.tensors[0].device.type == "cpu"
 
     def finish(
@@ -286,17 +287,17 @@ class GradReducer:
         """Send the buckets that have not been sent yet, and wait for all.
 
         Afterwards every tensor that has a gradient on any process has the average on all processes. A missing gradient
-        counts as zeros in the average. Tensors without a gradient on any process have none.
+        counts as zeros in the average. Tensors without a gradient on any process get no gradient.
 
         Args:
             scale: This process's loss scale, for the report.
-            failed: Whether this process's gradients are invalid; zeros are then sent for the remaining buckets.
-            read: Whether to return a report. Reading it waits for the device, and may be necessary anyway.
-            others_read: Whether all processes read the report.
+            failed: This process's gradients are invalid; zeros are then sent for the remaining buckets.
+            read: Return a report. Reading it waits for the device, and may be necessary anyway.
+            others_read: All processes read the report.
 
         Raises:
-            LateGradientError: A gradient has come after its bucket was sent. If the others read the report, it
-                tells them; else the reduction stays open, so that they do not step without this process.
+            LateGradientError: A gradient has come after its bucket was sent. If the other processes read the report,
+                it notifies them. Otherwise the reduction stays open, so that they do not step without this process.
         """
         self._arrivals.end()
         late = self._arrivals.late
@@ -405,11 +406,11 @@ class GradReducer:
             ) from error
 
     def cancel(self) -> None:
-        """Stop the reduction that ``begin`` has begun, without telling other processes."""
+        """Stop the reduction that ``begin`` has begun, without notifying other processes."""
         self._arrivals.end()
 
     def close(self) -> None:
-        """Stop watching the tensors for good."""
+        """Stop watching the tensors permanently."""
         self._arrivals.close()
 
 
@@ -423,7 +424,7 @@ def _offsets_apart(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _merged_if_small(groups: Sequence[Sequence[Tensor]], floor_nbytes: int) -> list[tuple[list[Tensor], bool]]:
-    """Merge the groups of a device and dtype into one list if one of them is too small for a bucket of its own.
+    """Merge the groups of a device and dtype into one list if one of them is too small for a separate bucket.
 
     Returns:
         The lists, and whether each has been merged.

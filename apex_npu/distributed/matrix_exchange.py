@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Computation on whole matrices whose rows or columns are distributed over processes.
 
-Each matrix has one owner. An all-to-all brings the parts of a matrix to the owner, which computes, and another one
-brings the parts of the result back. So every matrix is computed once, and each process holds its share of the matrices.
+Each matrix has one owner. An all-to-all sends the parts of a matrix to the owner, which computes, and another
+all-to-all returns the parts of the result. Every matrix is computed once, and the processes share the work.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class MatrixPart(NamedTuple):
         here: The part: 2-D, read and written.
         rows: The rows of the whole matrix.
         columns: The columns of the whole matrix.
-        cut: How the matrix is divided; None: ``here`` is the whole matrix.
+        cut: The division of the matrix; None: ``here`` is the whole matrix.
         dtype: The dtype in which the matrix is sent and computed.
-        kind: What the computation needs to know, the same on all processes.
+        kind: The options of the computation, equal on all processes.
     """
 
     here: Tensor
@@ -54,7 +54,7 @@ class MatrixExchange:
         """Divide matrices among owners: each goes to the process with the least work so far.
 
         Args:
-            parts: The matrices. Those of one group are the same, in the same order, on all of its processes. Their
+            parts: The matrices. Each group has the same matrices, in the same order, on all of its processes. Their
                 tensors are kept.
         """
         groups: dict[int, list[MatrixPart]] = {}
@@ -66,7 +66,7 @@ class MatrixExchange:
 
     @torch.no_grad()
     def apply(self, compute: Compute) -> None:
-        """Replace each matrix by a result; all processes of the cuts have to call it.
+        """Replace each matrix by a result. All processes of the cuts must call this.
 
         Args:
             compute: Called with a stack of whole matrices, which it replaces by the results, and their ``kind``.
@@ -91,7 +91,7 @@ def _batches(parts: Sequence[MatrixPart]) -> list[_Batch]:
         alike.setdefault(key, []).append(part)
     loads = [0] * (1 if parts[0].cut is None else len(parts[0].cut.sizes))
     found: list[_Batch] = []
-    # Small matrices even out what large ones leave uneven.
+    # Large matrices first, so that small ones balance the load.
     for members in sorted(alike.values(), key=lambda members: -_work(members[0])):
         work = _work(members[0])
         count = len(loads) * max(1, _OWNED_NUMEL // (members[0].rows * members[0].columns))
@@ -116,7 +116,7 @@ class _Batch:
     """Matrices of equal shape that are divided alike, and their owners."""
 
     def __init__(self, parts: Sequence[MatrixPart], owners: Sequence[int]) -> None:
-        """``owners`` are ranks of the group of the cut, one for each of ``parts``; without a cut all are 0."""
+        """Make a batch. ``owners`` are ranks in the group of the cut, one for each part; all 0 without a cut."""
         first = parts[0]
         self._cut, self._dtype, self._kind = first.cut, first.dtype, first.kind
         self._size = (first.rows, first.columns)
@@ -132,7 +132,7 @@ class _Batch:
         self._received = [self._owned * size * across for size in first.cut.sizes]
 
     def steps(self, compute: Compute) -> Iterator[None]:
-        """Send parts to owners; compute and send results back; take the results: one at each ``next``."""
+        """Send parts to owners, compute and send results back, and copy the results: one stage at each ``next``."""
         cut = self._cut
         if cut is None:
             yield
@@ -163,7 +163,7 @@ _WHAT = "exchange parts of matrices"
 
 
 def _send(flat: Tensor, sent: list[int], received: list[int], group: Any) -> tuple[Tensor, Any]:
-    """Send so many elements of ``flat`` to each process; return what comes, and the work to wait for."""
+    """Send ``sent[r]`` elements of ``flat`` to each rank r; return the received elements, and the work to wait for."""
     coming = flat.new_empty(sum(received))
     with naming_failure(group, _WHAT):
         return coming, dist.all_to_all_single(coming, flat, received, sent, group=group, async_op=True)

@@ -20,18 +20,18 @@ from apex_npu.fusion.shards import Along, cut_of, is_partial, is_sharded, local_
 
 
 class PartSums:
-    """Adds up numbers that processes have of their parts of tensors, over the processes that share each tensor.
+    """Adds up numbers of parts of tensors over the processes that share each tensor.
 
-    A mesh dimension over which no tensor is cut is left out, so that replicas (HSDP) are not added up. Over a second
-    dimension (tensor parallelism) only the numbers of tensors that are cut over it are added up.
+    A number is added up only over the mesh dimensions over which its tensor is cut, so that replicas (HSDP) are not
+    added up.
     """
 
     def __init__(self, params: Sequence[Tensor], along: Along = Along.ALL) -> None:
-        """Prepare sums of one number of each of ``params``, in the same order on all processes.
+        """Prepare sums of one number for each of ``params``, in the same order on all processes.
 
         Args:
             params: DTensors, or plain tensors, whose numbers do not change. A tensor may be repeated.
-            along: The cuts to add up over; see ``mesh_groups``.
+            along: The argument of ``mesh_groups``.
         """
         columns: dict[int, list[int]] = {}
         groups: dict[int, tuple[object, str]] = {}
@@ -71,10 +71,10 @@ def total_grad_norm(
     """Return the norm that ``clip_grad_norm_`` returns, without clipping.
 
     Args:
-        flats: See ``clip_grad_norm_``. With ``found_inf``, no gradient may be sharded.
+        flats: Buffers of gradients. With ``found_inf``, no gradient may be sharded.
         unfused: Parameters whose gradients are in no buffer.
         norm_type: p of the p-norm.
-        found_inf: For the 2-norm only, see ``ops.norm``.
+        found_inf: The argument of ``ops.norm``, for the 2-norm only.
     """
     if found_inf is not None:
         return norm_of(grad_operands(flats, unfused, float(norm_type), InPlace.READ), float(norm_type), found_inf)
@@ -93,12 +93,12 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place so that their common norm is at most ``max_norm``, without a host sync.
 
-    Sharded parameters count as whole tensors, so all processes of their meshes have to call this function.
+    Sharded parameters count as whole tensors, so all processes of their meshes must call this function.
 
     Args:
-        flats: Buffers of gradients; each buffer of sharded parameters has parameters that are cut alike.
+        flats: Buffers of gradients; all sharded parameters of one buffer are cut alike.
         unfused: Parameters whose gradients are in no buffer.
-        max_norm: See ``torch.nn.utils.clip_grad_norm_``.
+        max_norm: The largest norm, as in ``torch.nn.utils.clip_grad_norm_``.
         norm_type: p of the p-norm; inf, -inf and 0 mean the same as in torch's function.
         error_if_nonfinite: Raise if the norm is inf or nan (this syncs), instead of scaling with it as torch does.
 
@@ -136,7 +136,7 @@ def _operands(
 
 
 def _own_grad(param: Tensor) -> Tensor:
-    """Return the gradient of a DTensor, to be written: it may be cut in any way, but has no addends."""
+    """Return the writable gradient of a DTensor, redistributed if processes hold addends."""
     assert param.grad is not None
     if is_partial(param.grad):
         param.grad = param.grad.redistribute(param.device_mesh, param.placements)  # type: ignore[attr-defined]

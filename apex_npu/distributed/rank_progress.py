@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The progress of each process of a group, kept in the group's store, so that others can report a missing process."""
+"""The progress of each process of a group, kept in a store, so that other processes can report a missing process."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ def memory_of_parts(params: Sequence[Tensor]) -> dict[int, list[Tensor]]:
 def wait_for_moved_parts(parts: Iterable[Tensor]) -> None:
     """Wait until ``parts``, which have moved to other memory, have their values there.
 
-    fully_shard gathers them in a stream of its own. That stream waits for an optimizer's writes when a forward begins,
-    but not in a backward, and the first block fuses before a backward.
+    fully_shard gathers them in a separate stream. That stream waits for an optimizer's writes when a forward begins,
+    but not in a backward, and the first block moves parts before a backward.
     """
     for device in {part.device for part in parts if part.device.type != "cpu"}:
         getattr(torch, device.type).current_stream(device).synchronize()
@@ -47,9 +47,9 @@ def wait_for_moved_parts(parts: Iterable[Tensor]) -> None:
 
 @functools.lru_cache(maxsize=1)
 def finds_parts() -> bool:
-    """Return whether the parts of sharded parameters and their memory are where the extension looks; warn once if not.
+    """Return whether the extension finds the parts of sharded parameters and their memory; warn once if not.
 
-    It returns False without the extension, too. Parts that are not found are stepped one by one, in place.
+    Without the extension the result is False. Parts that are not found are stepped one by one, in place.
     """
     if extension is None:
         return False
@@ -75,7 +75,7 @@ class ShardGrads(FlatGrads):
     is_sharded = True
 
     def __init__(self, grads: FlatGrads, full_params: list[Tensor]) -> None:
-        """Replace ``grads``, which has no gradients yet; ``full_params`` are the parameters of its parts."""
+        """Replace ``grads``, which has no gradients yet. ``full_params`` are the parameters of its parts."""
         super().__init__(grads.params, grads.offsets, grads.total_numel)
         self.full_params, self.gathers_all, self.memory.lends = full_params, grads.gathers_all, grads.memory.lends
         module: Any = sys.modules["torch.distributed.tensor"]

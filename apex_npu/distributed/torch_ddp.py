@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch's DistributedDataParallel around a script's models: its instances, and the gradients that they average."""
+"""Instances of DistributedDataParallel around a script's models, and the gradients that they average."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DDPWatch:
 
     Args:
         known: The instances that exist.
-        check: Called with the module first. It may raise, which ends the constructor before it has communicated.
+        check: Called with the module first. It may raise an error, which ends the constructor before communication.
     """
 
     def __init__(self, known: KnownDDPs, check: Callable[[nn.Module], None]) -> None:
@@ -131,7 +131,7 @@ def ddps_of(known: KnownDDPs, params: Iterable[Tensor]) -> list[DistributedDataP
 def may_keep_grads(known: KnownDDPs) -> KnownDDPs:
     """Return the instances in ``known`` that may not average the gradients of the next backward, as in ``no_sync``.
 
-    torch decides this in the forward, but a forward under ``no_grad`` leaves the same trace.
+    torch decides this in the forward. A forward under ``no_grad`` cannot be distinguished.
     """
 
     def averages(ddp: Any) -> bool:
@@ -148,12 +148,12 @@ def with_bucket_views(known: KnownDDPs) -> KnownDDPs:
 def rebuild_buckets(ddp: Any) -> None:
     """Make ``ddp`` rebuild its buckets now, instead of in its next forward.
 
-    It does so once, in the order of the gradients of a backward, and gives parameters new gradients with the same
-    values. Between two blocks the library could not tell these from the gradients of a backward.
+    A rebuild happens once, in the order of the gradients of a backward, and gives parameters new gradients with the
+    same values. Between two blocks amp could not distinguish these from the gradients of a backward.
     """
-    # In join() a process without data repeats the others' collectives, at the place where their forward has them.
+    # In join() a process without data repeats the collectives of the others' forward.
     if not ddp._join_config.enable:
-        with suppress(RuntimeError):  # a reduction has not ended: the next forward says so
+        with suppress(RuntimeError):  # a reduction has not ended: the next forward raises the error
             ddp.reducer._rebuild_buckets()
 
 
@@ -161,7 +161,7 @@ class LocalBackward:
     """A backward after which some instances may not have averaged gradients."""
 
     def __init__(self, ddps: Sequence[DistributedDataParallel], *, pending: bool) -> None:
-        """Record the gradients before the backward; ``pending``: existing gradients may not be averaged either."""
+        """Record the gradients before the backward; ``pending``: existing gradients also may not be averaged."""
         self._before = []
         for ddp in ddps:
             params = list(ddp.module.parameters())
@@ -171,8 +171,8 @@ class LocalBackward:
     def kept_grads(self) -> bool:
         """Return whether, after the backward, there are gradients that an instance has not averaged.
 
-        A reducer records when each gradient was ready. If it has recorded none, the model inside may have been used
-        otherwise, as in a forward under ``no_grad``, and may have no gradients of this backward.
+        A reducer records when each gradient was ready. If it has recorded nothing, the model inside may have run
+        without it, as in a forward under ``no_grad``, and may have no gradients of this backward.
         """
         return any(
             reducer.get_backward_stats() == stats and _has_new(grads_of(params), grads, versions)
@@ -181,7 +181,7 @@ class LocalBackward:
 
 
 def _has_new(now: list[Tensor | None], before: list[Tensor | None], versions: list[int]) -> bool:
-    """Return whether a gradient is not the one ``before``, or has been written since."""
+    """Return whether a gradient differs from ``before``, or has been written since."""
     return any(
         grad is not None and (grad is not former or grad._version != version)
         for grad, former, version in zip(now, before, versions, strict=True)
@@ -194,7 +194,7 @@ def dtypes_of(known: KnownDDPs) -> list[tuple[DistributedDataParallel, list[torc
 
 
 def follow_dtypes(ddp: DistributedDataParallel, dtypes: list[torch.dtype]) -> None:
-    """Make ``ddp`` average gradients again if the dtypes of its parameters differ from ``dtypes`` by now."""
+    """Make ``ddp`` average gradients again if the dtypes of its parameters have changed from ``dtypes``."""
     if [p.dtype for p in ddp.module.parameters()] == dtypes:
         return
     obstacle = obstacle_to_rebuilding(ddp)
@@ -208,7 +208,7 @@ def follow_dtypes(ddp: DistributedDataParallel, dtypes: list[torch.dtype]) -> No
 
 
 def obstacle_to_rebuilding(ddp: Any) -> str | None:
-    """Return the setting that ``rebuild_reducer`` would lose, in words; None if it loses nothing."""
+    """Return a description of the setting that ``rebuild_reducer`` would lose; None if it loses nothing."""
     if ddp.process_group is not dist.group.WORLD:
         return "a process group other than the default one"
     if ddp.mixed_precision is not None:
@@ -219,8 +219,8 @@ def obstacle_to_rebuilding(ddp: Any) -> str | None:
 
 
 def rebuild_reducer(ddp: Any) -> None:
-    """Make ``ddp`` average the gradients of parameters whose dtype has changed: their accumulators are new.
+    """Make ``ddp`` average the gradients of parameters whose dtype, and so whose gradient accumulator, has changed.
 
-    torch has no function for this; unpickling does just this.
+    torch has no function for this, but unpickling does it.
     """
     ddp.__setstate__(ddp.__getstate__())
