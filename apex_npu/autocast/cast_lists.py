@@ -6,7 +6,7 @@ Names without a dot are aten operators with a single (default) overload; others 
 tables list the casts that Apex promises. The casts of a device's own autocast are removed when the overlay is built
 (``autocast_ops.py``), so a name that a later torch casts by itself adds no cost.
 
-Some functions are left out on purpose, because torch does as promised by itself:
+Some functions are omitted, because torch itself does what Apex promises:
 
 * ``add``, ``mul``, ``div``, the comparisons, ``addcmul``, ``addcdiv``, ``atan2``, ``equal``, ``cat`` and ``stack``
   promote half and float to float. (A 0-dim float does not promote a half tensor, in torch as here.)
@@ -197,7 +197,7 @@ LINALG_FLOAT_OPS = (
 # On cpu torch already runs these in float.
 ACCELERATOR_FORCED_OPS = ("grid_sampler", "linalg_matrix_norm", "linalg_matrix_norm.str_ord")
 
-# The widest type wins; torch refuses mixed arguments. vdot calls dot, which a dispatch mode moves below the casts.
+# Arguments take the widest type; torch refuses mixed ones. vdot calls dot, which a dispatch mode moves below the casts.
 PROMOTE_OPS = ("bilinear", "cross", "dot", "vdot")
 
 # In place: the other arguments take the type of self; torch itself refuses mixed arguments.

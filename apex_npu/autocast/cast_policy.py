@@ -15,7 +15,7 @@ class CastPolicy:
     """The casts of a level. ``None`` in a tri-state field means that it does not apply.
 
     Attributes:
-        enabled: Whether anything is cast.
+        enabled: False: nothing is cast.
         cast_model_type: O0, O2, O3: the dtype of the model's floating-point parameters and of its forward's inputs.
             False or None: no cast.
         patch_torch_functions: O1: run under torch.autocast, completed by ``autocast_ops.py`` and ``monkey_patches.py``.

@@ -10,7 +10,7 @@ safe. This module and ``forward_cast.py`` implement them:
 * The ambient part does not count as an autocast block, so that the end of a user's own block still clears the cache.
 * Backward runs with autocast off: each operator's derivative runs in the dtype of its forward.
 * The backward of a Python ``autograd.Function`` is a user's formula, and runs with autocast as it was in its forward.
-  A model that it calls, or that checkpointing computes again, runs inside the same regions as in that forward.
+  Models that it calls, or that checkpointing recomputes, run inside the same regions as in that forward.
 
 Autocast is a property of a thread. A bare module called in another thread is not cast; a converted model is.
 """
@@ -46,7 +46,7 @@ def enable_casts(
     undo: Undo | None = None,
     ambient: Ambient | None = None,
 ) -> CastHandle:
-    """Switch O1's casts on in this thread, or do nothing if the policy has none.
+    """Switch O1's casts on in this thread, or do nothing if the policy has no such casts.
 
     Call it outside of autocast blocks: the end of a block restores the autocast state of its beginning. Several handles
     may exist at once if they are undone in reverse order. A forked process inherits the casts, except for a

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The tensors of a model in float32, for torch's ``AveragedModel``."""
+"""The tensors of a model in float32, as torch's ``AveragedModel`` needs them."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from apex_npu.ops import LOW_PRECISION, cats_lists
 
 @dataclasses.dataclass(eq=False)
 class Ambient:
-    """The place where O1's casts are also on outside of models: one thread, while their session is the current one.
+    """The thread in which O1's casts are on outside of models, while their session is the current one.
 
     Attributes:
         thread_id: The identifier of the thread.
@@ -49,7 +49,7 @@ class Ambient:
     before_forward: Callable[[], object] = lambda: None
 
     def is_here(self) -> bool:
-        """Return whether the current autocast state is O1's, unless an autocast region has been entered."""
+        """Return whether this thread has O1's autocast state outside of autocast regions."""
         # torch.compile cannot trace get_ident.
         return self.active and (torch.compiler.is_compiling() or threading.get_ident() == self.thread_id)
 
@@ -101,9 +101,9 @@ def convert_model(
     """Cast ``model`` and wrap its forward as ``policy`` specifies; change nothing if a part fails.
 
     O0, O2, O3: floating-point parameters, buffers and existing gradients become ``policy.model_dtype`` (batch norms
-    keep their own with ``keep_batchnorm_fp32``). So do floating-point tensors passed to the model's forward. Its
-    outputs become ``cast_model_outputs``, by default float32. A submodule that is called directly
-    (``model.encoder(x)``) has its inputs cast, too, but not its outputs.
+    keep their dtype with ``keep_batchnorm_fp32``). So do floating-point tensors passed to the model's forward. Its
+    outputs become ``cast_model_outputs``, by default float32. If a submodule is called directly
+    (``model.encoder(x)``), its inputs are cast, but not its outputs.
 
     O1: the forward is an autocast region; outputs are cast only if ``cast_model_outputs`` is given.
 
@@ -115,7 +115,7 @@ def convert_model(
         model: The model, changed in place; parameters keep their identity.
         policy: The casts to apply.
         device_types: Device types on which O1 casts.
-        ambient: The ``Ambient`` of the model's casts; by default that of this thread.
+        ambient: The ``Ambient`` of the model's casts; by default one of this thread.
 
     Returns:
         The handle that removes the wrapper.
@@ -173,7 +173,7 @@ def wrapper_of(model: nn.Module) -> dict[str, Any]:
 
 
 def put_wrapper_back(model: nn.Module, wrapper: dict[str, Any]) -> None:
-    """Undo a second conversion: put the first one's wrapper back on the model."""
+    """Undo a second conversion: restore the wrapper of the first one."""
     if not isinstance(wrapper.get("forward"), CastForward):
         _remove_wrapper(model, None)
     vars(model).update(wrapper)
@@ -195,7 +195,7 @@ class ModelCast:
         return model if self._forward() is not None else None
 
     def shield(self, ambient: Ambient, device_types: Sequence[str]) -> None:
-        """Keep another session's casts out of this model's forward, unless it is an O1 model with casts of its own."""
+        """Keep another session's casts out of this model's forward, unless the model itself was converted at O1."""
         forward = self._forward()
         if forward is not None and forward.settings is not None and not forward.settings.device_types:
             forward.shield = (ambient, tuple(device_types))
@@ -225,9 +225,9 @@ class ForwardSettings:
         output_dtype: The dtype to which floating-point outputs are cast; None: they are not cast.
         device_types: The device types for which the forward is an autocast region.
         autocast_dtype: The dtype of that region.
-        ambient: Tells when a forward is no region: inside another forward, or inside ``disable_casts``.
+        ambient: Records when a forward is not a region: inside another forward, or inside ``disable_casts``.
         title: The name of the policy in warnings.
-        caches_weights: Whether a weight is cast once in a forward; otherwise, it is cast in each use.
+        caches_weights: A weight is cast once in a forward; otherwise, it is cast in each use.
     """
 
     input_dtype: torch.dtype | None
@@ -243,7 +243,7 @@ class ForwardSettings:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything but ``ambient``: another process may use the thread's identifier for any thread."""
+        """Return everything except ``ambient``, since another process may use the identifier for another thread."""
         return {**vars(self), "ambient": None}
 
 
@@ -280,17 +280,17 @@ class CastForward:
     """The replacement of ``model.forward``.
 
     It is an object rather than a closure or a bound function, so that deepcopy and pickle follow ``model`` to the copy.
-    (A pickled bound function is looked up by name on the class, which would find the forward without casts.)
+    A pickled bound function would be looked up on the class, and would be the forward without casts.
 
     Attributes:
         model: The model with this forward.
         inner: The former instance attribute ``forward``, or None for the class's method.
         settings: The casts to apply; None after an undo, when calls pass through.
-        shield: Casts to keep out of this forward, and the device types they act on.
+        shield: Casts to keep out of this forward, and their device types.
         running: The threads inside this forward, or ``TRACED``, one entry per call. It is a list because append and
             remove are atomic.
-        looks_around: Whether to warn if the forward is inside an autocast region. False after the first forward that
-            trains, because later ones are called in the same place.
+        looks_around: Warn if the forward is inside an autocast region. False after the first forward that trains,
+            because later ones are called in the same place.
     """
 
     model: nn.Module
@@ -334,10 +334,10 @@ class CastForward:
         self.looks_around = False
         device_type = param.device.type
         warn(
-            f"the model was initialized at {settings.title}, by which it computes in {settings.input_dtype}, and its "
+            f"the model was initialized at {settings.title}, so that it computes in {settings.input_dtype}, and its "
             f"forward is called inside of torch.autocast({device_type!r}, "
             f"dtype={torch.get_autocast_dtype(device_type)}), which casts within the model a second time: leave one of "
-            'both out, or initialize at "O1" (float16) or "O4" (bfloat16), whose casts take the place of the region\'s'
+            'both out, or initialize at "O1" (float16) or "O4" (bfloat16), whose casts replace those of the region'
         )
 
     def _calls_itself(self) -> bool:
@@ -366,7 +366,7 @@ class CastForward:
             self.running.remove(thread_id)
 
     def _check_dtypes(self, settings: ForwardSettings, error: RuntimeError) -> None:
-        """After ``error`` about dtypes, check that the model still has the dtypes of its cast.
+        """Check that the model still has the dtypes of its cast, after ``error`` about dtypes.
 
         Raises:
             RuntimeError: A tensor of the model has another dtype.
@@ -434,7 +434,7 @@ class CastForward:
 
     @property
     def __code__(self) -> types.CodeType:
-        """The code of the original forward. torch.export quotes its place in the source."""
+        """The code of the original forward. torch.export reads its source location."""
         code: types.CodeType = self._inner_or_method().__code__
         return code
 
@@ -442,7 +442,7 @@ class CastForward:
         return self.inner if self.inner is not None else types.MethodType(type(self.model).forward, self.model)
 
     def bound_to(self, model: nn.Module) -> CastForward:
-        """Return the same wrapper for another model, a shallow copy of this one's."""
+        """Return the same wrapper for another model, a shallow copy of this model."""
         inner = self.inner
         if isinstance(inner, types.MethodType) and inner.__self__ is self.model:
             inner = types.MethodType(inner.__func__, model)
@@ -450,7 +450,7 @@ class CastForward:
         return CastForward(model, inner, self.settings, self.running, self.shield)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the parts that belong to this process."""
+        """Return the state without the attributes that belong to this process."""
         return {**vars(self), "running": [], "shield": None}
 
 
@@ -484,7 +484,7 @@ class _Replicate:
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype, *, keeps: Callable[[nn.Module], bool] | None = None) -> None:
-    """Cast the floating-point parameters, buffers and gradients of ``model`` in place, or none of them on failure.
+    """Cast the floating-point parameters, buffers and gradients of ``model`` in place; restore all on failure.
 
     Args:
         model: The model, whose parameters keep their identity.
@@ -524,7 +524,7 @@ def _own_tensors(module: nn.Module) -> list[Tensor]:
 
 
 def _casts_of_lists(tensors: Iterable[Tensor], dtype: torch.dtype) -> dict[Tensor, Tensor]:
-    """Cast to ``dtype`` those tensors for which casting as a list is better; see ``ops.cats_lists``."""
+    """Return casts to ``dtype`` of the tensors on devices where a list is cast faster; see ``ops.cats_lists``."""
     listed: dict[torch.device, list[Tensor]] = {}
     for tensor in dict.fromkeys(tensors):
         changes = tensor.dtype in MODEL_FLOATS and tensor.dtype != dtype

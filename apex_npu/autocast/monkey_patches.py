@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Names of torch that are patched as attributes while O1 is on, since patching a single operator is not enough.
 
-The patches act only if autocast is enabled for the tensor's device, so switching autocast off switches them off. One
-name is patched for models that are cast instead. Each function registers its undo on the ``Undo`` it is given.
+The patches act only if autocast is enabled for the tensor's device, so switching autocast off switches them off. The
+patch of ``matrix_exp`` is for models that are cast instead. Each function registers its undo on the given ``Undo``.
 """
 
 from __future__ import annotations

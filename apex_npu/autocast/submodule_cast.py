@@ -1,8 +1,8 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Casts for submodules of a cast model that are called directly: ``model.encoder(x)`` takes the inputs of ``model(x)``.
+"""Casts the inputs of submodules that are called directly: ``model.encoder(x)`` accepts the inputs of ``model(x)``.
 
-Inside the model's own forward nothing is cast a second time: there the author of the model decides.
+Inside the model's own forward nothing is cast a second time.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Wrapper(Protocol):
 class ModelRef:
     """A reference to the model, which the hooks of all its submodules share.
 
-    A copy or a pickle of a submodule alone does not include the model. When the model is pickled, one of its attributes
-    holds this object, too, and sets the model.
+    A copy or a pickle of a submodule alone does not include the model. A pickle of the model also has this object in an
+    attribute, which sets the model when it is loaded.
 
     Attributes:
         model: The model; None if it was not pickled together with this object.
-        is_compiled: Whether the model is a module made by torch.compile.
+        is_compiled: The model is a module made by torch.compile.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -56,7 +56,7 @@ class ModelRef:
         self.is_compiled = type(model).__name__ == "OptimizedModule"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelRef:
-        """Copy the reference, but not the model: without a copy of the model it refers to the same one."""
+        """Return a reference to the copy of the model if it is also copied, else to the same model."""
         return ModelRef(memo.get(id(self.model), self.model))
 
     def __reduce__(self) -> Any:
@@ -69,7 +69,7 @@ class CastInputs:
 
     Attributes:
         of: The reference to the model with the wrapped forward.
-        alone: Whether the last forward of the submodule was called directly.
+        alone: The last forward of the submodule was called directly.
     """
 
     def __init__(self, of: ModelRef) -> None:
@@ -80,7 +80,7 @@ class CastInputs:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Cast the inputs, unless the model itself is running in this thread, or is no longer wrapped.
 
-        In backward the model is not running, but checkpointing calls its forward again.
+        In backward the model does not run, but checkpointing calls its forward again.
         """
         # torch.compile cannot trace code that reads the module that it has made, whose forward is not traced.
         if torch.compiler.is_compiling() and self.of.is_compiled:
@@ -108,7 +108,7 @@ class CastInputs:
 
 
 def watch_submodules(model: nn.Module, of: ModelRef, dtype: torch.dtype) -> None:
-    """Add a ``CastInputs`` to every submodule with parameters of ``dtype`` that has none for this model.
+    """Add a ``CastInputs`` for this model to every submodule with parameters of ``dtype``.
 
     Args:
         model: The model whose submodules may be called directly.

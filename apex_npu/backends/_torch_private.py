@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The private names of torch that the package touches, each with the reason.
+"""The private names of torch that the package uses, each with the reason.
 
 A name is private if it, or the module that it is in, begins with an underscore; this includes attributes of torch's
 objects. Not listed are operators of ATen (``torch._foreach_*``, ``torch._fused_*``,
@@ -298,7 +298,7 @@ def no_grad(function: _F) -> _F:
 
 
 def wraps_tensors(tensor: Any) -> bool:
-    """Return whether ``tensor`` is of a subclass that has no memory except that of the tensors inside."""
+    """Return whether ``tensor`` is of a subclass that has no memory except that of its inner tensors."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     return bool(is_traceable_wrapper_subclass(tensor))

@@ -8,7 +8,7 @@ from torch import Tensor, device
 
 
 class IeeeBackend:
-    """Plain storages, and overflow gives inf: cpu, cuda, and any accelerator of torch without a backend of its own."""
+    """Plain storages, and overflow gives inf: cpu, cuda, and any accelerator of torch without a special backend."""
 
     def __init__(self, device_type: str, comm_backend: str) -> None:
         self.device_type = device_type

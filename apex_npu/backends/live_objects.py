@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 
 
 def instances_of(cls: type[_T]) -> list[_T]:
-    """Return all that the garbage collector tracks; takes time proportional to the number of objects in the process."""
+    """Return the instances of ``cls`` that the garbage collector tracks. This visits all objects of the process."""
     objects = gc.get_objects()
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, cls)}
     return [found for found in objects if type(found) in kinds] if kinds else []

@@ -17,7 +17,7 @@ _NCHW, _ND = 0, 2
 
 
 class NpuBackend:
-    """Private formats; on chips before the 910B, saturating arithmetic with a sticky overflow flag."""
+    """Private formats, and on chips before the 910B saturating arithmetic with a sticky overflow flag."""
 
     device_type = "npu"
     comm_backend = "hccl"

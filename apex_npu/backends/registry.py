@@ -25,8 +25,7 @@ _BACKENDS: dict[str, Backend] = {
 def for_device(device: torch.device) -> Backend:
     """Return the backend of ``device``.
 
-    A device type without a backend of its own (xpu, mps, ...) is treated as IEEE with plain storages, as torch
-    guarantees.
+    A device type that is not registered (xpu, mps, ...) is treated as IEEE with plain storages, as torch guarantees.
     """
     backend = _BACKENDS.get(device.type)
     if backend is None:

@@ -12,7 +12,7 @@ def require(needed_by: str, distribution: str, oldest: str) -> None:
     """Check an optional package before its first import.
 
     Args:
-        needed_by: The name of what needs the package, for the message.
+        needed_by: The name of the feature that needs the package, for the message.
         distribution: The name of the package for pip.
         oldest: The oldest release that is tested.
 
