@@ -25,7 +25,7 @@ ABOUT = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that ``arguments`` give; None: the process's command line. Wrong arguments exit with status 2.
+    """Run the command of ``arguments`` (None: the process's command line). Wrong arguments exit with status 2.
 
     Returns:
         The exit status. A script that is run may exit with its own status.

@@ -2,10 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Loads the C++ extension, or warns once why it cannot be used.
 
-``extension`` is the module ``apex_npu._C``, or None if it was not built, or was built for another torch. Loading one
-that was built for another torch could crash, so the version is read from the text file that the build leaves beside it.
-Without the extension nothing is fused: no tensor moves, and optimizers step each parameter in place, by torch's
-operators.
+``extension`` is the module ``apex_npu._C``, or None if it was not built, or was built for another torch. An extension
+for another torch could crash when it is loaded, so the version is read from a text file that the build writes. Without
+the extension no tensor moves, and optimizers step each parameter in place by torch's operators.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _WAY_OUT = f"using torch's operators, without fusing (slower); to rebuild it, in
 
 
 def is_switched_off() -> bool:
-    """True if ``APEX_NPU_NO_EXT`` is set to a word that setup.py takes for true, too."""
+    """Return True if ``APEX_NPU_NO_EXT`` has a value that setup.py also treats as true."""
     return os.environ.get("APEX_NPU_NO_EXT", "").strip().lower() not in {"", "0", "false", "no", "off"}
 
 

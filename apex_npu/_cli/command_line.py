@@ -15,7 +15,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:
-    """Return the end of an error message, with the known name nearest to a wrong one; empty if none is near.
+    """Return the end of an error message with the known name nearest to a wrong one; empty if no name is near.
 
     Example::
 
@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             hint = did_you_mean(value, action.choices)
-            raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(action.choices)}{hint}")
+            raise argparse.ArgumentError(action, f"{value!r} is not one of {', '.join(action.choices)}{hint}")
 
 
 def add_command(commands: Commands, name: str, run: Callable[[argparse.Namespace], int], help: str) -> Parser:
@@ -47,13 +47,13 @@ def add_command(commands: Commands, name: str, run: Callable[[argparse.Namespace
 
 
 def run_command(parser: Parser, arguments: Sequence[str], alone: Mapping[str, str] | None = None) -> int:
-    """Run the command that ``arguments`` choose. Wrong arguments exit with status 2.
+    """Run the command that ``arguments`` select. Wrong arguments exit with status 2.
 
     Args:
         parser: The parser of all commands.
         arguments: The words of the command line.
-        alone: The options of ``run`` that may have no value, with the value that they then get. argparse would take the
-            next word as the value.
+        alone: The options of ``run`` with an optional value, and their default values. argparse would take the next
+            word as the value.
     """
     valued = [f"{word}={alone[word]}" if alone and word in alone else word for word in arguments]
     options, unknown = parser.parse_known_args(valued)

@@ -108,8 +108,8 @@ def test_an_option_comes_before_a_variable(script, looked, monkeypatch):
         (["--explain-overflow"], "--explain-overflow; did you mean '--explain-overflows'?"),
         (["--profil=1:3"], "--profil=1:3; did you mean '--profile'?"),
         (["--host", "tim"], "did you mean 'timm'?"),
-        (["--host", "timm", "--host", "keras"], "'keras' is none of deepspeed"),
-        (["--device", "xpu"], "'xpu' is none of npu"),
+        (["--host", "timm", "--host", "keras"], "'keras' is not one of deepspeed"),
+        (["--device", "xpu"], "'xpu' is not one of npu"),
         (["--force=1"], "--force"),
     ],
 )
