@@ -23,7 +23,7 @@
 
 namespace py = pybind11;
 
-// For a C++ thread that may not hold Python's lock: neither when it calls, nor when it lets go of `function`.
+// Wraps `function` for C++ threads that may not hold Python's lock when they call or release it.
 static std::function<void(int64_t)> from_any_thread(py::function function) {
   const std::shared_ptr<py::function> shared(new py::function(std::move(function)), [](py::function* held) {
     py::gil_scoped_acquire gil;
@@ -35,7 +35,7 @@ static std::function<void(int64_t)> from_any_thread(py::function function) {
       (*shared)(n);
     } catch (py::error_already_set& error) {
       error.restore();
-      python_error raised;  // what autograd's engine carries over to the thread that waits for it
+      python_error raised;  // autograd's engine passes it to the waiting thread
       raised.persist();
       throw raised;
     }

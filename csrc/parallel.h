@@ -1,7 +1,7 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Loops on torch's threads, whichever compiler builds them.
+// Loops on torch's threads, with any compiler.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -10,8 +10,8 @@
 
 #if AT_PARALLEL_OPENMP && defined(__linux__)
 #define APEX_NPU_GOMP
-// What g++ makes of `#pragma omp parallel`. torch brings a library that has it: libgomp, or LLVM's, which has it too.
-// clang++ would call functions that LLVM's alone has, and linking that one starts a second pool of threads.
+// The function that g++ calls for `#pragma omp parallel`. The OpenMP library of torch (libgomp or LLVM's) has it.
+// clang++ would call functions that only LLVM's library has, and linking that one starts a second pool of threads.
 extern "C" void GOMP_parallel(void (*function)(void*), void* data, unsigned thread_count, unsigned flags);
 extern "C" int omp_get_num_threads();
 extern "C" int omp_get_thread_num();
@@ -20,7 +20,7 @@ extern "C" int omp_get_thread_num();
 namespace apex_npu {
 
 #ifdef APEX_NPU_GOMP
-// A loop that a team of threads divides among itself.
+// A loop that a team of threads divides.
 template <typename Function>
 struct SharedLoop {
   int64_t begin, end, grain;
@@ -31,14 +31,14 @@ struct SharedLoop {
     const int64_t shares = std::min<int64_t>(omp_get_num_threads(), at::divup(end - begin, grain));
     const int64_t length = at::divup(end - begin, shares);
     const int64_t from = begin + omp_get_thread_num() * length;
-    // Sequential, since this is a thread of a team.
+    // Runs sequentially, because this is a thread of a team.
     at::parallel_for(from, std::min(end, from + length), grain, function);
   }
 };
 #endif
 
-// at::parallel_for, for a function that does not throw: function(begin, end) for all of [begin, end), in shares of at
-// least `grain`. Compiled without -fopenmp, torch's own has one thread.
+// The same as at::parallel_for for a function that does not throw: calls function(begin, end) for ranges of at least
+// `grain` that cover [begin, end). at::parallel_for itself has one thread if compiled without -fopenmp.
 template <typename Function>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const Function& function) {
 #ifdef APEX_NPU_GOMP

@@ -30,7 +30,7 @@ std::vector<at::Tensor> swap_data(const Borrowed& params, const Borrowed& source
 
 namespace {
 
-// The values of at most kBlockNumel elements.
+// Does take_written_cpu for at most kBlockNumel elements.
 void take_block(float* values, const uint16_t* words, c10::ScalarType dtype, int64_t n) {
   uint16_t rounded[kBlockNumel];
   narrow(values, rounded, dtype, n);

@@ -26,14 +26,14 @@ Policy policy_named(const std::string& name) {
 
 bool is_low_precision(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
 
-// float64 was requested explicitly, and 8-bit floats have scales of their own: both stay.
+// float64 was requested explicitly, and 8-bit floats have separate scales, so neither is cast.
 bool is_cast(const at::Tensor& tensor) {
   return tensor.defined() && (tensor.scalar_type() == at::kFloat || is_low_precision(tensor.scalar_type()));
 }
 
 // One boxed kernel serves every operator: it casts the tensors among the arguments and calls the operator again, below
-// autocast. The key stays excluded (which is what "autocast is off" means) until the operator returns, so that one
-// made of others, such as layer_norm or lstm, stays in one precision down to the bottom.
+// autocast. The key stays excluded ("autocast is off") until the operator returns, so that an operator made of others,
+// such as layer_norm or lstm, runs in one precision throughout.
 class OverlayKernel final : public c10::OperatorKernel {
  public:
   OverlayKernel(at::DeviceType device_type, Policy policy)
@@ -52,7 +52,7 @@ class OverlayKernel final : public c10::OperatorKernel {
   }
 
  private:
-  // What the arguments are cast to, or nothing where they stay as they are.
+  // Returns the dtype to which the arguments are cast; nullopt: they are not cast.
   std::optional<at::ScalarType> dtype_for(const c10::FunctionSchema& schema,
                                           at::ArrayRef<c10::IValue> arguments) const {
     switch (policy_) {
@@ -65,14 +65,14 @@ class OverlayKernel final : public c10::OperatorKernel {
       case Policy::kPromote:
         return widest(arguments);
       case Policy::kMatchSelf:
-        // Into an integer tensor torch refuses floats, and rightly.
+        // For an integer tensor nothing is cast, so that torch rejects floats.
         if (!is_cast(arguments[0].toTensor())) return std::nullopt;
         return arguments[0].toTensor().scalar_type();
     }
     return std::nullopt;
   }
 
-  // What was requested explicitly takes precedence.
+  // An explicit dtype takes precedence.
   static bool has_dtype_argument(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments) {
     for (size_t i = 0; i < arguments.size(); ++i) {
       const c10::Argument& argument = schema.arguments()[i];
@@ -96,7 +96,7 @@ class OverlayKernel final : public c10::OperatorKernel {
     if (value.isTensor()) {
       if (needs_cast(value.toTensor(), dtype)) value = cast(value.toTensor(), dtype);
     } else if (value.isTensorList()) {
-      c10::List<at::Tensor> list;  // a new one: the caller may hold on to its own
+      c10::List<at::Tensor> list;  // a new list, because the caller may keep the given one
       for (const at::Tensor& tensor : value.toTensorVector()) {
         list.push_back(needs_cast(tensor, dtype) ? cast(tensor, dtype) : tensor);
       }
@@ -119,7 +119,7 @@ class OverlayKernel final : public c10::OperatorKernel {
   Policy policy_;
 };
 
-// A few operators are registered on top of autocast's own kernels; torch warns, and it is the intention.
+// Silences torch's warning that a few operators intentionally override autocast's own kernels.
 class Silence final : public c10::WarningHandler {
   void process(const c10::Warning& /*warning*/) override {}
 };

@@ -1,8 +1,8 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// O1's overlay: kernels under a device's Autocast dispatch key, for operators that its autocast leaves alone. Which
-// operators, and with which policy, apex_npu/autocast/cast_lists.py says; the kernels in
+// O1's overlay: kernels under a device's Autocast dispatch key, for operators that its autocast does not cast.
+// apex_npu/autocast/cast_lists.py lists the operators and their policies; the kernels in
 // apex_npu/autocast/autocast_kernels.py do the same in Python.
 #pragma once
 
@@ -15,7 +15,7 @@
 
 namespace apex_npu {
 
-// Registers on construction, unregisters in destroy() or on destruction: nothing is registered by loading the library.
+// Registers on construction, and unregisters in destroy() or on destruction. Loading the library registers nothing.
 class Overlay {
  public:
   // `table`: an aten operator, with its overload if it has one ("pow.Scalar"), and "half", "float", "promote"

@@ -30,7 +30,7 @@ std::vector<int64_t> low_precision_of(const Borrowed& tensors) {
 }
 
 void drop_grads(const Borrowed& tensors) {
-  // Together at the end: what Python runs when a gradient is freed may release the tensors that follow.
+  // Freed together at the end: freeing a gradient may run Python code that releases the tensors that follow.
   std::vector<at::Tensor> dropped;
   dropped.reserve(tensors.size());
   const auto drop = [&](const at::Tensor& grad, size_t i) {

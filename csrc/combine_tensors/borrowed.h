@@ -1,7 +1,7 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Many tensors, read one after the other.
+// Reads many tensors in sequence, with prefetching.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,16 +13,16 @@
 
 namespace apex_npu {
 
-// Tensors that the caller keeps alive. Every step reads thousands of them: reference counting would take longer.
+// Tensors that the caller keeps alive. Every step reads thousands of them, and reference counting would take longer.
 using Borrowed = std::vector<const at::Tensor*>;
 
-// look(i) for each tensor. A tensor's objects are scattered over memory, and an update has evicted them from the
-// caches: each call would wait for memory a few times, in sequence. So `next`, which gets the tensor's implementation,
-// prefetches what it points to a few tensors ahead, and of the implementation itself `bytes` are prefetched before
-// that. Each line of the cache costs, the unneeded ones, too.
+// Calls look(i) for each tensor. A tensor's objects are scattered over memory, and an update has evicted them from the
+// caches, so each call would wait for memory several times. This function therefore prefetches `bytes` of a tensor's
+// implementation, and a few tensors ahead `next(implementation)` prefetches the objects that it points to. Each cache
+// line costs time, so unneeded ones are not prefetched.
 constexpr size_t kAhead = 8;
 
-// References, storage, autograd's data, version counter and object in Python come first, sizes and dtype last.
+// References, storage, autograd's data, version counter and Python object come first, sizes and dtype last.
 constexpr size_t kPointersBytes = 64;
 
 inline void prefetch_impl(const at::Tensor& tensor, size_t bytes = sizeof(c10::TensorImpl)) {
@@ -42,7 +42,7 @@ inline void prefetch_storage(const c10::TensorImpl& impl) {
   if (impl.has_storage()) APEX_NPU_PREFETCH(impl.unsafe_storage().unsafeGetStorageImpl());
 }
 
-// The counter is all that a VariableVersion points to.
+// A VariableVersion points only to its counter.
 inline void prefetch_counter(const c10::TensorImpl& impl) {
   static_assert(sizeof(c10::VariableVersion) == sizeof(void*), "its counter is prefetched");
   const void* counter = nullptr;
@@ -50,17 +50,17 @@ inline void prefetch_counter(const c10::TensorImpl& impl) {
   APEX_NPU_PREFETCH(counter);
 }
 
-// Its gradient follows a name.
+// The gradient follows the name of the tensor.
 inline void prefetch_autograd(const c10::TensorImpl& impl) { prefetch_bytes(impl.autograd_meta(), kPointersBytes); }
 
-// Tensor::grad() also asks whether it is a leaf, which takes longer than all else.
+// Tensor::grad() also checks whether the tensor is a leaf, which takes longer than everything else.
 inline const at::Tensor& grad_of(const at::Tensor& tensor) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   return impl->grad();
 }
 
-// look(grad, i) for the gradient of each tensor, undefined where it has none, likewise; `next` prefetches what the
-// gradients point to, of which themselves `bytes` are.
+// Calls look(grad, i) for the gradient of each tensor, which may be undefined, with the prefetching of look_at_each.
+// `next` prefetches objects that the gradients point to, and `bytes` of the gradients are prefetched before.
 template <typename Next, typename Look>
 void look_at_grads(const Borrowed& tensors, const Next& next, const Look& look, size_t bytes) {
   const auto look_and_prefetch = [&](size_t i) {
@@ -76,24 +76,24 @@ void look_at_grads(const Borrowed& tensors, const Look& look, size_t bytes = siz
   look_at_grads(tensors, prefetch_storage, look, bytes);
 }
 
-// What in-place operations on these tensors would have done to their version counters. Those of inference have none;
-// torch's own function passes over them, too.
+// Increments the version counter, as an in-place operation does. Inference tensors have no counter and are skipped, as
+// in torch's own function.
 inline void increment_version(const at::Tensor& tensor) {
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   if (impl->version_counter().enabled()) impl->bump_version();
 }
 void increment_versions(const Borrowed& tensors);
 
-// Whether one of them has a gradient.
+// Returns whether one of them has a gradient.
 bool any_grads(const Borrowed& tensors);
 
-// The indices of those in float16 or bfloat16.
+// Returns the indices of the float16 and bfloat16 tensors.
 std::vector<int64_t> low_precision_of(const Borrowed& tensors);
 
-// tensor.grad = None, for each.
+// Sets tensor.grad = None for each tensor.
 void drop_grads(const Borrowed& tensors);
 
-// tensors[i].grad = grads[i], for each.
+// Sets tensors[i].grad = grads[i] for each tensor.
 void set_grads(const Borrowed& tensors, const Borrowed& grads);
 
 }  // namespace apex_npu

@@ -22,8 +22,8 @@
 namespace apex_npu {
 namespace {
 
-// The memory of a buffer and all its slots: the allocator's DataPtr, owned jointly by the tensors that point into it.
-// Owning the memory rather than the source's StorageImpl keeps slots valid when the source is resized or re-pointed.
+// The memory of a buffer and all its slots: the allocator's DataPtr, which the tensors that point into it own jointly.
+// They own the memory rather than the source's StorageImpl, so that they stay valid if the source is resized or moved.
 struct Memory {
   c10::DataPtr data;
   std::shared_ptr<void> note;
@@ -32,7 +32,7 @@ using SharedMemory = std::shared_ptr<Memory>;
 
 struct SlotContext {
   SharedMemory memory;
-  // What the storage pointed at before, while something outside torch (numpy, DLPack) may still reference it.
+  // The former memory of the storage, while something outside torch (numpy, DLPack) may still reference it.
   c10::DataPtr previous;
 };
 
@@ -47,15 +47,15 @@ SlotContext* slot_context_of(const c10::DataPtr& data_ptr) {
   return static_cast<SlotContext*>(data_ptr.get_context());
 }
 
-// The pointer that the allocator gave for the memory that data_ptr is in: the one that identifies the memory to it.
+// Returns the allocator's pointer for the memory that contains data_ptr. It identifies the memory to the allocator.
 const c10::DataPtr& allocation_of(const c10::DataPtr& data_ptr) {
   const SlotContext* context = slot_context_of(data_ptr);
   return context == nullptr ? data_ptr : context->memory->data;
 }
 
-// Freed memory goes to the next allocation on the stream that it was allocated on, nearly always the default one;
-// of other streams that use it the allocator has to be told. Fusing on another one is such a use of the memory that
-// parameters leave, and makes memory that the default one will use: a user knows of neither.
+// The allocator reuses freed memory for its own stream, which is nearly always the default one, and must be notified of
+// other streams that use the memory. If fusing runs on another stream, that stream uses the former memory of
+// parameters, and the default stream will use the new memory. Users cannot know this, so it is recorded here.
 void record_fusing(const c10::DataPtr& allocation, bool is_new) {
   const c10::Device device = allocation.device();
   if (!device.is_cuda() && !device.is_privateuseone()) return;
@@ -64,7 +64,7 @@ void record_fusing(const c10::DataPtr& allocation, bool is_new) {
   if (fusing != usual) guard.recordDataPtrOnStream(allocation, is_new ? usual : fusing);
 }
 
-// Turns sole ownership into joint ownership, once per source; the address stays.
+// Turns sole ownership into joint ownership, once for each source; the address stays.
 SharedMemory share_memory_of(const at::Tensor& src) {
   c10::StorageImpl* storage = src.storage().unsafeGetStorageImpl();
   void* start = storage->mutable_data();  // materialises a copy-on-write storage
@@ -90,7 +90,7 @@ int64_t extent_numel(at::IntArrayRef sizes, at::IntArrayRef strides) {
   return empty ? 0 : extent;
 }
 
-// Bytes that a thread copies at least.
+// The minimum number of bytes that a thread copies.
 constexpr int64_t kCopyGrain = 1 << 18;
 
 int64_t storage_numel(const at::Tensor& t) { return static_cast<int64_t>(t.storage().nbytes() / t.dtype().itemsize()); }
@@ -142,11 +142,11 @@ void check_change_data_ptr(const at::Tensor& dst, const at::Tensor& src, int64_t
   TORCH_CHECK_VALUE(dst.storage().unsafeGetStorageImpl() != src.storage().unsafeGetStorageImpl(),
                     "change_data_ptr: dst and src are views of one storage, which cannot be pointed into itself;"
                     " pass src.clone() or a new buffer");
-  // No check for longer cycles: slots own memory, never each other's storages, so none can form.
+  // Longer cycles cannot form, because slots own memory and not other storages.
 }
 
 void change_data_ptr(const at::Tensor& dst, const at::Tensor& src, int64_t offset_numel, bool keep_previous) {
-  if (src.is_meta()) return;  // nothing to point at
+  if (src.is_meta()) return;  // it has no memory
   const SharedMemory memory = share_memory_of(src);
   c10::StorageImpl* storage = dst.storage().unsafeGetStorageImpl();
   record_fusing(allocation_of(storage->data_ptr()), false);
@@ -192,7 +192,7 @@ at::Tensor storage_view(const at::Tensor& src, int64_t offset_numel, at::IntArra
                     sizes.size(), " and ", strides.size());
   const int64_t need_numel = extent_numel(sizes, strides);
   check_range(offset_numel, need_numel, src);
-  // An NPU keeps the shape in its storage's format description, so there the storage is made with the right one.
+  // An NPU keeps the shape in the format description of a storage, so the storage is made with the right shape.
   const at::TensorOptions options = src.options().requires_grad(false);
   at::Tensor view = src.is_privateuseone() ? at::empty_strided(sizes, strides, options) : at::empty({0}, options);
   if (!src.is_meta()) {
@@ -246,7 +246,7 @@ bool is_slot(const at::Tensor& t) {
 
 namespace {
 
-// Tensor.record_stream: allocators pass silently over memory whose pointer is not of their making, as a slot's is not.
+// Tensor.record_stream: allocators silently ignore pointers that they have not returned, such as those of slots.
 void record_stream(c10::DispatchKeySet keys, at::Tensor& self, c10::Stream stream) {
   at::_ops::record_stream::redispatch(
       keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect), self, stream);
@@ -257,7 +257,7 @@ void record_stream(c10::DispatchKeySet keys, at::Tensor& self, c10::Stream strea
 
 }  // namespace
 
-// In front of every device's kernel, whenever that is registered.
+// Runs before every device's kernel, also before kernels that are registered later.
 TORCH_LIBRARY_IMPL(aten, BackendSelect, m) { m.impl("record_stream", TORCH_FN(record_stream)); }
 
 }  // namespace apex_npu

@@ -16,8 +16,8 @@ namespace apex_npu {
 
 namespace py = pybind11;
 
-// torch asks Tensor's metaclass about instances of subclasses, which takes longer than all the rest; and whether
-// Parameter is a subclass takes a search.
+// torch calls Tensor's metaclass for instances of subclasses, which takes longer than everything else, and searches the
+// bases of Parameter.
 static bool is_tensor(PyObject* object) {
   return THPVariable_CheckTypeExact(Py_TYPE(object)) ||
          PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass)) || THPVariable_Check(object);
@@ -26,7 +26,7 @@ static bool is_tensor(PyObject* object) {
 Borrowed borrow(const py::sequence& tensors) { return borrow(tensors, 0, py::len(tensors)); }
 
 Borrowed borrow(const py::sequence& tensors, size_t first, size_t last) {
-  // Other sequences create their items on access, and nothing would keep these alive.
+  // Other sequences create their items on access, and would not keep them alive.
   TORCH_CHECK_TYPE(PyList_Check(tensors.ptr()) || PyTuple_Check(tensors.ptr()), "expected a list or tuple, got ",
                    Py_TYPE(tensors.ptr())->tp_name);
   const auto count = static_cast<size_t>(PySequence_Fast_GET_SIZE(tensors.ptr()));
@@ -90,17 +90,17 @@ bool hold_grads(const Borrowed& tensors, const py::list& grads, const py::list& 
 bool is_alone(const at::Tensor& grad) {
   if (grad.storage().use_count() > 1 || grad.use_count() > 2) return false;
   if (grad.use_count() == 1) return true;
-  // Held by the parameter and either by its object in Python, which is made here unless it is there, or by another.
+  // The second reference is that of the Python object, or another one. This makes the object if it does not exist.
   const py::object object = py::reinterpret_steal<py::object>(THPVariable_Wrap(grad));
   return grad.use_count() <= 2;
 }
 
-// Whether more than `tensors` reference the one storage that they share.
+// Returns whether the one storage that `tensors` share has other references.
 static bool have_unnamed_aliases(const Borrowed& tensors) {
   std::unordered_set<const c10::TensorImpl*> named;
   for (const at::Tensor* t : tensors) named.insert(t->unsafeGetTensorImpl());
   const c10::Storage& storage = tensors[0]->storage();
-  // Its object in Python, which is made here unless it is there, holds it once.
+  // The Python object of the storage holds one reference. This makes the object if it does not exist.
   const py::object object = py::reinterpret_steal<py::object>(THPStorage_Wrap(storage));
   return storage.use_count() > named.size() + 1;
 }
@@ -117,10 +117,10 @@ std::vector<int64_t> move_storages(const py::sequence& lists, const at::Tensor& 
   }
   std::vector<int64_t> stay;
   for (size_t i = 0; i < members.size(); ++i) {
-    // One after the other, so that memory that is free again is not held twice.
+    // Storage by storage, so that freed memory can be reused.
     if (copy_values) copy_storage(*members[i][0], src, offsets[i]);
-    // An alias may be something outside torch, which cannot follow, and must not be left dangling. Tensor.numpy fixes
-    // the size of a storage, which torch otherwise leaves free.
+    // An unnamed alias may be outside of torch. It cannot follow, and must not be left dangling. Tensor.numpy makes its
+    // storage non-resizable.
     const bool keeps = have_unnamed_aliases(members[i]);
     if (keeps && !members[i][0]->storage().resizable()) stay.push_back(static_cast<int64_t>(i));
     change_data_ptr(*members[i][0], src, offsets[i], keeps);
@@ -149,7 +149,7 @@ std::pair<std::vector<int64_t>, std::vector<int64_t>> lost_and_kept(const SlotTa
 }
 
 bool are_same(const py::sequence& a, const py::sequence& b) {
-  // Themselves, or lists of what other sequences have.
+  // Lists and tuples themselves, or lists of the items of other sequences.
   const auto listed = [](const py::sequence& sequence) {
     PyObject* list = PySequence_Fast(sequence.ptr(), "expected a sequence");
     if (list == nullptr) throw py::error_already_set();
@@ -179,8 +179,8 @@ bool hold_values(const py::list& dicts, const py::list& keys, const py::list& va
   const auto item = [](const py::list& list, size_t i) {
     return PyList_GET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i));
   };
-  // As in look_at_each: the dict, then what it keeps its entries in, are fetched before they are needed.
-  constexpr size_t kAhead = 24;  // of which a few share each dict
+  // As in look_at_each: the dict and then its table of entries are prefetched.
+  constexpr size_t kAhead = 24;  // a few of them share each dict
   constexpr size_t kEntriesBytes = 128;
   for (size_t i = 0; i < count; ++i) {
     if (i + 2 * kAhead < count) prefetch_bytes(item(dicts, i + 2 * kAhead), sizeof(PyDictObject));

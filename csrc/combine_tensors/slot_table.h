@@ -1,7 +1,7 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Remembers where tensors lay when they were fused, and says in one call which of them are still there.
+// Records the places of tensors when they were fused, and finds the tensors that have moved since, in one call.
 #pragma once
 
 #include <cstdint>
@@ -18,14 +18,14 @@ class SlotTable {
 
   size_t size() const { return places_.size(); }
 
-  // Indices of the tensors that have another address, size, stride, dtype or device than when the table was made.
+  // Returns the indices of the tensors whose address, size, stride, dtype or device has changed.
   std::vector<int64_t> broken(const Borrowed& tensors) const;
 
-  // Whether a tensor has the address, size, stride, dtype and device that the i-th had.
+  // Returns whether a tensor has the recorded address, size, stride, dtype and device of the i-th tensor.
   bool is_intact(size_t i, const at::Tensor& t) const;
 
  private:
-  // Of its sizes and strides, which are in shapes_ from `shape` on, there are `dim` each.
+  // shapes_ has `dim` sizes and `dim` strides from index `shape` on.
   struct Place {
     const void* address;
     size_t shape;

@@ -70,7 +70,8 @@ std::vector<int64_t> WriteTable::write(const Borrowed& tensors) {
     increment_version(*tensors[i]);
     record(i, *tensors[i]);
   });
-  // Parameters that were views of one tensor share a counter: what the later one has counted is no write to the other.
+  // Views of one tensor share a counter. Recording all again keeps an increment for one from counting as a write to
+  // another.
   if (!indices.empty()) note(tensors);
   return indices;
 }
@@ -89,7 +90,7 @@ void WriteTable::note_grads(const Borrowed& params) {
   look_at_grads(params, [](const at::Tensor& grad, size_t) {
     if (grad.defined()) increment_version(grad);
   });
-  // After all have been counted: gradients that are views of one tensor share a counter.
+  // After all counters have been incremented, because gradients that are views of one tensor share a counter.
   look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
     if (grad.defined()) entries_[i] = entry_of(grad);
   });

@@ -1,7 +1,7 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Remembers the version and the memory of tensors, and says in one call which have been written or replaced since.
+// Records the versions and the memory of tensors, and finds the tensors written or replaced since, in one call.
 #pragma once
 
 #include <c10/core/StorageImpl.h>
@@ -14,31 +14,31 @@
 
 namespace apex_npu {
 
-// Holds no memory: its references to storages are weak. They keep other storages from being taken for these, whose
-// memory an allocator may give to the next tensor.
+// Holds weak references to storages, which do not keep memory. They distinguish a storage from a later one to which the
+// allocator has given the same memory.
 class WriteTable {
  public:
-  // Records those of `tensors` that have no entry yet: as many as there are entries are known. All others call it.
+  // Records the tensors without an entry, which are those after the known ones. All other methods call it.
   void add(const Borrowed& tensors);
 
-  // Records all, or those at `indices`.
+  // Records the current state of all tensors, or of those at `indices`.
   void note(const Borrowed& tensors);
   void note(const Borrowed& tensors, const std::vector<int64_t>& indices);
 
-  // Indices of the tensors that have another version or another address than the recorded ones.
+  // Returns the indices of the tensors whose version or address differs from the recorded one.
   std::vector<int64_t> written(const Borrowed& tensors);
 
-  // Likewise, of tensors that are about to be written: increments their versions, and records them.
+  // Returns the result of `written`, then increments the versions of the tensors and records them.
   std::vector<int64_t> write(const Borrowed& tensors);
 
-  // Those that have another version.
+  // Returns the indices of the tensors whose version differs from the recorded one.
   std::vector<int64_t> counted(const Borrowed& tensors);
 
   // Records the gradients of `params` instead, and increments their versions.
   void note_grads(const Borrowed& params);
 
-  // Indices of the gradients that have been written or added since, and of those that have another address, but none
-  // that are undefined now.
+  // Returns the indices of the gradients that have been written or added since, and of those with another address.
+  // Undefined gradients are in neither list.
   std::pair<std::vector<int64_t>, std::vector<int64_t>> changed_grads(const Borrowed& params) const;
 
  private:
@@ -59,7 +59,7 @@ class WriteTable {
   void record(size_t i, const at::Tensor& t);
 
   std::vector<Entry> entries_;
-  std::vector<Storage> storages_;  // of the entries; none of gradients
+  std::vector<Storage> storages_;  // of the entries; empty for gradients
 };
 
 }  // namespace apex_npu

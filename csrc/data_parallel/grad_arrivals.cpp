@@ -11,7 +11,7 @@ using torch::autograd::variable_list;
 
 struct GradArrivals::State {
   std::function<void(int64_t)> on_full;
-  std::mutex mutex;  // devices have threads of their own in backward
+  std::mutex mutex;  // each device has a separate thread in backward
   bool armed = false, deferred = false;
   std::vector<int64_t> bucket_of, expected, counts, order, awaited;
   int64_t full = 0, late = -1;
@@ -28,7 +28,7 @@ struct GradArrivals::State {
         late = static_cast<int64_t>(index);
         return;
       }
-      // create_graph=True: gradients are needed as they are until the block ends.
+      // create_graph=True: gradients must not change until the block ends.
       const at::Tensor& grad = tensor.grad();
       if (grad.defined() && grad.requires_grad()) deferred = true;
       if (counts[index] == expected[index]) --awaited[bucket];
@@ -37,7 +37,7 @@ struct GradArrivals::State {
       while (full < static_cast<int64_t>(awaited.size()) && awaited[full] == 0) ++full;
       if (full != before) told = full;
     }
-    if (told >= 0) on_full(told);  // unlocked: it waits for Python's lock, whose holder may wait for ours
+    if (told >= 0) on_full(told);  // without the mutex: this waits for Python's lock, whose holder may wait for it
   }
 };
 
@@ -90,7 +90,7 @@ void GradArrivals::begin(bool deferred) {
   state.armed = true;
 }
 
-// A parameter that has changed its dtype or device has another accumulator.
+// A parameter whose dtype or device has changed has a new accumulator.
 void GradArrivals::watch() {
   for (size_t i = 0; i < tensors_.size(); ++i) {
     const at::Tensor& tensor = tensors_[i];

@@ -16,12 +16,11 @@
 
 namespace apex_npu {
 
-// Buckets are full in one order: the first n of them, or none. See GradArrivals in
-// apex_npu/distributed/grad_arrivals.py, which does the same in Python.
+// Buckets are reported in order: the first n are full. apex_npu/distributed/grad_arrivals.py documents the interface.
 class GradArrivals {
  public:
-  // `on_full(n)`: the first n buckets are full. Called in the thread that added the last gradient; two threads may
-  // call at once, and in either order.
+  // `on_full(n)`: the first n buckets are full. It is called in the thread that added the last gradient. Two threads
+  // may call it at the same time and in any order.
   GradArrivals(std::vector<at::Tensor> tensors, std::function<void(int64_t)> on_full);
   ~GradArrivals();
   GradArrivals(const GradArrivals&) = delete;
@@ -47,7 +46,7 @@ class GradArrivals {
 
   std::vector<at::Tensor> tensors_;
   std::vector<Watched> watched_;
-  // Hooks hold it weakly: a graph may outlive what counts here.
+  // Hooks hold weak references, because a graph may outlive this object.
   std::shared_ptr<State> state_;
 };
 

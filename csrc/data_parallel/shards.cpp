@@ -18,7 +18,7 @@ namespace {
 
 constexpr size_t kObjectBytes = 64;
 
-// Of torch's releases one of two names; null where there is neither, which costs time.
+// Releases of torch have one of two names. Null if neither exists, which only costs time.
 template <typename Slot>
 auto object_in(const Slot& slot, int) -> decltype(slot.load_pyobj()) {
   return slot.load_pyobj();
@@ -40,7 +40,7 @@ bool are_cut_alike(PyObject* a, PyObject* b) {
 
 PyObject* item(const py::list& list, size_t i) { return PyList_GET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i)); }
 
-// The object of each tensor's gradient in Python; null where it has none.
+// Returns the Python object of each tensor's gradient; null without a gradient.
 std::vector<py::object> objects_of_grads(const Borrowed& tensors) {
   std::vector<const at::Tensor*> grads(tensors.size());
   look_at_each(tensors, prefetch_autograd, [&](size_t i) { grads[i] = &tensors[i]->grad(); }, kPointersBytes);
@@ -51,7 +51,7 @@ std::vector<py::object> objects_of_grads(const Borrowed& tensors) {
       APEX_NPU_PREFETCH(object_in(*grads[i + kAhead]->unsafeGetTensorImpl()->pyobj_slot(), 0));
     }
     if (!grads[i]->defined()) continue;
-    // torch's function, which makes one where there is none yet, takes longer than all the rest.
+    // torch's function, which makes missing objects, takes longer than everything else.
     PyObject* object = object_in(*grads[i]->unsafeGetTensorImpl()->pyobj_slot(), 0);
     objects[i] = object != nullptr ? py::reinterpret_borrow<py::object>(object)
                                    : py::reinterpret_steal<py::object>(THPVariable_Wrap(*grads[i]));
@@ -59,7 +59,7 @@ std::vector<py::object> objects_of_grads(const Borrowed& tensors) {
   return objects;
 }
 
-// Whether two of `grads`, each of which fills its memory, have an element in common.
+// Returns whether two of `grads` overlap. Each of them fills its memory.
 bool overlap(const Borrowed& grads) {
   std::vector<std::pair<const char*, const char*>> ranges;
   ranges.reserve(grads.size());

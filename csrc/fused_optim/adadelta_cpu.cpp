@@ -21,7 +21,7 @@ struct Adadelta {
     const auto body = [=, *this](Element i) APEX_NPU_INLINE_LAMBDA {
       const T param = p[i], grad = gradient(g[i], param), before = a[i];
       const T square = rho * s[i] + rho_rest * grad * grad;
-      // Two roots, since the quotient of what is under them can overflow.
+      // Two roots, because the quotient of their arguments can overflow.
       const T delta = std::sqrt(before + eps) / std::sqrt(square + eps) * grad;
       s[i] = square;
       a[i] = rho * before + rho_rest * delta * delta;

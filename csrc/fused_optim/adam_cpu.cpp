@@ -17,7 +17,7 @@ struct Adam {
 
   template <typename Param, typename Grad, typename Buffers>
   APEX_NPU_INLINE void operator()(Param p, Grad g, Buffers states, int64_t n) const {
-    // Without what few need the constants of the loop stay in registers.
+    // Without the rare options, the constants of the loop stay in registers.
     if (forgetful || gradient.has_l2) {
       step<true>(p, g, states, n);
     } else {
@@ -57,7 +57,7 @@ struct Adam {
 
   template <bool kGeneral>
   APEX_NPU_INLINE void update_moments(T grad, T& m, T& v) const {
-    // From the nearer end, as torch's lerp: else beta1 = 0 would not forget a huge m.
+    // From the nearer end, as torch's lerp. Otherwise beta1 = 0 would not remove a huge m.
     m = select(kGeneral && forgetful, grad + beta1 * (m - grad), m + beta1_rest * (grad - m));
     v = beta2 * v + beta2_rest * grad * grad;
   }

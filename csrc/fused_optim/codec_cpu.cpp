@@ -32,8 +32,8 @@ class StoredRun {
     state_ = {stored.mutable_data_ptr(), stored.scalar_type(), has_codes ? scales->mutable_data_ptr<float>() : nullptr};
   }
 
-  // visit(segment, first, n, at, scale) for all blocks: n elements from `first` on of their parameter, from `at` on in
-  // the run, whose first scale is `scale`.
+  // Calls visit(segment, first, n, at, scale) for all blocks: n elements that begin at `first` in their parameter and
+  // at `at` in the run, and whose first scale is `scale`.
   template <typename Visit>
   void for_each_block(const Visit& visit) const {
     parallel_for(0, encoding_.blocks(), kGrainNumel / kBlockNumel, [&](int64_t from, int64_t to) {

@@ -13,13 +13,13 @@ namespace {
 
 using c10::ScalarType;
 
-// Elements ahead. What is converted is a block of a stream: the next block is not fetched elsewhere.
+// The number of elements to prefetch ahead. Loops convert blocks of a stream, and nothing else fetches the next block.
 constexpr int64_t kAhead = 4 * kBlockNumel;
 
 // A cache line of 16-bit words.
 constexpr int64_t kLine = 32;
 
-// convert(i) for each i in [0, n), while `words` (16 bits wide, read or written) are fetched ahead.
+// Calls convert(i) for each i in [0, n), and prefetches `words` (16 bits wide, read or written).
 template <typename Words, typename Convert>
 APEX_NPU_INLINE void for_each_line(int64_t n, Words* words, const Convert& convert) {
   int64_t i = 0;
@@ -57,7 +57,7 @@ struct FloatToBFloat16 {
 };
 
 #ifdef APEX_NPU_AVX2
-// The processor's own conversions, which round as the mode says: to nearest, as everywhere here.
+// The processor's own conversions. The rounding mode is to nearest.
 APEX_NPU_AVX2 void half_to_float_f16c(const uint16_t* src, float* dst, int64_t n) {
   int64_t i = 0;
   for (; i + 8 <= n; i += 8) {

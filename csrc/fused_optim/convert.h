@@ -1,7 +1,7 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// float16 and bfloat16 to float32 and back, many at a time. Rounded to nearest, ties to even; subnormal numbers, inf
+// Converts arrays of float16 and bfloat16 to float32 and back. Rounds to nearest, ties to even; subnormal numbers, inf
 // and nan are kept.
 #pragma once
 
@@ -15,7 +15,7 @@
 
 namespace apex_npu {
 
-// std::bit_cast, which is C++20's.
+// std::bit_cast of C++20.
 template <typename To, typename From>
 APEX_NPU_INLINE To bit_cast(From from) {
   static_assert(sizeof(To) == sizeof(From));
@@ -26,7 +26,7 @@ APEX_NPU_INLINE To bit_cast(From from) {
 
 constexpr uint32_t kFloatInf = 0x7f800000u;
 
-// `a` if `condition`, else `b`. In a loop with much else a compiler may take ?: for a branch, and not vectorise it.
+// Returns `a` if `condition`, else `b`. In a large loop a compiler may turn ?: into a branch, and not vectorise it.
 template <typename T>
 APEX_NPU_INLINE T select(bool condition, T a, T b) {
   using Bits = std::conditional_t<sizeof(T) == sizeof(uint32_t), uint32_t, uint64_t>;
@@ -34,10 +34,10 @@ APEX_NPU_INLINE T select(bool condition, T a, T b) {
   return bit_cast<T>((bit_cast<Bits>(a) & mask) | (bit_cast<Bits>(b) & ~mask));
 }
 
-// All bits if `condition`, else none.
+// Returns all bits set if `condition`, else 0.
 APEX_NPU_INLINE uint32_t mask_of(bool condition) { return 0u - static_cast<uint32_t>(condition); }
 
-// c10's has constructors and operators, which are not inlined wherever a loop is.
+// c10::BFloat16 has constructors and operators that are not inlined in every loop.
 struct BFloat16 {
   uint16_t bits;
 };
@@ -56,7 +56,7 @@ APEX_NPU_INLINE BFloat16 to_bfloat16(float value) {
 // float16 has 5 bits of exponent and 10 of mantissa, float32 8 and 23: 13 more bits, and a bias larger by 112.
 constexpr uint32_t kBias = 112u << 23;
 
-// Without branches, and without ever computing with a subnormal float32, which a processor may be set to flush to zero.
+// Without branches, and without subnormal float32 numbers, which a processor may flush to zero.
 APEX_NPU_INLINE float from_half(uint16_t half) {
   const uint32_t magnitude = half & 0x7fffu;
   const uint32_t normal = (magnitude << 13) + kBias + (magnitude >= 0x7c00u ? kBias : 0u);
@@ -69,7 +69,7 @@ APEX_NPU_INLINE uint16_t to_half(float value) {
   const auto bits = bit_cast<uint32_t>(value);
   const auto magnitude = static_cast<int32_t>(bits & 0x7fffffffu);  // signed, as vectors compare them
   const auto rounded = (magnitude - static_cast<int32_t>(kBias) + 0x0fff + ((magnitude >> 13) & 1)) >> 13;
-  // 0.5 has the last bit that float16's subnormal numbers have, so that this addition rounds to it.
+  // The last bit of 0.5 equals that of float16's subnormal numbers, so that this addition rounds to it.
   const auto subnormal = bit_cast<int32_t>(bit_cast<float>(magnitude) + 0.5f) - bit_cast<int32_t>(0.5f);
   int32_t half = magnitude < 0x38800000 ? subnormal : rounded;  // below 2^-14
   half = magnitude >= 0x477ff000 ? 0x7c00 : half;               // 65520 and more round to inf
@@ -77,10 +77,10 @@ APEX_NPU_INLINE uint16_t to_half(float value) {
   return static_cast<uint16_t>(static_cast<uint32_t>(half) | ((bits >> 16) & 0x8000u));
 }
 
-// dst[i] = src[i]; `dtype`, of src, is float16 or bfloat16.
+// Computes dst[i] = src[i]; `dtype`, of src, is float16 or bfloat16.
 void widen(const void* src, c10::ScalarType dtype, float* dst, int64_t n);
 
-// dst[i] = src[i], rounded; `dtype`, of dst, is float16 or bfloat16.
+// Computes dst[i] = src[i], rounded; `dtype`, of dst, is float16 or bfloat16.
 void narrow(const float* src, void* dst, c10::ScalarType dtype, int64_t n);
 
 }  // namespace apex_npu

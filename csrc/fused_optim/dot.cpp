@@ -15,7 +15,8 @@ namespace {
 
 constexpr int kLanes = 16;
 
-// Elements, 4 KiB of float: a core that only reads wastes memory bandwidth if it fetches no more than it adds up.
+// The number of elements to prefetch ahead, 4 KiB of float. Without prefetching, a core that only reads does not use
+// the full memory bandwidth.
 constexpr int64_t kAhead = 1024;
 
 struct Dot {
@@ -38,7 +39,7 @@ struct Dot {
   }
 };
 
-// Half the loads and conversions.
+// As a dot product with itself, with half the loads and conversions.
 struct SumOfSquares {
   template <typename T>
   APEX_NPU_INLINE double operator()(const T* a, int64_t n) const {
@@ -46,7 +47,7 @@ struct SumOfSquares {
   }
 };
 
-// Without a wide copy of what is narrow.
+// Without a wide copy of narrow numbers.
 template <typename T>
 struct SumOfNarrowSquares {
   APEX_NPU_INLINE double operator()(const uint16_t* x, int64_t n) const {
@@ -90,7 +91,7 @@ APEX_NPU_AVX2 double sum_of_half_squares_f16c(const uint16_t* x, int64_t n) {
         lanes[2 * half + 1] = _mm256_add_pd(lanes[2 * half + 1], _mm256_cvtps_pd(_mm256_extractf128_ps(square, 1)));
       }
     }
-    // Halved until one is left, as Lanes::total() does.
+    // The number of lanes is halved until one is left, as in Lanes::total().
     lanes[0] = _mm256_add_pd(lanes[0], lanes[2]);
     lanes[1] = _mm256_add_pd(lanes[1], lanes[3]);
     const __m256d four = _mm256_add_pd(lanes[0], lanes[1]);

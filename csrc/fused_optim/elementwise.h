@@ -1,7 +1,7 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Elementwise rules: one pass over all buffers, split over threads.
+// Runs elementwise rules in one pass over all buffers, split over threads.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,8 @@
 #include "parallel.h"
 
 namespace apex_npu {
-// Where states or parameters are encoded: blocks are those of each parameter. Remainders need neither scales nor random
-// numbers, which depend on the parameter: without other encodings blocks are those of the flat buffers.
+// If states or parameters are encoded, each parameter is divided into blocks, because scales and random numbers depend
+// on the parameter. Remainders need neither, so without other encodings the flat buffers are divided into blocks.
 template <typename Rule>
 void update_encoded(const Operands& operands, const Rule& rule) {
   const Encoding& encoding = operands.encoding();
@@ -34,7 +34,7 @@ void update_encoded(const Operands& operands, const Rule& rule) {
   });
 }
 
-// rule(param, grad, states, n) for all elements, block by block.
+// Calls rule(param, grad, states, n) for all elements, block by block.
 template <typename T, typename Rule>
 void update_elements(const Operands& operands, const Rule& rule) {
   if constexpr (std::is_same_v<T, float>) {

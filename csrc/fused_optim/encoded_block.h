@@ -1,7 +1,7 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// A block of operands whose states, or parameters, are encoded.
+// A block of operands with encoded states or parameters.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace apex_npu {
 
-// The elements [first, first + n) of a parameter, `first` being a multiple of kBlockNumel and n no larger.
+// The elements [first, first + n) of a parameter. `first` is a multiple of kBlockNumel, and n <= kBlockNumel.
 class EncodedBlock {
  public:
   EncodedBlock(const Operands& operands, const EncodedSegment& segment, int64_t first, int64_t n)
@@ -23,8 +23,8 @@ class EncodedBlock {
         n_(n),
         position_(static_cast<uint32_t>(segment.position)) {}
 
-  // rule(param, grad, states, n), where parameters and states of bfloat16 are decoded and encoded in the rule's own
-  // loop: a copy would take longer than they save.
+  // Calls rule(param, grad, states, n). The loop of the rule itself decodes and encodes bfloat16 parameters and states,
+  // because a copy would take longer than they save.
   template <typename Rule>
   void update(const Rule& rule) {
     const bool in_rule = operands_.is_bfloat16_encoded();
@@ -47,10 +47,10 @@ class EncodedBlock {
     }
   }
 
-  // In place where they are float32, else copies.
+  // Returns the parameters in place if they are float32, else copies.
   float* param() { return operands_.param(at_, n_, param_); }
   const float* grad() { return operands_.grad(at_, n_, grad_); }
-  // Copies of the first `count` states, whatever they are, which `store_copies` encodes.
+  // Returns float32 copies of the first `count` states, which `store_copies` encodes.
   States<float> copies(int count) {
     States<float> states = {};
     for (int k = 0; k < count; ++k) {
@@ -78,10 +78,11 @@ class EncodedBlock {
   }
 
  private:
-  // Of the parameters themselves; each two states have a pair from 0 on.
+  // The pair of the random bits of parameters. Each two states have a pair, from 0 on.
   static constexpr uint32_t kParamPair = 255;
 
-  // Longer than blocks, so that no two begin at the same place of a page: there a load waits for a store to the other.
+  // Longer than blocks, so that no two rows begin at the same offset in a page, where a load of one would wait for a
+  // store to the other.
   static constexpr int64_t kRow = kBlockNumel + 208;
 
   struct PairWords {

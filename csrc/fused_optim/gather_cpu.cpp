@@ -18,7 +18,7 @@ namespace {
 
 bool supported(const at::Tensor& t) {
   const auto dtype = t.scalar_type();
-  // Subclasses may have no memory but that of tensors inside (DTensor).
+  // Subclasses may have only the memory of inner tensors (DTensor).
   return t.layout() == c10::kStrided && t.device().is_cpu() && !t.unsafeGetTensorImpl()->is_python_dispatch() &&
          (dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16);
 }
@@ -49,17 +49,17 @@ void gather_cpu(const Borrowed& slots, const Borrowed& grads, double inv_scale,
   }
   Pieces pieces;
   std::vector<at::Tensor> copies;
-  std::vector<Place> to, from;  // obtained by one thread: memory may have to be copied before it is written
+  std::vector<Place> to, from;  // obtained by one thread, because copy-on-write memory is copied at this point
   to.reserve(slots.size());
   from.reserve(slots.size());
   look_at_each(grads, prefetch_storage, [&](size_t i) {
     if (i + kAhead < slots.size()) prefetch_storage(*slots[i + kAhead]->unsafeGetTensorImpl());
     const at::Tensor &slot = *slots[i], &grad = *grads[i];
-    const bool is_lazy = grad.is_neg() || grad._is_zerotensor();  // its memory is not what it reads as
+    const bool is_lazy = grad.is_neg() || grad._is_zerotensor();  // its memory does not have its values
     const bool copied = is_lazy || slot.strides() != grad.strides();
     if (copied && adds) copies.push_back(at::empty_like(slot));
     const at::Tensor& read = !copied ? grad : adds ? copies.back() : slot;
-    // In the slot's order of elements. Resolved first: copy_ takes negated float16 for what it is without the sign.
+    // In the slot's order of elements. Resolved first, because copy_ ignores the sign of lazily negated float16.
     if (copied) read.copy_(grad.resolve_neg());
     to.emplace_back(slot, slot.mutable_data_ptr());
     from.emplace_back(read, read.const_data_ptr());
@@ -84,7 +84,7 @@ std::optional<size_t> take_grads_cpu(const Borrowed& sources, const Borrowed& pa
   TORCH_CHECK_VALUE(sources.size() == params.size() && sources.size() == slots.size(),
                     "take_grads: sources, params and slots must have one length");
   Borrowed present;
-  std::vector<at::Tensor> grads;  // held: what Python runs when one is freed may release those that follow
+  std::vector<at::Tensor> grads;  // held: freeing a gradient may run Python code that releases those that follow
   std::vector<size_t> indices;
   present.reserve(sources.size());
   grads.reserve(sources.size());
@@ -100,7 +100,7 @@ std::optional<size_t> take_grads_cpu(const Borrowed& sources, const Borrowed& pa
       return;
     }
     present.push_back(slots[i]);
-    // It may be in another gradient's slot, which is about to be written; of another dtype, it is in another buffer.
+    // It may be in another gradient's slot, which is about to be written. With another dtype it is in another buffer.
     const bool same_buffer = own && grad.scalar_type() == slots[i]->scalar_type() && is_slot(grad);
     grads.push_back(same_buffer ? grad.clone() : grad);
     indices.push_back(i);

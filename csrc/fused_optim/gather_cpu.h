@@ -1,7 +1,7 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Gradients on their way into a flat buffer: copied, widened, unscaled and checked in one pass.
+// Copies gradients into a flat buffer, and widens, unscales and checks them in the same pass.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,19 +13,18 @@
 
 namespace apex_npu {
 
-// slots[i] = grads[i] * inv_scale, element by element, in the slots' dtype; where it `adds`, to float32 slots,
-// slots[i] += grads[i] * inv_scale, and the sums are checked. found_inf (float32, one element), if given,
-// becomes 1 where an element of a gradient is inf or nan; otherwise it stays as it is. A slot and its gradient have one
+// Computes slots[i] = grads[i] * inv_scale for each element, in the slots' dtype. If `adds`, computes
+// slots[i] += grads[i] * inv_scale for float32 slots, and checks the sums. found_inf (float32, one element), if given,
+// becomes 1 if an element of a gradient is inf or nan, and else does not change. A slot and its gradient have one
 // shape, but may differ in dtype and strides. The slots must not overlap each other or the gradients.
 void gather_cpu(const Borrowed& slots, const Borrowed& grads, double inv_scale,
                 const std::optional<at::Tensor>& found_inf, bool adds = false);
 
-// The gradients of `sources`, those that are there, gathered into `slots`, which become the gradients of `params`;
-// where autograd leaves a parameter's gradient on another tensor (a master's, on the model's parameter), that is its
-// source.
+// Gathers the existing gradients of `sources` into `slots`, which become the gradients of `params`. The source of a
+// parameter is the tensor on which autograd leaves its gradient: for a master, the model's parameter.
 //
-// Returns the index of the first gradient that is not dense, or not of the dtype that its parameter needs; nothing
-// has been written then. None where all are well.
+// Returns the index of the first gradient that is not dense, or does not have the dtype that its parameter needs;
+// nothing has been written then. Returns nullopt if all gradients have been gathered.
 std::optional<size_t> take_grads_cpu(const Borrowed& sources, const Borrowed& params, const Borrowed& slots,
                                      double inv_scale, const std::optional<at::Tensor>& found_inf);
 

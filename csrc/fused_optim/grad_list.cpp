@@ -19,7 +19,7 @@ namespace {
 
 using Impl = at::OpaqueTensorImpl<std::shared_ptr<const GradList>>;
 
-// n elements from the i-th on as T; in place, if they are T.
+// Returns n elements from the i-th on as T, in place if they are T.
 const double* read_grad(const ListedGrad& place, int64_t i, int64_t /*n*/, double* /*copy*/) {
   return reinterpret_cast<const double*>(place.data) + i;
 }
@@ -67,7 +67,7 @@ void GradList::add(const at::Tensor& grad, int64_t begin) {
 
 bool GradList::scale(double factor) const {
   TORCH_CHECK(factor == 1 || writable_, "scale_grad_list: these gradients are listed to be read");
-  // By one thread: memory that is copied when it is first written has another address then.
+  // By one thread, because copy-on-write memory gets another address at this point.
   std::vector<const char*> data(places_.size());
   Pieces pieces;
   for (size_t i = 0; i < places_.size(); ++i) {
@@ -111,7 +111,7 @@ std::vector<at::ScalarType> GradList::write_addresses(const at::Tensor& begins, 
   size_t listed = 0;
   for (int64_t i = 0; i < begins.numel(); ++i) {
     addresses[i] = 0;
-    // One without elements is not listed, and may begin where the next one does.
+    // A gradient without elements is not listed, and may begin at the element of the next one.
     if (numels[i] > 0 && listed < places_.size() && places_[listed].begin == first[i]) {
       const ListedGrad& place = places_[listed++];
       const auto size = static_cast<int64_t>(c10::elementSize(place.dtype));

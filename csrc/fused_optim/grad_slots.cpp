@@ -34,7 +34,7 @@ GradSlots::GradSlots(const std::vector<at::Tensor>& shapes, std::vector<int64_t>
 }
 
 bool GradSlots::has_order(const at::Tensor& grad, const Slot& slot) {
-  // Subclasses may have no memory but that of tensors inside (DTensor), lazy ones other values in it.
+  // Subclasses may have only the memory of inner tensors (DTensor). The memory of lazy tensors has other values.
   if (grad.layout() != c10::kStrided || !grad.has_storage()) return false;
   if (grad.unsafeGetTensorImpl()->is_python_dispatch() || grad.is_neg() || grad._is_zerotensor()) return false;
   if (grad.sizes() != at::IntArrayRef(slot.sizes)) return false;
@@ -106,7 +106,7 @@ bool GradSlots::unscale(const Borrowed& params, const Borrowed& views, double fa
     }
   });
   if (!fits) return false;
-  std::vector<at::Tensor> grads;  // held: what Python runs when one is freed may release the tensors that follow
+  std::vector<at::Tensor> grads;  // held: freeing a gradient may run Python code that releases the tensors that follow
   Borrowed from, to;
   grads.reserve(taken.size());
   for (size_t i : taken) grads.push_back(params[i]->grad());
@@ -163,7 +163,7 @@ GradAddresses GradSlots::addresses(const Borrowed& sources, const Borrowed& para
     if (fits && dtype == found.dtype.value_or(dtype) && grad.device() == view.device() &&
         has_order(grad, slots_[slot])) {
       const auto size = static_cast<int64_t>(grad.itemsize());
-      // Not data_ptr(), which would copy memory that is copied when it is written.
+      // Not data_ptr(), which would copy copy-on-write memory.
       const auto address = reinterpret_cast<intptr_t>(grad.storage().data()) + grad.storage_offset() * size;
       if (address < begin || address >= end) {  // another gradient's slot may be written before it is read
         out[slot] = address - slots_[slot].offset * size;
@@ -180,7 +180,7 @@ bool GradSlots::can_stay(const at::Tensor& grad, size_t i, InPlace in_place) con
   // Slots, of another gradient or a parameter, may be written before they are read.
   if (in_place == InPlace::NO || !is_readable(grad, slot) || is_slot(grad)) return false;
   if (in_place != InPlace::WRITE) return true;
-  // Memory that is copied when it is first written has another address then: only kernels of the CPU heed that.
+  // Copy-on-write memory gets another address when it is written. Only CPU kernels handle this.
   if (!grad.device().is_cpu() && c10::impl::cow::is_cow_data_ptr(grad.storage().data_ptr())) return false;
   return grad.scalar_type() == slot.dtype && !grad.requires_grad();
 }

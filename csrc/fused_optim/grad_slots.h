@@ -1,7 +1,7 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The places of many parameters' gradients: none, their slots of a flat buffer, or where autograd left them.
+// Finds the places of many parameters' gradients: none, their slots of a flat buffer, or where autograd left them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,89 +18,87 @@
 
 namespace apex_npu {
 
-// Where a gradient is; the names and values are those of grad_slots.py.
+// The place of a gradient. The names and values are those of grad_slots.py.
 enum class GradState : char { NONE = 0, IN_BUFFER = 1, ELSEWHERE = 2 };
 
-// What is done with gradients that are ELSEWHERE; the names and values are those of InPlace in grad_slots.py.
+// The access to ELSEWHERE gradients. The names and values are those of InPlace in grad_slots.py.
 enum class InPlace : int { NO = 0, READ = 1, WRITE = 2 };
 
 struct GradStates {
   std::string states;              // one GradState for each parameter
-  std::vector<int64_t> to_gather;  // the slots of those that are ELSEWHERE and cannot stay there
+  std::vector<int64_t> to_gather;  // the slots of ELSEWHERE gradients that cannot stay there
 };
 
-// Whether a parameter is the only owner of its gradient, so that it may be written: no other tensor shares its memory,
-// and no other parameter has the same tensor.
+// Returns whether a gradient may be written: no other tensor shares its memory, and no other parameter has it.
 using IsAlone = bool (*)(const at::Tensor& grad);
 
 class GradList;
 
-// Where a kernel on another device than the CPU finds gradients.
+// The places of gradients for a kernel on another device than the CPU.
 struct GradAddresses {
-  std::string states;                   // one GradState for each parameter: of its source's gradient
-  std::vector<int64_t> others;          // the slots of those that are ELSEWHERE and have no address
-  std::optional<at::ScalarType> dtype;  // of all that have one
-  bool views_are_free;                  // the views of all that are ELSEWHERE may become gradients
+  std::string states;                   // one GradState for the gradient of each source
+  std::vector<int64_t> others;          // the slots of ELSEWHERE gradients without an address
+  std::optional<at::ScalarType> dtype;  // of all gradients with an address
+  bool views_are_free;                  // the views of all ELSEWHERE slots may become gradients
 };
 
 class GradSlots {
  public:
-  // `shapes` have the slots' sizes, strides and dtype, on any device; `offsets` their first elements. Kernels read
-  // gradients of `device` where they are; without one none can stay ELSEWHERE.
+  // `shapes` have the slots' sizes, strides and dtype, on any device; `offsets` are their first elements. Kernels read
+  // gradients on `device` in place; without a device no gradient can stay ELSEWHERE.
   GradSlots(const std::vector<at::Tensor>& shapes, std::vector<int64_t> offsets, std::optional<c10::Device> device);
 
-  // Records that `views` are in the slots, one in each; one that is found elsewhere later is an ordinary gradient.
+  // Records `views`, one for each slot. A view that leaves its slot later is an ordinary gradient.
   void remember_views(const std::vector<at::Tensor>& views);
 
-  // The states of `params`, which are those of the slots from `first` on; `views` are those of their slots. A gradient
-  // can stay ELSEWHERE to be read where it is on `device`, has its slot's order of elements, and its dtype or, beside
-  // float32, a narrower one, and is not the one that was stepped before; to be written where it has its slot's dtype,
-  // and is alone. Those of fewer elements than `least_numel` never can.
+  // Returns the states of `params`, whose slots begin with number `first` and have these `views`. A gradient can stay
+  // ELSEWHERE to be read if it is on `device`, has its slot's order of elements and its dtype (for a float32 slot also
+  // a narrower one), and has not been stepped before. It can stay to be written if it has its slot's dtype and is
+  // alone. Gradients of fewer elements than `least_numel` cannot stay.
   GradStates states(const Borrowed& params, const Borrowed& views, size_t first, InPlace in_place, int64_t least_numel,
                     IsAlone is_alone) const;
 
-  // The gradients of these parameters, all that there are, as one operand of the kernels, whose first element is that
-  // of the slot `first`; with `stepped` remembered as such, and only to be read.
+  // Returns the existing gradients of these parameters as one operand of the kernels. It begins with the slot `first`.
+  // With `stepped`, records them as stepped, and they can only be read.
   at::Tensor grad_list(const Borrowed& params, size_t first, int64_t numel, bool stepped);
 
-  // Multiplies the gradients of `params`, of which there is one for each slot, by `factor`: in place those IN_BUFFER
-  // and those that can stay ELSEWHERE to be written, as for `states`; the others on their way into their slots, whose
-  // `views` become the gradients. found_inf (float32, one element), if given, becomes 1 where an element is inf or nan.
-  // False, with nothing written, where a gradient is in none of these ways, or a view is not `is_unused`.
+  // Multiplies the gradients of `params`, one for each slot, by `factor`. Gradients that are IN_BUFFER, or can stay
+  // ELSEWHERE to be written, are multiplied in place. Others are multiplied while they are copied into their slots,
+  // whose `views` become the gradients. found_inf (float32, one element), if given, becomes 1 if an element is inf or
+  // nan. Returns false, with nothing written, if a gradient supports neither, or if a view is not `is_unused`.
   bool unscale(const Borrowed& params, const Borrowed& views, double factor, const std::optional<at::Tensor>& found_inf,
                int64_t least_numel, IsAlone is_alone, IsAlone is_unused) const;
 
-  // Where the gradients of `sources` are, which have the slots from `first` on of the buffer `flat`; what they are made
-  // for are `params`: themselves, or their masters. Of each that has its slot's order of elements, and is not in the
-  // buffer, addresses[slot] (int64, one for each slot, on the host) becomes the address that the buffer would begin at
-  // if the gradient were in its slot; of all others 0. With `chosen` the slots that are not among these are NONE.
+  // Finds the gradients of `sources`, whose slots in the buffer `flat` begin with number `first`. `params` are the
+  // sources themselves, or their masters. If a gradient has its slot's order of elements and is not in the buffer,
+  // addresses[slot] (int64, one for each slot, on the host) becomes the address of the buffer if the gradient were in
+  // its slot; else 0. With `chosen`, slots that are not among these are NONE.
   GradAddresses addresses(const Borrowed& sources, const Borrowed& params, const Borrowed& views, size_t first,
                           const std::optional<std::vector<int64_t>>& chosen, const at::Tensor& flat,
                           const at::Tensor& addresses, IsAlone is_unused) const;
 
-  // Whether a gradient that is not in slot `i` can stay ELSEWHERE to be read, or written, whatever else has it, and
-  // whether or not it has been stepped before.
+  // Returns whether a gradient that is not in slot `i` can stay ELSEWHERE to be read, or written. Does not check
+  // whether it is alone or has been stepped before.
   bool can_stay(const at::Tensor& grad, size_t i, InPlace in_place) const;
 
-  // The same as grad_list of gradients themselves: those that can_stay there, to be written where `writable`, or
-  // undefined ones.
+  // Does grad_list for given gradients. Each must be undefined or can_stay there, to be written if `writable`.
   at::Tensor list_of(const Borrowed& grads, size_t first, int64_t numel, bool writable) const;
 
-  // Whatever is a gradient later is another one.
+  // Forgets which gradients have been stepped, after they have been dropped.
   void forget_stepped() { stepped_.clear(); }
 
-  // Leaves `flat`, in which the views are that have been remembered, without memory: whatever is in slots owns it.
+  // Takes the memory of `flat`, which contains the remembered views. Only the tensors in slots own it then.
   void let_go(const at::Tensor& flat) { lent_.emplace(flat); }
 
-  // The other way: `flat` has its memory, and there is a view for each slot: the gradient of its one of `params`, or a
-  // new one. Nothing, for good, where it is free, or something else than these gradients is in a slot.
+  // The inverse: gives `flat` its memory back, and returns a view for each slot: the gradient of the slot's parameter,
+  // or a new view. Returns nullopt, and gives up the memory, if it has been freed or slots have other tensors.
   std::optional<std::vector<at::Tensor>> take_up(const Borrowed& params, const at::Tensor& flat);
 
-  // Views of `flat`, which is of any dtype, where the slots are in it; each has a version counter of its own.
+  // Returns views of `flat`, which may have any dtype, at the offsets of the slots. Each has its own version counter.
   std::vector<at::Tensor> views_in(const at::Tensor& flat) const;
 
-  // The states of `params`, one for each slot, where all gradients that are there are views of one tensor with
-  // `total_numel` elements of 16 bits, as `views_in` makes them: all ELSEWHERE.
+  // Returns the states of `params`, one for each slot, if all existing gradients are views by `views_in` of one 16-bit
+  // tensor of `total_numel` elements. They are ELSEWHERE. Else returns nullopt.
   std::optional<std::string> packed_states(const Borrowed& params, int64_t total_numel) const;
 
  private:
@@ -110,11 +108,11 @@ class GradSlots {
     at::ScalarType dtype;
   };
 
-  // Weak, and not an address: that could be another's by the time it is compared. Of a gradient's memory rather than of
-  // its tensor, which torch.utils.swap_tensors refuses to swap while there is a weak reference to it.
+  // A weak reference rather than an address, which another gradient may have by the time of the comparison. It refers
+  // to the storage, because torch.utils.swap_tensors refuses a tensor with weak references.
   using Remembered = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
-  // Whether a parameter's gradient may have the dtype: its own, or beside float32 a narrower one.
+  // Returns whether a gradient in the slot may have the dtype: that of the slot, or for float32 also a narrower one.
   static bool may_be_of(at::ScalarType dtype, const Slot& slot);
   static bool has_order(const at::Tensor& grad, const Slot& slot);
   bool is_readable(const at::Tensor& grad, const Slot& slot) const;
@@ -124,7 +122,7 @@ class GradSlots {
   std::vector<Slot> slots_;
   std::optional<c10::Device> device_;
   std::optional<SlotTable> places_;  // of the views
-  std::vector<Remembered> stepped_;  // none, or one for each
+  std::vector<Remembered> stepped_;  // empty, or one for each slot
   std::optional<LentMemory> lent_;
 };
 

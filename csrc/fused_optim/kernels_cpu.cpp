@@ -21,7 +21,7 @@
 namespace apex_npu {
 namespace {
 
-// A kernel, and before it the question whether it is one for these arguments; else the reference is called.
+// Calls a kernel if it supports the arguments, else the reference.
 class OrReference final : public c10::OperatorKernel {
  public:
   OrReference(c10::KernelFunction kernel, const c10::FunctionSchema& schema)
@@ -33,7 +33,7 @@ class OrReference final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
     if (is_for_reference(*stack)) {
-      // It would be refused there, too, but in words about storage.
+      // The reference would also refuse it, but with a message about storage.
       for (const c10::IValue& argument : torch::jit::last(*stack, count_)) {
         TORCH_CHECK_TYPE(
             !argument.isTensor() || grad_list_of(argument.toTensor()) == nullptr, op.schema().name(),
@@ -53,7 +53,7 @@ class OrReference final : public c10::OperatorKernel {
       if (!index.has_value() || !arguments[*index].isTensor()) return std::nullopt;
       return arguments[*index].toTensor().scalar_type();
     };
-    // Elements that are no ranges of memory, and float64 beside anything else.
+    // Segments that are not ranges of memory, and float64 together with another dtype.
     if (dtype_of(ids_).has_value()) return true;
     return dtype_of(param_) == at::kDouble && dtype_of(grad_) != at::kDouble;
   }
@@ -63,8 +63,8 @@ class OrReference final : public c10::OperatorKernel {
   std::optional<int> ids_, param_, grad_;
 };
 
-// The overload of an update rule that takes several runs: the default one, called for each. Lists hold what differs
-// between runs; one that is empty stands for an operand that there is none of.
+// The overload of an update rule for several runs: calls the default overload for each. Lists hold the arguments that
+// differ between runs; an empty list stands for a missing operand.
 class EachRun final : public c10::OperatorKernel {
  public:
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) const {
@@ -87,7 +87,7 @@ class EachRun final : public c10::OperatorKernel {
   }
 };
 
-// The kernels of a rule, from a function that takes an encoding before what is declared.
+// The kernels of a rule, made from a function that takes an encoding before the declared arguments.
 template <auto kFunction>
 struct Kernels;
 

@@ -1,15 +1,15 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The kernels in this folder as those of the operators that apex_npu/ops declares.
+// Registers the kernels in this folder for the operators that apex_npu/ops declares.
 #pragma once
 
 #include <torch/library.h>
 
 namespace apex_npu {
 
-// Registers on construction, unregisters on destruction: nothing is registered by loading the library. The operators
-// must have been defined, and have a CompositeExplicitAutograd kernel, which takes what these do not.
+// Registers on construction, and unregisters on destruction. Loading the library registers nothing. The operators must
+// be defined, with a CompositeExplicitAutograd kernel for arguments that these kernels do not support.
 class KernelsCpu {
  public:
   KernelsCpu();

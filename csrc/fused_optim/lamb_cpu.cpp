@@ -80,10 +80,10 @@ struct MoveAlong {
   }
 };
 
-// What a parameter's step size depends on is known when all of its moments are. Where it is one piece, that is at once,
-// with all of it still in the cache, the direction included. For others that is computed a second time, which is
-// cheaper than writing it to memory. Encoded moments are computed twice, and encoded the second time: a direction of
-// those that have been rounded would be another.
+// The step size of a parameter depends on all of its moments. A parameter of one piece is still in the cache when they
+// are known, including the direction. For others the direction is computed a second time, which is cheaper than writing
+// it to memory. Encoded moments are computed twice and encoded the second time, because rounded moments would give
+// another direction.
 template <typename T>
 class Lamb {
  public:
@@ -103,7 +103,7 @@ class Lamb {
   }
 
   void step_by_trust_ratio(int64_t segment_count, double lr, double max_weight_norm) const {
-    // All memory is taken before anything moves.
+    // All memory is allocated before anything is written.
     const Pieces cut = pieces_.of_cut_segments();
     std::vector<SquaredNorms> of_pieces(pieces_.size()), of_segments(segment_count);
     const auto read = [&](size_t i) {
@@ -164,7 +164,7 @@ class Lamb {
 
   bool is_encoded() const { return operands_.encoding().given(); }
 
-  // visit(block, param, direction, n) for the blocks of a piece, its moments updated.
+  // Updates the moments of a piece, and calls visit(block, param, direction, n) for its blocks.
   template <typename Visit>
   void for_each_encoded(const Piece& piece, const Visit& visit) const {
     if constexpr (std::is_same_v<T, float>) {

@@ -1,19 +1,20 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Sums that vectors of any width add up in one and the same order.
+// Sums whose order of additions is equal for vectors of all widths.
 #pragma once
 
 #include "fused_optim/vectors.h"
 
 namespace apex_npu {
 
-// A sum in double, as Count partial sums: the k-th of every Count elements goes to the k-th. With their number constant
-// they live in registers, several additions are in flight, and wider vectors do not change the result.
+// A sum in double, as Count partial sums: the k-th of every Count elements is added to the k-th partial sum. The number
+// of partial sums is constant: they stay in registers, several additions overlap, and wider vectors do not change the
+// result.
 template <int Count>
 class Lanes {
  public:
-  // Starts with products of Count elements each. (Starting with zeros would make an array in memory of the lanes.)
+  // Starts with products of Count elements each. Starting with zeros would put the lanes into memory.
   template <typename T>
   APEX_NPU_INLINE void set_products(const T* a, const T* b) {
 #pragma omp simd
@@ -26,7 +27,7 @@ class Lanes {
     for (int k = 0; k < Count; ++k) lanes_[k] += static_cast<double>(a[k]) * static_cast<double>(b[k]);
   }
 
-  // Adds the squares of value(0) to value(Count - 1), or starts with them.
+  // Adds the squares of value(0), ..., value(Count - 1), or starts with them.
   template <bool kFirst, typename Value>
   APEX_NPU_INLINE void add_squares(const Value& value) {
 #pragma omp simd

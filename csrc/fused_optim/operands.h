@@ -1,7 +1,7 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// What an update rule is given, checked as a whole before a byte is written.
+// The operands of an update rule, which are all checked before anything is written.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,7 +15,7 @@
 
 namespace apex_npu {
 
-// One of the buffers that a rule keeps beside the parameters; it may be missing.
+// A state of a rule; it may be missing.
 struct State {
   State(const char* name, const at::Tensor& tensor) : name(name), tensor(&tensor) {}
   State(const char* name, const std::optional<at::Tensor>& tensor)
@@ -29,11 +29,11 @@ inline bool is_float(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kDouble;
 }
 
-// What a rule takes a gradient for: unscaled, negative to ascend, with the L2 penalty.
+// The gradient that a rule steps by: unscaled, negated to ascend, with the L2 penalty.
 template <typename T>
 struct Gradient {
   T factor, l2;
-  bool has_l2;  // else inf * 0 would be nan
+  bool has_l2;  // without this check, inf * 0 would give nan
 
   APEX_NPU_INLINE T operator()(T grad, T param) const {
     const T scaled = grad * factor;
@@ -47,14 +47,14 @@ struct Gradient {
 // bfloat16, or of 8 bits with scales, and parameters of 16 bits may have remainders.
 class Operands {
  public:
-  // Raises ValueError or TypeError, with the name of what does not fit.
+  // Raises ValueError or TypeError, with the name of the wrong operand.
   Operands(const char* op, const at::Tensor& param, const at::Tensor& grad,
            const std::optional<at::Tensor>& grad_scale, bool maximize,
            std::initializer_list<State> states, const Encoding& encoding = Encoding::none());
 
   int64_t numel() const { return numel_; }
 
-  // Calls compute(T()) with the type to compute in: double for float64, else float.
+  // Calls compute(T()) with the type of the computation: double for float64, else float.
   template <typename Compute>
   void in_its_type(const Compute& compute) const {
     if (is_double()) {
@@ -71,16 +71,16 @@ class Operands {
 
   const Encoding& encoding() const { return encoding_; }
 
-  // The k-th of the states that were given, or one without memory.
+  // Returns the k-th of the given states, or one without memory.
   const StateBuffer& state(int k) const { return states_[k]; }
   bool is_encoded(int k) const { return states_[k].data != nullptr && !states_[k].is_plain(); }
-  // Every state that there is is bfloat16.
+  // Returns whether all existing states are bfloat16.
   bool are_rounded() const {
     return std::all_of(states_, states_ + kMaxStates,
                        [](const StateBuffer& state) { return state.data == nullptr || state.dtype == at::kBFloat16; });
   }
 
-  // All of them, which are not encoded, from element `begin` on.
+  // Returns all states, which are not encoded, from element `begin` on.
   template <typename T>
   States<T> states(int64_t begin) const {
     States<T> found;
@@ -91,35 +91,34 @@ class Operands {
     return found;
   }
 
-  // Elements [begin, begin + n) as T: in place where they are T, else in `copy`.
+  // Returns elements [begin, begin + n) as T: in place if they are T, else in `copy`.
   template <typename T>
   T* param(int64_t begin, int64_t n, T* copy) const;
   template <typename T>
   const T* grad(int64_t begin, int64_t n, T* copy) const;
 
-  // Gradients of bfloat16 where they are, for n <= kBlockNumel of them; null where they are not there, or of another
-  // dtype.
+  // Returns n <= kBlockNumel bfloat16 gradients in place; null if they are not in one place, or have another dtype.
   const BFloat16* narrow_grad(int64_t begin, int64_t n) const;
 
-  // bfloat16 parameters that are encoded, rather than rounded to nearest, and have no copy.
+  // Returns whether bfloat16 parameters are encoded, rather than rounded to nearest, and have no copy.
   bool is_bfloat16_encoded() const {
     const bool is_encoded = remainder_ != nullptr || encoding_.stochastic_param();
     return is_encoded && param_dtype_ == at::kBFloat16;
   }
-  // Parameters have remainders, and states are not encoded.
+  // Returns whether parameters have remainders, and states are not encoded.
   bool has_remainders_alone() const {
     return remainder_ != nullptr &&
            std::all_of(states_, states_ + kMaxStates, [](const StateBuffer& state) { return state.is_plain(); });
   }
   BFloat16* narrow_param(int64_t begin) const { return static_cast<BFloat16*>(param_) + begin; }
-  // Of parameters that have any; else null.
+  // Returns the remainders from element `begin` on; null without remainders.
   int16_t* remainder(int64_t begin) const { return remainder_ == nullptr ? nullptr : remainder_ + begin; }
 
-  // Brings what `param` gave, and a rule has changed, to where it belongs.
+  // Writes the values that `param` returned, and a rule has changed, to the parameters.
   template <typename T>
   void write_back(int64_t begin, int64_t n, const T* param) const;
 
-  // Likewise, to bfloat16 parameters that are rounded stochastically.
+  // Writes them to bfloat16 parameters that are rounded stochastically.
   void write_back_stochastically(int64_t begin, int64_t n, const float* param, const RandomWords& random) const;
 
  private:
@@ -160,7 +159,7 @@ class ParamBlock {
   T* const data_;
 };
 
-// The gradients, likewise.
+// The gradients [begin, begin + n) as T, n <= kBlockNumel.
 template <typename T>
 class GradBlock {
  public:

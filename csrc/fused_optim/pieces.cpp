@@ -8,7 +8,7 @@ namespace apex_npu {
 namespace {
 
 void check_apart(const char* op, const int64_t* starts, const int64_t* lengths, int64_t count) {
-  std::vector<std::pair<int64_t, int64_t>> order;  // where it starts, which it is
+  std::vector<std::pair<int64_t, int64_t>> order;  // start and index
   order.reserve(count);
   for (int64_t i = 0; i < count; ++i) {
     if (lengths[i] != 0) order.emplace_back(starts[i], i);

@@ -1,9 +1,8 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Work on segments (of a flat buffer, or tensors of their own), cut into pieces and shared out to threads. The cuts
-// depend on the lengths alone, never on how many threads there are: sums over pieces, added in order, are always the
-// same.
+// Cuts segments (of a flat buffer, or separate tensors) into pieces, and distributes these over threads. The cuts
+// depend only on the lengths, not on the number of threads, so that sums over pieces, added in order, are always equal.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,7 +15,7 @@
 
 namespace apex_npu {
 
-// Elements of a piece. All that an update reads of them fits into a core's second-level cache.
+// The number of elements of a piece. All operands of an update for them fit into a core's second-level cache.
 constexpr int64_t kPieceNumel = 1 << 14;
 
 struct Piece {
@@ -25,26 +24,26 @@ struct Piece {
   bool whole;            // the only piece of its segment
 };
 
-// Raises ValueError or TypeError, in the name of `op`, where the segments [starts[i], starts[i] + lengths[i]) leave a
-// buffer of `numel` elements or overlap, or are not int64 on the host.
+// Raises ValueError or TypeError, in the name of `op`, if the segments [starts[i], starts[i] + lengths[i]) exceed a
+// buffer of `numel` elements, overlap, or are not int64 on the host.
 void check_segments(const char* op, const at::Tensor& starts, const at::Tensor& lengths, int64_t numel);
 
 class Pieces {
  public:
   Pieces() = default;
 
-  // Of segments that have been checked.
+  // Cuts segments that have been checked.
   Pieces(const at::Tensor& starts, const at::Tensor& lengths);
 
   void add_segment(int64_t segment, int64_t begin, int64_t numel);
 
-  // The pieces of segments that are more than one.
+  // Returns the pieces of segments with more than one piece.
   Pieces of_cut_segments() const;
 
   size_t size() const { return pieces_.size(); }
   const Piece& operator[](size_t i) const { return pieces_[i]; }
 
-  // work(i) for each piece; a thread gets neighbours, about as many elements as any other.
+  // Calls work(i) for each piece. Each thread gets neighbouring pieces with about the same number of elements.
   template <typename Work>
   void parallel_for_each(const Work& work) const {
     parallel_for(0, numel_, kGrainNumel, [&](int64_t begin, int64_t end) {
@@ -53,10 +52,11 @@ class Pieces {
     });
   }
 
-  // For work that reads segments a second time, when it knows something of all that it has read of one: first(i) for
-  // each piece, between(begin, end) for each segment's range of pieces, which returns whether it is read again, and
-  // second(piece) for all pieces of those that are, which `again` holds. One thread takes a segment after the other,
-  // and its pieces from the end, which is in the cache then; several would wait for each other after each.
+  // For work that reads segments a second time, with a result of the first reading. Calls first(i) for each piece,
+  // between(begin, end) for each segment's range of pieces, which returns whether the segment is read again, and
+  // second(piece) for all pieces of such segments, which are in `again`. A single thread processes one segment at a
+  // time, and its pieces from the end, which are in the cache. Several threads would have to synchronize for each
+  // segment, so they finish all first readings before.
   template <typename First, typename Between, typename Second>
   void parallel_twice(const Pieces& again, const First& first, const Between& between, const Second& second) const {
     const bool alone = at::get_num_threads() == 1;
@@ -75,7 +75,7 @@ class Pieces {
   void add(const Piece& piece);
 
   std::vector<Piece> pieces_;
-  std::vector<int64_t> before_;  // elements in the pieces before each
+  std::vector<int64_t> before_;  // the number of elements before each piece
   int64_t numel_ = 0;
 };
 

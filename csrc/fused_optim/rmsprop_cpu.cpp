@@ -12,7 +12,7 @@ namespace {
 template <typename T>
 struct RmsProp {
   Gradient<T> gradient;
-  // Of eps and lr, one of each pair does nothing (0 or 1): that is what the options choose.
+  // The options select one of each pair of eps and lr; the other one is neutral (0 or 1).
   T keep, alpha, alpha_rest, eps_inside, eps_outside, momentum, lr_inside, lr_outside;
 
   template <typename Param, typename Grad, typename Buffers>
@@ -49,7 +49,7 @@ struct RmsProp {
     }
   }
 
-  // Each of these takes the place of a state in memory, stores what that becomes, and returns it.
+  // Each of these takes a reference to a state, stores its new value, and returns it.
   template <typename Stored>
   APEX_NPU_INLINE T blend_square(T grad, Stored&& s) const {
     const T blended = alpha * s + alpha_rest * grad * grad;
@@ -57,7 +57,7 @@ struct RmsProp {
     return blended;
   }
 
-  // Returns its square.
+  // Returns the square of the new value.
   template <typename Stored>
   APEX_NPU_INLINE T blend_mean(T grad, Stored&& a) const {
     const T before = a, mean = before + alpha_rest * (grad - before);

@@ -7,7 +7,7 @@
 #include <limits>
 
 #ifdef APEX_NPU_AVX2
-#ifndef __clang__  // GCC 12 takes what its own _mm512_undefined_* return for a mistake
+#ifndef __clang__  // GCC 12 warns about its own _mm512_undefined_*
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 #include <immintrin.h>
@@ -21,13 +21,13 @@ constexpr uint32_t kKey0 = 0x243f6a88u, kKey1 = 0x85a308d3u;
 constexpr int kCounters = kBlockNumel / (4 * kGroup);
 
 struct Counters {
-  uint64_t first;  // of 64 elements each
+  uint64_t first;  // one counter for every 64 elements
   uint32_t position, count, pair;
 
   APEX_NPU_INLINE uint32_t upper() const { return static_cast<uint32_t>(first >> 32) << 8 | pair; }
 };
 
-// words[4 · j + k]: the k-th of counter j.
+// words[4 · j + k] is the k-th word of counter j.
 struct Philox {
   APEX_NPU_INLINE void operator()(uint32_t* words, Counters counters) const {
     uint32_t c[4][kCounters];
@@ -56,12 +56,12 @@ struct Philox {
 };
 
 #ifdef APEX_NPU_AVX2
-// The same with one counter in 64 bits, which need not be packed between rounds: twice as fast as the loop above.
+// The same with each word in 64 bits, so that nothing is packed between rounds. Twice as fast as the loop above.
 APEX_NPU_AVX2 void philox_avx2(uint32_t* words, Counters counters) {
   const __m256i m0 = _mm256_set1_epi64x(0xd2511f53), m1 = _mm256_set1_epi64x(0xcd9e8d57);
   __m256i c[2][4];
   for (int half = 0; half < 2; ++half) {
-    // Of each number the lower 32 bits count.
+    // Only the lower 32 bits of each number are used.
     const auto first = static_cast<int64_t>(counters.first) + 4 * half;
     c[half][0] = _mm256_add_epi64(_mm256_set1_epi64x(first), _mm256_set_epi64x(3, 2, 1, 0));
     c[half][1] = _mm256_set1_epi64x(counters.upper());
@@ -91,15 +91,15 @@ APEX_NPU_AVX2 void philox_avx2(uint32_t* words, Counters counters) {
 }
 #endif
 
-// 1 + u, where 12 of an element's 16 random bits make u, a number in (0, 1): never so near to 0 or 1 that a value that
-// is a code, but for the rounding of float32, becomes another.
+// Returns 1 + u, where u in (0, 1) has 12 of an element's 16 random bits. u is far enough from 0 and 1 that the
+// rounding of float32 cannot change a value that is exactly a code.
 template <bool kUpper>
 APEX_NPU_INLINE float one_and_more(uint32_t random) {
   const uint32_t bits = (kUpper ? random >> 9 : random << 7) & 0x007ff800u;  // the upper bits of a mantissa
   return bit_cast<float>(bits | 0x3f800400u);
 }
 
-// Elements that are fetched ahead of what is decoded.
+// The number of elements by which prefetching is ahead of decoding.
 constexpr int64_t kAheadCodes = 4 * kBlockNumel;
 
 template <typename Code>
@@ -126,7 +126,7 @@ struct DecodeBlocks {
 template <typename Code, bool kUpper>
 struct EncodeBlocks {
   APEX_NPU_INLINE void operator()(float* values, Code* codes, float* scales, const uint32_t* words, int64_t n) const {
-    // Loops of a constant length have no remainder. All scales come first, so that no block waits for its own.
+    // Loops of a constant length have no remainder. All scales are computed first, so that no block waits for its own.
     const int64_t whole = n - n % kScaleNumel;
     float* scale = scales;
     for (int64_t i = 0; i < whole; i += kScaleNumel) *scale++ = scale_of(values + i, kScaleNumel);
@@ -138,9 +138,9 @@ struct EncodeBlocks {
     if (whole < n) encode(values + whole, codes + whole, *scale, words + whole / kGroup, n - whole);
   }
 
-  // 0 where all values are taken for 0, and nan where one of them is no finite number.
+  // Returns 0 if all values are encoded as 0, and nan if a value is inf or nan.
   static APEX_NPU_INLINE float scale_of(const float* values, int64_t n) {
-    int32_t largest = 0;  // of the bits of magnitudes: so inf and nan are larger than numbers
+    int32_t largest = 0;  // compares the bits of magnitudes, so that inf and nan are larger than all numbers
 #pragma omp simd reduction(max : largest)
     for (int64_t i = 0; i < n; ++i) {
       const auto magnitude = static_cast<int32_t>(bit_cast<uint32_t>(values[i]) & 0x7fffffffu);
@@ -162,7 +162,7 @@ struct EncodeBlocks {
       for (int64_t i = 0; i < n; ++i) values[i] *= 0x1p-4f;
     }
     const float inverse = 1.0f / divisor;
-    // Codes of 32 bits in the place of the values, first: a loop that also narrows them has narrower vectors.
+    // First replaces the values by codes of 32 bits, because a loop that also narrows them has narrower vectors.
     for (int64_t begin = 0; begin < n; begin += kGroup) {
       const uint32_t word = words[begin / kGroup];
       if (begin + kGroup <= n) {
@@ -175,7 +175,7 @@ struct EncodeBlocks {
     for (int64_t i = 0; i < n; ++i) codes[i] = static_cast<Code>(bit_cast<uint32_t>(values[i]) - kCodeOffset);
   }
 
-  // Numbers are rounded down where they are positive.
+  // The conversion to int32_t rounds positive numbers down, so the codes get an offset that makes them positive.
   static constexpr uint32_t kCodeOffset = std::is_signed_v<Code> ? 128 : 1;
 
   static APEX_NPU_INLINE void encode_group(float* values, float inverse, uint32_t word, int64_t n) {
@@ -183,14 +183,14 @@ struct EncodeBlocks {
 #pragma omp simd
     for (uint32_t i = 0; i < count; ++i) {
       const float ratio = values[i] * inverse, u = one_and_more<kUpper>(word + kWeyl * i);
-      // Above 127 and 255 by the rounding of float32 alone, which u leaves room for.
+      // Can exceed 127 or 255 only by the rounding of float32, for which u leaves room.
       float code;
       if constexpr (std::is_signed_v<Code>) {
         code = ratio * 127.0f + 127.0f + u;
       } else {
         const uint32_t positive = mask_of(values[i] > 0.0f);
         const float rounded = std::sqrt(bit_cast<float>(bit_cast<uint32_t>(ratio) & positive)) * 255.0f + u;
-        // Only a 0 becomes 0: it is divided by.
+        // Only 0 becomes 0, because the rules divide by the state.
         const float least = bit_cast<float>(bit_cast<uint32_t>(2.0f) & positive);
         code = rounded > least ? rounded : least;
       }
@@ -199,7 +199,7 @@ struct EncodeBlocks {
   }
 };
 
-// What differs in format alone is copied.
+// Copies elements between formats.
 struct Copy {
   template <typename From, typename To>
   APEX_NPU_INLINE void operator()(From from, To to, int64_t n) const {
@@ -297,13 +297,13 @@ void encode_state(const StateBuffer& state, int64_t at, int64_t scale, float* va
 #ifdef APEX_NPU_AVX2
 namespace {
 
-// The 16 numbers of `join` and `split` that depend on float16 parameters alone.
+// The values in `join` and `split` that depend only on the float16 parameters, for 16 of them.
 struct HalfBounds {
   __m256i magnitude, largest, is_finite;
 
   APEX_NPU_AVX2 explicit HalfBounds(__m256i halves) {
     magnitude = _mm256_and_si256(halves, _mm256_set1_epi16(0x7fff));
-    const __m256i from_0x200 = _mm256_cmpgt_epi16(magnitude, _mm256_set1_epi16(0x1ff));  // -1 where it is
+    const __m256i from_0x200 = _mm256_cmpgt_epi16(magnitude, _mm256_set1_epi16(0x1ff));  // -1 if true
     const __m256i is_normal = _mm256_cmpgt_epi16(magnitude, _mm256_set1_epi16(0x3ff));
     const __m256i one_or_two = _mm256_sub_epi16(_mm256_set1_epi16(1), from_0x200);
     const __m256i to_below_tie = _mm256_sub_epi16(one_or_two, _mm256_add_epi16(is_normal, is_normal));
@@ -313,7 +313,7 @@ struct HalfBounds {
   }
 };
 
-// The exponent bits of the float32 magnitudes, of subnormal float16 numbers those of the least normal one.
+// Returns the exponent bits of the float32 magnitudes; for subnormal float16 numbers, those of the least normal number.
 APEX_NPU_AVX2 inline __m256i exponents_of(__m256 magnitudes) {
   const __m256i bits = _mm256_and_si256(_mm256_castps_si256(magnitudes), _mm256_set1_epi32(0x7f800000));
   return _mm256_max_epi32(bits, _mm256_set1_epi32(113 << 23));
@@ -327,7 +327,7 @@ APEX_NPU_AVX2 inline __m256 joined(__m128i magnitudes, __m128i units, __m128i si
   return _mm256_xor_ps(_mm256_add_ps(rounded, lacking), _mm256_castsi256_ps(sign));
 }
 
-// What `join` computes, for 16 numbers at a time.
+// Computes `join` for 16 numbers at a time.
 APEX_NPU_AVX2 void join_f16c(const Half* param, const int16_t* remainder, float* values, int64_t n) {
   int64_t i = 0;
   for (; i + 16 <= n; i += 16) {
@@ -354,14 +354,14 @@ APEX_NPU_AVX2 void join_f16c(const Half* param, const int16_t* remainder, float*
   for (; i < n; ++i) values[i] = join(param[i], remainder[i]);
 }
 
-// What 8 numbers lack after they are rounded, as whole units.
+// Returns the rounding errors of 8 numbers, as whole units.
 APEX_NPU_AVX2 inline __m256i lacking(__m256 values, __m128i halves) {
   const __m256 rounded = _mm256_cvtph_ps(halves);
   const __m256i scale = _mm256_sub_epi32(_mm256_set1_epi32(279 << 23), exponents_of(rounded));
   return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_sub_ps(values, rounded), _mm256_castsi256_ps(scale)));
 }
 
-// What `split` computes, for 16 numbers at a time.
+// Computes `split` for 16 numbers at a time.
 APEX_NPU_AVX2 void split_f16c(const float* values, Half* param, int16_t* remainder, int64_t n) {
   int64_t i = 0;
   for (; i + 16 <= n; i += 16) {

@@ -11,7 +11,7 @@
 namespace apex_npu {
 namespace {
 
-// Checks the exponent's bits, which unlike std::isfinite the compiler turns into vector instructions.
+// Checks the bits of the exponent, because the compiler does not vectorize std::isfinite.
 APEX_NPU_INLINE uint32_t not_finite(float x) { return (bit_cast<uint32_t>(x) & kFloatInf) == kFloatInf; }
 
 APEX_NPU_INLINE uint64_t not_finite(double x) {
@@ -27,11 +27,11 @@ APEX_NPU_INLINE void store(double value, double& x) { x = value; }
 APEX_NPU_INLINE void store(float value, float& x) { x = value; }
 APEX_NPU_INLINE void store(float value, BFloat16& x) { x = to_bfloat16(value); }
 
-// Elements.
+// The number of elements by which prefetching is ahead.
 constexpr int64_t kAhead = 1024;
 
-// dst[i] = src[i] * inv_scale, or with kAdds dst[i] += src[i] * inv_scale; returns whether an element of src, or of the
-// sums, is inf or nan. dst may be src.
+// Computes dst[i] = src[i] * inv_scale, or with kAdds dst[i] += src[i] * inv_scale. Returns whether an element of src,
+// or with kAdds a sum, is inf or nan. dst may be src.
 template <bool kAdds>
 struct Unscale {
   template <typename Dst, typename Src>
@@ -65,7 +65,7 @@ struct Unscale {
   }
 };
 
-// Whether all bits of the exponent, which are those of `mask`, are set anywhere.
+// Returns whether an element has all bits of `mask`, which are those of the exponent.
 template <typename Bits>
 struct HasExponent {
   APEX_NPU_INLINE bool operator()(const Bits* x, Bits mask, int64_t n) const {
@@ -92,7 +92,7 @@ bool unscale_from(const Place& slot, const Src* src, double inv_scale, int64_t n
     case at::kBFloat16:
       return vectorized(Copies(), slot.as_written<BFloat16>(), src, inv_scale, n);
     default: {
-      // float16 is converted by functions of its own, block by block.
+      // Separate functions convert float16, block by block.
       bool bad = false;
       alignas(64) float values[kBlockNumel];
       for (int64_t done = 0; done < n; done += kBlockNumel) {
@@ -105,7 +105,7 @@ bool unscale_from(const Place& slot, const Src* src, double inv_scale, int64_t n
   }
 }
 
-// to(slot, grad) for memory of float32, float64 or bfloat16, with float16 gradients widened block by block.
+// Calls to(slot, grad) for memory of float32, float64 or bfloat16. Widens float16 gradients block by block.
 template <typename To>
 bool from_any(const Place& slot, const Place& grad, int64_t n, const To& to) {
   switch (grad.dtype) {

@@ -1,16 +1,16 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Plain loops, compiled for the vectors of the machine that they happen to run on.
+// Plain loops, compiled for several vector widths. The width is chosen at run time.
 //
-// A loop is an object whose operator() is APEX_NPU_INLINE, as is all that it calls. `vectorized` holds it twice: once
-// for the architecture that the library is built for, which is all that other processors than x86-64 need, and once for
-// AVX2. Being inlined, rather than called, is what gives the code the target of the function that holds it; a compiler
-// that cannot do so says so. Loops that convert formats gain by AVX-512, for which `vectorized_wide` holds them, too;
-// others were tried with it: they gain little where the memory is the limit, and lose elsewhere.
+// A loop is an object whose operator() is APEX_NPU_INLINE, as are all functions that it calls. `vectorized` compiles it
+// for the architecture of the build and, on x86-64, for AVX2. Inlined code is compiled for the target of the enclosing
+// function; a compiler that cannot inline it reports an error. `vectorized_wide` also compiles it for AVX-512, which is
+// faster for loops that convert formats. In measurements, other loops gained little if memory was the limit, and were
+// slower otherwise.
 //
-// Wider vectors change no bit of a result: setup.py forbids contracting a * b + c (-ffp-contract=off), and sums are
-// spread over a fixed number of lanes.
+// Wider vectors change no bit of a result: setup.py forbids contracting a * b + c (-ffp-contract=off), and sums have a
+// fixed number of lanes.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 
 #include "prefetch.h"
 
-#if defined(__GNUC__)  // clang's, too
+#if defined(__GNUC__)  // clang defines it, too
 #define APEX_NPU_INLINE inline __attribute__((always_inline))
 #define APEX_NPU_INLINE_LAMBDA __attribute__((always_inline))
 #else
@@ -28,7 +28,7 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define APEX_NPU_AVX2 __attribute__((target("avx2,f16c")))
-#ifdef __clang__  // its vectors are that wide anyway
+#ifdef __clang__  // needs no prefer-vector-width
 #define APEX_NPU_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c")))
 #else
 #define APEX_NPU_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c,prefer-vector-width=512")))
@@ -37,8 +37,8 @@
 
 namespace apex_npu {
 
-// Whether this machine has AVX2 and float16 conversions, by the choice that torch makes for its own kernels; the
-// environment variable ATEN_CPU_CAPABILITY=default, which holds torch back, holds these back, too.
+// Returns whether torch uses AVX2 on this machine, which includes float16 conversions. The environment variable
+// ATEN_CPU_CAPABILITY=default disables it here as in torch.
 bool has_avx2();
 bool has_avx512();
 
@@ -47,7 +47,7 @@ namespace detail {
 #ifdef APEX_NPU_AVX2
 template <typename Loop, typename... Args>
 APEX_NPU_AVX2 auto with_avx2(const Loop& loop, Args... args) {
-  const Loop local = loop;  // else the compiler must assume that each store changes the loop's constants
+  const Loop local = loop;  // without the copy, the compiler must assume that each store changes the loop's constants
   return local(args...);
 }
 
@@ -66,7 +66,7 @@ auto with_baseline(const Loop& loop, Args... args) {
 
 }  // namespace detail
 
-// loop(args...), in the version for this machine.
+// Calls loop(args...) in the version for this machine.
 template <typename Loop, typename... Args>
 auto vectorized(const Loop& loop, Args... args) {
 #ifdef APEX_NPU_AVX2
@@ -75,14 +75,14 @@ auto vectorized(const Loop& loop, Args... args) {
   return detail::with_baseline(loop, args...);
 }
 
-// What stands for `operand` in loops for AVX-512. A compiler fills a vector with the narrowest numbers of a loop:
-// operands of 16 bits come in lines that are as long.
+// Returns `operand` for loops with AVX-512. A compiler fills a vector with the narrowest numbers of a loop, so operands
+// of 16 bits have lines of that length.
 template <typename Operand>
 APEX_NPU_INLINE Operand widened(const Operand& operand) {
   return operand;
 }
 
-// Likewise, with a version for AVX-512, which is for loops that convert what they load or store.
+// The same with a version for AVX-512, for loops that convert what they load or store.
 template <typename Loop, typename... Args>
 auto vectorized_wide(const Loop& loop, Args... args) {
 #ifdef APEX_NPU_AVX2
@@ -91,14 +91,14 @@ auto vectorized_wide(const Loop& loop, Args... args) {
   return vectorized(loop, args...);
 }
 
-// Elements that are converted, or computed with in two loops, at a time: with all that a rule has beside them they are
-// still in the first-level cache the second time.
+// The number of elements that are converted, or processed by two loops, at a time. With all operands of a rule, they
+// are still in the first-level cache for the second loop.
 constexpr int64_t kBlockNumel = 512;
 
-// Elements worth a thread of their own.
+// The least number of elements for which a thread is started.
 constexpr int64_t kGrainNumel = 1 << 15;
 
-// An element of a loop by lines: its index, and which of its line it is.
+// An element of a loop by lines: its index, and its position in the line.
 struct Element {
   int64_t index;
   uint32_t lane;
@@ -106,21 +106,21 @@ struct Element {
   APEX_NPU_INLINE operator int64_t() const { return index; }
 };
 
-// Operands of loops are pointers, or objects that stand for memory of another format (state_codec.h). kLine is how many
-// elements a loop takes at a time: for pointers those of a cache line.
+// Operands of loops are pointers, or objects that convert another format (state_codec.h). kLine is the number of
+// elements that a loop processes at a time: for pointers, one cache line.
 template <typename Stream>
 constexpr uint32_t kLine = Stream::kLine;
 template <typename T>
 constexpr uint32_t kLine<T*> = 64 / sizeof(T);
 
-// Elements [at, at + count).
+// Prefetches the elements [at, at + count).
 template <uint32_t count, typename T>
 APEX_NPU_INLINE void prefetch(const T* stream, int64_t at) {
   for (uint32_t i = 0; i < count; i += kLine<T*>) APEX_NPU_PREFETCH(stream + at + i);
 }
 
-// body(i) for each i in [0, n), a line (the longest of T's and the streams') after the other, fetching `streams` a
-// block ahead: so the memory is at work during a second loop, too. Iterations must not depend on each other.
+// Calls body(i) for each i in [0, n), line by line. A line is the longest of T's and the streams'. Prefetches `streams`
+// one block ahead, so that memory is also read during a second loop. Iterations must not depend on each other.
 template <typename T, typename Body, typename... Streams>
 APEX_NPU_INLINE void for_each(int64_t n, const Body& body, const Streams&... streams) {
   constexpr uint32_t kCount = std::max({kLine<T*>, kLine<Streams>...});

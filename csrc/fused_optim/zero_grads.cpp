@@ -13,14 +13,14 @@ namespace apex_npu {
 namespace {
 
 bool is_plain(const at::Tensor& t) {
-  // Subclasses may have no memory but that of tensors inside (DTensor), lazy ones other values in it; inference tensors
-  // must not be written here; torch raises the error for that.
+  // Subclasses may keep their values in inner tensors (DTensor), and lazy tensors elsewhere. Inference tensors must not
+  // be written here; torch raises the error for them.
   return t.layout() == c10::kStrided && t.device().is_cpu() && t.has_storage() && !t.is_inference() &&
          !t.unsafeGetTensorImpl()->is_python_dispatch() && !t.is_neg() && !t.is_conj() && !t._is_zerotensor() &&
          t.is_non_overlapping_and_dense();
 }
 
-// Whether a byte of n is not 0.
+// Returns whether one of n bytes is not 0.
 struct HasBits {
   APEX_NPU_INLINE bool operator()(const uint8_t* bytes, int64_t n) const {
     uint8_t bits = 0;
@@ -34,7 +34,7 @@ struct HasBits {
 
 std::vector<int64_t> zero_grads_cpu(const Borrowed& tensors) {
   std::vector<int64_t> others;
-  std::vector<char*> data;  // obtained by one thread: memory may have to be copied before it is written
+  std::vector<char*> data;  // obtained by one thread, because a write may first copy the memory
   data.reserve(tensors.size());
   Pieces pieces;  // of bytes
   look_at_grads(tensors, [&](const at::Tensor& grad, size_t i) {
