@@ -76,8 +76,8 @@ class Reaching(BlockPart):
     """A block whose backward may give gradients to parameters of optimizers that were not passed to it.
 
     These gradients stay multiplied by the loss scale of this block. They are marked until they are cleared, or until a
-    block of their own optimizer ends. 16-bit parameters that already have gradients keep these, and the new ones are
-    dropped.
+    block of their own optimizer ends. If an optimizer's 16-bit parameters already have gradients, they keep these, and
+    the new ones are dropped.
     """
 
     def __init__(self, session: Session) -> None:
