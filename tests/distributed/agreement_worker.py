@@ -244,7 +244,7 @@ def misuse():
     backward(loss_on(x)(model), optimizer)
     assert_averages(model, expected)
     for joinable, error, said in (
-        (optimizer, RuntimeError, "Join cannot .* equally often"),
+        (optimizer, RuntimeError, "Join does not support .* equally often"),
         (model, AttributeError, "join_hook"),
     ):
         with pytest.raises(error, match=said):
