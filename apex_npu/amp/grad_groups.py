@@ -199,7 +199,7 @@ def writable_grads(params: Iterable[Tensor]) -> list[Tensor]:
 def _span(grad: Tensor) -> tuple[int, int]:
     """Return the range of addresses from the first element to the last."""
     if type(grad) is not Tensor and wraps_tensors(grad):
-        return -id(grad), 1 - id(grad)  # no memory of its own, but it may also be another parameter's gradient
+        return -id(grad), 1 - id(grad)  # has no memory, but it may also be another parameter's gradient
     begin = grad.data_ptr()
     if grad.is_contiguous():
         return begin, begin + grad.nbytes

@@ -325,7 +325,7 @@ class PendingStep:
         if self.check is not None and check is None and norm_type > 0:  # other norms do not show inf and NaN
             norm = norm.cpu()  # the only wait of the step; the arithmetic below is cheaper on the host
             self.resolve(norm)
-        if norm_type != 0:  # the 0-norm counts elements, whatever the scale
+        if norm_type != 0:  # the 0-norm counts elements and does not depend on the scale
             norm = norm / grad_scale
         before = self.clip_coefficient
         if before is not None and norm_type != 0:
@@ -377,7 +377,7 @@ def _takes_grad_scale(optimizer: Optimizer, device: torch.device) -> bool:
 
 
 def _checked_norm(check: DeferredInfCheck, flats: list[FlatGrads], unfused: list[Tensor], norm_type: float) -> Tensor:
-    """Return the norm, and start a check for overflow, for which the host does not wait."""
+    """Return the norm, and start a check for overflow without waiting for it."""
     if norm_type != 2.0 or check.flag is not None:
         if norm_type > 0:  # other norms hide inf and NaN, which are checked later
             check.start()

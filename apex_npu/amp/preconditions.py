@@ -221,7 +221,7 @@ def check_masters(optimizers: list[Optimizer]) -> None:
             )
 
 
-# The methods by which subclasses of fused optimizers update parameters by a rule of their own.
+# The methods with which subclasses of fused optimizers define another update of parameters.
 _RULES = ("update", "_group_step")
 
 

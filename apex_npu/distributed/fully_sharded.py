@@ -103,7 +103,7 @@ def _averages(group: Any) -> bool:
     try:
         reduce_scatter(part, torch.ones(dist.get_world_size(group), device="cpu"), op=dist.ReduceOp.AVG, group=group)
         dist.all_reduce(whole, op=dist.ReduceOp.AVG, group=group)
-    except (RuntimeError, ValueError):  # all processes raise alike, before anything is sent
+    except (RuntimeError, ValueError):  # all processes raise it, before anything is sent
         return False
     return bool(part == 1.0) and bool(whole == 1.0)
 

@@ -152,7 +152,7 @@ class GradReducer:
         self._nbytes = [t.numel() * options.wire_dtype(t.dtype).itemsize for t in self.tensors]
         self._grads: list[FlatGrads] = []
         self._own: dict[int, FlatGrads] = {}
-        self._seen: dict[int, FlatGrads] = {}  # others' buffers that are known to be laid out alike
+        self._seen: dict[int, FlatGrads] = {}  # others' buffers that are known to have the same layout
         self._buckets: list[Bucket] = []
         self._cut()
         found = weakref.ref(self)  # a parameter may outlive its optimizer

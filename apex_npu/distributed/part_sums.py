@@ -151,7 +151,7 @@ def _norm_of_whole(plain: Sequence[Tensor], cut: Sequence[tuple[Tensor, list[Ten
         counts = torch.stack([torch.count_nonzero(part).float() for _, (part,) in cut])
         nonzero = (PartSums([like for like, _ in cut]).reduce(counts) != 0).sum().float()
         return nonzero + norm_of(plain, p).to(nonzero.device)
-    # One number for all tensors that are cut alike.
+    # One number for all tensors that are divided in the same way.
     alike: dict[tuple[int, ...] | None, tuple[Tensor, list[Tensor]]] = {}
     for like, parts in cut:
         alike.setdefault(cut_of(like), (like, []))[1].extend(part for part in parts if part.numel())

@@ -96,7 +96,7 @@ def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | Non
             # Checking the norm first is faster; it is finite if all elements are, unless it overflows itself.
             elif inv_scale != 1.0 or not math.isfinite(norm(listed)):
                 extension.scale_grad_list(listed, inv_scale, found_inf)
-    # Subclasses may have no memory of their own but only tensors inside (DTensor).
+    # Subclasses may have only inner tensors instead of memory (DTensor).
     elif (
         inv_scale != 1.0
         and gathers_in_one_pass(grads[0])

@@ -19,7 +19,7 @@ def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | Non
         return
     if grads[0].is_complex():
         grads = [as_real(grad) for grad in grads]
-    # Subclasses may have no memory of their own but only tensors inside (DTensor); torch's own ops handle them.
+    # Subclasses may have only inner tensors instead of memory (DTensor); torch's own ops handle them.
     plain = all(type(grad) is Tensor for grad in grads)
     if plain and inv_scale == 1.0 and found_inf is not None and found_inf.device.type == "cpu":
         if not all(map(_is_finite, grads)):

@@ -27,7 +27,7 @@ belongs to, the step, and the position of the parameter in the optimizer. One wo
 adds k · 0x9e3779b9. The first state of a pair takes the lower 16 bits, the second the upper. The bits therefore depend
 on neither threads, device nor layout, and a resumed run continues with the same bits.
 
-For every value that these encoders return, ``encode(decode(x)) == x``, whatever the random bits are.
+For every value that these encoders return, ``encode(decode(x)) == x`` for all random bits.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class NpuFusedAdam(FusedOptimizer):
             )
 
     def add_torch_options(self, group: ParamGroup) -> None:
-        """Add torch's keys, including ``decoupled_weight_decay``, by which torch's Adam and AdamW differ."""
+        """Add torch's keys, including ``decoupled_weight_decay``, which differs between torch's Adam and AdamW."""
         super().add_torch_options(group)
         if self.shows_decoupled:
             # A loaded group may have the other value if its weight decay is 0, where both rules are equal.

@@ -275,7 +275,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         Args:
             closure: Reevaluates the loss; called with gradients enabled, before the update.
             older: Only ``grad_scaler`` is accepted: a GradScaler that passes itself, as in old torch and in torch_npu.
-                It is not in the signature, by which torch's GradScaler decides whether to pass itself.
+                It is not in the signature, because torch's GradScaler passes itself if the signature has it.
 
         Returns:
             The value that the closure returned, or None.

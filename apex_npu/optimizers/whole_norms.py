@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rules with norms over whole parameters, or their rows, of which each process holds a part (DTensor).
+"""Rules with norms over whole parameters, or their rows, for sharded parameters (DTensor).
 
 Such a rule is a generator for each run: it yields the addend of this process to a sum, and receives the sum over all
 processes that share the parameter. ``_update_parts`` drives the generators of all runs, with one all-reduce of one

@@ -65,8 +65,8 @@ class Launch(NamedTuple):
             self._call(warmup=False)
 
     def _call(self, *, warmup: bool) -> Any:
-        # Products and sums are not fused, as on the CPU. Otherwise the last bit of a result would depend on the present
-        # operands and on the position of an element in its thread, by which the compiler selects products to fuse.
+        # Products and sums are not fused, as on the CPU. Otherwise the compiler would select products to fuse by the
+        # present operands and the position of an element in its thread, so the last bit of a result could change.
         options = {"num_warps": self.warps, "enable_fp_fusion": False}
         return self.kernel.run(*self.args, grid=(self.programs, 1, 1), warmup=warmup, **options, **self.constants)
 

@@ -30,7 +30,7 @@ from apex_npu.ops.triton_kernels.operands import STORED, check_operands
 
 # Elements of a program: eight for each thread, two loads of 16 bytes for float32.
 _BLOCK, _WARPS = 1024, 4
-# The maximum number of programs of a norm, each of which writes one number.
+# The maximum number of programs of a norm. Each program writes one number.
 _NORM_BLOCK, _NORM_PROGRAMS = 2048, 1024
 # Chunks of a segment that are added together.
 _SUM_BLOCK, _SUM_WARPS = 1024, 4
