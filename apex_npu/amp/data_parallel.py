@@ -141,14 +141,14 @@ class DataParallel:
                 descriptions.append(description)
         except RanksDifferError as error:
             raise RanksDifferError(
-                f"{error}. Parameters that differ between processes, such as parts of a classifier, need an optimizer "
-                "of their own with optimizer.combine_ddp = False"
+                f"{error}. Parameters that differ between processes, such as parts of a classifier, need a separate "
+                "optimizer with optimizer.combine_ddp = False"
             ) from error
         except RuntimeError as error:
             raise RuntimeError(
                 "the list of trainable parameters has changed on this process (parameters were unfrozen, added or "
-                "replaced), but other processes have not joined the comparison of these lists; change it on all of "
-                f"them alike. ({error})"
+                "replaced), but other processes have not joined the comparison of these lists; change it on all "
+                f"processes. ({error})"
             ) from error
 
     def check(self, report: Report | None, scale: float) -> None:

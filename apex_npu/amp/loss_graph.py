@@ -162,9 +162,9 @@ def warn_of_dtypes(session: Session, optimizer: Optimizer, state: AmpOptimizerSt
         session.warn_once(
             optimizer,
             f"{type(optimizer).__name__} steps parameters in {', '.join(map(str, dtypes))}, which have no float32 "
-            f"masters at opt_level {state.policy.opt_level}: updates that are small beside them are lost. If the model "
-            "was converted after amp.initialize, as by model.half() or model.to(dtype), leave that out; O2 and O5 "
-            "convert it, and keep masters",
+            f"masters at opt_level {state.policy.opt_level}: rounding loses small updates. If the model was converted "
+            "after amp.initialize, as by model.half() or model.to(dtype), remove the conversion; O2 and O5 convert "
+            "it, and keep masters",
         )
 
 
@@ -216,8 +216,7 @@ def check_optimizers(session: Session, loss: Tensor, optimizers: Sequence[Optimi
                     optimizer,
                     f"{type(optimizer).__name__} was not passed to amp.initialize, but steps parameters whose "
                     "gradients from an amp.scale_loss block stay multiplied by the loss scale: pass it to "
-                    "amp.initialize and to scale_loss. It is safe only where these gradients are cleared before a "
-                    "backward of its own",
+                    "amp.initialize and to scale_loss, or clear these gradients before its own backward",
                 )
 
 

@@ -201,8 +201,8 @@ def _check_not_partitioned(policy: Policy, optimizers: list[Optimizer]) -> None:
         if given and getattr(zero, "parameters_as_bucket_view", False):
             raise RuntimeError(
                 f"{type(zero).__name__} with parameters_as_bucket_view=True sends the memory that parameters had when "
-                f"it was made, but at {policy.opt_level} float32 values beside it are stepped, so that each process "
-                "would train its part alone. Leave parameters_as_bucket_view out, or use O1 or O4"
+                f"it was made, but {policy.opt_level} steps separate float32 values, so that the processes would not "
+                "exchange their parts. Remove parameters_as_bucket_view, or use O1 or O4"
             )
 
 

@@ -272,7 +272,7 @@ class Session:
         except (KeyError, TypeError, ValueError) as error:
             for scaler, state in zip(self.scalers, before, strict=True):
                 scaler.load_state_dict(state)
-            raise ValueError(f"state_dict holds no valid loss scaler: {error}. Nothing has been loaded") from error
+            raise ValueError(f"state_dict has no valid loss scaler: {error}. Nothing has been loaded") from error
 
     def resolve_checks(self, scaler: LossScaler | None = None) -> None:
         """Resolve the checks that blocks have left open.

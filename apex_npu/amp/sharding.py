@@ -114,8 +114,8 @@ def sharded_policy(
         elif _param_dtype(policy) is not None and any(map(is_sharded, model.parameters())):
             raise RuntimeError(
                 f"opt_level {policy.opt_level} casts the model, whose parameters are DTensors that fully_shard has not "
-                f"made: call fully_shard(model, mp_policy=amp.fsdp_policy({policy.opt_level!r})) on it, over a mesh "
-                "dimension of its own, or use O1 or O4"
+                f"made: call fully_shard(model, mp_policy=amp.fsdp_policy({policy.opt_level!r})) on it, over another "
+                "mesh dimension, or use O1 or O4"
             )
         for unit in found:
             _check_unit(unit, policy)
@@ -206,7 +206,7 @@ def _check_batch_norms(model: nn.Module, units: list[Unit], policy: Policy) -> N
             raise RuntimeError(
                 f"{name or 'the model'} is a {type(module).__name__}, which opt_level {policy.opt_level} keeps in "
                 f"float32, but is computed in {unit.policy.param_dtype} with the unit {unit.name or 'of the model'}. "
-                "Make batch norms units of their own, before the others: for m in model.modules(): if isinstance(m, "
+                "Make batch norms separate units, before the others: for m in model.modules(): if isinstance(m, "
                 'torch.nn.modules.batchnorm._BatchNorm): fully_shard(m, mp_policy=amp.fsdp_policy("O0")). Or pass '
                 "keep_batchnorm_fp32=False"
             )

@@ -249,9 +249,9 @@ def check_dtype(which: str, tensor: Tensor) -> None:
 def _check_shard(which: str, param: Tensor, *, shards: bool) -> None:
     if not shards:
         raise TypeError(
-            f"{which} is a DTensor, as fully_shard and distribute_tensor make them, of which this process has a part, "
-            "but this optimizer's rule needs whole parameters. Use an optimizer of this package, all of which step "
-            "parts, or replicate the model, with combine_ddp=True or DistributedDataParallel"
+            f"{which} is a DTensor, as fully_shard and distribute_tensor make them, and this process has only a part "
+            "of it, but this optimizer's rule needs whole parameters. Use an optimizer of this package, because they "
+            "all step parts, or replicate the model, with combine_ddp=True or DistributedDataParallel"
         )
     if is_partial(param):
         raise TypeError(

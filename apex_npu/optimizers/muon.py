@@ -519,9 +519,9 @@ def _check_cuts(which: str, param: Any) -> None:
         here = local_part(param).size(cut.dim - 2)
         if here != cut.sizes[dist.get_rank(cut.group)]:
             raise TypeError(
-                f"{which} is a DTensor with placements {param.placements}, of which this process has {here} "
-                f"{('rows', 'columns')[cut.dim]}, but torch.chunk gives {cut.sizes}: Muon needs parts as torch.chunk, "
-                "fully_shard and distribute_tensor make them"
+                f"{which} is a DTensor with placements {param.placements}. This process has {here} "
+                f"{('rows', 'columns')[cut.dim]} of it, but torch.chunk gives {cut.sizes}: Muon needs parts as "
+                "torch.chunk, fully_shard and distribute_tensor make them"
             )
 
 
