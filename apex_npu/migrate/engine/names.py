@@ -71,7 +71,7 @@ class Names:
         self._scopes: dict[ast.AST, Scope] = {}
         self._assigned: set[ast.AST] = set()
         self._late: list[tuple[Scope, str, Binding]] = []  # bound once all nonlocal names are known
-        outside: set[ast.AST] = set()  # defaults, annotations and first iterables, evaluated in the scope around
+        first_iterables: set[ast.AST] = set()  # those of comprehensions, evaluated in the scope around
         todo: list[tuple[ast.AST, Scope]] = [(tree, self.module)]
         while todo:
             node, scope = todo.pop()
@@ -79,12 +79,15 @@ class Names:
             self._scopes[node] = scope
             self._bind(node, scope)
             inner = Scope(node, scope) if isinstance(node, (*_FUNCTIONS, *_COMPREHENSIONS, ast.ClassDef)) else scope
+            if isinstance(node, _FUNCTIONS):
+                self._late.extend((inner, name, _OPAQUE) for name in _parameters(node.args))
+            elif isinstance(node, _COMPREHENSIONS):
+                first_iterables.add(node.generators[0].iter)
             inside = _inside(node)
-            outside.update(_outside(node))
             children = [child for child in ast.iter_child_nodes(node) if not isinstance(child, _SKIPPED)]
             for child in reversed(children):
                 self.parents[child] = node
-                around = scope.outer if child in outside else None
+                around = scope.outer if child in first_iterables else None
                 todo.append((child, around or (inner if child in inside else scope)))
         for scope, name, binding in self._late:
             scope.bind(name, binding)
@@ -115,10 +118,9 @@ class Names:
                     late.append((scope, alias.asname or alias.name, exported.get(alias.name, name)))
         elif isinstance(node, (ast.Global, ast.Nonlocal)):
             scope.elsewhere.update(dict.fromkeys(node.names, type(node)))
-        elif not isinstance(node, (ast.alias, ast.Attribute)):
-            # Functions, classes, parameters, exception handlers and patterns have the bound name in a field.
-            fields = ("arg",) if isinstance(node, ast.arg) else ("name", "rest")
-            named = (getattr(node, field, None) for field in fields)
+        elif not isinstance(node, ast.alias):
+            # Functions, classes, exception handlers and patterns have the bound name in a field.
+            named = (getattr(node, field, None) for field in ("name", "rest"))
             late.extend((scope, name, _OPAQUE) for name in named if isinstance(name, str))
 
     def scope(self, node: ast.AST) -> Scope:
@@ -183,28 +185,18 @@ def _could_be_module(node: ast.expr) -> bool:
     return isinstance(node, ast.Name)
 
 
+def _parameters(arguments: ast.arguments) -> list[str]:
+    found = [*arguments.posonlyargs, *arguments.args, arguments.vararg, *arguments.kwonlyargs, arguments.kwarg]
+    return [one.arg for one in found if one is not None]
+
+
 def _inside(node: ast.AST) -> set[ast.AST]:
     """Return the children of ``node`` that are evaluated in the scope that it opens."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return {*node.body}
     if isinstance(node, ast.Lambda):
-        return {node.args, node.body}
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return {node.args, *node.body}
-    if isinstance(node, ast.ClassDef):
-        return set(node.body)
-    if isinstance(node, _COMPREHENSIONS):
-        return set(ast.iter_child_nodes(node))
-    return set()
-
-
-def _outside(node: ast.AST) -> list[ast.AST]:
-    """Return the children of ``node`` that are evaluated in the scope around its own."""
-    if isinstance(node, ast.arguments):
-        return [default for default in (*node.defaults, *node.kw_defaults) if default is not None]
-    if isinstance(node, ast.arg):
-        return [] if node.annotation is None else [node.annotation]
-    if isinstance(node, _COMPREHENSIONS):
-        return [node.generators[0].iter]
-    return []
+        return {node.body}
+    return {*ast.iter_child_nodes(node)} if isinstance(node, _COMPREHENSIONS) else set()
 
 
 def _of_comprehension(scope: Scope, parent: ast.AST | None) -> Scope:

@@ -211,7 +211,7 @@ class Program:
         except UnreadableError:
             return False
         inside = outer[0] <= start and end <= outer[1]
-        return inside and isinstance(read[0], ast.Expr) and _same_but_context(read[0].value, node)
+        return inside and isinstance(read[0], ast.Expr) and same_tree(read[0].value, node)
 
     def rename(self, node: ast.Attribute, name: str) -> Edit | None:
         """Return an edit that renames an attribute, or None if its place is unknown."""
@@ -321,10 +321,3 @@ class Program:
             before = before.partition("\n")[0][:200]
         places = (draft.rule, draft.status, *self.source.place(draft.end))
         return Finding(path, line, column, *places, before, after, draft.message)
-
-
-def _same_but_context(one: ast.expr, other: ast.expr) -> bool:
-    for node in (one, other):
-        if isinstance(node, (ast.Attribute, ast.Name)) and not isinstance(node.ctx, ast.Load):
-            return False
-    return same_tree(one, other)
