@@ -84,7 +84,9 @@ def rewrite(source: str | bytes, path: str = "train.py", options: Options | None
     options = options or Options()
     rewritten = rewrite_part(source, path, options)
     left = amp.why_left([rewritten.findings])
-    return rewrite_part(source, path, replace(options, amp_left=left)) if left else rewritten
+    return (
+        rewrite_part(source, path, replace(options, left={"amp": f"amp is not added: {left}"})) if left else rewritten
+    )
 
 
 def concerns(data: bytes, options: Options) -> bool:
@@ -112,15 +114,23 @@ def rewrite_part(source: str | bytes, path: str, options: Options) -> Rewritten:
         text = program.rewritten()
         new = program.source.encode(text) if isinstance(source, bytes) else text
     except UnreadableError as error:
-        return Rewritten(source, (unreadable(path, error.rule, error.reason, error.line),))
-    except RecursionError:
-        return Rewritten(source, (unreadable(path, "F904", "the file is nested too deeply for the rules"),))
+        return Rewritten(source, (unreadable(path, error),))
     return Rewritten(new, tuple(findings))
 
 
 def examined(source: str | bytes, options: Options, path: str = "") -> Program:
-    """Return a program with the settled reports of all rules."""
-    program = Program(Source(source), options)
+    """Return a program with the settled reports of all rules.
+
+    Raises:
+        UnreadableError: The program cannot be read.
+    """
+    try:
+        return _examined(Program(Source(source), options), path)
+    except RecursionError:
+        raise UnreadableError("F904", "the file is nested too deeply for the rules") from None
+
+
+def _examined(program: Program, path: str) -> Program:
     for node in program.names.nodes:
         for handlers in _HANDLERS:
             if type(node) in handlers:
@@ -155,9 +165,9 @@ def owned_names(data: bytes) -> frozenset[str]:
     return frozenset(methods & {"cuda", "is_cuda"} | names & {"is_cuda"})
 
 
-def unreadable(path: str, rule: str, reason: str, line: int = 1) -> Finding:
+def unreadable(path: str, error: UnreadableError) -> Finding:
     """Return the finding for a file that cannot be read."""
-    return Finding(path, line, 1, rule, "refused", line, 1, "", None, reason)
+    return Finding(path, error.line, 1, error.rule, "refused", error.line, 1, "", None, error.reason)
 
 
 def _refuse_gated(program: Program) -> None:
@@ -221,19 +231,19 @@ def _speaks_of_npu(program: Program, *, ours: bool) -> int | None:
 
     With ``ours``, names that these rules write without ``--unsure`` do not count.
     """
-    devices = strings.Devices(program)
-    texts = {one for one in program.every(ast.Constant) if re.fullmatch(r"npu(:\d+)?", str(one.value))}
-    for text in [one for one in program.every(ast.Constant) if one in texts] if ours else ():
-        devices.follow(text)
-    places = [text for text in program.every(ast.Constant) if text in texts and not (ours and devices.is_place(text))]
-    names = [node for node in program.every(ast.Attribute) if node.attr in ("npu", "is_npu")]
-    imports = []
-    for node in program.every(ast.Import, ast.ImportFrom):
-        modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names]
-        imports += [node] if any(module.partition(".")[0] == "torch_npu" for module in modules) else []
-    return min(
-        (program.source.span(node)[0] for node in (places if ours else [*places, *names, *imports])), default=None
-    )
+    texts = [one for one in program.every(ast.Constant) if re.fullmatch(r"npu(:\d+)?", str(one.value))]
+    places: list[ast.expr | ast.stmt] = [*texts]
+    if ours:
+        devices = strings.Devices(program)
+        for text in texts:
+            devices.follow(text)
+        places = [text for text in texts if not devices.is_place(text)]
+    else:
+        places += [node for node in program.every(ast.Attribute) if node.attr in ("npu", "is_npu")]
+        for node in program.every(ast.Import, ast.ImportFrom):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names]
+            places += [node] if any(module.partition(".")[0] == "torch_npu" for module in modules) else []
+    return min((program.source.span(node)[0] for node in places), default=None)
 
 
 def _add_first_lines(program: Program) -> None:

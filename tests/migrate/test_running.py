@@ -19,6 +19,7 @@ import torch
 from devices import DEVICE, SIMULATOR
 
 from apex_npu.__main__ import main
+from apex_npu.migrate import rewriting
 from apex_npu.migrate.run import running
 from apex_npu.migrate.run.running import Rewriter, Run, npu_arguments
 
@@ -134,7 +135,7 @@ def test_an_expression_that_is_too_deep_for_the_rules_runs_as_it_is(tmp_path, mo
     def too_deep(*arguments):
         raise RecursionError
 
-    monkeypatch.setattr(running, "examined", too_deep)
+    monkeypatch.setattr(rewriting, "Program", too_deep)
     rewriter = Rewriter(tmp_path)
     names = {}
     exec(rewriter.compile(b'device = "cuda"', "t.py"), names)

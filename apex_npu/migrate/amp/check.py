@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from apex_npu.migrate.engine.program import Finding, Program
-from apex_npu.migrate.engine.syntax import around
 from apex_npu.migrate.rules.catalogue import note
 from apex_npu.migrate.rules.tables import TRAINERS
 from apex_npu.migrate.rules.targets import UNNAMED
@@ -18,7 +17,7 @@ from apex_npu.migrate.rules.targets import UNNAMED
 from .averaging import Averages
 from .initialize import Insertion, put_initialize
 from .losses import clip, float_input, float_inputs, put_checkpoints, scale
-from .training import UnclearError
+from .training import UnclearError, all_or_none
 
 LEVELS = ("O1", "O2", "O4", "O5")
 _OURS = re.compile(r"apex(_npu)?\.amp(\..*)?|apex(_npu)?\.fp16_utils(\..*)?")
@@ -42,15 +41,7 @@ def check(program: Program) -> None:
     if has_amp is not None:
         note(program, "A350", has_amp)
         return
-    before = len(program.drafts)
-    try:
-        _report(Insertion(program))
-    except UnclearError as error:
-        del program.drafts[before:]
-        program.report(error.rule, "refused", error.node, message=error.reason, links=["amp"])
-    if program.options.amp_left:
-        message = f"amp is not added: {program.options.amp_left}"
-        program.refuse(message, lambda draft: draft.status != "refused", before)
+    all_or_none(program, lambda: _report(Insertion(program)), "amp")
 
 
 def arguments_of_initialize() -> frozenset[str]:
@@ -100,7 +91,7 @@ def _has_amp(program: Program) -> ast.stmt | None:
         if not getattr(node, "level", 0) and any(map(_OURS.fullmatch, modules)):
             return node
     used = next((node for node in program.every(ast.Attribute) if _OURS.fullmatch(program.dotted(node))), None)
-    return None if used is None else next(one for one in around(program, used) if isinstance(one, ast.stmt))
+    return None if used is None else program.statement_of(used)
 
 
 def _report(put: Insertion) -> None:

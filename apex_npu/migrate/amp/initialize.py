@@ -8,8 +8,8 @@ import ast
 import re
 from collections.abc import Iterable, Sequence
 
-from apex_npu.migrate.engine.program import Program
-from apex_npu.migrate.engine.syntax import around, body_of, function_of, method_of, text
+from apex_npu.migrate.engine.program import PARALLEL, Program
+from apex_npu.migrate.engine.syntax import method_of, text
 from apex_npu.migrate.rules.targets import name_of, torch_name
 
 from .torch_amp import TorchAmp
@@ -17,8 +17,6 @@ from .training import MOVES, Made, Training, UnclearError
 
 # The arguments of ``amp.initialize`` that make processes average their gradients; ``{}`` is the name of torch.
 COMBINE = "combine_grad=True, combine_ddp={}.distributed.is_initialized()"
-# The link of all changes that make a script train on several cards.
-PARALLEL = "data parallel"
 _OF_BFLOAT16 = {"O1": "O4", "O2": "O5"}
 
 
@@ -94,13 +92,13 @@ def place_of(put: Insertion) -> ast.stmt:
     """Return the statement that ``initialize`` follows: the last optimizer's, or the ``if`` that picks an optimizer."""
     made, program = sorted(put.training.made, key=lambda one: put.training.offset(one.call)), put.program
     last = made[-1].statement
-    bodies = {id(body_of(program, one.statement)) for one in made}
+    bodies = {id(program.body_of(one.statement)) for one in made}
     targets = {one.target for one in made}
     if len(bodies) == 1 and len(targets) == len(made):
         return last
-    choices = [[at for at in around(program, one.statement) if isinstance(at, ast.If)] for one in made]
+    choices = [[at for at in program.around(one.statement) if isinstance(at, ast.If)] for one in made]
     common = next((at for at in choices[0] if all(at in others for others in choices)), None)
-    functions = {function_of(program, one.statement) for one in made}
+    functions = {program.function_of(one.statement) for one in made}
     bound = put.training.scope_of(last, made[-1].target)
     if bound is not None and any(isinstance(one, ast.Constant) for one in bound.bindings.get(made[-1].target, ())):
         raise UnclearError(last, "A351", f"{made[-1].target} may be None where amp.initialize is called")
@@ -147,7 +145,7 @@ def check_moves(put: Insertion, models: list[str], place: ast.stmt) -> None:
     """Refuse models that move after their optimizers are made."""
     for call in put.training.calls:
         owner, method = method_of(call)
-        here = function_of(put.program, call) is function_of(put.program, place)
+        here = put.program.function_of(call) is put.program.function_of(place)
         if owner in models and method in MOVES and here and put.training.offset(call) > put.source.span(place)[1]:
             raise UnclearError(call, "A352", f"{owner} is moved or cast after its optimizer is made: do that before")
 
@@ -156,7 +154,7 @@ def _check_loaded(put: Insertion, place: ast.stmt) -> None:
     """Refuse optimizers that are loaded or stepped before ``initialize``."""
     end = put.source.span(place)[1]
     for call in put.training.calls:
-        here = function_of(put.program, call) is function_of(put.program, place)
+        here = put.program.function_of(call) is put.program.function_of(place)
         owner, method = method_of(call)
         early = method in ("load_state_dict", "step") and put.training.offset(call) < end
         if here and owner in put.training.targets and early:

@@ -8,7 +8,7 @@ import ast
 
 from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.source import Edit
-from apex_npu.migrate.engine.syntax import argument, body_of, function_of, has_own_lines, is_argument, method_of, text
+from apex_npu.migrate.engine.syntax import argument, method_of, text
 from apex_npu.migrate.rules.catalogue import note
 from apex_npu.migrate.rules.targets import replaced
 
@@ -44,12 +44,12 @@ def clip(put: Insertion, call: ast.Call) -> None:
     """Let the program clip the gradients of ``amp.master_params``."""
     lists = argument(call, 0, "parameters")
     model, method = method_of(lists) if isinstance(lists, ast.Call) else ("", "")
-    here, at = function_of(put.program, call), put.training.offset(call)
-    steps = [one for one in put.training.backwards if function_of(put.program, one.call) is here]
+    here, at = put.program.function_of(call), put.training.offset(call)
+    steps = [one for one in put.training.backwards if put.program.function_of(one.call) is here]
     steps = [one for one in steps if put.training.offset(one.call) < at]
     optimizer = put.training.stepped_by(steps[-1]) if steps else ""
     made = [one for one in put.training.made if one.target == optimizer and put.training.is_same(one, call)]
-    passed = is_argument(put.program, call, optimizer) and is_argument(put.program, call, model)
+    passed = put.program.is_argument(call, optimizer) and put.program.is_argument(call, model)
     whole = any(one.parts == (model,) for one in made) or (not made and passed)
     if lists is not None and model and method == "parameters" and whole:
         edit = replaced(put.program, lists, f"{put.amp}.master_params({optimizer})")
@@ -125,8 +125,8 @@ def put_checkpoints(put: Insertion) -> None:
             given = call.args[0] if call.args else None
             statement = put.program.parent(call)
             file = text(given.value) if isinstance(given, ast.Subscript) else ""
-            if isinstance(statement, ast.Expr) and has_own_lines(put.program, statement) and file:
-                body = (id(body_of(put.program, statement)), file)
+            if isinstance(statement, ast.Expr) and put.program.has_own_lines(statement) and file:
+                body = (id(put.program.body_of(statement)), file)
                 if body not in done:
                     load = f'    {put.amp}.load_state_dict({file}["amp"])'
                     put.put_after("A305", statement, [f'if "amp" in {file}:', load])
@@ -152,7 +152,7 @@ def _save(put: Insertion, call: ast.Call, parent: ast.AST | None) -> None:
     elif (
         isinstance(parent, ast.Assign)
         and isinstance(parent.targets[0], ast.Subscript)
-        and has_own_lines(put.program, parent)
+        and put.program.has_own_lines(parent)
     ):
         file = text(parent.targets[0].value)
         if file:

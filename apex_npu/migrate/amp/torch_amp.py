@@ -9,11 +9,11 @@ import re
 from collections.abc import Iterator
 
 from apex_npu.migrate.engine.program import Program
-from apex_npu.migrate.engine.source import Edit, apply_edits
-from apex_npu.migrate.engine.syntax import around, body_of, given_to, has_own_lines, text
+from apex_npu.migrate.engine.source import Edit, apply_edits, without
+from apex_npu.migrate.engine.syntax import given_to, text
 from apex_npu.migrate.rules.targets import replaced
 
-from .training import UnclearError
+from .training import UnclearError, check_own_lines
 
 _PREFIX = r"torch(_npu)?\.(cuda\.|npu\.)?(amp\.)?(autocast_mode\.|grad_scaler\.)?"
 _AUTOCAST, _SCALER = re.compile(_PREFIX + "autocast"), re.compile(_PREFIX + "GradScaler")
@@ -164,14 +164,13 @@ class TorchAmp:
         for imported in program.every(ast.ImportFrom):
             names = [f"{imported.module}.{alias.name}" for alias in imported.names]
             moved = not imported.level and all(_AUTOCAST.fullmatch(name) or _SCALER.fullmatch(name) for name in names)
-            if moved and has_own_lines(program, imported):
+            if moved and program.has_own_lines(imported):
                 self._remove("T401", imported, removed)
 
     def _remove(self, rule: str, statement: ast.stmt, removed: dict[int, list[ast.stmt]]) -> None:
         program, source = self.program, self.program.source
-        if not has_own_lines(program, statement):
-            raise UnclearError(statement, "A353", "the statement shares its line: put it on a line of its own")
-        body = body_of(program, statement)
+        check_own_lines(program, statement, "A353")
+        body = program.body_of(statement)
         gone = removed.setdefault(id(body), [])
         gone.append(statement)
         start, end = source.span(statement)
@@ -187,13 +186,10 @@ class TorchAmp:
         if self.holds(block):
             raise UnclearError(block, "A355", "autocast is inside of autocast")
         if len(block.items) > 1:
-            at = block.items.index(item)
-            start, end = source.span(item.context_expr)
-            if at:
-                start = source.span(block.items[at - 1].optional_vars or block.items[at - 1].context_expr)[1]
-            else:
-                end = source.span(block.items[1].context_expr)[0]
-            program.change("T406", Edit(start, end, ""), links=["amp"])
+            ends = [source.span(one.optional_vars or one.context_expr)[1] for one in block.items]
+            spans = [(source.span(one.context_expr)[0], end) for one, end in zip(block.items, ends, strict=True)]
+            for edit in without(source, spans, [one is item for one in block.items]):
+                program.change("T406", edit, links=["amp"])
             return
         edits = list(self._dedented(block))
         program.report("T406", "changed", (edits[0].start, edits[-1].end), edits, links=["amp"])
@@ -220,4 +216,4 @@ class TorchAmp:
     def holds(self, node: ast.AST) -> bool:
         """Return whether ``node`` is in a block of autocast."""
         blocks = [block for block, _ in self.blocks]
-        return any(one is block for one in around(self.program, node) for block in blocks)
+        return any(one is block for one in self.program.around(node) for block in blocks)

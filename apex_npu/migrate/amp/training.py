@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from apex_npu.migrate.engine.names import Scope
 from apex_npu.migrate.engine.program import Program
-from apex_npu.migrate.engine.syntax import around, function_of, given_to, has_own_lines, is_argument, method_of, text
+from apex_npu.migrate.engine.syntax import given_to, method_of, text
 
 _OPTIMIZER = re.compile(
     r"torch\.optim\.((?!lr_scheduler|swa_utils)\w+\.)?[A-Z]\w*|apex(_npu)?\.optimizers\.(?!WarmupLR|FusedEMA)(\w+\.)?[A-Z]\w*"
@@ -31,6 +31,23 @@ class UnclearError(Exception):
     def __init__(self, node: ast.expr | ast.stmt, rule: str, reason: str) -> None:
         super().__init__(reason)
         self.node, self.rule, self.reason = node, rule, reason
+
+
+def all_or_none(program: Program, apply: Callable[[], None], link: str, rule: str = "") -> None:
+    """Call ``apply``. If it raises UnclearError, report only that, by ``rule`` if the error has another family."""
+    before = len(program.drafts)
+    try:
+        apply()
+    except UnclearError as error:
+        del program.drafts[before:]
+        own = error.rule if error.rule[0] == (rule or error.rule)[0] else rule
+        program.report(own, "refused", error.node, message=error.reason, links=[link])
+
+
+def check_own_lines(program: Program, statement: ast.stmt, rule: str) -> None:
+    """Refuse a statement that shares its line with another one."""
+    if not program.has_own_lines(statement):
+        raise UnclearError(statement, rule, "the statement shares its line: put it on a line of its own")
 
 
 @dataclass(frozen=True)
@@ -86,9 +103,8 @@ class Training:
             raise UnclearError(call, "A353", "LBFGS computes gradients inside of step, which amp does not support")
         if not isinstance(statement, ast.Assign) or len(statement.targets) != 1 or not text(statement.targets[0]):
             raise UnclearError(call, "A351", "the optimizer is not assigned to a name: assign it first")
-        if not has_own_lines(program, statement):
-            raise UnclearError(statement, "A351", "the statement shares its line: put it on a line of its own")
-        if any(isinstance(one, _LOOPS) for one in around(program, call)):
+        check_own_lines(program, statement, "A351")
+        if any(isinstance(one, _LOOPS) for one in program.around(call)):
             raise UnclearError(call, "A351", "an optimizer is made in a loop: make it outside of the loop")
         parts = tuple(dict.fromkeys(self._parts(call)))
         models = tuple(dict.fromkeys(self._model_of(part, call) for part in parts))
@@ -163,7 +179,7 @@ class Training:
         return sum(text(node) == one.target and self.is_same(one, node) for node in targets)
 
     def _check_called_once(self, one: Made) -> None:
-        function = function_of(self.program, one.statement)
+        function = self.program.function_of(one.statement)
         name = getattr(function, "name", "")
         owner = self.program.parent(function)
         name = owner.name if name == "__init__" and isinstance(owner, ast.ClassDef) else name
@@ -171,7 +187,7 @@ class Training:
         is_method = isinstance(owner, ast.ClassDef)
         written = {call: text(call.func) for call in self.calls if name}
         calls = [one for one, at in written.items() if name in (at, at.rpartition(".")[2] if is_method else at)]
-        if len(calls) > 1 or any(isinstance(at, _LOOPS) for call in calls for at in around(self.program, call)):
+        if len(calls) > 1 or any(isinstance(at, _LOOPS) for call in calls for at in self.program.around(call)):
             raise UnclearError(one.statement, "A351", f"{name}() makes an optimizer, and is called several times")
 
     def _backwards(self) -> Iterator[Backward]:
@@ -180,17 +196,16 @@ class Training:
             assert isinstance(call.func, ast.Attribute)
             if self.program.names.dotted(call.func) is not None or not isinstance(statement, ast.Expr):
                 raise UnclearError(call, "A353", "amp needs loss.backward() as a statement by itself")
-            if not has_own_lines(self.program, statement):
-                raise UnclearError(call, "A353", "the statement shares its line: put it on a line of its own")
+            check_own_lines(self.program, statement, "A353")
             yield Backward(call, statement)
 
     def _follow_steps(self) -> None:
         """Assign to each backward the steps that follow in its function, up to the first backward after a step."""
         steps = [call for call in self._methods("step") if self._steps(call)]
-        for function in {function_of(self.program, one.call) for one in self.backwards}:
+        for function in {self.program.function_of(one.call) for one in self.backwards}:
             run: list[Backward] = []
             events = [*((one.call, one) for one in self.backwards), *((call, None) for call in steps)]
-            here = [event for event in events if function_of(self.program, event[0]) is function]
+            here = [event for event in events if self.program.function_of(event[0]) is function]
             for call, begins in sorted(here, key=lambda event: self.offset(event[0])):
                 if begins is not None:
                     run = [begins] if run and run[-1].steps else [*run, begins]
@@ -208,11 +223,11 @@ class Training:
 
     def _is_cleared(self, name: str, backward: Backward) -> bool:
         """Return whether ``zero_grad`` clears an optimizer's gradients before a backward and those it adds up with."""
-        function, at = function_of(self.program, backward.call), self.offset(backward.call)
+        function, at = self.program.function_of(backward.call), self.offset(backward.call)
         first = min(self.offset(one.call) for one in self.backwards if one.steps and one.steps[0] is backward.steps[0])
-        events = (call for call in self._methods("step") if function_of(self.program, call) is function)
+        events = (call for call in self._methods("step") if self.program.function_of(call) is function)
         ends = [self.offset(call) for call in events if self.offset(call) < at and self._steps(call)]
-        calls = (call for call in self._methods("zero_grad") if function_of(self.program, call) is function)
+        calls = (call for call in self._methods("zero_grad") if self.program.function_of(call) is function)
         cleared = {method_of(call)[0] for call in calls if max(ends, default=0) <= self.offset(call) < first}
         made = [one for one in self.made if one.target == name]
         parts = {part for one in made for part in one.parts if not {part, self._model_of(part, one.call)} & cleared}
@@ -254,19 +269,19 @@ class Training:
     def _optimizer(self, call: ast.Call, backward: Backward) -> tuple[str, bool]:
         """Return the optimizer that ``call`` steps and False, or the list that a loop after backward steps and True."""
         program, node = self.program, self.stepped(call)
-        loops = (one for one in around(program, call) if isinstance(one, ast.For) and text(one.target) == text(node))
+        loops = (one for one in program.around(call) if isinstance(one, ast.For) and text(one.target) == text(node))
         loop = next(loops, None)
         if loop is None:
             self._check_known(call, text(node))
         elif not self._is_known_list(loop.iter):
             raise UnclearError(call, "A353", "the loop does not go over a list of optimizers that has a name")
-        if loop is None or loop in around(program, backward.call):
+        if loop is None or loop in program.around(backward.call):
             return text(node), False
         return text(loop.iter), True
 
     def _is_known_list(self, node: ast.expr) -> bool:
         name = text(node)
-        if name and is_argument(self.program, node, name):
+        if name and self.program.is_argument(node, name):
             return True
         values = [one.value for one in self.assigned(name, node)]
         listed = values[0].elts if len(values) == 1 and isinstance(values[0], (ast.List, ast.Tuple)) else []
@@ -277,13 +292,13 @@ class Training:
         values = [one.value for one in self.assigned(name, call) if not _gets_none(one)]
         known = bool(values) and all(map(self._is_factory_call, values))
         if "." in name:
-            passed = (is_argument(self.program, one, text(one)) or text(one) in self.targets for one in values)
+            passed = (self.program.is_argument(one, text(one)) or text(one) in self.targets for one in values)
             known |= bool(values) and all(passed)
         else:
             home = self.program.names.scope(call).find(name)
             known &= len(values) == len(home.bindings[name] if home else ())
         known |= any(one.target == name and self.is_same(one, call) for one in self.made)
-        if not known and not is_argument(self.program, call, name):
+        if not known and not self.program.is_argument(call, name):
             raise UnclearError(call, "A351", f"it is unclear where {name} is made")
 
     def _is_factory_call(self, value: ast.expr) -> bool:
@@ -292,7 +307,7 @@ class Training:
             return False
         if ".".join(self.program.dotted(value.func).split(".")[-2:]) in self.program.options.factories:
             return True
-        makers = {function_of(self.program, one.statement): one.target for one in self.made}
+        makers = {self.program.function_of(one.statement): one.target for one in self.made}
         named = {getattr(function, "name", ""): (function, target) for function, target in makers.items()}
         function, target = named.get(text(value.func), (None, ""))
         returns = [] if function is None else [one.value for one in ast.walk(function) if isinstance(one, ast.Return)]

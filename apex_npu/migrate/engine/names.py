@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 # A binding to something that is neither an import nor an expression of names.
 _OPAQUE = None
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _SKIPPED = (ast.expr_context, ast.operator, ast.unaryop, ast.cmpop, ast.boolop)
 
@@ -78,8 +78,8 @@ class Names:
             self.nodes.append(node)
             self._scopes[node] = scope
             self._bind(node, scope)
-            inner = Scope(node, scope) if isinstance(node, (*_FUNCTIONS, *_COMPREHENSIONS, ast.ClassDef)) else scope
-            if isinstance(node, _FUNCTIONS):
+            inner = Scope(node, scope) if isinstance(node, (*FUNCTIONS, *_COMPREHENSIONS, ast.ClassDef)) else scope
+            if isinstance(node, FUNCTIONS):
                 self._late.extend((inner, name, _OPAQUE) for name in _parameters(node.args))
             elif isinstance(node, _COMPREHENSIONS):
                 first_iterables.add(node.generators[0].iter)

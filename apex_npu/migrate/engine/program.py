@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, overload
 
-from .names import Exports, Names
+from .names import FUNCTIONS, Exports, Names
 from .source import Edit, Source, UnreadableError, apply_edits, parse, same_elsewhere, same_tree
 
 
@@ -59,6 +59,8 @@ _A = TypeVar("_A", bound=ast.AST)
 _B = TypeVar("_B", bound=ast.AST)
 LITERAL = re.compile(r"""([uUrR]?)(\"""|'''|"|')""")
 _FROM = re.compile(r"from[ \t\f]+([\w.]+)(?![\w.])")
+# The link of all changes that make a script train on several cards.
+PARALLEL = "data parallel"
 _KEEP = re.compile(r"#\s*migrate:\s*keep\b")
 # Before 3.12 Python may give wrong places inside an f-string.
 _EXACT_FSTRINGS = sys.version_info >= (3, 12)
@@ -111,12 +113,11 @@ class Options:
     to: str = "npu"  # or "portable": code that runs on npu, cuda, xpu and the CPU
     amp: str = ""  # the opt_level at which amp is added, or replaces torch.amp; "": amp is not added
     amp_args: str = ""  # further arguments of amp.initialize, as Python source
-    amp_left: str = ""  # why amp is not added after all
     factories: frozenset[str] = frozenset()  # module.function of other files that make an optimizer and initialize amp
     exports: Exports = field(default_factory=dict)  # the imports behind names that this file imports from other files
     data_parallel: str = ""  # "main": make this script train on several cards; "other": such a script imports it
     model: str = ""  # the name of the model to train on several cards; "": all models
-    parallel_left: str = ""  # why the script is not made to train on several cards after all
+    left: dict[str, str] = field(default_factory=dict)  # links of changes that are not made, with the reasons
 
     def has(self, rule: str) -> bool:
         """Return whether a rule applies. The rules of amp all apply, or none does."""
@@ -141,6 +142,40 @@ class Program:
     def parent(self, node: ast.AST | None) -> ast.AST | None:
         """Return the node that contains ``node``."""
         return None if node is None else self.names.parents.get(node)
+
+    def around(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Yield the nodes that contain ``node``, the innermost first."""
+        at = self.parent(node)
+        while at is not None:
+            yield at
+            at = self.parent(at)
+
+    def function_of(self, node: ast.AST) -> ast.AST:
+        """Return the function around ``node``, or the module."""
+        return next((one for one in self.around(node) if isinstance(one, FUNCTIONS)), self.tree)
+
+    def statement_of(self, node: ast.AST) -> ast.stmt:
+        """Return the statement that contains an expression."""
+        return next(one for one in self.around(node) if isinstance(one, ast.stmt))
+
+    def body_of(self, statement: ast.stmt) -> list[ast.stmt]:
+        """Return the block that ``statement`` is in, as a list of statements."""
+        fields = [value for _, value in ast.iter_fields(self.names.parents[statement])]
+        return next(body for body in fields if isinstance(body, list) and any(one is statement for one in body))
+
+    def has_own_lines(self, statement: ast.stmt) -> bool:
+        """Return whether the lines of ``statement`` have nothing else but a comment."""
+        end = self.source.span(statement)[1]
+        after = self.source.text[end : self.source.line_end(statement.end_lineno or 0)].strip()
+        return not self.source.indent(statement).strip() and (not after or after.startswith("#"))
+
+    def is_argument(self, node: ast.AST, name: str) -> bool:
+        """Return whether ``name`` is an argument of a function around ``node`` and has no other binding there."""
+        home = self.names.scope(node).find(name)
+        if home is None or not isinstance(home.node, FUNCTIONS) or len(home.bindings[name]) > 1:
+            return False
+        given = home.node.args
+        return any(one.arg == name for one in (*given.posonlyargs, *given.args, *given.kwonlyargs))
 
     def dotted(self, node: ast.AST) -> str:
         """Return the full name of the import that a name or attribute refers to, such as torch.cuda; "" if unknown."""
@@ -171,12 +206,19 @@ class Program:
         edits: Iterable[Edit | None] = (),
         message: str = "",
         links: Iterable[str] = (),
+        refusal: str = "",
         unplaced: str = "",
     ) -> None:
-        """Add a report on a span. If an edit is None, its place is unknown: refuse the change with ``unplaced``."""
+        """Add a report on a span.
+
+        It is refused if there is a ``refusal``, the reason, or with ``unplaced`` if an edit is None: its place is
+        unknown.
+        """
         made = tuple(edit for edit in edits if edit is not None)
-        if len(made) < len(tuple(edits)):
-            status, made, message = "refused", (), unplaced or _UNPLACED[self.options.to]
+        if not refusal and len(made) < len(tuple(edits)):
+            refusal = unplaced or _UNPLACED[self.options.to]
+        if refusal:
+            status, made, message = "refused", (), refusal
         if not isinstance(span, tuple):
             span = self._reported_span(span)
         self.drafts.append(Draft(rule, status, *span, made, message, frozenset(links)))
@@ -279,21 +321,23 @@ class Program:
 
     def _fall(self) -> bool:
         """Refuse drafts that are linked to a refused or kept one. Return whether there were any."""
+        left = self.options.left
         stays = {link: draft for draft in self.drafts if draft.status in ("refused", "kept") for link in draft.links}
         fallen = False
         for number, draft in enumerate(self.drafts):
             cause = next((stays[link] for link in sorted(draft.links) if link in stays), None)
-            if draft.status in ("changed", "unsure") and cause is not None:
+            reason = next((left[link] for link in sorted(draft.links) if link in left), "")
+            if cause is not None and not reason:
                 line = self.source.place(cause.start)[0]
-                self.drafts[number] = draft.refused(
-                    f"it would be changed together with line {line} ({cause.rule}), which stays as it is"
-                )
+                reason = f"it would be changed together with line {line} ({cause.rule}), which stays as it is"
+            if draft.status in ("changed", "unsure") and reason:
+                self.drafts[number] = draft.refused(reason)
                 fallen = True
         return fallen
 
-    def refuse(self, message: str, concerns: Callable[[Draft], bool], since: int = 0) -> None:
-        """Refuse the drafts from index ``since`` on for which ``concerns`` is true."""
-        self.drafts[since:] = [one.refused(message) if concerns(one) else one for one in self.drafts[since:]]
+    def refuse(self, message: str, concerns: Callable[[Draft], bool]) -> None:
+        """Refuse the drafts for which ``concerns`` is true."""
+        self.drafts = [one.refused(message) if concerns(one) else one for one in self.drafts]
 
     def changes(self) -> list[Draft]:
         """Return the drafts with the status "changed"."""

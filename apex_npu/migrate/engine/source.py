@@ -16,6 +16,7 @@ from itertools import accumulate, pairwise
 
 _LINE_END = re.compile(r"\r\n|\r|\n")
 _BODIES = ("body", "orelse", "finalbody", "handlers", "cases")
+_COMMA, _LINE_REST = re.compile(r"(\s*,)?"), re.compile(r"[ \t]*(#.*)?$", re.MULTILINE)
 _MAX_BYTES = 5_000_000
 
 
@@ -43,6 +44,25 @@ def apply_edits(text: str, edits: Iterable[Edit], start: int = 0, end: int | Non
         pieces += [text[start : edit.start], edit.text]
         start = edit.end
     return "".join([*pieces, text[start:end]])
+
+
+def without(source: Source, spans: Sequence[tuple[int, int]], gone: Sequence[bool]) -> list[Edit]:
+    """Return edits that remove some of the elements, separated by commas, that ``spans`` gives in their order."""
+    if all(gone):
+        return [Edit(spans[0][0], spans[-1][1], "")]
+    last = len(gone) - gone[::-1].index(False)  # all elements from here on are removed
+    edits = [Edit(spans[at][0], spans[at + 1][0], "") for at in range(last) if gone[at]]
+    if last == len(gone):
+        return edits
+    before, start, end = spans[last - 1][1], spans[last][0], spans[-1][1]
+    between = source.text[before:start]
+    if "\n" not in between:
+        return [*edits, Edit(before + between.index(","), end, "")]
+    # A comment may follow the element before, so the comma of that element stays.
+    end += len(_COMMA.match(source.text, end)[0])  # type: ignore[index]
+    if _LINE_REST.match(source.text, end) and not between.rpartition("\n")[2].strip():
+        start, end = before + between.rindex("\n"), source.line_end(source.place(end)[0])
+    return [*edits, Edit(start, end, "")]
 
 
 class Source:

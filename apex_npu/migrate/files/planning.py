@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from apex_npu.migrate.engine.program import Finding, Options
+from apex_npu.migrate.engine.program import PARALLEL, Finding, Options
 from apex_npu.migrate.engine.source import UnreadableError
 from apex_npu.migrate.rewriting import Rewritten, concerns, owned_names, rewrite, rewrite_part, unreadable
 from apex_npu.migrate.rules.catalogue import RULES
@@ -101,7 +101,7 @@ def plan(
         try:
             contents[target] = target.read()
         except OSError as error:
-            findings.append(unreadable(target.shown, "F906", str(error)))
+            findings.append(unreadable(target.shown, UnreadableError("F906", str(error))))
     programs = {target.shown: target for target in contents if _is_program(target.path)}
     work = _Work({shown: contents[target] for shown, target in programs.items()}, options or Options())
     if data_parallel is not None:
@@ -150,7 +150,7 @@ class _Work:
         try:
             self.done[shown] = rewrite_notebook(data, shown, rewrite_cells)
         except UnreadableError as error:
-            self.done[shown] = Rewritten(data, (unreadable(shown, error.rule, error.reason),))
+            self.done[shown] = Rewritten(data, (unreadable(shown, error),))
 
     def findings(self) -> dict[Path, Sequence[Finding]]:
         """Return the findings of each module."""
@@ -174,7 +174,7 @@ class _Work:
             if any(one.rule == "A351" for one in found[path]):
                 self.again(str(path))
         for path, reason in left_out(self.modules, self.findings()).items():
-            self.again(str(path), amp_left=reason)
+            self.again(str(path), left=self.options[str(path)].left | {"amp": f"amp is not added: {reason}"})
 
     def leave_one_card(self) -> None:
         """Rewrite a script again for one card if a part of it cannot be changed for several."""
@@ -186,9 +186,10 @@ class _Work:
         reason = (
             f"{left.path}:{left.line} ({left.rule}): {left.message}" if left else "it already trains on several cards"
         )
+        reason = f"the script is not changed for several cards: {reason}"
         for shown in of_script:
             if any(one.rule[0] == "P" and one.status == "changed" for one in self.done[shown].findings):
-                self.again(shown, parallel_left=reason)
+                self.again(shown, left=self.options[shown].left | {PARALLEL: reason})
 
 
 def _is_program(path: str) -> bool:

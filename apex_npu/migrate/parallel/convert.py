@@ -10,11 +10,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from apex_npu.migrate.amp.initialize import COMBINE, PARALLEL, Insertion, check_moves, place_of
-from apex_npu.migrate.amp.training import UnclearError
-from apex_npu.migrate.engine.program import Program
+from apex_npu.migrate.amp.initialize import COMBINE, Insertion, check_moves, place_of
+from apex_npu.migrate.amp.training import UnclearError, all_or_none, check_own_lines
+from apex_npu.migrate.engine.program import PARALLEL, Program
 from apex_npu.migrate.engine.source import Edit
-from apex_npu.migrate.engine.syntax import argument, around, body_of, function_of, is_told, method_of, text
+from apex_npu.migrate.engine.syntax import argument, is_told, method_of, text
 from apex_npu.migrate.rules.catalogue import note
 from apex_npu.migrate.rules.targets import replaced, target_of, torch_name
 
@@ -33,22 +33,10 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 def check(program: Program) -> None:
     """Report what the rules for several cards find."""
-    options = program.options
-    if not options.data_parallel:
-        return
-    before = len(program.drafts)
-    try:
-        if options.data_parallel == "main":
-            _convert(program)
-        else:
-            _convert_part(program)
-    except UnclearError as error:
-        del program.drafts[before:]
-        rule = error.rule if error.rule[0] == "P" else "P604"
-        program.report(rule, "refused", error.node, message=error.reason, links=[PARALLEL])
-    if options.parallel_left:
-        message = f"the script is not changed for several cards: {options.parallel_left}"
-        program.refuse(message, lambda draft: draft.status == "changed", before)
+    role = program.options.data_parallel
+    if role:
+        convert = _convert if role == "main" else _convert_part
+        all_or_none(program, lambda: convert(program), PARALLEL, "P604")
 
 
 def _convert(program: Program) -> None:
@@ -191,7 +179,7 @@ def _enter(program: Program, torch: str) -> None:
 
 def _leave(program: Program, torch: str) -> None:
     """Destroy the process group after the last statement, as torch requires to end its threads and communicators."""
-    last = body_of(program, _start(program))[-1]
+    last = program.body_of(_start(program))[-1]
     called = last.value if isinstance(last, ast.Expr) else None
     if isinstance(last, ast.Raise) or (isinstance(called, ast.Call) and text(called.func) in _EXITS):
         note(program, "P607", last)
@@ -230,7 +218,7 @@ def _sample(put: Insertion, torch: str) -> None:
         _sample_one(program, call, torch, links)
     for loop, name in loaders.epochs:
         anchor = loop.body[0]
-        inside = [one for one in put.training.assigned(name, loop) if loop in around(program, one)]
+        inside = [one for one in put.training.assigned(name, loop) if loop in program.around(one)]
         if inside:
             raise UnclearError(
                 inside[0], "P603", "a DataLoader is made in the loop over epochs: make it before the loop"
@@ -254,12 +242,12 @@ def _sample(put: Insertion, torch: str) -> None:
 
 def _check_splits(program: Program, loaders: Loaders) -> None:
     """Refuse data that each process splits for itself."""
-    near = {program.tree, *(function_of(program, call) for call in loaders.made)}
+    near = {program.tree, *(program.function_of(call) for call in loaders.made)}
     for call, is_split in unseeded(program):
         shuffled = [*call.args[:1], *(one.value for one in call.keywords)] if _last(call) == "shuffle" else []
         if is_split or any(text(one) in loaders.sampled for one in shuffled):
             raise UnclearError(call, "P602", UNSEEDED)
-        if function_of(program, call) in near and not any(isinstance(one, ast.For) for one in around(program, call)):
+        if program.function_of(call) in near and not any(isinstance(one, ast.For) for one in program.around(call)):
             program.report("P602", "note", call, message=UNSEEDED)
 
 
@@ -324,7 +312,7 @@ def _initialized(put: Insertion) -> ast.stmt | None:
     for call in put.training.calls:
         dotted = put.program.dotted(call.func)
         if dotted in ("apex.amp.initialize", "apex_npu.amp.initialize"):
-            statement = next(one for one in around(put.program, call) if isinstance(one, ast.stmt))
+            statement = put.program.statement_of(call)
             if isinstance(statement, (ast.Assign, ast.Expr)) and statement.value is call:
                 return statement
             raise UnclearError(
@@ -345,8 +333,7 @@ def _guard_saves(program: Program) -> None:
         if _is_open(program, node):
             raise UnclearError(node, "P605", "torch.save gets an open file, which every process opens: pass the path")
         start = program.source.span(statement)[0]
-        if program.source.indent(statement).strip():
-            raise UnclearError(node, "P605", "torch.save shares its line: put it on a line of its own")
+        check_own_lines(program, statement, "P605")
         header = f"if not {torch}.distributed.is_initialized() or {torch}.distributed.get_rank() == 0:"
         written = program.put_into(statement, header)
         program.report("P605", "changed", (start, start), [Edit(start, start, written)], links=[PARALLEL])

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from apex_npu.migrate.amp.training import Training, UnclearError
 from apex_npu.migrate.engine.program import Program
-from apex_npu.migrate.engine.syntax import around, function_of, is_argument, text
+from apex_npu.migrate.engine.syntax import text
 
 _LOADER = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -44,9 +44,9 @@ def unseeded(program: Program) -> Iterator[tuple[ast.Call, bool]]:
         argument, library = (_SPLITS | _ORDERS).get(name, ("", ""))
         if not library or _is_fixed(call, argument):
             continue
-        start, function = program.source.span(call)[0], function_of(program, call)
-        here = [one for at, one in seeds if function_of(program, at) is function and program.source.span(at)[0] < start]
-        others = [one for at, one in seeds if function_of(program, at) is not function]
+        start, function = program.source.span(call)[0], program.function_of(call)
+        here = [one for at, one in seeds if program.function_of(at) is function and program.source.span(at)[0] < start]
+        others = [one for at, one in seeds if program.function_of(at) is not function]
         if not {library, "all"} & {*here, *others}:
             yield call, name in _SPLITS
 
@@ -114,10 +114,10 @@ class Loaders:
 
     def _follow(self, backward: ast.Call) -> None:
         """Find the loop over a loader around a backward."""
-        function = function_of(self.program, backward)
-        loops = [one for one in around(self.program, backward) if isinstance(one, ast.For)]
+        function = self.program.function_of(backward)
+        loops = [one for one in self.program.around(backward) if isinstance(one, ast.For)]
         for loop in loops:
-            if function_of(self.program, loop) is not function:
+            if self.program.function_of(loop) is not function:
                 break
             given = _inside(loop.iter)
             if isinstance(given, ast.Call) and given in self._all:
@@ -131,7 +131,7 @@ class Loaders:
 
     def _made(self, name: str, node: ast.AST) -> Iterator[ast.Call]:
         """Yield the calls of ``DataLoader`` whose result ``name`` may have at ``node``."""
-        if is_argument(self.program, node, name):
+        if self.program.is_argument(node, name):
             for _, given in self.training.passed(name, node):
                 if text(given):
                     yield from self._made(text(given), given)
@@ -144,9 +144,9 @@ class Loaders:
 
     def _count(self, loop: ast.AST, name: str) -> None:
         """Find the loop over epochs around the loop over a loader, or around the calls of its function."""
-        function = function_of(self.program, loop)
-        outer = next((one for one in around(self.program, loop) if isinstance(one, _LOOPS)), None)
-        if outer is not None and function_of(self.program, outer) is function:
+        function = self.program.function_of(loop)
+        outer = next((one for one in self.program.around(loop) if isinstance(one, _LOOPS)), None)
+        if outer is not None and self.program.function_of(outer) is function:
             numbers = _inside(outer.iter) if isinstance(outer, ast.For) else None
             called = text(numbers.func).rpartition(".")[2] if isinstance(numbers, ast.Call) else ""
             if not isinstance(outer, ast.For) or called not in _NUMBERED or not isinstance(outer.target, ast.Name):
@@ -155,7 +155,7 @@ class Loaders:
             if (outer, name) not in self.epochs:
                 self.epochs.append((outer, name))
             return
-        if is_argument(self.program, loop, name):
+        if self.program.is_argument(loop, name):
             for call, given in self.training.passed(name, loop):
                 if text(given):
                     self._count(call, text(given))

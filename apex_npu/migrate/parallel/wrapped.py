@@ -11,7 +11,7 @@ from apex_npu.migrate.amp.initialize import Insertion
 from apex_npu.migrate.amp.training import Training, UnclearError
 from apex_npu.migrate.engine.names import Scope
 from apex_npu.migrate.engine.program import Program
-from apex_npu.migrate.engine.syntax import function_of, is_argument, text
+from apex_npu.migrate.engine.syntax import text
 from apex_npu.migrate.rules.targets import replaced, torch_name
 
 # Attributes that DistributedDataParallel has as well and that do the same there.
@@ -59,7 +59,7 @@ class Wrapped:
             kept = _kept_in(program, node)
             if used in _SHARED.split() or not (used or kept or _looks_inside(program, node)) or not self.is_model(node):
                 continue
-            if function_of(program, node) is function_of(program, place) and self.training.offset(node) < end:
+            if program.function_of(node) is program.function_of(place) and self.training.offset(node) < end:
                 continue
             if used and used not in _INSIDE:
                 reason = f"{ast.unparse(node)}.{used} is used, which DistributedDataParallel does not have"
@@ -72,7 +72,7 @@ class Wrapped:
 
 def given_for(training: Training, name: str, node: ast.AST) -> list[ast.expr]:
     """Return the values that calls pass for an argument ``name``, or that are assigned to another ``name``."""
-    if "." not in name and is_argument(training.program, node, name):
+    if "." not in name and training.program.is_argument(node, name):
         return [given for _, given in training.passed(name, node)]
     return [one.value for one in training.assigned(name, node)]
 
@@ -86,7 +86,7 @@ def unwrap_arguments(program: Program, links: list[str]) -> None:
     assigned = {
         text(target): text(one.value)
         for one in program.every(ast.Assign)
-        if is_argument(program, one, text(one.value))
+        if program.is_argument(one, text(one.value))
         for target in one.targets
         if isinstance(target, ast.Attribute)
     }
@@ -96,7 +96,7 @@ def unwrap_arguments(program: Program, links: list[str]) -> None:
         if name in ("", "self") or _OTHERS.search(name.rpartition(".")[2]):
             continue
         states = isinstance(parent, ast.Attribute) and parent.attr in _STATES
-        given = name in assigned or ("." not in name and is_argument(program, node, name))
+        given = name in assigned or ("." not in name and program.is_argument(node, name))
         if not (states or _is_saved(program, node)) or not given:
             continue
         if torch is None:

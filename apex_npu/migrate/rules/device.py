@@ -184,9 +184,10 @@ def _profiler_name(program: Program, node: ast.Attribute | ast.Name, dotted: str
     refusal = "" if torch_import(program) else "torch is not imported at the top level"
     if any(one.arg in ("use_cuda", "use_device") for one in given):
         refusal = _USE_ACTIVITIES
-    new = tables.PROFILER_NAMES[dotted.removeprefix("torch.profiler.")]
-    edits = [] if refusal else [replaced(program, node, f"torch_npu.profiler.{new}")]
-    program.report("D110", "refused" if refusal else "changed", node, edits, refusal or _PROFILE, ["profiler"])
+    edit = replaced(
+        program, node, f"torch_npu.profiler.{tables.PROFILER_NAMES[dotted.removeprefix('torch.profiler.')]}"
+    )
+    program.report("D110", "changed", node, [edit], _PROFILE, ["profiler"], refusal)
 
 
 def _call(program: Program, node: ast.Call) -> None:
@@ -229,13 +230,11 @@ def _is_false(node: ast.expr) -> bool:
 
 def _use_cuda(program: Program, keyword: ast.keyword, called: str) -> None:
     span = program.source.span(keyword)
-    if called.startswith("torch.profiler."):
-        program.report("D110", "refused", span, message=_USE_ACTIVITIES)
-    elif isinstance(keyword.value, ast.Constant) and keyword.value.value is True:
-        program.report("D110", "changed", span, [Edit(*span, f"use_device={target_of(program).profiled()}")])
-    else:
-        message = 'write use_device="npu" if it is true, and remove the argument if not'
-        program.report("D110", "refused", span, message=message)
+    is_true = isinstance(keyword.value, ast.Constant) and keyword.value.value is True
+    refusal = "" if is_true else 'write use_device="npu" if it is true, and remove the argument if not'
+    refusal = _USE_ACTIVITIES if called.startswith("torch.profiler.") else refusal
+    edit = Edit(*span, f"use_device={target_of(program).profiled()}")
+    program.report("D110", "changed", span, [edit], refusal=refusal)
 
 
 def _needs_cuda(program: Program, node: ast.stmt | ast.alias, name: str) -> bool:
@@ -250,29 +249,15 @@ def _import(program: Program, node: ast.Import) -> None:
     for alias in node.names:
         if _needs_cuda(program, alias, alias.name) or not f"{alias.name}.".startswith("torch.cuda."):
             continue
-        parts = alias.name.split(".")[2:]
-        links = [f"name {alias.asname}"] if alias.asname else []
-        lacking = missing(parts, similar=_similar(program))
-        refusal = _without(lacking) if lacking is not None else _two_imports(program, alias) if alias.asname else ""
-        refusal = refusal or ("" if target_of(program).imports else _NOT_PORTABLE)
-        if refusal:
-            program.report("D102", "refused", alias, message=refusal, links=links)
-            continue
+        parts, start = alias.name.split(".")[2:], program.source.span(alias)[0]
+        refusal = _import_refusal(program, [parts], alias if alias.asname else None)
         is_similar = bool(parts) and parts[0] in SIMILAR
-        parts = [SIMILAR[parts[0]][0]] if is_similar else parts
-        new = "torch_npu.npu." + ".".join(parts) if parts and alias.asname else "torch.npu"
-        start, _ = program.source.span(alias)
+        below = [SIMILAR[parts[0]][0]] if is_similar else parts
+        new = ".".join(["torch_npu.npu", *below]) if below and alias.asname else "torch.npu"
         end = start + len(alias.name)
         edit = Edit(start, end, new) if program.source.text[start:end] == alias.name else None
-        program.report("D102", "changed", alias, [edit], _RANGES if is_similar else "", links)
-
-
-def _two_imports(program: Program, alias: ast.alias) -> str:
-    """Return why an import cannot be renamed: its name is also bound to something else. Else return ""."""
-    name = alias.asname or alias.name
-    meanings = program.names.meanings(name, program.names.scope(alias))
-    both = " or ".join(sorted(meaning or "something else" for meaning in meanings))
-    return f"{name} is {both} here: import them under two names" if len(meanings) > 1 else ""
+        links = [f"name {alias.asname}"] if alias.asname else []
+        program.report("D102", "changed", alias, [edit], _RANGES if is_similar else "", links, refusal)
 
 
 def _import_from(program: Program, node: ast.ImportFrom) -> None:
@@ -283,32 +268,39 @@ def _import_from(program: Program, node: ast.ImportFrom) -> None:
         _needs_cuda(program, alias, f"{module}.{alias.name}")
         if f"{module}.{alias.name}" == "torch.cuda":
             name, span = alias.asname or alias.name, program.source.span(alias)
-            refusal = _two_imports(program, alias) or ("" if target_of(program).imports else _NOT_PORTABLE)
-            edits = [] if refusal else [Edit(*span, f"npu as {name}")]
-            program.report("D102", "refused" if refusal else "changed", span, edits, refusal, [f"name {name}"])
+            edit, refusal = Edit(*span, f"npu as {name}"), _import_refusal(program, [], alias)
+            program.report("D102", "changed", span, [edit], links=[f"name {name}"], refusal=refusal)
     if f"{module}.".startswith("torch.cuda."):
         _from_torch_cuda(program, node, module.split(".")[2:])
 
 
 def _from_torch_cuda(program: Program, node: ast.ImportFrom, parts: list[str]) -> None:
-    links = [f"name {alias.asname or alias.name}" for alias in node.names]
     names = [[*parts, alias.name] for alias in node.names]
-    similar = _similar(program) and not parts  # mstx is a class: nothing is imported from it
-    found = (missing(name, similar=similar) or missing(parts) for name in names)
-    lacking = next((name for name in found if name is not None), None)
-    if not target_of(program).imports or lacking is not None:
-        by_star = (lacking or "").endswith("*")
-        reason = "import the names one by one, not by *" if by_star else _without(lacking or "")
-        reason = reason if target_of(program).imports else _NOT_PORTABLE
-        program.report("D102", "refused", node, message=reason, links=links)
-        return
+    refusal = _import_refusal(program, names)
+    if not refusal and parts and parts[0] in SIMILAR:
+        refusal = _without(parts[0])  # mstx is a class: nothing is imported from it
     edits = [program.rename_module(node, "torch_npu.npu." + ".".join(parts) if parts else "torch.npu")]
     for alias in node.names:
         if not parts and alias.name in OTHER_NAMES:
             new = f"{OTHER_NAMES[alias.name]} as {alias.asname or alias.name}"
             edits.append(Edit(*program.source.span(alias), new))
+    links = [f"name {alias.asname or alias.name}" for alias in node.names]
     ranges = _RANGES if any(name[0] in SIMILAR for name in names) else ""
-    program.report("D102", "changed", node, edits, ranges, links)
+    program.report("D102", "changed", node, edits, ranges, links, refusal)
+
+
+def _import_refusal(program: Program, names: list[list[str]], alias: ast.alias | None = None) -> str:
+    """Return why an import of ``names`` below torch.cuda, which binds the name of ``alias``, stays; else return ""."""
+    if not target_of(program).imports:
+        return _NOT_PORTABLE
+    found = (missing(name, similar=_similar(program)) for name in names)
+    lacking = next((name for name in found if name is not None), None)
+    if lacking is not None:
+        return "import the names one by one, not by *" if lacking.endswith("*") else _without(lacking)
+    bound = (alias.asname or alias.name) if alias else ""
+    meanings = program.names.meanings(bound, program.names.scope(alias)) if alias else set()
+    both = " or ".join(sorted(meaning or "something else" for meaning in meanings))
+    return f"{bound} is {both} here: import them under two names" if len(meanings) > 1 else ""
 
 
 def _class(program: Program, node: ast.ClassDef) -> None:

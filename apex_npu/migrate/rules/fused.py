@@ -8,13 +8,12 @@ Imports that are no longer used are removed. Imports that were not used before s
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Sequence
 from pathlib import PurePath
 
 from apex_npu.migrate.engine.program import Program
-from apex_npu.migrate.engine.source import Edit
-from apex_npu.migrate.engine.syntax import around, body_of, has_own_lines, is_told
+from apex_npu.migrate.engine.source import Edit, without
+from apex_npu.migrate.engine.syntax import is_told
 
 from .catalogue import refuse
 from .tables import FUSED, FUSED_CHOICES, FUSED_KEYWORDS
@@ -57,12 +56,9 @@ def _use(program: Program, node: ast.expr, name: str, sparse: ast.Call | None) -
     refusal = UNNAMED if optimizers is None else _lacking(call, name)
     if sparse is not None:
         refusal = f"gradients are sparse (line {sparse.lineno}), which fused optimizers do not take"
-    if refusal:
-        program.report("O501", "refused", node, message=refusal, links=links)
-        return
-    edits = [replaced(program, node, f"{optimizers}.{FUSED[name][0]}"), *_dropped(program, call)]
+    edits = [replaced(program, node, f"{optimizers}.{FUSED[name][0]}"), *([] if refusal else _dropped(program, call))]
     span = program.source.span(node)[0], max(program.source.span(node)[1], *(edit.end for edit in edits))
-    program.report("O501", "changed", span if len(edits) > 1 else node, edits, links=links)
+    program.report("O501", "changed", span if len(edits) > 1 else node, edits, links=links, refusal=refusal)
 
 
 def _asks(parent: ast.AST | None) -> bool:
@@ -87,29 +83,12 @@ def _lacking(call: ast.Call, name: str) -> str:
 
 def _dropped(program: Program, call: ast.Call) -> list[Edit]:
     """Return edits that remove the arguments foreach and fused, which choose between torch's implementations."""
-    source = program.source
     given: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
-    given.sort(key=source.span)
+    given.sort(key=program.source.span)
     gone = [isinstance(one, ast.keyword) and one.arg in FUSED_CHOICES for one in given]
-    last = len(gone) - gone[::-1].index(False)  # all arguments from here on are removed
-    edits = [
-        Edit(source.span(one)[0], source.span(given[at + 1])[0], "") for at, one in enumerate(given[:last]) if gone[at]
-    ]
-    if last == len(given):
-        return edits
-    before, start = source.span(given[last - 1])[1], source.span(given[last])[0]
-    end = source.span(given[-1])[1]
-    between = source.text[before:start]
-    if "\n" not in between:
-        return [*edits, Edit(before + between.index(","), end, "")]
-    # A comment may follow the argument before, so the comma of that argument stays.
-    end += len(_COMMA.match(source.text, end)[0])  # type: ignore[index]
-    if _END.match(source.text, end) and not between.rpartition("\n")[2].strip():
-        start, end = before + between.rindex("\n"), source.line_end(source.place(end)[0])
-    return [*edits, Edit(start, end, "")]
+    return without(program.source, [*map(program.source.span, given)], gone)
 
 
-_COMMA, _END = re.compile(r"(\s*,)?"), re.compile(r"[ \t]*(#.*)?$", re.MULTILINE)
 _FAMILIES = ("O501", "T", "D110")
 
 
@@ -139,7 +118,7 @@ def _is_unused(program: Program, node: ast.Import | ast.ImportFrom, alias: ast.a
     named = (one for one in program.every(ast.Name) if one.id == bound)
     uses = [one for one in named if program.names.scope(one).find(bound) is home]
     # Python may give wrong places inside an f-string.
-    exact = not any(isinstance(at, ast.JoinedStr) for use in uses for at in around(program, use))
+    exact = not any(isinstance(at, ast.JoinedStr) for use in uses for at in program.around(use))
     starts = [program.source.span(use)[0] for use in uses]
     gone = all(any(edit.start <= start < edit.end for edit in edits) for start in starts)
     return bool(uses) and exact and gone
@@ -151,23 +130,15 @@ def _is_edited(program: Program, node: ast.stmt) -> bool:
 
 
 def _remove(program: Program, node: ast.Import | ast.ImportFrom, unused: list[ast.alias]) -> None:
-    source, body = program.source, body_of(program, node)
+    source, body = program.source, program.body_of(node)
     if len(unused) == len(node.names):
-        if not has_own_lines(program, node) or len(body) < 2:
+        if not program.has_own_lines(node) or len(body) < 2:
             return
         start, end = source.line_start(node.lineno), source.line_end(node.end_lineno or 0)
         end = min(end + len(source.newline(node.end_lineno or 0)), len(source.text))
         program.change("X203", Edit(start, end, ""))
         return
-    kept = [number for number, alias in enumerate(node.names) if alias not in unused]
-    runs = [[alias] for alias in unused if node.names.index(alias) < kept[-1]]
-    runs += [node.names[kept[-1] + 1 :]] if kept[-1] + 1 < len(node.names) else []
-    for run in runs:
-        at = node.names.index(run[0])
-        start, end = source.span(run[0])[0], source.span(run[-1])[1]
-        if at < kept[-1]:
-            end = source.span(node.names[at + 1])[0]
-        else:
-            start = source.span(node.names[at - 1])[1]
-        if "\n" not in source.text[start:end]:
-            program.change("X203", Edit(start, end, ""))
+    spans, gone = [*map(source.span, node.names)], [alias in unused for alias in node.names]
+    for edit in without(source, spans, gone):
+        if "\n" not in source.text[edit.start : edit.end]:
+            program.change("X203", edit)

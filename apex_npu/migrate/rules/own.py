@@ -12,13 +12,12 @@ import ast
 import importlib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.source import Edit
-from apex_npu.migrate.engine.syntax import has_own_lines
 
 from .catalogue import RULES, refuse
 from .targets import replaced
@@ -32,6 +31,11 @@ class Rename:
 
     old: str
     new: str
+
+    @property
+    def is_beside(self) -> bool:
+        """True if both names are in the same module."""
+        return self.old.rpartition(".")[0] == self.new.rpartition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -279,41 +283,45 @@ def _argument(program: Program, rule: Argument) -> None:
 
 
 def _rename(program: Program, rule: Rename) -> None:
-    links = [f"own {rule.old}"]
-    (old_module, _, old), (module, _, last) = rule.old.rpartition("."), rule.new.rpartition(".")
-    beside = old_module == module
+    links, last = [f"own {rule.old}"], rule.new.rpartition(".")[2]
+    is_method = rule.old.startswith(".")
     for node, span in _uses(program, rule.old):
         if isinstance(node, ast.Name):
             continue  # the import is changed instead
-        if rule.old.startswith(".") or (beside and node.attr == old):
+        if is_method or (rule.is_beside and node.attr == rule.old.rpartition(".")[2]):
             program.report("R801", "changed", span, [program.rename(node, last)], links=links)
         elif program.rename(node, "") is None:
             program.report("R801", "changed", span, [None], links=links)
         else:
             _replace(program, node, rule, links)
-    for at, name in [] if rule.old.startswith(".") else _imports(program, rule.old):
-        statement, below = program.parent(at), rule.new + name[len(rule.old) :]
-        refusal = ""
-        if isinstance(at, ast.ImportFrom):  # from old import x
-            edit = program.rename_module(at, below)
-        elif isinstance(statement, ast.ImportFrom):  # from module import old: the program keeps its name
-            asname = at.asname or at.name
-            written = f"{last} as {asname}" if asname != last else last
-            edit = Edit(*program.source.span(at if beside else statement), written)
-            edit = edit if beside else replace(edit, text=f"from {module} import {written}")
-            if not beside and (len(statement.names) > 1 or not module):
-                refusal = "import it by a statement of its own"
-        else:  # import old, import old.part as name
-            plain = at.asname is None and "." not in name
-            if at.asname is None and not plain and not (beside and old_module):
-                refusal = f"import it under a name (as), so that {below} can replace it"
-            asname = name if plain else at.asname or ""
-            edit = Edit(*program.source.span(at), f"{below} as {asname}" if asname else below)
-        if refusal:
-            program.report("R801", "refused", at, message=refusal, links=links)
-        else:
-            place = at if edit is None or isinstance(at, ast.ImportFrom) else (edit.start, edit.end)
-            program.report("R801", "changed", place, [edit], links=links)
+    for imported, name in () if is_method else _imports(program, rule.old):
+        _rename_import(program, imported, name, rule, links)
+
+
+def _rename_import(
+    program: Program, node: ast.alias | ast.ImportFrom, name: str, rule: Rename, links: list[str]
+) -> None:
+    """Rename the import of ``name``, which is ``rule.old`` or a part of it."""
+    statement, below, refusal = program.parent(node), rule.new + name[len(rule.old) :], ""
+    module, _, last = rule.new.rpartition(".")
+    if isinstance(node, ast.ImportFrom):  # from old import x
+        program.report("R801", "changed", node, [program.rename_module(node, below)], links=links)
+        return
+    asname = node.asname or node.name
+    if isinstance(statement, ast.ImportFrom):  # from module import old: the program keeps its name
+        written = f"{last} as {asname}" if asname != last else last
+        edit = Edit(*program.source.span(node), written)
+        if not rule.is_beside:
+            edit = Edit(*program.source.span(statement), f"from {module} import {written}")
+            refusal = "" if len(statement.names) == 1 and module else "import it by a statement of its own"
+    elif node.asname or "." not in name:  # import old, import old.part as name
+        edit = Edit(*program.source.span(node), f"{below} as {asname}")
+    else:  # import old.part
+        edit = Edit(*program.source.span(node), below)
+        if not rule.is_beside or "." not in rule.old:
+            refusal = f"import it under a name (as), so that {below} can replace it"
+    place = node if refusal else (edit.start, edit.end)
+    program.report("R801", "changed", place, [edit], links=links, refusal=refusal)
 
 
 def _replace(program: Program, node: ast.Attribute, rule: Rename, links: list[str]) -> None:
@@ -322,14 +330,12 @@ def _replace(program: Program, node: ast.Attribute, rule: Rename, links: list[st
     root = module.partition(".")[0]
     bound = program.names.module.bindings.get(root, [])
     imports = [one for one in program.tree.body if isinstance(one, (ast.Import, ast.ImportFrom))]
-    lines = (one for one in imports if getattr(one, "module", "") != "__future__" and has_own_lines(program, one))
+    lines = (one for one in imports if getattr(one, "module", "") != "__future__" and program.has_own_lines(one))
     anchor = next(lines, None)
     taken = any(one not in (root, module) for one in bound) or (not bound and program.names.is_taken(root))
-    if not module or taken or (not bound and anchor is None):
-        message = f"import {module or rule.new} at the top level first"
-        program.report("R801", "refused", node, message=message, links=links)
-        return
-    program.report("R801", "changed", node, [replaced(program, node, rule.new)], links=links)
-    if not bound and anchor is not None:
+    is_left = not module or taken or (not bound and anchor is None)
+    refusal = f"import {module or rule.new} at the top level first" if is_left else ""
+    program.report("R801", "changed", node, [replaced(program, node, rule.new)], links=links, refusal=refusal)
+    if not refusal and not bound and anchor is not None:
         program.names.module.bindings[root] = [root]
         program.change("R801", program.lines(anchor, [f"import {module}"]), links=links)

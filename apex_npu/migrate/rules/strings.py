@@ -11,7 +11,7 @@ from apex_npu.migrate.engine.program import Program
 
 from .catalogue import RULES, note, refuse
 from .device import missing
-from .tables import ANSWERS, DEVICE_ARGUMENTS, DEVICE_KEYWORDS, ENVIRONMENT
+from .tables import DEVICE_ARGUMENTS, DEVICE_KEYWORDS, ENVIRONMENT
 from .targets import SEARCHES, target_of
 
 _DEVICE = re.compile(r"cuda(:\d*)?")
@@ -72,22 +72,8 @@ def _device(program: Program, devices: Devices, node: ast.Constant) -> None:
         refuse(program, "D107", node)
     elif devices.is_place(node):
         program.report("D105", "changed", node, [edit])
-        if _decides_fused(program, node):
-            note(program, "D156", node, ANSWERS["fused"])
     else:
         program.report("D106", "unsure", node, [edit], RULES["D106"].message)
-
-
-def _decides_fused(program: Program, node: ast.expr) -> bool:
-    """Return whether the program compares with a device to decide if an optimizer of torch is fused."""
-    at: ast.AST | None = program.parent(node)
-    if not isinstance(at, ast.Compare):
-        return False
-    while isinstance(at, (ast.Compare, ast.BoolOp)):
-        at = program.parent(at)
-    names = [at.arg] if isinstance(at, ast.keyword) else []
-    names += [_last_name(one) for one in at.targets] if isinstance(at, ast.Assign) else []
-    return any("fused" in (name or "") for name in names)
 
 
 def _fstring(program: Program, node: ast.JoinedStr) -> None:

@@ -64,7 +64,6 @@ INSTEAD = {
 ANSWERS = {
     "get_device_capability": "it returns None on npu",
     "get_device_properties": "major, minor and other properties are None or missing on npu",
-    "fused": "torch's fused optimizers must support npu: if this fails, remove fused",
     "DoubleTensor": "float64 is slow or not supported on npu",
 }
 # The device properties of CUDA that have a value in torch_npu (2026-11). The others are None or missing there.

@@ -107,9 +107,7 @@ class Rewriter(importlib.abc.MetaPathFinder):
                 text = apply_edits(program.source.text, [edit for edit in edits if "\n" not in edit.text])
                 linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
             except UnreadableError as error:
-                self.findings.append(unreadable(path, error.rule, error.reason, error.line))
-            except RecursionError:
-                self.findings.append(unreadable(path, "F904", "the file is nested too deeply for the rules"))
+                self.findings.append(unreadable(path, error))
         return compile(tree, path, "exec", dont_inherit=True)
 
     def tell(self) -> None:
