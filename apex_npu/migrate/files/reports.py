@@ -13,7 +13,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import PurePath
 
 from apex_npu.migrate.engine.program import Finding, count
-from apex_npu.migrate.engine.source import Source, UnreadableError
+from apex_npu.migrate.engine.source import Source
 from apex_npu.migrate.rewriting import rewrite
 from apex_npu.migrate.rules.catalogue import RULES, Rule
 from apex_npu.migrate.rules.own import EXAMPLES
@@ -72,18 +72,11 @@ def unified_diff(plan: Plan) -> str:
     """Return the changes in the format of ``diff -u``."""
     pieces = []
     for change in plan.files:
-        old, new = (_text(data).splitlines(keepends=True) for data in (change.before, change.after))
+        old, new = (Source(data).text.splitlines(keepends=True) for data in (change.before, change.after))
         shown = change.target.shown
         for line in difflib.unified_diff(old, new, shown, shown):
             pieces.append(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n")
     return "".join(pieces)
-
-
-def _text(data: bytes) -> str:
-    try:
-        return Source(data).text
-    except UnreadableError:
-        return data.decode("utf-8", "replace")
 
 
 def write_report(path: str, findings: Sequence[Finding]) -> bytes:
@@ -113,10 +106,7 @@ def _json(findings: Sequence[Finding]) -> str:
 
 def _sarif(findings: Sequence[Finding]) -> str:
     used = [RULES[name] for name in sorted({finding.rule for finding in findings})]
-    rules = [
-        {"id": rule.id, "shortDescription": {"text": rule.title}} | ({"helpUri": rule.source} if rule.source else {})
-        for rule in used
-    ]
+    rules = [{"id": rule.id, "shortDescription": {"text": rule.title}} for rule in used]
     driver = {"name": "apex_npu migrate", "rules": rules}
     run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": [_result(f) for f in findings]}
     return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1) + "\n"
@@ -153,7 +143,7 @@ def explanation(rule: Rule) -> str:
     if message and not any(message in one.message for one in found):
         lines.append(f"In other places: {message}" if rule.example else message)
     lines += ["It refuses:\n" + "\n".join(f"- {one}" for one in rule.refused)] if rule.refused else []
-    return "\n\n".join(filter(None, [*lines, rule.source]))
+    return "\n\n".join(lines)
 
 
 def _indented(text: str) -> str:

@@ -10,22 +10,6 @@ from dataclasses import dataclass
 
 from apex_npu.migrate.engine.program import NOT_THE_SAME, Options, Program
 
-_TORCH = "https://docs.pytorch.org/docs/stable/"
-# Where the behaviour is documented, by rule or family.
-_SOURCES = {
-    "D103": _TORCH + "generated/torch.Tensor.cuda.html",
-    "D105": _TORCH + "tensor_attributes.html",
-    "O501": _TORCH + "optim.html",
-    "X": "https://nvidia.github.io/apex/",
-    "A": "https://nvidia.github.io/apex/amp.html",
-    "A355": _TORCH + "amp.html",
-    "T": _TORCH + "amp.html",
-    "P": _TORCH + "notes/ddp.html",
-    "R": "",
-    "F": "",
-    "": "https://www.hiascend.com/document/detail/zh/Pytorch/",
-}
-
 
 def _loop(*step: str, made: str = "") -> str:
     """Return the source of a training loop with the statements ``step``."""
@@ -246,11 +230,6 @@ class Rule:
     message: str = ""  # the message of the report; what was found replaces {}
     found: tuple[str, ...] = ()  # what replaces {} in --explain
     refused: tuple[str, ...] = ()  # what else the rule refuses
-
-    @property
-    def source(self) -> str:
-        """The URL of the page that documents the behaviour, or ""."""
-        return next(_SOURCES[key] for key in (self.id, self.id[0], "") if key in _SOURCES)
 
     @property
     def options(self) -> Options:

@@ -40,15 +40,14 @@ def missing(parts: list[str], *, similar: bool = False) -> str | None:
     """
     if similar and parts and parts[0] in SIMILAR:
         return ".".join(parts[:2]) if len(parts) > 1 and parts[1] not in SIMILAR[parts[0]][1] else None
-    for count in range(len(parts)):
-        module, name = ".".join(parts[:count]), ".".join(parts[: count + 1])
-        known = tables.SUBMODULES.get(module)
-        if known is None:
-            known = tables.SAME_NAMES.union(tables.RENAMED, () if module else tables.SUBMODULES)
-        if parts[count] not in known:
+    known = tables.SAME_NAMES.union(tables.RENAMED, tables.SUBMODULES)
+    for count, part in enumerate(parts, 1):
+        name = ".".join(parts[:count])
+        if part not in known:
             return name
         if name not in tables.SUBMODULES:
             return None
+        known = tables.SUBMODULES[name]
     return None
 
 
@@ -66,8 +65,9 @@ def _name(program: Program, node: ast.Attribute | ast.Name) -> None:
     inner = isinstance(program.parent(node), ast.Attribute)
     if isinstance(node.ctx, ast.Load) and dotted.removeprefix("torch.profiler.") in tables.PROFILER_NAMES:
         _profiler_name(program, node, dotted)
-    if dotted in tables.ADVICE:
-        note(program, tables.ADVICE[dotted], node)
+    if dotted in tables.NOTES:
+        rule, found = tables.NOTES[dotted]
+        note(program, rule, node, found)
     if inner or not dotted:
         pass
     elif f"{dotted}.".startswith("torch.cuda."):
@@ -93,8 +93,6 @@ def _torch(program: Program, node: ast.Attribute, dotted: str) -> None:
         program.report("D109", "changed", node, [target_of(program).nccl_check(program, node)])
     elif dotted.startswith(_ACTIVITY) and not _similar(program):
         refuse(program, "D110", node)
-    elif dotted == "torch.version.cuda":
-        note(program, "D156", node, "it is None on npu")
     elif f"{dotted}.".startswith(tables.NO_EFFECT):
         note(program, "D155", node, dotted)
     elif dotted in tables.NEEDS_CUDA:

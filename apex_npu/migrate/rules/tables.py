@@ -24,16 +24,12 @@ _SAME_NAMES = """
 SAME_NAMES = frozenset(_SAME_NAMES.split())
 # Names of torch.cuda that torch.npu has under another name.
 RENAMED = {"CUDAGraph": "NPUGraph", "CUDAPluggableAllocator": "NPUPluggableAllocator"}
-# Modules of torch.cuda that torch_npu.npu has as well, and the names in them; None: the names above.
-SUBMODULES: dict[str, frozenset[str] | None] = {
+# Modules of torch.cuda that torch_npu.npu has as well, and the names in them.
+SUBMODULES = {
     "amp": frozenset({"autocast", "GradScaler", "custom_fwd", "custom_bwd", "autocast_mode", "grad_scaler"}),
     "amp.autocast_mode": frozenset({"autocast", "custom_fwd", "custom_bwd"}),
     "amp.grad_scaler": frozenset({"GradScaler"}),
-    "graphs": None,
-    "memory": None,
-    "random": None,
-    "streams": None,
-}
+} | dict.fromkeys(("graphs", "memory", "random", "streams"), SAME_NAMES.union(RENAMED))
 # Modules of torch.cuda with a similar module, its name, and the names in both; ``--similar`` changes them.
 SIMILAR = {"nvtx": ("mstx", frozenset({"mark", "range_end", "range_pop", "range_push", "range_start"}))}
 # Names of torch.profiler, and the similar names of torch_npu.profiler.
@@ -120,8 +116,13 @@ DEVICE_KEYWORDS = frozenset({"map_location"})  # and all that contain "device"
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "ASCEND_RT_VISIBLE_DEVICES"}
 # Prefixes of settings that have no effect on npu.
 NO_EFFECT = ("torch.backends.cuda.", "torch.backends.cudnn.")
-# Names with advice, and the rule that gives it.
-ADVICE = {"torch.int64": "N703", "torch.long": "N703", "torch.channels_last": "N704"}
+# Names with a note: the rule that gives it, and what replaces {} in the message of the rule.
+NOTES = {
+    "torch.int64": ("N703", ""),
+    "torch.long": ("N703", ""),
+    "torch.channels_last": ("N704", ""),
+    "torch.version.cuda": ("D156", "it is None on npu"),
+}
 
 # Optimizers of torch.optim, the fused ones with the same rule, and their positional arguments.
 FUSED = {
