@@ -133,8 +133,6 @@ def _check_libraries(put: Insertion) -> None:
         if dotted in ("torch.autograd.grad", "torch.autograd.backward"):
             raise UnclearError(node, "A353", f"{dotted} is used, and amp does not scale its gradients")
         if used in ("grad", "share_memory") and put.casts_model and statements:
-            raise UnclearError(
-                node, "A354", f"{used} of parameters is used, but at this level the optimizer steps masters"
-            )
+            raise UnclearError(node, "A354", f"{used} is used, but at this level the optimizer steps float32 values")
     if statements and not put.amp:
         raise UnclearError(statements[0], "A354", UNNAMED)

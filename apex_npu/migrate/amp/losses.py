@@ -55,9 +55,7 @@ def clip(put: Insertion, call: ast.Call) -> None:
         edit = replaced(put.program, lists, f"{put.amp}.master_params({optimizer})")
         put.program.report("A303", "changed", lists, [edit], links=["amp"])
     elif put.casts_model:
-        raise UnclearError(
-            call, "A354", "the optimizer of these gradients is unclear: clip those of amp.master_params(optimizer)"
-        )
+        raise UnclearError(call, "A354", "the optimizer is unclear: clip the gradients of amp.master_params(optimizer)")
 
 
 def float_inputs(put: Insertion, call: ast.Call) -> None:

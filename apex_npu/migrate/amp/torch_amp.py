@@ -105,9 +105,7 @@ class TorchAmp:
             if isinstance(value, ast.Constant) and value.value is True:
                 continue
             if not self._is_simple(value) or self.enabled not in ("", ast.unparse(value)):
-                raise UnclearError(
-                    call, "A355", "enabled= is computed, or differs: pass one variable to GradScaler and autocast"
-                )
+                raise UnclearError(call, "A355", "enabled= is computed, or differs: pass one variable everywhere")
             self.enabled, self.switch = ast.unparse(value), value
 
     def _is_simple(self, value: ast.expr) -> bool:

@@ -260,9 +260,7 @@ class Training:
         names = dict.fromkeys(self._optimizer(call, backward) for call in backward.steps)
         lists = [name for name, is_list in names if is_list]
         if lists and len(names) > 1:
-            raise UnclearError(
-                backward.call, "A353", "both a list of optimizers and single optimizers are stepped after it"
-            )
+            raise UnclearError(backward.call, "A353", "a list of optimizers and single ones are stepped after it")
         plain = [name for name, _ in names]
         return plain[0] if len(plain) == 1 else f"[{', '.join(plain)}]"
 

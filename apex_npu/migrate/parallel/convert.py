@@ -44,17 +44,15 @@ def _convert(program: Program) -> None:
     if done is not None:
         note(program, "P601", done)
         return
-    first = program.tree.body[0] if program.tree.body else None
-    torch = torch_name(program)
-    if first is None or torch is None:
-        node = first or ast.parse("pass").body[0]
-        raise UnclearError(node, "P601", "torch is not imported by its name at the top level")
+    first, torch = next(iter([*program.tree.body, *ast.parse("pass").body])), torch_name(program)
+    if torch is None:
+        raise UnclearError(first, "P601", "torch is not imported by its name at the top level")
     put = Insertion(program)
-    model, models = program.options.model, {one for made in put.training.made for one in made.models}
-    if model and model not in models:
-        raise UnclearError(first, "P604", f"no optimizer gets {model}.parameters()")
     if not put.training.made:
         raise UnclearError(first, "P604", "no optimizer is made here, so the model is unclear")
+    model = program.options.model
+    if model and not any(model in made.models for made in put.training.made):
+        raise UnclearError(first, "P604", f"no optimizer gets {model}.parameters()")
     _check_cards(program)
     _check_visible(program)
     _enter(program, torch)
@@ -93,9 +91,7 @@ def _check_before_group(program: Program) -> None:
         found |= grown
     for one in early:
         if not isinstance(one, _DEFINITIONS) and (one in holders or calls[one] & found):
-            raise UnclearError(
-                one, "P601", "it runs before the processes join: move it into the if block that starts the script"
-            )
+            raise UnclearError(one, "P601", "it runs before the processes join: move it into the block of __main__")
 
 
 def _last(call: ast.Call) -> str:
@@ -106,41 +102,43 @@ def _parallel(program: Program) -> Iterator[ast.expr]:
     """Yield the names that show that a script already trains on several cards."""
     for node in program.every(ast.Name, ast.Attribute):
         dotted = program.dotted(node)
-        if dotted in _SAMPLERS:
-            yield node
-        elif dotted.startswith(("torch.", "apex")) and dotted.rpartition(".")[2] in _WRAPPERS:
-            if dotted.endswith(".DataParallel"):
-                raise UnclearError(node, "P604", "remove DataParallel first: each process has one card")
+        wraps = dotted.startswith(("torch.", "apex")) and dotted.rpartition(".")[2] in _WRAPPERS
+        if wraps and dotted.endswith(".DataParallel"):
+            raise UnclearError(node, "P604", "remove DataParallel first: each process has one card")
+        if wraps or dotted in _SAMPLERS:
             yield node
 
 
 def _check_cards(program: Program) -> None:
     """Refuse devices with a number, since each process uses another card."""
     for node in program.every(ast.Constant, ast.Call):
-        named = ""
-        if isinstance(node, ast.Constant):
-            if isinstance(node.value, str) and node.value.startswith(("cuda:", "npu:")) and node.value != "cuda:0":
-                named = repr(node.value)
-        else:
-            dotted = program.dotted(node.func)
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-            module = node.func.value if isinstance(node.func, ast.Attribute) else None
-            owner = program.dotted(module.func) if isinstance(module, ast.Call) else ""
-            given = [one.value for one in node.keywords if one.arg == "device"]
-            numbered = [*node.args[:1], *given]
-            if dotted.startswith("torch.") and dotted.rpartition(".")[2] in _INDEXED:
-                named = f"{name or dotted}()"
-            elif dotted in _CARDS or (name == "device" and owner == "torch.get_device_module"):
-                named = f"{dotted or name}()"
-            elif dotted == "torch.device" and len(node.args) + len(node.keywords) > 1:
-                named = "torch.device(type, index)"
-            elif name in ("cuda", "npu") and not dotted and numbered and _type_of(numbered[0]) is not bool:
-                named = f"{name}(device)"
-            elif int in map(_type_of, numbered if name == "to" or dotted == "torch.device" else given):
-                named = f"{name or dotted}() with a number"
+        text = str(node.value) if isinstance(node, ast.Constant) else ""
+        named = repr(text) if text.startswith(("cuda:", "npu:")) and text != "cuda:0" else ""
+        if isinstance(node, ast.Call):
+            named = _numbered(program, node)
         if named:
             reason = f"{named} selects a card, but every process has its own: write the device without its number"
             raise UnclearError(node, "P601", reason)
+
+
+def _numbered(program: Program, call: ast.Call) -> str:
+    """Return the name of what is called if it gets the number of a card, and else ""."""
+    dotted, name = program.dotted(call.func), call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    module = call.func.value if isinstance(call.func, ast.Attribute) else None
+    owner = program.dotted(module.func) if isinstance(module, ast.Call) else ""
+    given = [one.value for one in call.keywords if one.arg == "device"]
+    numbered = [*call.args[:1], *given]
+    if dotted.startswith("torch.") and dotted.rpartition(".")[2] in _INDEXED:
+        return f"{name or dotted}()"
+    if dotted in _CARDS or (name == "device" and owner == "torch.get_device_module"):
+        return f"{dotted or name}()"
+    if dotted == "torch.device" and len(call.args) + len(call.keywords) > 1:
+        return "torch.device(type, index)"
+    if name in ("cuda", "npu") and not dotted and numbered and _type_of(numbered[0]) is not bool:
+        return f"{name}(device)"
+    if int in map(_type_of, numbered if name == "to" or dotted == "torch.device" else given):
+        return f"{name or dotted}() with a number"
+    return ""
 
 
 def _check_visible(program: Program) -> None:
@@ -173,8 +171,9 @@ def _enter(program: Program, torch: str) -> None:
     anchor = _start(program)
     if program.source.indent(anchor).strip():
         raise UnclearError(anchor, "P601", "the first statement shares its line: put it on a line of its own")
-    lines = target_of(program).group_lines(torch)
-    program.change("P601", program.lines(anchor, lines, before=True), links=_links(program))
+    program.change(
+        "P601", program.lines(anchor, target_of(program).group_lines(torch), before=True), links=_links(program)
+    )
 
 
 def _leave(program: Program, torch: str) -> None:
@@ -218,15 +217,11 @@ def _sample(put: Insertion, torch: str) -> None:
         _sample_one(program, call, torch, links)
     for loop, name in loaders.epochs:
         anchor = loop.body[0]
-        inside = [one for one in put.training.assigned(name, loop) if loop in program.around(one)]
-        if inside:
-            raise UnclearError(
-                inside[0], "P603", "a DataLoader is made in the loop over epochs: make it before the loop"
-            )
+        for made in put.training.assigned(name, loop):
+            if loop in program.around(made):
+                raise UnclearError(made, "P603", "the DataLoader is made in the loop over epochs: make it before")
         if program.source.indent(anchor).strip() or not isinstance(loop.target, ast.Name):
-            raise UnclearError(
-                loop, "P603", "the loop over epochs has its block on the same line, or no variable for the epoch"
-            )
+            raise UnclearError(loop, "P603", "write the loop over epochs with one variable, and its block on new lines")
         lines = [
             f"if isinstance({name}.sampler, {torch}.utils.data.DistributedSampler):",
             f"    {name}.sampler.set_epoch({loop.target.id})",
@@ -235,9 +230,8 @@ def _sample(put: Insertion, torch: str) -> None:
     for call in loaders.others:
         program.report("P602", "note", call, message="every process reads all of these data")
     for call in loaders.counted():
-        program.report(
-            "P602", "note", call, message="each process has a part of these data: check what is divided by this length"
-        )
+        message = "each process has a part of these data: check what is divided by this length"
+        program.report("P602", "note", call, message=message)
 
 
 def _check_splits(program: Program, loaders: Loaders) -> None:
@@ -315,9 +309,7 @@ def _initialized(put: Insertion) -> ast.stmt | None:
             statement = put.program.statement_of(call)
             if isinstance(statement, (ast.Assign, ast.Expr)) and statement.value is call:
                 return statement
-            raise UnclearError(
-                call, "P604", "amp.initialize is part of another statement: make it a statement of its own"
-            )
+            raise UnclearError(call, "P604", "amp.initialize is part of another statement: make it one of its own")
     return None
 
 

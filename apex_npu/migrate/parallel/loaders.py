@@ -82,9 +82,7 @@ class Loaders:
         self._all = [call for call in calls if program.names.dotted(call.func) in _LOADER]
         for node in program.every(ast.Name, ast.Attribute):
             if program.dotted(node).endswith(".IterableDataset"):
-                raise UnclearError(
-                    node, "P602", "an IterableDataset has no sampler: let it yield a part of the data in each process"
-                )
+                raise UnclearError(node, "P602", "let the IterableDataset yield a part of the data in each process")
         self.made: list[ast.Call] = []
         self.epochs: list[tuple[ast.For, str]] = []
         if not training.backwards:

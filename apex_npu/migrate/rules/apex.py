@@ -32,7 +32,7 @@ def exports(module: str) -> frozenset[str]:
 
 
 def _top_names() -> frozenset[str]:
-    """Return the names that ``import apex_npu as apex`` gives as ``apex.name``."""
+    """Return the names that ``import apex_npu as apex`` gives as ``apex.name``. Others are in another place here."""
     return exports("apex_npu") | {"apex", "apex_C", "change_data_ptr"}
 
 
@@ -65,15 +65,15 @@ def _import(program: Program, node: ast.Import) -> None:
     for alias in node.names:
         if not _is_apex(alias.name):
             continue
-        parts = alias.name.split(".")
-        bound, span = alias.asname or parts[0], program.source.span(alias)
-        missing = _lacking(alias.name) if parts[0] in MODULES else alias.name
+        parts, span = alias.name.split("."), program.source.span(alias)
+        links = [f"name {alias.asname or parts[0]}"]
+        missing = _lacking(alias.name)
         if missing is not None or (alias.asname is None and (len(parts) > 2 or parts[-1] not in _top_names())):
-            _refuse(program, alias, missing or alias.name, [f"name {bound}"])
+            _refuse(program, alias, missing or alias.name, links)
             continue
         # apex_C and change_data_ptr are top-level modules; the others are attributes of the package.
         ours = MODULES[alias.name] if alias.asname or parts[0] != "apex" else "apex_npu"
-        program.report("X201", "changed", span, [Edit(*span, f"{ours} as {bound}")], links=[f"name {bound}"])
+        program.report("X201", "changed", span, [Edit(*span, f"{ours} as {alias.asname or parts[0]}")], links=links)
 
 
 def _import_from(program: Program, node: ast.ImportFrom) -> None:
@@ -83,16 +83,14 @@ def _import_from(program: Program, node: ast.ImportFrom) -> None:
     links = [f"name {alias.asname or alias.name}" for alias in node.names]
     star = any(alias.name == "*" for alias in node.names)
     names = [module] if star else [f"{module}.{alias.name}" for alias in node.names]
-    missing = next((found for found in map(_lacking, names) if found), None)
-    if module == "apex" and missing is None:
-        # `from apex import contrib`: apex_npu has this module in another place.
-        missing = next((f"apex.{alias.name}" for alias in node.names if alias.name not in _top_names()), None)
-    if missing is None and star:
-        ours = exports(MODULES[module])
-        unknown = program.names.unbound() - ours - set(dir(builtins)) - {"__file__", "__path__"}
-        missing = f"{module}.{min(unknown)}" if unknown else None
-    if missing is not None:
-        _refuse(program, node, missing, links)
+    missing = [found for found in map(_lacking, names) if found is not None]
+    if module == "apex":
+        missing += [f"apex.{alias.name}" for alias in node.names if alias.name not in _top_names()]
+    if star and not missing:
+        unknown = program.names.unbound() - exports(MODULES[module]) - set(dir(builtins)) - {"__file__", "__path__"}
+        missing += [f"{module}.{name}" for name in sorted(unknown)]
+    if missing:
+        _refuse(program, node, missing[0], links)
     else:
         program.report("X201", "changed", node, [program.rename_module(node, MODULES[module])], links=links)
 

@@ -73,12 +73,15 @@ EXAMPLES: tuple[OwnRule, ...] = (
     Keep("torch.cuda.empty_cache"),
     Refuse("torch.nn.Fold", "it has no kernel", listed=True),
 )
-_KINDS: dict[str, type[OwnRule]] = {"rename": Rename, "argument": Argument, "refuse": Refuse, "keep": Keep}
-# Rules in Ascend's form: the kind, and this package's names of their keys.
-_ASCEND = {
-    "ArgsModifyRule": ("argument", {"func_name": "call", "arg_idx": "position", "arg_new": "new"}),
-    "FuncNameModifyRule": ("rename", {"old_name": "old", "new_name": "new"}),
-    "ModuleNameModifyRule": ("rename", {"old_name": "old", "new_name": "new", "parent_module": "parent"}),
+# The tables of a file: the kind of their rules, and the field for each key. The last three have Ascend's form.
+_TABLES: dict[str, tuple[type[OwnRule], dict[str, str]]] = {
+    "rename": (Rename, {"new": "new", "old": "old"}),
+    "argument": (Argument, {"call": "call", "keyword": "keyword", "new": "new", "position": "position"}),
+    "refuse": (Refuse, {"name": "name", "why": "why"}),
+    "keep": (Keep, {"name": "name"}),
+    "ArgsModifyRule": (Argument, {"func_name": "call", "arg_idx": "position", "arg_new": "new"}),
+    "FuncNameModifyRule": (Rename, {"old_name": "old", "new_name": "new"}),
+    "ModuleNameModifyRule": (Rename, {"old_name": "old", "new_name": "new", "parent_module": "parent"}),
 }
 
 
@@ -139,60 +142,62 @@ def _load(path: str, *, is_toml: bool = False) -> Any:
 
 
 def _table(path: str, name: str, entries: Any) -> Iterator[OwnRule]:
-    kind, keys = _ASCEND.get(name, (name, {}))
-    if kind not in _KINDS:
-        known = ", ".join([*_KINDS, *_ASCEND])
-        raise RuleError(f"{path}: unknown rules {name!r}; allowed are {known}")
+    if name not in _TABLES:
+        raise RuleError(f"{path}: unknown rules {name!r}; allowed are {', '.join(_TABLES)}")
     if not isinstance(entries, list):
         raise RuleError(f"{path}: {name} must be a list of rules: write [[{name}]], or in JSON a list")
     for number, entry in enumerate(entries, 1):
         place = f"{path}: {name} number {number}"
         if not isinstance(entry, dict):
             raise RuleError(f"{place} must be a table of keys and values")
-        yield _rule(place, kind, entry, keys)
+        yield _rule(place, name, entry)
 
 
-def _rule(place: str, kind: str, entry: Mapping[str, Any], keys: Mapping[str, str]) -> OwnRule:
-    taken = [one for one in fields(_KINDS[kind]) if one.name != "listed"]
-    known = keys or {name: name for name in sorted(one.name for one in taken)}
-    unknown = [key for key in entry if key not in known]
+def _rule(place: str, table: str, entry: Mapping[str, Any]) -> OwnRule:
+    kind, names = _TABLES[table]
+    unknown = [key for key in entry if key not in names]
     if unknown:
-        raise RuleError(f"{place}: unknown key {unknown[0]!r}; allowed are {', '.join(known)}")
-    given = {known[key]: value for key, value in entry.items()}
-    parent = given.pop("parent", "")
-    for one in taken:
-        if one.default is MISSING and one.name not in given:
-            shown = next(key for key, ours in known.items() if ours == one.name)
-            raise RuleError(f"{place}: the key {shown!r} is missing")
+        raise RuleError(f"{place}: unknown key {unknown[0]!r}; allowed are {', '.join(names)}")
+    given = {names[key]: value for key, value in entry.items()}
+    needed = {one.name for one in fields(kind) if one.default is MISSING} - given.keys()
+    for key, name in names.items():
+        if name in needed:
+            raise RuleError(f"{place}: the key {key!r} is missing")
     for name, value in given.items():
         wanted, called = (int, "an integer") if name == "position" else (str, "a string")
         if type(value) is not wanted:
             raise RuleError(f"{place}: {name} must be {called}, got {value!r}")
-    if keys and kind == "rename":  # a module below its parent, or a function; one without a module is a method
+    parent = given.pop("parent", "")
+    if table.endswith("NameModifyRule"):  # a module below its parent, or a function; one without a module is a method
         for name in ("old", "new"):
             given[name] = f"{parent}.{given[name]}" if parent or "." not in given[name] else given[name]
-    for name in {"old", "call", "name"} & given.keys():
-        _check_name(place, name, given[name])
-    if kind == "rename":
-        _check_name(place, "new", given["new"])
-        if given["old"].startswith(".") != given["new"].startswith("."):
-            raise RuleError(f"{place}: old and new are both methods (with a dot before them), or neither is")
-        if f"{given['new']}.".startswith(f"{given['old']}."):
-            raise RuleError(f"{place}: new begins with old: a second run would change it again")
-    if kind == "argument":
-        _check_argument(place, given)
-    return _KINDS[kind](**given)
+    for name in ("old", "call", "name"):
+        _check_name(place, name, given.get(name, name))
+    rule = kind(**given)
+    if isinstance(rule, Rename):
+        _check_rename(place, rule)
+    elif isinstance(rule, Argument):
+        _check_argument(place, rule)
+    return rule
 
 
-def _check_argument(place: str, given: Mapping[str, Any]) -> None:
-    if ("position" in given) == ("keyword" in given):
+def _check_rename(place: str, rule: Rename) -> None:
+    _check_name(place, "new", rule.new)
+    if rule.old.startswith(".") != rule.new.startswith("."):
+        raise RuleError(f"{place}: old and new are both methods (with a dot before them), or neither is")
+    if f"{rule.new}.".startswith(f"{rule.old}."):
+        raise RuleError(f"{place}: new begins with old: a second run would change it again")
+
+
+def _check_argument(place: str, rule: Argument) -> None:
+    if (rule.position is None) == (rule.keyword is None):
         raise RuleError(f"{place}: give one of position and keyword")
-    if given.get("position", 0) < 0:
-        raise RuleError(f"{place}: position must be at least 0, got {given['position']}")
+    if rule.position is not None and rule.position < 0:
+        raise RuleError(f"{place}: position must be at least 0, got {rule.position}")
     try:
-        ast.parse(given["new"].strip(), mode="eval")
+        ast.parse(rule.new.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError):
-        raise RuleError(f"{place}: new must be a Python expression, got {given['new']!r}") from None
+        raise RuleError(f"{place}: new must be a Python expression, got {rule.new!r}") from None
 
 
 def _check_name(place: str, key: str, name: str) -> None:
