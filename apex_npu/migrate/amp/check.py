@@ -96,17 +96,17 @@ def _has_amp(program: Program) -> ast.stmt | None:
 
 def _report(put: Insertion) -> None:
     """Report all findings and changes."""
-    training, torch_amp = put.training, put.torch_amp
+    torch_amp = put.torch_amp
     _check_libraries(put)
-    if training.made:
+    if put.made:
         put_initialize(put)
     elif torch_amp.enabled or torch_amp.is_bfloat16:
         first = next(iter([*torch_amp.made, *(block for block, _ in torch_amp.blocks)]))
         raise UnclearError(first, "A355", "its settings belong to amp.initialize, which is in another file")
     torch_amp.report(put.amp, put.removed)
-    for backward in training.backwards:
+    for backward in put.backwards:
         scale(put, backward)
-    for call in training.calls:
+    for call in put.calls:
         name = put.program.dotted(call.func)
         if _CLIP.fullmatch(name):
             clip(put, call)
@@ -118,11 +118,11 @@ def _report(put: Insertion) -> None:
 
 
 def _check_libraries(put: Insertion) -> None:
-    training, program = put.training, put.program
-    averaged = next(Averages(put.program).calls(), None)
+    program = put.program
+    averaged = next(Averages(program).calls(), None)
     if averaged is not None:
         raise UnclearError(averaged, "A354", _AVERAGED)
-    statements = [one.statement for one in training.made] + [one.statement for one in training.backwards]
+    statements = [one.statement for one in put.made] + [one.statement for one in put.backwards]
     for node in program.every(ast.Name, ast.Attribute):
         dotted, used = program.dotted(node), node.attr if isinstance(node, ast.Attribute) else ""
         package = dotted.partition(".")[0]

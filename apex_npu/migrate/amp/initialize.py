@@ -20,17 +20,17 @@ COMBINE = "combine_grad=True, combine_ddp={}.distributed.is_initialized()"
 _OF_BFLOAT16 = {"O1": "O4", "O2": "O5"}
 
 
-class Insertion:
-    """The analysis of one file to which amp is added.
+class Insertion(Training):
+    """The training loop of a file to which amp is added, and what the changes need to know.
 
     Raises:
         UnclearError: The rules cannot find out something that they need.
     """
 
     def __init__(self, program: Program) -> None:
-        self.program, self.source = program, program.source
         self.torch_amp = TorchAmp(program)
-        self.training = Training(program, self.torch_amp.scalers)
+        super().__init__(program, self.torch_amp.scalers)
+        self.source = program.source
         self.level = program.options.amp
         if self.torch_amp.is_bfloat16:
             self.level = _OF_BFLOAT16.get(self.level, self.level)
@@ -46,7 +46,7 @@ class Insertion:
         if options.data_parallel != "main" or not options.amp or self.torch_amp.enabled or given:
             return False
         fused = {one.start for one in self.program.drafts if one.rule == "O501" and one.status == "changed"}
-        calls = [one.call for one in self.training.made]
+        calls = [one.call for one in self.made]
         made = {self.source.span(call.func)[0]: self.program.dotted(call.func) for call in calls}
         starts = {start for start, name in made.items() if not name.startswith("apex_npu.optimizers.NpuFused")}
         left = any(one.rule == "O501" and one.status == "refused" for one in self.program.drafts)
@@ -65,14 +65,14 @@ _WRAPPER = re.compile(r"(torch|apex|apex_npu)\..*(DistributedDataParallel|DataPa
 def put_initialize(put: Insertion) -> None:
     """Insert the call of ``amp.initialize`` for all models and optimizers of the file."""
     program, place = put.program, place_of(put)
-    made: dict[str, Made] = {one.target: one for one in put.training.made}
+    made: dict[str, Made] = {one.target: one for one in put.made}
     models = list(dict.fromkeys(model for one in made.values() for model in one.models))
     wrapped = [model for model in models if _is_wrapped(put, model, place)]
     check_moves(put, models, place)
     _check_loaded(put, place)
     names = [*models, *made]
-    home = put.training.scope_of(place, names[0])
-    local = all(program.names.scope(place) is put.training.scope_of(place, name) for name in names if "." not in name)
+    home = put.scope_of(place, names[0])
+    local = all(program.names.scope(place) is put.scope_of(place, name) for name in names if "." not in name)
     assigned = f"{_listed(models)}, {_listed([*made])} = " if home is not None and local and not wrapped else ""
     models = [f'getattr({model}, "module", {model})' if model in wrapped else model for model in models]
     options = [f'opt_level="{put.level}"', *([program.options.amp_args] if program.options.amp_args else [])]
@@ -90,7 +90,7 @@ def put_initialize(put: Insertion) -> None:
 
 def place_of(put: Insertion) -> ast.stmt:
     """Return the statement that ``initialize`` follows: the last optimizer's, or the ``if`` that picks an optimizer."""
-    made, program = sorted(put.training.made, key=lambda one: put.training.offset(one.call)), put.program
+    made, program = sorted(put.made, key=lambda one: put.offset(one.call)), put.program
     last = made[-1].statement
     bodies = {id(program.body_of(one.statement)) for one in made}
     targets = {one.target for one in made}
@@ -99,7 +99,7 @@ def place_of(put: Insertion) -> ast.stmt:
     choices = [[at for at in program.around(one.statement) if isinstance(at, ast.If)] for one in made]
     common = next((at for at in choices[0] if all(at in others for others in choices)), None)
     functions = {program.function_of(one.statement) for one in made}
-    bound = put.training.scope_of(last, made[-1].target)
+    bound = put.scope_of(last, made[-1].target)
     if bound is not None and any(isinstance(one, ast.Constant) for one in bound.bindings.get(made[-1].target, ())):
         raise UnclearError(last, "A351", f"{made[-1].target} may be None where amp.initialize is called")
     alike = len(targets) == len({one.models for one in made}) == len(functions) == 1
@@ -119,7 +119,7 @@ def _check_bound(put: Insertion, place: ast.stmt, switch: ast.expr) -> None:
         home = put.program.names.scope(place).find(name)
         stored = [one for one in put.program.every(ast.Name) if one.id == name and not isinstance(one.ctx, ast.Load)]
         ours = [node for node in stored if put.program.names.scope(node) is home]
-        late = any(put.training.offset(node) > put.training.offset(place) for node in ours)
+        late = any(put.offset(node) > put.offset(place) for node in ours)
         if home is None or (late and home is put.program.names.scope(place)):
             raise UnclearError(place, "A355", f"{put.torch_amp.enabled} has no value yet where the optimizer is made")
 
@@ -133,7 +133,7 @@ def _is_wrapped(put: Insertion, model: str, place: ast.stmt) -> bool:
             while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in MOVES:
                 value = value.func.value
             name = put.program.dotted(value.func) if isinstance(value, ast.Call) else ""
-            before = put.training.offset(node) < put.training.offset(place) or "." in model
+            before = put.offset(node) < put.offset(place) or "." in model
             wraps += [(node, name)] if _WRAPPER.fullmatch(name) and before else []
     for node, name in wraps:
         if put.casts_model or name == "torch.compile":
@@ -143,21 +143,21 @@ def _is_wrapped(put: Insertion, model: str, place: ast.stmt) -> bool:
 
 def check_moves(put: Insertion, models: list[str], place: ast.stmt) -> None:
     """Refuse models that move after their optimizers are made."""
-    for call in put.training.calls:
+    for call in put.calls:
         owner, method = method_of(call)
         here = put.program.function_of(call) is put.program.function_of(place)
-        if owner in models and method in MOVES and here and put.training.offset(call) > put.source.span(place)[1]:
+        if owner in models and method in MOVES and here and put.offset(call) > put.source.span(place)[1]:
             raise UnclearError(call, "A352", f"{owner} is moved or cast after its optimizer is made: do that before")
 
 
 def _check_loaded(put: Insertion, place: ast.stmt) -> None:
     """Refuse optimizers that are loaded or stepped before ``initialize``."""
     end = put.source.span(place)[1]
-    for call in put.training.calls:
+    for call in put.calls:
         here = put.program.function_of(call) is put.program.function_of(place)
         owner, method = method_of(call)
-        early = method in ("load_state_dict", "step") and put.training.offset(call) < end
-        if here and owner in put.training.targets and early:
+        early = method in ("load_state_dict", "step") and put.offset(call) < end
+        if here and owner in put.targets and early:
             raise UnclearError(call, "A351", f"{owner} is used before all optimizers are made")
 
 

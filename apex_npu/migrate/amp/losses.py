@@ -27,7 +27,7 @@ def scale(put: Insertion, backward: Backward) -> None:
         loss, rule = loss.args[0], "T402"
     if put.torch_amp.holds(statement):
         raise UnclearError(call, "A355", "backward is inside of autocast: put it after the block")
-    optimizers = put.training.stepped_by(backward)
+    optimizers = put.stepped_by(backward)
     (start, _), (first, last) = source.span(statement), source.span(loss)
     dot = program.method_span(call.func)[0]
     if "\n" in source.text[last:dot] or "\n" in source.text[start:first]:
@@ -44,11 +44,11 @@ def clip(put: Insertion, call: ast.Call) -> None:
     """Let the program clip the gradients of ``amp.master_params``."""
     lists = argument(call, 0, "parameters")
     model, method = method_of(lists) if isinstance(lists, ast.Call) else ("", "")
-    here, at = put.program.function_of(call), put.training.offset(call)
-    steps = [one for one in put.training.backwards if put.program.function_of(one.call) is here]
-    steps = [one for one in steps if put.training.offset(one.call) < at]
-    optimizer = put.training.stepped_by(steps[-1]) if steps else ""
-    made = [one for one in put.training.made if one.target == optimizer and put.training.is_same(one, call)]
+    here, at = put.program.function_of(call), put.offset(call)
+    steps = [one for one in put.backwards if put.program.function_of(one.call) is here]
+    steps = [one for one in steps if put.offset(one.call) < at]
+    optimizer = put.stepped_by(steps[-1]) if steps else ""
+    made = [one for one in put.made if one.target == optimizer and put.is_same(one, call)]
     passed = put.program.is_argument(call, optimizer) and put.program.is_argument(call, model)
     whole = any(one.parts == (model,) for one in made) or (not made and passed)
     if lists is not None and model and method == "parameters" and whole:
@@ -65,9 +65,9 @@ def float_inputs(put: Insertion, call: ast.Call) -> None:
         float_input(put, at)
         return
     target = text(at.targets[0]) if isinstance(at, ast.Assign) else ""
-    home, calls = put.training.scope_of(call, target), []
+    home, calls = put.scope_of(call, target), []
     for node in program.every(ast.Name, ast.Attribute) if target else ():
-        if text(node) != target or not ("." in target or put.training.scope_of(node, target) is home):
+        if text(node) != target or not ("." in target or put.scope_of(node, target) is home):
             continue
         parent = program.parent(node)
         if isinstance(parent, ast.Call) and parent.func is node:
@@ -109,10 +109,9 @@ def _user(program: Program, call: ast.Call) -> ast.AST | None:
 
 def put_checkpoints(put: Insertion) -> None:
     """Save and load the state of amp beside that of each optimizer."""
-    training = put.training
     done: set[object] = set()
-    optimizers = training.targets | training.cleared
-    for call in sorted(training.calls, key=training.offset, reverse=True):
+    optimizers = put.targets | put.cleared
+    for call in sorted(put.calls, key=put.offset, reverse=True):
         owner, method = method_of(call)
         if owner in optimizers and method == "state_dict":
             parent = put.program.parent(call)

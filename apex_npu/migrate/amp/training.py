@@ -330,6 +330,12 @@ class Training:
         given = [(call, given_to(function, call)) for call in calls]
         return [(call, values[name]) for call, values in given if name in values]
 
+    def values(self, name: str, node: ast.AST) -> list[ast.expr]:
+        """Return the values that calls pass for an argument ``name``, or that are assigned to another ``name``."""
+        if "." not in name and self.program.is_argument(node, name):
+            return [given for _, given in self.passed(name, node)]
+        return [one.value for one in self.assigned(name, node)]
+
     def is_same(self, one: Made, node: ast.AST) -> bool:
         """Return whether the name of the optimizer ``one`` refers to it at ``node`` as well."""
         return "." in one.target or self.scope_of(node, one.target) is self.scope_of(one.statement, one.target)

@@ -48,10 +48,10 @@ def _convert(program: Program) -> None:
     if torch is None:
         raise UnclearError(first, "P601", "torch is not imported by its name at the top level")
     put = Insertion(program)
-    if not put.training.made:
+    if not put.made:
         raise UnclearError(first, "P604", "no optimizer is made here, so the model is unclear")
     model = program.options.model
-    if model and not any(model in made.models for made in put.training.made):
+    if model and not any(model in made.models for made in put.made):
         raise UnclearError(first, "P604", f"no optimizer gets {model}.parameters()")
     _check_cards(program)
     _check_visible(program)
@@ -211,13 +211,13 @@ def _links(program: Program) -> list[str]:
 def _sample(put: Insertion, torch: str) -> None:
     """Give each process a part of the training data."""
     program, links = put.program, _links(put.program)
-    loaders = Loaders(program, put.training)
+    loaders = Loaders(put)
     _check_splits(program, loaders)
     for call in loaders.made:
         _sample_one(program, call, torch, links)
     for loop, name in loaders.epochs:
         anchor = loop.body[0]
-        for made in put.training.assigned(name, loop):
+        for made in put.assigned(name, loop):
             if loop in program.around(made):
                 raise UnclearError(made, "P603", "the DataLoader is made in the loop over epochs: make it before")
         if program.source.indent(anchor).strip() or not isinstance(loop.target, ast.Name):
@@ -285,13 +285,13 @@ def _average(put: Insertion, torch: str) -> None:
             message = f"amp.initialize gets {COMBINE.format(torch)}"
             put.program.report("P604", "note", (call.start, call.end), message=message)
             return
-    made = put.training.made
+    made = put.made
     only = put.program.options.model
     models = [one for one in dict.fromkeys(name for each in made for name in each.models) if only in ("", one)]
     place = _initialized(put) or place_of(put)
     scope = put.program.names.scope(place)
     for model in models:
-        if "." not in model and put.training.scope_of(place, model) is not scope:
+        if "." not in model and put.scope_of(place, model) is not scope:
             raise UnclearError(place, "P604", f"{model} is not a name of the function that makes its optimizer")
     lines = [f"if {torch}.distributed.is_initialized():"]
     lines += [f"    {model} = {torch}.nn.parallel.DistributedDataParallel({model})" for model in models]
@@ -303,7 +303,7 @@ def _average(put: Insertion, torch: str) -> None:
 
 def _initialized(put: Insertion) -> ast.stmt | None:
     """Return the statement of the program that already calls ``amp.initialize``, or None."""
-    for call in put.training.calls:
+    for call in put.calls:
         dotted = put.program.dotted(call.func)
         if dotted in ("apex.amp.initialize", "apex_npu.amp.initialize"):
             statement = put.program.statement_of(call)

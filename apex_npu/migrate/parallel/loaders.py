@@ -7,7 +7,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from apex_npu.migrate.amp.training import Training, UnclearError
+from apex_npu.migrate.amp.initialize import Insertion
+from apex_npu.migrate.amp.training import UnclearError
 from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.syntax import text
 
@@ -76,19 +77,19 @@ class Loaders:
     loaders. ``epochs`` has the loops over epochs, each with the name that the loader has there.
     """
 
-    def __init__(self, program: Program, training: Training) -> None:
-        self.program, self.training = program, training
-        calls = training.calls
-        self._all = [call for call in calls if program.names.dotted(call.func) in _LOADER]
+    def __init__(self, put: Insertion) -> None:
+        self.put, self.program = put, put.program
+        program = put.program
+        self._all = [call for call in put.calls if program.names.dotted(call.func) in _LOADER]
         for node in program.every(ast.Name, ast.Attribute):
             if program.dotted(node).endswith(".IterableDataset"):
                 raise UnclearError(node, "P602", "let the IterableDataset yield a part of the data in each process")
         self.made: list[ast.Call] = []
         self.epochs: list[tuple[ast.For, str]] = []
-        if not training.backwards:
-            at = next(iter(self._all), training.made[0].call)
+        if not put.backwards:
+            at = next(iter(self._all), put.made[0].call)
             raise UnclearError(at, "P602", f"{ELSEWHERE}: put both into this file")
-        for backward in training.backwards:
+        for backward in put.backwards:
             self._follow(backward.call)
         self.others = [call for call in self._all if call not in self.made]
         given = [one for call in self.made for one in call.args[:1]]
@@ -97,7 +98,7 @@ class Loaders:
 
     def counted(self) -> Iterator[ast.Call]:
         """Yield calls of ``len`` on a dataset that is divided between the processes."""
-        for call in self.training.calls:
+        for call in self.put.calls:
             if text(call.func) == "len" and len(call.args) == 1:
                 name = text(call.args[0])
                 loader, _, last = name.rpartition(".")
@@ -130,11 +131,11 @@ class Loaders:
     def _made(self, name: str, node: ast.AST) -> Iterator[ast.Call]:
         """Yield the calls of ``DataLoader`` whose result ``name`` may have at ``node``."""
         if self.program.is_argument(node, name):
-            for _, given in self.training.passed(name, node):
+            for _, given in self.put.passed(name, node):
                 if text(given):
                     yield from self._made(text(given), given)
             return
-        assigned = self.training.assigned(name, node)
+        assigned = self.put.assigned(name, node)
         values = [one.value for one in assigned if isinstance(one.value, ast.Call) and one.value in self._all]
         if len(values) != len(assigned) or len(values) > 1:
             raise UnclearError(assigned[0], "P602", f"{name} is made in several places, or not only by DataLoader")
@@ -154,7 +155,7 @@ class Loaders:
                 self.epochs.append((outer, name))
             return
         if self.program.is_argument(loop, name):
-            for call, given in self.training.passed(name, loop):
+            for call, given in self.put.passed(name, loop):
                 if text(given):
                     self._count(call, text(given))
 

@@ -8,7 +8,7 @@ import ast
 import re
 
 from apex_npu.migrate.amp.initialize import Insertion
-from apex_npu.migrate.amp.training import Training, UnclearError
+from apex_npu.migrate.amp.training import UnclearError
 from apex_npu.migrate.engine.names import Scope
 from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.syntax import text
@@ -32,7 +32,7 @@ class Wrapped:
     """One model of a program, named as where its optimizer is made, and the expressions that refer to it."""
 
     def __init__(self, put: Insertion, model: str) -> None:
-        self.program, self.training, self.model = put.program, put.training, model
+        self.put, self.program, self.model = put, put.program, model
         self._known: dict[tuple[str, Scope | None], bool] = {}
 
     def is_model(self, node: ast.AST) -> bool:
@@ -40,10 +40,10 @@ class Wrapped:
         name = text(node)
         if not name or name == self.model:
             return bool(name)
-        key = (name, self.training.scope_of(node, name))
+        key = (name, self.put.scope_of(node, name))
         if key not in self._known:
             self._known[key] = False  # ends the recursion if a name is assigned from itself
-            self._known[key] = any(map(self.is_model, given_for(self.training, name, node)))
+            self._known[key] = any(map(self.is_model, self.put.values(name, node)))
         return self._known[key]
 
     def unwrap(self, place: ast.stmt, links: list[str]) -> None:
@@ -59,7 +59,7 @@ class Wrapped:
             kept = _kept_in(program, node)
             if used in _SHARED.split() or not (used or kept or _looks_inside(program, node)) or not self.is_model(node):
                 continue
-            if program.function_of(node) is program.function_of(place) and self.training.offset(node) < end:
+            if program.function_of(node) is program.function_of(place) and self.put.offset(node) < end:
                 continue
             if used and used not in _INSIDE:
                 reason = f"{ast.unparse(node)}.{used} is used, which DistributedDataParallel does not have"
@@ -68,13 +68,6 @@ class Wrapped:
                 raise UnclearError(node, "P604", f"{kept} is saved with a whole model: save its state_dict()")
             edit = replaced(program, node, f'getattr({text(node)}, "module", {text(node)})')
             program.report("P604", "changed", node, [edit], links=links)
-
-
-def given_for(training: Training, name: str, node: ast.AST) -> list[ast.expr]:
-    """Return the values that calls pass for an argument ``name``, or that are assigned to another ``name``."""
-    if "." not in name and training.program.is_argument(node, name):
-        return [given for _, given in training.passed(name, node)]
-    return [one.value for one in training.assigned(name, node)]
 
 
 def unwrap_arguments(program: Program, links: list[str]) -> None:
