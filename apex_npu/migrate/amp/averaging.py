@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from apex_npu.migrate.engine.program import Program
-from apex_npu.migrate.engine.syntax import given_to, text
+from apex_npu.migrate.engine.syntax import given_to, last_name, text
 
 _COLLECTIVE = re.compile(r"torch\.distributed\..*(reduce|gather|broadcast|all_to_all)\w*")
 # Names of functions in other libraries and files that average gradients.
@@ -44,7 +44,7 @@ class Averages:
         """Yield the collectives that get gradients, and calls of functions in other files that are named like one."""
         for call in self._calls:
             dotted = self.program.dotted(call.func)
-            name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+            name = last_name(call.func)
             elsewhere = name not in self._functions and not dotted.startswith("torch.")
             collective = _COLLECTIVE.fullmatch(dotted) or (elsewhere and _NAMED_SO.search(name))
             if collective and any(map(self.is_gradient, [*call.args, *(one.value for one in call.keywords)])):
@@ -53,7 +53,7 @@ class Averages:
     def is_gradient(self, node: ast.AST) -> bool:
         """Return whether an expression contains gradients."""
         if isinstance(node, ast.Call):
-            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            name = last_name(node.func)
             if _NO_GRADIENT.fullmatch(name):
                 return False
             if name in self._makers:

@@ -15,6 +15,11 @@ def text(node: ast.AST) -> str:
     return ast.unparse(node) if isinstance(at, ast.Name) else ""
 
 
+def last_name(node: ast.AST | None) -> str:
+    """Return a name, or the name of an attribute of any expression, and "" for other expressions."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
 def method_of(call: ast.Call) -> tuple[str, str]:
     """Return the object whose method is called, as written, and the method's name."""
     return (text(call.func.value), call.func.attr) if isinstance(call.func, ast.Attribute) else ("", "")

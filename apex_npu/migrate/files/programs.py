@@ -15,6 +15,7 @@ from apex_npu.migrate.amp.check import why_left
 from apex_npu.migrate.engine.names import Names, module_of
 from apex_npu.migrate.engine.program import Finding
 from apex_npu.migrate.engine.source import tree_of
+from apex_npu.migrate.engine.syntax import last_name
 
 # Names through which a file exports torch. Other names are only followed through star imports.
 _PASSED_ON = ("*", "torch", "cuda")
@@ -147,5 +148,5 @@ def _calls(data: bytes) -> Iterator[str]:
     for around in ast.walk(tree):
         if around is tree or isinstance(around, _LOOPS):
             for node in ast.walk(around):
-                if isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute)):
-                    yield node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+                if isinstance(node, ast.Call):
+                    yield last_name(node.func)

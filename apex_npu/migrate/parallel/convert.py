@@ -14,7 +14,7 @@ from apex_npu.migrate.amp.initialize import COMBINE, Insertion, check_moves, pla
 from apex_npu.migrate.amp.training import UnclearError, all_or_none, check_own_lines
 from apex_npu.migrate.engine.program import PARALLEL, Program
 from apex_npu.migrate.engine.source import Edit
-from apex_npu.migrate.engine.syntax import argument, is_told, method_of, text
+from apex_npu.migrate.engine.syntax import argument, is_told, last_name, method_of, text
 from apex_npu.migrate.rules.catalogue import note
 from apex_npu.migrate.rules.targets import replaced, target_of, torch_name
 
@@ -86,16 +86,12 @@ def _check_before_group(program: Program) -> None:
     made += [draft for draft in program.changes() if draft.rule == "A301" and PARALLEL in draft.links]
     holders = [next(one for one in body[::-1] if source.span(one)[0] <= draft.start) for draft in made]
     found = {one.name for one in holders if isinstance(one, _DEFINITIONS)}
-    calls = {one: {_last(call) for call in ast.walk(one) if isinstance(call, ast.Call)} for one in body}
+    calls = {one: {last_name(call.func) for call in ast.walk(one) if isinstance(call, ast.Call)} for one in body}
     while grown := {one.name for one in body if isinstance(one, _DEFINITIONS) and calls[one] & found} - found:
         found |= grown
     for one in early:
         if not isinstance(one, _DEFINITIONS) and (one in holders or calls[one] & found):
             raise UnclearError(one, "P601", "it runs before the processes join: move it into the block of __main__")
-
-
-def _last(call: ast.Call) -> str:
-    return text(call.func).rpartition(".")[2]
 
 
 def _parallel(program: Program) -> Iterator[ast.expr]:
@@ -150,7 +146,7 @@ def _check_visible(program: Program) -> None:
         value: ast.AST | None = None
         if isinstance(parent, ast.Subscript) and isinstance(parent.ctx, ast.Store):
             value = getattr(program.parent(parent), "value", None)
-        elif isinstance(parent, ast.Call) and _last(parent) in ("setdefault", "putenv"):
+        elif isinstance(parent, ast.Call) and last_name(parent.func) in ("setdefault", "putenv"):
             value = parent.args[-1]
         elif isinstance(parent, ast.Dict) and node in parent.keys:
             value = parent.values[parent.keys.index(node)]
@@ -238,7 +234,7 @@ def _check_splits(program: Program, loaders: Loaders) -> None:
     """Refuse data that each process splits for itself."""
     near = {program.tree, *(program.function_of(call) for call in loaders.made)}
     for call, is_split in unseeded(program):
-        shuffled = [*call.args[:1], *(one.value for one in call.keywords)] if _last(call) == "shuffle" else []
+        shuffled = [*call.args[:1], *(one.value for one in call.keywords)] if last_name(call.func) == "shuffle" else []
         if is_split or any(text(one) in loaders.sampled for one in shuffled):
             raise UnclearError(call, "P602", UNSEEDED)
         if program.function_of(call) in near and not any(isinstance(one, ast.For) for one in program.around(call)):
@@ -343,6 +339,5 @@ def _is_open(program: Program, call: ast.Call) -> bool:
             made += [node.value] if text(to) in map(text, node.targets) else []
         elif node.optional_vars is not None and text(node.optional_vars) == text(to):
             made.append(node.context_expr)
-    called = [one.func for one in made if isinstance(one, ast.Call)]
-    names = [one.attr if isinstance(one, ast.Attribute) else text(one) for one in called]
+    names = [last_name(one.func) for one in made if isinstance(one, ast.Call)]
     return any(name in ("open", "fdopen", "BytesIO") or name.endswith("TemporaryFile") for name in names)

@@ -8,6 +8,7 @@ import ast
 import re
 
 from apex_npu.migrate.engine.program import Program
+from apex_npu.migrate.engine.syntax import last_name
 
 from .catalogue import RULES, note, refuse
 from .device import missing
@@ -93,10 +94,6 @@ def _speaks_of_device(name: object) -> bool:
     return isinstance(name, str) and "device" in name.lower()
 
 
-def _last_name(node: ast.AST | None) -> str | None:
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
-
-
 def _parameter(arguments: ast.arguments, default: ast.AST) -> str | None:
     """Return the name of the parameter that has this default."""
     positional = [*arguments.posonlyargs, *arguments.args]
@@ -120,35 +117,29 @@ class Devices:
         while isinstance(at, (ast.Constant, ast.IfExp, ast.BoolOp)):
             at = self.program.parent(at)
         if isinstance(at, ast.Assign):
-            self._names.update(name for name in map(_last_name, at.targets) if name is not None)
+            self._names.update(filter(None, map(last_name, at.targets)))
         call = self.program.parent(at) if isinstance(at, ast.keyword) else None
-        if isinstance(call, ast.Call) and _last_name(call.func) == "add_argument":
+        if isinstance(call, ast.Call) and last_name(call.func) == "add_argument":
             flags = (one.value for one in call.args if isinstance(one, ast.Constant) and isinstance(one.value, str))
             self._names.update(flag.lstrip("-").replace("-", "_") for flag in flags)
 
     def is_place(self, node: ast.expr) -> bool:
         """Return whether the string ``node`` is in a place that holds a device."""
-        at: ast.AST = node
-        parent = self.program.parent(at)
-        while True:
-            if isinstance(parent, ast.IfExp) and at is not parent.test:
-                other = parent.orelse if at is parent.body else parent.body
-                if isinstance(other, ast.Constant) and other.value == "cpu":
-                    return True
-                if self._asks_for_cuda(parent.test):
-                    return True
-            elif isinstance(parent, ast.Dict):
-                if at in parent.values:
-                    key = parent.keys[parent.values.index(at)]
-                    if isinstance(key, ast.Constant) and _speaks_of_device(key.value):
-                        return True
-                around = self.program.parent(parent)
-                if not (at in parent.values or (isinstance(around, ast.keyword) and around.arg in DEVICE_KEYWORDS)):
-                    return False
-            elif not isinstance(parent, (ast.BoolOp, ast.Tuple, ast.List, ast.Set, ast.Starred)):
-                break
-            at, parent = parent, self.program.parent(parent)
-        return self._holds_device(parent, at)
+        parent = self.program.parent(node)
+        if isinstance(parent, ast.IfExp) and node is not parent.test:
+            other = parent.orelse if node is parent.body else parent.body
+            if (isinstance(other, ast.Constant) and other.value == "cpu") or self._asks_for_cuda(parent.test):
+                return True
+        elif isinstance(parent, ast.Dict):
+            around = self.program.parent(parent)
+            key = parent.keys[parent.values.index(node)] if node in parent.values else None
+            if isinstance(key, ast.Constant) and _speaks_of_device(key.value):
+                return True
+            if node in parent.keys and not (isinstance(around, ast.keyword) and around.arg in DEVICE_KEYWORDS):
+                return False
+        elif not isinstance(parent, (ast.BoolOp, ast.Tuple, ast.List, ast.Set, ast.Starred)):
+            return self._holds_device(parent, node)
+        return self.is_place(parent)
 
     def _holds_device(self, parent: ast.AST | None, at: ast.AST) -> bool:
         if isinstance(parent, ast.keyword):
@@ -176,7 +167,7 @@ class Devices:
         if isinstance(node, ast.Subscript):
             key = node.slice
             return self._has_device(node.value) or (isinstance(key, ast.Constant) and _speaks_of_device(key.value))
-        name = _last_name(node)
+        name = last_name(node)
         return name == "type" or name in self._names or _speaks_of_device(name)
 
     def _asks_for_cuda(self, test: ast.expr) -> bool:
@@ -190,13 +181,13 @@ class Devices:
             return False
         if keyword.arg in ("default", "choices", "const"):
             flags = any(isinstance(one, ast.Constant) and _speaks_of_device(one.value) for one in call.args)
-            return flags or _last_name(call.func) == "add_argument"
+            return flags or last_name(call.func) == "add_argument"
         return keyword.arg == "type" and self.program.names.dotted(call.func) == "torch.device"
 
     def _is_argument(self, call: ast.Call, argument: ast.AST) -> bool:
         if argument is call.func:
             return False
-        dotted, name = self.program.names.dotted(call.func), _last_name(call.func)
+        dotted, name = self.program.names.dotted(call.func), last_name(call.func)
         place = call.args.index(argument)  # type: ignore[arg-type]
         if dotted in DEVICE_ARGUMENTS:
             return DEVICE_ARGUMENTS[dotted] == place
