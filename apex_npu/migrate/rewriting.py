@@ -16,7 +16,6 @@ from apex_npu.migrate.engine.program import Draft, Finding, Options, Program
 from apex_npu.migrate.engine.source import Source, UnreadableError, tree_of
 from apex_npu.migrate.parallel import convert as data_parallel
 from apex_npu.migrate.rules import apex, device, fused, own, strings
-from apex_npu.migrate.rules.catalogue import RULES, note
 from apex_npu.migrate.rules.tables import TRAINERS
 from apex_npu.migrate.rules.targets import missing_imports, target_of, torch_import
 
@@ -38,6 +37,7 @@ _DEFINES = re.compile(rb"\bis_cuda\s*[:=]|\bdef\s+(is_)?cuda\b|[\"']-{1,2}is[-_]
 _SHARED_LINE = (
     "the import of torch shares its line with code that needs a new line before it: put that code on its own line"
 )
+_NO_TORCH = "torch is not imported at the top level: the script must import torch_npu before this file"
 # Functions that are called for each node of a type, and functions that are called for the whole program afterwards.
 _Handler = Callable[[Program, Any], None]
 _HANDLERS: tuple[Mapping[type[ast.AST], _Handler], ...] = (device.HANDLERS, apex.HANDLERS)  # type: ignore[assignment]
@@ -179,7 +179,8 @@ def _refuse_gated(program: Program) -> None:
         cause = next((draft for draft in stay if gate <= draft.start < gate_end), None)
         if cause is not None:
             message = f"its condition stays as it is (line {program.source.place(cause.start)[0]}, {cause.rule})"
-            program.refuse(message, lambda one, arms=range(start, end): one.rule in _STRINGS and one.start in arms)  # type: ignore[misc]
+            arms = [one for one in program.drafts if one.rule in _STRINGS and start <= one.start < end]
+            program.refuse_drafts(arms, message)
 
 
 def _respect_unread(program: Program) -> None:
@@ -222,7 +223,8 @@ def _respect_npu(program: Program, unsure: set[int]) -> None:
     ours = unsure.issuperset(draft.start for draft in changes)
     place = None if program.options.force or not changes else _speaks_of_npu(program, ours=ours)
     if place is not None:
-        message = RULES["D159"].message.format(program.source.place(place)[0])
+        line = program.source.place(place)[0]
+        message = f"the file already names npu (line {line}): try it as it is, or pass --force (run: --force-files)"
         _leave_file(program, "D159", changes[0].start, message)
 
 
@@ -256,12 +258,11 @@ def _add_first_lines(program: Program) -> None:
     if first_lines:
         first = min(draft.start for draft in named)
         if portable and (node is None or first < program.source.span(node)[1]):
-            program.refuse(
-                "portable code asks torch for the accelerator: import torch at the top level, before this",
-                lambda draft: _has_npu_name(draft) and draft.status in ("changed", "unsure"),
-            )
+            early = [one for one in program.drafts if one.status in ("changed", "unsure") and _has_npu_name(one)]
+            reason = "portable code asks torch for the accelerator: import torch at the top level, before this"
+            program.refuse_drafts(early, reason)
         elif node is None:
-            note(program, "D113", (first, first))
+            program.note("D113", (first, first), _NO_TORCH)
         else:
             lines["D113"] = first_lines
     rules = {draft.rule[0] for draft in program.changes()}

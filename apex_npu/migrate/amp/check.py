@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from apex_npu.migrate.engine.program import Finding, Program
-from apex_npu.migrate.rules.catalogue import note
 from apex_npu.migrate.rules.tables import TRAINERS
 from apex_npu.migrate.rules.targets import UNNAMED
 
@@ -39,7 +38,7 @@ def check(program: Program) -> None:
         return
     has_amp = _has_amp(program)
     if has_amp is not None:
-        note(program, "A350", has_amp)
+        program.note("A350", has_amp, "the program already uses amp")
         return
     all_or_none(program, lambda: _report(Insertion(program)), "amp")
 

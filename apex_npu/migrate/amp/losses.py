@@ -9,11 +9,13 @@ import ast
 from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.source import Edit
 from apex_npu.migrate.engine.syntax import argument, method_of, text
-from apex_npu.migrate.rules.catalogue import note
 from apex_npu.migrate.rules.targets import replaced
 
 from .initialize import Insertion
 from .training import MOVES, Backward, UnclearError
+
+_NOT_SAVED = "amp.state_dict() is not saved with it: resumed training starts with the initial loss scale"
+_NOT_LOADED = "amp.load_state_dict() is not called with it: training starts with the initial loss scale"
 
 
 def scale(put: Insertion, backward: Backward) -> None:
@@ -129,7 +131,7 @@ def put_checkpoints(put: Insertion) -> None:
                     put.put_after("A305", statement, [f'if "amp" in {file}:', load])
                 done.add(body)
             else:
-                note(put.program, "A305", call)
+                put.program.note("A305", call, _NOT_LOADED)
 
 
 def _save(put: Insertion, call: ast.Call, parent: ast.AST | None) -> None:
@@ -155,4 +157,4 @@ def _save(put: Insertion, call: ast.Call, parent: ast.AST | None) -> None:
         if file:
             put.put_after("A304", parent, [f'{file}["amp"] = {put.amp}.state_dict()'])
     else:
-        note(put.program, "A304", call)
+        put.program.note("A304", call, _NOT_SAVED)

@@ -8,7 +8,7 @@ import ast
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, overload
 
@@ -57,6 +57,7 @@ def once(findings: Sequence[Finding]) -> Iterator[Finding]:
 
 _A = TypeVar("_A", bound=ast.AST)
 _B = TypeVar("_B", bound=ast.AST)
+Place = tuple[int, int] | ast.expr | ast.stmt | ast.alias
 LITERAL = re.compile(r"""([uUrR]?)(\"""|'''|"|')""")
 _FROM = re.compile(r"from[ \t\f]+([\w.]+)(?![\w.])")
 # The link of all changes that make a script train on several cards.
@@ -202,7 +203,7 @@ class Program:
         self,
         rule: str,
         status: str,
-        span: tuple[int, int] | ast.expr | ast.stmt | ast.alias,
+        span: Place,
         edits: Iterable[Edit | None] = (),
         message: str = "",
         links: Iterable[str] = (),
@@ -226,6 +227,14 @@ class Program:
     def change(self, rule: str, edit: Edit, message: str = "", links: Iterable[str] = ()) -> None:
         """Report the change ``edit`` of its whole span."""
         self.report(rule, "changed", (edit.start, edit.end), [edit], message, links)
+
+    def note(self, rule: str, place: Place, message: str) -> None:
+        """Report a note."""
+        self.report(rule, "note", place, message=message)
+
+    def refuse(self, rule: str, place: Place, message: str, links: Iterable[str] = ()) -> None:
+        """Report what is left for a person, with the reason."""
+        self.report(rule, "refused", place, message=message, links=links)
 
     def _reported_span(self, node: ast.expr | ast.stmt | ast.alias) -> tuple[int, int]:
         around = self._fstring(node)
@@ -335,9 +344,9 @@ class Program:
                 fallen = True
         return fallen
 
-    def refuse(self, message: str, concerns: Callable[[Draft], bool]) -> None:
-        """Refuse the drafts for which ``concerns`` is true."""
-        self.drafts = [one.refused(message) if concerns(one) else one for one in self.drafts]
+    def refuse_drafts(self, drafts: list[Draft], message: str) -> None:
+        """Refuse some of the drafts."""
+        self.drafts = [one.refused(message) if one in drafts else one for one in self.drafts]
 
     def changes(self) -> list[Draft]:
         """Return the drafts with the status "changed"."""

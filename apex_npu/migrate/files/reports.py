@@ -9,14 +9,13 @@ import difflib
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import PurePath
 
 from apex_npu.migrate.engine.program import Finding, count
 from apex_npu.migrate.engine.source import Source
 from apex_npu.migrate.rewriting import rewrite
 from apex_npu.migrate.rules.catalogue import RULES, Rule
-from apex_npu.migrate.rules.own import EXAMPLES
 
 from .planning import Plan
 
@@ -131,17 +130,13 @@ def _result(finding: Finding) -> dict[str, object]:
 
 def explanation(rule: Rule) -> str:
     """Return a description of a rule: its example, the report on it, and what else it refuses."""
-    options = replace(rule.options, own=EXAMPLES) if rule.id[0] == "R" or rule.id == "D170" else rule.options
-    rewritten = rewrite(rule.example.encode(), options=options)
+    rewritten = rewrite(rule.example.encode(), options=rule.options)
     assert isinstance(rewritten.source, bytes)
     new = rewritten.source.decode()
     found = [one for one in rewritten.findings if one.rule == rule.id and one.message]
     lines = [f"{rule.id}: {rule.title}", *([_indented(rule.example)] if rule.example else [])]
     lines += ["becomes", _indented(new)] if new != rule.example else []
     lines += [f"{one.status}: {one.message}" for one in found]
-    message = rule.message.format(*rule.found)
-    if message and not any(message in one.message for one in found):
-        lines.append(f"In other places: {message}" if rule.example else message)
     lines += ["It refuses:\n" + "\n".join(f"- {one}" for one in rule.refused)] if rule.refused else []
     return "\n\n".join(lines)
 

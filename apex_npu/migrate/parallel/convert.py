@@ -15,7 +15,6 @@ from apex_npu.migrate.amp.training import UnclearError, all_or_none, check_own_l
 from apex_npu.migrate.engine.program import PARALLEL, Program
 from apex_npu.migrate.engine.source import Edit
 from apex_npu.migrate.engine.syntax import argument, is_told, last_name, method_of, text
-from apex_npu.migrate.rules.catalogue import note
 from apex_npu.migrate.rules.targets import replaced, target_of, torch_name
 
 from .loaders import ELSEWHERE, UNSEEDED, Loaders, unseeded
@@ -42,7 +41,7 @@ def check(program: Program) -> None:
 def _convert(program: Program) -> None:
     done = next(_parallel(program), None)
     if done is not None:
-        note(program, "P601", done)
+        program.note("P601", done, "it already trains on several cards")
         return
     first, torch = next(iter([*program.tree.body, *ast.parse("pass").body])), torch_name(program)
     if torch is None:
@@ -177,7 +176,7 @@ def _leave(program: Program, torch: str) -> None:
     last = program.body_of(_start(program))[-1]
     called = last.value if isinstance(last, ast.Expr) else None
     if isinstance(last, ast.Raise) or (isinstance(called, ast.Call) and text(called.func) in _EXITS):
-        note(program, "P607", last)
+        program.note("P607", last, "the script exits here: call torch.distributed.destroy_process_group() before that")
         return
     there, destroyed = (f"{torch}.distributed.{name}()" for name in ("is_initialized", "destroy_process_group"))
     program.change("P607", program.lines(last, [f"if {there}:", f"    {destroyed}"]), links=_links(program))

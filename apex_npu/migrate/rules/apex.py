@@ -13,8 +13,6 @@ from apex_npu.compat import MODULES
 from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.source import Edit
 
-from .catalogue import refuse
-
 _PACKAGE = Path(__file__).parents[2]
 
 
@@ -53,8 +51,8 @@ def _lacking(name: str) -> str | None:
 def _refuse(program: Program, node: ast.expr | ast.stmt | ast.alias, name: str, links: list[str]) -> None:
     module, _, last = name.rpartition(".")
     served = name in MODULES or (module in MODULES and last.startswith("_"))
-    served_by = "python -m apex_npu run serves it under its old name"
-    refuse(program, "X250", node, name, more=served_by if served else "only NVIDIA's Apex has it", links=links)
+    more = "python -m apex_npu run serves it under its old name" if served else "only NVIDIA's Apex has it"
+    program.refuse("X250", node, f"{name} is not a public name of apex_npu: {more}", links)
 
 
 def _is_apex(module: str) -> bool:

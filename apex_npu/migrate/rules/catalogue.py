@@ -1,14 +1,14 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The data of the rules: titles, examples and messages. Reports and the tables of the guide are made from them."""
+"""The data of the rules: titles and examples. ``--explain`` and the tables of the guide are made from them."""
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from apex_npu.migrate.engine.program import NOT_THE_SAME, Options, Program
+from apex_npu.migrate.engine.program import Options
+
+from .own import EXAMPLES
 
 
 def _loop(*step: str, made: str = "") -> str:
@@ -126,49 +126,7 @@ _RULES: dict[str, tuple[str, str]] = {
     "F908": ("other files that name CUDA, nccl or apex", ""),
     "F909": ("an internal error", ""),
 }
-# The messages of reports, each followed by what replaces ``{}`` in ``--explain``.
-_MESSAGES: dict[str, tuple[str, ...]] = {
-    "D103": ("{} is a library with its own arrays", "cupy"),
-    "D106": ("this may be the name of a device; --unsure changes it",),
-    "D107": ("the string is in several pieces: write it as one",),
-    "D109": ("this key may be a name of the program's own",),
-    "D110": ("use torch_npu.profiler with ProfilerActivity.NPU; --similar does this",),
-    "D112": ("{} has no effect on npu", "NCCL_DEBUG"),
-    "D113": ("torch is not imported at the top level: the script must import torch_npu before this file",),
-    "D114": ("the class already has the name npu: calls of cuda() become calls of npu()",),
-    "D150": (
-        "{} does not run on npu. Start one process per device (torchrun) and wrap with DistributedDataParallel",
-        "nn.DataParallel",
-    ),
-    "D151": ("{} has no counterpart on npu", "torch.cuda.nvtx"),
-    "D152": ("{} needs CUDA: {}", "flash_attn", "use torch.nn.functional.scaled_dot_product_attention"),
-    "D153": ("{} is looked up or passed on, so its uses are unknown: write the npu name by hand", "'cuda'"),
-    "D154": ("the program defines is_cuda itself: write is_npu if this is a tensor",),
-    "D155": ("{} has no effect on npu", "torch.backends.cudnn.benchmark"),
-    "D156": ("{}", "it returns None on npu"),
-    "D159": ("the file already names npu (line {}): try it as it is, or pass --force (run: --force-files)", "2"),
-    "X250": ("{} is not a public name of apex_npu", "apex.transformer"),
-    "O501": ("the class is passed on or compared: replace all of its uses by the fused class by hand",),
-    "A304": ("amp.state_dict() is not saved with it: resumed training starts with the initial loss scale",),
-    "A305": ("amp.load_state_dict() is not called with it: training starts with the initial loss scale",),
-    "A350": ("the program already uses amp",),
-    "P601": ("it already trains on several cards",),
-    "P607": (
-        "the script exits here: call torch.distributed.destroy_process_group() before that if the group is initialized",
-    ),
-    "N701": ("it works on npu; remove it if the host runs out of memory",),
-    "N702": ("the last batch may have another shape, for which operators are compiled: drop_last=True drops it",),
-    "N703": ("int64 is slow on npu: targets and indices may be int32",),
-    "N704": ("an NPU has its own memory formats: this one saves nothing there",),
-    "R803": ("{} is refused by a rule of --rules", "mylib.kernel"),
-    "R804": ("a rule of --rules keeps it",),
-    "D170": ("{} is in the list of APIs that are not supported", "torch.nn.Fold"),
-    "F905": ("the file has more than 5000000 bytes",),
-    "F906": ("{}", "[Errno 13] Permission denied: 'train.py'"),
-    "F908": ("{}: it is not changed", "CUDA_VISIBLE_DEVICES=0"),
-    "F909": (NOT_THE_SAME,),
-}
-# What a rule refuses beyond its example and its message.
+# What a rule refuses beyond its example.
 _REFUSED: dict[str, tuple[str, ...]] = {
     "O501": (
         "arguments that the fused optimizer does not take, * and **",
@@ -227,8 +185,6 @@ class Rule:
     id: str
     title: str
     example: str  # a whole program
-    message: str = ""  # the message of the report; what was found replaces {}
-    found: tuple[str, ...] = ()  # what replaces {} in --explain
     refused: tuple[str, ...] = ()  # what else the rule refuses
 
     @property
@@ -238,27 +194,9 @@ class Rule:
             return Options(amp="O1", ignore=("D", "O"))
         if self.id[0] == "P":
             return Options(data_parallel="main", ignore=("O",))
+        if self.id[0] == "R" or self.id == "D170":
+            return Options(own=EXAMPLES)
         return Options(select=("N",)) if self.id[0] == "N" else Options()
 
 
-def _rule(id: str) -> Rule:
-    message, *found = _MESSAGES.get(id, ("",))
-    return Rule(id, *_RULES[id], message, tuple(found), _REFUSED.get(id, ()))
-
-
-RULES = {id: _rule(id) for id in _RULES}
-
-_Place = tuple[int, int] | ast.expr | ast.stmt | ast.alias
-
-
-def note(program: Program, rule: str, place: _Place, *found: object) -> None:
-    """Report a note with the message of its rule."""
-    program.report(rule, "note", place, message=RULES[rule].message.format(*found))
-
-
-def refuse(
-    program: Program, rule: str, place: _Place, *found: object, more: str = "", links: Iterable[str] = ()
-) -> None:
-    """Report a refusal with the message of its rule, followed by ``more``."""
-    message = RULES[rule].message.format(*found) + (f": {more}" if more else "")
-    program.report(rule, "refused", place, message=message, links=links)
+RULES = {id: Rule(id, title, example, _REFUSED.get(id, ())) for id, (title, example) in _RULES.items()}

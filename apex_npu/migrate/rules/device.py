@@ -17,7 +17,6 @@ from apex_npu.migrate.engine.source import Edit
 from apex_npu.migrate.engine.syntax import text
 
 from . import tables
-from .catalogue import RULES, note, refuse
 from .tables import SIMILAR
 from .targets import OTHER_NAMES, replaced, target_of, torch_import
 
@@ -29,6 +28,12 @@ _USE_ACTIVITIES = "pass activities instead of use_cuda"
 _NOT_PORTABLE = "the import is for one device: in portable code write torch.get_device_module(...) or torch.amp instead"
 _RANGES = "similar: msprof shows these ranges, NVIDIA's tools do not"
 _PROFILE = "similar: its results are files for MindStudio, and it has no key_averages()"
+_NPU_ACTIVITY = "use torch_npu.profiler with ProfilerActivity.NPU; --similar does this"
+_ONE_PROCESS = "does not run on npu. Start one process per device (torchrun) and wrap with DistributedDataParallel"
+_OWN_IS_CUDA = "the program defines is_cuda itself: write is_npu if this is a tensor"
+_HAS_NPU = "the class already has the name npu: calls of cuda() become calls of npu()"
+_LAST_BATCH = "the last batch may have another shape, for which operators are compiled: drop_last=True drops it"
+LOOKED_UP = "{} is looked up or passed on, so its uses are unknown: write the npu name by hand"
 # Functions that iterate over a sequence.
 _OF_SEQUENCES = ["all", "any", "enumerate", "iter", "len", "list", "map", "max", "min", "sum", "tuple", "zip"]
 
@@ -55,9 +60,10 @@ def _similar(program: Program) -> bool:
     return program.options.similar and target_of(program).imports
 
 
-def _without(name: str) -> str:
+def without(name: str) -> str:
+    """Return the reason to refuse a name below ``torch.cuda.`` that has no counterpart."""
     instead = tables.INSTEAD.get(name.partition(".")[0])
-    return RULES["D151"].message.format(f"torch.cuda.{name}") + (f": {instead}" if instead else "")
+    return f"torch.cuda.{name} has no counterpart on npu" + (f": {instead}" if instead else "")
 
 
 def _name(program: Program, node: ast.Attribute | ast.Name) -> None:
@@ -66,8 +72,8 @@ def _name(program: Program, node: ast.Attribute | ast.Name) -> None:
     if isinstance(node.ctx, ast.Load) and dotted.removeprefix("torch.profiler.") in tables.PROFILER_NAMES:
         _profiler_name(program, node, dotted)
     if dotted in tables.NOTES:
-        rule, found = tables.NOTES[dotted]
-        note(program, rule, node, found)
+        rule, message = tables.NOTES[dotted]
+        program.note(rule, node, message)
     if inner or not dotted:
         pass
     elif f"{dotted}.".startswith("torch.cuda."):
@@ -75,7 +81,7 @@ def _name(program: Program, node: ast.Attribute | ast.Name) -> None:
     elif _DATA_PARALLEL.fullmatch(dotted):
         # Only making or subclassing it is refused: isinstance may name the class.
         if program.is_called(node) or isinstance(program.parent(node), ast.ClassDef):
-            refuse(program, "D150", node, dotted.replace("torch.nn", "nn"))
+            program.refuse("D150", node, f"{dotted.replace('torch.nn', 'nn')} {_ONE_PROCESS}")
     elif isinstance(node, ast.Attribute):
         _torch(program, node, dotted)
     if isinstance(node, ast.Attribute) and node.attr == "is_cuda" and isinstance(node.ctx, ast.Load):
@@ -83,7 +89,7 @@ def _name(program: Program, node: ast.Attribute | ast.Name) -> None:
             for span, edit in target_of(program).is_on(program, node):
                 program.report("D104", "changed", span, [edit], links=[f"is_cuda at {program.method_span(node)}"])
         elif not (isinstance(node.value, ast.Name) and node.value.id == "self"):
-            refuse(program, "D154", program.method_span(node))
+            program.refuse("D154", program.method_span(node), _OWN_IS_CUDA)
 
 
 def _torch(program: Program, node: ast.Attribute, dotted: str) -> None:
@@ -92,11 +98,11 @@ def _torch(program: Program, node: ast.Attribute, dotted: str) -> None:
     elif dotted == "torch.distributed.is_nccl_available":
         program.report("D109", "changed", node, [target_of(program).nccl_check(program, node)])
     elif dotted.startswith(_ACTIVITY) and not _similar(program):
-        refuse(program, "D110", node)
+        program.refuse("D110", node, _NPU_ACTIVITY)
     elif f"{dotted}.".startswith(tables.NO_EFFECT):
-        note(program, "D155", node, dotted)
+        program.note("D155", node, f"{dotted} has no effect on npu")
     elif dotted in tables.NEEDS_CUDA:
-        refuse(program, "D152", node, dotted, tables.NEEDS_CUDA[dotted])
+        program.refuse("D152", node, f"{dotted} needs CUDA: {tables.NEEDS_CUDA[dotted]}")
 
 
 def _torch_cuda(program: Program, node: ast.Attribute | ast.Name, parts: list[str]) -> None:
@@ -113,11 +119,11 @@ def _torch_cuda(program: Program, node: ast.Attribute | ast.Name, parts: list[st
     links += [f"name {target.id}"] if target is not None else []
     lacking, answer = missing(parts, similar=_similar(program)), tables.ANSWERS.get(".".join(parts), "")
     if lacking is not None:
-        program.report("D151", "refused", node, message=_without(lacking), links=links)
+        program.report("D151", "refused", node, message=without(lacking), links=links)
     elif parts and parts[0] in SIMILAR:
         program.report("D151", "changed", node, target_of(program).name(program, node, parts), _RANGES, links)
     elif not parts and (target is None or program.dotted(target) != "torch.cuda"):
-        refuse(program, "D153", node, "torch.cuda", links=links)
+        program.refuse("D153", node, LOOKED_UP.format("torch.cuda"), links)
     elif answer and (failing := _failing_use(program, node, parts)):
         program.report("D156", "refused", node, message=f"{answer}, and {failing}", links=links)
     else:
@@ -125,7 +131,7 @@ def _torch_cuda(program: Program, node: ast.Attribute | ast.Name, parts: list[st
         rule = "D111" if parts[:1] == ["amp"] else "D108" if is_type else "D101"
         program.report(rule, "changed", node, target_of(program).name(program, node, parts), links=links)
         if answer:
-            note(program, "D156", node, answer)
+            program.note("D156", node, answer)
 
 
 def _failing_use(program: Program, node: ast.expr, parts: list[str]) -> str:
@@ -197,7 +203,7 @@ def _call(program: Program, node: ast.Call) -> None:
         library = program.dotted(root).partition(".")[0]
         start, end = program.method_span(called)
         if library in tables.OTHER_LIBRARIES:
-            refuse(program, "D103", (start, end), library)
+            program.refuse("D103", (start, end), f"{library} is a library with its own arrays")
         else:
             edits = target_of(program).move(program, called, node)
             end = max([end, *(edit.end for edit in edits if edit is not None)])
@@ -211,15 +217,15 @@ def _call(program: Program, node: ast.Call) -> None:
         match, pattern = (re.search, r"\bcuda\b") if code else (re.fullmatch, r"cuda|is_cuda")
         for one in node.args[:2]:
             if isinstance(one, ast.Constant) and isinstance(one.value, str) and match(pattern, one.value):
-                refuse(program, "D153", node, repr(one.value))
+                program.refuse("D153", node, LOOKED_UP.format(repr(one.value)))
     if dotted in _LOADERS:
         given = {one.arg: one.value for one in node.keywords}
         if "pin_memory" in given and not _is_false(given["pin_memory"]):
-            note(program, "N701", given["pin_memory"])
+            program.note("N701", given["pin_memory"], "it works on npu; remove it if the host runs out of memory")
         if None not in given and ("drop_last" not in given or _is_false(given["drop_last"])):
-            note(program, "N702", node)
+            program.note("N702", node, _LAST_BATCH)
     elif isinstance(called, ast.Attribute) and called.attr == "long" and not node.args:
-        note(program, "N703", program.method_span(called))
+        program.note("N703", program.method_span(called), tables.INT64)
 
 
 def _is_false(node: ast.expr) -> bool:
@@ -238,7 +244,7 @@ def _use_cuda(program: Program, keyword: ast.keyword, called: str) -> None:
 def _needs_cuda(program: Program, node: ast.stmt | ast.alias, name: str) -> bool:
     for library, instead in tables.NEEDS_CUDA.items():
         if f"{name}.".startswith(f"{library}."):
-            refuse(program, "D152", node, library, instead)
+            program.refuse("D152", node, f"{library} needs CUDA: {instead}")
             return True
     return False
 
@@ -276,7 +282,7 @@ def _from_torch_cuda(program: Program, node: ast.ImportFrom, parts: list[str]) -
     names = [[*parts, alias.name] for alias in node.names]
     refusal = _import_refusal(program, names)
     if not refusal and parts and parts[0] in SIMILAR:
-        refusal = _without(parts[0])  # mstx is a class: nothing is imported from it
+        refusal = without(parts[0])  # mstx is a class: nothing is imported from it
     edits = [program.rename_module(node, "torch_npu.npu." + ".".join(parts) if parts else "torch.npu")]
     for alias in node.names:
         if not parts and alias.name in OTHER_NAMES:
@@ -294,7 +300,7 @@ def _import_refusal(program: Program, names: list[list[str]], alias: ast.alias |
     found = (missing(name, similar=_similar(program)) for name in names)
     lacking = next((name for name in found if name is not None), None)
     if lacking is not None:
-        return "import the names one by one, not by *" if lacking.endswith("*") else _without(lacking)
+        return "import the names one by one, not by *" if lacking.endswith("*") else without(lacking)
     bound = (alias.asname or alias.name) if alias else ""
     meanings = program.names.meanings(bound, program.names.scope(alias)) if alias else set()
     both = " or ".join(sorted(meaning or "something else" for meaning in meanings))
@@ -309,7 +315,7 @@ def _class(program: Program, node: ast.ClassDef) -> None:
     assigned = [target for one in node.body if isinstance(one, ast.Assign) for target in one.targets]
     edit = program.lines(methods["cuda"], ["npu = cuda"])
     if "npu" in {*methods, *map(text, assigned)}:
-        refuse(program, "D114", (edit.start, edit.end))
+        program.refuse("D114", (edit.start, edit.end), _HAS_NPU)
     else:
         program.change("D114", edit)
 

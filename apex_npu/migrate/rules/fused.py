@@ -15,9 +15,10 @@ from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.source import Edit, without
 from apex_npu.migrate.engine.syntax import is_told
 
-from .catalogue import refuse
 from .tables import FUSED, FUSED_CHOICES, FUSED_KEYWORDS
 from .targets import UNNAMED, name_of, replaced, torch_import
+
+_PASSED_ON = "the class is passed on or compared: replace all of its uses by the fused class by hand"
 
 
 def check(program: Program) -> None:
@@ -51,7 +52,7 @@ def _is_annotation(program: Program, node: ast.AST) -> bool:
 def _use(program: Program, node: ast.expr, name: str, sparse: ast.Call | None) -> None:
     call, links, optimizers = program.parent(node), [f"class {name}"], name_of(program, "optimizers")
     if not isinstance(call, ast.Call) or call.func is not node:
-        refuse(program, "O501", node, links=links if _asks(call) else ())
+        program.refuse("O501", node, _PASSED_ON, links if _asks(call) else ())
         return
     refusal = UNNAMED if optimizers is None else _lacking(call, name)
     if sparse is not None:

@@ -19,7 +19,6 @@ from typing import Any
 from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.source import Edit
 
-from .catalogue import RULES, refuse
 from .targets import replaced
 
 _NAME = re.compile(r"\.?[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -259,7 +258,7 @@ def _keep(program: Program, rule: Keep) -> None:
         kept = [one for one in program.drafts if one.start < end and start < one.end and one.status != "note"]
         if kept:
             links = frozenset().union(*(one.links for one in kept))
-            program.report("R804", "kept", (start, end), message=RULES["R804"].message, links=links)
+            program.report("R804", "kept", (start, end), message="a rule of --rules keeps it", links=links)
 
 
 def _refuse(program: Program, rule: Refuse) -> None:
@@ -267,8 +266,10 @@ def _refuse(program: Program, rule: Refuse) -> None:
     for node, name in _imports(program, rule.name):
         if name != rule.name or isinstance(program.parent(node), ast.Import) or isinstance(node, ast.ImportFrom):
             places.append(program.source.span(node))
+    reason = "is in the list of APIs that are not supported" if rule.listed else "is refused by a rule of --rules"
+    message = f"{rule.name.removeprefix('.')} {reason}" + (f": {rule.why}" if rule.why else "")
     for place in places:
-        refuse(program, "D170" if rule.listed else "R803", place, rule.name.removeprefix("."), more=rule.why)
+        program.refuse("D170" if rule.listed else "R803", place, message)
 
 
 def _argument(program: Program, rule: Argument) -> None:

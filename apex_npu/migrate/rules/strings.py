@@ -10,8 +10,7 @@ import re
 from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.syntax import last_name
 
-from .catalogue import RULES, note, refuse
-from .device import missing
+from .device import LOOKED_UP, missing, without
 from .tables import DEVICE_ARGUMENTS, DEVICE_KEYWORDS, ENVIRONMENT
 from .targets import SEARCHES, target_of
 
@@ -23,6 +22,8 @@ _MODULES = ("torch.cuda.", "torch.npu.")
 _BACKENDS = re.compile(r"\w+:\w+(,\w+:\w+)*")
 _VARIABLE = re.compile(r"(CUDA|NCCL|CUBLAS|CUDNN|TORCH_NCCL)_[A-Z0-9_]+")
 _FSTRING = re.compile(r"""([fF][rR]?|[rR][fF])(\"""|'''|"|')(cuda)(?=:\{)""")
+
+_IN_PIECES = "the string is in several pieces: write it as one"
 
 
 def check(program: Program) -> None:
@@ -43,24 +44,24 @@ def _text(program: Program, devices: Devices, node: ast.Constant, text: str) -> 
     target, parent = target_of(program), program.parent(node)
     composed = isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Add) and parent.left is node
     if _COMPOSED.fullmatch(text) or (text == "cuda:" and composed):
-        program.report("D107", "changed", node, [target.device(program, node)], unplaced=RULES["D107"].message)
+        program.report("D107", "changed", node, [target.device(program, node)], unplaced=_IN_PIECES)
     elif _DEVICE.fullmatch(text):
         _device(program, devices, node)
     elif found := _TYPE.fullmatch(text):
         if missing([found[1]]) is not None:
-            refuse(program, "D151", node, text)
+            program.refuse("D151", node, without(found[1]))
         else:
             program.report("D108", "changed", node, [target.device(program, node, "torch.")])
     elif _NAME.fullmatch(text) and isinstance(parent, ast.Call):
-        refuse(program, "D153", node, repr(text))
+        program.refuse("D153", node, LOOKED_UP.format(repr(text)))
     if text == "nccl" or (_BACKENDS.fullmatch(text) and "cuda:nccl" in text.split(",")):
         key = isinstance(parent, ast.Subscript) or (isinstance(parent, ast.Dict) and node in parent.keys)
-        status, message = ("unsure", RULES["D109"].message) if key else ("changed", "")
+        status, message = ("unsure", "this key may be a name of the program's own") if key else ("changed", "")
         program.report("D109", status, node, [target.backend(program, node)], message)
     elif text in ENVIRONMENT and target.environment:
         program.report("D112", "changed", node, [program.restring(node, ENVIRONMENT[text])])
     elif _VARIABLE.fullmatch(text):
-        note(program, "D112", node, text)
+        program.note("D112", node, f"{text} has no effect on npu")
 
 
 def _device(program: Program, devices: Devices, node: ast.Constant) -> None:
@@ -70,11 +71,11 @@ def _device(program: Program, devices: Devices, node: ast.Constant) -> None:
         return  # D153
     edit = target_of(program).device(program, node)
     if edit is None:
-        refuse(program, "D107", node)
+        program.refuse("D107", node, _IN_PIECES)
     elif devices.is_place(node):
         program.report("D105", "changed", node, [edit])
     else:
-        program.report("D106", "unsure", node, [edit], RULES["D106"].message)
+        program.report("D106", "unsure", node, [edit], "this may be the name of a device; --unsure changes it")
 
 
 def _fstring(program: Program, node: ast.JoinedStr) -> None:
@@ -84,7 +85,7 @@ def _fstring(program: Program, node: ast.JoinedStr) -> None:
     start, end = program.source.span(node)
     found = _FSTRING.match(program.source.text, start, end)
     if found is None or isinstance(program.parent(node), ast.FormattedValue):
-        refuse(program, "D107", node)
+        program.refuse("D107", node, _IN_PIECES)
         return
     edit = target_of(program).fstring(program, node, found.span(3))
     program.report("D107", "changed", (start, found.end(3)), [edit])

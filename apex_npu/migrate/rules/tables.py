@@ -116,11 +116,12 @@ DEVICE_KEYWORDS = frozenset({"map_location"})  # and all that contain "device"
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "ASCEND_RT_VISIBLE_DEVICES"}
 # Prefixes of settings that have no effect on npu.
 NO_EFFECT = ("torch.backends.cuda.", "torch.backends.cudnn.")
-# Names with a note: the rule that gives it, and what replaces {} in the message of the rule.
+INT64 = "int64 is slow on npu: targets and indices may be int32"
+# Names with a note: the rule that gives it, and its message.
 NOTES = {
-    "torch.int64": ("N703", ""),
-    "torch.long": ("N703", ""),
-    "torch.channels_last": ("N704", ""),
+    "torch.int64": ("N703", INT64),
+    "torch.long": ("N703", INT64),
+    "torch.channels_last": ("N704", "an NPU has its own memory formats: this one saves nothing there"),
     "torch.version.cuda": ("D156", "it is None on npu"),
 }
 
