@@ -200,7 +200,7 @@ def _is_unread(names: Names, node: ast.Name) -> bool:
     """Return whether a name may come from a module that is not read."""
     known = names.dotted(node)
     unbound = bool(names.stars) and names.scope(node).find(node.id) is None
-    return unbound if known is None else known.endswith(".torch")
+    return known.endswith(".torch") if known else unbound
 
 
 def _device_changes(program: Program) -> list[Draft]:

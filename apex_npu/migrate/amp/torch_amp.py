@@ -88,7 +88,7 @@ class TorchAmp:
             raise UnclearError(node, "A355", "autocast is for the CPU")
         if len(call.args) > 1:
             raise UnclearError(node, "A355", "pass the arguments of autocast by keyword")
-        dtype = self.program.names.dotted(given["dtype"]) if "dtype" in given else "torch.float16"
+        dtype = self.program.dotted(given["dtype"]) if "dtype" in given else "torch.float16"
         if dtype not in ("torch.float16", "torch.half", "torch.bfloat16"):
             raise UnclearError(node, "A355", "the dtype of autocast is unclear")
         self.is_bfloat16 |= dtype == "torch.bfloat16"

@@ -194,7 +194,7 @@ class Training:
         for call in sorted(self._methods("backward"), key=self.offset):
             statement = self.program.parent(call)
             assert isinstance(call.func, ast.Attribute)
-            if self.program.names.dotted(call.func) is not None or not isinstance(statement, ast.Expr):
+            if self.program.dotted(call.func) or not isinstance(statement, ast.Expr):
                 raise UnclearError(call, "A353", "amp needs loss.backward() as a statement by itself")
             check_own_lines(self.program, statement, "A353")
             yield Backward(call, statement)

@@ -153,12 +153,12 @@ class Names:
         tail = "".join(f".{name}" for name in reversed(attributes))
         return {None if root is None else root + tail for root in self._meanings(node.id, scope, seen)}
 
-    def dotted(self, node: ast.AST) -> str | None:
-        """Return the full name of the import that a name or attribute refers to, such as torch.cuda, or None."""
+    def dotted(self, node: ast.AST) -> str:
+        """Return the full name of the import that a name or attribute refers to, such as torch.cuda; "" if unknown."""
         if not isinstance(node, (ast.Name, ast.Attribute)):
-            return None
+            return ""
         found = self._dotted(node, self._scopes[node], frozenset())
-        return found.pop() if len(found) == 1 else None
+        return (found.pop() or "") if len(found) == 1 else ""
 
     def is_taken(self, name: str, imported: str = "") -> bool:
         """Return whether a scope binds or uses ``name``, except as an import of ``imported`` at the top level."""

@@ -136,7 +136,7 @@ class Program:
 
     def __init__(self, source: Source, options: Options) -> None:
         self.source, self.options = source, options
-        self.tree = source.parse()
+        self.tree = parse(source.text)
         self.names = Names(self.tree, options.exports)
         self.drafts: list[Draft] = []
 
@@ -180,7 +180,7 @@ class Program:
 
     def dotted(self, node: ast.AST) -> str:
         """Return the full name of the import that a name or attribute refers to, such as torch.cuda; "" if unknown."""
-        return self.names.dotted(node) or ""
+        return self.names.dotted(node)
 
     @overload
     def every(self, one: type[_A], /) -> Iterator[_A]: ...
@@ -208,16 +208,11 @@ class Program:
         message: str = "",
         links: Iterable[str] = (),
         refusal: str = "",
-        unplaced: str = "",
     ) -> None:
-        """Add a report on a span.
-
-        It is refused if there is a ``refusal``, the reason, or with ``unplaced`` if an edit is None: its place is
-        unknown.
-        """
+        """Add a report on a span. It is refused for the reason ``refusal``, or if an edit is None, without a place."""
         made = tuple(edit for edit in edits if edit is not None)
         if not refusal and len(made) < len(tuple(edits)):
-            refusal = unplaced or _UNPLACED[self.options.to]
+            refusal = _UNPLACED[self.options.to]
         if refusal:
             status, made, message = "refused", (), refusal
         if not isinstance(span, tuple):

@@ -104,10 +104,6 @@ class Source:
         except UnicodeError as error:
             raise UnreadableError("F903", f"the new text cannot be encoded ({error})") from None
 
-    def parse(self) -> ast.Module:
-        """Return the syntax tree."""
-        return parse(self.text)
-
     def offset(self, line: int, column: int) -> int:
         """Return the offset of a place that ``ast`` gives, whose ``column`` counts bytes of UTF-8."""
         start = self._starts[line - 1]
@@ -168,7 +164,7 @@ def parse(text: str) -> ast.Module:
 def tree_of(data: bytes) -> ast.Module:
     """Return the syntax tree of a file, or an empty tree if the file cannot be read."""
     try:
-        return Source(data).parse()
+        return parse(Source(data).text)
     except UnreadableError:
         return ast.Module([], [])
 

@@ -80,7 +80,7 @@ class Loaders:
     def __init__(self, put: Insertion) -> None:
         self.put, self.program = put, put.program
         program = put.program
-        self._all = [call for call in put.calls if program.names.dotted(call.func) in _LOADER]
+        self._all = [call for call in put.calls if program.dotted(call.func) in _LOADER]
         for node in program.every(ast.Name, ast.Attribute):
             if program.dotted(node).endswith(".IterableDataset"):
                 raise UnclearError(node, "P602", "let the IterableDataset yield a part of the data in each process")

@@ -107,7 +107,7 @@ def _looks_inside(program: Program, node: ast.expr) -> bool:
     if isinstance(parent, (ast.For, ast.AsyncFor, ast.comprehension)):
         return parent.iter is node
     if isinstance(parent, ast.Call) and node in parent.args:
-        name = program.names.dotted(parent.func) or text(parent.func)
+        name = program.dotted(parent.func) or text(parent.func)
         named = parent.args[1] if len(parent.args) > 1 else None
         if name in _LOOKS.split():
             return not (isinstance(named, ast.Constant) and named.value == "module")
@@ -119,7 +119,7 @@ def _is_saved(program: Program, node: ast.expr) -> bool:
     at, parent = _outermost(program, node)
     if isinstance(parent, ast.keyword) and parent.arg == "obj":
         at, parent = parent, program.parent(parent)
-    if not isinstance(parent, ast.Call) or program.names.dotted(parent.func) != "torch.save":
+    if not isinstance(parent, ast.Call) or program.dotted(parent.func) != "torch.save":
         return False
     return at in parent.args[:1] or at in parent.keywords
 

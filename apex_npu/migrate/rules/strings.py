@@ -44,7 +44,8 @@ def _text(program: Program, devices: Devices, node: ast.Constant, text: str) -> 
     target, parent = target_of(program), program.parent(node)
     composed = isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Add) and parent.left is node
     if _COMPOSED.fullmatch(text) or (text == "cuda:" and composed):
-        program.report("D107", "changed", node, [target.device(program, node)], unplaced=_IN_PIECES)
+        edit = target.device(program, node)
+        program.report("D107", "changed", node, [edit], refusal="" if edit else _IN_PIECES)
     elif _DEVICE.fullmatch(text):
         _device(program, devices, node)
     elif found := _TYPE.fullmatch(text):
@@ -183,16 +184,16 @@ class Devices:
         if keyword.arg in ("default", "choices", "const"):
             flags = any(isinstance(one, ast.Constant) and _speaks_of_device(one.value) for one in call.args)
             return flags or last_name(call.func) == "add_argument"
-        return keyword.arg == "type" and self.program.names.dotted(call.func) == "torch.device"
+        return keyword.arg == "type" and self.program.dotted(call.func) == "torch.device"
 
     def _is_argument(self, call: ast.Call, argument: ast.AST) -> bool:
         if argument is call.func:
             return False
-        dotted, name = self.program.names.dotted(call.func), last_name(call.func)
+        dotted, name = self.program.dotted(call.func), last_name(call.func)
         place = call.args.index(argument)  # type: ignore[arg-type]
         if dotted in DEVICE_ARGUMENTS:
             return DEVICE_ARGUMENTS[dotted] == place
-        if (dotted or "").startswith(_MODULES) or name == "to" or _speaks_of_device(name):
+        if dotted.startswith(_MODULES) or name == "to" or _speaks_of_device(name):
             return True
         if isinstance(call.func, ast.Attribute) and self._has_device(call.func.value):
             return name in SEARCHES

@@ -68,7 +68,7 @@ class Npu:
         for part in ["torch", "cuda", *parts][::-1]:
             if not isinstance(node, ast.Attribute):
                 break
-            is_root = part == "cuda" and program.names.dotted(node) == "torch.cuda"
+            is_root = part == "cuda" and program.dotted(node) == "torch.cuda"
             new = "npu" if is_root else OTHER_NAMES.get(part)
             if new is not None:
                 edits.append(program.rename(node, new))
@@ -139,7 +139,7 @@ class Portable(Npu):
             return [None]  # the name or the arguments depend on the device
         call = program.parent(node)
         given = [*call.args, *call.keywords] if isinstance(call, ast.Call) and call.func is node else []
-        while program.names.dotted(node) != "torch.cuda":
+        while program.dotted(node) != "torch.cuda":
             if not isinstance(node, ast.Attribute):
                 return []  # the import of this name is changed instead
             node = node.value
