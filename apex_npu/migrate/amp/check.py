@@ -40,7 +40,7 @@ def check(program: Program) -> None:
     if has_amp is not None:
         program.note("A350", has_amp, "the program already uses amp")
         return
-    all_or_none(program, lambda: _report(Insertion(program)), "amp")
+    all_or_none(program, lambda: _report(Insertion(program)), ["amp"])
 
 
 def arguments_of_initialize() -> frozenset[str]:

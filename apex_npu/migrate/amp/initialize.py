@@ -52,7 +52,7 @@ class Insertion(Training):
         left = any(one.rule == "O501" and one.status == "refused" for one in self.program.drafts)
         return starts <= fused and not left and options.has("O501")
 
-    def put_after(self, rule: str, anchor: ast.stmt, statements: list[str], links: Iterable[str] = ("amp",)) -> None:
+    def put_after(self, rule: str, anchor: ast.stmt, statements: list[str], links: Iterable[str] = ()) -> None:
         """Insert the lines ``statements`` after the statement ``anchor``."""
         if self.torch_amp.holds(anchor):
             raise UnclearError(anchor, "A355", "it is inside of autocast, which is removed")
@@ -78,7 +78,7 @@ def put_initialize(put: Insertion) -> None:
     options = [f'opt_level="{put.level}"', *([program.options.amp_args] if program.options.amp_args else [])]
     if put.combines:
         options.append(COMBINE.format(torch_name(program)))
-    links = ["amp", PARALLEL] if put.combines else ["amp"]
+    links = [PARALLEL] if put.combines else []
     if put.torch_amp.switch is not None:
         _check_bound(put, place, put.torch_amp.switch)
         enabled, others = put.torch_amp.moved()

@@ -39,7 +39,7 @@ def scale(put: Insertion, backward: Backward) -> None:
         scaled = f"amp_{scaled}"
     rest = program.put_into(statement, f", {optimizers}) as {scaled}:") + scaled
     edits = [Edit(start, first, f"with {put.amp}.scale_loss("), Edit(last, dot, rest)]
-    program.report(rule, "changed", (start, dot), edits, links=["amp"])
+    program.report(rule, "changed", (start, dot), edits)
 
 
 def clip(put: Insertion, call: ast.Call) -> None:
@@ -55,7 +55,7 @@ def clip(put: Insertion, call: ast.Call) -> None:
     whole = any(one.parts == (model,) for one in made) or (not made and passed)
     if lists is not None and model and method == "parameters" and whole:
         edit = replaced(put.program, lists, f"{put.amp}.master_params({optimizer})")
-        put.program.report("A303", "changed", lists, [edit], links=["amp"])
+        put.program.report("A303", "changed", lists, [edit])
     elif put.casts_model:
         raise UnclearError(call, "A354", "the optimizer is unclear: clip the gradients of amp.master_params(optimizer)")
 
@@ -96,7 +96,7 @@ def float_input(put: Insertion, call: ast.Call) -> None:
         return
     edits = [] if simple else [Edit(start, start, "(")]
     edits.append(Edit(end, end, ".float()" if simple else ").float()"))
-    put.program.report("A306", "changed", (start, end), edits, links=["amp"])
+    put.program.report("A306", "changed", (start, end), edits)
 
 
 def _user(program: Program, call: ast.Call) -> ast.AST | None:
@@ -147,7 +147,7 @@ def _save(put: Insertion, call: ast.Call, parent: ast.AST | None) -> None:
         indent = put.source.text[line:key]
         space = " " if indent.strip() else put.source.newline(put.source.place(key)[0]) + indent
         edit = Edit(end, end, f',{space}"amp": {put.amp}.state_dict()')
-        put.program.report("A304", "changed", (end, end), [edit], links=["amp"])
+        put.program.report("A304", "changed", (end, end), [edit])
     elif (
         isinstance(parent, ast.Assign)
         and isinstance(parent.targets[0], ast.Subscript)

@@ -143,7 +143,7 @@ class TorchAmp:
             statement = None if call is None else program.parent(call)
             name = method.attr if isinstance(method, ast.Attribute) else ""
             if node in self.passed:
-                program.report("T407", "changed", node, [replaced(program, node, "None")], links=["amp"])
+                program.report("T407", "changed", node, [replaced(program, node, "None")])
                 continue
             if not isinstance(call, ast.Call) or call.func is not method:
                 raise UnclearError(node, "A355", "the scaler is passed on")
@@ -152,9 +152,9 @@ class TorchAmp:
             elif name == "step":
                 (start, end), (first, last) = program.source.span(call), program.source.span(call.args[0])
                 edits = [Edit(start, first, ""), Edit(last, end, ".step()")]
-                program.report("T403", "changed", call, edits, links=["amp"])
+                program.report("T403", "changed", call, edits)
             elif name in ("state_dict", "load_state_dict"):
-                program.report("T405", "changed", node, [replaced(program, node, amp)], links=["amp"])
+                program.report("T405", "changed", node, [replaced(program, node, amp)])
             elif name != "scale" or not isinstance(statement, ast.Attribute) or statement.attr != "backward":
                 raise UnclearError(node, "A355", f"amp has no counterpart of the scaler's {name}, as it is used here")
         for block, item in self.blocks:
@@ -173,11 +173,11 @@ class TorchAmp:
         gone.append(statement)
         start, end = source.span(statement)
         if len(gone) == len(body):
-            program.report(rule, "changed", statement, [Edit(start, end, "pass")], links=["amp"])
+            program.report(rule, "changed", statement, [Edit(start, end, "pass")])
             return
         if source.line_end(statement.end_lineno or 0) == end:
             start, end = source.line_start(statement.lineno), end + len(source.newline(statement.end_lineno or 0))
-        program.change(rule, Edit(start, min(end, len(source.text)), ""), links=["amp"])
+        program.change(rule, Edit(start, min(end, len(source.text)), ""))
 
     def _remove_item(self, block: ast.With, item: ast.withitem) -> None:
         program, source = self.program, self.program.source
@@ -187,10 +187,10 @@ class TorchAmp:
             ends = [source.span(one.optional_vars or one.context_expr)[1] for one in block.items]
             spans = [(source.span(one.context_expr)[0], end) for one, end in zip(block.items, ends, strict=True)]
             for edit in without(source, spans, [one is item for one in block.items]):
-                program.change("T406", edit, links=["amp"])
+                program.change("T406", edit)
             return
         edits = list(self._dedented(block))
-        program.report("T406", "changed", (edits[0].start, edits[-1].end), edits, links=["amp"])
+        program.report("T406", "changed", (edits[0].start, edits[-1].end), edits)
 
     def _dedented(self, block: ast.With) -> Iterator[Edit]:
         """Yield edits that remove the first line of a block and dedent the others, except lines inside a string."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from apex_npu.migrate.engine.names import Scope
 from apex_npu.migrate.engine.program import Program
@@ -33,15 +33,20 @@ class UnclearError(Exception):
         self.node, self.rule, self.reason = node, rule, reason
 
 
-def all_or_none(program: Program, apply: Callable[[], None], link: str, rule: str = "") -> None:
-    """Call ``apply``. If it raises UnclearError, report only that, by ``rule`` if the error has another family."""
+def all_or_none(program: Program, apply: Callable[[], None], links: Sequence[str], rule: str = "") -> None:
+    """Call ``apply``, and link the changes that it reports.
+
+    If it raises UnclearError, report only that, with the first link. An error of another family gets ``rule``.
+    """
     before = len(program.drafts)
     try:
         apply()
     except UnclearError as error:
         del program.drafts[before:]
         own = error.rule if error.rule[0] == (rule or error.rule)[0] else rule
-        program.report(own, "refused", error.node, message=error.reason, links=[link])
+        program.refuse(own, error.node, error.reason, links[:1])
+    else:
+        program.drafts[before:] = [replace(one, links=one.links.union(links)) for one in program.drafts[before:]]
 
 
 def check_own_lines(program: Program, statement: ast.stmt, rule: str) -> None:

@@ -35,7 +35,9 @@ def check(program: Program) -> None:
     role = program.options.data_parallel
     if role:
         convert = _convert if role == "main" else _convert_part
-        all_or_none(program, lambda: convert(program), PARALLEL, "P604")
+        has_amp = any("amp" in draft.links for draft in program.drafts)
+        links = [PARALLEL, "amp"] if has_amp and role == "main" else [PARALLEL]
+        all_or_none(program, lambda: convert(program), links, "P604")
 
 
 def _convert(program: Program) -> None:
@@ -70,7 +72,7 @@ def _convert_part(program: Program) -> None:
     for call, is_split in unseeded(program):
         if is_split:
             program.report("P602", "note", call, message=UNSEEDED)
-    unwrap_arguments(program, [PARALLEL])
+    unwrap_arguments(program)
     _guard_saves(program)
 
 
@@ -166,9 +168,7 @@ def _enter(program: Program, torch: str) -> None:
     anchor = _start(program)
     if program.source.indent(anchor).strip():
         raise UnclearError(anchor, "P601", "the first statement shares its line: put it on a line of its own")
-    program.change(
-        "P601", program.lines(anchor, target_of(program).group_lines(torch), before=True), links=_links(program)
-    )
+    program.change("P601", program.lines(anchor, target_of(program).group_lines(torch), before=True))
 
 
 def _leave(program: Program, torch: str) -> None:
@@ -179,7 +179,7 @@ def _leave(program: Program, torch: str) -> None:
         program.note("P607", last, "the script exits here: call torch.distributed.destroy_process_group() before that")
         return
     there, destroyed = (f"{torch}.distributed.{name}()" for name in ("is_initialized", "destroy_process_group"))
-    program.change("P607", program.lines(last, [f"if {there}:", f"    {destroyed}"]), links=_links(program))
+    program.change("P607", program.lines(last, [f"if {there}:", f"    {destroyed}"]))
 
 
 def _start(program: Program) -> ast.stmt:
@@ -198,18 +198,13 @@ def _start(program: Program) -> ast.stmt:
     raise UnclearError(program.tree.body[-1], "P601", "the file has no statement that runs when it is started")
 
 
-def _links(program: Program) -> list[str]:
-    """Return the links of the changes, which include that of amp if amp is added as well."""
-    return [PARALLEL, *(["amp"] if any("amp" in draft.links for draft in program.drafts) else [])]
-
-
 def _sample(put: Insertion, torch: str) -> None:
     """Give each process a part of the training data."""
-    program, links = put.program, _links(put.program)
+    program = put.program
     loaders = Loaders(put)
     _check_splits(program, loaders)
     for call in loaders.made:
-        _sample_one(program, call, torch, links)
+        _sample_one(program, call, torch)
     for loop, name in loaders.epochs:
         anchor = loop.body[0]
         for made in put.assigned(name, loop):
@@ -221,7 +216,7 @@ def _sample(put: Insertion, torch: str) -> None:
             f"if isinstance({name}.sampler, {torch}.utils.data.DistributedSampler):",
             f"    {name}.sampler.set_epoch({loop.target.id})",
         ]
-        program.change("P603", program.lines(anchor, lines, before=True), links=links)
+        program.change("P603", program.lines(anchor, lines, before=True))
     for call in loaders.others:
         program.report("P602", "note", call, message="every process reads all of these data")
     for call in loaders.counted():
@@ -240,7 +235,7 @@ def _check_splits(program: Program, loaders: Loaders) -> None:
             program.report("P602", "note", call, message=UNSEEDED)
 
 
-def _sample_one(program: Program, call: ast.Call, torch: str, links: list[str]) -> None:
+def _sample_one(program: Program, call: ast.Call, torch: str) -> None:
     given = {one.arg for one in call.keywords}
     for name in ("sampler", "batch_sampler"):
         if name in given or len(call.args) > 3:
@@ -268,8 +263,8 @@ def _sample_one(program: Program, call: ast.Call, torch: str, links: list[str]) 
     edits.append(Edit(end, end, f", sampler={part} if {there} else None"))
     message = "each process keeps the batch size, so the total grows: check the batch size and the learning rate"
     for edit in edits:
-        program.change("P602", edit, message if edit is edits[-1] else "", links)
-    program.report("P602", "changed", call.func, links=links)  # a comment that keeps the name keeps all
+        program.change("P602", edit, message if edit is edits[-1] else "")
+    program.report("P602", "changed", call.func)  # a comment that keeps the name keeps all
 
 
 def _average(put: Insertion, torch: str) -> None:
@@ -292,8 +287,8 @@ def _average(put: Insertion, torch: str) -> None:
     lines += [f"    {model} = {torch}.nn.parallel.DistributedDataParallel({model})" for model in models]
     check_moves(put, models, place)
     for model in models:
-        Wrapped(put, model).unwrap(place, _links(put.program))
-    put.put_after("P604", place, lines, links=_links(put.program))
+        Wrapped(put, model).unwrap(place)
+    put.put_after("P604", place, lines)
 
 
 def _initialized(put: Insertion) -> ast.stmt | None:
@@ -323,8 +318,8 @@ def _guard_saves(program: Program) -> None:
         check_own_lines(program, statement, "P605")
         header = f"if not {torch}.distributed.is_initialized() or {torch}.distributed.get_rank() == 0:"
         written = program.put_into(statement, header)
-        program.report("P605", "changed", (start, start), [Edit(start, start, written)], links=[PARALLEL])
-        program.report("P605", "changed", node.func, links=[PARALLEL])  # a comment that keeps the name keeps all
+        program.report("P605", "changed", (start, start), [Edit(start, start, written)])
+        program.report("P605", "changed", node.func)  # a comment that keeps the name keeps all
 
 
 def _is_open(program: Program, call: ast.Call) -> bool:

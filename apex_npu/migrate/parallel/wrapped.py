@@ -46,7 +46,7 @@ class Wrapped:
             self._known[key] = any(map(self.is_model, self.put.values(name, node)))
         return self._known[key]
 
-    def unwrap(self, place: ast.stmt, links: list[str]) -> None:
+    def unwrap(self, place: ast.stmt) -> None:
         """Let the program use the model inside the wrapper where it needs that after ``place``.
 
         Raises:
@@ -67,10 +67,10 @@ class Wrapped:
             if kept:
                 raise UnclearError(node, "P604", f"{kept} is saved with a whole model: save its state_dict()")
             edit = replaced(program, node, f'getattr({text(node)}, "module", {text(node)})')
-            program.report("P604", "changed", node, [edit], links=links)
+            program.report("P604", "changed", node, [edit])
 
 
-def unwrap_arguments(program: Program, links: list[str]) -> None:
+def unwrap_arguments(program: Program) -> None:
     """Let an imported file save the state of the model inside the wrapper, if an argument is wrapped.
 
     Raises:
@@ -96,7 +96,7 @@ def unwrap_arguments(program: Program, links: list[str]) -> None:
             raise UnclearError(node, "P604", "torch is not imported by its name at the top level")
         wrapped = f"isinstance({name}, {torch}.nn.parallel.DistributedDataParallel)"
         edit = replaced(program, node, f"({name}.module if {wrapped} else {name})")
-        program.report("P604", "changed", node, [edit], links=links)
+        program.report("P604", "changed", node, [edit])
 
 
 def _looks_inside(program: Program, node: ast.expr) -> bool:
