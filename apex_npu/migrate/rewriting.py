@@ -26,12 +26,11 @@ TRIGGER = re.compile(
     rb"cuda|CUDA|nccl|NCCL|apex|amp_C|change_data_ptr|DataParallel|data_parallel|backends\.cudnn|flash_attn|xformers"
     rb"|bitsandbytes|cupy|pynvml|tensorrt|torch2trt|transformer_engine|nvidia\.dali"
 )
-# The same for optimizers and amp, and for advice.
+# The same for optimizers, amp and advice.
 _TRAINING = re.compile(
-    rb"optim|backward|\.grad\b|autocast|torch\.save|GradScaler|fully_shard|FullyShard|"
-    + b"|".join(map(str.encode, TRAINERS))
+    rb"optim|backward|\.grad\b|autocast|torch\.save|GradScaler|fully_shard|FullyShard"
+    rb"|DataLoader|\.long\b|int64|channels_last|" + b"|".join(map(str.encode, TRAINERS))
 )
-_ADVICE = re.compile(rb"DataLoader|\.long\b|int64|channels_last")
 # Text by which a program may define a name of its own that rules would rename.
 _DEFINES = re.compile(rb"\bis_cuda\s*[:=]|\bdef\s+(is_)?cuda\b|[\"']-{1,2}is[-_]cuda")
 _SHARED_LINE = (
@@ -91,13 +90,10 @@ def rewrite(source: str | bytes, path: str = "train.py", options: Options | None
 
 def concerns(data: bytes, options: Options) -> bool:
     """Return whether the rules may find something in a file. This only searches its bytes."""
-    return bool(
-        options.data_parallel
-        or own.concerns(data, options.own)
-        or TRIGGER.search(data)
-        or (options.has("N702") and _ADVICE.search(data))
-        or ((options.amp or options.has("O501")) and _TRAINING.search(data))
-    )
+    if options.data_parallel or own.concerns(data, options.own) or TRIGGER.search(data):
+        return True
+    trains = options.amp or options.has("O501") or options.has("N702")
+    return bool(trains and _TRAINING.search(data))
 
 
 def rewrite_part(source: str | bytes, path: str, options: Options) -> Rewritten:
