@@ -8,6 +8,8 @@ import ast
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from .syntax import root_of
+
 # A binding to something that is neither an import nor an expression of names.
 _OPAQUE = None
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
@@ -178,11 +180,7 @@ def module_of(node: ast.ImportFrom) -> str:
 
 
 def _could_be_module(node: ast.expr) -> bool:
-    if isinstance(node, ast.Constant):
-        return node.value is None
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    return isinstance(node, ast.Name)
+    return isinstance(root_of(node), ast.Name) or (isinstance(node, ast.Constant) and node.value is None)
 
 
 def _parameters(arguments: ast.arguments) -> list[str]:

@@ -7,12 +7,16 @@ from __future__ import annotations
 import ast
 
 
+def root_of(node: ast.AST) -> ast.AST:
+    """Return the expression whose attribute, or an attribute of whose attribute, ``node`` is."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node
+
+
 def text(node: ast.AST) -> str:
     """Return a name or attribute as the program writes it, and "" for other expressions."""
-    at = node
-    while isinstance(at, ast.Attribute):
-        at = at.value
-    return ast.unparse(node) if isinstance(at, ast.Name) else ""
+    return ast.unparse(node) if isinstance(root_of(node), ast.Name) else ""
 
 
 def last_name(node: ast.AST | None) -> str:

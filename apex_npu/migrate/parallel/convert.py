@@ -71,7 +71,7 @@ def _convert_part(program: Program) -> None:
             raise UnclearError(node, "P602", f"{ELSEWHERE}: put both into the script of --data-parallel")
     for call, is_split in unseeded(program):
         if is_split:
-            program.report("P602", "note", call, message=UNSEEDED)
+            program.note("P602", call, UNSEEDED)
     unwrap_arguments(program)
     _guard_saves(program)
 
@@ -218,10 +218,9 @@ def _sample(put: Insertion, torch: str) -> None:
         ]
         program.change("P603", program.lines(anchor, lines, before=True))
     for call in loaders.others:
-        program.report("P602", "note", call, message="every process reads all of these data")
+        program.note("P602", call, "every process reads all of these data")
     for call in loaders.counted():
-        message = "each process has a part of these data: check what is divided by this length"
-        program.report("P602", "note", call, message=message)
+        program.note("P602", call, "each process has a part of these data: check what is divided by this length")
 
 
 def _check_splits(program: Program, loaders: Loaders) -> None:
@@ -232,7 +231,7 @@ def _check_splits(program: Program, loaders: Loaders) -> None:
         if is_split or any(text(one) in loaders.sampled for one in shuffled):
             raise UnclearError(call, "P602", UNSEEDED)
         if program.function_of(call) in near and not any(isinstance(one, ast.For) for one in program.around(call)):
-            program.report("P602", "note", call, message=UNSEEDED)
+            program.note("P602", call, UNSEEDED)
 
 
 def _sample_one(program: Program, call: ast.Call, torch: str) -> None:
@@ -272,8 +271,7 @@ def _average(put: Insertion, torch: str) -> None:
     if put.combines:
         call = next((draft for draft in put.program.drafts if draft.rule == "A301"), None)
         if call is not None:
-            message = f"amp.initialize gets {COMBINE.format(torch)}"
-            put.program.report("P604", "note", (call.start, call.end), message=message)
+            put.program.note("P604", (call.start, call.end), f"amp.initialize gets {COMBINE.format(torch)}")
             return
     made = put.made
     only = put.program.options.model

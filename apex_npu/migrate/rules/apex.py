@@ -12,6 +12,7 @@ from pathlib import Path
 from apex_npu.compat import MODULES
 from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.source import Edit
+from apex_npu.migrate.engine.syntax import root_of
 
 _PACKAGE = Path(__file__).parents[2]
 
@@ -98,9 +99,7 @@ def _use(program: Program, node: ast.Attribute) -> None:
     dotted = program.dotted(node)
     if not dotted.startswith("apex.") or isinstance(program.parent(node), ast.Attribute):
         return
-    root: ast.expr = node
-    while isinstance(root, ast.Attribute):
-        root = root.value
+    root = root_of(node)
     imported, top = program.dotted(root), dotted.split(".")[1]
     missing = _lacking(dotted)
     if missing is None and imported == "apex" and top not in _top_names():

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.source import Edit
-from apex_npu.migrate.engine.syntax import text
+from apex_npu.migrate.engine.syntax import root_of, text
 
 from . import tables
 from .tables import SIMILAR
@@ -108,24 +108,22 @@ def _torch(program: Program, node: ast.Attribute, dotted: str) -> None:
 def _torch_cuda(program: Program, node: ast.Attribute | ast.Name, parts: list[str]) -> None:
     if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
         return
-    at: ast.expr = node
-    while isinstance(at, ast.Attribute):
-        at = at.value
+    root = root_of(node)
     # A name for a part of torch.cuda changes together with its import or assignment.
-    links = [f"name {at.id}"] if isinstance(at, ast.Name) and "." in program.dotted(at) else []
+    links = [f"name {root.id}"] if isinstance(root, ast.Name) and "." in program.dotted(root) else []
     parent = program.parent(node)
     targets = parent.targets if isinstance(parent, ast.Assign) and parent.value is node else []
     target = targets[0] if len(targets) == 1 and isinstance(targets[0], ast.Name) else None
     links += [f"name {target.id}"] if target is not None else []
     lacking, answer = missing(parts, similar=_similar(program)), tables.ANSWERS.get(".".join(parts), "")
     if lacking is not None:
-        program.report("D151", "refused", node, message=without(lacking), links=links)
+        program.refuse("D151", node, without(lacking), links)
     elif parts and parts[0] in SIMILAR:
         program.report("D151", "changed", node, target_of(program).name(program, node, parts), _RANGES, links)
     elif not parts and (target is None or program.dotted(target) != "torch.cuda"):
         program.refuse("D153", node, LOOKED_UP.format("torch.cuda"), links)
     elif answer and (failing := _failing_use(program, node, parts)):
-        program.report("D156", "refused", node, message=f"{answer}, and {failing}", links=links)
+        program.refuse("D156", node, f"{answer}, and {failing}", links)
     else:
         is_type = bool(parts) and parts[0].endswith(("Tensor", "Storage"))
         rule = "D111" if parts[:1] == ["amp"] else "D108" if is_type else "D101"
