@@ -18,8 +18,10 @@ _NAMED_SO = re.compile(r"all_?reduce|(average|reduce|sync)\w*grad", re.IGNORECAS
 _NO_GRADIENT = re.compile("all|any|isfinite|isinf|isnan|item|max|mean|min|norm|numel|size|sum")
 _KEPT_BY = ("add", "append", "extend", "insert")
 
-# A variable: the scope that binds it, and its name. Attributes are known by their text only.
+# A variable: the scope that binds it, and its name. Attributes are known by their text only, and what a function
+# returns by _RETURNED and the name of the function.
 _Variable = tuple[object, str]
+_RETURNED = "returned"
 
 
 class Averages:
@@ -30,15 +32,13 @@ class Averages:
         self._calls = [*program.every(ast.Call)]
         self._functions = {node.name: node for node in program.every(ast.FunctionDef)}
         self._variables: set[_Variable] = set()
-        self._makers: set[str] = set()  # functions that return gradients
         has_gradients = any(node.attr == "grad" for node in program.every(ast.Attribute))
         flows = [flow for node in program.names.nodes for flow in self._flows(node)] if has_gradients else []
         size = -1
-        while size != (size := len(self._variables) + len(self._makers)):
-            for value, targets, maker in flows:
+        while size != (size := len(self._variables)):
+            for value, targets in flows:
                 if self.is_gradient(value):
                     self._variables |= targets
-                    self._makers |= maker
 
     def calls(self) -> Iterator[ast.Call]:
         """Yield the collectives that get gradients, and calls of functions in other files that are named like one."""
@@ -56,7 +56,7 @@ class Averages:
             name = last_name(node.func)
             if _NO_GRADIENT.fullmatch(name):
                 return False
-            if name in self._makers:
+            if (_RETURNED, name) in self._variables:
                 return True
         named = isinstance(node, (ast.Name, ast.Attribute)) and text(node)
         if getattr(node, "attr", "") == "grad" or (named and self._variable(node) in self._variables):
@@ -75,24 +75,24 @@ class Averages:
             return set().union(*map(self._stored, target.elts))
         return {self._variable(target)} if text(target) else set()
 
-    def _flows(self, node: ast.AST) -> Iterator[tuple[ast.AST, set[_Variable], set[str]]]:
-        """Yield what a node stores: the value, the variables that get it, and the function that returns it."""
+    def _flows(self, node: ast.AST) -> Iterator[tuple[ast.AST, set[_Variable]]]:
+        """Yield what a node stores or returns: the value, and the variables that get it."""
         if isinstance(node, ast.Assign):
-            yield from ((node.value, self._stored(target), set()) for target in node.targets)
+            yield from ((node.value, self._stored(target)) for target in node.targets)
         elif isinstance(node, (ast.AnnAssign, ast.AugAssign, ast.NamedExpr)) and node.value is not None:
-            yield node.value, self._stored(node.target), set()
+            yield node.value, self._stored(node.target)
         elif isinstance(node, (ast.For, ast.comprehension)):
-            yield node.iter, self._stored(node.target), set()
+            yield node.iter, self._stored(node.target)
         elif isinstance(node, ast.Return) and node.value is not None:
-            yield node.value, set(), {getattr(self.program.names.scope(node).node, "name", "")}
+            yield node.value, {(_RETURNED, getattr(self.program.names.scope(node).node, "name", ""))}
         elif isinstance(node, ast.Call):
             if isinstance(node.func, ast.Attribute) and node.func.attr in _KEPT_BY:
                 kept = node.func.value
                 if isinstance(kept, ast.Call):  # d.setdefault(key, []).append
                     kept = getattr(kept.func, "value", kept.func)
-                yield from ((one, self._stored(kept), set()) for one in node.args)
+                yield from ((one, self._stored(kept)) for one in node.args)
             function = self._functions.get(text(node.func).rpartition(".")[2])
             if function is not None:
                 inside = self.program.names.scope(function.body[0])
                 for name, value in given_to(function, node).items():
-                    yield value, {(inside, name)}, set()
+                    yield value, {(inside, name)}
