@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from apex_npu.migrate.engine.names import Scope
 from apex_npu.migrate.engine.program import Program
-from apex_npu.migrate.engine.syntax import given_to, method_of, text
+from apex_npu.migrate.engine.syntax import argument, given_to, method_of, text
 
 _OPTIMIZER = re.compile(
     r"torch\.optim\.((?!lr_scheduler|swa_utils)\w+\.)?[A-Z]\w*|apex(_npu)?\.optimizers\.(?!WarmupLR|FusedEMA)(\w+\.)?[A-Z]\w*"
@@ -117,14 +117,13 @@ class Training:
 
     def _parts(self, call: ast.Call) -> Iterator[str]:
         """Yield the modules whose ``parameters()`` the optimizer gets."""
-        given = [*call.args[:1], *(one.value for one in call.keywords if one.arg == "params")]
-        if given and isinstance(given[0], ast.Name):
-            home = self.program.names.scope(call).find(given[0].id)
-            stores = self.assigned(given[0].id, call)
-            if home is None or len(stores) != 1 or len(home.bindings[given[0].id]) != 1:
-                raise UnclearError(call, "A352", f"the model of the parameters {given[0].id} is unclear")
-            given = [stores[0].value]
-        found = [node for one in given[:1] for node in ast.walk(one) if isinstance(node, ast.Call)]
+        given = argument(call, 0, "params")
+        if isinstance(given, ast.Name):
+            home, stores = self.scope_of(call, given.id), self.assigned(given.id, call)
+            if home is None or len(stores) != 1 or len(home.bindings[given.id]) != 1:
+                raise UnclearError(call, "A352", f"the model of the parameters {given.id} is unclear")
+            given = stores[0].value
+        found = [] if given is None else [node for node in ast.walk(given) if isinstance(node, ast.Call)]
         methods = [node.func for node in found if isinstance(node.func, ast.Attribute)]
         named = [one.value for one in methods if one.attr in ("parameters", "named_parameters")]
         for model in named:

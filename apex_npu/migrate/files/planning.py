@@ -93,7 +93,7 @@ def plan(
         >>> plan.files
         ()
     """
-    found = [target for path in paths for target in _targets(Path(path), exclude)]
+    found = [target for given in paths for target in _targets(Path(given), exclude)]
     contents: dict[Target, bytes] = {}
     findings: list[Finding] = []
     for target in dict.fromkeys(found):
@@ -101,13 +101,13 @@ def plan(
             contents[target] = target.read()
         except OSError as error:
             findings.append(unreadable(target.shown, UnreadableError("F906", str(error))))
-    programs = {target.shown: target for target in contents if _is_program(target.path)}
-    work = _Work({shown: contents[target] for shown, target in programs.items()}, options or Options())
+    programs = {Path(target.shown): target for target in contents if _is_program(target.path)}
+    work = _Work({path: contents[target] for path, target in programs.items()}, options or Options())
     if data_parallel is not None:
         work.choose_script(Path(data_parallel))
-    for shown, data in work.programs.items():
-        if concerns(data, work.options[shown]):
-            work.again(shown)
+    for path, data in work.programs.items():
+        if concerns(data, work.options[path]):
+            work.again(path)
     if data_parallel is not None:
         work.leave_one_card()
     if work.general.amp:
@@ -115,11 +115,11 @@ def plan(
     if data_parallel is not None:
         work.leave_one_card()
     changes = []
-    for shown, rewritten in work.done.items():
+    for path, rewritten in work.done.items():
         findings.extend(rewritten.findings)
-        if rewritten.source != work.programs[shown]:
+        if rewritten.source != work.programs[path]:
             assert isinstance(rewritten.source, bytes)
-            changes.append(FileChange(programs[shown], work.programs[shown], rewritten.source))
+            changes.append(FileChange(programs[path], work.programs[path], rewritten.source))
     for target in contents.keys() - programs.values():
         findings.extend(_other(target, contents[target]))
     return Plan(tuple(changes), tuple(sorted(findings)), len(contents))
@@ -128,32 +128,32 @@ def plan(
 class _Work:
     """The programs by path, with the options of each and the result of rewriting it."""
 
-    def __init__(self, programs: Mapping[str, bytes], options: Options) -> None:
+    def __init__(self, programs: Mapping[Path, bytes], options: Options) -> None:
         self.programs = programs
-        self.modules = {Path(shown): data for shown, data in programs.items() if not shown.endswith(".ipynb")}
+        self.modules = {path: data for path, data in programs.items() if path.suffix != ".ipynb"}
         self.general = replace(options, owned=options.owned.union(*map(owned_names, programs.values())))
         self.options = dict.fromkeys(programs, self.general)
-        self.done: dict[str, Rewritten] = {}
+        self.done: dict[Path, Rewritten] = {}
 
-    def again(self, shown: str, **told: Any) -> None:
-        """Rewrite the program at the path ``shown`` after changing its options."""
-        self.options[shown] = options = replace(self.options[shown], **told)
-        data = self.programs[shown]
+    def again(self, path: Path, **told: Any) -> None:
+        """Rewrite the program at ``path`` after changing its options."""
+        self.options[path] = options = replace(self.options[path], **told)
+        data = self.programs[path]
 
         def rewrite_cells(program: str) -> Rewritten:
-            return rewrite(program, shown, replace(options, exports=exports(Path(shown), program.encode())))
+            return rewrite(program, str(path), replace(options, exports=exports(path, program.encode())))
 
-        if not shown.endswith(".ipynb"):
-            self.done[shown] = rewrite_part(data, shown, replace(options, exports=exports(Path(shown), data)))
+        if path in self.modules:
+            self.done[path] = rewrite_part(data, str(path), replace(options, exports=exports(path, data)))
             return
         try:
-            self.done[shown] = rewrite_notebook(data, shown, rewrite_cells)
+            self.done[path] = rewrite_notebook(data, str(path), rewrite_cells)
         except UnreadableError as error:
-            self.done[shown] = Rewritten(data, (unreadable(shown, error),))
+            self.done[path] = Rewritten(data, (unreadable(str(path), error),))
 
     def findings(self) -> dict[Path, Sequence[Finding]]:
         """Return the findings of each module."""
-        return {path: self.done[str(path)].findings for path in self.modules if str(path) in self.done}
+        return {path: self.done[path].findings for path in self.modules if path in self.done}
 
     def choose_script(self, main: Path) -> None:
         """Set the options that make the script ``main``, with the files that it imports, train on several cards."""
@@ -162,33 +162,31 @@ class _Work:
             raise ValueError(f"--data-parallel {main}: it is not one of the given Python files")
         for path in with_imports(script, self.modules):
             role = "main" if path == script else "other"
-            self.options[str(path)] = replace(self.general, data_parallel=role)
+            self.options[path] = replace(self.general, data_parallel=role)
 
     def settle_amp(self) -> None:
         """Rewrite files again that need optimizers made in other files, or that amp cannot be added to after all."""
         found = self.findings()
         known = factories(self.modules, found)
-        self.options = {shown: replace(one, factories=known) for shown, one in self.options.items()}
+        self.options = {path: replace(one, factories=known) for path, one in self.options.items()}
         for path in found if known else ():
             if any(one.rule == "A351" for one in found[path]):
-                self.again(str(path))
+                self.again(path)
         for path, reason in left_out(self.modules, self.findings()).items():
-            self.again(str(path), left=self.options[str(path)].left | {"amp": f"amp is not added: {reason}"})
+            self.again(path, left=self.options[path].left | {"amp": f"amp is not added: {reason}"})
 
     def leave_one_card(self) -> None:
         """Rewrite a script again for one card if a part of it cannot be changed for several."""
-        of_script = [shown for shown in self.done if self.options[shown].data_parallel]
-        found = [one for shown in of_script for one in self.done[shown].findings if one.rule[0] in "PF"]
+        of_script = [path for path in self.done if self.options[path].data_parallel]
+        found = [one for path in of_script for one in self.done[path].findings if one.rule[0] in "PF"]
         left = next((one for one in found if one.status in ("refused", "kept")), None)
         if left is None and any(one.rule == "P601" and one.status == "changed" for one in found):
             return
-        reason = (
-            f"{left.path}:{left.line} ({left.rule}): {left.message}" if left else "it already trains on several cards"
-        )
-        reason = f"the script is not changed for several cards: {reason}"
-        for shown in of_script:
-            if any(one.rule[0] == "P" and one.status == "changed" for one in self.done[shown].findings):
-                self.again(shown, left=self.options[shown].left | {PARALLEL: reason})
+        reason = f"{left.path}:{left.line} ({left.rule}): {left.message}" if left else "it does so already"
+        for path in of_script:
+            if any(one.rule[0] == "P" and one.status == "changed" for one in self.done[path].findings):
+                told = {PARALLEL: f"the script is not changed to train on several cards: {reason}"}
+                self.again(path, left=self.options[path].left | told)
 
 
 def _is_program(path: str) -> bool:

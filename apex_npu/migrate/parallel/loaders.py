@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from apex_npu.migrate.amp.initialize import Insertion
 from apex_npu.migrate.amp.training import UnclearError
 from apex_npu.migrate.engine.program import Program
-from apex_npu.migrate.engine.syntax import text
+from apex_npu.migrate.engine.syntax import argument, text
 
 _LOADER = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -92,9 +92,8 @@ class Loaders:
         for backward in put.backwards:
             self._follow(backward.call)
         self.others = [call for call in self._all if call not in self.made]
-        given = [one for call in self.made for one in call.args[:1]]
-        given += [one.value for call in self.made for one in call.keywords if one.arg == "dataset"]
-        self.sampled = set(map(text, given)) - {""}
+        datasets = [argument(call, 0, "dataset") for call in self.made]
+        self.sampled = {text(one) for one in datasets if one is not None} - {""}
 
     def counted(self) -> Iterator[ast.Call]:
         """Yield calls of ``len`` on a dataset that is divided between the processes."""

@@ -11,7 +11,7 @@ from apex_npu.migrate.amp.initialize import Insertion
 from apex_npu.migrate.amp.training import UnclearError
 from apex_npu.migrate.engine.names import Scope
 from apex_npu.migrate.engine.program import Program
-from apex_npu.migrate.engine.syntax import text
+from apex_npu.migrate.engine.syntax import argument, text
 from apex_npu.migrate.rules.targets import replaced, torch_name
 
 # Attributes that DistributedDataParallel has as well and that do the same there.
@@ -77,7 +77,7 @@ def unwrap_arguments(program: Program) -> None:
         UnclearError: The file has no name for torch.
     """
     assigned = {
-        text(target): text(one.value)
+        text(target)
         for one in program.every(ast.Assign)
         if program.is_argument(one, text(one.value))
         for target in one.targets
@@ -117,11 +117,8 @@ def _looks_inside(program: Program, node: ast.expr) -> bool:
 def _is_saved(program: Program, node: ast.expr) -> bool:
     """Return whether ``torch.save`` gets ``node``, directly or in a dict, list or tuple."""
     at, parent = _outermost(program, node)
-    if isinstance(parent, ast.keyword) and parent.arg == "obj":
-        at, parent = parent, program.parent(parent)
-    if not isinstance(parent, ast.Call) or program.dotted(parent.func) != "torch.save":
-        return False
-    return at in parent.args[:1] or at in parent.keywords
+    call = program.parent(parent) if isinstance(parent, ast.keyword) else parent
+    return isinstance(call, ast.Call) and program.dotted(call.func) == "torch.save" and argument(call, 0, "obj") is at
 
 
 def _outermost(program: Program, node: ast.AST) -> tuple[ast.AST, ast.AST | None]:

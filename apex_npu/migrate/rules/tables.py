@@ -33,15 +33,11 @@ SUBMODULES = {
 # Modules of torch.cuda with a similar module, its name, and the names in both; ``--similar`` changes them.
 SIMILAR = {"nvtx": ("mstx", frozenset({"mark", "range_end", "range_pop", "range_push", "range_start"}))}
 # Names of torch.profiler, and the similar names of torch_npu.profiler.
-PROFILER_NAMES = {
-    "ProfilerAction": "ProfilerAction",
-    "ProfilerActivity.CPU": "ProfilerActivity.CPU",
-    "ProfilerActivity.CUDA": "ProfilerActivity.NPU",
-    "profile": "profile",
-    "schedule": "schedule",
-    "supported_activities": "supported_activities",
-    "tensorboard_trace_handler": "tensorboard_trace_handler",
-}
+_SAME_IN_PROFILER = (
+    "ProfilerAction ProfilerActivity.CPU profile schedule supported_activities tensorboard_trace_handler"
+)
+PROFILER_NAMES = {name: name for name in _SAME_IN_PROFILER.split()}
+PROFILER_NAMES["ProfilerActivity.CUDA"] = "ProfilerActivity.NPU"
 # Advice for names without a counterpart.
 INSTEAD = {
     "nvtx": "torch_npu.npu.mstx marks ranges for msprof. --similar uses it",
