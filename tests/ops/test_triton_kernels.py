@@ -80,7 +80,7 @@ def check(op, args, options, which=None, rtol=None):
     for place, (g, w) in enumerate(zip(got, wanted, strict=True)):
         if not isinstance(g, torch.Tensor) or not g.dtype.is_floating_point or g.numel() != args[0].numel():
             continue
-        if op == "lamb_" and place == 5:
+        if op == "lamb_" and place == 4:
             continue  # scratch
         g, w = (g, w) if which is None else (g[which], w[which])
         eps = torch.finfo(g.dtype).eps
@@ -137,7 +137,7 @@ def test_grad_scale_divides(op, dtype, scale_dtype):
 def test_numbers_that_only_the_device_knows(op, change, without):
     """They are computed in float64 of float32 numbers; the latter give what the host computes of them."""
     more = segments() if op == "lamb_" else []
-    args = [*operands(op, NUMEL if more else 1500, without=without), torch.zeros(NUMEL if more else 1500).half(), *more]
+    args = [*operands(op, NUMEL if more else 1500, without=without), *more]
     options = {**OPTIONS[op], **change}
     options["lr"] = float(torch.tensor(options["lr"]))
     which = inside() if more else slice(None)
@@ -145,13 +145,13 @@ def test_numbers_that_only_the_device_knows(op, change, without):
     for found_inf in (None, torch.zeros(1)):
         got, _ = launch(op, args, on_device(options, found_inf))
         for place, (g, w) in enumerate(zip(got, want, strict=True)):
-            if isinstance(g, torch.Tensor) and g.shape == args[0].shape and not (more and place == 5):
+            if isinstance(g, torch.Tensor) and g.shape == args[0].shape and not (more and place == 4):
                 torch.testing.assert_close(
                     g[which], w[which], rtol=2e-7 if g.dtype == torch.float32 else 1e-3, atol=1e-7
                 )
     overflowed, _ = launch(op, args, on_device(options, torch.full((1,), 2.0)))
     for place, (then, now) in enumerate(zip(args, overflowed, strict=True)):
-        if isinstance(then, torch.Tensor) and not (more and place == 5):
+        if isinstance(then, torch.Tensor) and not (more and place == 4):
             assert torch.equal(now, then)
 
 
