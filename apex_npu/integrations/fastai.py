@@ -64,9 +64,8 @@ class ApexAmp(Callback):
         **amp_options: Other arguments of ``amp.initialize``.
 
     Raises:
-        ValueError: In ``fit``: the Learner has fastai's own mixed precision as well; its optimizer is fastai's;
-            or it has ``GradientClip`` with ``fuse_unscale``.
-        TypeError: In ``fit``: its optimizer is LBFGS, which needs a closure.
+        ValueError: In ``fit``: the Learner has fastai's own mixed precision as well; its optimizer is fastai's, or
+            LBFGS; or it has ``GradientClip`` with ``fuse_unscale``.
 
     Example::
 
@@ -132,3 +131,5 @@ def _check(callbacks: Any, wrapper: Any, optimizer: Any, options: dict[str, Any]
             f"opt_level={level!r} needs an optimizer of torch, and this Learner has fastai's {type(wrapper).__name__}: "
             'pass opt_func=fused("NpuFusedAdamW"), or partial(OptimWrapper, opt=torch.optim.AdamW)'
         )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(f"LBFGS needs a closure, which opt_level={level!r} does not take: use another optimizer")

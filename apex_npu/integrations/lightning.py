@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from apex_npu import amp
 from apex_npu.amp.inspect import adopted_inside, policy_of
@@ -70,6 +70,11 @@ class _Amp:
             )
 
     def _initialize(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+            level = self.amp_options["opt_level"]
+            raise ValueError(
+                f"LBFGS calls its closure repeatedly, which opt_level={level!r} does not support: use another optimizer"
+            )
         if any(policy_of(optimizer) is None for optimizer in optimizers):
             amp.initialize(model, list(optimizers), **self.amp_options)
         self.optimizers = list(optimizers)
@@ -110,9 +115,8 @@ class ApexAmpPrecision(_Amp, Precision):
         **amp_options: Other arguments of ``amp.initialize``.
 
     Raises:
-        ValueError: ``fuse_unscale`` or ``combine_ddp`` is given; in ``fit``, the strategy shards the model (FSDP,
-            DeepSpeed), unless Lightning refuses it first.
-        TypeError: In ``fit``, the optimizer is LBFGS, which needs a closure.
+        ValueError: ``fuse_unscale`` or ``combine_ddp`` is given; in ``fit``, the optimizer is LBFGS, or the strategy
+            shards the model (FSDP, DeepSpeed), unless Lightning refuses it first.
 
     Example::
 
@@ -162,7 +166,8 @@ class ApexFabricPrecision(_Amp, FabricPrecision):
         **amp_options: Other arguments of ``amp.initialize``.
 
     Raises:
-        ValueError: ``fuse_unscale`` or ``combine_ddp`` is given; in ``setup``, the strategy shards the model.
+        ValueError: ``fuse_unscale`` or ``combine_ddp`` is given; in ``setup``, an optimizer is LBFGS, or the strategy
+            shards the model.
 
     Example::
 
