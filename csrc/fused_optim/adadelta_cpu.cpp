@@ -34,9 +34,8 @@ struct Adadelta {
 }  // namespace
 
 void adadelta_cpu(const Encoding& encoding, const at::Tensor& param, const at::Tensor& grad,
-                  const at::Tensor& square_avg, const at::Tensor& acc_delta,
-                  double lr, double rho, double eps, double weight_decay,
-                  bool maximize, const std::optional<at::Tensor>& grad_scale) {
+                  const at::Tensor& square_avg, const at::Tensor& acc_delta, double lr, double rho, double eps,
+                  double weight_decay, bool maximize, const std::optional<at::Tensor>& grad_scale) {
   const State s("square_avg", square_avg), a("acc_delta", acc_delta);
   const Operands operands("adadelta_", param, grad, grad_scale, maximize, {s, a}, encoding);
   operands.in_its_type([&](auto zero) {

@@ -12,8 +12,7 @@ namespace apex_npu {
 
 // apex_npu::adadelta_ and its overload `encoded`, see apex_npu/ops/elementwise.py.
 void adadelta_cpu(const Encoding& encoding, const at::Tensor& param, const at::Tensor& grad,
-                  const at::Tensor& square_avg, const at::Tensor& acc_delta,
-                  double lr, double rho, double eps, double weight_decay,
-                  bool maximize, const std::optional<at::Tensor>& grad_scale);
+                  const at::Tensor& square_avg, const at::Tensor& acc_delta, double lr, double rho, double eps,
+                  double weight_decay, bool maximize, const std::optional<at::Tensor>& grad_scale);
 
 }  // namespace apex_npu

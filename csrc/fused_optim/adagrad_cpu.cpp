@@ -30,8 +30,8 @@ struct Adagrad {
 }  // namespace
 
 void adagrad_cpu(const Encoding& encoding, const at::Tensor& param, const at::Tensor& grad,
-                 const at::Tensor& square_sum, double lr, double eps,
-                 double weight_decay, bool decoupled, bool maximize, const std::optional<at::Tensor>& grad_scale) {
+                 const at::Tensor& square_sum, double lr, double eps, double weight_decay, bool decoupled,
+                 bool maximize, const std::optional<at::Tensor>& grad_scale) {
   const State s("square_sum", square_sum);
   const Operands operands("adagrad_", param, grad, grad_scale, maximize, {s}, encoding);
   operands.in_its_type([&](auto zero) {

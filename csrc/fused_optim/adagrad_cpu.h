@@ -12,7 +12,7 @@ namespace apex_npu {
 
 // apex_npu::adagrad_ and its overload `encoded`, see apex_npu/ops/elementwise.py.
 void adagrad_cpu(const Encoding& encoding, const at::Tensor& param, const at::Tensor& grad,
-                 const at::Tensor& square_sum, double lr, double eps,
-                 double weight_decay, bool decoupled, bool maximize, const std::optional<at::Tensor>& grad_scale);
+                 const at::Tensor& square_sum, double lr, double eps, double weight_decay, bool decoupled,
+                 bool maximize, const std::optional<at::Tensor>& grad_scale);
 
 }  // namespace apex_npu

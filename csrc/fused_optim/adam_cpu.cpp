@@ -70,10 +70,9 @@ struct Adam {
 }  // namespace
 
 void adam_cpu(const Encoding& encoding, const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg,
-              const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& max_exp_avg_sq,
-              double lr, double beta1, double beta2, double eps,
-              double weight_decay, bool decoupled, bool maximize, int64_t step, bool bias_correction,
-              const std::optional<at::Tensor>& grad_scale) {
+              const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& max_exp_avg_sq, double lr, double beta1,
+              double beta2, double eps, double weight_decay, bool decoupled, bool maximize, int64_t step,
+              bool bias_correction, const std::optional<at::Tensor>& grad_scale) {
   const State m("exp_avg", exp_avg), v("exp_avg_sq", exp_avg_sq), v_max("max_exp_avg_sq", max_exp_avg_sq);
   const Operands operands("adam_", param, grad, grad_scale, maximize, {m, v, v_max}, encoding);
   const double correction1 = bias_correction ? 1 - std::pow(beta1, step) : 1;

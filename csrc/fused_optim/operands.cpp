@@ -59,8 +59,8 @@ void check_apart(const char* op, const std::vector<Named>& buffers) {
 }  // namespace
 
 Operands::Operands(const char* op, const at::Tensor& param, const at::Tensor& grad,
-                   const std::optional<at::Tensor>& grad_scale,
-                   bool maximize, std::initializer_list<State> states, const Encoding& encoding)
+                   const std::optional<at::Tensor>& grad_scale, bool maximize, std::initializer_list<State> states,
+                   const Encoding& encoding)
     : encoding_(encoding), grad_list_(grad_list_of(grad)), maximize_(maximize) {
   std::vector<Named> buffers = {{"param", &param, true}};
   for (const State& state : states) {

@@ -83,8 +83,9 @@ struct RmsProp {
 
 void rmsprop_cpu(const Encoding& encoding, const at::Tensor& param, const at::Tensor& grad,
                  const at::Tensor& square_avg, const std::optional<at::Tensor>& grad_avg,
-                 const std::optional<at::Tensor>& momentum_buffer, double lr, double alpha, double eps, double weight_decay, double momentum, bool eps_inside_sqrt,
-                 bool decoupled, bool lr_in_momentum, bool maximize, const std::optional<at::Tensor>& grad_scale) {
+                 const std::optional<at::Tensor>& momentum_buffer, double lr, double alpha, double eps,
+                 double weight_decay, double momentum, bool eps_inside_sqrt, bool decoupled, bool lr_in_momentum,
+                 bool maximize, const std::optional<at::Tensor>& grad_scale) {
   const State s("square_avg", square_avg), a("grad_avg", grad_avg), b("momentum_buffer", momentum_buffer);
   const Operands operands("rmsprop_", param, grad, grad_scale, maximize, {s, a, b}, encoding);
   operands.in_its_type([&](auto zero) {

@@ -13,7 +13,8 @@ namespace apex_npu {
 // apex_npu::rmsprop_ and its overload `encoded`, see apex_npu/ops/elementwise.py.
 void rmsprop_cpu(const Encoding& encoding, const at::Tensor& param, const at::Tensor& grad,
                  const at::Tensor& square_avg, const std::optional<at::Tensor>& grad_avg,
-                 const std::optional<at::Tensor>& momentum_buffer, double lr, double alpha, double eps, double weight_decay, double momentum, bool eps_inside_sqrt,
-                 bool decoupled, bool lr_in_momentum, bool maximize, const std::optional<at::Tensor>& grad_scale);
+                 const std::optional<at::Tensor>& momentum_buffer, double lr, double alpha, double eps,
+                 double weight_decay, double momentum, bool eps_inside_sqrt, bool decoupled, bool lr_in_momentum,
+                 bool maximize, const std::optional<at::Tensor>& grad_scale);
 
 }  // namespace apex_npu

@@ -37,9 +37,9 @@ struct Sgd {
 }  // namespace
 
 void sgd_cpu(const Encoding& encoding, const at::Tensor& param, const at::Tensor& grad,
-             const std::optional<at::Tensor>& momentum_buffer, double lr,
-             double momentum, double dampening, double weight_decay, bool nesterov, bool maximize, int64_t step,
-             bool decoupled, const std::optional<at::Tensor>& grad_scale) {
+             const std::optional<at::Tensor>& momentum_buffer, double lr, double momentum, double dampening,
+             double weight_decay, bool nesterov, bool maximize, int64_t step, bool decoupled,
+             const std::optional<at::Tensor>& grad_scale) {
   const State buffer("momentum_buffer", momentum_buffer);
   const Operands operands("sgd_", param, grad, grad_scale, maximize, {buffer}, encoding);
   operands.in_its_type([&](auto zero) {

@@ -12,8 +12,8 @@ namespace apex_npu {
 
 // apex_npu::sgd_ and its overload `encoded`, see apex_npu/ops/elementwise.py.
 void sgd_cpu(const Encoding& encoding, const at::Tensor& param, const at::Tensor& grad,
-             const std::optional<at::Tensor>& momentum_buffer, double lr,
-             double momentum, double dampening, double weight_decay, bool nesterov, bool maximize, int64_t step,
-             bool decoupled, const std::optional<at::Tensor>& grad_scale);
+             const std::optional<at::Tensor>& momentum_buffer, double lr, double momentum, double dampening,
+             double weight_decay, bool nesterov, bool maximize, int64_t step, bool decoupled,
+             const std::optional<at::Tensor>& grad_scale);
 
 }  // namespace apex_npu
