@@ -255,7 +255,7 @@ def test_bad_files_are_refused_and_nothing_is_written(tmp_path, capsys, monkeypa
         (["--to", "torch"], "--to and --out need each other"),
         (["--strip-module"], "--strip-module needs --to"),
         (["--to", "torch", "--out", "no/such/folder/new.pt"], "name a file in a folder that can be written to"),
-        (["--to", "onnx", "--out", "new.pt"], "'onnx' is none of apex, torch"),
+        (["--to", "onnx", "--out", "new.pt"], "'onnx' is not one of apex, torch"),
         (
             ["--to", "torch", "--out", "new.safetensors"],
             "new.safetensors: this is a file of torch.save; name it new.pt",
