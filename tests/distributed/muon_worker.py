@@ -304,7 +304,7 @@ def refusals():
     own = weight[: 8 - 4 * dist.get_rank()]
     uneven = DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=torch.Size([12, 8]), stride=(8, 1))
     if dist.get_world_size() == 2:
-        refuse(TypeError, r"this process has \d rows where torch.chunk gives \(6, 6\)", nn.Parameter(uneven))
+        refuse(TypeError, r"This process has \d rows of it, but torch.chunk gives \(6, 6\)", nn.Parameter(uneven))
     else:
         square = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("outer", "inner"))
         both = nn.Parameter(distribute_tensor(weight, square, [Shard(0), Shard(1)]))
