@@ -874,7 +874,7 @@ def batch_norms():
 def bad_input():
     """Each is named, on all processes alike, before anything has changed."""
     refused = functools.partial(pytest.raises, RuntimeError)
-    with refused(match="O3 keeps torch.float16 parameters without float32 ones.*use O2 or O5"):
+    with refused(match="O3 keeps torch.float16 parameters without float32 values.*use O2 or O5"):
         amp.fsdp_policy("O3")
     with refused(match="Unexpected optimization level"):
         amp.fsdp_policy("O9")
