@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 pytestmark = pytest.mark.device
 
-TINY = ["--layers", "1", "--heads", "2", "--width", "16", "--context", "8", "-b", "8", "--warmup", "4", "--lr", "0.02"]
+LR = 0.02
+TINY = ["--layers", "1", "--heads", "2", "--width", "16", "--context", "8", "-b", "8", "--warmup", "4", "--lr", f"{LR}"]
 
 
 @pytest.fixture(scope="session")
@@ -168,7 +169,11 @@ def test_sharded_over_two_processes_it_goes_on_from_one_and_to_one(run, start_ex
     ):
         assert found["model"].keys() == whole["model"].keys()
         for name, value in whole["model"].items():
-            torch.testing.assert_close(found["model"][name], value, rtol=0.0, atol=0.02)
+            apart = (found["model"][name] - value).abs()
+            # AdamW moves an element by up to about lr in each step. Where a gradient is nearly 0 its sign depends on
+            # the order of 16-bit sums, and with that on the CPU: such elements may part by twice that in two steps.
+            assert apart.max() < 4 * LR
+            assert apart.mean() < LR / 5
         assert found["amp"] == whole["amp"]
 
 
