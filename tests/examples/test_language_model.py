@@ -168,12 +168,12 @@ def test_sharded_over_two_processes_it_goes_on_from_one_and_to_one(run, start_ex
         shard(2, "third") and run("--steps", "4", *common, "--resume", checkpoint=tmp_path / "third"),
     ):
         assert found["model"].keys() == whole["model"].keys()
-        for name, value in whole["model"].items():
-            apart = (found["model"][name] - value).abs()
-            # AdamW moves an element by up to about lr in each step. Where a gradient is nearly 0 its sign depends on
-            # the order of 16-bit sums, and with that on the CPU: such elements may part by twice that in two steps.
-            assert apart.max() < 4 * LR
-            assert apart.mean() < LR / 5
+        # AdamW moves an element by up to about lr in each step. Where a gradient is 0 but for rounding, as that of the
+        # biases of keys, its sign depends on the order of 16-bit sums, and with that on the CPU: such elements may part
+        # by twice that in two steps. All others stay close.
+        apart = torch.cat([(found["model"][name] - value).abs().flatten() for name, value in whole["model"].items()])
+        assert apart.max() < 4 * LR
+        assert apart.mean() < LR / 20
         assert found["amp"] == whole["amp"]
 
 

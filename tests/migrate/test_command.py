@@ -148,7 +148,8 @@ def test_wrong_usage(tree, monkeypatch, capsys, arguments, words):
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "words"), [("--select", "D,Q", "no rule or family Q"), ("--to", "xpu", "not one of npu, portable")]
+    ("option", "value", "words"),
+    [("--select", "D,Q", "no rule or family Q"), ("--to", "xpu", "not one of npu, portable")],
 )
 def test_an_unknown_value_is_wrong_usage(option, value, words, tree, capsys):
     with pytest.raises(SystemExit, match="2"):
