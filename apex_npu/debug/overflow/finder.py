@@ -74,6 +74,7 @@ class Finder(Observer):
         self._optimizers = stepped(optimizers)
         self._loss, self.dynamic = loss.detach(), dynamic
         self._report = OverflowReport(loss_id=loss_id, scale=scale)
+        self._note_scale(loss_id, scale)
         known = []
         for i, param in enumerate(parameters(self._optimizers)):
             if param.grad is not None:
@@ -97,9 +98,6 @@ class Finder(Observer):
         if report is not None and all(known is not report for known in self.found.reports):
             self.trail.stream.suspended = True
             self._examine_interrupted(report)
-        if report is not None and report.loss_id is not None:
-            after = loss_scale(report.loss_id)
-            report.scale_after = after if after < report.scale else None
         self.trail.end_block([param.grad for param in parameters(self._optimizers) if param.grad is not None])
         self._loss, self._report, self._optimizers = None, None, []
         self.trail.stream.suspended = False
@@ -109,6 +107,15 @@ class Finder(Observer):
         decider = next((known for known in of_loss if known.scale == report.scale_before), None)
         if decider is not None:
             decider.scale_after, decider.skips_in_a_row = report.scale_after, report.skips_in_a_row
+        for loss_id in {known.loss_id for known in self.found.reports if known.scale_after is None}:
+            if loss_id is not None:  # this covers blocks after the deciding one
+                self._note_scale(loss_id, loss_scale(loss_id))
+
+    def _note_scale(self, loss_id: int, scale: float) -> None:
+        """Record that the last block of a loss has left the loss scale at ``scale``."""
+        known = next((known for known in reversed(self.found.reports) if known.loss_id == loss_id), None)
+        if known is not None and known.scale_after is None and scale < known.scale:
+            known.scale_after = scale
 
     # ---- what is found ---------------------------------------------------------------------------------------------
 
