@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from apex_npu._extension import extension
-from apex_npu.amp.masters import Masters, fp32_value, write_unless
+from apex_npu.amp.masters import Masters, fp32_value
 from apex_npu.amp.session import current, warn_once
 from apex_npu.backends import HostCopy, is_capturing
 from apex_npu.fusion import (
@@ -308,30 +308,26 @@ class Float32Masters(Masters):
             self._round(indices)
 
     @torch.no_grad()
-    def _round(self, indices: Sequence[int], skipped: Tensor | None = None) -> None:
-        params = list(map(self._params.__getitem__, indices))
-        values = list(map(self._values.__getitem__, indices))
+    def _round(self, indices: Sequence[int], buffers: Sequence[tuple[FusedGroup, ModelParamBuffer]] = ()) -> None:
+        """Round the values of parameters ``indices`` and of ``buffers`` into the 16-bit data."""
         try:
-            if skipped is None:
-                _copy(params, values)
-            else:
-                for param, value in zip(params, values, strict=True):
-                    write_unless(skipped, param, value)
+            for group, buffer in buffers:
+                buffer.flat.copy_(group.param_flat)
+                if buffer.kept:
+                    buffer.release_kept()
+            _copy([self._params[i] for i in indices], [self._values[i] for i in indices])
         finally:  # also after a failed launch: the next step rounds again, and a script has written nothing
-            self._writes.note(self._params, list(indices))
+            self._writes.note(self._params, *(() if buffers else (list(indices),)))
 
-    def end_step(self, groups: Sequence[FusedGroup], skipped: Tensor | None = None) -> None:
-        """Round the values into the 16-bit data."""
+    def end_step(self, groups: Sequence[FusedGroup]) -> None:
+        """Round the values into the 16-bit data. After a skipped step they are as before, so this changes nothing."""
         if self._open or not self._params:
             return
         if groups:
             self._lay_out(groups)
-            for group, buffer in self._buffers:
-                write_unless(skipped, buffer.flat, group.param_flat)
-                if buffer.kept:
-                    buffer.release_kept()
-        self._round(self._loose if groups else range(len(self._params)), skipped)
-        self._writes.note(self._params)
+            self._round(self._loose, self._buffers)
+        else:
+            self._round(range(len(self._params)))
 
     def _lay_out(self, groups: Sequence[FusedGroup]) -> None:
         """Lay the 16-bit data out like the values in the buffers of ``groups``."""

@@ -106,13 +106,8 @@ class Masters:
     def begin_step(self, optimizer: Any) -> None:
         """Copy a script's writes to 16-bit parameters to the masters, before a step of ``optimizer``."""
 
-    def end_step(self, groups: Sequence[FusedGroup], skipped: Tensor | None = None) -> None:
-        """Round masters into the 16-bit data, after a step.
-
-        Args:
-            groups: The fused groups of the optimizer, if it has any.
-            skipped: One number on the device; where it is not 0 nothing is written.
-        """
+    def end_step(self, groups: Sequence[FusedGroup]) -> None:
+        """Round masters into the 16-bit data, after a step of an optimizer with these fused ``groups``."""
 
     def stepping(self) -> AbstractContextManager[None]:
         """Return the context for the optimizer's own step, in which parameters have the data that the step updates."""
@@ -167,11 +162,3 @@ def fp32_value(value: Tensor, master: Tensor | None) -> Tensor:
     if value.is_cpu and torch.equal(rounded, value):  # on other devices this would wait
         return exact
     return torch.where(rounded == value, exact, value.float())
-
-
-@torch.no_grad()
-def write_unless(skipped: Tensor | None, target: Tensor, source: Tensor) -> None:
-    """Round ``source`` into ``target`` unless ``skipped``, one number on a device, is not 0."""
-    if skipped is not None:
-        source = torch.where(skipped.to(target.device).reshape(()) != 0, target, source)
-    target.copy_(source)

@@ -344,7 +344,7 @@ class AmpOptimizerState:
     def end_step(self, optimizer: Optimizer, check: Any = None) -> None:
         """Round masters into parameters and record the outcome; with ``check`` the device decides it."""
         try:
-            self.masters.end_step(fused_groups(optimizer), None if check is None else check.flag)
+            self.masters.end_step(fused_groups(optimizer))
         except BaseException:
             # so that another step() does not step the same gradients again
             for group in optimizer.param_groups:

@@ -205,7 +205,7 @@ class RemainderMasters(Masters):
         self._note_params([param for param in self._loaded if id(param) in ids])
         self._loaded = [param for param in self._loaded if id(param) not in ids]
 
-    def end_step(self, groups: Sequence[FusedGroup], skipped: Tensor | None = None) -> None:
+    def end_step(self, groups: Sequence[FusedGroup]) -> None:
         """Note that parameters and remainders belong together, since the step has written both."""
         if self._groups != (fused := list(map(weakref.ref, groups))):
             for group in groups:

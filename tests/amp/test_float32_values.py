@@ -9,7 +9,7 @@ import gc
 
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, SIMULATOR, needs_counts
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -318,3 +318,41 @@ def test_gradients_of_another_optimizer_survive_a_block_that_reaches_it(kind):
     for model in models:
         for value, wanted in zip(values(model), expected, strict=True):
             torch.testing.assert_close(value, wanted, rtol=0, atol=2e-7)
+
+
+# Other optimizers do not say whether a step that failed has updated something.
+@needs_counts("stand_in_counts")
+@pytest.mark.parametrize("fuse_unscale", [False, True])
+@pytest.mark.parametrize("kind", ["fused", "float32"])
+@levels
+def test_a_step_repeats_after_a_failed_launch_or_says_that_it_cannot(level, kind, fuse_unscale):
+    """A script that goes on after the error must not train from parameters and float32 values that differ."""
+
+    def trained(failing=None):
+        model, optimizer = start(level, kind, lr=1e-4, fuse_unscale=fuse_unscale)
+        said = None
+        for step in range(3):
+            optimizer.zero_grad()
+            block(model, optimizer, 1.0 + step)
+            if step == 1 and failing is not None:
+                SIMULATOR.fail_after(failing)
+                try:
+                    optimizer.step()
+                except RuntimeError as error:
+                    said = str(error)
+                finally:
+                    SIMULATOR.fail_after(None)
+                if said is None:
+                    break
+            optimizer.step()
+        shown = [p.detach().float() for p in model.parameters()]
+        return [*values(model), *shown], said
+
+    expected, _ = trained()
+    for launch in range(100):
+        found, said = trained(launch)
+        if said is None:
+            return
+        if "cannot be repeated" not in said:
+            assert_same(found, expected)
+    raise AssertionError("more than 100 launches a step")
