@@ -87,13 +87,13 @@ class Block:
         scale: The factor of the loss.
         dynamic: The scale is dynamic, so that gradients are checked and the block waits for the device.
         waited: ``id(state)`` → the stage that the optimizer had before, if its gradients wait for a later block.
+        delay: The work that is left to a later block; None: nothing. See ``scale_loss``.
+        unscales: The block unscales gradients.
+        decides: The block decides about the next step.
     """
 
-    # Whether the block unscales gradients, and whether it decides about the next step.
-    unscales = True
-    decides = True
-
-    def __init__(self, args: BlockArgs, parts: Sequence[BlockPart] = ()) -> None:
+    def __init__(self, args: BlockArgs, parts: Sequence[BlockPart] = (), delay: Delay | None = None) -> None:
+        self.set_delay(delay)
         self._session, self.optimizers, self.work, self._scaler, self._loss_id = args
         self.parts = parts
         self.states: list[AmpOptimizerState] = []
@@ -105,6 +105,19 @@ class Block:
         self.waited: dict[int, Stage] = {}
         self._unscaled: set[int] = set()  # the identities of states whose gradients were ready for a step
         self._ending = self._unchecked = False
+
+    def set_delay(self, delay: Delay | None) -> None:
+        """Leave ``delay`` to a later block."""
+        self.delay = delay
+        self.unscales = delay != "delay_unscale"
+        self.decides = delay is None
+
+    def leave_to_averages(self) -> None:
+        """Wait for a block with averaged gradients before unscaling (O2 and O5) or before deciding about the step."""
+        if any(state.widens for state in self.states):
+            self.set_delay("delay_unscale")
+        elif self.unscales and self.dynamic:
+            self.set_delay("no_sync")
 
     @disable_dynamo
     def begin(self) -> None:
@@ -175,6 +188,11 @@ class Block:
 
     def _unscale(self) -> bool:
         """Bring unscaled gradients to the optimizers' parameters; return True if one of them is inf or NaN."""
+        if self.delay is not None:
+            if self.unscales:
+                unscale(self.groups, self.scale, check=False)
+            self._end_with(STAGE_AFTER[self.delay], 1.0 if self.unscales else self.scale)
+            return False
         if self._session.open_checks:  # of blocks of other optimizers, nested in this one
             self._session.resolve_checks(self._scaler)
         check = self.dynamic
@@ -193,10 +211,14 @@ class Block:
         return found_inf
 
     def _end_with(self, stage: Stage, grad_scale: float = 1.0) -> None:
-        for state in self.states:
+        for state, groups in self.work:
             state.stage, state.grad_scale = stage, grad_scale
             if stage is Stage.UNSCALED:
                 state.grads.unchecked = False
+            elif self.delay is not None and stage is not Stage.SCALED:
+                state.grads.unchecked |= self.unscales
+            if stage is Stage.DELAYED:
+                self._leave_delayed(state, groups)
 
     def _begin_delayed(self, state: AmpOptimizerState, groups: list[GradGroup]) -> None:
         self.waited[id(state)] = state.stage
@@ -279,44 +301,6 @@ class UnscaledBlock(Block):
         self._end_with(Stage.READY)
         if self._drop_held():
             drop_grads(list(self._stepped()))
-
-
-class DelayingBlock(Block):
-    """A block with ``delay_unscale`` or ``delay_overflow_check``, or where DistributedDataParallel may not average."""
-
-    def __init__(self, args: BlockArgs, parts: Sequence[BlockPart], delay: Delay | None) -> None:
-        """Make a block; see ``scale_loss`` for ``delay``."""
-        super().__init__(args, parts)
-        self.set_delay(delay)
-
-    def _end_with(self, stage: Stage, grad_scale: float = 1.0) -> None:
-        super()._end_with(stage, grad_scale)
-        for state, groups in self.work:
-            if stage in STAGE_AFTER.values() and stage is not Stage.UNSCALED:
-                state.grads.unchecked |= self.unscales
-            if stage is Stage.DELAYED:
-                self._leave_delayed(state, groups)
-
-    def set_delay(self, delay: Delay | None) -> None:
-        """Set what the block delays; None: nothing."""
-        self.delay = delay
-        self.unscales = delay != "delay_unscale"
-        self.decides = delay is None
-
-    def leave_to_averages(self) -> None:
-        """Wait for a block with averaged gradients before unscaling (O2 and O5) or before deciding about the step."""
-        if any(state.widens for state in self.states):
-            self.set_delay("delay_unscale")
-        elif self.unscales and self.dynamic:
-            self.set_delay("no_sync")
-
-    def _unscale(self) -> bool:
-        if self.decides:
-            return super()._unscale()
-        if self.unscales:
-            unscale(self.groups, self.scale, check=False)
-        self._end_with(STAGE_AFTER[self.delay], 1.0 if self.unscales else self.scale)
-        return False
 
 
 class Captured(BlockPart):

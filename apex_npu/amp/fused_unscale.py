@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.block import STAGE_AFTER, BlockArgs, BlockPart, Delay, DelayingBlock, decide
+from apex_npu.amp.block import STAGE_AFTER, Block, BlockArgs, BlockPart, Delay, decide
 from apex_npu.amp.grad_groups import GradGroup, any_raised, look_for_overflow, unscale
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, inner_optimizer, state_of
 from apex_npu.amp.pending_step import DeferredInfCheck, supports_found_inf
@@ -19,7 +19,7 @@ from apex_npu.amp.scaled_grads import ScaledGrads
 from apex_npu.amp.session import current
 
 
-class DeferringBlock(DelayingBlock):
+class DeferringBlock(Block):
     """A block whose optimizers have a ``PendingStep``, which later divides gradients or skips the step."""
 
     def __init__(self, args: BlockArgs, parts: Sequence[BlockPart], delay: Delay | None, *, may_defer: bool) -> None:

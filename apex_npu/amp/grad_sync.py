@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from apex_npu.amp.block import Block, BlockPart, DelayingBlock
+from apex_npu.amp.block import Block, BlockPart
 from apex_npu.amp.data_parallel import DataParallel, GradSync, Reduction, agree_on_overflow
 from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
@@ -171,7 +171,7 @@ class UnknownAverages(BlockPart):
     """
 
     def __init__(self, ddps: Sequence[Any]) -> None:
-        """Make the part. ``ddps`` are around models of the block, which must be a ``DelayingBlock``."""
+        """Make the part. ``ddps`` are around models of the block."""
         self._ddps = ddps
 
     def begun(self, block: Block) -> None:
@@ -179,5 +179,4 @@ class UnknownAverages(BlockPart):
 
     def before_unscale(self, block: Block) -> None:
         if self._backward.kept_grads():
-            assert isinstance(block, DelayingBlock)
             block.leave_to_averages()

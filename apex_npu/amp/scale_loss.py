@@ -21,7 +21,6 @@ from apex_npu.amp.block import (
     BlockPart,
     Captured,
     Delay,
-    DelayingBlock,
     Saturation,
     UnscaledBlock,
     Work,
@@ -241,7 +240,7 @@ def _special_block(args: BlockArgs, loss: Tensor, given: Any, delay: Delay | Non
         parts.append(Captured())
     if any(state.pending is not None for state in states):
         return DeferringBlock(args, parts, delay, may_defer=not saturating and not synced)
-    return DelayingBlock(args, parts, delay) if delay is not None or ddps or held is not None else Block(args, parts)
+    return Block(args, parts, delay)
 
 
 def _open_states(session: Session) -> list[AmpOptimizerState]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex_npu.amp.block import Block, BlockPart, DelayingBlock
+from apex_npu.amp.block import Block, BlockPart
 from apex_npu.amp.optimizer_state import Stage
 from apex_npu.amp.policy import Policy, resolve
 from apex_npu.autocast.forward_cast import is_affine_batch_norm
@@ -254,7 +254,6 @@ class HeldBack(BlockPart):
         """Delay unscaling if gradients are held back."""
         held = set(map(id, self._held.params()))
         if held and any(id(p) in held for group in block.groups for p in group.params):
-            assert isinstance(block, DelayingBlock)
             block.set_delay("delay_unscale")
 
     def drops(self, block: Block, error: BaseException) -> bool:
