@@ -9,7 +9,7 @@ gradients of the next ones arrive and the parameters of earlier ones leave, each
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.grad_slots import InPlace, check_grad
 from apex_npu.fusion.many_tensors import WriteTable, drop_grads, grads_of, set_grads
 from apex_npu.fusion.run import Run
+from apex_npu.ops import Call
 
 # Elements; a larger parameter is a chunk by itself.
 CHUNK_NUMEL = 1 << 22
@@ -208,3 +209,26 @@ def _chunks(numels: Sequence[int]) -> list[range]:
             first, numel = i, 0
         numel += count
     return [*found, range(first, len(numels))]
+
+
+def sending(hosted: Sequence[HostGrads], calls: list[Call], runs: Sequence[tuple[Run, Any]]) -> list[Call]:
+    """Return ``calls`` that wait for the gradients of their runs, and send the parameters to the accelerator.
+
+    Args:
+        hosted: The gradients that a step on the host reads; empty: the calls stay as they are.
+        calls: The calls that update ``runs``, one for each.
+        runs: The runs, each with its param group.
+    """
+    if not hosted:
+        return calls
+    holders = {id(p): grads for grads in hosted for p in grads.params}
+
+    def stepped(run: Run, update: Callable[..., Any], operands: tuple[Any, ...], options: dict[str, Any]) -> None:
+        grads = holders.get(id(run.params[0]))
+        if grads is not None:
+            grads.wait(run.slots)
+        update(*operands, **options)
+        if grads is not None:
+            grads.send(run)
+
+    return [(stepped, (run, *call), {}) for call, (run, _) in zip(calls, runs, strict=True)]

@@ -38,6 +38,7 @@ from apex_npu.fusion import (
 )
 from apex_npu.fusion.grad_memory import GradMemory
 from apex_npu.fusion.grad_slots import InPlace
+from apex_npu.fusion.host_grads import sending
 from apex_npu.ops import Call, call_of_all, masks_writes
 from apex_npu.optimizers.capture import check_capture, check_captured_gradients, refusal
 from apex_npu.optimizers.checks import (
@@ -348,31 +349,16 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
     def _updates(self, runs: list[tuple[Run, ParamGroup]]) -> list[tuple[int, Call]]:
         """Return the calls that update ``runs``, in order, each with the number of runs that it updates."""
-        if getattr(self.update, "__func__", None) is not FusedOptimizer.update:
+        overridden = getattr(self.update, "__func__", None) is not FusedOptimizer.update
+        if overridden:
             _check_learning_rates(runs)  # before the first of several updates
-            calls: list[Call] = [(self.update, pair, {}) for pair in runs]
-            return [(1, call) for call in (self._sending(calls, runs) if self._fused.hosted else calls)]
-        calls = list(starmap(self.call, runs))
-        if self._fused.hosted:
-            return [(1, call) for call in self._sending(calls, runs)]
+        calls: list[Call] = [(self.update, pair, {}) for pair in runs] if overridden else list(starmap(self.call, runs))
+        if overridden or self._fused.hosted:
+            return [(1, call) for call in sending(self._fused.hosted, calls, runs)]
         if self._prepares:
             calls = [run.prepared(call) for call, (run, _) in zip(calls, runs, strict=True)]
         joined = call_of_all(calls) if len(calls) > 1 else None
         return list(zip(repeat(1), calls, strict=False)) if joined is None else [(len(calls), joined)]
-
-    def _sending(self, calls: list[Call], runs: list[tuple[Run, ParamGroup]]) -> list[Call]:
-        """Return ``calls`` that wait for the gradients of their runs, and send the parameters to the accelerator."""
-        holders = {id(p): grads for grads in self._fused.hosted for p in grads.params}
-
-        def stepped(run: Run, update: Callable[..., Any], operands: tuple[Any, ...], options: dict[str, Any]) -> None:
-            grads = holders.get(id(run.params[0]))
-            if grads is not None:
-                grads.wait(run.slots)
-            update(*operands, **options)
-            if grads is not None:
-                grads.send(run)
-
-        return [(stepped, (run, *call), {}) for call, (run, _) in zip(calls, runs, strict=True)]
 
     def _gather(self) -> list[tuple[FusedGroup, bytes]]:
         """Make gradients readable by ``update``. Return for each group the states of its slots."""
