@@ -193,6 +193,7 @@ TABLES: dict[str, tuple[str | tuple[str, ...], Callable[..., str]]] = {
     "goals on cuda": ("goals_cuda.csv", goals),
     "steps on cuda": ("cuda.csv", steps),
     "sharded steps on cpu": ("sharded_steps_cpu.csv", sharded),
+    "sharded steps after a backward on cpu": ("sharded_backward_steps_cpu.csv", sharded),
     "sharded steps on cuda": ("sharded_steps_cuda.csv", sharded),
     "sharded memory on cuda": ("sharded_memory_cuda.csv", sharded_memory),
 }

@@ -6,13 +6,16 @@
         [--units 50 250] [--rounds 20]
     PYTHONPATH=benchmarks torchrun --standalone --nproc-per-node gpu benchmarks/studies/sharded_steps.py --device cuda
 
---measure chooses: "bare" is a step alone, "whole" all that follows a backward, at O2 (unscale, check, clip, step,
-clear), "memory", on accelerators, what the iterations of a larger model hold. Without torchrun there is one process.
+--measure chooses: "bare" is a step alone, "backward" the same after a real backward, "whole" all that follows a
+backward, at O2 (unscale, check, clip, step, clear), "memory", on accelerators, what the iterations of a larger model
+hold. Without torchrun there is one process.
 
 Each unit of fully_shard has 4 parameters. On the CPU one thread for each process and its CPU time, without what it
 waits for others; on cuda the time of the stream of the first process. Gradients have been reduced by fully_shard once.
 Before each step, while the clock is stopped, they are refilled and assigned, and 64 MiB are written, which evict from
 the caches what a backward would. Variants take turns in the same processes; ratios are taken within a turn.
+"backward" differs: each step follows a forward and a backward, whose reduce-scatter leaves the gradients in new memory,
+and the time on the CPU is that of the clock, which also has what a process waits for the other.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import argparse
 import functools
 import gc
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +46,7 @@ from apex_npu import amp, optimizers
 
 LR = 1e-3
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-MEASURES = ("bare", "whole", "memory")
+MEASURES = ("bare", "backward", "whole", "memory")
 # On an accelerator, for the rounds of each comparison.
 SECONDS = 2.5
 # Of the model whose memory is measured: its gradients are more than a buffer that is kept (docs/memory.md).
@@ -87,9 +91,14 @@ class Units:
             torch.mul(value, factor, out=flat)
         for p, grad in zip(self.params, self._grads, strict=True):
             p.grad = grad
-        evicting(self.device).add_(1)
-        # glibc puts off part of what this has freed until the next large allocation, which would be in a step.
-        bytearray(2**16)
+        _evict(self.device)
+
+    def backward(self) -> None:
+        """Compute new gradients."""
+        for p in self.params:
+            p.grad = None
+        self.model(torch.ones(1, 64, device=self.device)).float().square().mean().backward()
+        _evict(self.device)
 
     def groups(self, *, two: bool) -> list[dict[str, object]]:
         """All parameters in one param group, or matrices in one and vectors in another."""
@@ -97,6 +106,12 @@ class Units:
             return [{"params": self.params}]
         matrices, vectors = ([p for p in self.params if (p.dim() > 1) is held] for held in (True, False))
         return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def _evict(device: torch.device) -> None:
+    evicting(device).add_(1)
+    # glibc puts off part of what has been freed until the next large allocation, which would be in a step.
+    bytearray(2**16)
 
 
 def cut(model: nn.Sequential, level: str) -> nn.Sequential:
@@ -116,21 +131,46 @@ class SharedStopwatch(Stopwatch):
         return float(found)
 
 
+class WallClock(SharedStopwatch):
+    """On a CPU the time of the clock, from when all processes have come to ``start``."""
+
+    def start(self) -> None:
+        if self.device.type != "cpu":
+            super().start()
+            return
+        dist.barrier()
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        if self.device.type != "cpu":
+            super().stop()
+            return
+        self._total += time.perf_counter() - self._started
+
+
 Make = Callable[[Units, Stopwatch], Callable[[], object]]
 
 
-def _bare(kind: Callable[..., torch.optim.Optimizer], *, two: bool = False, **options: object) -> Make:
+def _bare(
+    kind: Callable[..., torch.optim.Optimizer],
+    *,
+    two: bool = False,
+    give: Callable[[Units], None] = Units.fill,
+    **options: object,
+) -> Make:
     def make(units: Units, watch: Stopwatch) -> Callable[[], object]:
         optimizer = kind(units.groups(two=two), lr=LR, **options)
-        return _paused(units, watch, optimizer.step)
+        return _paused(units, watch, optimizer.step, give)
 
     return make
 
 
-def _paused(units: Units, watch: Stopwatch, then: Callable[[], object]) -> Callable[[], object]:
+def _paused(
+    units: Units, watch: Stopwatch, then: Callable[[], object], give: Callable[[Units], None] = Units.fill
+) -> Callable[[], object]:
     def step() -> None:
         watch.stop()
-        units.fill()
+        give(units)
         watch.start()
         then()
 
@@ -226,6 +266,11 @@ BARE: dict[str, Make] = {
     FLAT: _one_flat_tensor,
     "apex_npu": _bare(optimizers.NpuFusedAdamW),
     "apex_npu, two groups": _bare(optimizers.NpuFusedAdamW, two=True),
+}
+AFTER_BACKWARD: dict[str, Make] = {
+    "torch fused": _bare(torch.optim.AdamW, fused=True, give=Units.backward),
+    FLAT: _one_flat_tensor,
+    "apex_npu": _bare(optimizers.NpuFusedAdamW, give=Units.backward),
 }
 
 # torch plans operators on lists of DTensors when it first calls them. Of 1,000 that takes seconds for the fused kernel,
@@ -354,7 +399,7 @@ def join(name: str) -> torch.device:
 
 def steps(device: torch.device, variants: dict[str, Make], count: int, rounds: int) -> Table:
     """The rows of ``variants`` over ``count`` units."""
-    watch = SharedStopwatch(device)
+    watch = (WallClock if variants is AFTER_BACKWARD else SharedStopwatch)(device)
     common = Units(count, device)  # of all that leave parameters in their memory, as it takes long to make
     made = {}
     for name, make in variants.items():
@@ -428,11 +473,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--measure", choices=MEASURES, nargs="+", help="by default all that the device has")
     options = parser.parse_args()
-    chosen = options.measure or (MEASURES[:2] if options.device == "cpu" else MEASURES)
+    chosen = options.measure or (MEASURES[:3] if options.device == "cpu" else MEASURES)
     if options.device == "cpu" and "memory" in chosen:
         parser.error("memory is measured on accelerators, whose allocators count it: --device cuda")
     device = join(options.device)
-    for measured, name, variants in ("bare", "sharded_steps", BARE), ("whole", "sharded_whole_steps", WHOLE):
+    for measured, name, variants in (
+        ("bare", "sharded_steps", BARE),
+        ("backward", "sharded_backward_steps", AFTER_BACKWARD),
+        ("whole", "sharded_whole_steps", WHOLE),
+    ):
         if measured in chosen:
             table = [row for count in options.units for row in steps(device, variants, count, options.rounds)]
             publish(name, device, table, show)

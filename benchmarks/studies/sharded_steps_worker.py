@@ -31,6 +31,10 @@ def bare():
     check_steps(sharded_steps.BARE, "sharded_steps")
 
 
+def backward():
+    check_steps(sharded_steps.AFTER_BACKWARD, "sharded_backward_steps")
+
+
 def whole():
     check_steps(sharded_steps.WHOLE, "sharded_whole_steps")
 

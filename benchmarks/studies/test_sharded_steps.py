@@ -15,6 +15,5 @@ STUDIES = Path(__file__).parent
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
 def test_what_is_measured_of_sharded_models_runs():
     path = os.pathsep.join([processes.PYTHONPATH, str(STUDIES.parent), str(STUDIES)])
-    processes.run(
-        STUDIES / "sharded_steps_worker.py", "bare", "whole", "trainings", "memory", processes=1, PYTHONPATH=path
-    )
+    checks = ("bare", "backward", "whole", "trainings", "memory")
+    processes.run(STUDIES / "sharded_steps_worker.py", *checks, processes=1, PYTHONPATH=path)
