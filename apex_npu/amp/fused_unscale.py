@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from apex_npu.amp.block import STAGE_AFTER, Block, BlockArgs, BlockPart, Delay, decide
 from apex_npu.amp.grad_groups import GradGroup, any_raised, look_for_overflow, unscale
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, inner_optimizer, state_of
-from apex_npu.amp.pending_step import DeferredInfCheck, supports_found_inf
+from apex_npu.amp.overflow_check import OverflowCheck
+from apex_npu.amp.pending_step import supports_found_inf
 from apex_npu.amp.scaled_grads import ScaledGrads
 from apex_npu.amp.session import current
 
@@ -66,7 +67,7 @@ class DeferringBlock(Block):
     def _unscale(self) -> bool:
         """Return whether a gradient is inf or NaN; False if the check is deferred."""
         self._session.resolve_checks(self._scaler)
-        check: DeferredInfCheck | None = None
+        check: OverflowCheck | None = None
         found_inf = False
         if self.unscales:
             found_inf, check = self._bring()
@@ -76,7 +77,7 @@ class DeferringBlock(Block):
             self.states[0].pending.check = self._session.open_checks[self._scaler] = check
         return found_inf
 
-    def _bring(self) -> tuple[bool, DeferredInfCheck | None]:
+    def _bring(self) -> tuple[bool, OverflowCheck | None]:
         """Bring gradients to the parameters; return whether one is inf or NaN, and the check if it is deferred."""
         may_defer = self._alone and self.decides and self.dynamic and len(self.work) == 1
         on_device = may_defer and supports_found_inf(self.optimizers[0])
@@ -92,7 +93,7 @@ class DeferringBlock(Block):
             flags += look_for_overflow(self.groups)
         return any_raised(flags), None
 
-    def _open_check(self, on_device: bool, flags: list[Tensor]) -> DeferredInfCheck:
+    def _open_check(self, on_device: bool, flags: list[Tensor]) -> OverflowCheck:
         groups, loss_id, scaler = self.groups, self._loss_id, self._scaler
         # Weak, because the session holds the check until the next block.
         held = weakref.WeakSet(self.states)
@@ -112,7 +113,7 @@ class DeferringBlock(Block):
                 for state in states:
                     state.pending.end_delegated(state)
 
-        check = DeferredInfCheck(look, settle, on_device=on_device)
+        check = OverflowCheck(look, settle, on_device=on_device)
         if flags:
             check.start(*flags)
         return check

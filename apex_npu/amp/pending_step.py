@@ -8,8 +8,6 @@ themselves, and the host reads ``found_inf`` later.
 
 from __future__ import annotations
 
-import math
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,12 +16,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from apex_npu.amp.grad_groups import GradGroup, any_raised, found_inf_flags
+from apex_npu.amp.grad_groups import GradGroup, found_inf_flags
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
+from apex_npu.amp.overflow_check import OverflowCheck
 from apex_npu.amp.scaled_grads import NOT_SCALED, ScaledGrads
 from apex_npu.amp.session import current, warn_once
-from apex_npu.backends import HostCopy, number_on, numbers_on
-from apex_npu.backends._torch_private import disable_dynamo
+from apex_npu.backends import number_on, numbers_on
 from apex_npu.distributed import total_grad_norm
 from apex_npu.fusion import FlatGrads, HasFusedGroups, clip_coefficient
 from apex_npu.ops import cats_lists, divides_in_update, masks_writes
@@ -47,94 +45,6 @@ def supports_found_inf(optimizer: Optimizer) -> bool:
     return device is not None and masks_writes(device)
 
 
-class DeferredInfCheck:
-    """The check that a ``scale_loss`` block has deferred, and the decision that follows from it.
-
-    With ``fuse_unscale`` a block does not write gradients, so that checking them would be a separate pass. A finite
-    norm shows that there is no overflow. Otherwise the check runs when it is first needed.
-
-    If the device can skip the step, the host does not wait for the result. The device reads ``flag``, and the host
-    later reads a copy.
-
-    Attributes:
-        thread: The identifier of the thread that ran the block.
-        on_device: The device can skip the step that follows.
-        flag: One float32 number on the device, not 0 if a gradient is inf or NaN; None: not checked yet.
-        lock: Held while the decision is made.
-    """
-
-    def __init__(
-        self, look: Callable[[], Sequence[Tensor]], decide: Callable[[bool], None], *, on_device: bool = False
-    ) -> None:
-        """Make an open check.
-
-        Args:
-            look: Reads every gradient, and returns the argument of ``any_raised``.
-            decide: Called once, with True if a gradient is inf or NaN, else False.
-            on_device: The device can skip the step that follows.
-        """
-        self.thread = threading.get_ident()
-        self.on_device = on_device
-        self.flag: Tensor | None = None
-        self._arriving: HostCopy | None = None
-        # Each is released after use, because it refers to gradients, parameters and buffers.
-        self._look: Callable[[], Sequence[Tensor]] | None = look
-        self._decide: Callable[[bool], None] | None = decide
-        self.lock = threading.RLock()  # another thread may read the loss scale; deciding reads it, too
-
-    @property
-    def is_open(self) -> bool:
-        """False once the decision is made."""
-        return self._decide is not None
-
-    @disable_dynamo
-    def start(self, flag: Tensor | None = None) -> Tensor:
-        """Start the check on the device without waiting for it. Requires ``on_device``.
-
-        Args:
-            flag: The result, if it exists already; None: the gradients are read.
-
-        Returns:
-            The attribute ``flag``.
-        """
-        with self.lock:
-            if self.flag is None:
-                if flag is None:
-                    assert self._look is not None
-                    (flag,) = self._look()
-                self.flag, self._arriving = flag, HostCopy(flag)
-                self._look = None
-            return self.flag
-
-    @disable_dynamo
-    def resolve(self, norm: Tensor | None = None, look: Callable[[], Sequence[Tensor]] | None = None) -> None:
-        """Make the decision; later calls do nothing.
-
-        Args:
-            norm: The norm of all gradients, which is inf or NaN if one of them is; None: not computed.
-            look: Replaces the function that reads every gradient, if they must still be read.
-        """
-        with self.lock:
-            decide = self._decide
-            if decide is None:
-                return
-            found_inf = self._result(norm, look)
-            self._decide = self._look = self._arriving = None
-            decide(found_inf)
-
-    def _result(self, norm: Tensor | None, look: Callable[[], Sequence[Tensor]] | None) -> bool:
-        if self._arriving is not None:
-            return bool(self._arriving)
-        if norm is not None and math.isfinite(norm):
-            return False
-        look = look or self._look  # a norm can overflow although no gradient has
-        assert look is not None
-        flags = look()
-        if self.on_device:
-            self.flag = flags[0]  # for a step that another thread has already begun
-        return any_raised(flags)
-
-
 class PendingStep:
     """The work that the blocks of one optimizer leave to its step: to check, divide and clip gradients.
 
@@ -149,8 +59,8 @@ class PendingStep:
 
     def __init__(self) -> None:
         self.scaled: ScaledGrads | None = None
-        self.check: DeferredInfCheck | None = None
-        self.skipped_check: DeferredInfCheck | None = None
+        self.check: OverflowCheck | None = None
+        self.skipped_check: OverflowCheck | None = None
         self.clip_coefficient: Tensor | None = None
         # A scale, and that scale divided by `clip_coefficient` on the device; None: not sent to the device.
         self._sent: tuple[float, Tensor] | None = None
@@ -160,7 +70,7 @@ class PendingStep:
         return {**vars(self), "scaled": None}
 
     def resolve(self, norm: Tensor | None = None, look: Callable[[], Sequence[Tensor]] | None = None) -> None:
-        """Resolve the check that the last block has deferred; see ``DeferredInfCheck.resolve``."""
+        """Resolve the check that the last block has deferred; see ``OverflowCheck.resolve``."""
         check = self.check
         if check is not None:
             check.resolve(norm, look)
@@ -173,7 +83,7 @@ class PendingStep:
             check.resolve()
 
     @property
-    def device_check(self) -> DeferredInfCheck | None:
+    def device_check(self) -> OverflowCheck | None:
         """The check that the last block has deferred, if the device can act on its flag; else None."""
         check = self.check
         return check if check is not None and check.on_device and check.is_open else None
@@ -199,7 +109,7 @@ class PendingStep:
             self.scaled = None
             warn_once(optimizer, NOT_SCALED)
 
-    def prepare(self, optimizer: Optimizer, state: AmpOptimizerState) -> DeferredInfCheck | None:
+    def prepare(self, optimizer: Optimizer, state: AmpOptimizerState) -> OverflowCheck | None:
         """Prepare the step. Return the check with which the device decides; None: the host has decided."""
         self.look_for_unscaled(optimizer, state)
         state.drop_cleared()  # first, because a cleared inf does not count
@@ -209,7 +119,7 @@ class PendingStep:
             self.resolve()
         return check
 
-    def _check_for_device(self, optimizer: Optimizer, state: AmpOptimizerState) -> DeferredInfCheck | None:
+    def _check_for_device(self, optimizer: Optimizer, state: AmpOptimizerState) -> OverflowCheck | None:
         check = self.device_check
         if check is None or not supports_found_inf(optimizer):
             return None
@@ -236,7 +146,7 @@ class PendingStep:
         self.resolve(look=look)
 
     def take(
-        self, optimizer: Optimizer, state: AmpOptimizerState, check: DeferredInfCheck | None, step: Callable[[], Any]
+        self, optimizer: Optimizer, state: AmpOptimizerState, check: OverflowCheck | None, step: Callable[[], Any]
     ) -> Any:
         """Call ``step``, the optimizer's own, with the work left to it; ``check`` is the result of ``prepare``."""
         handed: Any = optimizer
@@ -341,7 +251,7 @@ class PendingStep:
         self.clip_coefficient, self._sent = coefficient, (grad_scale, sent[:1].float())
         return sent[1]
 
-    def report_later(self, state: AmpOptimizerState, check: DeferredInfCheck) -> None:
+    def report_later(self, state: AmpOptimizerState, check: OverflowCheck) -> None:
         """Record that the device decides about the step. The outcome is recorded when the check is resolved."""
         state.stage = Stage.READY
         with check.lock:
@@ -376,7 +286,7 @@ def _takes_grad_scale(optimizer: Optimizer, device: torch.device) -> bool:
     return device.type != "npu" and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def _checked_norm(check: DeferredInfCheck, flats: list[FlatGrads], unfused: list[Tensor], norm_type: float) -> Tensor:
+def _checked_norm(check: OverflowCheck, flats: list[FlatGrads], unfused: list[Tensor], norm_type: float) -> Tensor:
     """Return the norm, and start a check for overflow without waiting for it."""
     if norm_type != 2.0 or check.flag is not None:
         if norm_type > 0:  # other norms hide inf and NaN, which are checked later

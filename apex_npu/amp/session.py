@@ -149,7 +149,7 @@ class Session:
 
     Attributes:
         policy: The policy that results from the level and the overrides.
-        open_checks: For each scaler the ``DeferredInfCheck`` that its last block has left open.
+        open_checks: For each scaler the ``OverflowCheck`` that its last block has left open.
         verbosity: 0 silent, 1 normal.
         device_types: The device types on which O1 casts.
         patches: The functions for which users have registered casts.

@@ -17,7 +17,7 @@ from torch import nn
 
 from apex_npu import amp, optimizers
 from apex_npu.amp import fused_unscale, pending_step
-from apex_npu.amp.pending_step import DeferredInfCheck
+from apex_npu.amp.overflow_check import OverflowCheck
 
 pytestmark = pytest.mark.host
 
@@ -181,7 +181,7 @@ def test_two_threads_that_ask_at_once_have_it_decided_once():
         asked.wait(0.2)  # for the other thread to get past a check of its own, if it could
         return [torch.ones(1)]
 
-    check = DeferredInfCheck(look, decisions.append)
+    check = OverflowCheck(look, decisions.append)
 
     def ask():
         looking.wait()
