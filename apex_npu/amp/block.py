@@ -92,8 +92,13 @@ class Block:
         decides: The block decides about the next step.
     """
 
+    delay: Delay | None = None
+    unscales = True
+    decides = True
+
     def __init__(self, args: BlockArgs, parts: Sequence[BlockPart] = (), delay: Delay | None = None) -> None:
-        self.set_delay(delay)
+        if delay is not None:
+            self.set_delay(delay)
         self._session, self.optimizers, self.work, self._scaler, self._loss_id = args
         self.parts = parts
         self.states: list[AmpOptimizerState] = []
@@ -106,11 +111,11 @@ class Block:
         self._unscaled: set[int] = set()  # the identities of states whose gradients were ready for a step
         self._ending = self._unchecked = False
 
-    def set_delay(self, delay: Delay | None) -> None:
+    def set_delay(self, delay: Delay) -> None:
         """Leave ``delay`` to a later block."""
         self.delay = delay
         self.unscales = delay != "delay_unscale"
-        self.decides = delay is None
+        self.decides = False
 
     def leave_to_averages(self) -> None:
         """Wait for a block with averaged gradients before unscaling (O2 and O5) or before deciding about the step."""
