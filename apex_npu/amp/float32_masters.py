@@ -315,7 +315,7 @@ class Float32Masters(Masters):
                 buffer.flat.copy_(group.param_flat)
                 if buffer.kept:
                     buffer.release_kept()
-            _copy([self._params[i] for i in indices], [self._values[i] for i in indices])
+            _copy(list(map(self._params.__getitem__, indices)), list(map(self._values.__getitem__, indices)))
         finally:  # also after a failed launch: the next step rounds again, and a script has written nothing
             self._writes.note(self._params, *(() if buffers else (list(indices),)))
 
