@@ -41,6 +41,7 @@ FORMATS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "int8": (torch.float32, {"state_dtype": "int8"}),
     "stochastic": (torch.bfloat16, {"state_dtype": "int8", "stochastic_rounding": True}),
     "remainders": (torch.bfloat16, {"state_dtype": torch.bfloat16}),
+    "int8 remainders": (torch.float16, {"state_dtype": "int8"}),
 }
 # With each rule, and each format.
 SOME = [(rule, list(FORMATS)[i % len(FORMATS)]) for i, rule in enumerate(RULES)]
@@ -60,8 +61,9 @@ class Training:
         self.params = [nn.Parameter(value.to(dtype).to(device)) for value in values]
         cls, options = RULES[rule]
         self.optimizer = cls(self.params, **options, **formats, capturable=capturable)
-        if form == "remainders":
-            self.optimizer.state_formats = self.optimizer.state_formats.with_remainders()
+        if form.endswith("remainders"):
+            kept = torch.int8 if form.startswith("int8") else torch.int16
+            self.optimizer.state_formats = self.optimizer.state_formats.with_remainders(kept)
         self.optimizer.grad_scale = torch.tensor([_SCALE], device=device)
         self._found_inf = self._lr = None
         if capturable:

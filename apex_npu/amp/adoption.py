@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -21,6 +22,9 @@ from apex_npu.amp.preconditions import optimizers_inside, shares_groups, steps_r
 from apex_npu.amp.remainder_masters import RemainderMasters
 from apex_npu.amp.session import Session
 from apex_npu.fusion import MASTER_PARAM, HasFusedGroups
+
+# None: the dtype that the optimizer has chosen, or int16.
+_REMAINDERS: dict[Any, torch.dtype] = {True: torch.int16, "int8": torch.int8}
 
 
 def adopt(optimizer: Optimizer, session: Session, fp32_values: Mapping[int, Tensor]) -> None:
@@ -44,7 +48,8 @@ def adopt(optimizer: Optimizer, session: Session, fp32_values: Mapping[int, Tens
     if policy.check_combined_tensors is not None and isinstance(optimizer, HasFusedGroups):
         optimizer.check_combined_tensors = policy.check_combined_tensors  # type: ignore[attr-defined]
     if state.widens:
-        state.masters = RemainderMasters() if _keeps_remainders(optimizer, policy) else Float32Masters()
+        dtype = _REMAINDERS.get(policy.store_param_remainders)
+        state.masters = RemainderMasters(dtype) if _keeps_remainders(optimizer, policy) else Float32Masters()
         state.masters.make(optimizer, fp32_values)
     session.register(optimizer, state)
 

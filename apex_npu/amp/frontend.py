@@ -90,7 +90,7 @@ def initialize(
     user_cast_preferred: bool | None = None,
     check_combined_tensors: bool | Literal["error"] | None = None,
     fuse_unscale: bool | None = None,
-    store_param_remainders: bool | None = None,
+    store_param_remainders: bool | Literal["int8"] | None = None,
     process_group: Any = None,
     ddp_reduce_dtype: torch.dtype | None = None,
     overflow_group: Any = None,
@@ -147,9 +147,10 @@ def initialize(
             scale_loss ``.grad`` is still scaled: clip with ``optimizer.clip_optimizer_grad_norm_fused``, which needs
             no extra pass either.
         store_param_remainders: The format of the float32 values at O2 and O5. True: the 16 bits that each 16-bit
-            parameter lacks (2 bytes); steps are bit for bit those with float32, for values of 2⁻¹⁶ and more. False:
-            float32 (4 bytes). None: True for fused optimizers on CPUs and CUDA devices, else False. See
-            docs/memory.md. ``model.state_dict()`` has the float32 values.
+            parameter lacks (2 bytes); steps are bit for bit those with float32, for values of 2⁻¹⁶ and more.
+            ``"int8"``: 8 of these bits (1 byte), rounded stochastically. False: float32 (4 bytes). None: the format of
+            the optimizer, else True for fused optimizers on CPUs and CUDA devices, else False. See docs/memory.md.
+            ``model.state_dict()`` has the float32 values.
         process_group: For ``combine_ddp``: the processes that train together. None: all.
         ddp_reduce_dtype: For ``combine_ddp``: the dtype in which float16 and bfloat16 gradients are added up,
             torch.float32 or torch.bfloat16. None: their own dtype.
@@ -236,7 +237,7 @@ def initialize(
             if left_to_amp.master_weights:
                 check_masters(optimizer_list)
             if policy.store_param_remainders:
-                check_remainders(optimizer_list)
+                check_remainders(optimizer_list, policy)
             check_on_host(left_to_amp, optimizer_list)
             if policy.fuse_unscale:
                 check_fusible(optimizers if isinstance(optimizers, list) else [optimizers])

@@ -38,8 +38,9 @@ class Policy(CastPolicy):
     check_combined_tensors: bool | Literal["error"] | None = None
     # Gradients stay multiplied by the loss scale until step, which divides them in the same pass.
     fuse_unscale: bool = False
-    # The float32 values of 16-bit parameters are kept as the 16 missing bits; None: where kernels support this.
-    store_param_remainders: bool | None = None
+    # The float32 values of 16-bit parameters are kept as the 16 missing bits, or as 8 of them ("int8"); None: as 16
+    # where kernels support this.
+    store_param_remainders: bool | Literal["int8"] | None = None
 
     @property
     def title(self) -> str:
@@ -141,9 +142,9 @@ def _check_remainders(level: Policy, given: dict[str, Any]) -> None:
     dtype = given.get("cast_model_type", level.cast_model_type)
     if not given.get("master_weights", level.master_weights) or dtype not in LOW_PRECISION:
         raise RuntimeError(
-            "store_param_remainders=True replaces float32 masters by the 16 bits that float16 and bfloat16 parameters "
-            f"lack, but opt_level {level.opt_level} has no 16-bit parameters with masters here. Use opt_level='O2' or "
-            "'O5', or leave it out"
+            f"store_param_remainders={given['store_param_remainders']!r} replaces float32 masters by the bits that "
+            f"16-bit parameters lack, but opt_level {level.opt_level} has no 16-bit parameters with masters here. Use "
+            "opt_level='O2' or 'O5', or leave it out"
         )
 
 
@@ -158,6 +159,14 @@ def _flag(name: str, value: Any) -> bool:
 
 def _flag_or_error(name: str, value: Any) -> bool | Literal["error"]:
     return "error" if value == "error" else _flag(name, value)
+
+
+def _remainders(name: str, value: Any) -> bool | Literal["int8"]:
+    if value == "int8":
+        return "int8"
+    if not isinstance(value, bool) and value not in ("True", "False"):
+        raise TypeError(f"{name} must be True, False, 'int8' or None, got {value!r}")
+    return _flag(name, value)
 
 
 def _dtype(name: str, value: Any) -> torch.dtype:
@@ -209,7 +218,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "user_cast_preferred": _flag,
     "check_combined_tensors": _flag_or_error,
     "fuse_unscale": _flag,
-    "store_param_remainders": _flag,
+    "store_param_remainders": _remainders,
 }
 
 # The arguments of ``initialize`` that override a level's settings.

@@ -234,17 +234,18 @@ def steps_remainders(optimizer: Any) -> bool:
     return "encodable_states" in vars(owner)
 
 
-def check_remainders(optimizers: list[Optimizer]) -> None:
-    """Raise for optimizers that cannot keep the remainders of parameters.
+def check_remainders(optimizers: list[Optimizer], policy: Policy) -> None:
+    """Raise for optimizers that cannot keep the remainders of parameters, as ``policy`` or the optimizer demands.
 
     Raises:
         RuntimeError: An optimizer is not a fused one with the rule of this package, or the C++ extension is missing.
     """
-    require_extension("store_param_remainders=True")
+    option = f"store_param_remainders={policy.store_param_remainders or True!r}"
+    require_extension(option)
     for optimizer in optimizers:
         if not steps_remainders(optimizer):
             raise RuntimeError(
-                f"{type(optimizer).__name__} cannot keep the remainders of parameters: store_param_remainders=True "
+                f"{type(optimizer).__name__} cannot keep the remainders of parameters: {option} "
                 "requires a fused optimizer of apex_npu.optimizers with its own rule; leave it out"
             )
 
@@ -268,7 +269,7 @@ def check_on_host(policy: Policy, optimizers: list[Optimizer]) -> None:
                 f"{type(hosted[0]).__name__} has state_device='cpu', and keeps float32 values as remainders: "
                 "leave store_param_remainders=False out"
             )
-        check_remainders(hosted)
+        check_remainders(hosted, policy)
 
 
 def check_devices(device_types: list[str], models: list[nn.Module]) -> None:

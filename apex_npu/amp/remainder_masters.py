@@ -33,9 +33,10 @@ class RemainderMasters(Masters):
     its remainder is ignored until the next step.
     """
 
-    def __init__(self) -> None:
-        """Make an object that belongs to no optimizer until ``belong_to``."""
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        """Make an object that belongs to no optimizer until ``belong_to``; ``make`` gives remainders this ``dtype``."""
         super().__init__()
+        self._dtype = dtype
         self._optimizer: Callable[[], Any] = _gone
         self._views: dict[int, EncodedView] = {}
         # Remainders of parameters that the optimizer has not stepped. They are not in its state, because
@@ -65,7 +66,7 @@ class RemainderMasters(Masters):
         """Store the bits of ``fp32_values`` that 16-bit parameters lack in the state of ``optimizer``, a fused one."""
         if self._optimizer() is optimizer:
             return True
-        optimizer.state_formats = optimizer.state_formats.with_remainders()
+        optimizer.state_formats = optimizer.state_formats.with_remainders(self._dtype)
         self.belong_to(optimizer)
         self.take_values(fp32_values)
         return False
@@ -171,7 +172,9 @@ class RemainderMasters(Masters):
     def take_values(self, fp32_values: Mapping[int, Tensor]) -> None:
         """Store the remainders of ``fp32_values``, which maps ``id(param)`` to the value of a parameter."""
         taking = [param for param in self.params() if id(param) in fp32_values]
-        views = {param: EncodedView.remainder_of(param, fp32_values[id(param)]) for param in taking}
+        views = {
+            param: EncodedView.remainder_of(param, fp32_values[id(param)], self._stored_dtype()) for param in taking
+        }
         self._unstepped.update(views)
         self._remember(views)
         self.own_values = [*self.own_values, *taking]
@@ -256,6 +259,10 @@ class RemainderMasters(Masters):
         if shown is None:
             shown = optimizer.state.get(param, {}).get(MASTER_PARAM)
         return shown if isinstance(shown, EncodedView) else None
+
+    def _stored_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self._optimizer().state_formats.dtypes[MASTER_PARAM]
+        return dtype
 
     def _shown(self) -> dict[Tensor, EncodedView]:
         optimizer = self._optimizer()

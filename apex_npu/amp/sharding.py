@@ -95,8 +95,9 @@ def sharded_policy(
         return policy, []
     if policy.store_param_remainders:
         raise RuntimeError(
-            "store_param_remainders=True of amp.initialize is for models that amp casts, but parameters are sharded "
-            "over processes (DTensor); leave it out. For bfloat16 DTensors pass it to the optimizer"
+            f"store_param_remainders={policy.store_param_remainders!r} of amp.initialize is for models that amp casts, "
+            "but parameters are sharded over processes (DTensor); leave it out. For bfloat16 DTensors pass it to the "
+            "optimizer"
         )
     if not _can_be_sharded(policy):
         raise RuntimeError(_no_float32(policy))

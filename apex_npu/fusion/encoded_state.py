@@ -16,6 +16,7 @@ from apex_npu.fusion.group_buffers import GroupBuffers
 from apex_npu.fusion.run import Run, StepCounts
 from apex_npu.ops import LOW_PRECISION, Call, EncodedState, RunEncoding, prepared_encoded
 from apex_npu.ops.state_codec import (
+    PARAM_PAIR,
     Piece,
     Segment,
     decode,
@@ -23,6 +24,7 @@ from apex_npu.ops.state_codec import (
     encode,
     encode_remainder,
     half_of,
+    narrow_remainder,
     pieces,
     scale_count,
 )
@@ -37,7 +39,7 @@ class GroupEncoding:
     """The formats and the buffers of the encoded states of one arena.
 
     Attributes:
-        formats: The dtypes of the states that are not float32, by name; int16 stands for remainders.
+        formats: The dtypes of the states that are not float32, by name; that of ``MASTER_PARAM`` is for remainders.
         stochastic_param: bfloat16 parameters are rounded stochastically.
         segments: One ``Segment`` for each slot.
         decodes_runs: Rules decode all of a run at once.
@@ -76,6 +78,11 @@ class GroupEncoding:
                 keys[i] = keys[i], part
 
     @property
+    def draws_for_params(self) -> bool:
+        """Whether parameters are rounded with random bits, which depend on the step count."""
+        return self.stochastic_param or self.formats.get(MASTER_PARAM) == torch.int8
+
+    @property
     def own_states(self) -> tuple[str, ...]:
         """The names of the states that are shown in addition to the rule's."""
         return (MASTER_PARAM,) if MASTER_PARAM in self.formats else ()
@@ -85,7 +92,7 @@ class GroupEncoding:
         if name not in self._buffers:
             dtype = self.formats[name]
             values = FlatBuffer(numel, dtype, device).flat
-            has_scales = dtype.itemsize == 1
+            has_scales = dtype.itemsize == 1 and name != MASTER_PARAM
             scales = FlatBuffer(self._scale_total, torch.float32, device).flat if has_scales else None
             self._buffers[name] = values, scales
         return self._buffers[name]
@@ -93,9 +100,8 @@ class GroupEncoding:
     def views(self, group: GroupBuffers, name: str) -> list[EncodedView]:
         """Return the views of state ``name``, one for each parameter."""
         values, scales = self.buffers(name, group.param_flat.device, group.param_flat.numel())
-        is_master = self.formats[name] == torch.int16
         return [
-            EncodedView(values, scales, owner if is_master else None, segment, param)
+            EncodedView(values, scales, owner if name == MASTER_PARAM else None, segment, param)
             for segment, param, owner in zip(self.segments, group.params, group.owners, strict=True)
         ]
 
@@ -126,9 +132,9 @@ class EncodedView:
 
     @classmethod
     @torch.no_grad()
-    def remainder_of(cls, param: Tensor, master: Tensor) -> EncodedView:
-        """Round the float32 ``master`` into ``param``, and return the remainder, in memory of its own."""
-        values = torch.zeros(param.numel(), dtype=torch.int16, device=param.device)
+    def remainder_of(cls, param: Tensor, master: Tensor, dtype: torch.dtype) -> EncodedView:
+        """Round the float32 ``master`` into ``param``, and return the remainder of ``dtype``, in memory of its own."""
+        values = torch.zeros(param.numel(), dtype=dtype, device=param.device)
         made = cls(values, None, param, Segment(0, param.numel(), 0, 0), param)
         made.copy_(master)
         return made
@@ -145,7 +151,7 @@ class EncodedView:
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """The dtype of the encoded values: bfloat16, int8 or uint8; int16 for remainders."""
+        """The dtype of the encoded values: bfloat16, int8 or uint8; int16 or int8 for remainders."""
         return self._values.dtype
 
     @property
@@ -183,11 +189,11 @@ class EncodedView:
     def copy_(self, source: Any) -> None:
         """Copy the values of ``source``, rounded with the random bits of step 0.
 
-        For a master this also writes the parameter, unless ``source`` is another view: then only the remainder is
-        copied.
+        For a master this also writes the parameter, unless ``source`` is another view of the same format: then only the
+        remainder is copied.
         """
         if isinstance(source, EncodedView):
-            if self._param is not None:
+            if self._param is not None and self.stored_dtype == source.stored_dtype:
                 self._remainder().copy_(source._remainder())
                 return
             source = source.dequantize()
@@ -195,6 +201,9 @@ class EncodedView:
         shaped.as_strided(self._size, self._stride).copy_(source)
         if self._param is not None:
             rounded, remainder = encode_remainder(shaped, self._dtype)
+            if self.stored_dtype == torch.int8 and shaped.numel():
+                random = torch.cat([piece.random(PARAM_PAIR, 0) for piece in self._pieces()])
+                rounded, remainder = narrow_remainder(rounded, remainder, random)
             self._param.copy_(rounded.as_strided(self._size, self._stride))
             self._values.copy_(remainder)
             self._taken_by = self._param._version, self._param.data_ptr()
@@ -335,7 +344,7 @@ def encode_states(
     encoding = group.encoding
     if encoding is None:
         group.encoding = GroupEncoding(group, formats, positions, stochastic=stochastic, decodes_runs=decodes_runs)
-        group.make_run, group.counts_always = EncodedRun, group.encoding.stochastic_param
+        group.make_run, group.counts_always = EncodedRun, group.encoding.draws_for_params
         if widens_grads and group.encoding.own_states and isinstance(group.grads, FlatGrads):
             group.grads.widen()
         return True

@@ -29,6 +29,7 @@ from apex_npu.ops.state_codec import (
     encode,
     encode_remainder,
     half_of,
+    narrow_remainder,
     pieces,
     round_stochastically,
 )
@@ -57,7 +58,7 @@ class RunEncoding(_Operand):
 
     Attributes:
         param: The parameters as they are stored.
-        remainder: The remainders of bfloat16 or float16 parameters; None if they have none.
+        remainder: The remainders of bfloat16 or float16 parameters, int16 or int8; None if they have none.
         stochastic_param: Whether bfloat16 parameters are rounded stochastically.
         count: The number of the step, for random bits.
     """
@@ -111,7 +112,10 @@ class RunEncoding(_Operand):
                 self.encode_param(values[piece.span], param, piece)
             return
         stored = [(index, state.values, state.scales, wide) for index, state, wide in states]
-        if self.remainder is not None:
+        if self.remainder is not None and self.remainder.dtype == torch.int8:
+            for piece in self.pieces(param):
+                self.encode_param(values[piece.span], param, piece)
+        elif self.remainder is not None:
             param[:], self.remainder[:] = encode_remainder(values, param.dtype)
         elif self.stochastic_param:
             stored.append((2 * PARAM_PAIR, param, None, values))
@@ -121,7 +125,10 @@ class RunEncoding(_Operand):
     def encode_param(self, values: Tensor, param: Tensor, piece: Piece) -> None:
         """Write ``values``, which ``decode_param`` returned and a rule has changed, to a piece of ``param``."""
         if self.remainder is not None:
-            param[piece.span], self.remainder[piece.span] = encode_remainder(values, param.dtype)
+            rounded, remainder = encode_remainder(values, param.dtype)
+            if self.remainder.dtype == torch.int8:
+                rounded, remainder = narrow_remainder(rounded, remainder, piece.random(PARAM_PAIR, self.count))
+            param[piece.span], self.remainder[piece.span] = rounded, remainder
         elif self.stochastic_param:
             half = half_of(piece.random(PARAM_PAIR, self.count), 0)
             param[piece.span] = round_stochastically(values, half)

@@ -21,11 +21,17 @@ remainder
     away from zero. For float16, ``master = parameter + remainder · ulp(parameter) · 2⁻¹⁵``, where ulp is the distance
     to the next larger magnitude, and 2⁻²⁴ for subnormal numbers. This is exact for magnitudes of at least 2⁻¹⁶; below,
     the error is at most 2⁻³⁹.
+remainder of 8 bits
+    The same in int8, which stands for 256 times its value. The remainder r is rounded stochastically: ``(r + b) >> 8``
+    with 8 random bits ``b``. A result that is half the distance to another parameter, to which this tie is rounded,
+    moves the parameter there. A master is therefore a number with 8 more bits than a bfloat16 parameter, or with 7 more
+    than a float16 parameter, and it is right on average.
 
 Random bits come from Philox4x32-10 with a fixed key. The counter consists of ``element // 64``, the pair that a state
 belongs to, the step, and the position of the parameter in the optimizer. One word serves 16 elements; the k-th of them
-adds k · 0x9e3779b9. The first state of a pair takes the lower 16 bits, the second the upper. The bits therefore depend
-on neither threads, device nor layout, and a resumed run continues with the same bits.
+adds k · 0x9e3779b9. The first state of a pair takes the lower 16 bits, the second the upper. Remainders take the upper
+8 bits of the pair of parameters. The bits therefore depend on neither threads, device nor layout, and a resumed run
+continues with the same bits.
 
 For every value that these encoders return, ``encode(decode(x)) == x`` for all random bits.
 """
@@ -275,6 +281,8 @@ def decode_remainder(param: Tensor, remainder: Tensor) -> Tensor:
     If a script has written to a parameter, its old remainder must not change its value. In float16, remainders that
     would round to another number are clamped. In bfloat16, remainders that would change a nan, inf or 0 are ignored.
     """
+    if remainder.dtype == torch.int8:
+        remainder = _widened(param, remainder)
     if param.dtype == torch.float16:
         return _decode_half(param, remainder)
     upper = param.view(torch.int16).to(torch.int64) & 0xFFFF
@@ -291,6 +299,38 @@ def encode_remainder(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor
     kept = torch.where(values.isnan(), (bits | 0x00400000) & 0xFFFF0000, bits)
     lower = kept & 0xFFFF
     return _as_bfloat16(_shifted(kept + 0x8000, 16)), (lower - (_shifted(lower, 15) << 16)).to(torch.int16)
+
+
+def _widened(param: Tensor, remainder: Tensor) -> Tensor:
+    """Return int8 remainders in 16 bits, clamped to those that ``narrow_remainder`` returns for float16 parameters."""
+    wide = remainder.to(torch.int16)
+    if param.dtype == torch.float16:
+        largest = 64 - (param.contiguous().view(torch.int16) & 1)
+        wide = torch.minimum(torch.maximum(wide, -largest), largest)
+    return wide * 256
+
+
+def narrow_remainder(param: Tensor, remainder: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
+    """Round what ``encode_remainder`` has returned to 8 bits, by the upper 8 of 32 random bits for each element.
+
+    Returns:
+        The parameters, some of which are moved to the next number, and int8 remainders.
+    """
+    rounded = _shifted(remainder.to(torch.int32) + _shifted(random, 24).to(torch.int32), 8)
+    bits = param.contiguous().view(torch.int16).to(torch.int32)
+    if param.dtype == torch.bfloat16:
+        step = (rounded == 128).to(torch.int32)  # away from zero
+        return (bits + step).to(torch.int16).view(param.dtype), torch.where(rounded == 128, -128, rounded).to(
+            torch.int8
+        )
+    moves = (bits % 2 == 1) & (rounded.abs() == 64)
+    outward = (rounded < 0) == (bits < 0)
+    bits = bits + torch.where(moves, torch.where(outward, 1, -1), 0)
+    magnitude = bits & 0x7FFF
+    to_power = moves & outward & (magnitude % 1024 == 0) & (magnitude > 1024)  # whose units are twice as large
+    rounded = torch.where(moves, -rounded, rounded)
+    rounded = torch.where(to_power, rounded.sign() * 32, rounded)
+    return bits.to(torch.int16).view(param.dtype), torch.where(magnitude < 0x7C00, rounded, 0).to(torch.int8)
 
 
 def _decode_half(param: Tensor, remainder: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from apex_npu.fusion import Run
 from apex_npu.ops import Call, adagrad_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import OfTorch, check_bool, check_non_negative
-from apex_npu.optimizers.state_formats import StateDtype
+from apex_npu.optimizers.state_formats import Remainders, StateDtype
 
 # Options of torch.optim.Adagrad's groups. NVIDIA's optimizer has no arguments for them.
 _OF_TORCH = {"lr_decay": 0.0, "initial_accumulator_value": 0.0}
@@ -45,7 +45,8 @@ class FusedAdagrad(FusedOptimizer):
         fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step. None:
             the value of ``capturable``.
         state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
-        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly.
+        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly;
+            ``"int8"``: keep 8 bits, rounded stochastically.
         stochastic_rounding: Round updated bfloat16 parameters stochastically.
         state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
         of_torch: ``fused``, ``foreach`` and ``differentiable=False`` of torch's optimizer. No effect.
@@ -78,7 +79,7 @@ class FusedAdagrad(FusedOptimizer):
         capturable: bool = False,
         fuse_grad_scaler: bool | None = None,
         state_dtype: StateDtype = None,
-        store_param_remainders: bool = False,
+        store_param_remainders: Remainders = False,
         stochastic_rounding: bool = False,
         state_device: torch.device | str | None = None,
         **of_torch: Unpack[OfTorch],

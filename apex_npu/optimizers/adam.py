@@ -16,7 +16,7 @@ from apex_npu.fusion import Run
 from apex_npu.ops import Call, adam_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import OfTorch, check_adam, check_bool
-from apex_npu.optimizers.state_formats import StateDtype
+from apex_npu.optimizers.state_formats import Remainders, StateDtype
 
 
 class NpuFusedAdam(FusedOptimizer):
@@ -46,7 +46,8 @@ class NpuFusedAdam(FusedOptimizer):
         fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
         capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
         state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
-        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly.
+        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly;
+            ``"int8"``: keep 8 bits, rounded stochastically.
         stochastic_rounding: Round updated bfloat16 parameters stochastically.
         state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
         decoupled_weight_decay: Must be False; ``NpuFusedAdamW`` has the decoupled decay.
@@ -86,7 +87,7 @@ class NpuFusedAdam(FusedOptimizer):
         fuse_grad_scaler: bool = False,
         capturable: bool = False,
         state_dtype: StateDtype = None,
-        store_param_remainders: bool = False,
+        store_param_remainders: Remainders = False,
         stochastic_rounding: bool = False,
         state_device: torch.device | str | None = None,
         decoupled_weight_decay: bool = False,

@@ -57,7 +57,7 @@ from apex_npu.optimizers.fused_params import FusedParams
 from apex_npu.optimizers.scaler_argument import grad_scaler_of, handing_over
 from apex_npu.optimizers.shown_state import ShownState, StateSlot, decoded
 from apex_npu.optimizers.state_dicts import check_state_dict, copy_loaded, with_ranges, without_tensors
-from apex_npu.optimizers.state_formats import StateDtype, StateFormats
+from apex_npu.optimizers.state_formats import Remainders, StateDtype, StateFormats
 
 logger = logging.getLogger("apex_npu")
 
@@ -90,8 +90,9 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     the state is stored in a wider one: docs/memory.md has the list.
 
     ``stochastic_rounding`` rounds bfloat16 parameters stochastically, which then need no masters.
-    ``store_param_remainders`` keeps float32 values of 16-bit parameters in 2 bytes; ``state_dict()`` has these values
-    as ``master_param``. Use it without amp, which does the same at O2 and O5, and for 16-bit DTensors.
+    ``store_param_remainders=True`` keeps float32 values of 16-bit parameters in 2 bytes; ``state_dict()`` has these
+    values as ``master_param``. ``"int8"`` keeps them in 1 byte, rounded stochastically. Use it without amp, which does
+    the same at O2 and O5, and for 16-bit DTensors.
 
     ``state_device="cpu"`` keeps the state of parameters on a GPU or an NPU in host memory, and steps them there with
     the kernels of the CPU: gradients travel to the host, and parameters back. For parameters on a CPU it has no effect.
@@ -162,7 +163,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         capturable: bool = False,
         set_grad_none: bool = True,
         state_dtype: StateDtype = None,
-        store_param_remainders: bool = False,
+        store_param_remainders: Remainders = False,
         stochastic_rounding: bool = False,
         state_device: torch.device | str | None = None,
         **of_torch: Unpack[OfTorch],
@@ -499,7 +500,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
     @property
     def state_dtype(self) -> dict[str, torch.dtype]:
-        """The dtypes of the states that are not float32: for ``"int8"`` int8 or uint8, for remainders int16.
+        """The dtypes of the states that are not float32: for ``"int8"`` int8 or uint8, for remainders int16 or int8.
 
         Raises:
             AttributeError: It is assigned.

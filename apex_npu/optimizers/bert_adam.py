@@ -15,7 +15,7 @@ from apex_npu.ops import Call, adam_, segment_add_, segment_dot
 from apex_npu.optimizers.base import ParamGroup
 from apex_npu.optimizers.checks import as_number, check_half_open_interval, check_non_negative
 from apex_npu.optimizers.schedules import SCHEDULES, warmup_constant, warmup_cosine, warmup_linear, warmup_poly
-from apex_npu.optimizers.state_formats import StateDtype
+from apex_npu.optimizers.state_formats import Remainders, StateDtype
 from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts
 
 __all__ = ["SCHEDULES", "NpuFusedBertAdam", "warmup_constant", "warmup_cosine", "warmup_linear", "warmup_poly"]
@@ -51,7 +51,8 @@ class NpuFusedBertAdam(NormOptimizer):
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
         state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
-        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly.
+        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly;
+            ``"int8"``: keep 8 bits, rounded stochastically.
         stochastic_rounding: Round updated bfloat16 parameters stochastically.
         state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
 
@@ -85,7 +86,7 @@ class NpuFusedBertAdam(NormOptimizer):
         maximize: bool = False,
         fuse_grad_scaler: bool = False,
         state_dtype: StateDtype = None,
-        store_param_remainders: bool = False,
+        store_param_remainders: Remainders = False,
         stochastic_rounding: bool = False,
         state_device: torch.device | str | None = None,
     ) -> None:

@@ -18,7 +18,7 @@ from apex_npu.ops.reference_segments import trust_ratio, update_moments_
 from apex_npu.optimizers.base import ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, naming
 from apex_npu.optimizers.state_dicts import copies_of_loaded
-from apex_npu.optimizers.state_formats import StateDtype
+from apex_npu.optimizers.state_formats import Remainders, StateDtype
 from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts
 
 # The upper bound of parameter norms. You et al. clip them; common implementations use 10.
@@ -53,7 +53,8 @@ class NpuFusedLamb(NormOptimizer):
         fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
         capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
         state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
-        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly.
+        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly;
+            ``"int8"``: keep 8 bits, rounded stochastically.
         stochastic_rounding: Round updated bfloat16 parameters stochastically.
         state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
 
@@ -86,7 +87,7 @@ class NpuFusedLamb(NormOptimizer):
         fuse_grad_scaler: bool = False,
         capturable: bool = False,
         state_dtype: StateDtype = None,
-        store_param_remainders: bool = False,
+        store_param_remainders: Remainders = False,
         stochastic_rounding: bool = False,
         state_device: torch.device | str | None = None,
     ) -> None:

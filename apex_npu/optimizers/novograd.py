@@ -15,7 +15,7 @@ from apex_npu.fusion import Run
 from apex_npu.ops import segment_add_, segment_dot, sgd_
 from apex_npu.optimizers.base import ParamGroup
 from apex_npu.optimizers.checks import as_number, check_adam, check_bool, check_no_amsgrad
-from apex_npu.optimizers.state_formats import StateDtype
+from apex_npu.optimizers.state_formats import Remainders, StateDtype
 from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts, alone
 
 
@@ -53,7 +53,8 @@ class FusedNovoGrad(NormOptimizer):
         set_grad_none: Default of ``zero_grad(set_to_none=...)``.
         fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
         state_dtype: The dtype of ``exp_avg``: torch.bfloat16 or ``"int8"``. None: float32.
-        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly.
+        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly;
+            ``"int8"``: keep 8 bits, rounded stochastically.
         stochastic_rounding: Round updated bfloat16 parameters stochastically.
         state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
 
@@ -90,7 +91,7 @@ class FusedNovoGrad(NormOptimizer):
         *,
         fuse_grad_scaler: bool = False,
         state_dtype: StateDtype = None,
-        store_param_remainders: bool = False,
+        store_param_remainders: Remainders = False,
         stochastic_rounding: bool = False,
         state_device: torch.device | str | None = None,
     ) -> None:

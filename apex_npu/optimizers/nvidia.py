@@ -22,7 +22,7 @@ from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, check_no_amsgrad, check_non_negative
 from apex_npu.optimizers.lamb import NpuFusedLamb, times
 from apex_npu.optimizers.sgd import NpuFusedSGD
-from apex_npu.optimizers.state_formats import StateDtype
+from apex_npu.optimizers.state_formats import Remainders, StateDtype
 from apex_npu.optimizers.whole_norms import NormOptimizer
 
 
@@ -54,6 +54,7 @@ class FusedAdam(FusedOptimizer):
         store_param_remainders: Instead of float32 masters keep only the 16 bits that float16 and bfloat16 parameters
             lack. ``master_weights`` is not needed. Parameters are rounded to nearest; halves are rounded away from zero
             in bfloat16, and to even in float16. Masters of float16 below 2⁻¹⁶ have an error of at most 2⁻³⁹.
+            ``"int8"``: keep 8 bits, rounded stochastically.
         state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
         stochastic_rounding: Round updated bfloat16 parameters stochastically.
         state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
@@ -94,7 +95,7 @@ class FusedAdam(FusedOptimizer):
         exp_avg_dtype: torch.dtype | str | None = None,
         exp_avg_sq_dtype: torch.dtype | str | None = None,
         master_weight_dtype: torch.dtype = torch.float32,
-        store_param_remainders: bool = False,
+        store_param_remainders: Remainders = False,
         state_dtype: StateDtype = None,
         stochastic_rounding: bool = False,
         state_device: torch.device | str | None = None,
@@ -248,7 +249,8 @@ class FusedSGD(NpuFusedSGD):
         capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
         fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
         state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
-        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly.
+        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly;
+            ``"int8"``: keep 8 bits, rounded stochastically.
         stochastic_rounding: Round updated bfloat16 parameters stochastically.
         state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
 
@@ -279,7 +281,7 @@ class FusedSGD(NpuFusedSGD):
         capturable: bool = False,
         fuse_grad_scaler: bool | None = None,
         state_dtype: StateDtype = None,
-        store_param_remainders: bool = False,
+        store_param_remainders: Remainders = False,
         stochastic_rounding: bool = False,
         state_device: torch.device | str | None = None,
     ) -> None:
@@ -348,7 +350,8 @@ class FusedLAMB(NpuFusedLamb):
         capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
         fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
         state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
-        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly.
+        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly;
+            ``"int8"``: keep 8 bits, rounded stochastically.
         stochastic_rounding: Round updated bfloat16 parameters stochastically.
         state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
 
@@ -385,7 +388,7 @@ class FusedLAMB(NpuFusedLamb):
         capturable: bool = False,
         fuse_grad_scaler: bool | None = None,
         state_dtype: StateDtype = None,
-        store_param_remainders: bool = False,
+        store_param_remainders: Remainders = False,
         stochastic_rounding: bool = False,
         state_device: torch.device | str | None = None,
     ) -> None:

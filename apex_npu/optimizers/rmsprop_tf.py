@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import check_bool, check_non_negative
 from apex_npu.optimizers.rmsprop import NpuFusedRMSprop
-from apex_npu.optimizers.state_formats import StateDtype
+from apex_npu.optimizers.state_formats import Remainders, StateDtype
 
 
 class NpuFusedRMSpropTF(NpuFusedRMSprop):
@@ -50,7 +50,8 @@ class NpuFusedRMSpropTF(NpuFusedRMSprop):
         capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
         state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32. With
             ``centered`` both averages stay float32.
-        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly.
+        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly;
+            ``"int8"``: keep 8 bits, rounded stochastically.
         stochastic_rounding: Round updated bfloat16 parameters stochastically.
         state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
 
@@ -85,7 +86,7 @@ class NpuFusedRMSpropTF(NpuFusedRMSprop):
         fuse_grad_scaler: bool = False,
         capturable: bool = False,
         state_dtype: StateDtype = None,
-        store_param_remainders: bool = False,
+        store_param_remainders: Remainders = False,
         stochastic_rounding: bool = False,
         state_device: torch.device | str | None = None,
     ) -> None:

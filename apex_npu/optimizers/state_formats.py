@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from apex_npu.optimizers.checks import check_bool
 
 # A format for all states, or a dict from names of states to formats.
 StateDtype: TypeAlias = torch.dtype | str | Mapping[str, torch.dtype | str] | None
+# True: int16, "int8": int8, False: none.
+Remainders: TypeAlias = bool | Literal["int8"]
 
 _FORMATS: dict[torch.dtype | str, str] = {
     torch.float32: "float32",
@@ -42,7 +44,8 @@ class StateFormats:
     """The formats of an optimizer's states and parameters. By default states are float32, and rounding is to nearest.
 
     Attributes:
-        dtypes: The dtypes of the states that are not float32, by name; int16 means remainders of parameters.
+        dtypes: The dtypes of the states that are not float32, by name. For ``MASTER_PARAM`` it is the dtype of the
+            remainders of parameters, int16 or int8.
         stochastic_rounding: bfloat16 parameters without masters are rounded stochastically.
         widens_grads: Gradients of 16-bit parameters with remainders have float32 slots.
     """
@@ -62,7 +65,7 @@ class StateFormats:
         states: Sequence[str],
         *,
         state_dtype: StateDtype = None,
-        store_param_remainders: bool = False,
+        store_param_remainders: Remainders = False,
         stochastic_rounding: bool = False,
     ) -> StateFormats:
         """Make the formats that these arguments select.
@@ -77,26 +80,27 @@ class StateFormats:
             ValueError: There is no such format or state, or the arguments contradict each other.
             TypeError: An argument has the wrong type.
         """
-        check_bool("store_param_remainders", store_param_remainders)
+        remainders = dtype_of_remainders(store_param_remainders)
         check_bool("stochastic_rounding", stochastic_rounding)
-        if state_dtype is None and not store_param_remainders and not stochastic_rounding:
+        if state_dtype is None and not remainders and not stochastic_rounding:
             return cls()
         if not states:
             raise ValueError(
                 "this rule supports only float32 states and rounding to nearest: leave state_dtype, "
                 "store_param_remainders and stochastic_rounding out"
             )
-        if store_param_remainders and stochastic_rounding:
+        if remainders and stochastic_rounding:
             raise ValueError(
-                "store_param_remainders=True keeps parameters exact, stochastic_rounding=True rounds them: pass one"
+                f"store_param_remainders={store_param_remainders!r} keeps the bits that parameters lack, "
+                "stochastic_rounding=True drops them: pass one"
             )
         dtypes = {name: _dtype(kept, name in _NEVER_NEGATIVE) for name, kept in _by_name(states, state_dtype).items()}
         for name in _in_bfloat16_at_least(states, dtypes):
             if dtypes.get(name, torch.bfloat16).itemsize == 1:
                 dtypes[name] = torch.bfloat16
         found = {name: dtype for name, dtype in dtypes.items() if dtype != torch.float32}
-        if store_param_remainders:
-            found[MASTER_PARAM] = torch.int16
+        if remainders:
+            found[MASTER_PARAM] = remainders
         return cls(found, stochastic_rounding=stochastic_rounding)
 
     def kept_in(self, groups: Iterable[Mapping[str, Any]], names: Collection[str]) -> dict[str, torch.dtype]:
@@ -106,7 +110,8 @@ class StateFormats:
             # A centered rule divides by the root of square_avg - grad_avg², which rounding can make negative or 0.
             found = {name: dtype for name, dtype in found.items() if name not in ("square_avg", "grad_avg")}
         if torch.uint8 in found.values() and any(float(group.get("eps", 1.0)) < _LEAST_EPS for group in groups):
-            found = {name: torch.bfloat16 if dtype.itemsize == 1 else dtype for name, dtype in found.items()}
+            narrow = {name for name, dtype in found.items() if dtype.itemsize == 1 and name != MASTER_PARAM}
+            found |= dict.fromkeys(narrow, torch.bfloat16)
         return found
 
     @property
@@ -122,7 +127,7 @@ class StateFormats:
     @property
     def draws_random_bits(self) -> bool:
         """True if states or parameters are rounded with random bits, which depend on the step count."""
-        return self.stochastic_rounding or any(name != MASTER_PARAM for name in self.dtypes)
+        return self.stochastic_rounding or any(dtype != torch.int16 for dtype in self.dtypes.values())
 
     def check(self, params: Iterable[Tensor]) -> None:
         """Require parameters whose states can have these formats.
@@ -172,9 +177,14 @@ class StateFormats:
             if encode_states(fused, dtypes, positions, **options):
                 fused.runs.forget()
 
-    def with_remainders(self) -> StateFormats:
-        """Return these formats with remainders, for parameters with float32 gradients."""
-        found = StateFormats({**self.dtypes, MASTER_PARAM: torch.int16})
+    def with_remainders(self, dtype: torch.dtype | None = None) -> StateFormats:
+        """Return these formats with remainders in ``dtype``, for parameters with float32 gradients.
+
+        None: in the dtype that they have, or int16.
+        """
+        found = StateFormats({MASTER_PARAM: torch.int16, **self.dtypes})
+        if dtype is not None:
+            found.dtypes[MASTER_PARAM] = dtype
         found.widens_grads = True
         return found
 
@@ -183,7 +193,19 @@ class StateFormats:
         for p, entry in state.items() if self.has_remainders else ():
             master = entry.get(MASTER_PARAM)
             if isinstance(master, Tensor) and p.dtype in LOW_PRECISION:
-                entry[MASTER_PARAM] = EncodedView.remainder_of(local_part(p), local_part_as(master, p))
+                dtype = self.dtypes[MASTER_PARAM]
+                entry[MASTER_PARAM] = EncodedView.remainder_of(local_part(p), local_part_as(master, p), dtype)
+
+
+def dtype_of_remainders(chosen: Remainders) -> torch.dtype | None:
+    """Return the dtype of the remainders that ``chosen``, a value of ``store_param_remainders``, selects.
+
+    Raises:
+        TypeError: It is neither True, False nor ``"int8"``.
+    """
+    if not isinstance(chosen, bool) and chosen != "int8":
+        raise TypeError(f"store_param_remainders must be True, False or 'int8', got {chosen!r}")
+    return torch.int8 if chosen == "int8" else torch.int16 if chosen else None
 
 
 def _by_name(states: Sequence[str], state_dtype: StateDtype) -> dict[str, torch.dtype | str]:

@@ -13,7 +13,8 @@
 
 namespace apex_npu {
 // If states or parameters are encoded, each parameter is divided into blocks, because scales and random numbers depend
-// on the parameter. Remainders need neither, so without other encodings the flat buffers are divided into blocks.
+// on the parameter. Remainders of 16 bits need neither, so without other encodings the flat buffers are divided into
+// blocks.
 template <typename Rule>
 void update_encoded(const Operands& operands, const Rule& rule) {
   const Encoding& encoding = operands.encoding();

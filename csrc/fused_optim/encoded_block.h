@@ -70,7 +70,7 @@ class EncodedBlock {
     }
   }
   void store_param(const float* param) const {
-    if (operands_.encoding().stochastic_param()) {
+    if (operands_.rounds_param_stochastically()) {
       operands_.write_back_stochastically(at_, n_, param, random(kParamPair));
     } else {
       operands_.write_back(at_, n_, param);

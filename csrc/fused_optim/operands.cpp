@@ -132,11 +132,16 @@ void Operands::check_encoding(const char* op, std::initializer_list<State> state
   TORCH_CHECK_TYPE(!has_remainder || param_dtype_ == at::kBFloat16 || param_dtype_ == at::kHalf, op,
                    ": remainders are for bfloat16 and float16 parameters, got ", param_dtype_);
   TORCH_CHECK_VALUE(!(has_remainder && encoding_.stochastic_param()), op,
-                    ": parameters with remainders are exact, and not rounded stochastically");
+                    ": parameters with remainders are not rounded stochastically");
   if (has_remainder) {
-    TORCH_CHECK_TYPE(encoding_.remainder()->scalar_type() == at::kShort, op, ": remainder must be int16, got ",
-                     encoding_.remainder()->scalar_type());
-    remainder_ = encoding_.remainder()->mutable_data_ptr<int16_t>();
+    const at::Tensor& remainder = *encoding_.remainder();
+    TORCH_CHECK_TYPE(remainder.scalar_type() == at::kShort || remainder.scalar_type() == at::kChar, op,
+                     ": remainder must be int16 or int8, got ", remainder.scalar_type());
+    if (remainder.scalar_type() == at::kShort) {
+      remainder_ = remainder.mutable_data_ptr<int16_t>();
+    } else {
+      byte_remainder_ = remainder.mutable_data_ptr<int8_t>();
+    }
   }
 }
 
@@ -159,6 +164,10 @@ float* Operands::param(int64_t begin, int64_t n, float* copy) const {
   if (param_dtype_ == at::kFloat) return static_cast<float*>(param_) + begin;
   if (remainder_ != nullptr) {
     decode_remainder(static_cast<uint16_t*>(param_) + begin, param_dtype_, remainder_ + begin, copy, n);
+    return copy;
+  }
+  if (byte_remainder_ != nullptr) {
+    decode_remainder(static_cast<uint16_t*>(param_) + begin, param_dtype_, byte_remainder_ + begin, copy, n);
     return copy;
   }
   widen(static_cast<const uint16_t*>(param_) + begin, param_dtype_, copy, n);
@@ -189,7 +198,12 @@ void Operands::write_back(int64_t begin, int64_t n, const float* param) const {
 
 void Operands::write_back_stochastically(int64_t begin, int64_t n, const float* param,
                                          const RandomWords& random) const {
-  narrow_stochastically(param, narrow_param(begin), random, n);
+  if (byte_remainder_ != nullptr) {
+    void* place = static_cast<uint16_t*>(param_) + begin;
+    encode_remainder(param, place, param_dtype_, byte_remainder_ + begin, random, n);
+  } else {
+    narrow_stochastically(param, narrow_param(begin), random, n);
+  }
 }
 
 }  // namespace apex_npu

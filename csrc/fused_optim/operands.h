@@ -99,25 +99,27 @@ class Operands {
   // Returns n <= kBlockNumel bfloat16 gradients in place; null if they are not in one place, or have another dtype.
   const BFloat16* narrow_grad(int64_t begin, int64_t n) const;
 
-  // Returns whether bfloat16 parameters are encoded, rather than rounded to nearest, and have no copy.
+  // Returns whether bfloat16 parameters are encoded, rather than rounded to nearest, and have no copy. Those with
+  // remainders of 8 bits have one.
   bool is_bfloat16_encoded() const {
     const bool is_encoded = remainder_ != nullptr || encoding_.stochastic_param();
     return is_encoded && param_dtype_ == at::kBFloat16;
   }
-  // Returns whether parameters have remainders, and states are not encoded.
+  // Returns whether parameters have remainders of 16 bits, and states are not encoded.
   bool has_remainders_alone() const {
     return remainder_ != nullptr &&
            std::all_of(states_, states_ + kMaxStates, [](const StateBuffer& state) { return state.is_plain(); });
   }
   BFloat16* narrow_param(int64_t begin) const { return static_cast<BFloat16*>(param_) + begin; }
-  // Returns the remainders from element `begin` on; null without remainders.
+  // Returns the remainders of 16 bits from element `begin` on; null without them.
   int16_t* remainder(int64_t begin) const { return remainder_ == nullptr ? nullptr : remainder_ + begin; }
 
   // Writes the values that `param` returned, and a rule has changed, to the parameters.
   template <typename T>
   void write_back(int64_t begin, int64_t n, const T* param) const;
 
-  // Writes them to bfloat16 parameters that are rounded stochastically.
+  // Returns whether parameters or their remainders are rounded stochastically, and writes them.
+  bool rounds_param_stochastically() const { return byte_remainder_ != nullptr || encoding_.stochastic_param(); }
   void write_back_stochastically(int64_t begin, int64_t n, const float* param, const RandomWords& random) const;
 
  private:
@@ -128,6 +130,7 @@ class Operands {
   const Encoding& encoding_;
   StateBuffer states_[kMaxStates];
   int16_t* remainder_ = nullptr;
+  int8_t* byte_remainder_ = nullptr;
   int64_t numel_;
   void* param_;
   const void* grad_ = nullptr;

@@ -295,6 +295,11 @@ void encode_state(const StateBuffer& state, int64_t at, int64_t scale, float* va
 void decode_remainder(void* param, at::ScalarType dtype, int16_t* remainder, float* values, int64_t n);
 void encode_remainder(const float* values, void* param, at::ScalarType dtype, int16_t* remainder, int64_t n);
 
+// The same with remainders of 8 bits, which are multiples of 256 and rounded stochastically. n <= kBlockNumel.
+void decode_remainder(void* param, at::ScalarType dtype, const int8_t* remainder, float* values, int64_t n);
+void encode_remainder(const float* values, void* param, at::ScalarType dtype, int8_t* remainder,
+                      const RandomWords& random, int64_t n);
+
 void narrow_stochastically(const float* values, BFloat16* rounded, const RandomWords& random, int64_t n);
 
 }  // namespace apex_npu

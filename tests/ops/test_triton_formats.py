@@ -18,7 +18,7 @@ from triton_interpreter import DEVICE, mend
 
 from apex_npu import ops
 from apex_npu.ops import EncodedState, RunEncoding, cuda, encoded_calls
-from apex_npu.ops.state_codec import Segment, encode_remainder, scale_count
+from apex_npu.ops.state_codec import Segment, encode_remainder, narrow_remainder, scale_count
 from apex_npu.ops.triton_kernels import launches, plans
 
 NUMEL = 2_864
@@ -61,14 +61,18 @@ class Call:
             first_scales.append(first_scales[-1] + scale_count(length))
         pairs = zip(places, POSITIONS, first_scales, strict=False)
         self.segments = [Segment(begin, length, position, scale) for (begin, length), position, scale in pairs]
-        dtype = {None: torch.float32, "float16 remainder": torch.float16}.get(param_format, torch.bfloat16)
+        kind = param_format or ""
+        dtype = torch.float16 if "float16" in kind else torch.bfloat16 if kind else torch.float32
         param, grad, *states = operands(op, NUMEL, dtype, without=without)
         generator = torch.Generator().manual_seed(seed)
         grad = grad.float().mul(torch.exp(3 * torch.randn(NUMEL, generator=generator)))
         grad = grad.clamp(-6e4, 6e4).to(dtype)  # finite in float16
         remainder = None
-        if param_format in ("remainder", "float16 remainder"):
+        if "remainder" in kind:
             param, remainder = encode_remainder(torch.randn(NUMEL, generator=generator), dtype)
+        if "int8" in kind:
+            random = torch.randint(2**32, (NUMEL,), generator=generator)
+            param, remainder = narrow_remainder(param, remainder, random)
         self.param, self.grad = param.to(DEVICE), grad.to(DEVICE)
         self.encoding = RunEncoding(self.param, self.segments)
         self.encoding.count = count
@@ -141,7 +145,14 @@ def counted(monkeypatch):
 
 
 FORMATS = [[torch.bfloat16], [torch.int8], [torch.bfloat16, torch.float32, torch.int8]]
-PARAM_FORMATS = [None, "remainder", "float16 remainder", "stochastic"]
+PARAM_FORMATS = [
+    None,
+    "remainder",
+    "float16 remainder",
+    "int8 remainder",
+    "float16 int8 remainder",
+    "stochastic",
+]
 PLACES = [ALIGNED, ANYWHERE]
 COMBINED = list(itertools.product(FORMATS, PARAM_FORMATS, PLACES))
 
@@ -278,3 +289,29 @@ def test_operands_that_do_not_fit_are_refused(spoiled):
         ValueError, match=rf"adam_: \w+ has {NUMEL - 16} elements on .* has {NUMEL} on .*Nothing has been"
     ):
         call.step(OPTIONS["adam_"], apart=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_any_remainder_of_8_bits_of_any_parameter(dtype):
+    """Stale ones included; a step of half of a last bit moves some parameters by the rounding of the remainder."""
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    kept = torch.tensor([-128, -65, -64, -33, -1, 0, 32, 63, 64, 127], dtype=torch.int8)
+    numel = every.numel() * kept.numel()
+    found = []
+    for apart in (False, True):
+        encoding = RunEncoding(every.repeat(kept.numel()).to(DEVICE), [Segment(0, numel, 3, 0)])
+        encoding.remainder = kept.repeat_interleave(every.numel()).to(DEVICE)
+        encoding.count = 11
+        grad = (torch.arange(numel) % 7 - 3).mul(2.0**-11).to(dtype).to(DEVICE)
+        options = {**OPTIONS["sgd_"], "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "lr": 0.75}
+        if apart:
+            args = encoding.param, grad, None
+            encoded_calls._run_on_pieces(Float32Rule("sgd_"), encoding, encoding, args, options)
+        else:
+            ops.sgd_(encoding, grad, None, **options)
+        found.append((encoding.param.cpu(), encoding.remainder.cpu()))
+    (param, remainder), (wanted, wanted_remainder) = found
+    is_nan = wanted.isnan()
+    assert torch.equal(param.isnan(), is_nan)
+    assert torch.equal(param[~is_nan], wanted[~is_nan])  # by value, because Triton's -x is 0 for 0
+    assert torch.equal(remainder, wanted_remainder)

@@ -42,7 +42,7 @@ class Encoding(NamedTuple):
             number of the first element in its parameter; the position of the parameter in the optimizer; the index of
             the chunk's first scale.
         step: The number of the step, if only the device knows it; else None, and the number is an argument.
-        remainder: The remainders of bfloat16 or float16 parameters; None without remainders.
+        remainder: The remainders of bfloat16 or float16 parameters, int16 or int8; None without remainders.
         scales: The scales of each state of the rule; None for a state without 8 bits.
         rows: ``Chunks.rows``, if gradients are listed.
         addresses: int64: ``on_device`` of ``grad_lists.Addresses``.
@@ -160,6 +160,8 @@ def load_param(param, encoding, offsets, mask, DTYPE: tl.constexpr):
         return p.to(DTYPE)
     else:
         remainder = tl.load(encoding.remainder + offsets, mask=mask, other=0).to(tl.int32)
+        if encoding.remainder.dtype.element_ty == tl.int8:
+            remainder = widened(p, remainder)
         return join(p, remainder)
 
 
@@ -208,6 +210,35 @@ def split(value, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def widened(param, remainder):
+    """Return remainders of 8 bits in 16; see ``state_codec.py``."""
+    if param.dtype == tl.float16:
+        largest = 64 - (param.to(tl.int16, bitcast=True).to(tl.int32) & 1)
+        remainder = tl.minimum(tl.maximum(remainder, -largest), largest)
+    return remainder * 256
+
+
+@triton.jit
+def narrow(param, remainder, random):
+    """Round remainders to 8 bits; see ``state_codec.narrow_remainder``."""
+    rounded = (remainder.to(tl.int32) + (random >> 24).to(tl.int32)) >> 8
+    bits = param.to(tl.int16, bitcast=True).to(tl.int32)
+    if param.dtype == tl.bfloat16:
+        moved = bits + tl.where(rounded == 128, 1, 0)
+        rounded = tl.where(rounded == 128, -128, rounded)
+    else:
+        moves = ((bits & 1) != 0) & (tl.abs(rounded) == 64)
+        outward = (rounded < 0) == (bits < 0)
+        moved = bits + tl.where(moves, tl.where(outward, 1, -1), 0)
+        magnitude = moved & 0x7FFF
+        to_power = moves & outward & ((magnitude & 0x3FF) == 0) & (magnitude > 0x400)
+        rounded = tl.where(moves, -rounded, rounded)
+        rounded = tl.where(to_power, rounded >> 1, rounded)
+        rounded = tl.where(magnitude < 0x7C00, rounded, 0)
+    return moved.to(tl.int16).to(param.dtype, bitcast=True), rounded.to(tl.int8)
+
+
+@triton.jit
 def store_param(
     param,
     encoding,
@@ -226,6 +257,8 @@ def store_param(
         tl.store(param + offsets, value.to(param.dtype.element_ty), mask=mask)
     else:
         rounded, remainder = split(value, param.dtype.element_ty)
+        if encoding.remainder.dtype.element_ty == tl.int8:
+            rounded, remainder = narrow(rounded, remainder, random_bits(place, _PARAM_PAIR, BLOCK))
         tl.store(param + offsets, rounded, mask=mask)
         tl.store(encoding.remainder + offsets, remainder, mask=mask)
 
