@@ -14,6 +14,7 @@ from apex_npu.optimizers.state_formats import StateFormats
 
 _BF16 = "state_dtype=torch.bfloat16"
 _INT8 = 'state_dtype="int8"'
+_BYTE = 'store_param_remainders="int8"'
 _WIDE = "store_param_remainders=False"
 _FOLDED = "fuse_unscale=True"
 _ON_HOST = 'state_device="cpu"'
@@ -29,7 +30,7 @@ class MemoryChoice:
         name: The options of this choice.
         model: The parameter of the model.
         gradient: Its gradient.
-        master: Its float32 value, or the remainder of 16 bits.
+        master: Its float32 value, or the remainder of 16 or 8 bits.
         state: The optimizer's state.
     """
 
@@ -60,7 +61,7 @@ def memory_choices(optimizer: FusedOptimizer) -> list[MemoryChoice]:
 
         >>> adam = optimizers.NpuFusedAdam([torch.nn.Parameter(torch.zeros(1))])
         >>> [choice.total for choice in memory_choices(adam)]
-        [16, 16, 14, 10, 8.0625, 18, 16, 8, 4]
+        [16, 16, 14, 10, 8.0625, 7.0625, 18, 16, 8, 4]
     """
     names = [name for name in optimizer.state_names(optimizer.param_groups[0]) if name not in optimizer.scalar_states]
 
@@ -80,6 +81,7 @@ def memory_choices(optimizer: FusedOptimizer) -> list[MemoryChoice]:
         found.append(MemoryChoice(f"O2, O5, {_FOLDED}, {_BF16}", 2, folded, 2, state(torch.bfloat16)))
     if state("int8") < state(torch.bfloat16):
         found.append(MemoryChoice(f"O2, O5, {_FOLDED}, {_INT8}", 2, folded, 2, state("int8")))
+        found.append(MemoryChoice(f"O2, O5, {_FOLDED}, {_INT8}, {_BYTE}", 2, folded, 1, state("int8")))
     found.append(MemoryChoice(f"O2, O5, {_WIDE}", 2, 4, 4, state()))
     found.append(MemoryChoice(f"O2, O5, {_WIDE}, {_FOLDED}", 2, folded, 4, state()))
     options = ["O5, master_weights=False, stochastic_rounding=True"]

@@ -218,10 +218,10 @@ def test_what_is_too_narrow_for_a_rule_is_kept_in_more_bytes(rule, options, aske
 @pytest.mark.parametrize(
     ("rule", "options", "expected"),
     [
-        ("Adam", {}, [8, 8, 8, 4, 2.0625, 8, 8, 4, 0]),
+        ("Adam", {}, [8, 8, 8, 4, 2.0625, 2.0625, 8, 8, 4, 0]),
         ("Adadelta", {}, [8, 8, 8, 4, 8, 8, 4, 0]),
         ("RMSprop", {"centered": True}, [8, 8, 8, 8, 8, 8, 0]),
-        ("RMSprop", {"centered": True, "momentum": 0.9}, [12, 12, 12, 10, 9.03125, 12, 12, 10, 0]),
+        ("RMSprop", {"centered": True, "momentum": 0.9}, [12, 12, 12, 10, 9.03125, 9.03125, 12, 12, 10, 0]),
     ],
 )
 def test_tables_of_memory_count_what_is_kept(rule, options, expected):
