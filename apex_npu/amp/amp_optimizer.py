@@ -299,11 +299,15 @@ class AmpOptimizerMixin(OptimizerAccessors):
         if state.widens and state.masters.make(self) and session is not None:
             session.register(self, state)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's own state dict. The float32 values of parameters are in the model's."""
+    def state_dict(self, **options: Any) -> dict[str, Any]:
+        """Return the optimizer's own state dict. The float32 values of parameters are in the model's.
+
+        Args:
+            options: Those of the optimizer's own method, such as ``encoded``.
+        """
         masters = self._amp_state.masters
         masters.end_loop()
-        return masters.without_values(super().state_dict())
+        return masters.without_values(super().state_dict(**options))
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load a state dict as the optimizer's own method does. All processes have the remainders that it loads."""

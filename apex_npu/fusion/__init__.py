@@ -3,7 +3,7 @@
 """Flat buffers of many tensors: their layout, memory and gradients, and the runs of slots that step together."""
 
 from apex_npu.fusion.combined import by_kind, check_combinable, combined
-from apex_npu.fusion.encoded_state import MASTER_PARAM, EncodedView, encode_states, remainders_of
+from apex_npu.fusion.encoded_state import MASTER_PARAM, STORED_KEYS, EncodedView, encode_states, remainders_of
 from apex_npu.fusion.flat_buffer import FlatBuffer, Plan, fills_storage, plan
 from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.fused_group import FusedGroup, HasFusedGroups
@@ -39,6 +39,7 @@ from apex_npu.fusion.storage import (
 
 __all__ = [
     "MASTER_PARAM",
+    "STORED_KEYS",
     "EncodedView",
     "FlatBuffer",
     "FlatGrads",

@@ -33,6 +33,8 @@ from apex_npu.ops.state_codec import (
 _RUN_NUMEL = 1 << 24
 # The name of the state that shows the float32 masters of 16-bit parameters with remainders.
 MASTER_PARAM = "master_param"
+# The items of an encoded state in ``state_dict(encoded=True)``.
+STORED_KEYS = ("values", "scales", "shape", "stride", "param_dtype")
 
 
 class GroupEncoding:
@@ -138,6 +140,26 @@ class EncodedView:
         made = cls(values, None, param, Segment(0, param.numel(), 0, 0), param)
         made.copy_(master)
         return made
+
+    def stored(self) -> dict[str, Any]:
+        """Return copies of the encoded tensors, flat in the order of memory, with what identifies their format.
+
+        The keys are those of ``STORED_KEYS``. ``scales`` is None without 8-bit blocks; for a remainder, ``param_dtype``
+        is the dtype of its parameter, else None.
+        """
+        first, count = self._segment.first_scale, scale_count(self._segment.numel)
+        scales = None if self._scales is None else self._scales[first : first + count].clone()
+        param_dtype = None if self._param is None else self._dtype
+        layout = tuple(self._size), tuple(self._stride)
+        return dict(zip(STORED_KEYS, (self._values.clone(), scales, *layout, param_dtype), strict=True))
+
+    @classmethod
+    def of_stored(cls, stored: Mapping[str, Any], param: Tensor, device: torch.device) -> EncodedView:
+        """Return the state of ``param`` that ``stored`` has encoded, in memory of its own on ``device``."""
+        values, scales = stored["values"].to(device, copy=True), stored["scales"]
+        scales = None if scales is None else scales.to(device, copy=True)
+        owner = None if stored["param_dtype"] is None else param
+        return cls(values, scales, owner, Segment(0, param.numel(), 0, 0), param)
 
     @property
     def shape(self) -> torch.Size:

@@ -55,8 +55,14 @@ from apex_npu.optimizers.combined_accessors import CombinedAccessors
 from apex_npu.optimizers.failed_steps import end_failed_step
 from apex_npu.optimizers.fused_params import FusedParams
 from apex_npu.optimizers.scaler_argument import grad_scaler_of, handing_over
-from apex_npu.optimizers.shown_state import ShownState, StateSlot, decoded
-from apex_npu.optimizers.state_dicts import check_state_dict, copy_loaded, with_ranges, without_tensors
+from apex_npu.optimizers.shown_state import ShownState, StateSlot, saved
+from apex_npu.optimizers.state_dicts import (
+    check_encodable,
+    check_state_dict,
+    copy_loaded,
+    with_ranges,
+    without_tensors,
+)
 from apex_npu.optimizers.state_formats import Remainders, StateDtype, StateFormats
 
 logger = logging.getLogger("apex_npu")
@@ -524,13 +530,24 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         for name in self.torch_options:
             group.setdefault(name, values[name])
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state dict, with torch.optim's names and float32 tensors for all state formats."""
+    def state_dict(self, *, encoded: bool = False) -> dict[str, Any]:
+        """Return the state dict, with torch.optim's names and float32 tensors for all state formats.
+
+        Args:
+            encoded: Save encoded states as they are stored: instead of a float32 tensor, a dict with the tensors
+                ``values`` and ``scales``, and their layout. Only an optimizer with the same formats can load it. A
+                remainder (``master_param``) belongs to the 16-bit parameter, which the model's state dict has.
+
+        Raises:
+            ValueError: ``encoded`` is true, and an encoded state belongs to a DTensor.
+        """
         if not self.state_formats.are_special:
             return super().state_dict()
+        if encoded:
+            check_encodable(self)
         shown = self.state
         try:
-            self.state = defaultdict(dict, decoded(self))  # so that users' hooks also see tensors
+            self.state = defaultdict(dict, saved(self, encoded=encoded))  # so that users' hooks also see tensors
             return super().state_dict()
         finally:
             self.state = shown
@@ -539,6 +556,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         """Load a state dict of this optimizer, or of torch.optim's optimizer with the same rule.
 
         State is copied in the precision of the state dict; torch's own method rounds it to the parameter's dtype.
+        Encoded state (``state_dict(encoded=True)``) is loaded without loss into the same formats.
 
         Raises:
             ValueError: Groups, parameters, shapes or hyper-parameters do not fit; the optimizer is unchanged.

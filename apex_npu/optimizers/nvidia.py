@@ -154,12 +154,12 @@ class FusedAdam(FusedOptimizer):
             return ("exp_avg", "exp_avg_sq")
         return ("exp_avg", "exp_avg_sq", "master_param")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, encoded: bool = False) -> dict[str, Any]:
         """Return the state dict. If a group's step count is on the device, it is an int32 tensor, as in Apex.
 
         Instead of remainders it has masters and ``master_weights=True``, so that another optimizer steps them.
         """
-        packed = super().state_dict()
+        packed = super().state_dict(encoded=encoded)
         for group in packed["param_groups"]:
             if self.state_formats.has_remainders and not self.state_formats.widens_grads:  # not those of amp
                 group["master_weights"] = True

@@ -135,8 +135,8 @@ class ShownState:
         self.entries, self.views, self.shows_new = entries, views, False
 
 
-def decoded(rule: Rule) -> dict[Any, Any]:
-    """Return the state of ``rule`` with tensors instead of encoded states.
+def saved(rule: Rule, *, encoded: bool) -> dict[Any, Any]:
+    """Return the state of ``rule`` with tensors, or with ``encoded`` dicts of tensors, instead of encoded states.
 
     A parameter with a master that has not been stepped also gets the state of step 0, because other optimizers expect
     complete entries.
@@ -149,11 +149,15 @@ def decoded(rule: Rule) -> dict[Any, Any]:
         is_new = entry.keys() == {MASTER_PARAM}
         before = _state_before_first_step(rule, groups[param], param) if is_new else {}
         tensors = {
-            name: sharded_like(value.dequantize(), param) if isinstance(value, EncodedView) else value
+            name: _saved(value, param, encoded=encoded) if isinstance(value, EncodedView) else value
             for name, value in entry.items()
         }
         shown[param] = {**before, **tensors}
     return shown
+
+
+def _saved(view: EncodedView, param: Tensor, *, encoded: bool) -> Any:
+    return view.stored() if encoded else sharded_like(view.dequantize(), param)
 
 
 def _state_before_first_step(rule: Rule, group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
@@ -189,7 +193,7 @@ def _shown_view(rule: Rule, slot: StateSlot, name: str) -> Any:
 def _adopt_master(rule: Rule, slot: StateSlot, entry: dict[str, Any]) -> None:
     """Copy a master, the only state that exists before the first step of its parameter."""
     _copied(_view(rule, slot, MASTER_PARAM), entry[MASTER_PARAM], slot.param)
-    if slot.fused.own_states:  # ``decoded`` adds the state of step 0
+    if slot.fused.own_states:  # ``saved`` adds the state of step 0
         for name in ("step", _COUNT, *slot.names):
             entry.pop(name, None)
     entry[MASTER_PARAM] = _shown_view(rule, slot, MASTER_PARAM)

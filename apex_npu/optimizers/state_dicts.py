@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_npu.fusion import MASTER_PARAM
+from apex_npu.fusion import MASTER_PARAM, STORED_KEYS, EncodedView
 from apex_npu.fusion.shards import is_sharded
 from apex_npu.ops import LOW_PRECISION
+from apex_npu.ops.state_codec import scale_count
 from apex_npu.optimizers.checks import as_number, naming
 
 # Options of torch's optimizers that change the rule, and that some optimizers of this package lack.
@@ -52,6 +53,9 @@ def check_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
             entry = state_dict["state"].get(index, {})
             if index in params and any(value is not None for value in entry.values()):
                 shapes = _state_shapes(optimizer, merged, params[index])
+                dtypes = optimizer.state_formats.kept_in([merged], optimizer.state_names(merged))
+                entry, found = _without_encoded(entry, dtypes, params[index], f"parameter {index}")
+                problems += found
                 optional = (*optimizer.optional_states, MASTER_PARAM, *(("step",) if "step" in merged else ()))
                 problems += _find_problems(entry, shapes, optional, f"parameter {index}")
                 problems += _find_unsharded(entry, params[index], f"parameter {index}")
@@ -89,6 +93,8 @@ def without_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return ``state_dict`` with numbers in place of tensors, all of which torch would copy to the accelerator."""
 
     def emptied(value: Any) -> Any:
+        if _is_stored(value):
+            return torch.zeros(())
         return torch.zeros((), dtype=value.dtype) if isinstance(value, Tensor) else value
 
     state = {key: {name: emptied(value) for name, value in entry.items()} for key, entry in state_dict["state"].items()}
@@ -116,19 +122,89 @@ def copy_loaded(optimizer: Any, state_dict: dict[str, Any]) -> None:
     optimizer.state_formats.take_masters(optimizer.state)
 
 
-def copies_of_loaded(optimizer: Any, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, str, Tensor]]:
-    """Yield the parameter, the name and a copy of each tensor in ``state_dict``, which ``optimizer`` has loaded."""
+def copies_of_loaded(optimizer: Any, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, str, Any]]:
+    """Yield the parameter, the name and a copy of each tensor in ``state_dict``, which ``optimizer`` has loaded.
+
+    A copy of an encoded state is an ``EncodedView``.
+    """
     for index, param in _indexed_params(state_dict, optimizer.param_groups):
+        device = torch.device("cpu") if getattr(optimizer, "on_host", False) else param.device
         for name, value in state_dict["state"].get(index, {}).items():
-            if isinstance(value, Tensor) and name in optimizer.state[param]:
-                device = (
-                    value.device
-                    if not value.dim()
-                    else torch.device("cpu")
-                    if getattr(optimizer, "on_host", False)
-                    else param.device
+            if name not in optimizer.state[param]:
+                continue
+            if _is_stored(value):
+                yield param, name, EncodedView.of_stored(value, param, device)
+            elif isinstance(value, Tensor):
+                yield param, name, value.detach().to(device if value.dim() else value.device, copy=True)
+
+
+def check_encodable(optimizer: Any) -> None:
+    """Require that ``state_dict(encoded=True)`` can save all encoded states of ``optimizer``.
+
+    Raises:
+        ValueError: One belongs to a DTensor, of whose processes each has another part.
+    """
+    for param, entry in optimizer.state.items():
+        for name, value in entry.items():
+            if isinstance(value, EncodedView) and is_sharded(param):
+                raise ValueError(
+                    f"{type(optimizer).__name__}.state_dict(encoded=True): {name!r} of a parameter of shape "
+                    f"{tuple(param.shape)} is sharded over processes (DTensor), and its encoding is not; leave encoded "
+                    "out"
                 )
-                yield param, name, value.detach().to(device, copy=True)
+
+
+def _is_stored(value: Any) -> bool:
+    """Return whether ``value`` is the result of ``EncodedView.stored``."""
+    return isinstance(value, Mapping) and value.keys() == set(STORED_KEYS)
+
+
+def _without_encoded(
+    entry: dict[str, Any], dtypes: Mapping[str, torch.dtype], param: Tensor, where: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Return ``entry`` with numberless tensors of the right shape for encoded states, and why those do not fit.
+
+    Args:
+        entry: The saved state of ``param``.
+        dtypes: The formats of the optimizer's states.
+        param: The parameter.
+        where: The parameter's name in the messages.
+    """
+    encoded = {name: value for name, value in entry.items() if _is_stored(value)}
+    problems = []
+    for name, stored in encoded.items():
+        expected = dtypes.get(name, torch.float32)
+        if name == MASTER_PARAM and param.dtype not in LOW_PRECISION:
+            expected = torch.float32
+        problems += _stored_problems(stored, name, expected, param, f"{name!r} of {where}")
+    like = torch.empty(param.shape, device="meta")
+    return {name: like if name in encoded else value for name, value in entry.items()}, problems
+
+
+def _stored_problems(stored: Mapping[str, Any], name: str, dtype: torch.dtype, param: Tensor, what: str) -> list[str]:
+    values, scales = stored["values"], stored["scales"]
+    if is_sharded(param):
+        return [f"{what} is encoded, and the parameter is sharded (save without encoded=True)"]
+    if not isinstance(values, Tensor) or values.dtype != dtype:
+        found = values.dtype if isinstance(values, Tensor) else repr(values)
+        return [
+            f"{what} is encoded as {found}, and this optimizer keeps it as {dtype} (pass the same state_dtype and "
+            "store_param_remainders, or save without encoded=True)"
+        ]
+    of_dtype = param.dtype if name == MASTER_PARAM else None
+    if stored["param_dtype"] != of_dtype:
+        return [f"{what} is encoded for a parameter of {stored['param_dtype']}, not of {of_dtype}"]
+    layout = tuple(param.shape), tuple(param.stride())
+    if (tuple(stored["shape"]), tuple(stored["stride"])) != layout or values.shape != (param.numel(),):
+        return [
+            f"{what} is encoded for shape {tuple(stored['shape'])} and strides {tuple(stored['stride'])}, not "
+            f"{layout[0]} and {layout[1]}"
+        ]
+    count = scale_count(param.numel()) if dtype.itemsize == 1 and of_dtype is None else None
+    fits = scales is None if count is None else isinstance(scales, Tensor) and scales.shape == (count,)
+    if not fits or (scales is not None and scales.dtype != torch.float32):
+        return [f"{what} has other scales than {count} float32 numbers"]
+    return []
 
 
 def _state_shapes(optimizer: Any, group: dict[str, Any], param: Tensor) -> dict[str, torch.Size]:

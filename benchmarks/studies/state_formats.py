@@ -30,6 +30,9 @@ STEPS = [
     ("remainders, float32 state", BF16, {"store_param_remainders": True}),
     ("remainders, bfloat16 state", BF16, {"store_param_remainders": True, "state_dtype": BF16}),
     ("remainders, int8 state", BF16, {"store_param_remainders": True, "state_dtype": "int8"}),
+    ("8-bit remainders, float32 state", BF16, {"store_param_remainders": "int8"}),
+    ("8-bit remainders, bfloat16 state", BF16, {"store_param_remainders": "int8", "state_dtype": BF16}),
+    ("8-bit remainders, int8 state", BF16, {"store_param_remainders": "int8", "state_dtype": "int8"}),
     ("stochastic rounding, bfloat16 state", BF16, {"stochastic_rounding": True, "state_dtype": BF16}),
 ]
 
