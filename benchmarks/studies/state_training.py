@@ -3,11 +3,11 @@
 """AdamW with each format of its state, beside 8-bit AdamWs of other packages: loss after training, bytes, time.
 
     PYTHONPATH=benchmarks python benchmarks/studies/state_training.py [--seeds 10]
-        [--numel 4000000] [--rounds 7] [--tasks digits characters]
+        [--numel 4000000] [--rounds 7] [--tasks digits characters] [--of state masters]
 
 Losses are the mean of the last 100 steps, of a perceptron on scikit-learn's handwritten digits (600 steps), and of the
 language model of the examples, small, on the pages of docs/ (300 steps, beta2 0.99). Differences to float32 state are
-paired by seed. The other packages are bitsandbytes and torchao, whose step torch.compile compiles; those that are not
+paired by seed. ``masters`` compares the formats of float32 values at O5 in the same way. The other packages are bitsandbytes and torchao, whose step torch.compile compiles; those that are not
 installed are left out, which is said. Times are the CPU time of one thread, in turns.
 """
 
@@ -18,8 +18,9 @@ import importlib
 import statistics
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rounds import clock
@@ -27,10 +28,22 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from apex_npu import amp
 from apex_npu.fusion import EncodedView
 from apex_npu.optimizers import NpuFusedAdamW
 
 Optimizers = dict[str, Callable[..., torch.optim.Optimizer]]
+
+
+class Task(NamedTuple):
+    """What is trained: a model, the loss of its next batch, the options of AdamW and the number of steps."""
+
+    model: nn.Module
+    loss_of_batch: Callable[[], Tensor]
+    options: dict[str, Any]
+    steps: int
+
+
 CPU = torch.device("cpu")
 REPOSITORY = Path(__file__).parents[2]
 FLOAT32 = "float32"
@@ -57,8 +70,29 @@ def other_optimizers() -> Optimizers:
     return found
 
 
-def digits(seed: int, make: Callable[..., torch.optim.Optimizer]) -> float:
-    """The loss of a perceptron."""
+def own_masters() -> Optimizers:
+    """AdamW at O5 by the format of the float32 values, from the model instead of its parameters."""
+    formats: dict[str, tuple[Any, Any]] = {
+        FLOAT32: (False, None),
+        "16-bit remainders": (True, None),
+        "8-bit remainders": ("int8", None),
+        "8-bit remainders, int8 state": ("int8", "int8"),
+    }
+
+    def at_o5(remainders: Any, state: Any) -> Callable[..., torch.optim.Optimizer]:
+        def make(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+            optimizer = NpuFusedAdamW(model.parameters(), state_dtype=state, **options)
+            options = {"store_param_remainders": remainders, "fuse_unscale": True, "verbosity": 0}
+            adopted: torch.optim.Optimizer = amp.initialize(model, optimizer, opt_level="O5", **options)[1]
+            return adopted
+
+        return make
+
+    return {name: at_o5(*chosen) for name, chosen in formats.items()}
+
+
+def digits(seed: int) -> Task:
+    """A perceptron."""
     torch.manual_seed(seed)
     images, labels = (torch.as_tensor(t) for t in load_digits(return_X_y=True))
     images = images.float() / 16
@@ -68,11 +102,11 @@ def digits(seed: int, make: Callable[..., torch.optim.Optimizer]) -> float:
         batch = torch.randint(len(images), (64,))
         return F.cross_entropy(model(images[batch]), labels[batch], label_smoothing=0.1)
 
-    return train(loss_of_batch, make(model.parameters(), lr=1e-3, weight_decay=0.1), 600)
+    return Task(model, loss_of_batch, {"lr": 1e-3, "weight_decay": 0.1}, 600)
 
 
-def characters(seed: int, make: Callable[..., torch.optim.Optimizer]) -> float:
-    """The loss of the language model of examples/language_model."""
+def characters(seed: int) -> Task:
+    """The language model of examples/language_model."""
     sys.path.insert(0, str(REPOSITORY / "examples" / "language_model"))
     module: Any = importlib.import_module("model")
     pages = [path for path in sorted((REPOSITORY / "docs").glob("*.md")) if ".zh" not in path.name]
@@ -88,34 +122,39 @@ def characters(seed: int, make: Callable[..., torch.optim.Optimizer]) -> float:
         rows = tokens[starts + torch.arange(context + 1)]
         return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
-    return train(loss_of_batch, make(model.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.1), 300)
+    return Task(model, loss_of_batch, {"lr": 2e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}, 300)
 
 
-def train(loss_of_batch: Callable[[], Tensor], optimizer: torch.optim.Optimizer, steps: int) -> float:
+def train(task: Task, make: Callable[..., torch.optim.Optimizer], *, under_amp: bool) -> float:
     """The mean loss of the last 100 steps."""
     losses = []
-    for _ in range(steps):
+    optimizer = make(task.model if under_amp else task.model.parameters(), **task.options)
+    for _ in range(task.steps):
         optimizer.zero_grad()
-        loss = loss_of_batch()
-        loss.backward()
+        loss = task.loss_of_batch()
+        with amp.scale_loss(loss, optimizer) if under_amp else nullcontext(loss) as scaled_loss:
+            scaled_loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
+    if under_amp:
+        amp.shutdown()
     return statistics.mean(losses[-100:])
 
 
 TASKS = {"digits": digits, "characters": characters}
 
 
-def compare_losses(task: str, made: Optimizers, seeds: int) -> None:
+def compare_losses(task: str, made: Optimizers, seeds: int, *, under_amp: bool = False) -> None:
     """Print a row for each."""
     losses: dict[str, list[float]] = {name: [] for name in made}
     for seed in range(seeds):
         for name, make in made.items():
-            losses[name].append(TASKS[task](seed, make))
+            losses[name].append(train(TASKS[task](seed), make, under_amp=under_amp))
     exact = losses.pop(FLOAT32)
     mean, spread = statistics.mean(exact), statistics.stdev(exact)
-    print(f"\n{task}: loss with float32 state {mean:.4f}, ± {spread:.4f} between {seeds} seeds")
-    print("| state | mean difference | of the loss | largest |\n|---|---|---|---|")
+    of = "values" if under_amp else "state"
+    print(f"\n{task}: loss with float32 {of} {mean:.4f}, ± {spread:.4f} between {seeds} seeds")
+    print(f"| {of} | mean difference | of the loss | largest |\n|---|---|---|---|")
     for name, found in losses.items():
         apart = [loss - other for loss, other in zip(found, exact, strict=True)]
         difference = statistics.mean(apart)
@@ -161,11 +200,16 @@ if __name__ == "__main__":
     parser.add_argument("--numel", type=int, default=4_000_000)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tasks", nargs="*", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--of", nargs="*", choices=["state", "masters"], default=["state", "masters"])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    optimizers = {**own_optimizers(), **other_optimizers()}
-    if arguments.rounds:
-        compare_steps(optimizers, arguments.numel, arguments.rounds)
-    for chosen in arguments.tasks:
-        if arguments.seeds > 1:
+    tasks = arguments.tasks if arguments.seeds > 1 else []
+    if "state" in arguments.of:
+        optimizers = {**own_optimizers(), **other_optimizers()}
+        if arguments.rounds:
+            compare_steps(optimizers, arguments.numel, arguments.rounds)
+        for chosen in tasks:
             compare_losses(chosen, optimizers, arguments.seeds)
+    if "masters" in arguments.of:
+        for chosen in tasks:
+            compare_losses(chosen, own_masters(), arguments.seeds, under_amp=True)

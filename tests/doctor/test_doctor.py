@@ -60,7 +60,7 @@ def test_a_machine_on_which_all_is_well(examine, capsys):
 def test_the_memory_of_a_parameter_with_each_choice(capsys):
     main(["doctor", "--json"])
     rows = json.loads(capsys.readouterr().out)["sections"]["Memory of a parameter"]
-    numbers = ("16", "16", "14", "10", "8.06", "18", "16", "8", "4")
+    numbers = ("16", "16", "14", "10", "8.06", "7.06", "18", "16", "8", "4")
     assert [row["name"] for row in rows] == [f"Adam, {n} bytes" for n in numbers]
     assert rows[1]["value"] == "O2, O5: model 2, gradient 4, float32 value 2, state 8"
     assert rows[4]["value"].endswith('state_dtype="int8": model 2, gradient 2, float32 value 2, state 2.06')
