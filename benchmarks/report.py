@@ -174,7 +174,7 @@ def summary(models: Table, table: Table, sharded: Table, memory: Table, words: d
     both = (words["bytes"].format(f"{held[variant]:.1f}") for variant in ("torch", "apex_npu"))
     lines.append((words["measured"], *both, ""))
     choices = memory_choices(NpuFusedAdamW([torch.nn.Parameter(torch.zeros(1))]))
-    (int8,) = (choice for choice in choices if "int8" in choice.name)
+    (int8,) = (choice for choice in choices if choice.name.endswith('state_dtype="int8"'))
     both = (words["bytes"].format(f"{choice.total:.3g}") for choice in (choices[0], int8))
     lines.append((words["counted"], *both, ""))
     machine = plots.where(models, table, sharded, memory)
