@@ -46,7 +46,7 @@ using apex_npu::borrow;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 31;
+  m.attr("API") = 32;
 
   m.def("move_storages", &apex_npu::move_storages, py::arg("lists"), py::arg("src"), py::arg("offsets"),
         py::arg("copy_values"));
