@@ -182,9 +182,7 @@ class StateFormats:
 
         None: in the dtype that they have, or int16.
         """
-        found = StateFormats({MASTER_PARAM: torch.int16, **self.dtypes})
-        if dtype is not None:
-            found.dtypes[MASTER_PARAM] = dtype
+        found = StateFormats({**self.dtypes, MASTER_PARAM: dtype or self.dtypes.get(MASTER_PARAM, torch.int16)})
         found.widens_grads = True
         return found
 
