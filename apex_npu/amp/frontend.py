@@ -148,9 +148,9 @@ def initialize(
             no extra pass either.
         store_param_remainders: The format of the float32 values at O2 and O5. True: the 16 bits that each 16-bit
             parameter lacks (2 bytes); steps are bit for bit those with float32, for values of 2⁻¹⁶ and more.
-            ``"int8"``: 8 of these bits (1 byte), rounded stochastically. False: float32 (4 bytes). None: the format of
-            the optimizer, else True for fused optimizers on CPUs and CUDA devices, else False. See docs/memory.md.
-            ``model.state_dict()`` has the float32 values.
+            ``"int8"``: 8 of these bits (1 byte), rounded stochastically. False: float32 (4 bytes). None: for fused
+            optimizers on CPUs and CUDA devices the format that the optimizer has chosen, or True; else False. See
+            docs/memory.md. ``model.state_dict()`` has the float32 values.
         process_group: For ``combine_ddp``: the processes that train together. None: all.
         ddp_reduce_dtype: For ``combine_ddp``: the dtype in which float16 and bfloat16 gradients are added up,
             torch.float32 or torch.bfloat16. None: their own dtype.
