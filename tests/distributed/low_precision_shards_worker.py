@@ -70,9 +70,9 @@ class Float32Twin:
             torch.testing.assert_close(whole(p.detach()).float(), value, rtol=2.0**-8, atol=0.0)
 
 
-def made(kind=optimizers.NpuFusedAdamW, options=None, **of_model):
+def made(kind=optimizers.NpuFusedAdamW, options=None, kept=True, **of_model):
     model = sharded(**of_model)
-    return model, kind(model.parameters(), store_param_remainders=True, **(options or {"lr": 1e-3}))
+    return model, kind(model.parameters(), store_param_remainders=kept, **(options or {"lr": 1e-3}))
 
 
 def train(model, optimizer, steps):
@@ -95,6 +95,20 @@ def rules_without_amp():
                 optimizer.step()
                 optimizer.zero_grad()
             twin.check(optimizer, **({"rtol": 1e-5, "atol": 1e-6} if kind in NORMS else EXACT))
+
+
+def remainders_of_8_bits():
+    """Each step rounds by less than 2⁻¹⁵ of a value."""
+    model, optimizer = made(kept="int8")
+    twin = Float32Twin(model, optimizers.NpuFusedAdamW, {"lr": 1e-3})
+    for step in range(4):
+        loss_on(data(step, 0, dist.get_rank()).to(torch.bfloat16))(model).backward()
+        twin.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    twin.check(optimizer, rtol=4 * 2.0**-15, atol=1e-4)
+    with pytest.raises(ValueError, match=r"state_dict\(encoded=True\): 'master_param' .*DTensor"):
+        optimizer.state_dict(encoded=True)
 
 
 def torchs_rule():
@@ -144,8 +158,13 @@ def under_amp():
 
 def checkpoints():
     """Resume bit for bit by torch.distributed.checkpoint; whole states go to one process and back."""
+    for kept in (True, "int8"):
+        _checkpoints(kept)
+
+
+def _checkpoints(kept):
     folder = folder_of_all()
-    model, optimizer = made()
+    model, optimizer = made(kept=kept)
     train(model, optimizer, range(3))
     state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
     dcp.save(state, checkpoint_id=folder)
@@ -154,7 +173,7 @@ def checkpoints():
     train(model, optimizer, range(3, 6))
     expected = optimizer.state_dict()["state"]
     for way in ("dcp", "whole"):
-        resumed, other = made()
+        resumed, other = made(kept=kept)
         if way == "dcp":
             found = {"model": resumed.state_dict(), "optim": get_optimizer_state_dict(resumed, other)}
             dcp.load(found, checkpoint_id=folder)

@@ -19,4 +19,5 @@ WORKER = Path(__file__).with_name("low_precision_shards_worker.py")
 
 
 def test_bfloat16_shards_are_stepped_exactly():
-    processes.run(WORKER, "rules_without_amp", "torchs_rule", "under_amp", "checkpoints", "refusals")
+    checks = ("rules_without_amp", "remainders_of_8_bits", "torchs_rule", "under_amp", "checkpoints", "refusals")
+    processes.run(WORKER, *checks)

@@ -118,14 +118,19 @@ def encoded_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
     """
     for op in OPTIONS if everything else ("adam_", "lamb_"):
         more = segments(aligned=True) if op == "lamb_" else ()
-        for name, dtypes in (("bfloat16", [torch.bfloat16]), ("int8", [torch.int8, torch.uint8]), ("remainder", [])):
+        for name, dtypes, kept in (
+            ("bfloat16", [torch.bfloat16], None),
+            ("int8", [torch.int8, torch.uint8], None),
+            ("remainder", [], torch.int16),
+            ("int8 remainder", [], torch.int8),
+        ):
             param, grad, *states = operands(op, NUMEL, torch.bfloat16)
             if dtypes:
                 states = [state.to(dtypes[i % len(dtypes)]) for i, state in enumerate(states)]
             table = torch.tensor([[begin, n, i, 100 * i] for i, (begin, n) in enumerate(ALIGNED_SEGMENTS)])
             for counts in ("", " on device") if everything or op == "adam_" else ("",):
                 encoded = Encoded(
-                    remainder=None if dtypes else torch.zeros(NUMEL, dtype=torch.int16),
+                    remainder=None if kept is None else torch.zeros(NUMEL, dtype=kept),
                     scales=[torch.zeros(400) if state.dtype.itemsize == 1 else None for state in states],
                     table=table,
                     count=torch.ones(1) if counts else 3,

@@ -114,6 +114,7 @@ def test_a_step_is_that_of_the_cpu(kind, options, dtype):
         {"store_param_remainders": True},
         {"state_dtype": "int8"},
         {"state_dtype": torch.bfloat16, "store_param_remainders": True},
+        {"state_dtype": "int8", "store_param_remainders": "int8"},
         {"stochastic_rounding": True},
     ],
     ids=str,
