@@ -33,7 +33,7 @@ _LABELLED = (
     ("amp.block", "any_raised", "amp.wait"),
     ("amp.block", "read_and_clear_saturation", "amp.wait"),
     ("amp.fused_unscale", "any_raised", "amp.wait"),
-    ("amp.pending_step", "any_raised", "amp.wait"),
+    ("amp.overflow_check", "any_raised", "amp.wait"),
     ("amp.grad_sync", "agree_on_overflow", "amp.wait"),
     ("backends.host_copy:HostCopy", "__bool__", "amp.wait"),
     ("amp.optimizer_state:AmpOptimizerState", "skip_step", "amp.skip"),
