@@ -253,7 +253,7 @@ def _memory(theme: str) -> Any:
             axes.barh(row, nbytes, 0.4, end, label=shown, color=COLOURS[part][theme])
             end += nbytes
         axes.text(end, row, f" {choice.total:.3g}", va="center", fontweight="bold")
-        axes.text(0, row - 0.27, choice.name.replace("torch.", ""), va="bottom", fontsize=8.5)
+        axes.text(0, row - 0.27, choice.name.replace("torch.", "").replace("=True", ""), va="bottom", fontsize=8.5)
     axes.set_title("Bytes of a parameter with Adam")
     axes.set_xlabel("bytes, activations not counted")
     axes.set_yticks([])
