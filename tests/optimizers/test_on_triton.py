@@ -353,7 +353,7 @@ def test_replays_of_steps_on_encoded_states_have_the_bits_of_steps_that_the_host
     expected = encoded_steps.Training(rule, form, there, capturable=False).run()
     assert "step_numbers" not in counted_there
     eager = encoded_steps.Training(rule, form, there, capturable=True).run()
-    assert "step_numbers" in counted_there
+    assert ("step_numbers" in counted_there) is (rule != "AdamP")  # its numbers are tensors of torch's operators
     captured = encoded_steps.Training(rule, form, there, capturable=True).run_captured(encoded_steps.simulated)
     for found in (eager, captured):
         encoded_steps.assert_same_bits(found, expected)
