@@ -329,14 +329,14 @@ def make_parser() -> Parser:
     return parser
 
 
-def recipes(args: argparse.Namespace, device: torch.device) -> list[Recipe]:
-    """The one run that the command line names, or the three of the comparison."""
+def recipes(args: argparse.Namespace, native: torch.dtype | None) -> list[Recipe]:
+    """The one run that the command line names, or the three of the comparison; see ``comparison`` for ``native``."""
     common = {"epochs": args.epochs, "seed": args.seed, "samples": args.samples}
     if args.opt_level is None:
         for name in ("optimizer", "combine_grad", "loss_scale", "channels", "lr", "save", "resume"):
             if getattr(args, name) is not None:
                 raise UserError(f"--{name.replace('_', '-')} belongs to one run: name it with --opt-level O0..O5")
-        return comparison(native_dtype(device), **common)
+        return comparison(native, **common)
     optimizer = args.optimizer or "NpuFusedAdam"
     lr = args.lr or (0.1 if optimizer.endswith("SGD") else Recipe.lr)
     scaling = {"combine_grad": bool(args.combine_grad), "loss_scale": args.loss_scale}
@@ -422,12 +422,13 @@ def run_all(args: argparse.Namespace) -> None:
     check_writable("--plot", args.plot)
     device = find_device(args.device)
     print(f"digits.py: torch {torch.__version__} on {device.type}, {args.epochs} epochs, seed {args.seed}", flush=True)
-    todo = recipes(args, device)
+    native = native_dtype(device) if args.opt_level is None else None
+    todo = recipes(args, native)
     torch.backends.cudnn.deterministic = True  # same seed, same losses
     # Batches this small are not worth sharing among cores, which on a busy machine would mostly wait for each other.
     torch.set_num_threads(1)
     histories = {recipe.label: train(recipe, device, save=args.save, resume=args.resume) for recipe in todo}
-    print_table(histories)
+    print_table(histories, timed=len(todo) == 1 or native is not None)
     if len(todo) > 1:
         print(time_of_steps(device))
     save_plot(histories, args.plot)

@@ -90,22 +90,21 @@ class Progress:
         return f"loss {history.losses[-1]:.4f}{scale}"
 
 
-def print_table(histories: dict[str, History]) -> None:
-    """One line per run; the last column is the speed over that of the first run."""
-    rows = [("run", "test accuracy", "skipped steps", "final loss scale", "epochs/s", "speed")]
+def print_table(histories: dict[str, History], *, timed: bool) -> None:
+    """One line per run; ``timed``: with epochs per second, and the speed over that of the first run."""
+    rows: list[tuple[str, ...]] = [("run", "test accuracy", "skipped steps", "final loss scale")]
+    rows[0] += ("epochs/s", "speed") if timed else ()
     first = next(iter(histories.values())).epochs_per_second
     for label, history in histories.items():
         scaled = bool(history.scales)
-        rows.append(
-            (
-                label,
-                f"{history.test_accuracies[-1]:.2%}",
-                str(history.skipped) if scaled else "-",
-                f"{history.scales[-1]:.0f}" if scaled else "-",
-                f"{history.epochs_per_second:.2f}",
-                f"{history.epochs_per_second / first:.2f}x",
-            )
+        row = (
+            label,
+            f"{history.test_accuracies[-1]:.2%}",
+            str(history.skipped) if scaled else "-",
+            f"{history.scales[-1]:.0f}" if scaled else "-",
         )
+        speed = history.epochs_per_second
+        rows.append((*row, f"{speed:.2f}", f"{speed / first:.2f}x") if timed else row)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print()
     for number, row in enumerate(rows):

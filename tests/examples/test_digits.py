@@ -135,6 +135,7 @@ def test_comparison_prints_a_table_and_draws_a_picture(digits, run, monkeypatch,
         assert f"{run_name}: epoch 2/2" in out
     assert "final loss scale" in out
     assert ("accuracy, not speed" in out) == (native is None)
+    assert ("epochs/s" in out) == (native is not None)
     assert "A step of Adam over 300 small tensors: torch.optim.Adam" in out
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
