@@ -81,7 +81,7 @@ class GroupEncoding:
 
     @property
     def draws_for_params(self) -> bool:
-        """Whether parameters are rounded with random bits, which depend on the step count."""
+        """True if parameters are rounded with random bits, which depend on the step count."""
         return self.stochastic_param or self.formats.get(MASTER_PARAM) == torch.int8
 
     @property
