@@ -349,11 +349,13 @@ def counted_there(launched, monkeypatch):
 
 @encoded_steps.cases([("AdamW", "int8"), ("SGD", "stochastic"), ("LAMB", "remainders")])
 def test_replays_of_steps_on_encoded_states_have_the_bits_of_steps_that_the_host_counts(rule, form, counted_there):
+    if rule == "AdamP":
+        pytest.skip("it has no Triton kernel: on a CPU the extension encodes its states, and reads counts on the host")
     there = torch.device("cpu")
     expected = encoded_steps.Training(rule, form, there, capturable=False).run()
     assert "step_numbers" not in counted_there
     eager = encoded_steps.Training(rule, form, there, capturable=True).run()
-    assert ("step_numbers" in counted_there) is (rule != "AdamP")  # its numbers are tensors of torch's operators
+    assert "step_numbers" in counted_there
     captured = encoded_steps.Training(rule, form, there, capturable=True).run_captured(encoded_steps.simulated)
     for found in (eager, captured):
         encoded_steps.assert_same_bits(found, expected)
