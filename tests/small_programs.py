@@ -3,6 +3,7 @@
 """Models with simple gradients, trained under amp in few lines; "right or refused"; the mark of a known fault."""
 
 import functools
+import io
 
 import pytest
 import torch
@@ -108,6 +109,14 @@ def train_step(model, optimizer, x=X, **options):
 def values(tensors):
     """As float32, on the host."""
     return [t.detach().float().cpu().clone() for t in tensors]
+
+
+def saved_and_loaded(thing):
+    """``thing``, by torch.save and torch.load."""
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 def assert_values(tensors, *expected, **tolerance):

@@ -23,6 +23,7 @@ from small_programs import (
     initialize,
     kinds,
     levels,
+    saved_and_loaded,
     start,
     train_step,
     values,
@@ -166,13 +167,6 @@ def step_of_mixed(model, optimizer):
     backward(model(inputs()).float().square().sum(), optimizer)
     optimizer.step()
     optimizer.zero_grad()
-
-
-def saved_and_loaded(thing):
-    file = io.BytesIO()
-    torch.save(thing, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 COPIES_AND_FILES = {**COPIES, "torch.save": saved_and_loaded}

@@ -5,12 +5,12 @@
 from __future__ import annotations
 
 import copy
-import io
 
 import numpy as np
 import pytest
 import torch
 from devices import DEVICE
+from small_programs import saved_and_loaded
 from torch import nn
 
 from apex_npu import amp, debug, optimizers
@@ -201,10 +201,7 @@ def test_training_resumes_bit_for_bit(rule, options, dtype, kind):
     elif kind == "deepcopied":
         other = copy.deepcopy(optimizer)
     else:
-        file = io.BytesIO()
-        torch.save(optimizer, file)
-        file.seek(0)
-        other = torch.load(file, weights_only=False)
+        other = saved_and_loaded(optimizer)
     copied = params_of(other)
     for step in range(3, 5):
         for held, stepped in ((params, optimizer), (copied, other)):

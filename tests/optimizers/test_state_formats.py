@@ -12,6 +12,7 @@ import pickle
 import pytest
 import torch
 from devices import DEVICE, SIMULATOR, VENDOR
+from small_programs import saved_and_loaded
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -608,10 +609,7 @@ def test_what_is_written_after_masters_have_been_loaded_or_copied_counts(kind, d
     elif kind == "deepcopied":
         optimizer = copy.deepcopy(optimizer)
     else:
-        file = io.BytesIO()
-        torch.save(optimizer, file)
-        file.seek(0)
-        optimizer = torch.load(file, weights_only=False)
+        optimizer = saved_and_loaded(optimizer)
     params = params_of(optimizer)
     for p, kept in zip(params, expected, strict=True):
         assert torch.equal(p.detach().cpu(), encode_remainder(kept["master_param"].cpu(), p.dtype)[0])
@@ -729,10 +727,7 @@ def test_random_bits_go_on_where_an_optimizer_is_loaded_or_copied(rule, options,
     elif kind == "deepcopied":
         other = copy.deepcopy(optimizer)
     else:
-        file = io.BytesIO()
-        torch.save(optimizer, file)
-        file.seek(0)
-        other = torch.load(file, weights_only=False)
+        other = saved_and_loaded(optimizer)
     copied = params_of(other)
     for _ in range(3):
         step_up(optimizer, *params)
