@@ -22,6 +22,7 @@ from apex_npu.amp.preconditions import optimizers_inside, shares_groups, steps_r
 from apex_npu.amp.remainder_masters import RemainderMasters
 from apex_npu.amp.session import Session
 from apex_npu.fusion import MASTER_PARAM, HasFusedGroups
+from apex_npu.ops import LOW_PRECISION
 
 # None: the dtype that the optimizer has chosen, or int16.
 _REMAINDERS: dict[Any, torch.dtype] = {True: torch.int16, "int8": torch.int8}
@@ -51,6 +52,8 @@ def adopt(optimizer: Optimizer, session: Session, fp32_values: Mapping[int, Tens
         dtype = _REMAINDERS.get(policy.store_param_remainders)
         state.masters = RemainderMasters(dtype) if _keeps_remainders(optimizer, policy) else Float32Masters()
         state.masters.make(optimizer, fp32_values)
+        before = [(p, fp32_values.get(id(p))) for p in state.masters.params()]
+        state.masters.uncast = [p for p, value in before if value is not None and value.dtype in LOW_PRECISION]
     session.register(optimizer, state)
 
 

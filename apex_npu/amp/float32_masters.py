@@ -76,7 +76,7 @@ class Float32Masters(Masters):
         """Return the parameters and their values."""
         self._take_written()
         values = list(map(self._value, range(len(self._params))))
-        names = ("retired", "own_values", "_params", "_dtypes", "_is_new")
+        names = ("retired", "own_values", "uncast", "_params", "_dtypes", "_is_new")
         return {**{name: getattr(self, name) for name in names}, "_values": values}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -152,7 +152,7 @@ def _computes_outside(state: AmpOptimizerState) -> bool:
 
 def warn_of_dtypes(session: Session, optimizer: Optimizer, state: AmpOptimizerState) -> None:
     """Warn if ``optimizer`` steps float16 or bfloat16 parameters at a level that keeps parameters in float32."""
-    if state.policy.model_dtype in LOW_PRECISION or settings.accept_low_precision_models:
+    if state.widens or state.policy.model_dtype in LOW_PRECISION or settings.accept_low_precision_models:
         return
     formats = getattr(optimizer, "state_formats", None)
     if formats is not None and (formats.has_remainders or formats.stochastic_rounding):

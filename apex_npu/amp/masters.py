@@ -26,6 +26,7 @@ class Masters:
         own_values: Parameters with the float32 values that this process had before the cast. Until the first block
             another process may send its rounded values.
         retired: The model was passed to another ``initialize``, or amp was shut down.
+        uncast: Parameters that the model itself had in 16 bits. A loop over ``amp.master_params`` leaves their data.
         loop: Returns the open loop over ``amp.master_params``, or None.
     """
 
@@ -34,6 +35,7 @@ class Masters:
     def __init__(self, *, retired: bool = False) -> None:
         self.retired = retired
         self.own_values: list[Tensor] = []
+        self.uncast: list[Tensor] = []
         self.loop: Callable[[], Any] = _no_loop
 
     @property

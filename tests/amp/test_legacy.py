@@ -138,9 +138,37 @@ def test_a_model_in_half_is_accepted_once_the_state_allows_it():
         model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     finally:
         _amp_state.allow_incoming_model_not_fp32 = False
-    assert [p.dtype for p in amp.master_params(optimizer)] == [torch.float32] * 2
     with pytest.raises(RuntimeError, match="Found param weight"):
         amp.initialize(nn.Linear(4, 2).to(DEVICE).half(), opt_level="O2", verbosity=0)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("cls", [torch.optim.SGD, optimizers.NpuFusedSGD])
+@pytest.mark.parametrize("cast_model_type", [None, False])
+def test_parameters_that_a_model_defines_in_half_are_trained_in_float32_and_looped_over_in_half(cls, cast_model_type):
+    model = nn.Linear(4, 2).to(DEVICE)
+    model.bias = nn.Parameter(torch.ones(2, device=DEVICE, dtype=torch.float16))
+    model.forward = lambda x: (x.float() @ model.weight.float().T * model.bias.float()).sum()
+    optimizer = cls(model.parameters(), lr=2e-4)
+    options = {"loss_scale": 1.0, "verbosity": 0, "cast_model_type": cast_model_type}
+    _amp_state.allow_incoming_model_not_fp32 = True
+    try:
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", **options)
+    finally:
+        _amp_state.allow_incoming_model_not_fp32 = False
+    expected = torch.ones(2)
+    for _ in range(4):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.ones(3, 4, device=DEVICE)), optimizer) as loss:
+            loss.backward()
+        expected -= 2e-4 * model.bias.grad.cpu()
+        optimizer.step()
+    for param, looped in zip(model.parameters(), amp.master_params(optimizer), strict=True):
+        assert looped is param
+        assert param.dtype == (torch.float32 if param is model.weight else torch.float16)
+        assert param.grad.dtype == torch.float32
+    with amp.float32_params(optimizer):
+        torch.testing.assert_close(model.bias.detach().cpu(), expected, rtol=1e-7, atol=1e-7)
 
 
 def test_verbosity_can_be_set_later(capsys):
