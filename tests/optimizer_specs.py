@@ -307,7 +307,7 @@ SPECS = [
     ),
     OptimizerSpec(
         FusedMixedPrecisionLamb,
-        reference.NvidiaLamb,
+        reference.NvidiaMixedPrecisionLamb,
         (
             {},
             {"lr": 1e-2, "weight_decay": 0.0, "use_nvlamb": True, "grad_averaging": False},

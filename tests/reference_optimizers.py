@@ -277,7 +277,16 @@ class NvidiaLamb(ReferenceOptimizer):
         ratio = 1.0
         if (decay or group["use_nvlamb"]) and p.norm() != 0 and u.norm() != 0:
             ratio = p.norm() / u.norm()
-        return p - float(group["lr"]) * ratio * u  # FusedMixedPrecisionLamb's is a tensor on the device
+        return p - float(group["lr"]) * ratio * u
+
+
+class NvidiaMixedPrecisionLamb(NvidiaLamb):
+    """FusedMixedPrecisionLamb's learning rate is a float32 tensor."""
+
+    def add_param_group(self, param_group):
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32)
 
 
 class NvidiaNovoGrad(ReferenceOptimizer):

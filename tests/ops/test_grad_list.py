@@ -48,12 +48,12 @@ def offsets_of(numels, gaps):
     return offsets, end
 
 
-def place(grads, offsets, numel, dtype, *, stepped=False):
+def place(grads, offsets, numel, dtype, *, writable=True):
     """``grads``, None where there is none, as an operand."""
     params = [nn.Parameter(torch.empty(0 if g is None else g.numel(), dtype=dtype)) for g in grads]
     for p, g in zip(params, grads, strict=True):
         set_grad(p, g)
-    return grad_slots([p.detach() for p in params], offsets, torch.device("cpu")).grad_list(params, 0, numel, stepped)
+    return grad_slots([p.detach() for p in params], offsets, torch.device("cpu")).grad_list(params, 0, numel, writable)
 
 
 def set_grad(param, grad):
@@ -297,25 +297,11 @@ def test_none_and_in_buffer():
     assert states(param, view, InPlace.READ, view) == (IN_BUFFER, [])
 
 
-def test_what_has_been_stepped_cannot_stay():
-    param = nn.Parameter(torch.zeros(3))
-    slots = grad_slots([torch.empty(3, device="meta")], [0], torch.device("cpu"))
-    grad = torch.ones(3)
-    assert states(param, grad, InPlace.READ, slots=slots) == STAYS
-    slots.grad_list([param], 0, 3, False)
-    assert states(param, grad, InPlace.READ, slots=slots) == STAYS
-    slots.grad_list([param], 0, 3, True)
-    assert states(param, grad, InPlace.READ, slots=slots) == GATHERED
-    assert states(param, torch.ones(3), InPlace.READ, slots=slots) == STAYS
-    slots.forget_stepped()
-    assert states(param, grad, InPlace.READ, slots=slots) == STAYS
-
-
 def test_neither_operands_nor_slots_keep_gradients_for_good():
     param = nn.Parameter(torch.zeros(3))
     param.grad = torch.ones(3)
     slots = grad_slots([torch.empty(3, device="meta")], [0], torch.device("cpu"))
-    placed = slots.grad_list([param], 0, 3, True)
+    placed = slots.grad_list([param], 0, 3, False)
     grad = weakref.ref(param.grad)
     storage = param.grad.untyped_storage()
     param.grad = None
@@ -332,10 +318,10 @@ def test_what_is_listed_to_be_stepped_is_not_scaled():
     param.grad = first
     slots = grad_slots([param], [0], torch.device("cpu"))
     with pytest.raises(RuntimeError, match="listed to be read"):
-        extension.scale_grad_list(slots.grad_list([param], 0, 3, True), 0.5, None)
+        extension.scale_grad_list(slots.grad_list([param], 0, 3, False), 0.5, None)
     assert torch.equal(first, torch.ones(3))
     assert first._version == 0
-    listed = slots.grad_list([param], 0, 3, False)
+    listed = slots.grad_list([param], 0, 3, True)
     param.grad = None  # the list has its memory and its version counter, if not the tensor itself
     extension.scale_grad_list(listed, 0.5, None)
     assert torch.equal(first, torch.full((3,), 0.5))

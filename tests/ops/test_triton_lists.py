@@ -60,7 +60,7 @@ def listed(dtypes, wide=F32, begin=0, numels=NUMELS, missing=(), writable=False)
         grads.append(p.grad)
         dense[offset : offset + numels[i]] = grad.double().cpu()
     slots = grad_slots([torch.empty_like(p, device="meta") for p in params], offsets, THERE)
-    operand = slots.grad_list(params, 0, total, not writable)
+    operand = slots.grad_list(params, 0, total, writable)
     grad_lists.ListedSlots(offsets, numels).add_addresses(operand)
     return operand, grads, dense.to(wide if len(set(dtypes)) > 1 else max(dtypes, key=lambda d: d.itemsize)).to(DEVICE)
 
@@ -216,7 +216,7 @@ def test_an_empty_slot_may_begin_where_another_does():
     for p in params:
         p.grad = torch.ones_like(p)
     slots = grad_slots([torch.empty_like(p, device="meta") for p in params], offsets, THERE)
-    operand = slots.grad_list(params, 0, 64, True)
+    operand = slots.grad_list(params, 0, 64, False)
     grad_lists.ListedSlots(offsets, numels).add_addresses(operand)
     found = grad_lists.addresses_of(operand).on_device
     assert found.tolist() == [0, params[1].grad.data_ptr(), 0, params[3].grad.data_ptr() - 4 * 16]
@@ -255,7 +255,7 @@ def test_gradients_in_turn_at_two_places_are_sent_once(monkeypatch):
     for turn in range(6):
         for p, grad in zip(params, places[turn % 2], strict=True):
             p.grad = grad
-        operand = slots.grad_list(params, 0, total, False)
+        operand = slots.grad_list(params, 0, total, True)
         listed_slots.add_addresses(operand)
         norm = cuda.KERNELS[segmented.plain_norm](operand)
         assert norm.item() == pytest.approx((1 + turn % 2) * math.sqrt(sum(NUMELS)))
@@ -274,7 +274,7 @@ def test_what_was_planned_for_slots_takes_other_gradients_flags_and_factors():
             p.grad = torch.full_like(p, turn + 1.0)
         if bad:
             params[2].grad[-1] = math.inf
-        operand = slots.grad_list(params, 0, total, False)
+        operand = slots.grad_list(params, 0, total, True)
         listed_slots.add_addresses(operand)
         found_inf = None if turn in (3, 6) or isinstance(factor, torch.Tensor) else torch.zeros(1, device=DEVICE)
         assert cuda.scale_listed(operand, factor, found_inf)

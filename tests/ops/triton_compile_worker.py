@@ -163,7 +163,7 @@ def listed_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
         grads = [torch.ones(length, dtype=narrow if i % 2 else wide) for i, length in enumerate(lengths)]
         extension.set_grads(params, grads)
         slots = extension.GradSlots([p.to("meta") for p in params], offsets, CPU)
-        grad = slots.grad_list(params, 0, NUMEL, wide != narrow)
+        grad = slots.grad_list(params, 0, NUMEL, wide == narrow)
         ListedSlots(offsets, lengths).add_addresses(grad)
         for op in OPTIONS:
             param, _, *states = operands(op, NUMEL, wide)

@@ -321,6 +321,8 @@ def stepped(spec, dtype, options, steps=2):
 def test_states_in_fewer_bytes(spec, dtype, formats, request, monkeypatch):
     """Those that plain torch decodes and encodes around the same kernels, bit for bit; parameters are the CPU's."""
     options = {**spec.variants[-1], **formats}
+    if "stochastic_rounding" in formats and spec.cls.__name__ == "FusedMixedPrecisionLamb":
+        pytest.skip("it has masters instead of stochastic rounding")
     of_cpu, _ = stepped(spec, dtype, options, steps=1)
     launched = request.getfixturevalue("launched")
     once, _ = stepped(spec, dtype, options, steps=1)
