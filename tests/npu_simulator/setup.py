@@ -83,12 +83,24 @@ def build_options() -> dict:
             except OSError as error:
                 print(f"npu_simulator: the build is not cached ({error})", flush=True)
 
-    has_c10d = torch.distributed.is_available()
+    headers = Path(torch.__file__).with_name("include")
+
+    def declares(header: str, *names: str) -> bool:
+        text = (headers / header).read_text(encoding="utf-8") if (headers / header).is_file() else ""
+        return all(name in text for name in names)
+
+    # What older versions of torch lack.
+    backend = ("getBackendOptions()", "void setTimeout(", "void abort()", "void shutdown()")
+    known = {
+        "C10D": torch.distributed.is_available(),
+        "BACKEND_OPTIONS": declares("torch/csrc/distributed/c10d/Backend.hpp", *backend),
+        "DEVICE_ALLOCATOR": declares("c10/core/CachingDeviceAllocator.h", "DeviceAllocator :"),
+    }
     extension = cpp_extension.CppExtension(
         EXTENSION,
         sources(),
         include_dirs=[str(HERE / "csrc")],
-        extra_compile_args=[*COMPILE_ARGS, *(["-DNPU_SIMULATOR_C10D"] if has_c10d else [])],
+        extra_compile_args=[*COMPILE_ARGS, *(f"-DNPU_SIMULATOR_{name}" for name, there in known.items() if there)],
     )
     ninja = cpp_extension.is_ninja_available()
     return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildExtension.with_options(use_ninja=ninja)}}

@@ -91,12 +91,14 @@ class HcclBackend final : public c10d::Backend {
       : c10d::Backend(rank, size), gloo_(std::move(gloo)) {}
 
   const std::string getBackendName() const override { return "hccl"; }
-  c10::intrusive_ptr<Options> getBackendOptions() override { return gloo_->getBackendOptions(); }
-  void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
   void setSequenceNumberForGroup() override { gloo_->setSequenceNumberForGroup(); }
   uint64_t getSequenceNumberForGroup() override { return gloo_->getSequenceNumberForGroup(); }
+#ifdef NPU_SIMULATOR_BACKEND_OPTIONS
+  c10::intrusive_ptr<Options> getBackendOptions() override { return gloo_->getBackendOptions(); }
+  void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
   void abort() override { gloo_->abort(); }
   void shutdown() override { gloo_->shutdown(); }
+#endif
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
     Tensors host = start("broadcast", tensors);

@@ -41,7 +41,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::DeviceIndex deviceCount() const noexcept override { return static_cast<c10::DeviceIndex>(number_of_devices); }
 
-  c10::Stream getStream(c10::Device device) const override {
+  c10::Stream getStream(c10::Device device) const noexcept override {
     return stream_of(with_index(device), this_stream[with_index(device).index()]);
   }
   c10::Stream getDefaultStream(c10::Device device) const override { return stream_of(with_index(device), 0); }
@@ -51,7 +51,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool /*high_priority*/ = false) const override {
     return getNewStream(device);
   }
-  c10::Stream exchangeStream(c10::Stream stream) const override {
+  c10::Stream exchangeStream(c10::Stream stream) const noexcept override {
     auto& current = this_stream[stream.device_index()];
     return stream_of(stream.device(), std::exchange(current, stream.id()));
   }

@@ -3,6 +3,7 @@
 //
 // Device memory: who owns it, how much there is of it, and how the host looks at it.
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/alignment.h>
 #include <c10/core/impl/alloc_cpu.h>
 
 #include <array>
@@ -10,9 +11,8 @@
 #include <new>
 #include <utility>
 
-#if __has_include(<c10/core/CachingDeviceAllocator.h>)
+#ifdef NPU_SIMULATOR_DEVICE_ALLOCATOR
 #include <c10/core/CachingDeviceAllocator.h>
-#define NPU_SIMULATOR_DEVICE_ALLOCATOR 1
 #endif
 
 #include "npu.h"
