@@ -46,7 +46,7 @@ using apex_npu::borrow;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 32;
+  m.attr("API") = 33;
 
   m.def("move_storages", &apex_npu::move_storages, py::arg("lists"), py::arg("src"), py::arg("offsets"),
         py::arg("copy_values"));
@@ -121,10 +121,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("params"), py::arg("views"), py::arg("first"), py::arg("in_place"), py::arg("least_numel"))
       .def(
           "grad_list",
-          [](apex_npu::GradSlots& slots, const py::sequence& params, size_t first, int64_t numel, bool stepped) {
-            return slots.grad_list(borrow(params), first, numel, stepped);
+          [](apex_npu::GradSlots& slots, const py::sequence& params, size_t first, int64_t numel, bool writable) {
+            return slots.grad_list(borrow(params), first, numel, writable);
           },
-          py::arg("params"), py::arg("first"), py::arg("numel"), py::arg("stepped"))
+          py::arg("params"), py::arg("first"), py::arg("numel"), py::arg("writable"))
       .def(
           "unscale",
           [](const apex_npu::GradSlots& slots, const py::list& params, const py::list& views, double factor,
@@ -146,7 +146,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           },
           py::arg("sources"), py::arg("params"), py::arg("views"), py::arg("first"), py::arg("last"), py::arg("chosen"),
           py::arg("flat"), py::arg("addresses"))
-      .def("forget_stepped", &apex_npu::GradSlots::forget_stepped)
       .def("let_go", &apex_npu::GradSlots::let_go, py::arg("flat"))
       .def(
           "take_up",

@@ -90,13 +90,10 @@ class ShardGrads(FlatGrads):
 
     def end_step(self) -> None:
         """Drop the gradients of the parts, and record that all parameters with a gradient have been stepped."""
-        self._drop(stepped=True)
+        self.drop(stepped=True)
 
-    def forget_stepped(self) -> None:
-        """Forget which gradients have been stepped, because they have been dropped."""
-        self._drop()
-
-    def _drop(self, *, stepped: bool = False) -> None:
+    def drop(self, *, stepped: bool = False) -> None:
+        """Drop the gradients of the parts; if ``stepped``, count that the parameters have been written."""
         if self._holds or self._has_brought:
             self._shards.drop_grads(stepped)
         self._holds = self._has_brought = False
@@ -104,13 +101,13 @@ class ShardGrads(FlatGrads):
     def states(self, slots: range | None = None) -> bytes:
         """Return one byte per parameter, of all or of ``slots``: NONE, IN_BUFFER or ELSEWHERE."""
         found = super().states(slots)
-        self._drop()
+        self.drop()
         return found
 
     def unscale_(self, inv_scale: float, found_inf: Tensor | None) -> None:
         """Multiply all gradients; the single pass of ``FlatGrads`` would look for gradients of the parts."""
         self._unscale_any(inv_scale, found_inf)
-        self._drop()
+        self.drop()
 
     def _find(self, slots: range | None, in_place: InPlace, least_numel: int | None = None) -> tuple[bytes, list[int]]:
         stays = in_place != InPlace.NO and not self.gathers_all and not (self._addressed and is_capturing())
@@ -151,13 +148,10 @@ class ShardGrads(FlatGrads):
         super().take(sources, inv_scale, found_inf, slots)
         self._shards.return_grads()
 
-    def operand(self, slots: range, numel: int, *, stepped: bool = False) -> Tensor:
-        """Return the gradients of consecutive ``slots`` for ``ops`` to read.
-
-        No gradient is gathered for a second step, because all stay with fully_shard.
-        """
+    def operand(self, slots: range, numel: int, *, writable: bool = True) -> Tensor:
+        """Return the gradients of consecutive ``slots`` for ``ops`` to read, as ``FlatGrads`` does."""
         if not self._holds:
-            return super().operand(slots, numel)
+            return super().operand(slots, numel, writable=writable)
         listed: Tensor = self._holding.grad_list(self.memory.slots, slots.start, len(slots), numel)
         if self._addressed is not None:
             self._addressed.add_addresses(listed, slots)
@@ -165,5 +159,5 @@ class ShardGrads(FlatGrads):
 
     def _operands(self, states: bytes) -> list[Tensor]:
         operands = super()._operands(states)
-        self._drop()
+        self.drop()
         return operands

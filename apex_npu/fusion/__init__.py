@@ -25,7 +25,6 @@ from apex_npu.fusion.many_tensors import (
     set_grads,
     swap_data,
     versions_of,
-    zero_grads,
 )
 from apex_npu.fusion.own_grad import OwnGrad
 from apex_npu.fusion.run import Run, row_count
@@ -83,5 +82,4 @@ __all__ = [
     "swap_data",
     "versions_of",
     "wraps_tensors",
-    "zero_grads",
 ]

@@ -466,26 +466,21 @@ class FlatGrads:
         unscale_grads(list(map(self.span, self._make_copier().batches(there))), inv_scale, found_inf)
         extension.set_grads([self.params[i] for i in there], slots_of_them)
 
-    def operand(self, slots: range, numel: int, *, stepped: bool = False) -> Tensor:
+    def operand(self, slots: range, numel: int, *, writable: bool = True) -> Tensor:
         """Return the gradients of consecutive ``slots`` for ``ops`` to read. No gradient may need gathering.
 
-        The operand is 1-D and has ``numel`` elements from the first slot on. If it has no memory, only ops can read it.
-        Gradients that are ``stepped`` are gathered for a second step.
+        The operand is 1-D and has ``numel`` elements from the first slot on. If it has no memory, only ops can read it,
+        and ``ops.multiply_`` can write it if it is ``writable``.
         """
         if self.is_packed:
             return self._packed_operand(slots, numel)
-        remembered = stepped and not self.is_widened  # no backward adds to float32 slots of 16-bit parameters
-        listed = self.memory.slots.grad_list(self.params[slots.start : slots.stop], slots.start, numel, remembered)
+        listed = self.memory.slots.grad_list(self.params[slots.start : slots.stop], slots.start, numel, writable)
         if self._addressed is not None:
             self._addressed.add_addresses(listed, slots)
         return listed
 
     def _operand_of(self, index: int) -> Tensor:
         return self.operand(range(index, index + 1), self.params[index].numel())
-
-    def forget_stepped(self) -> None:
-        """Forget which gradients have been stepped, after they have been dropped."""
-        self.memory.slots.forget_stepped()
 
     def operands(self, in_place: InPlace) -> list[Tensor]:
         """Return all gradients in few 1-D pieces: ``operand`` for those ELSEWHERE, and padded stretches of the buffer.
@@ -513,22 +508,6 @@ class FlatGrads:
     def gathered(self) -> list[Tensor]:
         """Gather all gradients, and return them as stretches of the buffer, padding included."""
         return [self.span(slots) for slots in stretches(self.gather())]
-
-    def zero_(self) -> None:
-        """Write zeros into all gradients that exist; if possible in place, since a script may hold them."""
-        states = self.states()
-        if ELSEWHERE in states and not (self.is_shown or self.is_sharded or self.is_packed):
-            found = [(self.params[i].grad, self.memory.shapes[i]) for i in places_of(ELSEWHERE, states)]
-            grads = [grad for grad, shape in found if grad is not None and grad_slots.fits(grad, shape, grad.dtype)]
-            if len(grads) == len(found):
-                torch._foreach_zero_(grads)
-                states = states.replace(bytes([ELSEWHERE]), bytes([NONE]))
-        if ELSEWHERE in states:
-            states = self.gather()
-        if states.count(IN_BUFFER) == len(states):
-            self.flat.zero_()
-        elif IN_BUFFER in states:
-            torch._foreach_zero_([self.memory.views[i] for i in places_of(IN_BUFFER, states)])
 
     def mask(self) -> Tensor:
         """Gather, and return a 1-D float32 mask: one where a gradient is IN_BUFFER, zero in padding and NONE slots."""

@@ -37,7 +37,7 @@ class InPlace(IntEnum):
     """
 
     NO = 0  # no gradient can stay
-    READ = 1  # gradients that have not been stepped can stay; a gradient that is reused is copied into its slot
+    READ = 1  # gradients of the slot's dtype, or 16-bit ones of a float32 slot, can stay
     WRITE = 2  # gradients of the slot's dtype can stay if they do not share their memory
 
 
@@ -65,14 +65,14 @@ class GradSlots(Protocol):
         """
         ...
 
-    def grad_list(self, params: Sequence[Tensor], first: int, numel: int, stepped: bool) -> Tensor:
+    def grad_list(self, params: Sequence[Tensor], first: int, numel: int, writable: bool) -> Tensor:
         """Return the gradients of ``params``, whose slots begin with number ``first``, as one operand for ``ops``.
 
         Args:
             params: Parameters whose gradients are None, in their slots, or ELSEWHERE and can stay there.
             first: The slot of the first parameter.
             numel: The number of elements of the operand.
-            stepped: Record that these gradients are stepped.
+            writable: The operand can be multiplied.
         """
         ...
 
@@ -84,10 +84,6 @@ class GradSlots(Protocol):
         Returns:
             False, with nothing written, if a gradient outside its slot can be neither written in place nor copied.
         """
-        ...
-
-    def forget_stepped(self) -> None:
-        """Forget which gradients have been stepped, after they have been dropped."""
         ...
 
     def addresses(

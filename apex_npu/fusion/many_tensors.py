@@ -7,11 +7,7 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from apex_npu._extension import extension
-from apex_npu.fusion import unfused
 
 if extension is None:
     from apex_npu.fusion.unfused import (
@@ -60,13 +56,4 @@ __all__ = [
     "set_grads",
     "swap_data",
     "versions_of",
-    "zero_grads",
 ]
-
-
-@torch.no_grad()
-def zero_grads(tensors: list[Tensor]) -> None:
-    """Call ``tensor.grad.zero_()`` for each tensor that has a gradient."""
-    others = range(len(tensors)) if extension is None else extension.zero_grads_cpu(tensors)
-    if others:
-        unfused.zero_grads([tensors[i] for i in others])

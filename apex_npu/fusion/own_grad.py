@@ -46,7 +46,7 @@ class OwnGrad:
 
     gather_unless_listed = gather
 
-    def operand(self, slots: range, numel: int, *, stepped: bool = False) -> Tensor:
+    def operand(self, slots: range, numel: int, *, writable: bool = True) -> Tensor:
         """Return the gradient, 1-D, with its elements in the parameter's order; a copy if necessary."""
         param, grad = self.params[0], self._grad()
         assert grad is not None
@@ -61,9 +61,6 @@ class OwnGrad:
         """The ``operand``, in the parameter's dtype."""
         param = self.params[0]
         return self.operand(range(1), param.numel()).to(param.dtype)
-
-    def forget_stepped(self) -> None:
-        """Do nothing: an ``OwnGrad`` does not record steps."""
 
     def have_parts(self) -> bool:
         """Return True while ``params[0]`` is the part inside the sharded parameter."""

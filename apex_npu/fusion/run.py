@@ -153,7 +153,7 @@ class Run:
         """Return the operand of gradients outside their slots. The run does not keep it, which would keep memory."""
         grads = self._group.grads
         if grads.is_packed or not grads.reads_lists:
-            return grads.operand(self.slots, self.param.numel(), stepped=True)
+            return grads.operand(self.slots, self.param.numel(), writable=False)
         grads.gather(self.slots)
         return grads.flat[self._span]
 

@@ -81,14 +81,6 @@ def swap_data(params: list[Tensor], sources: list[Tensor]) -> list[Tensor]:
     return former
 
 
-@torch.no_grad()
-def zero_grads(tensors: list[Tensor]) -> None:
-    """Call ``tensor.grad.zero_()`` for each tensor that has a gradient."""
-    grads = [grad for grad in map(_GRAD, tensors) if grad is not None]
-    if grads:
-        torch._foreach_zero_(grads)
-
-
 def grads_of(tensors: list[Tensor]) -> list[Tensor | None]:
     """Return ``tensor.grad`` of each tensor."""
     return list(map(_GRAD, tensors))

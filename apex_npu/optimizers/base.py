@@ -440,20 +440,18 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             with torch_profiler.record_function(self._zero_grad_profile_name) if on else nullcontext():  # as torch does
                 for group in self.param_groups:
                     drop_grads(group["params"])
-            for fused in self.fused_groups():
-                fused.grads.forget_stepped()
-        elif extension is None or not self._fused.listed or self._fused.full_params:
-            super().zero_grad(set_to_none)
+            self._fused.drop_parts()
         elif not self._zero_slots():
-            for grads in self.flat_grads():
-                grads.zero_()
+            params = [p for group in self.param_groups for p in group["params"]]
+            if extension is None or extension.zero_grads_cpu(params):  # it returns those that it has not zeroed
+                super().zero_grad(set_to_none)
         for memory in self._lending:
             memory.let_go()
 
     def _zero_slots(self) -> bool:
         """Zero the slots if all gradients are in them, and return True; else return False."""
-        fits = self._all_fused and not self._fused.unfused and self._fused.are_listed(self._lists())
-        held = self._flat_grads
+        record, held = self._fused, self._flat_grads
+        fits = self._all_fused and not record.unfused and not record.full_params and record.are_listed(self._lists())
         if not fits or not all(grads.all_present() for grads in held):
             return False
         for grads in held:

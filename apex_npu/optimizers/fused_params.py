@@ -82,6 +82,12 @@ class FusedParams:
         found = [group.grads for group in self.groups if isinstance(group.grads, FlatGrads)]
         return [grads for grads in found if not isinstance(grads, HostGrads)]
 
+    def drop_parts(self) -> None:
+        """Drop the gradients of the parts of sharded parameters, which have been cleared."""
+        for grads in self.shards:
+            if isinstance(grads, ShardGrads):
+                grads.drop()
+
     def is_any_sharded(self) -> bool:
         """Return True if one of the parameters is a DTensor."""
         return any(map(is_sharded, self.full_params.values()))

@@ -17,31 +17,37 @@ struct JoinBytes {
   }
 };
 
-struct SplitBytes {
-  APEX_NPU_INLINE void operator()(const float* values, BFloat16* param, int8_t* stored, const uint32_t* words,
+// Stores n elements by Element::store, which gets 8 random bits for each. A word serves a group of kGroup elements.
+template <typename Element>
+struct InGroups {
+  template <typename From, typename Param>
+  APEX_NPU_INLINE void operator()(const From* from, Param* param, int8_t* stored, const uint32_t* words,
                                   int64_t n) const {
     for (int64_t begin = 0; begin < n; begin += kGroup) {
       const uint32_t word = words[begin / kGroup];
-      if (begin + kGroup <= n) {
-        split_group(values + begin, param + begin, stored + begin, word, kGroup);
+      if (begin + kGroup <= n) {  // a constant number, for vectors without a remainder
+        store_group(from + begin, param + begin, stored + begin, word, kGroup);
       } else {
-        split_group(values + begin, param + begin, stored + begin, word, n - begin);
+        store_group(from + begin, param + begin, stored + begin, word, n - begin);
       }
     }
   }
 
-  static APEX_NPU_INLINE void split_group(const float* values, BFloat16* param, int8_t* stored, uint32_t word,
-                                          int64_t n) {
+  template <typename From, typename Param>
+  static APEX_NPU_INLINE void store_group(const From* from, Param* param, int8_t* stored, uint32_t word, int64_t n) {
     const auto count = static_cast<uint32_t>(n);
 #pragma omp simd
-    for (uint32_t i = 0; i < count; ++i) {
-      const uint32_t nan = mask_of(values[i] != values[i]);
-      const uint32_t kept = (bit_cast<uint32_t>(values[i]) | (nan & 0x00400000u)) & ~(nan & 0xffffu);
-      // In 24 bits. A carry may move the parameter.
-      const uint32_t rounded = (kept + ((word + kWeyl * i) >> 24)) >> 8;
-      param[i].bits = static_cast<uint16_t>((rounded + 0x80u) >> 8);
-      stored[i] = static_cast<int8_t>(rounded);
-    }
+    for (uint32_t i = 0; i < count; ++i) stored[i] = Element::store(from[i], param + i, (word + kWeyl * i) >> 24);
+  }
+};
+
+struct SplitByte {
+  static APEX_NPU_INLINE int8_t store(float value, BFloat16* param, uint32_t random) {
+    const uint32_t nan = mask_of(value != value);
+    const uint32_t kept = (bit_cast<uint32_t>(value) | (nan & 0x00400000u)) & ~(nan & 0xffffu);
+    const uint32_t rounded = (kept + random) >> 8;  // in 24 bits; a carry may move the parameter
+    param->bits = static_cast<uint16_t>((rounded + 0x80u) >> 8);
+    return static_cast<int8_t>(rounded);
   }
 };
 
@@ -57,27 +63,9 @@ struct WidenRemainders {
   }
 };
 
-struct NarrowRemainders {
-  APEX_NPU_INLINE void operator()(Half* param, const int16_t* remainder, int8_t* stored, const uint32_t* words,
-                                  int64_t n) const {
-    for (int64_t begin = 0; begin < n; begin += kGroup) {
-      const uint32_t word = words[begin / kGroup];
-      if (begin + kGroup <= n) {
-        narrow_group(param + begin, remainder + begin, stored + begin, word, kGroup);
-      } else {
-        narrow_group(param + begin, remainder + begin, stored + begin, word, n - begin);
-      }
-    }
-  }
-
-  static APEX_NPU_INLINE void narrow_group(Half* param, const int16_t* remainder, int8_t* stored, uint32_t word,
-                                           int64_t n) {
-    const auto count = static_cast<uint32_t>(n);
-#pragma omp simd
-    for (uint32_t i = 0; i < count; ++i) {
-      const auto random = static_cast<int32_t>((word + kWeyl * i) >> 24);
-      stored[i] = carried((remainder[i] + random) >> 8, param + i);
-    }
+struct NarrowRemainder {
+  static APEX_NPU_INLINE int8_t store(int16_t remainder, Half* param, uint32_t random) {
+    return carried((remainder + static_cast<int32_t>(random)) >> 8, param);
   }
 
   // Returns a rounded remainder, from -64 to 64. Ties belong to the even neighbour, and move the parameter there. The
@@ -110,13 +98,13 @@ void encode_remainder(const float* values, void* param, at::ScalarType dtype, in
                       const RandomWords& random, int64_t n) {
   const uint32_t* words = random.words;
   if (dtype != at::kHalf) {
-    vectorized_wide(SplitBytes(), values, static_cast<BFloat16*>(param), remainder, words, n);
+    vectorized_wide(InGroups<SplitByte>(), values, static_cast<BFloat16*>(param), remainder, words, n);
     return;
   }
   alignas(64) int16_t wide[kBlockNumel];
   encode_remainder(values, param, dtype, wide, n);
-  vectorized_wide(NarrowRemainders(), static_cast<Half*>(param), static_cast<const int16_t*>(wide), remainder, words,
-                  n);
+  vectorized_wide(InGroups<NarrowRemainder>(), static_cast<const int16_t*>(wide), static_cast<Half*>(param), remainder,
+                  words, n);
 }
 
 }  // namespace apex_npu

@@ -52,10 +52,6 @@ bool GradSlots::is_readable(const at::Tensor& grad, const Slot& slot) const {
   return may_be_of(grad.scalar_type(), slot) && grad.device() == device_ && has_order(grad, slot);
 }
 
-bool GradSlots::was_stepped(const at::Tensor& grad, size_t slot) const {
-  return !stepped_.empty() && stepped_[slot]._unsafe_get_target() == grad.storage().unsafeGetStorageImpl();
-}
-
 void GradSlots::remember_views(const std::vector<at::Tensor>& views) {
   TORCH_CHECK_VALUE(views.size() == slots_.size(), "remember_views: expected ", slots_.size(), " views, got ",
                     views.size());
@@ -77,7 +73,6 @@ GradStates GradSlots::states(const Borrowed& params, const Borrowed& views, size
     }
     found.states[i] = static_cast<char>(GradState::ELSEWHERE);
     bool stays = slot.numel >= least_numel && can_stay(grad, first + i, in_place);
-    if (stays && in_place == InPlace::READ) stays = !was_stepped(grad, first + i);
     if (stays && in_place == InPlace::WRITE) stays = allocated_by_torch(grad) && is_alone(grad);
     if (!stays) found.to_gather.push_back(static_cast<int64_t>(first + i));
   });
@@ -185,18 +180,12 @@ bool GradSlots::can_stay(const at::Tensor& grad, size_t i, InPlace in_place) con
   return grad.scalar_type() == slot.dtype && !grad.requires_grad();
 }
 
-at::Tensor GradSlots::grad_list(const Borrowed& params, size_t first, int64_t numel, bool stepped) {
+at::Tensor GradSlots::grad_list(const Borrowed& params, size_t first, int64_t numel, bool writable) {
   TORCH_CHECK_VALUE(!params.empty() && first + params.size() <= slots_.size(), "grad_list: expected parameters of the ",
                     slots_.size(), " slots, got ", params.size(), " from slot ", first, " on");
-  if (stepped && stepped_.empty()) {
-    const Remembered none(c10::intrusive_ptr<c10::StorageImpl>{});
-    stepped_.resize(slots_.size(), none);
-  }
-  GradList grads(numel, params.size(), !stepped, device_.value_or(c10::kCPU));
+  GradList grads(numel, params.size(), writable, device_.value_or(c10::kCPU));
   look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
-    if (!grad.defined()) return;
-    add_to(grads, grad, first + i, first);
-    if (stepped && !was_stepped(grad, first + i)) stepped_[first + i] = grad.storage().getWeakStorageImpl();
+    if (grad.defined()) add_to(grads, grad, first + i, first);
   });
   return as_operand(std::move(grads), numel, slots_[first].dtype);
 }

@@ -52,15 +52,14 @@ class GradSlots {
   void remember_views(const std::vector<at::Tensor>& views);
 
   // Returns the states of `params`, whose slots begin with number `first` and have these `views`. A gradient can stay
-  // ELSEWHERE to be read if it is on `device`, has its slot's order of elements and its dtype (for a float32 slot also
-  // a narrower one), and has not been stepped before. It can stay to be written if it has its slot's dtype and is
-  // alone. Gradients of fewer elements than `least_numel` cannot stay.
+  // ELSEWHERE to be read if it is on `device`, and has its slot's order of elements and its dtype (for a float32 slot
+  // also a narrower one). It can stay to be written if it has its slot's dtype and is alone. Gradients of fewer
+  // elements than `least_numel` cannot stay.
   GradStates states(const Borrowed& params, const Borrowed& views, size_t first, InPlace in_place, int64_t least_numel,
                     IsAlone is_alone) const;
 
   // Returns the existing gradients of these parameters as one operand of the kernels. It begins with the slot `first`.
-  // With `stepped`, records them as stepped, and they can only be read.
-  at::Tensor grad_list(const Borrowed& params, size_t first, int64_t numel, bool stepped);
+  at::Tensor grad_list(const Borrowed& params, size_t first, int64_t numel, bool writable);
 
   // Multiplies the gradients of `params`, one for each slot, by `factor`. Gradients that are IN_BUFFER, or can stay
   // ELSEWHERE to be written, are multiplied in place. Others are multiplied while they are copied into their slots,
@@ -78,14 +77,11 @@ class GradSlots {
                           const at::Tensor& addresses, IsAlone is_unused) const;
 
   // Returns whether a gradient that is not in slot `i` can stay ELSEWHERE to be read, or written. Does not check
-  // whether it is alone or has been stepped before.
+  // whether it is alone.
   bool can_stay(const at::Tensor& grad, size_t i, InPlace in_place) const;
 
   // Does grad_list for given gradients. Each must be undefined or can_stay there, to be written if `writable`.
   at::Tensor list_of(const Borrowed& grads, size_t first, int64_t numel, bool writable) const;
-
-  // Forgets which gradients have been stepped, after they have been dropped.
-  void forget_stepped() { stepped_.clear(); }
 
   // Takes the memory of `flat`, which contains the remembered views. Only the tensors in slots own it then.
   void let_go(const at::Tensor& flat) { lent_.emplace(flat); }
@@ -108,21 +104,15 @@ class GradSlots {
     at::ScalarType dtype;
   };
 
-  // A weak reference rather than an address, which another gradient may have by the time of the comparison. It refers
-  // to the storage, because torch.utils.swap_tensors refuses a tensor with weak references.
-  using Remembered = c10::weak_intrusive_ptr<c10::StorageImpl>;
-
   // Returns whether a gradient in the slot may have the dtype: that of the slot, or for float32 also a narrower one.
   static bool may_be_of(at::ScalarType dtype, const Slot& slot);
   static bool has_order(const at::Tensor& grad, const Slot& slot);
   bool is_readable(const at::Tensor& grad, const Slot& slot) const;
-  bool was_stepped(const at::Tensor& grad, size_t slot) const;
   void add_to(GradList& grads, const at::Tensor& grad, size_t slot, size_t first) const;
 
   std::vector<Slot> slots_;
   std::optional<c10::Device> device_;
   std::optional<SlotTable> places_;  // of the views
-  std::vector<Remembered> stepped_;  // empty, or one for each slot
   std::optional<LentMemory> lent_;
 };
 

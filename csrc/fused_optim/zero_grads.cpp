@@ -14,10 +14,10 @@ namespace {
 
 bool is_plain(const at::Tensor& t) {
   // Subclasses may keep their values in inner tensors (DTensor), and lazy tensors elsewhere. Inference tensors must not
-  // be written here; torch raises the error for them.
+  // be written here; torch raises the error for them. A gradient with a graph has to be detached first.
   return t.layout() == c10::kStrided && t.device().is_cpu() && t.has_storage() && !t.is_inference() &&
-         !t.unsafeGetTensorImpl()->is_python_dispatch() && !t.is_neg() && !t.is_conj() && !t._is_zerotensor() &&
-         t.is_non_overlapping_and_dense();
+         !t.requires_grad() && !t.unsafeGetTensorImpl()->is_python_dispatch() && !t.is_neg() && !t.is_conj() &&
+         !t._is_zerotensor() && t.is_non_overlapping_and_dense();
 }
 
 // Returns whether one of n bytes is not 0.
