@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from apex_npu.compat.pipeline.checkout import Checkout
+from apex_npu.compat.pipeline.patching import patch
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,7 +76,7 @@ def output(tree: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def patched(tree) -> Path:
-    Checkout(tree).patch()
+    patch(tree)
     return tree
 
 
@@ -89,7 +89,7 @@ def test_no_module_of_upstreams_amp_answers(patched, era):
 
 @pytest.fixture
 def patched_2025(tree_2025) -> Path:
-    Checkout(tree_2025).patch()
+    patch(tree_2025)
     return tree_2025
 
 

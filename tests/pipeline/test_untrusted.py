@@ -13,11 +13,9 @@ from pipeline import synthetic
 from pipeline.environments import script
 from pipeline.synthetic import git, snapshot
 
-from apex_npu.__main__ import main
 from apex_npu.compat.pipeline import PipelineError
-from apex_npu.compat.pipeline.checkout import Checkout
 from apex_npu.compat.pipeline.fetching import generate
-from apex_npu.compat.pipeline.maintaining import difference
+from apex_npu.compat.pipeline.patching import patch
 
 PROGRAMS = (
     *("core.fsmonitor", "core.pager", "core.editor", "core.sshCommand", "core.alternateRefsCommand", "gpg.program"),
@@ -63,12 +61,12 @@ def do_everything(tree, out):
     for name in ("README.md", "setup.py"):  # not as in git's index, so that git compares contents
         os.utime(tree / name, (0, 0))
     for act in (
-        lambda: Checkout(tree).patch(),
-        lambda: difference(Checkout(tree)),
-        lambda: Checkout(tree).resolve("newest"),
-        lambda: Checkout(tree).patch(reverse=True),
         lambda: generate(str(tree), None, out / "one"),
-        lambda: generate(str(tree), "HEAD", out / "two"),
+        lambda: patch(tree),
+        lambda: generate(None, "newest", tree),
+        lambda: generate(str(tree), None, out / "two"),
+        lambda: generate(str(tree), "HEAD", out / "three"),
+        lambda: patch(tree, reverse=True),
     ):
         with contextlib.suppress(PipelineError):
             act()
@@ -82,9 +80,12 @@ def test_settings_and_hooks_run_nothing(tree, evil, tmp_path, attributes, includ
     if included:
         settings = (tree / ".git" / "config").rename(tree / "settings")
         (tree / ".git" / "config").write_text(f'[includeIf "gitdir:{tree}/"]\npath = {settings}\n')
+    module = synthetic.write(tree / "module", {"file": "text\n"})
+    (module / ".git" / "info" / "attributes").write_text("* filter=evil\n")
+    configure(module, evil)
     upstream = snapshot(tree)
-    assert Checkout(tree).patch().startswith("now patched")
-    Checkout(tree).patch(reverse=True)
+    assert patch(tree).startswith("now patched")
+    patch(tree, reverse=True)
     assert snapshot(tree) == upstream
     do_everything(tree, tmp_path)
     assert not (tmp_path / "has-run").exists()
@@ -104,21 +105,11 @@ def test_a_partial_clone_runs_no_program_as_its_server(tree, evil, tmp_path, nam
     do_everything(tree, tmp_path)
 
 
-def test_a_submodule_runs_nothing(tree, evil, tmp_path):
-    module = synthetic.write(tree / "module", {"file": "text\n"})
-    git(tree, "add", "module")
-    git(tree, "commit", "--quiet", "--message", "with a module")
-    (module / ".git" / "info" / "attributes").write_text("* filter=evil\n")
-    configure(module, evil)
-    os.utime(module / "file", (0, 0))
-    do_everything(tree, tmp_path)
-
-
 @pytest.mark.parametrize("patched", [False, True])
 @pytest.mark.parametrize("path", ["setup.py", "change_data_ptr.py", "apex/optimizers"])
 @pytest.mark.parametrize("kind", ["link", "link to the same", "pipe", "folder"])
 def test_what_is_no_file_is_refused(tree, tmp_path, path, kind, patched):
-    Checkout(tree).patch(reverse=not patched)
+    patch(tree, reverse=not patched)
     away = tmp_path / "mine"
     if (tree / path).exists():
         (tree / path).rename(away)
@@ -130,43 +121,27 @@ def test_what_is_no_file_is_refused(tree, tmp_path, path, kind, patched):
         (os.mkfifo if kind == "pipe" else os.mkdir)(tree / path)
     before = snapshot(tmp_path)
     for reverse in (False, True):
-        with pytest.raises(PipelineError, match=f"other changes in .*{path}"):
-            Checkout(tree).patch(reverse=reverse)
+        with pytest.raises(PipelineError):
+            patch(tree, reverse=reverse)
     assert snapshot(tmp_path) == before
 
 
 def test_the_other_name_of_a_file_keeps_its_contents(tree, tmp_path):
     upstream = (tree / "setup.py").read_bytes()
     os.link(tree / "setup.py", tmp_path / "other name")
-    Checkout(tree).patch()
-    Checkout(tree).patch(reverse=True)
+    patch(tree)
+    assert (tree / "setup.py").read_bytes() != upstream
+    patch(tree, reverse=True)
     assert (tmp_path / "other name").read_bytes() == upstream
-    assert not (tmp_path / "other name").samefile(tree / "setup.py")
 
 
-def test_what_git_would_convert_is_changed(tree):
-    (tree / ".gitattributes").write_text("*.py text eol=crlf\n")
-    content = (tree / "setup.py").read_bytes().replace(b"\n", b"\r\n")
-    (tree / "setup.py").write_bytes(content)
-    assert git(tree, "diff", "--name-only") == ""
-    with pytest.raises(PipelineError, match=r"other changes in setup\.py"):
-        Checkout(tree).patch()
-    assert (tree / "setup.py").read_bytes() == content
-
-
-def test_work_trees_of_another_place_are_refused(tree, tmp_path):
-    git(tree, "config", "core.worktree", str(synthetic.write(tmp_path / "other", synthetic.files("2025"))))
-    with pytest.raises(PipelineError, match="is a folder of the git tree"):
-        Checkout(tree)
-
-
-def test_messages_have_no_control_characters(tree, capsys):
-    (tree / "\x1b[31mred").write_text("")
-    git(tree, "add", "--all")
-    git(tree, "commit", "--quiet", "--message", "red")
-    (tree / "\x1b[31mred").write_text("other\n")
-    assert main(["patch", str(tree)]) == 1
-    assert "in ?[31mred;" in capsys.readouterr().err
+def test_attributes_convert_nothing(tree):
+    upstream = snapshot(tree)
+    (tree / ".gitattributes").write_text("*.py text eol=crlf working-tree-encoding=UTF-16\n")
+    patch(tree)
+    assert b"\r\n" not in (tree / "setup.py").read_bytes()
+    patch(tree, reverse=True)
+    assert {**snapshot(tree), ".gitattributes": None} == {**upstream, ".gitattributes": None}
 
 
 def test_modules_of_the_current_folder_are_not_imported(tree, tmp_path):

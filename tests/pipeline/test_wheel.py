@@ -16,7 +16,7 @@ from pipeline import synthetic
 from pipeline.environments import ROOT, Environment, run, script
 from pipeline.lifecycle import live_through
 
-from apex_npu.compat.pipeline.checkout import Checkout
+from apex_npu.compat.pipeline.patching import patch
 
 
 def can_compile() -> bool:
@@ -157,7 +157,7 @@ def test_two_copies_are_noticed_when_apex_is_imported(environment, tmp_path):
 def test_a_patched_tree_may_be_installed_beside_apex_npu(environment, tmp_path):
     """`python -m apex_npu patch DIR`, then pip: the wheel requires apex_npu and does not bring it."""
     tree = synthetic.write(tmp_path / "upstream", synthetic.files("2025"))
-    Checkout(tree).patch()
+    patch(tree)
     shutil.copytree(ROOT / "apex_npu", environment.site / "apex_npu", ignore=shutil.ignore_patterns("__pycache__"))
     add_dist_info(environment, "0.1.0")
     environment.pip("install", "--no-build-isolation", tree)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Turn a checkout of NVIDIA's Apex into one that uses this package, and back. Start reading at ``checkout.py``.
+"""Turn a checkout of NVIDIA's Apex into one that uses this package, and back. Start reading at ``patching.py``.
 
 No import needs torch: ``scripts/*.sh`` run this package on machines that may have only git and Python.
 """

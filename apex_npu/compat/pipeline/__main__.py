@@ -1,25 +1,41 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m apex_npu.compat.pipeline``, which ``scripts/*.sh`` run; ``commands.py`` has the commands."""
+"""``python -m apex_npu.compat.pipeline``, which ``scripts/*.sh`` run."""
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Sequence
+from pathlib import Path
 
-from apex_npu._cli.command_line import Parser, run_command
+from apex_npu._cli.command_line import Parser, add_command, run_command
 
-from .commands import add_other_parsers, add_parser
+from .commands import printed
+from .fetching import generate
+from .maintaining import make_patch
+from .patching import patch
 
 
-def main(arguments: Sequence[str], program: str | None = None) -> int:
-    """Run the command in ``arguments``; return 0, 1 after a refusal, or 130 after Ctrl-C. argparse exits with 2."""
-    parser = Parser(prog=program, description="Patch checkouts of NVIDIA's Apex.")
+def _gen(options: argparse.Namespace) -> str:
+    if options.reverse:
+        return patch(options.out, reverse=True)
+    return generate(options.source, options.ref, options.out)
+
+
+def _parser() -> Parser:
+    parser = Parser(description="Patch checkouts of NVIDIA's Apex.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    add_parser(commands)
-    add_other_parsers(commands)
-    return run_command(parser, arguments)
+    gen = add_command(commands, "gen", printed(_gen), "clone Apex and patch the copy")
+    gen.add_argument("--source", metavar="DIR|URL", help="a local checkout, or a URL; default: upstream's")
+    ref = "a commit, tag or branch, or an era (2020, 2025, master); default: a checkout's own"
+    gen.add_argument("--ref", help=ref)
+    gen.add_argument("--out", type=Path, metavar="DIR", default=Path("build/apex"), help="default: %(default)s")
+    gen.add_argument("--reverse", action="store_true", help="remove the patch from --out, byte for byte")
+    help = "write patch/<era>/npu.patch from an edited checkout of its commit"
+    make = add_command(commands, "make-patch", printed(lambda options: make_patch(options.folder)), help)
+    make.add_argument("folder", type=Path, metavar="DIR")
+    return parser
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(_parser(), sys.argv[1:]))

@@ -25,9 +25,9 @@ class Era:
         """The path of the era's patch."""
         return FOLDER / self.name / "npu.patch"
 
-    def matches(self, files: set[str]) -> bool:
-        """Return whether a tree with these files is of this era."""
-        return files.issuperset(self.has) and files.isdisjoint(self.lacks)
+    def matches(self, folder: Path) -> bool:
+        """Return whether the tree in ``folder`` is of this era."""
+        return all((folder / name).is_file() is (name in self.has) for name in (*self.has, *self.lacks))
 
 
 _AMP, _TRANSFORMER, _OPTIMIZERS = (f"apex/{name}/__init__.py" for name in ("amp", "transformer", "optimizers"))

@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
+import filecmp
 import tempfile
 from pathlib import Path
 
 from . import PipelineError, eras
-from .checkout import Checkout, git
+from .patching import git, patch
 
 
 def generate(source: str | None, ref: str | None, out: Path) -> str:
@@ -20,39 +21,58 @@ def generate(source: str | None, ref: str | None, out: Path) -> str:
         out: The folder of the clone.
 
     Raises:
-        PipelineError: Cloning or patching fails. ``out`` is unchanged.
+        PipelineError: Cloning or patching fails, or without ``ref`` a folder has changes that a clone of its HEAD would
+            not have. ``out`` is unchanged.
         OSError: ``out`` cannot be written. It is unchanged.
     """
     commit = eras.COMMITS.get(ref, ref) if ref else None
     if out.is_dir() and any(out.iterdir()):
-        there = Checkout(out)
-        if commit and there.resolve(commit) != there.head:
-            raise PipelineError(f"{out} is at {there.head[:12]}, which is not {ref}: give another --out")
-        return there.patch()
-    if source is None or not Path(source).exists():
-        source, commit = source or eras.UPSTREAM, commit or eras.COMMITS[eras.DEFAULT]
-    elif commit is None and Path(source, ".git").exists():
-        checkout = Checkout(Path(source))
-        checkout.inspect()  # the clone would not have other changes
-        commit = checkout.head
+        if commit and commit_of(out, commit) != commit_of(out, "HEAD"):
+            raise PipelineError(f"{out} is at {commit_of(out, 'HEAD')}, which is not {ref}: give another --out")
+        return patch(out)
+    local = source is not None and Path(source).exists()
+    as_it_is = local and commit is None and Path(source or "", ".git").exists()
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent.resolve()) as folder:
-        unfinished = clone(source, commit or "HEAD", Path(folder, "apex"))
-        said = Checkout(unfinished, shown=out).patch()
-        unfinished.rename(out)
+        target = Path(folder, "apex")
+        clone(source or eras.UPSTREAM, commit or ("HEAD" if local else eras.COMMITS[eras.DEFAULT]), target)
+        edited = _differing(source, target) if as_it_is else []
+        said = patch(target, shown=out)
+        if edited and (edited := _differing(source, target)):  # else the folder is patched, as the clone is now
+            raise PipelineError(
+                f"{source} has changes that are not committed in {', '.join(map(repr, edited))}: commit them, set them "
+                "aside (git stash), or give --ref HEAD to leave them out"
+            )
+        target.rename(out)
     return said
 
 
-def clone(source: str, ref: str, target: Path) -> Path:
-    """Clone ``source`` to ``target``, with the files of ``ref`` as its commit has them, and return ``target``.
+def _differing(source: str | None, target: Path) -> list[str]:
+    names = git(target, "ls-files", "-z").split("\0")[:-1]
+    _, different, missing = filecmp.cmpfiles(str(source), target, names, shallow=False)
+    return [*different, *missing]
+
+
+def clone(source: str, ref: str, target: Path) -> None:
+    """Clone ``source`` to ``target``, with the files of ``ref`` as its commit has them.
 
     Raises:
         PipelineError: ``ref`` or ``source`` does not exist.
     """
     source = str(Path(source).resolve()) if Path(source).exists() else source
     git(target.parent, "clone", "--quiet", "--no-checkout", "--config", "core.autocrlf=false", "--", source, target)
-    commit = Checkout(target).resolve(ref)
+    commit = commit_of(target, ref)
     if commit is None:
         raise PipelineError(f"{source} has no commit, tag or branch {ref!r}")
     git(target, "checkout", "--quiet", "--detach", commit)
-    return target
+
+
+def commit_of(folder: Path, ref: str) -> str | None:
+    """Return the commit that ``ref`` names in the checkout in ``folder``, if any."""
+    for name in (ref, f"origin/{ref}"):
+        try:
+            options = ("--verify", "--quiet", "--end-of-options")
+            return git(folder, "rev-parse", *options, f"{name}^{{commit}}", GIT_ALLOW_PROTOCOL="none").strip()
+        except PipelineError:
+            continue
+    return None
