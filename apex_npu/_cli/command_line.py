@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -49,6 +51,8 @@ def add_command(commands: Commands, name: str, run: Callable[[argparse.Namespace
 def run_command(parser: Parser, arguments: Sequence[str], alone: Mapping[str, str] | None = None) -> int:
     """Run the command that ``arguments`` select. Wrong arguments exit with status 2.
 
+    The command ends quietly, with the status of SIGPIPE, if the program that reads its output has ended (``| head``).
+
     Args:
         parser: The parser of all commands.
         arguments: The words of the command line.
@@ -62,7 +66,14 @@ def run_command(parser: Parser, arguments: Sequence[str], alone: Mapping[str, st
     if unknown:
         hint = did_you_mean(unknown[0].partition("=")[0], re.findall(r"--[a-z-]+", options.parser.format_help()))
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-    status: int = options.run(options)
+    try:
+        status: int = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if rest:
+            raise  # of the script, as in Python
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at its end
+        return 128 + signal.SIGPIPE
     return status
 
 

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -256,6 +257,16 @@ def test_on_the_simulated_npu():
     devices = [row["name"] for row in json.loads(done.stdout)["sections"]["Devices"]]
     assert "npu:0" in devices
     assert "npu, convolutions" in devices
+
+
+@pytest.mark.parametrize("command", [["doctor", "--json"], ["bench", "--only", "Adam, small", "--seconds", "0.01"]])
+def test_it_ends_quietly_if_nobody_reads_on(command):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "apex_npu", *command]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_it_starts_without_torch():
