@@ -192,7 +192,6 @@ def test_a_real_apex_is_not_hidden_unless_forced(tmp_path):
     package(tmp_path, "apex", "amp", "optimizers", "transformer", source="from . import amp, transformer")
     said = output(REFUSED, tmp_path)
     assert said.startswith(f"apex is installed ({tmp_path}/apex/__init__.py), NVIDIA's Apex")
-    assert "apex.amp and apex.optimizers" in said
     assert "force=True" in said
     program = """
 import sys
@@ -220,20 +219,12 @@ print("theirs again")
 
 
 def test_a_stranger_is_named_as_one(tmp_path):
-    said = output(REFUSED, package(tmp_path, "apex", "lib"))
-    assert "an unrelated package" in said
-    assert "neither apex.amp nor apex.optimizers" in said
+    assert "an unrelated package" in output(REFUSED, package(tmp_path, "apex", "lib"))
 
 
 def test_a_foreign_change_data_ptr_is_not_hidden(tmp_path):
     (tmp_path / "change_data_ptr.py").write_text("")
     assert output(REFUSED, tmp_path).startswith("change_data_ptr is installed")
-
-
-def test_pypis_apex_is_named_for_what_it_is(tmp_path):
-    package(tmp_path, "apex", "models")
-    package(tmp_path / "apex", "lib", "libapex")
-    assert "PyPI's apex, a toolkit for logins in web applications made with Pyramid" in output(REFUSED, tmp_path)
 
 
 @pytest.mark.slow
@@ -243,9 +234,8 @@ def test_a_mere_folder_is_no_obstacle(tmp_path):
     assert output(program, tmp_path) == "apex_npu.amp.frontend\n"
 
 
-# As trees have it that were patched before the module moved.
 PATCHED = """
-from apex_npu.beside_upstream import serve
+from apex_npu.compat.apex_hook import serve
 serve(__file__)
 __apex_npu__ = True
 """

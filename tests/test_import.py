@@ -51,7 +51,6 @@ sys.modules["torch"] = None  # importing it fails
 import apex_npu
 from apex_npu import compat
 from apex_npu.compat import apex_hook, apex_name, finder, table
-import apex_npu.beside_upstream
 from apex_npu.compat.pipeline import patching
 assert not [name for name in sys.modules if name.partition(".")[0] == "numpy"]
 print(apex_npu.__version__, "fp16_utils" in dir(apex_npu), compat.MODULES["apex.parallel"])

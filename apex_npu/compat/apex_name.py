@@ -125,18 +125,11 @@ def _check_name_is_free(root: str) -> None:
     origin, loaded = _origin(root), sys.modules.get(root)
     if origin is None or getattr(loaded, MARK, False):
         return
-    path, folder = Path(origin), Path(origin).parent
+    path = Path(origin)
     if loaded is None and path.suffix == ".py" and f"{MARK} = True" in path.read_text("utf-8", "replace"):
         return
-    has = [name for name in ("amp", "optimizers") if (folder / name).is_dir() or (folder / f"{name}.py").is_file()]
-    if root != "apex":
-        what = "another module of this name"
-    elif has:
-        what = f"NVIDIA's Apex or a relative of it, with apex.{' and apex.'.join(has)}"
-    elif (folder / "lib" / "libapex.py").is_file():
-        what = "PyPI's apex, a toolkit for logins in web applications made with Pyramid, unrelated to NVIDIA's Apex"
-    else:
-        what = "an unrelated package of this name, which has neither apex.amp nor apex.optimizers"
+    is_nvidias = root == "apex" and any(path.with_name(name).exists() for name in ("amp", "amp.py", "optimizers"))
+    what = "NVIDIA's Apex or a relative of it" if is_nvidias else "an unrelated package of this name"
     state = "is installed" if loaded is None else "has been imported already"
     raise RuntimeError(
         f"{root} {state} ({origin}), {what}. Uninstall it, or pass force=True (python -m apex_npu run --force) to hide "

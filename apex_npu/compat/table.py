@@ -64,17 +64,13 @@ APEX = {
     "apex_C": "apex_npu.compat.flattening",
     "change_data_ptr": "apex_npu.compat.contrib.combine_tensors",
 }
-# The same names in this package, and the names that previously patched trees import.
+# The same names in this package.
 ALIASES = {
-    "apex_npu.beside_upstream": "apex_npu.compat.apex_hook",
     "apex_npu.contrib": "apex_npu.compat.contrib",
     "apex_npu.contrib.combine_tensors": "apex_npu.compat.contrib.combine_tensors",
     "apex_npu.contrib.optimizers": "apex_npu.compat.contrib.optimizers",
     "apex_npu.fp16_utils": "apex_npu.compat.fp16_utils",
     "apex_npu.multi_tensor_apply": "apex_npu.compat.multi_tensor_apply",
-    "apex_npu.names": "apex_npu.compat.names",
-    "apex_npu.names.change_data_ptr": "apex_npu.compat.names.change_data_ptr",
     "apex_npu.normalization": "apex_npu.compat.normalization",
-    "apex_npu.packing": "apex_npu.compat.packing",
     "apex_npu.parallel": "apex_npu.compat.parallel",
 }

@@ -15,7 +15,6 @@ from torch import Tensor
 from apex_npu.amp.scaler import DynamicScaleOptions, make_scaler
 from apex_npu.amp.scaler import LossScaler as Scaler
 from apex_npu.amp.session import current
-from apex_npu.ops import unscale_grads
 
 __all__ = ["LossScaler", "axpby_check_overflow_python", "scale_check_overflow_python"]
 
@@ -131,19 +130,10 @@ class LossScaler:
 
         Where a model gradient is None, the master gradient stays as it is. ``scale_override`` replaces the scale.
         """
-        if self._has_overflow:
-            return
         scale = self._loss_scale if scale_override is None else _checked(scale_override)
-        if scale == 1.0 and models_are_masters and not self.dynamic:
-            return
-        written = []
-        with torch.no_grad():
-            for model, master in zip(model_grads, master_grads, strict=True):
-                if model is not None:
-                    if master is not model:
-                        master.copy_(model)
-                    written.append(master)
-        self._unscale(written, 1.0 / scale)
+        for model, master in zip(model_grads, master_grads, strict=True):
+            if model is not None and not self._has_overflow:
+                self._has_overflow = scale_check_overflow_python(model, master, 1.0 / scale, self.dynamic)
 
     def unscale_with_stashed(
         self,
@@ -157,26 +147,11 @@ class LossScaler:
         Only the model gradients are checked for inf and nan. After an overflow nothing is done. ``scale_override``
         holds the scales of the model gradients, the stashed ones and the sum; by default they are this scale, 1 and 1.
         """
-        if self._has_overflow:
-            return
         model_scale, stashed_scale, out_scale = scale_override or (self._loss_scale, 1.0, 1.0)
-        with torch.no_grad():
-            pairs = zip(model_grads, master_grads, strict=True)
-            new = [model.detach().to(master.dtype, copy=True) for model, master in pairs]
-            self._unscale(new, out_scale / model_scale)
-            for grad, stashed, master in zip(new, stashed_master_grads, master_grads, strict=True):
-                master.copy_(grad.add_(stashed, alpha=out_scale / stashed_scale))
-
-    def _unscale(self, grads: list[Tensor], inv_scale: float) -> None:
-        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for grad in grads:
-            alike.setdefault((grad.device, grad.dtype), []).append(grad)
-        flags: dict[torch.device, Tensor] = {}
-        for (device, _), members in alike.items():
-            if self.dynamic and device not in flags:
-                flags[device] = torch.zeros(1, dtype=torch.float32, device=device)
-            unscale_grads(members, inv_scale, flags.get(device))
-        self._has_overflow = self._has_overflow or any(bool(flag) for flag in flags.values())
+        a, b = out_scale / model_scale, out_scale / stashed_scale
+        for model, stashed, master in zip(model_grads, stashed_master_grads, master_grads, strict=True):
+            if not self._has_overflow:
+                self._has_overflow = axpby_check_overflow_python(model, stashed, master, a, b, self.dynamic)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("dynamic", *_NUMBERS, *_OPTIONS)}

@@ -12,7 +12,6 @@ from apex_npu.amp.frontend import master_params
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.scaler import DynamicScaleOptions
 from apex_npu.amp.session import Session, current, settings
-from apex_npu.backends.script_warnings import warn
 from apex_npu.compat.amp.handle import AmpHandle
 from apex_npu.compat.amp.scaler import LossScaler
 from apex_npu.distributed.rank_progress import is_first_rank
@@ -51,20 +50,7 @@ class AmpState:
         hard_override: Makes ``warn_or_err`` print instead of raise. It disables no check of this library.
     """
 
-    _hard_override = False
-
-    @property
-    def hard_override(self) -> bool:
-        """If True, ``warn_or_err`` prints instead of raising."""
-        return self._hard_override
-
-    @hard_override.setter
-    def hard_override(self, value: bool) -> None:
-        if value:
-            warn(
-                "hard_override disables no check of amp.initialize here: remove the arguments that contradict opt_level"
-            )
-        self._hard_override = bool(value)
+    hard_override = False
 
     @property
     def allow_incoming_model_not_fp32(self) -> bool:

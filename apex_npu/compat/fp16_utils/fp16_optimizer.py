@@ -17,6 +17,7 @@ from apex_npu.amp.grad_layout import make_grad_groups
 from apex_npu.amp.optimizer_state import inner_optimizer
 from apex_npu.compat.amp.scaler import LossScaler
 from apex_npu.compat.amp.stash import Aside, set_grads_aside, unscale_and_add
+from apex_npu.compat.fp16_utils.fp16util import master_params_to_model_params, model_grads_to_master_grads
 from apex_npu.ops import LOW_PRECISION
 
 __all__ = ["FP16_Optimizer"]
@@ -152,8 +153,7 @@ class FP16_Optimizer:
     def update_master_grads(self) -> None:
         """Unscale the gradients, copy them to the masters, check for inf and nan, and update the scale."""
         self.loss_scaler.clear_overflow_state()
-        for param, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True):
-            master.grad = None if param.grad is None else param.grad.detach().float()
+        model_grads_to_master_grads(self.all_fp16_params, self.all_fp32_from_fp16_params)
         unscale_and_add(self._grad_groups(), self._aside or {}, self.loss_scaler)
         self._aside = None
         self.overflow = self._spoiled = self.loss_scaler.update_scale() or self._spoiled
@@ -199,9 +199,7 @@ class FP16_Optimizer:
         return loss
 
     def _master_params_to_model_params(self) -> None:
-        with torch.no_grad():
-            for param, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True):
-                param.copy_(master)
+        master_params_to_model_params(self.all_fp16_params, self.all_fp32_from_fp16_params)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """Return the gradients of what the optimizer steps, per group; after an overflow warn and return None."""
@@ -245,9 +243,7 @@ class FP16_Optimizer:
         self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
         self.overflow = state_dict["overflow"]
         self.first_closure_call_this_step = state_dict["first_closure_call_this_step"]
-        with torch.no_grad():
-            for master, value in zip(own, saved, strict=True):
-                master.copy_(value)
+        master_params_to_model_params(own, saved)
 
     def __getstate__(self) -> NoReturn:
         raise RuntimeError("FP16_Optimizer should be serialized using state_dict().")
