@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Turn a checkout of NVIDIA's Apex into one that uses this package, and back. Start reading at ``patching.py``.
 
-No import needs torch: ``scripts/*.sh`` run this package on machines that may have only git and Python.
+No import needs torch: ``scripts/gen.sh`` runs this package on machines that may have only git and Python.
 """
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m apex_npu.compat.pipeline``, which ``scripts/*.sh`` run."""
+"""``python -m apex_npu.compat.pipeline``: ``gen``, which ``scripts/gen.sh`` runs, and ``make-patch``."""
 
 from __future__ import annotations
 
