@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import csv
-import platform
 import shutil
 import subprocess
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from apex_npu.doctor import rounds as doctor
 from apex_npu.doctor.rounds import SHORTEST_MS, WARM_UP_ROUNDS, Spread, Times, in_turns  # noqa: F401 (Spread: for others)
 
 RESULTS = Path(__file__).parent / "results"
@@ -163,12 +163,7 @@ def commit() -> str:
 
 def processor(device: torch.device) -> str:
     """The name of the GPU, or of the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else doctor.processor()
 
 
 def write_csv(path: Path, table: list[dict[str, str]]) -> None:

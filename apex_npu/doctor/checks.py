@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,6 +32,7 @@ import apex_npu
 from apex_npu import _extension
 from apex_npu.compat.apex_name import names_taken
 from apex_npu.doctor.precision import LAYERS, native_dtypes, size_of, speed_of_low_precision
+from apex_npu.doctor.rounds import processor
 from apex_npu.ops import cpu, cuda, npu
 from apex_npu.optimizers import NpuFusedAdam
 from apex_npu.optimizers.memory_choices import memory_choices
@@ -209,10 +211,8 @@ def _extension_state() -> Finding:
 
 
 def _devices() -> Iterator[Finding]:
-    capability = torch.backends.cpu.get_cpu_capability()
-    model, units = _cpu()
     threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    yield Finding("cpu", f"{model}, {threads}, {capability}, {', '.join(units) or 'no unit for low precision'}")
+    yield Finding("cpu", f"{processor()}, {threads}, {torch.backends.cpu.get_cpu_capability()}")
     yield from _precision("cpu")
     if torch.version.cuda and not torch.cuda.is_available():
         remedy = "nvidia-smi shows whether the driver sees a GPU, and which CUDA it supports"
@@ -270,18 +270,6 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _cpu(path: Path = Path("/proc/cpuinfo")) -> tuple[str, list[str]]:
-    """Return the CPU's model, and Linux's names of its instructions for float16 and bfloat16."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return platform.processor() or platform.machine(), []
-    pairs: dict[str, str] = dict(re.findall(r"^([^\t:]+)\s*: (.*)$", text, flags=re.MULTILINE))
-    flags = pairs.get("flags", pairs.get("Features", "")).split()
-    units = [flag for flag in flags if re.search(r"^(avx512|amx|sve)?_?(bf16|fp16)$|^svebf16$|^asimdhp$", flag)]
-    return pairs.get("model name", "").strip() or platform.machine(), units
-
-
 # --- kernels ---------------------------------------------------------------------------------------------------------
 
 
@@ -304,7 +292,7 @@ def _cuda_kernels() -> Finding:
     with _logged() as said:
         if cuda.takes_ranges():
             return Finding("cuda", f"Triton {_version('triton')}, all rules")
-    reason = said[0] if said else "APEX_NPU_NO_TRITON is set"
+    reason = said("APEX_NPU_NO_TRITON is set")
     return Finding("cuda", f"torch's own kernels, with more launches: {reason}", State.NOTE, "pip install triton")
 
 
@@ -313,25 +301,22 @@ def _npu_kernel(kernel: str, device: torch.device) -> Finding:
     with _logged() as said:
         if npu.works(kernel, device):
             return Finding(name, "used: a trial step gave the right result")
-    return Finding(name, said[0] if said else "not available, plain torch is used (more launches)", State.NOTE)
+    return Finding(name, said("not available, plain torch is used (more launches)"), State.NOTE)
 
 
 @contextmanager
-def _logged() -> Iterator[list[str]]:
-    """Yield a list of the messages that the library logs in the block; it logs each message once in a process."""
-    said: list[str] = []
+def _logged() -> Iterator[Callable[[str], str]]:
+    """Yield a function for the first message that the library has logged in the block, or a text if there is none.
 
-    class _Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage().removeprefix("apex_npu: "))
-
-    logger, listener = logging.getLogger("apex_npu"), _Listener()
+    The library logs each message once in a process.
+    """
+    logger, listener = logging.getLogger("apex_npu"), BufferingHandler(1000)
     level, propagates = logger.level, logger.propagate
     logger.addHandler(listener)
     logger.setLevel(logging.INFO)
     logger.propagate = False
     try:
-        yield said
+        yield lambda other: next((r.getMessage().removeprefix("apex_npu: ") for r in listener.buffer), other)
     finally:
         logger.removeHandler(listener)
         logger.setLevel(level)

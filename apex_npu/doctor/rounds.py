@@ -4,8 +4,11 @@
 
 from __future__ import annotations
 
+import platform
+import re
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median, quantiles
 from typing import NamedTuple
 
@@ -14,6 +17,14 @@ WARM_UP_ROUNDS = 2
 SHORTEST_MS = 4.0
 
 Times = dict[str, list[float]]
+
+
+def processor() -> str:
+    """Return the name of the CPU."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(encoding="utf-8", errors="replace") if info.exists() else ""
+    named = re.search(r"^model name\s*: (.+)$", text, flags=re.MULTILINE)
+    return named[1] if named else platform.processor() or platform.machine()
 
 
 def in_turns(

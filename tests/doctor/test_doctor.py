@@ -6,7 +6,6 @@ import functools
 import importlib
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -143,25 +142,6 @@ def test_a_torch_npu_that_ends_the_process(examine, monkeypatch, tmp_path):
         "RuntimeError: a process that imports it ends with SIGABRT: Duplicated key 'size' found"
     )
     assert finding["remedy"].startswith("it needs a torch for the CPU, this one is for CUDA 13.0: pip install torch==")
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        (
-            "processor\t: 0\nmodel name\t: A CPU @ 2 GHz\nflags\t\t: avx512f avx512_bf16 amx_bf16 avx512_fp16\n",
-            ("A CPU @ 2 GHz", ["avx512_bf16", "amx_bf16", "avx512_fp16"]),
-        ),
-        (
-            "processor\t: 0\nFeatures\t: fp asimd asimdhp bf16 svebf16\n\nprocessor\t: 1\n",
-            (platform.machine(), ["asimdhp", "bf16", "svebf16"]),
-        ),
-        ("processor\t: 0\nmodel name\t: An old one\nflags\t\t: fpu sse f16c\n", ("An old one", [])),
-    ],
-)
-def test_units_for_low_precision(tmp_path, text, found):
-    (tmp_path / "cpuinfo").write_text(text)
-    assert checks._cpu(tmp_path / "cpuinfo") == found
 
 
 def test_a_torch_that_is_too_old(examine, monkeypatch):
