@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from apex_npu.backends.script_warnings import warn
-
 __all__ = [
     "FusedLayerNorm", "FusedLayerNormAffineFunction", "FusedLayerNormAffineMixedDtypesFunction",
     "FusedLayerNormFunction", "FusedRMSNorm", "FusedRMSNormAffineFunction",
@@ -194,15 +192,11 @@ class _AlwaysAffine(_ApexArguments):
         eps: float = 1e-5,
         *,
         memory_efficient: bool = False,
-        elementwise_affine: bool | None = None,
+        elementwise_affine: bool = True,
     ) -> None:
-        cls = type(self).__name__
-        if elementwise_affine is not None:
-            if not elementwise_affine:
-                raise RuntimeError(
-                    f"{cls} does not support elementwise_affine=False: its output has the weight's dtype"
-                )
-            warn(f"{cls} is always elementwise affine; drop the argument elementwise_affine", UserWarning)
+        if not elementwise_affine:
+            cls = type(self).__name__
+            raise RuntimeError(f"{cls} does not support elementwise_affine=False: its output has the weight's dtype")
         super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
 
 

@@ -203,8 +203,7 @@ def sync_batchnorm():
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    processes.join()
     for name in sys.argv[1:]:
         globals()[name]()
     processes.leave()

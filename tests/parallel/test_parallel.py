@@ -4,16 +4,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 import torch.distributed as dist
 from devices import DEVICE
-from processes import HANG_TIMEOUT, PYTHONPATH
 from torch import nn
 
 from apex_npu.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model
@@ -26,18 +23,7 @@ WORKER = Path(__file__).with_name("parallel_worker.py")
 @pytest.mark.slow
 def test_in_two_processes():
     averages = ["gradients", "unused", "accumulation", "amp_levels"]
-    checks = [*averages, "reductions", "flat_calls", "groups", "sync_batchnorm"]
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [*command, str(WORKER), *checks],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=HANG_TIMEOUT,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    processes.run(WORKER, *averages, "reductions", "flat_calls", "groups", "sync_batchnorm")
 
 
 @pytest.mark.parametrize(
