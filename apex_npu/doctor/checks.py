@@ -31,7 +31,7 @@ import torch.distributed as dist
 import apex_npu
 from apex_npu import _extension
 from apex_npu.compat.apex_name import names_taken
-from apex_npu.doctor.precision import LAYERS, native_dtypes, size_of, speed_of_low_precision
+from apex_npu.doctor.precision import LAYERS, native_dtypes, speed_of_low_precision
 from apex_npu.doctor.rounds import processor
 from apex_npu.ops import cpu, cuda, npu
 from apex_npu.optimizers import NpuFusedAdam
@@ -251,7 +251,7 @@ def _precision(kind: str) -> Iterator[Finding]:
         levels = {torch.float16: "O1, O2", torch.bfloat16: "O4, O5"}
         advice = "; ".join(f"{_name(dtype)}: levels {levels[dtype]}" for dtype in native_dtypes(speeds))
         advice = advice or "neither is native: mixed precision is correct here, not fast"
-        return f"{times} ({advice}); measured: {size_of(layers, kind)}"
+        return f"{times} ({advice})"
 
     for layers in LAYERS:
         yield _guarded(f"{kind}, {layers}", functools.partial(measured, layers))

@@ -49,8 +49,8 @@ def test_a_machine_on_which_all_is_well(examine, capsys):
     status, found = examine()
     assert found["Versions"]["torch"]["value"].startswith(torch.__version__)
     linear, convolutions = (found["Devices"][f"cpu, {layers}"]["value"] for layers in ("linear layers", "convolutions"))
-    assert "(bfloat16: levels O4, O5; float16: levels O1, O2); measured: 256 x 512 by 512 x 512" in linear
-    assert "float16 0.01 times as fast as float32 (bfloat16: levels O4, O5); measured: 3 x 3, 64 ch" in convolutions
+    assert "(bfloat16: levels O4, O5; float16: levels O1, O2)" in linear
+    assert "float16 0.01 times as fast as float32 (bfloat16: levels O4, O5)" in convolutions
     assert main(["doctor"]) == status
     text = capsys.readouterr().out
     for title in found:
@@ -219,13 +219,9 @@ def test_launches_do_not_hide_what_a_fast_device_computes(monkeypatch, layers, s
 
     monkeypatch.setattr(precision, "_work", work)
     monkeypatch.setattr(precision, "_seconds", seconds)
-    precision._scale.cache_clear()
     speeds = precision.speed_of_low_precision(layers, "meta")
     assert speeds == pytest.approx(dict.fromkeys((torch.bfloat16, torch.float16), half / single), rel=0.25)
     assert sum(computed) < 2.0
-    expected = {"linear layers": "4096 x 8192 by 8192 x 8192", "convolutions": "3 x 3, 1024 channels, 128 images"}
-    assert precision.size_of(layers, "meta").startswith(expected[layers]) == (single > 1e13)
-    precision._scale.cache_clear()
 
 
 @pytest.mark.slow
