@@ -43,11 +43,11 @@ def install_as_apex(force: bool = False) -> None:
     if _undo() is not None:
         return
     if not force:
-        _check_name_is_free("apex")
-        if _is_patched_apex():
+        taken = names_taken()
+        if "apex" not in taken and _is_patched_apex():
             return
-        for root in _ROOTS:
-            _check_name_is_free(root)
+        if taken:
+            raise RuntimeError(next(iter(taken.values())))
     undo = ExitStack()
     # All submodules of another Apex are hidden, since they do not work with this package's.
     hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in _ROOTS}
@@ -84,13 +84,7 @@ def names_taken() -> dict[str, str]:
 
     The dict is empty if ``install_as_apex`` would succeed without ``force``, or has been called.
     """
-    taken: dict[str, str] = {}
-    for root in _ROOTS:
-        try:
-            _check_name_is_free(root)
-        except RuntimeError as error:
-            taken[root] = str(error)
-    return taken
+    return {root: reason for root in _ROOTS if (reason := _why_taken(root))}
 
 
 def _undo() -> ExitStack | None:
@@ -120,18 +114,18 @@ def _is_patched_apex() -> bool:
     return origin is not None and Path(_FOLDER) not in Path(origin).parents
 
 
-def _check_name_is_free(root: str) -> None:
-    """Raise if ``root`` is the name of a module that is not ours, imported or not."""
+def _why_taken(root: str) -> str | None:
+    """Return the error message if ``root`` is the name of a module that is not ours, imported or not."""
     origin, loaded = _origin(root), sys.modules.get(root)
     if origin is None or getattr(loaded, MARK, False):
-        return
+        return None
     path = Path(origin)
     if loaded is None and path.suffix == ".py" and f"{MARK} = True" in path.read_text("utf-8", "replace"):
-        return
+        return None
     is_nvidias = root == "apex" and any(path.with_name(name).exists() for name in ("amp", "amp.py", "optimizers"))
     what = "NVIDIA's Apex or a relative of it" if is_nvidias else "an unrelated package of this name"
     state = "is installed" if loaded is None else "has been imported already"
-    raise RuntimeError(
+    return (
         f"{root} {state} ({origin}), {what}. Uninstall it, or pass force=True (python -m apex_npu run --force) to hide "
         "it from this process; nothing has been changed"
     )
