@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """ONNX files of models trained at any level: onnxruntime gives the results of a plain float32 model."""
 
+import contextlib
 import copy
 import importlib
 import importlib.metadata
@@ -349,13 +350,9 @@ def test_weights_in_low_precision_alone(tmp_path, installed):
         ({"model": nn.DataParallel(nn.Linear(1, 1))}, TypeError, "got DataParallel around one: pass model.module"),
         ({"args": torch.ones(1)}, TypeError, r"args must be a tuple of inputs, got Tensor: .*pass \(input,\)"),
         ({"dtype": torch.bfloat16}, ValueError, "dtype=torch.bfloat16: torch.float32 or torch.float16 is expected"),
-        ({"path": "."}, export.ExportError, r"\. is a folder; name a file"),
-        (
-            {"path": "missing/net.onnx"},
-            export.ExportError,
-            "missing/net.onnx: No such file or directory; name a file in",
-        ),
-        ({"path": "file/net.onnx"}, export.ExportError, "file/net.onnx: Not a directory; name a file in a folder"),
+        ({"path": "."}, export.ExportError, r"\. is a folder"),
+        ({"path": "missing/net.onnx"}, export.ExportError, "missing/net.onnx: No such file"),
+        ({"path": "file/net.onnx"}, export.ExportError, "file/net.onnx: Not a directory"),
     ],
 )
 def test_what_is_refused(tmp_path, monkeypatch, installed, change, error, message):
@@ -367,23 +364,14 @@ def test_what_is_refused(tmp_path, monkeypatch, installed, change, error, messag
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_model_that_fx_cannot_trace(tmp_path, installed):
-    class Branching(nn.Module):
-        def forward(self, x):
-            return x if x.sum() > 0 else -x
+class Branching(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
 
+
+def test_a_model_that_fx_cannot_trace(tmp_path, installed):
     with pytest.raises(export.ExportError, match=r"fold_batch_norm=True: torch.fx cannot trace Branching \(TraceError"):
         export.to_onnx(Branching(), (images(),), tmp_path / "net.onnx", fold_batch_norm=True)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_model_that_cannot_be_exported(tmp_path, installed, monkeypatch):
-    def fail(*args, **options):
-        raise RuntimeError("no such operator\nmore")
-
-    monkeypatch.setattr(torch.onnx, "export", fail)
-    with pytest.raises(export.ExportError, match=r"cannot export this Sequential \(RuntimeError: no such operator\)$"):
-        export.to_onnx(make(), (images(),), tmp_path / "net.onnx")
     assert not list(tmp_path.iterdir())
 
 
@@ -400,37 +388,48 @@ def test_the_reason_is_that_of_the_first_error(tmp_path, installed, monkeypatch)
     monkeypatch.setattr(torch.onnx, "export", fail)
     with pytest.raises(export.ExportError, match=r"this Sequential \(ValueError: Could not guard on an expression\)$"):
         export.to_onnx(make(), (images(),), tmp_path / "net.onnx")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
 def test_a_branch_on_values_is_named(tmp_path):
     needs_onnx()
-
-    class Branching(nn.Module):
-        def forward(self, x):
-            return x if x.sum() > 0 else -x
-
-    with pytest.raises(
-        export.ExportError, match=r"cannot export this Branching \(GuardOnDataDependentSymNode: "
-    ) as caught:
+    with pytest.raises(export.ExportError, match=r"Branching \(GuardOnDataDependentSymNode: ") as caught:
         export.to_onnx(Branching(), (images(),), tmp_path / "net.onnx")
     assert "\x1b" not in str(caught.value)
 
 
-def writes_text(monkeypatch, *suffixes):
-    """In place of torch's exporter: files with the text "new", ``path`` and those with ``suffixes``."""
+def contents(folder):
+    return {entry.name: entry.read_text() for entry in folder.iterdir() if entry.is_file()}
 
-    class Program:
-        def save(self, path):
-            for suffix in ("", *suffixes):
-                path.with_name(path.name + suffix).write_text("new")
 
-    monkeypatch.setattr(torch.onnx, "export", lambda *args, **options: Program())
+class Program:
+    """What torch's exporter returns: it writes the text "new" to ``path`` and the files with ``suffixes``, or fails."""
+
+    model = types.SimpleNamespace(opset_imports={"": 18})
+
+    def __init__(self, *suffixes, fails=False):
+        self.suffixes, self.fails = suffixes, fails
+
+    def save(self, path):
+        for suffix in ("", *self.suffixes):
+            path.with_name(path.name + suffix).write_text("new")
+        if self.fails:
+            raise OSError("disk full")
+
+    def __call__(self, *args):
+        raise RuntimeError("opset 99 is under development")
+
+
+@pytest.fixture
+def exports(installed, monkeypatch):
+    """Put a Program in place of torch's exporter."""
+    return lambda program: monkeypatch.setattr(torch.onnx, "export", lambda *args, **options: program)
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_a_link_stays(tmp_path, installed, monkeypatch, exists):
-    writes_text(monkeypatch, ".data")
+def test_a_link_stays(tmp_path, exports, exists):
+    exports(Program(".data"))
     (tmp_path / "store").mkdir()
     if exists:
         (tmp_path / "store" / "v2.onnx").write_text("old")
@@ -438,84 +437,48 @@ def test_a_link_stays(tmp_path, installed, monkeypatch, exists):
     link.symlink_to("store/v2.onnx")
     export.to_onnx(make(), (images(),), link, check=False)
     assert link.is_symlink()
-    assert {entry.name: entry.read_text() for entry in (tmp_path / "store").iterdir()} == {
-        "v2.onnx": "new",
-        "v2.onnx.data": "new",
-    }
+    assert contents(tmp_path / "store") == {"v2.onnx": "new", "v2.onnx.data": "new"}
     assert {entry.name for entry in tmp_path.iterdir()} == {"net.onnx", "store"}
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_weights_of_an_earlier_export_are_removed(tmp_path, installed, monkeypatch, exists):
-    writes_text(monkeypatch)
+def test_weights_of_an_earlier_export_are_removed(tmp_path, exports, exists):
+    exports(Program())
     (tmp_path / "net.onnx.data").write_text("weights")
     if exists:
         (tmp_path / "net.onnx").write_text("refers to net.onnx.data")
     export.to_onnx(make(), (images(),), tmp_path / "net.onnx", check=False)
     # A file of that name without a model beside it is not one of an export.
-    assert {entry.name for entry in tmp_path.iterdir()} == {"net.onnx"} | (set() if exists else {"net.onnx.data"})
+    assert contents(tmp_path).keys() == {"net.onnx"} | (set() if exists else {"net.onnx.data"})
 
 
-def test_an_opset_that_the_exporter_does_not_reach(tmp_path, installed, monkeypatch):
-    class Program:
-        model = types.SimpleNamespace(opset_imports={"": 18})
-
-    monkeypatch.setattr(torch.onnx, "export", lambda *args, **options: Program())
+def test_an_opset_that_the_exporter_does_not_reach(tmp_path, exports):
+    exports(Program())
     with pytest.raises(export.ExportError, match=r"opset=99: torch\.onnx exports this model with opset 18"):
         export.to_onnx(make(), (images(),), tmp_path / "net.onnx", opset=99)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_weights_in_a_second_file(tmp_path, installed, monkeypatch, fails):
-    class Program:
-        def save(self, path):
-            path.write_text("refers to net.onnx.data")
-            path.with_name(f"{path.name}.data").write_text("weights")
-            if fails:
-                raise OSError("disk full")
-
+def test_weights_in_a_second_file(tmp_path, exports, fails):
+    exports(Program(".data", fails=fails))
     (tmp_path / "net.onnx").write_text("old")
-    monkeypatch.setattr(torch.onnx, "export", lambda *args, **options: Program())
-    if fails:
-        with pytest.raises(OSError, match="disk full"):
-            export.to_onnx(make(), (images(),), tmp_path / "net.onnx", check=False)
-        assert {entry.name: entry.read_text() for entry in tmp_path.iterdir()} == {"net.onnx": "old"}
-        return
-    export.to_onnx(make(), (images(),), tmp_path / "net.onnx", check=False)
-    assert {entry.name: entry.read_text() for entry in tmp_path.iterdir()} == {
-        "net.onnx": "refers to net.onnx.data",
-        "net.onnx.data": "weights",
-    }
+    with pytest.raises(OSError, match="disk full") if fails else contextlib.nullcontext():
+        export.to_onnx(make(), (images(),), tmp_path / "net.onnx", check=False)
+    assert contents(tmp_path) == ({"net.onnx": "old"} if fails else {"net.onnx": "new", "net.onnx.data": "new"})
 
 
-def test_a_file_that_onnxruntime_does_not_run(tmp_path, installed, monkeypatch):
-    class Program:
-        def __call__(self, *args):
-            raise RuntimeError("opset 99 is under development")
-
-    monkeypatch.setattr(torch.onnx, "export", lambda *args, **options: Program())
-    message = (
-        r"onnxruntime cannot run the file \(RuntimeError: opset 99 is .*\): it is not written\. Choose an older opset"
-    )
-    with pytest.raises(export.ExportError, match=message):
+def test_a_file_that_onnxruntime_does_not_run(tmp_path, exports):
+    exports(Program())
+    with pytest.raises(export.ExportError, match=r"cannot run the file \(RuntimeError: opset 99 is "):
         export.to_onnx(make(), (images(),), tmp_path / "net.onnx")
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("found", "there"), [(None, "it is not installed"), ("0.1.0", r"0\.1\.0 is installed")], ids=["missing", "old"]
-)
 @pytest.mark.parametrize("name", ["onnx", "onnxscript", "onnxruntime"])
-def test_a_package_is_missing_or_old(tmp_path, monkeypatch, name, found, there):
-    def version(asked):
-        if asked == name and found is None:
-            raise importlib.metadata.PackageNotFoundError(asked)
-        return found if asked == name else "99.0"
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    message = rf'needs {name} >= [\d.]+ \({there}\): pip install "{name}>='
-    with pytest.raises(ImportError, match=message):
+def test_an_old_package(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(importlib.metadata, "version", lambda asked: "0.1.0" if asked == name else "99.0")
+    with pytest.raises(ImportError, match=rf'needs {name} >= [\d.]+ \(0\.1\.0 is installed\): pip install "{name}>='):
         export.to_onnx(make(), (images(),), tmp_path / "net.onnx")
     assert not list(tmp_path.iterdir())
 

@@ -145,64 +145,50 @@ def without(name):
     return {key: value for key, value in other_weights().items() if key != name}
 
 
+def saved(checkpoint):
+    """Writes ``checkpoint`` to a path."""
+    return lambda path: torch.save(checkpoint, path)
+
+
 BROKEN = {
     "missing file": (lambda path: None, r"broken\.pth: there is no such file"),
-    "empty": (
-        lambda path: path.write_bytes(b""),
-        r"broken\.pth is not a complete checkpoint .* \(EOFError\)\. The file is incomplete",
-    ),
-    "folder": (lambda path: path.mkdir(), r"broken\.pth is a folder; name a file in it"),
-    "text": (lambda path: path.write_text("weights"), r"not a complete checkpoint that torch\.load reads"),
+    "folder": (lambda path: path.mkdir(), r"broken\.pth is a folder"),
+    "empty": (lambda path: path.write_bytes(b""), r"not a complete checkpoint .*EOFError"),
+    "text": (lambda path: path.write_text("weights"), "not a complete checkpoint"),
     "cut off": (
         lambda path: (torch.save(other_weights(), path), path.write_bytes(path.read_bytes()[:900])),
-        r"not a complete checkpoint that torch\.load reads \(\w+: [^.]*\)\. The file is incomplete, .*: copy it again",
+        "not a complete checkpoint",
     ),
     "objects": (
-        lambda path: torch.save({"args": fractions.Fraction(1, 3), "model": other_weights()}, path),
-        r"contains objects other than tensors and numbers \(fractions\.Fraction\)",
+        saved({"args": fractions.Fraction(1, 3), "model": other_weights()}),
+        r"objects .*\(fractions\.Fraction\)",
     ),
-    "a whole module": (lambda path: torch.save(make(), path), r"contains objects other than .*torch\.nn\.modules\.\w+"),
-    "no weights": (lambda path: torch.save({"epoch": 3, "lr": 0.1}, path), r"this dict with 'epoch', 'lr'$"),
-    "a list": (lambda path: torch.save([1, 2], path), r"no weights of a model in this list"),
-    "an optimizer alone": (
-        lambda path: torch.save(torch.optim.SGD(make().parameters(), lr=1).state_dict(), path),
-        r"no weights of a model in this dict",
-    ),
-    "two models": (
-        lambda path: torch.save({"G": other_weights(), "D": other_weights()}, path),
-        r"weights of 2 models \('G', 'D'\): pass key= to choose",
-    ),
-    "missing names": (
-        lambda path: torch.save(without("2.bias"), path),
-        r"checkpoint does not fit Sequential, and nothing is loaded: 1 missing \(2\.bias\)$",
-    ),
+    "a whole module": (saved(make()), r"objects .*torch\.nn\.modules\.\w+"),
+    "no weights": (saved({"epoch": 3, "lr": 0.1}), r"dict with 'epoch', 'lr'$"),
+    "a list": (saved([1, 2]), "no weights .* list"),
+    "an optimizer alone": (saved(torch.optim.SGD(make().parameters(), lr=1).state_dict()), "no weights"),
+    "two models": (saved({"G": other_weights(), "D": other_weights()}), r"2 models \('G', 'D'\): pass key="),
+    "missing names": (saved(without("2.bias")), r"does not fit Sequential, .*: 1 missing \(2\.bias\)$"),
     "unexpected names": (
-        lambda path: torch.save({"net": other_weights() | {"3.bias": torch.ones(1)}}, path),
+        saved({"net": other_weights() | {"3.bias": torch.ones(1)}}),
         r"checkpoint\['net'\] does not fit Sequential, .*: 1 unexpected \(3\.bias\)$",
     ),
     "other shapes": (
-        lambda path: torch.save(other_weights() | {"2.bias": torch.ones(5), "0.bias": 3.0}, path),
+        saved(other_weights() | {"2.bias": torch.ones(5), "0.bias": 3.0}),
         r"2 of another shape \(0\.bias is float, not \[4\], 2\.bias is \[5\], not \[2\]\)$",
     ),
     "another model": (
-        lambda path: torch.save(nn.Conv2d(1, 2, 3).state_dict(), path),
-        r"8 missing \(0\.weight, 0\.bias, 1\.weight, 1\.bias, 1\.running_mean, and 3 more\); "
-        r"2 unexpected \(weight, bias\)$",
+        saved(nn.Conv2d(1, 2, 3).state_dict()),
+        r"8 missing \(0\.weight, 0\.bias, .* and 3 more\); 2 unexpected \(weight, bias\)$",
     ),
     "a prefix before most names": (
-        lambda path: torch.save(prefixed(other_weights(), "model.") | {"loss.weight": torch.ones(2)}, path),
+        saved(prefixed(other_weights(), "model.") | {"loss.weight": torch.ones(2)}),
         r"8 missing .*; 10 unexpected \(model\.0\.weight, ",
     ),
-    "a part of the names after a prefix": (
-        lambda path: torch.save(prefixed(without("2.bias"), "model."), path),
-        r"nothing is loaded: 1 missing \(2\.bias\)$",
-    ),
-    "two models of one key": (
-        lambda path: torch.save({"a.b": other_weights(), "a": {"b": other_weights()}}, path),
-        r"has weights of 2 models \('a\.b', 'a\.b'\): pass key= to choose",
-    ),
+    "a part of the names after a prefix": (saved(prefixed(without("2.bias"), "model.")), r": 1 missing \(2\.bias\)$"),
+    "two models of one key": (saved({"a.b": other_weights(), "a": {"b": other_weights()}}), "2 models .*: pass key="),
     "some names with a prefix": (
-        lambda path: torch.save(prefixed(without("2.bias"), "module.") | {"2.bias": torch.ones(2)}, path),
+        saved(prefixed(without("2.bias"), "module.") | {"2.bias": torch.ones(2)}),
         r"7 missing .*; 8 unexpected \(module\.0\.weight, ",
     ),
 }
@@ -316,12 +302,9 @@ def test_a_broken_file_of_safetensors(tmp_path):
         export.load_weights(make(), tmp_path / "broken.safetensors")
 
 
-def test_safetensors_is_not_installed(tmp_path, monkeypatch):
-    def missing(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
+def test_an_old_safetensors(tmp_path, monkeypatch):
     (tmp_path / "net.safetensors").touch()
-    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1")
     with pytest.raises(ImportError, match=r'net\.safetensors needs safetensors >= .*pip install "safetensors>='):
         export.load_weights(make(), tmp_path / "net.safetensors")
 
