@@ -195,33 +195,33 @@ def apex_plugin(level: str) -> str:
     return f"plugins=__import__('apex_npu.integrations.lightning').integrations.lightning.ApexAmpPrecision({level!r})"
 
 
+def with_trainer(train: str) -> dict[str, Way]:
+    """The ways of a script that has the text ``train``, and whose last argument is the value of --bf16."""
+    ways = {"fp32": Way(arguments=("False",)), "bf16": Way(arguments=("True",))}
+    for level in ("O1", "O2", "O4", "O5"):
+        with_amp = train.replace("trainer.", f"{USE_AMP}(trainer, {level!r}).")
+        ways[level] = Way(edits=((train, with_amp),), arguments=("False",))
+    return ways
+
+
 def of_runner(wrapper: str = "", device: str = "npu") -> Way:
     begin = "optim_wrapper=dict("
     return Way(edits=((begin + "optimizer", begin + wrapper + "optimizer"),) if wrapper else (), device=device)
 
 
 TIMM = (
-    "--data-dir",
-    "images",
-    "--num-classes",
-    "3",
-    "--model",
-    "test_resnet",
-    "--img-size",
-    "32",
-    "--batch-size",
-    "16",
+    "--data-dir images --num-classes 3 --model test_resnet --img-size 32 --batch-size 16 --workers 0 --epochs 2 "
+    "--log-interval 1 --opt npufusedsgd --lr 0.05 --no-aug --warmup-epochs 0 --sched step --seed 1"
 )
-TIMM += ("--workers", "0", "--epochs", "2", "--log-interval", "1", "--opt", "npufusedsgd", "--lr", "0.05", "--no-aug")
-TIMM += ("--warmup-epochs", "0", "--sched", "step", "--seed", "1")
-
-TRL = ("--model_name_or_path", "model", "--dataset_name", "text", "--output_dir", "out", "--max_steps", "10")
-TRL += ("--per_device_train_batch_size", "8", "--logging_steps", "1", "--learning_rate", "1e-2", "--report_to", "none")
-TRL += ("--use_cpu", "True", "--save_strategy", "no", "--dtype", "float32", "--max_length", "32", "--bf16")
-RUN_CLM = ("--config_name", "model", "--tokenizer_name", "model", "--train_file", "train.txt", "--block_size", "32")
-RUN_CLM += ("--do_train", "--output_dir", "out", "--max_steps", "10", "--per_device_train_batch_size", "8")
-RUN_CLM += ("--logging_steps", "1", "--learning_rate", "1e-2", "--report_to", "none", "--save_strategy", "no")
-RUN_CLM += ("--use_cpu", "True", "--seed", "0", "--bf16")
+OF_TRAINER = (
+    "--output_dir out --max_steps 10 --per_device_train_batch_size 8 --logging_steps 1 --learning_rate 1e-2 "
+    "--report_to none --save_strategy no --use_cpu True --bf16"
+)
+TRL = f"--model_name_or_path model --dataset_name text --dtype float32 --max_length 32 {OF_TRAINER}"
+RUN_CLM = (
+    "--config_name model --tokenizer_name model --train_file train.txt --block_size 32 --do_train --seed 0 "
+    f"{OF_TRAINER}"
+)
 USE_AMP = "__import__('apex_npu.integrations.transformers').integrations.transformers.use_amp"
 
 SCRIPTS = {
@@ -230,16 +230,9 @@ SCRIPTS = {
         "",
         "scripts/sft.py",
         printed(r"'loss': '?([\d.]+)"),
-        {
-            "fp32": Way(arguments=("False",)),
-            "bf16": Way(arguments=("True",)),
-            **{
-                level: Way((("    trainer.train(", f"    {USE_AMP}(trainer, {level!r}).train("),), ("False",))
-                for level in ("O1", "O2", "O4", "O5")
-            },
-        },
+        with_trainer("    trainer.train("),
         prepare=write_language,
-        arguments=TRL,
+        arguments=tuple(TRL.split()),
         needs=("trl", "transformers", "datasets"),
     ),
     "transformers": Script(
@@ -247,21 +240,14 @@ SCRIPTS = {
         "v4.48.0",
         "examples/pytorch/language-modeling/run_clm.py",
         printed(r"'loss': '?([\d.]+)"),
-        {
-            "fp32": Way(arguments=("False",)),
-            "bf16": Way(arguments=("True",)),
-            **{
-                level: Way((("= trainer.train(", f"= {USE_AMP}(trainer, {level!r}).train("),), ("False",))
-                for level in ("O1", "O2", "O4", "O5")
-            },
-        },
+        with_trainer("= trainer.train("),
         data=(  # what newer releases of transformers do not have
             (", send_example_telemetry", ""),
             ('send_example_telemetry("run_clm", model_args, data_args)', "pass"),
             (" and not training_args.overwrite_output_dir", ""),
         ),
         prepare=write_text,
-        arguments=RUN_CLM,
+        arguments=tuple(RUN_CLM.split()),
         needs=("transformers", "datasets", "evaluate"),
     ),
     "timm": Script(
@@ -275,7 +261,7 @@ SCRIPTS = {
             "O1": Way(arguments=("--device", "cuda", "--amp", "--amp-impl", "apex"), device="npu"),
         },
         prepare=write_images,
-        arguments=TIMM,
+        arguments=tuple(TIMM.split()),
         host="timm",
         needs=("timm", "torchvision"),
     ),
