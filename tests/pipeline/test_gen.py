@@ -60,6 +60,9 @@ def test_a_ref_is_a_commit_a_tag_or_a_branch(tree_2025, tmp_path):
 
 
 def test_a_bare_mirror_and_a_patched_source_will_do(tree_2025, tmp_path):
+    head = git(tree_2025, "rev-parse", "HEAD")
+    git(tree_2025, "update-index", "--add", "--cacheinfo", f"160000,{head},cutlass")  # a submodule, as upstream has
+    git(tree_2025, "commit", "-q", "-m", "with a submodule")
     git(tmp_path, "clone", "--quiet", "--bare", str(tree_2025), str(tmp_path / "mirror.git"))
     generate(str(tmp_path / "mirror.git"), None, tmp_path / "one")
     generate(str(tmp_path / "one"), None, tmp_path / "two")

@@ -27,8 +27,9 @@ def generate(source: str | None, ref: str | None, out: Path) -> str:
     """
     commit = eras.COMMITS.get(ref, ref) if ref else None
     if out.is_dir() and any(out.iterdir()):
-        if commit and commit_of(out, commit) != commit_of(out, "HEAD"):
-            raise PipelineError(f"{out} is at {commit_of(out, 'HEAD')}, which is not {ref}: give another --out")
+        head = commit_of(out, "HEAD")
+        if commit and (head is None or head != commit_of(out, commit)):
+            raise PipelineError(f"{out} is at {head}, which is not {ref}: give another --out")
         return patch(out)
     local = source is not None and Path(source).exists()
     as_it_is = local and commit is None and Path(source or "", ".git").exists()
@@ -48,7 +49,8 @@ def generate(source: str | None, ref: str | None, out: Path) -> str:
 
 
 def _differing(source: str | None, target: Path) -> list[str]:
-    names = git(target, "ls-files", "-z").split("\0")[:-1]
+    """Return the files, without those of submodules, that are not the same in both folders."""
+    names = [name for name in git(target, "ls-files", "-z").split("\0") if (target / name).is_file()]
     _, different, missing = filecmp.cmpfiles(str(source), target, names, shallow=False)
     return [*different, *missing]
 
