@@ -30,12 +30,7 @@ def _shape(normalized_shape: Shape) -> list[int]:
 def fused_layer_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """Layer norm without weight and bias.
-
-    Example::
-
-        >>> output = normalization.fused_layer_norm(torch.randn(8, 64), (64,))
-    """
+    """Layer norm without weight and bias."""
     return F.layer_norm(input, _shape(normalized_shape), None, None, eps)
 
 
@@ -47,13 +42,7 @@ def fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Layer norm in the dtype of ``input``; the order of 2020, ``(input, normalized_shape, weight, bias)``, also works.
-
-    Example::
-
-        >>> weight, bias = torch.ones(64), torch.zeros(64)
-        >>> output = normalization.fused_layer_norm_affine(torch.randn(8, 64), weight, bias, (64,))
-    """
+    """Layer norm in the dtype of ``input``; the order of 2020, ``(input, normalized_shape, weight, bias)``, also works."""
     if not isinstance(weight, Tensor):
         weight, bias, normalized_shape = bias, cast(Tensor, normalized_shape), weight
     return F.layer_norm(input, _shape(cast(Shape, normalized_shape)), weight, bias, eps)
@@ -67,60 +56,33 @@ def mixed_dtype_fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Layer norm in the dtype of ``weight``, computed in the wider dtype of input and weight.
-
-    Example::
-
-        >>> input, weight, bias = torch.randn(8, 64).bfloat16(), torch.ones(64), torch.zeros(64)
-        >>> output = normalization.mixed_dtype_fused_layer_norm_affine(input, weight, bias, (64,))
-    """
+    """Layer norm in the dtype of ``weight``, computed in the wider dtype of input and weight."""
     wide = torch.promote_types(input.dtype, weight.dtype)
     return F.layer_norm(input.to(wide), _shape(normalized_shape), weight.to(wide), bias.to(wide), eps).to(weight.dtype)
 
 
 def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
-    """RMS norm without a weight.
-
-    Example::
-
-        >>> output = normalization.fused_rms_norm(torch.randn(8, 64), (64,))
-    """
+    """RMS norm without a weight."""
     return F.rms_norm(input, _shape(normalized_shape), None, eps)
 
 
 def fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """RMS norm times ``weight``.
-
-    Example::
-
-        >>> output = normalization.fused_rms_norm_affine(torch.randn(8, 64), torch.ones(64), (64,))
-    """
+    """RMS norm times ``weight``."""
     return F.rms_norm(input, _shape(normalized_shape), weight, eps)
 
 
 def mixed_dtype_fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """RMS norm in the dtype of ``weight``, computed in the wider dtype of input and weight.
-
-    Example::
-
-        >>> input, weight = torch.randn(8, 64).bfloat16(), torch.ones(64)
-        >>> output = normalization.mixed_dtype_fused_rms_norm_affine(input, weight, (64,))
-    """
+    """RMS norm in the dtype of ``weight``, computed in the wider dtype of input and weight."""
     wide = torch.promote_types(input.dtype, weight.dtype)
     return F.rms_norm(input.to(wide), _shape(normalized_shape), weight.to(wide), eps).to(weight.dtype)
 
 
 def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float) -> Tensor:
-    """RMS norm times ``weight``, if given, in the dtype of ``weight``.
-
-    Example::
-
-        >>> output = normalization.manual_rms_norm(torch.randn(8, 64), (64,), torch.ones(64), 1e-5)
-    """
+    """RMS norm times ``weight``, if given, in the dtype of ``weight``."""
     if weight is None:
         return fused_rms_norm(input, normalized_shape, eps)
     return mixed_dtype_fused_rms_norm_affine(input, weight, normalized_shape, eps)
@@ -138,9 +100,8 @@ def _autograd_function(name: str, function: Callable[..., Tensor]) -> Any:
     context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     signature = inspect.signature(function)
     vars(forward)["__signature__"] = signature.replace(parameters=[context, *signature.parameters.values()])
-    doc = (function.__doc__ or "").replace(f".{function.__name__}(", f".{name}.apply(")
     members = {"apply": staticmethod(function), "forward": staticmethod(forward)}
-    return type(name, (), {**members, "__doc__": doc, "__module__": __name__})
+    return type(name, (), {**members, "__doc__": function.__doc__, "__module__": __name__})
 
 
 FusedLayerNormFunction = _autograd_function("FusedLayerNormFunction", fused_layer_norm)
@@ -168,21 +129,11 @@ class _ApexArguments(nn.Module):
 
 
 class FusedLayerNorm(_ApexArguments, nn.LayerNorm):
-    """``torch.nn.LayerNorm``, whose state dict it shares.
-
-    Example::
-
-        >>> output = normalization.FusedLayerNorm(64)(torch.randn(8, 64))
-    """
+    """``torch.nn.LayerNorm``, whose state dict it shares."""
 
 
 class FusedRMSNorm(_ApexArguments, nn.RMSNorm):
-    """``torch.nn.RMSNorm``, whose state dict it shares.
-
-    Example::
-
-        >>> output = normalization.FusedRMSNorm(64)(torch.randn(8, 64))
-    """
+    """``torch.nn.RMSNorm``, whose state dict it shares."""
 
 
 class _AlwaysAffine(_ApexArguments):
@@ -201,13 +152,7 @@ class _AlwaysAffine(_ApexArguments):
 
 
 class MixedFusedLayerNorm(_AlwaysAffine, FusedLayerNorm):
-    """``FusedLayerNorm`` whose output has the dtype of its weight, whatever the input's dtype; always affine.
-
-    Example::
-
-        >>> normalization.MixedFusedLayerNorm(64)(torch.randn(8, 64).bfloat16()).dtype
-        torch.float32
-    """
+    """``FusedLayerNorm`` whose output has the dtype of its weight, whatever the input's dtype; always affine."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize ``input``."""
@@ -215,13 +160,7 @@ class MixedFusedLayerNorm(_AlwaysAffine, FusedLayerNorm):
 
 
 class MixedFusedRMSNorm(_AlwaysAffine, FusedRMSNorm):
-    """``FusedRMSNorm`` whose output has the dtype of its weight, whatever the input's dtype; always affine.
-
-    Example::
-
-        >>> normalization.MixedFusedRMSNorm(64)(torch.randn(8, 64).bfloat16()).dtype
-        torch.float32
-    """
+    """``FusedRMSNorm`` whose output has the dtype of its weight, whatever the input's dtype; always affine."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x``."""
