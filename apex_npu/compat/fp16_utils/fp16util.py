@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from apex_npu.autocast.forward_cast import cast_own_parameters, cast_parameters, is_affine_batch_norm
+from apex_npu.compat.flattening import flatten, unflatten
 
 __all__ = [
     "BN_convert_float", "FP16Model", "clip_grad_norm", "convert_module", "convert_network",
@@ -139,14 +140,9 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
             f"flat_master=True needs parameters of one dtype, got {', '.join(sorted(map(str, dtypes)))}; use "
             "flat_master=False, or FP16_Optimizer"
         )
-    master = nn.Parameter(torch.cat([param.detach().reshape(-1) for param in model_params]).float())
+    master = nn.Parameter(flatten([param.detach() for param in model_params]).float())
     master.grad = torch.zeros_like(master)
     return model_params, [master]
-
-
-def _parts(flat: Tensor, model_params: Sequence[Tensor]) -> list[Tensor]:
-    pieces = flat.split([param.numel() for param in model_params])
-    return [piece.view(param.shape) for piece, param in zip(pieces, model_params, strict=True)]
 
 
 @torch.no_grad()
@@ -172,7 +168,7 @@ def model_grads_to_master_grads(
     (master,) = master_params
     if master.grad is None:
         master.grad = torch.empty_like(master)
-    for model, part in zip(model_params, _parts(master.grad, model_params), strict=True):
+    for model, part in zip(model_params, unflatten(master.grad, model_params), strict=True):
         part.zero_() if model.grad is None else part.copy_(model.grad)
 
 
@@ -188,7 +184,7 @@ def master_params_to_model_params(
         >>> model_params, master_params = fp16_utils.prep_param_lists(network)
         >>> fp16_utils.master_params_to_model_params(model_params, master_params)
     """
-    values = _parts(master_params[0], model_params) if flat_master else list(master_params)
+    values = unflatten(master_params[0], model_params) if flat_master else list(master_params)
     for model, value in zip(model_params, values, strict=True):
         model.copy_(value)
 
