@@ -42,7 +42,7 @@ def fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Layer norm in the dtype of ``input``; the order ``(input, normalized_shape, weight, bias)`` of 2020 also works."""
+    """Layer norm in the dtype of ``input``; 2020's order ``(input, normalized_shape, weight, bias)`` also works."""
     if not isinstance(weight, Tensor):
         weight, bias, normalized_shape = bias, cast(Tensor, normalized_shape), weight
     return F.layer_norm(input, _shape(cast(Shape, normalized_shape)), weight, bias, eps)

@@ -8,13 +8,14 @@ import dataclasses
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from pipeline import synthetic
+from pipeline.environments import ROOT
 from pipeline.synthetic import git, snapshot
 
-from apex_npu.__main__ import main
 from apex_npu.compat.pipeline import PipelineError, eras, maintaining
 from apex_npu.compat.pipeline.patching import patch
 
@@ -83,11 +84,12 @@ def test_the_users_settings_and_variables_do_not_matter(tree_2025, tmp_path, mon
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_ctrl_c_leaves_the_tree_as_it_was_or_finished(tree_2025, tmp_path, monkeypatch, reverse):
+def test_ctrl_c_leaves_the_tree_as_it_was_or_finished(tree_2025, tmp_path, reverse):
+    """It reaches this program and git, which are of one group."""
     program = tmp_path / "bin" / "git"
     program.parent.mkdir()
     program.write_text(
-        f'#!/bin/sh\ncase "$*" in *apply*) kill -INT $PPID; sleep 0.05;; esac\nexec {shutil.which("git")} "$@"\n'
+        f'#!/bin/sh\ncase "$*" in *apply*) kill -INT 0; sleep 0.1;; esac\nexec {shutil.which("git")} "$@"\n'
     )
     program.chmod(0o755)
     patch(tree_2025)
@@ -96,8 +98,10 @@ def test_ctrl_c_leaves_the_tree_as_it_was_or_finished(tree_2025, tmp_path, monke
     upstream = snapshot(tree_2025)
     if reverse:
         patch(tree_2025)
-    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
-    assert main(["patch", str(tree_2025), *["--reverse"] * reverse]) == 130
+    command = [sys.executable, "-m", "apex_npu", "patch", str(tree_2025), *["--reverse"] * reverse]
+    path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(command, env={**os.environ, "PATH": path}, cwd=ROOT, start_new_session=True, check=False)
+    assert done.returncode == 130
     assert snapshot(tree_2025) in (upstream, patched)
 
 

@@ -9,6 +9,7 @@ folder of its own instead. It writes nothing through symbolic links, and changes
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
@@ -32,9 +33,7 @@ def git(folder: Path, *arguments: str | Path, **variables: str) -> str:
     environment |= {"LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0", **variables}
     command = ["git", "-C", folder, *_OPTIONS, *arguments]
     try:
-        # Ctrl-C does not reach a session of its own, and subprocess then gives git a moment to finish.
-        own_session = arguments[0] == "apply"
-        done = subprocess.run(command, env=environment, capture_output=True, check=False, start_new_session=own_session)
+        done = subprocess.run(command, env=environment, capture_output=True, check=False)
     except FileNotFoundError:
         raise PipelineError("there is no program git: install git") from None
     if done.returncode:
@@ -88,4 +87,9 @@ def _apply(folder: Path, era: eras.Era, *options: str) -> None:
         git(folder, "init", "--quiet", "--template=", **variables)
         Path(own, "info").mkdir()
         Path(own, "info", "attributes").write_text(_ATTRIBUTES, encoding="ascii")
-        git(folder, "apply", "--verbose", *options, era.patch_file, **variables)
+        # Ctrl-C comes before or after git writes the files. git inherits the mask.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            git(folder, "apply", "--verbose", *options, era.patch_file, **variables)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
