@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +58,19 @@ def losses(monkeypatch) -> list[float]:
 
     monkeypatch.setattr(amp, "scale_loss", record)
     return recorded
+
+
+@pytest.fixture
+def refuses(run, losses, capsys) -> Callable[..., None]:
+    """``refuses(words, *options)``: a run with ``options`` ends with ``words`` before it trains."""
+
+    def check(words: str, *options: str, **others: Any) -> None:
+        with pytest.raises(SystemExit) as refusal:
+            run(*options, **others)
+        assert words in f"{refusal.value}{capsys.readouterr().err}"
+        assert losses == []
+
+    return check
 
 
 def start(script: str, *args: str, processes: int = 1, before: str = "") -> subprocess.CompletedProcess[str]:
