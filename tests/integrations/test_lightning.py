@@ -9,6 +9,7 @@ import pytest
 import torch
 from devices import DEVICE
 from processes import run as run_processes
+from small_programs import near
 
 from apex_npu import amp, optimizers
 
@@ -29,11 +30,6 @@ from apex_npu.integrations.lightning import ApexAmpPrecision, ApexFabricPrecisio
 
 HALF = ["O1", "O2"]
 BFLOAT16 = ["O4", "O5"]
-
-
-def near(found, expected, within):
-    """By norm."""
-    return (found - expected).norm() <= within * expected.norm()
 
 
 def half_mixed():
@@ -57,7 +53,7 @@ def test_optimizer_is_torchs(precision):
 
     (ours, module), (theirs, other) = run(optimizers.NpuFusedAdamW), run(torch.optim.AdamW)
     within = 1e-6 if precision == "32-true" else 1e-4
-    assert near(torch.tensor(ours), torch.tensor(theirs), within)
+    assert near(ours, theirs, within)
     assert near(weights(module), weights(other), within)
 
 
@@ -69,7 +65,7 @@ def test_levels_beside_lightnings_own(level, options):
     expected, other = fit(Module(torch.optim.SGD), **own, **options)
     losses, module = fit(Module(optimizers.NpuFusedSGD), plugins=ApexAmpPrecision(level), **options)
     within = 2e-3 if level in HALF else 1e-2
-    assert near(torch.tensor(losses), torch.tensor(expected), within)
+    assert near(losses, expected, within)
     assert near(weights(module), weights(other), within)
     assert losses != plain
 
@@ -142,7 +138,7 @@ def test_trained_twice(level):
     other = Module(torch.optim.SGD)
     fit(other, max_steps=4)
     expected, _ = fit(other, max_steps=4)
-    assert near(torch.tensor(losses), torch.tensor(expected), 2e-3)
+    assert near(losses, expected, 2e-3)
 
 
 class Manual(Module):
@@ -171,7 +167,7 @@ class Manual(Module):
 def test_manual_optimization(level):
     expected, _ = fit(Manual(torch.optim.SGD), max_steps=8)
     losses, _ = fit(Manual(optimizers.NpuFusedSGD), plugins=ApexAmpPrecision(level), max_steps=8)
-    assert near(torch.tensor(losses), torch.tensor(expected), 2e-3)
+    assert near(losses, expected, 2e-3)
     assert losses != expected
 
 
@@ -184,7 +180,7 @@ def test_step_without_a_loss():
     expected, _ = fit(NoLoss(torch.optim.SGD))
     losses, _ = fit(NoLoss(torch.optim.SGD), plugins=ApexAmpPrecision("O1"))
     assert len(losses) == len(expected)
-    assert near(torch.tensor(losses), torch.tensor(expected), 2e-3)
+    assert near(losses, expected, 2e-3)
 
 
 @pytest.mark.parametrize("level", HALF)
@@ -250,7 +246,7 @@ def test_fabric(level, clip):
     expected, other = fabric_run(torch.optim.SGD, clip=clip, **own)
     losses, model = fabric_run(optimizers.NpuFusedSGD, level, clip=clip)
     within = 2e-3 if level in HALF else 1e-2
-    assert near(torch.tensor(losses), torch.tensor(expected), within)
+    assert near(losses, expected, within)
     assert near(weights(model), weights(other), within)
 
 

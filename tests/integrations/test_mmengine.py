@@ -10,6 +10,7 @@ import pytest
 import torch
 from devices import DEVICE, START_SCRIPT
 from processes import run as run_processes
+from small_programs import near
 
 from apex_npu import amp, optimizers
 
@@ -24,10 +25,6 @@ from mmengine.registry import OPTIMIZERS
 
 from apex_npu.integrations import mmengine as ours
 from apex_npu.integrations.optimizer_names import optimizer_classes
-
-
-def near(found, expected, within):
-    return (found - expected).norm() <= within * expected.norm()
 
 
 def apex(level, name="NpuFusedSGD", **options):
