@@ -46,7 +46,7 @@ class Part:
 
     def describe(self) -> str:
         """Return one line on the content of the state."""
-        return _DESCRIPTIONS[self.kind](self.value)
+        return _KINDS[self.kind][1](self.value)
 
 
 def parts_of(checkpoint: Any) -> Iterator[Part]:
@@ -93,20 +93,13 @@ def common_prefix(names: Iterable[str]) -> str:
 
 
 def _kind(value: Any) -> str | None:
-    return next((kind for kind, is_one in _KINDS.items() if isinstance(value, Mapping) and is_one(value)), None)
-
-
-def _is_optimizer(value: Mapping[Any, Any]) -> bool:
-    return {"state", "param_groups"} <= value.keys()
+    kinds = _KINDS.items() if isinstance(value, Mapping) else ()
+    return next((kind for kind, (is_one, _) in kinds if is_one(value)), None)
 
 
 def _is_amp(value: Mapping[Any, Any]) -> bool:
     entries = [isinstance(state, Mapping) and {"loss_scale", "unskipped"} <= state.keys() for state in value.values()]
     return bool(entries) and all(entries)
-
-
-def _is_grad_scaler(value: Mapping[Any, Any]) -> bool:
-    return {"scale", "_growth_tracker"} <= value.keys()
 
 
 def _is_model(value: Mapping[Any, Any]) -> bool:
@@ -118,14 +111,6 @@ def _is_model(value: Mapping[Any, Any]) -> bool:
 
 def _is_nested(value: Any) -> bool:
     return isinstance(value, Mapping) or (isinstance(value, list | tuple) and any(map(_is_nested, value)))
-
-
-_KINDS: dict[str, Callable[[Mapping[Any, Any]], bool]] = {
-    "optimizer": _is_optimizer,
-    "amp": _is_amp,
-    "GradScaler": _is_grad_scaler,
-    "model": _is_model,
-}
 
 
 # --- in words --------------------------------------------------------------------------------------------------------
@@ -170,10 +155,11 @@ def _describe_other(value: Any) -> str:
     return type(value).__name__
 
 
-_DESCRIPTIONS: dict[str, Callable[[Any], str]] = {
-    "optimizer": _describe_optimizer,
-    "amp": _describe_amp,
-    "GradScaler": _describe_grad_scaler,
-    "model": _describe_model,
-    "other": _describe_other,
+# For each kind: whether a dict is of this kind, and what is said of it.
+_KINDS: dict[str, tuple[Callable[[Mapping[Any, Any]], bool], Callable[[Any], str]]] = {
+    "optimizer": (lambda value: {"state", "param_groups"} <= value.keys(), _describe_optimizer),
+    "amp": (_is_amp, _describe_amp),
+    "GradScaler": (lambda value: {"scale", "_growth_tracker"} <= value.keys(), _describe_grad_scaler),
+    "model": (_is_model, _describe_model),
+    "other": (lambda value: False, _describe_other),
 }
