@@ -30,12 +30,8 @@ class OptProperties:
     """The options that result from the level and the overrides of ``initialize``; read-only, all in ``options``."""
 
     def __init__(self, policy: Policy) -> None:
-        vars(self)["options"] = {name: getattr(policy, name) for name in _OPTIONS}
-
-    def __getattr__(self, name: str) -> Any:
-        if name in vars(self).get("options", ()):
-            return vars(self)["options"][name]
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        options = {name: getattr(policy, name) for name in _OPTIONS}
+        vars(self).update(options, options=options)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"opt_properties.{name} is fixed by amp.initialize; call it again with {name}={value!r}")
