@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
+from apex_npu.backends._torch_private import tree_leaves
 from apex_npu.compat.flattening import flatten, unflatten
 
 __all__ = ["DistributedDataParallel", "Reducer", "flat_dist_call", "flatten", "unflatten"]
@@ -178,7 +179,7 @@ class Reducer:
         if self.module is not None:
             flat_dist_call(self.module.parameters(), dist.broadcast, (0,))
         else:
-            self.grads = list(_tensors(module_or_grads_list))
+            self.grads = [leaf for leaf in tree_leaves(list(module_or_grads_list)) if isinstance(leaf, Tensor)]
 
     def reduce(self) -> None:
         """Average the gradients over processes."""
@@ -186,11 +187,3 @@ class Reducer:
         if self.module is not None:
             grads = [p.grad for p in self.module.parameters() if p.grad is not None]
         flat_dist_call(grads, dist.all_reduce)
-
-
-def _tensors(nested: Any) -> Iterable[Tensor]:
-    if isinstance(nested, Tensor):
-        yield nested
-    elif isinstance(nested, Iterable):
-        for item in nested:
-            yield from _tensors(item)
