@@ -42,7 +42,7 @@ python="$(command -v "$python")" || stop "there is no such interpreter: name one
 
 # What would fail late, or not at all, is asked first. Isolated from PYTHONPATH and from the current folder.
 "$python" -I - "$root" << 'END' || exit 1
-import importlib.metadata, os, re, sys, sysconfig
+import importlib.metadata, os, re, sys
 
 def numbers(version):
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
@@ -51,11 +51,6 @@ for name, least in (("Python", "3.10"), ("torch", "2.6"), ("setuptools", "77.0")
     there = [dist.version for dist in importlib.metadata.distributions(name=name)] if name != "Python" else [sys.version]
     if not there or numbers(there[0]) < numbers(least):
         sys.exit(f"build.sh: {sys.executable} needs {name} {least} or newer, and has {there[0] if there else 'none'}")
-sites = {os.path.realpath(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")}
-for other in importlib.metadata.distributions(name="apex_npu"):
-    if os.path.realpath(str(other.locate_file(""))) in sites:
-        sys.exit("build.sh: apex_npu is installed by itself there, and the wheel brings its own: uninstall it "
-                 f"({sys.executable} -m pip uninstall apex_npu), or name the Python of another environment")
 os.chdir(sys.argv[1])
 sys.path.insert(0, sys.argv[1])
 import setup
