@@ -174,9 +174,10 @@ class Reducer:
     """
 
     def __init__(self, module_or_grads_list: nn.Module | Iterable[Any]) -> None:
-        self.module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None
+        self.module: nn.Module | None = None
         self.grads: list[Tensor] = []
-        if self.module is not None:
+        if isinstance(module_or_grads_list, nn.Module):
+            self.module = module_or_grads_list
             flat_dist_call(self.module.parameters(), dist.broadcast, (0,))
         else:
             self.grads = [leaf for leaf in tree_leaves(list(module_or_grads_list)) if isinstance(leaf, Tensor)]
