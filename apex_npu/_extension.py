@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 _BUILT_FOR = Path(__file__).with_name("_C.torch_version")
-# The version of the functions in csrc/bindings.cpp, and of what the library registers with torch.
-_API = 33
+# The version of the functions in csrc/bindings.cpp.
+_API = 34
 # To be run in a checkout, or with the sdist's name in place of the dot. Without --force-reinstall pip keeps the build
 # that is installed.
 REBUILD = "pip install --no-build-isolation --no-deps --force-reinstall ."

@@ -16,8 +16,7 @@ from captures import Capture
 from torch import Tensor, nn
 
 from apex_npu import optimizers
-from apex_npu.ops import encoded_calls
-from apex_npu.ops.dispatch import Rule
+from apex_npu.ops import RunEncoding
 from apex_npu.ops.reference import bias_correction_of
 from apex_npu.optimizers import adamp
 
@@ -153,14 +152,13 @@ def compute_on(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 
     Random bits are drawn with the count of the host all the same.
     """
-    call = encoded_calls._call
+    decode_and_run = RunEncoding.decode_and_run
 
-    def moved(rule: Rule[...], operands: tuple[Any, ...], options: dict[str, Any]) -> None:
-        for name in rule.numbers.keys() & options.keys():
-            options[name] = torch.tensor(float(options[name]), device=device)
-        call(rule, operands, options)
+    def moved(encoding: RunEncoding, kernel: Any, names: Any, operands: Any, options: Any, **more: Any) -> None:
+        numbers = {name: torch.tensor(float(options[name]), device=device) for name in {"lr", "step"} & options.keys()}
+        decode_and_run(encoding, kernel, names, operands, {**options, **numbers}, **more)
 
-    monkeypatch.setattr(encoded_calls, "_call", moved)
+    monkeypatch.setattr(RunEncoding, "decode_and_run", moved)
 
     # AdamP's arithmetic is torch's.
     def moved_rate(optimizer: optimizers.NpuFusedAdamP, run: object, group: dict[str, Any]) -> Tensor:

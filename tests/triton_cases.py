@@ -4,13 +4,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from apex_npu import ops
-from apex_npu.ops import wide_dtype
+from apex_npu.ops import cuda, wide_dtype
+from apex_npu.ops.dispatch import Rule
 
 SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.01, "nesterov": False, "maximize": False,
        "step": 3, "decoupled": False}  # fmt: skip
@@ -114,3 +116,22 @@ def segments(dtype: torch.dtype = torch.float32, aligned: bool = False) -> list[
 def apply_reference(op: str, args: list[Any], options: dict[str, Any]) -> None:
     """The op in plain torch."""
     getattr(ops, op).reference(*args, **options)
+
+
+class Repeated:
+    """Calls of a rule on cuda, as a run makes them: what is planned for operands is kept for the next call."""
+
+    def __init__(self, rule: Rule[...]) -> None:
+        self._rule = rule
+        self._kept: dict[str, tuple[object, Any]] = {}
+
+    def __call__(self, *operands: Any, **options: Any) -> None:
+        _, _, given = self._rule.bind(*operands, **options)
+        call = self._rule.kernels["cuda"], operands, given
+        run, args, more = cuda.prepared(call, self._remember, elsewhere=False)
+        run(*args, **more)
+
+    def _remember(self, name: str, value: object, make: Callable[[], Any]) -> Any:
+        if self._kept.get(name, (None,))[0] != value:
+            self._kept[name] = value, make()
+        return self._kept[name][1]

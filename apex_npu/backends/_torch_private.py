@@ -61,8 +61,6 @@ NAMES: dict[str, str] = {
     "torch._compile._disable_dynamo": "torch.compiler.disable imports all of dynamo, which takes seconds",
     "torch._C._dynamo.eval_frame.get_eval_frame_callback": "whether dynamo would compile a function in this thread",
     # Autograd
-    "torch._C._len_torch_dispatch_stack": "whether a dispatch mode is on",
-    "torch._C._is_torch_function_mode_enabled": "whether a function mode is on",
     "torch._C._set_grad_enabled": "torch.set_grad_enabled is a class in Python, and is entered twice by torch.no_grad",
     "torch._C._current_graph_task_id": "whether this is within a backward",
     "torch._C._current_autograd_node": "which node of the graph an operator of backward belongs to",
@@ -318,15 +316,6 @@ def sequence_number() -> int:
     """Return the number of the next node of a graph; within an operator, its own node has the number before."""
     number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
     return number
-
-
-def is_dispatch_observed() -> bool:
-    """Return whether a mode or a profiler observes the operators that this thread dispatches."""
-    return bool(
-        torch_profiler._is_profiler_enabled
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._is_torch_function_mode_enabled()
-    )
 
 
 def dispatch_modes() -> list[Any]:

@@ -14,7 +14,7 @@ from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.group_buffers import GroupBuffers
 from apex_npu.fusion.run import Run, StepCounts
-from apex_npu.ops import LOW_PRECISION, Call, EncodedState, RunEncoding, prepared_encoded
+from apex_npu.ops import LOW_PRECISION, Places, RunEncoding, is_encoded
 from apex_npu.ops.state_codec import (
     PARAM_PAIR,
     Piece,
@@ -45,6 +45,7 @@ class GroupEncoding:
         stochastic_param: bfloat16 parameters are rounded stochastically.
         segments: One ``Segment`` for each slot.
         decodes_runs: Rules decode all of a run at once.
+        scales: The scales of all parameters, by the names of the states that have 8 bits and are in use.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class GroupEncoding:
             self.segments.append(Segment(offset, param.numel(), position, first_scale))
             first_scale += scale_count(param.numel())
         self._scale_total = first_scale
-        self._buffers: dict[str, tuple[Tensor, Tensor | None]] = {}
+        self.scales: dict[str, Tensor] = {}
 
     def divide(self, keys: list[Hashable]) -> None:
         """Split slots of one key into parts of at most ``_RUN_NUMEL`` elements, if rules decode a run at once."""
@@ -89,23 +90,17 @@ class GroupEncoding:
         """The names of the states that are shown in addition to the rule's."""
         return (MASTER_PARAM,) if MASTER_PARAM in self.formats else ()
 
-    def buffers(self, name: str, device: torch.device, numel: int) -> tuple[Tensor, Tensor | None]:
-        """Return the values of state ``name``, and the scales if it has 8 bits; allocated with zeros at first use."""
-        if name not in self._buffers:
-            dtype = self.formats[name]
-            values = FlatBuffer(numel, dtype, device).flat
-            has_scales = dtype.itemsize == 1 and name != MASTER_PARAM
-            scales = FlatBuffer(self._scale_total, torch.float32, device).flat if has_scales else None
-            self._buffers[name] = values, scales
-        return self._buffers[name]
-
-    def views(self, group: GroupBuffers, name: str) -> list[EncodedView]:
-        """Return the views of state ``name``, one for each parameter."""
-        values, scales = self.buffers(name, group.param_flat.device, group.param_flat.numel())
-        return [
-            EncodedView(values, scales, owner if name == MASTER_PARAM else None, segment, param)
+    def new_state(self, group: GroupBuffers, name: str) -> tuple[Tensor, list[EncodedView]]:
+        """Allocate state ``name``; return its values, zeros, and the view of each parameter."""
+        device, dtype = group.param_flat.device, self.formats[name]
+        values = FlatBuffer(group.param_flat.numel(), dtype, device).flat
+        if dtype.itemsize == 1 and name != MASTER_PARAM:
+            self.scales[name] = FlatBuffer(self._scale_total, torch.float32, device).flat
+        views = [
+            EncodedView(values, self.scales.get(name), owner if name == MASTER_PARAM else None, segment, param)
             for segment, param, owner in zip(self.segments, group.params, group.owners, strict=True)
         ]
+        return values, views
 
 
 class EncodedView:
@@ -263,81 +258,50 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 class EncodedRun(Run):
-    """A run of an arena whose states are encoded: rules pass its operands to their op, and cannot read them."""
+    """A run of an arena whose states are encoded: only the rule's own op, given ``encoding``, can read these."""
 
     def __init__(self, group: GroupBuffers, counts: StepCounts, slots: range, *, elsewhere: bool = False) -> None:
         """Make a run with the encoding of ``group``; the arguments are those of ``Run``."""
-        encoding = group.encoding
-        begin, _ = group.span(slots)
-        segments = [s._replace(begin=s.begin - begin) for s in encoding.segments[slots.start : slots.stop]]
-        # Before the run has set it up, which sets the number of the step there.
-        self._encoding = RunEncoding(group.param_flat, segments)
-        self._encoding.stochastic_param = encoding.stochastic_param
         super().__init__(group, counts, slots, elsewhere=elsewhere)
-        self._encoding.param = self.param
-        self._plain_state = self.state
-        self.state = self._state
-        self._encoded: dict[str, EncodedState] = {}
+        begin, _ = group.span(slots)
+        segments = group.encoding.segments[slots.start : slots.stop]
+        self._places = Places([segment._replace(begin=segment.begin - begin) for segment in segments])
+        self.state = self._state_in_float32
 
     @property
-    def step(self) -> int | Tensor:
-        """The number of updates of these slots, this one included."""
-        return self._encoding.count
-
-    @step.setter
-    def step(self, value: int | Tensor) -> None:
-        self._encoding.count = value
-
-    def _state(self, name: str) -> Any:
-        if name not in self._group.encoding.formats:
-            return self._plain_state(name)
-        if name not in self._encoded:
-            values, scales = self._buffers(name)
-            self._encoded[name] = EncodedState(values[self._span], scales, self._encoding)
-        return self._encoded[name]
-
-    @property
-    def operand(self) -> Any:
+    def encoding(self) -> RunEncoding:
         """See ``Run``."""
-        return self._encoding_of_params()
-
-    def prepared(self, call: Call) -> Call:
-        """Return ``call``, prepared for a device that ``masks_writes``."""
-        return prepared_encoded(call)
+        of_group: GroupEncoding = self._group.encoding
+        remainder = self.stored(MASTER_PARAM) if MASTER_PARAM in of_group.formats else None
+        return RunEncoding(self._places, of_group.scales, self.step, remainder, of_group.stochastic_param)
 
     def wide_param(self) -> Tensor:
         """Return ``param`` in the state's dtype, decoded with its remainder."""
-        encoding = self._encoding_of_params()
-        if encoding.remainder is None and not encoding.stochastic_param:
+        encoding = self.encoding
+        if not encoding.encodes_param:
             return super().wide_param()
         return encoding.decode_param(self.param, slice(0, self.param.numel()))
 
     def wide_state(self, name: str) -> Tensor:
-        """Return ``state(name)``, decoded."""
-        found = self._state(name)
-        if not isinstance(found, EncodedState):
-            return super().wide_state(name)
-        return found.decode_run()
+        """Return ``stored(name)``, decoded."""
+        stored = self.stored(name)
+        return self.encoding.decode_state(name, stored) if is_encoded(stored) else stored
 
     def write_back(self, param: Tensor, **states: Tensor) -> None:
         """See ``Run``."""
-        kept = [(index, self._state(name), states[name]) for index, name in enumerate(states)]
-        encoded = [(index, state, values) for index, state, values in kept if isinstance(state, EncodedState)]
-        self._encoding.encode_run(param, self.param, encoded)
-        if self._encoding.remainder is None and not self._encoding.stochastic_param and param is not self.param:
-            self.param.copy_(param)
+        kept = [(index, name, self.stored(name), states[name]) for index, name in enumerate(states)]
+        encoding = self.encoding
+        encoding.encode_run(param, self.param, [state for state in kept if is_encoded(state[2])])
+        if not encoding.encodes_param:
+            super().write_back(param)
 
-    def _encoding_of_params(self) -> RunEncoding:
-        if self._encoding.remainder is None and MASTER_PARAM in self._group.encoding.formats:
-            self._encoding.remainder = self._buffers(MASTER_PARAM)[0][self._span]
-        return self._encoding
-
-    def _buffers(self, name: str) -> tuple[Tensor, Tensor | None]:
-        group = self._group
-        found: tuple[Tensor, Tensor | None] = group.encoding.buffers(
-            name, group.param_flat.device, group.param_flat.numel()
-        )
-        return found
+    def _state_in_float32(self, name: str) -> Tensor:
+        if name in self._group.encoding.formats:
+            raise TypeError(
+                f"{name!r} is stored in fewer bytes than float32, and only the rule's own op can read it: leave "
+                f"state_dtype out, or pass run.stored({name!r}) and run.encoding to that op"
+            )
+        return self.stored(name)
 
 
 def remainders_of(optimizer: Any) -> dict[Tensor, EncodedView]:
@@ -374,5 +338,6 @@ def encode_states(
     encoding.segments = [s._replace(position=position) for s, position in zip(before, positions, strict=True)]
     for name in widened:
         del encoding.formats[name]
+        encoding.scales.pop(name, None)
         group.drop_state(name)
     return bool(widened) or encoding.segments != before

@@ -125,8 +125,8 @@ class GroupBuffers:
     def _state(self, name: str, initial: float = 0.0, *, scalar: bool = False) -> _State:
         state = self._states.get(name)
         if state is None and self.encoding is not None and name in self.encoding.formats:
-            values, _ = self.encoding.buffers(name, self.param_flat.device, self.param_flat.numel())
-            state = self._states[name] = _State(values, self.encoding.views(self, name), 0.0)
+            values, shown = self.encoding.new_state(self, name)
+            state = self._states[name] = _State(values, shown, 0.0)
         if state is None:
             numel = len(self.params) if scalar else self.param_flat.numel()
             buffer = FlatBuffer(numel, self.state_dtype, self.param_flat.device)

@@ -15,7 +15,7 @@ from torch import Tensor
 from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.grad_slots import ELSEWHERE, NONE
 from apex_npu.fusion.group_buffers import GroupBuffers
-from apex_npu.ops import Call, Segments, is_grad_list, prepared
+from apex_npu.ops import Call, RunEncoding, Segments, is_grad_list, prepared
 from apex_npu.ops.reference_segments import segment_ids
 
 _T = TypeVar("_T")
@@ -49,7 +49,8 @@ class Run:
         param: The parameters as one 1-D tensor of their dtype, padding between slots included.
         elsewhere: A gradient is outside of its slot.
         state: A function that returns the flat state of a name: float32 for low-precision parameters, else of their
-            dtype; zeros at first.
+            dtype; zeros at first. It raises TypeError if the state is stored in fewer bytes.
+        stored: A function that returns the flat state of a name as it is stored, for the rule's own op.
         scratch: A function that returns flat memory of a name for this step's intermediate values, of the state's
             dtype, with arbitrary values.
         step: The number of updates of these slots, this one included. A 0-dim tensor if the device counts.
@@ -75,7 +76,7 @@ class Run:
         self.found_inf: Tensor | None = None
         self._grad: Tensor | None = None
         # Bound methods, because each step requests flat states and scratch memory.
-        self.state = _Slices(self._of, GroupBuffers.state_flat, self._span).__getitem__
+        self.state = self.stored = _Slices(self._of, GroupBuffers.state_flat, self._span).__getitem__
         self.scratch = _Slices(self._of, GroupBuffers.scratch_flat, self._span).__getitem__
         self._remembered: dict[str, tuple[object, Any]] = {}
         self._kept: list[Any] | None = None
@@ -118,9 +119,9 @@ class Run:
         return prepared(call, self.remember, elsewhere=self.elsewhere)
 
     @property
-    def operand(self) -> Any:
-        """``param`` for the rule's own op, which also decodes and encodes it."""
-        return self.param
+    def encoding(self) -> RunEncoding | None:
+        """The argument of the rule's own op if ``param`` or states are stored in fewer bytes, else None."""
+        return None
 
     def wide_param(self) -> Tensor:
         """Return ``param``, or if its dtype is narrower, a copy in the state's dtype for ``write_back``."""

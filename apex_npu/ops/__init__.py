@@ -1,12 +1,13 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Update rules on flat buffers. Each op is declared once; a device without a separate kernel runs the reference."""
+"""Update rules on flat buffers. A device without a kernel of its own runs the reference."""
 
-import apex_npu.ops.kernels  # noqa: F401 -- registers the kernels of devices
+import apex_npu.ops.kernels  # noqa: F401 -- fills the table of kernels
+from apex_npu.ops.aten_fused import joined
 from apex_npu.ops.cuda import masks_writes, prepared
-from apex_npu.ops.dispatch import Call, call_of_all
+from apex_npu.ops.dispatch import Call
 from apex_npu.ops.elementwise import adadelta_, adagrad_, adam_, rmsprop_, sgd_
-from apex_npu.ops.encoded_calls import EncodedState, RunEncoding, prepared_encoded
+from apex_npu.ops.encoded_calls import Places, RunEncoding, is_encoded
 from apex_npu.ops.gather import (
     AddressTable,
     accumulate_,
@@ -40,9 +41,9 @@ __all__ = [
     "LOW_PRECISION",
     "AddressTable",
     "Call",
-    "EncodedState",
     "ListedSlots",
     "Matrices",
+    "Places",
     "RunEncoding",
     "Segments",
     "accumulate_",
@@ -50,7 +51,6 @@ __all__ = [
     "adagrad_",
     "adam_",
     "as_real",
-    "call_of_all",
     "cat_into",
     "cats_lists",
     "chunks",
@@ -58,7 +58,9 @@ __all__ = [
     "divides_in_update",
     "gather_",
     "gathers_in_one_pass",
+    "is_encoded",
     "is_grad_list",
+    "joined",
     "lamb_",
     "masks_writes",
     "multiply_",
@@ -68,7 +70,6 @@ __all__ = [
     "orthogonalize_",
     "orthogonalize_stack_",
     "prepared",
-    "prepared_encoded",
     "product_dtype",
     "reads_listed",
     "rmsprop_",

@@ -9,6 +9,7 @@ scaled gradients in place, and no op may write a gradient, so chunks of the grad
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.ops import elementwise, reference
-from apex_npu.ops.dispatch import Rule
+from apex_npu.ops.dispatch import Call
 
 # Larger than elsewhere: a call of these kernels costs more, and a chunk needs less room in the cache.
 _CHUNK_NUMEL = 1 << 18
@@ -86,53 +87,53 @@ def adam_(
         kernel([p], [g], [m], [v], v_maxes, [steps], amsgrad=v_max is not None, found_inf=found_inf, **options)
 
 
-def sgd_runs(*columns: list[Tensor], **options: Any) -> None:
-    """Kernel of the overload ``runs`` of ``sgd_``."""
-    flags = {"nesterov": options["nesterov"], "maximize": options["maximize"]}
+def joined(calls: Sequence[Call]) -> list[tuple[int, Call]]:
+    """Join neighbours among ``calls`` that torch's kernels step in one call.
 
-    def update(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], *, step: int, **numbers: Any) -> None:
-        torch._fused_sgd_(params, grads, buffers, is_first_step=step == 1, **numbers, **flags)
-
-    plain = not options.get("decoupled", False) and not any(options["dampening"])
-    _update_lists(elementwise.sgd_, columns, options, update if plain else None)
-
-
-def adam_runs(*columns: list[Tensor], **options: Any) -> None:
-    """Kernel of the overload ``runs`` of ``adam_``."""
-    kernel: Callable[..., None] = torch._fused_adamw_ if options["decoupled"] else torch._fused_adam_
-    flags = {"amsgrad": bool(columns[4]), "maximize": options["maximize"]}
-
-    def update(params: list[Tensor], *others: list[Tensor], step: int, **numbers: Any) -> None:
-        steps = torch.full((), float(step), dtype=torch.float32, device=params[0].device)
-        kernel(params, *others, [steps] * len(params), **numbers, **flags)
-
-    _update_lists(elementwise.adam_, columns, options, update if options.get("bias_correction", True) else None)
-
-
-def _update_lists(
-    rule: Rule[...], columns: Sequence[list[Tensor]], options: dict[str, Any], update: Callable[..., None] | None
-) -> None:
-    """Call ``update`` once for all ranges with the same dtype and numbers, and ``rule`` for ranges it cannot take.
-
-    Args:
-        rule: The rule that ``update`` computes.
-        columns: The operands.
-        options: The options of the overload ``runs``.
-        update: torch's kernel, which takes lists of operands, and numbers that these share; None if it can take none.
+    Returns:
+        The calls, each with the number of ``calls`` that it replaces.
     """
-    plain = update is not None and options.get("grad_scale") is None
-    kinds: dict[tuple[Any, ...], list[int]] = {}
-    for i, (param, grad) in enumerate(zip(columns[0], columns[1], strict=True)):
-        takes = plain and param.dtype == grad.dtype and param.dtype not in reference.LOW_PRECISION
-        kinds.setdefault((takes, param.dtype, *(options[name][i] for name in rule.scalars)), []).append(i)
-    for (takes, _, *numbers), indices in kinds.items():
-        lists = [[column[i] for i in indices] if column else [] for column in columns]
-        shared = dict(zip(rule.scalars, numbers, strict=True))
-        if takes and update is not None:
-            update(*lists, **shared)
+    found: list[tuple[int, Call]] = []
+    for (step, _, options), group in itertools.groupby(calls, _shared):
+        members = list(group)
+        if step is None:
+            found += [(1, call) for call in members]
         else:
-            repeated = {name: [number] * len(indices) for name, number in shared.items()}
-            rule.each(*lists, **{**options, **repeated})
+            columns = zip(*(operands for _, operands, _ in members), strict=True)
+            lists = tuple([] if column[0] is None else list(column) for column in columns)
+            found.append((len(members), (step, lists, options)))
+    return found
+
+
+def _shared(call: Call) -> tuple[Callable[..., None] | None, Any, Any]:
+    """Return the function that steps lists of operands like those of ``call``, or None, their dtypes, and its options.
+
+    Calls for which these are equal can be joined.
+    """
+    kernel, operands, given = call
+    options = {name: value for name, value in given.items() if value is not None}
+    step: Callable[..., None] | None = None
+    if kernel is elementwise.sgd_.kernels.get("cpu"):
+        plain = not options.pop("decoupled", False) and not options["dampening"]
+        step = _step_sgd_lists if plain else None
+    elif kernel is elementwise.adam_.kernels.get("cpu"):
+        step = _step_adam_lists if options.pop("bias_correction", True) else None
+    dtypes = [None if operand is None else operand.dtype for operand in operands] if step else []
+    fits = bool(dtypes) and dtypes[0] == dtypes[1] and dtypes[0] not in reference.LOW_PRECISION
+    on_host = all(isinstance(value, (float, int)) for value in options.values())  # neither scales nor encodings
+    return (step, dtypes, options) if fits and on_host else (None, None, None)
+
+
+def _step_sgd_lists(
+    params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], *, step: int, **options: Any
+) -> None:
+    torch._fused_sgd_(params, grads, buffers, is_first_step=step == 1, **options)
+
+
+def _step_adam_lists(params: list[Tensor], *others: list[Tensor], step: int, decoupled: bool, **options: Any) -> None:
+    kernel: Callable[..., None] = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    steps = [torch.full((), float(step), dtype=torch.float32, device=params[0].device)] * len(params)
+    kernel(params, *others, steps, amsgrad=bool(others[-1]), **options)
 
 
 def _as_torch_reads(number: Any, *, flag: bool = False) -> Any:

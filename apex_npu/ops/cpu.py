@@ -1,41 +1,42 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""CPU kernels from the C++ extension (csrc/fused_optim), if it is loaded."""
+"""CPU kernels: from the C++ extension (csrc/fused_optim), if it is loaded, else of torch."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable
+from typing import Any
 
 from apex_npu._extension import extension
+from apex_npu.ops.dispatch import Op, Rule
 
 available = extension is not None
 
 
-def register() -> object:
-    """Register the extension's kernels as the CPU kernels of the declared ops; call it only if ``available``.
+def rule_kernel(rule: Rule[...]) -> Callable[..., None]:
+    """Return the kernel of ``rule``; call it only if ``available``."""
+    return rule.by_position(getattr(extension, rule.name), extension.Encoding())
 
-    The kernels call the reference for operands that they do not take: segments that are not ranges of memory, and
-    float64 together with another dtype.
 
-    Returns:
-        An object that keeps the kernels registered for as long as it lives.
+def torch_kernel(rule: Rule[...], kernel: Callable[..., None]) -> Callable[..., None]:
+    """Return ``kernel`` of ``rule`` for the CPU, with tensors for numbers read first, because it is exacter without."""
+
+    def step(*operands: Any, **options: Any) -> None:
+        for name in rule.numbers & options.keys():
+            options[name] = rule.scalars[name](options[name])
+        kernel(*operands, **options)
+
+    return step
+
+
+def segments_kernel(op: Op[..., Any]) -> Callable[..., Any]:
+    """Return the kernel of ``op``, whose last operand is ``ids``; call it only if ``available``.
+
+    The extension finds segments by their ranges. With ``ids``, the reference runs.
     """
-    from apex_npu._C import KernelsCpu
+    function = getattr(extension, op.name)
 
-    return KernelsCpu()
+    def run(*operands: Any) -> Any:
+        return function(*operands[:-1]) if operands[-1] is None else op.reference(*operands)
 
-
-def decode_state(stored: Tensor, scales: Tensor | None, table: Tensor) -> Tensor:
-    """Return a state in float32; ``table`` describes its run (see ``dispatch.py``). Call it only if ``available``."""
-    values = torch.empty(stored.shape, dtype=torch.float32, device=stored.device)
-    extension.decode_state_cpu(stored, scales, table, values)
-    return values
-
-
-def encode_state(values: Tensor, stored: Tensor, scales: Tensor | None, table: Tensor, count: int, index: int) -> None:
-    """Write ``values``, which may be overwritten, to the ``index``-th state of a rule in step ``count``.
-
-    Call it only if ``available``.
-    """
-    extension.encode_state_cpu(values, stored, scales, table, count, index)
+    return run

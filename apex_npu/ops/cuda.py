@@ -14,17 +14,16 @@ import importlib
 import logging
 import os
 from collections.abc import Callable
-from operator import is_
-from types import ModuleType, NoneType
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from apex_npu.backends._torch_private import is_dispatch_observed
-from apex_npu.ops import aten_fused, elementwise, reference_segments, segmented
-from apex_npu.ops.dispatch import Call, Op, Rule
+from apex_npu.backends._torch_private import torch_profiler
+from apex_npu.ops import reference_segments
+from apex_npu.ops.dispatch import Call, Op
 from apex_npu.ops.grad_lists import addresses_of, is_grad_list, with_memory
 from apex_npu.ops.reference import FLOATS
 from apex_npu.ops.triton_kernels.launches import CompilationError
@@ -34,7 +33,7 @@ logger = logging.getLogger("apex_npu")
 # The release that came with torch 2.10. Up to 3.3 kernels cannot take float64 numbers; up to 3.5 roots treat denormal
 # numbers as 0.
 _OLDEST_TRITON = (3, 6)
-# Ops whose kernels Triton failed to compile, which are not tried again.
+# What Triton failed to compile; it is not tried again.
 _given_up: set[object] = set()
 _TAKE, _SCALE = "take_addressed", "scale_listed"
 _ids: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -80,8 +79,7 @@ def take_addressed(
         aligned: The attribute of ``Chunks``.
         kept: A dict that keeps launches for the same ``flat``, ``size`` and ``aligned``.
     """
-    args = (flat, chunks, addresses, dtype, inv_scale, found_inf, size, aligned, kept)
-    return _run_plan(_TAKE, args, {})[0]
+    return _run_plan(_TAKE, flat, chunks, addresses, dtype, inv_scale, found_inf, size, aligned, kept)
 
 
 def scale_listed(grads: Tensor, factor: float | Tensor, found_inf: Tensor | None) -> bool:
@@ -92,7 +90,7 @@ def scale_listed(grads: Tensor, factor: float | Tensor, found_inf: Tensor | None
         factor: A number, or a tensor of one number on their device.
         found_inf: The argument of ``take_addressed``; with a factor of 1.0 not None.
     """
-    return _run_plan(_SCALE, (grads, factor, found_inf), {})[0]
+    return _run_plan(_SCALE, grads, factor, found_inf)
 
 
 @functools.cache
@@ -115,127 +113,91 @@ def _plans() -> ModuleType | None:
         return None
 
 
-def _or_torch(op: Op[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel of ``op`` that runs in Triton if possible, else calls ``fallback``."""
+class Kernel:
+    """The kernel of an op on cuda: Triton's kernels if possible, else torch's operators."""
 
-    def kernel(*args: Any, **options: Any) -> Any:
-        is_done, result = _run_plan(op.__name__, args, options, name=op.name, key=op)
-        if is_done:
-            return result
-        return fallback(*_with_ids(op, tuple(map(with_memory, args))), **options)
+    def __init__(self, op: Op[..., Any], fallback: Callable[..., Any] | None = None) -> None:
+        """Create the kernel of ``op``. ``fallback``: another kernel; None: the reference."""
+        self._op, self._fallback = op, fallback or op.reference
 
-    return kernel
+    def __call__(self, *operands: Any, **options: Any) -> Any:
+        """Run the kernel."""
+        run, args, kwargs = self.prepare(operands, options)
+        return run(*args, **kwargs)
+
+    def prepare(self, operands: tuple[Any, ...], options: dict[str, Any], kept: dict[Any, Any] | None = None) -> Call:
+        """Return a call for later, with all memory allocated and all kernels compiled, so that it cannot fail.
+
+        Args:
+            operands: The operands.
+            options: The options.
+            kept: For an elementwise rule, a dict that keeps launches for the same operands.
+        """
+        op = self._op
+        more = {} if kept is None else {"kept": kept}
+        key = op.name, options.get("encoding") is not None
+        planned = _planned(op.name, operands, {**options, **more}, key=key)
+        return planned or (self._fallback, _with_ids(op, tuple(map(with_memory, operands))), options)
 
 
-def plan_encoded(rule: Rule[...], operands: tuple[Any, ...], options: dict[str, Any], encoded: Any) -> Call | None:
-    """Return a call of the rule's Triton kernels for operands that are stored in fewer bytes; None if not possible.
-
-    Args:
-        rule: The rule.
-        operands: The operands of the rule, as they are stored.
-        options: The options of the rule.
-        encoded: An ``encoded_calls.Encoded``.
-    """
-    return _planned(rule.__name__, operands, {**options, "encoded": encoded}, name=rule.name, key=(rule, "encoded"))
-
-
-def _run_plan(
-    plan_name: str, args: tuple[Any, ...], options: dict[str, Any], *, name: str = "", key: object = None
-) -> tuple[bool, Any]:
-    """Return whether Triton's kernels have run, and their result."""
-    planned = _planned(plan_name, args, options, name=name, key=key)
+def _run_plan(plan_name: str, *args: Any) -> bool:
+    """Return whether Triton's kernels have run."""
+    planned = _planned(plan_name, args, {}, key=plan_name)
     if planned is None:
-        return False, None
+        return False
     run, on, _ = planned
-    return True, run(*on)
+    run(*on)
+    return True
 
 
-def _planned(
-    plan_name: str, args: tuple[Any, ...], options: dict[str, Any], *, name: str = "", key: object = None
-) -> Call | None:
+def _planned(plan_name: str, args: tuple[Any, ...], options: dict[str, Any], *, key: object) -> Call | None:
     """Return the call that launches Triton's kernels, compiled and with its memory, or None if they cannot run.
 
     Args:
-        plan_name: The name of a function of ``plans``.
+        plan_name: The name of a function of ``plans``, which profilers show.
         args: The arguments of that function.
         options: The keyword arguments of that function.
-        name: The name of the op, for the log.
         key: Identifies what is not tried again after Triton has failed to compile it.
     """
-    name, key = name or plan_name, key or plan_name
     plans = None if key in _given_up else _plans()
     if plans is None:
         return None
     plan = getattr(plans, plan_name)(*args, **options)
     if plan is None:
         return None
-    device = args[0].device
+    run, device = plan.run, args[0].device
+    if torch_profiler._is_profiler_enabled:
+        run = torch_profiler.record_function(f"apex_npu::{plan_name}")(run)
     try:
-        return plan.run, (device, plan.compile(device)), {}
+        return run, (device, plan.compile(device)), {}
     except CompilationError as error:
         _given_up.add(key)
-        logger.warning("apex_npu: Triton cannot compile %s; torch's own kernels run instead: %s", name, error)
+        logger.warning("apex_npu: Triton cannot compile %s; torch's own kernels run instead: %s", plan_name, error)
     return None
-
-
-class Repeated:
-    """Calls of a rule on cuda that mostly have the operands of the previous call, as for a run of slots.
-
-    The launch of an elementwise rule is planned once for its operands. The call bypasses torch's dispatcher unless
-    something observes it, because the dispatcher takes longer than a launch to reach a kernel in Python.
-    """
-
-    def __init__(self, rule: Rule[...]) -> None:
-        self._rule = rule
-        self._numbers = list(rule.scalars.items())
-        self._operands: tuple[Any, ...] = ()
-        self._kept: dict[Any, Any] = {}
-        self._are_plain = False
-
-    def __call__(self, *operands: Any, **options: Any) -> None:
-        """Call the rule."""
-        call, args, kwargs = self.prepare(operands, options)
-        call(*args, **kwargs)
-
-    def prepare(self, operands: tuple[Any, ...], options: dict[str, Any]) -> Call:
-        """Return a call of the rule for later; see ``prepared``."""
-        rule, known, grad = self._rule, operands, operands[1]
-        if is_grad_list(grad):  # a new one in each step, which is not kept because it would keep the gradients' memory
-            addresses = addresses_of(grad)
-            if addresses is None:  # the gradients are copied in each step
-                return rule, operands, options
-            known = (operands[0], addresses.begins, *operands[2:])
-        if len(known) != len(self._operands) or not all(map(is_, known, self._operands)):
-            self._operands, self._kept = known, {}
-            self._are_plain = all(type(operand) in (Tensor, NoneType) for operand in known)
-        if self._are_plain and not is_dispatch_observed():
-            given = {**options, "kept": self._kept}
-            for name, number in self._numbers:  # as the dispatcher does
-                if name in given:
-                    value = given[name]
-                    is_kept = name in rule.numbers and isinstance(value, Tensor)
-                    given[name] = value.reshape(()) if is_kept else number(value)
-            planned = _planned(rule.__name__, operands, given, name=rule.name, key=rule)
-            if planned is not None:
-                return planned
-        return rule, operands, options
 
 
 def prepared(call: Call, remember: Callable[..., Any], *, elsewhere: bool) -> Call:
     """Return ``call`` with all memory allocated and all kernels compiled, so that no step fails after it has begun.
 
+    The launch of an elementwise rule is planned once for its operands, which are mostly those of the previous step.
+
     Args:
         call: The call of the rule of a run.
-        remember: The method of the run, to keep the call for the next step.
-        elsewhere: The gradients are not in their slots. Unless they are listed, a kept call would keep them alive.
+        remember: The method of the run, to keep the launch for the next step.
+        elsewhere: The gradients are not in their slots. Unless they are listed, a kept launch would keep them alive.
     """
-    rule, operands, options = call
-    if not isinstance(rule, Rule):
+    kernel, operands, options = call
+    if not isinstance(kernel, Kernel):
         return call
-    make = functools.partial(Repeated, rule)
-    keeps = not elsewhere or is_grad_list(operands[1])
-    repeated: Repeated = remember("repeated call", rule, make) if keeps else make()
-    return repeated.prepare(operands, options)
+    grad = operands[1]
+    addresses = addresses_of(grad) if is_grad_list(grad) else None
+    if options.get("encoding") is None and (addresses is not None or not elsewhere):
+        # A list of gradients is a new one in each step.
+        known = operands if addresses is None else (operands[0], addresses.begins, *operands[2:])
+        # The operands are kept as well: another tensor would have another identity.
+        _, kept = remember("launches", (kernel, *map(id, known)), lambda: (known, {}))
+        return kernel.prepare(operands, options, kept)
+    return kernel.prepare(operands, options)
 
 
 def _with_ids(op: Op[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -248,13 +210,3 @@ def _with_ids(op: Op[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
     if ids is None:
         ids = _ids[starts] = reference_segments.segment_ids(starts, lengths, args[0].numel(), args[0].device)
     return *args[: at + 2], ids, *args[at + 3 :]
-
-
-_ATEN_FUSED: dict[Op[..., Any], Callable[..., Any]] = {
-    elementwise.sgd_: aten_fused.sgd_,
-    elementwise.adam_: aten_fused.adam_,
-}
-KERNELS: dict[Op[..., Any], Callable[..., Any]] = {
-    op: _or_torch(op, _ATEN_FUSED.get(op, op.reference))
-    for op in (*elementwise.RULES, *segmented.RULES, *segmented.SUMS)
-}

@@ -15,6 +15,7 @@ parameters. The ops compute in the dtype of the states and round each result onc
 - ``lr``, ``step``: Numbers, or tensors of one element on the buffers' device, which are read there without a wait. A
   CUDA graph that was captured with tensors reads their current values at each replay.
 - ``found_inf``: One element on the buffers' device; if it is not 0, nothing is written. None stands for 0.
+- ``encoding``: How parameters and states are stored in fewer bytes. None: as above.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.ops.dispatch import Mutated, Rule
+from apex_npu.ops.encoded_calls import RunEncoding
 from apex_npu.ops.reference import (
     add_,
     bias_correction_of,
@@ -50,6 +52,7 @@ def sgd_(
     decoupled: bool = False,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    encoding: RunEncoding | None = None,
 ) -> None:
     """One step of stochastic gradient descent, by torch.optim.SGD's rule.
 
@@ -74,6 +77,7 @@ def sgd_(
         decoupled: Decay the parameters instead of adding the penalty to the gradient.
         grad_scale: The divisor of gradients; see the module.
         found_inf: The flag that prevents writing; see the module.
+        encoding: The encoding of the operands; see the module.
     """
     compute_dtype = wide_dtype(param.dtype)
     for p_chunk, g_chunk, b in chunks((param, grad, momentum_buffer)):
@@ -120,6 +124,7 @@ def adam_(
     bias_correction: bool = True,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    encoding: RunEncoding | None = None,
 ) -> None:
     """One step of Adam (Kingma & Ba 2014, https://arxiv.org/abs/1412.6980) or AdamW.
 
@@ -151,6 +156,7 @@ def adam_(
         bias_correction: Correct m and v for their start at 0.
         grad_scale: The divisor of gradients; see the module.
         found_inf: The flag that prevents writing; see the module.
+        encoding: The encoding of the operands; see the module.
     """
     step_size = lr / bias_correction_of(beta1, step) if bias_correction else lr
     root_correction2 = bias_correction_of(beta2, step) ** 0.5 if bias_correction else 1.0
@@ -192,6 +198,7 @@ def rmsprop_(
     maximize: bool = False,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    encoding: RunEncoding | None = None,
 ) -> None:
     """One step of RMSprop, torch.optim's or TensorFlow's.
 
@@ -223,6 +230,7 @@ def rmsprop_(
         maximize: Step along the gradient instead of against it.
         grad_scale: The divisor of gradients; see the module.
         found_inf: The flag that prevents writing; see the module.
+        encoding: The encoding of the operands; see the module.
     """
     operands = (param, grad, square_avg, grad_avg, momentum_buffer)
     for p_chunk, g_chunk, s, mean, b in chunks(operands):
@@ -263,6 +271,7 @@ def adadelta_(
     maximize: bool = False,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    encoding: RunEncoding | None = None,
 ) -> None:
     """One step of Adadelta (Zeiler 2012, https://arxiv.org/abs/1212.5701).
 
@@ -286,6 +295,7 @@ def adadelta_(
         maximize: Step along the gradient instead of against it.
         grad_scale: The divisor of gradients; see the module.
         found_inf: The flag that prevents writing; see the module.
+        encoding: The encoding of the operands; see the module.
     """
     for p_chunk, g_chunk, s, a in chunks((param, grad, square_avg, acc_delta)):
         p = p_chunk.to(square_avg.dtype)
@@ -303,7 +313,7 @@ def adadelta_(
 def adagrad_(
     param: Mutated,
     grad: Tensor,
-    square_sum: Mutated,
+    sum: Mutated,
     *,
     lr: float | Tensor,
     eps: float,
@@ -312,6 +322,7 @@ def adagrad_(
     maximize: bool = False,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    encoding: RunEncoding | None = None,
 ) -> None:
     """One step of Adagrad (Duchi et al. 2011, https://jmlr.org/papers/v12/duchi11a.html).
 
@@ -324,7 +335,7 @@ def adagrad_(
     Args:
         param: θ, updated in place.
         grad: g.
-        square_sum: s, updated in place.
+        sum: s, updated in place.
         lr: The learning rate.
         eps: The number added to the denominator.
         weight_decay: The L2 penalty, or the decoupled decay.
@@ -332,10 +343,11 @@ def adagrad_(
         maximize: Step along the gradient instead of against it.
         grad_scale: The divisor of gradients; see the module.
         found_inf: The flag that prevents writing; see the module.
+        encoding: The encoding of the operands; see the module.
     """
-    for p_chunk, g_chunk, s in chunks((param, grad, square_sum)):
-        p = p_chunk.to(square_sum.dtype)
-        g = in_dtype(g_chunk, square_sum.dtype, maximize, grad_scale)
+    for p_chunk, g_chunk, s in chunks((param, grad, sum)):
+        p = p_chunk.to(sum.dtype)
+        g = in_dtype(g_chunk, sum.dtype, maximize, grad_scale)
         if weight_decay and not decoupled:
             g = g.add(p, alpha=weight_decay)
         s.addcmul_(g, g)

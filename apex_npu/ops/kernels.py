@@ -1,31 +1,31 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Registers the kernels of each device; an op without one for a device runs the body of its declaration there."""
+"""The table of kernels: for each op, those of the devices that have one. Elsewhere the body of its declaration runs."""
 
 from __future__ import annotations
 
-from apex_npu.ops import aten_fused, cpu, cuda, elementwise, npu, segmented
-from apex_npu.ops.dispatch import Rule
+from apex_npu._extension import extension
+from apex_npu.ops import aten_fused, cpu, cuda, npu
+from apex_npu.ops.elementwise import RULES, adam_, sgd_
+from apex_npu.ops.segmented import checked_norm, clipping_norm, lamb_, plain_norm, segment_add_, segment_dot
 
-for _op, _kernel in cuda.KERNELS.items():
-    _op.implement(_kernel, "CUDA")
-    if isinstance(_op, Rule):
-        _op.implement(_op.device_scalars(_kernel), "CUDA", "on_device")
+for _op in (*RULES, lamb_, segment_dot, segment_add_, plain_norm, checked_norm, clipping_norm):
+    _op.kernels["cuda"] = cuda.Kernel(_op)
+sgd_.kernels["cuda"] = cuda.Kernel(sgd_, sgd_.decoding(aten_fused.sgd_))
+adam_.kernels["cuda"] = cuda.Kernel(adam_, adam_.decoding(aten_fused.adam_))
 
 if cpu.available:
-    _cpu_kernels = cpu.register()  # keeps the kernels registered
-    for _rule in (*elementwise.RULES, *segmented.RULES):
-        _rule.joins_on = ("cpu",)
+    for _rule in (*RULES, lamb_):
+        _rule.kernels["cpu"] = cpu.rule_kernel(_rule)
+    for _sums in (segment_dot, segment_add_):
+        _sums.kernels["cpu"] = cpu.segments_kernel(_sums)
+    plain_norm.kernels["cpu"] = extension.norm
 else:
-    elementwise.sgd_.implement(aten_fused.sgd_, "CPU")
-    elementwise.adam_.implement(aten_fused.adam_, "CPU")
-    for _rule, _runs in ((elementwise.sgd_, aten_fused.sgd_runs), (elementwise.adam_, aten_fused.adam_runs)):
-        _rule.implement(_runs, "CPU", "runs")
-        _rule.joins_on = ("cpu",)
+    for _rule in (*RULES, lamb_):
+        _rule.kernels["cpu"] = cpu.torch_kernel(_rule, _rule.reference)
+    sgd_.kernels["cpu"] = cpu.torch_kernel(sgd_, sgd_.decoding(aten_fused.sgd_))
+    adam_.kernels["cpu"] = cpu.torch_kernel(adam_, adam_.decoding(aten_fused.adam_))
 
-elementwise.sgd_.implement(npu.sgd_, "PrivateUse1")
-elementwise.adam_.implement(npu.adam_, "PrivateUse1")
-segmented.lamb_.implement(npu.lamb_, "PrivateUse1")
-
-for _rule in (*elementwise.RULES, *segmented.RULES):
-    _rule.implement(_rule.host_scalars(), "CPU", "on_device")
+sgd_.kernels["npu"] = npu.kernel(sgd_, npu.sgd_)
+adam_.kernels["npu"] = npu.kernel(adam_, npu.adam_)
+lamb_.kernels["npu"] = npu.kernel(lamb_, npu.lamb_)

@@ -35,6 +35,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex_npu.backends._torch_private import has_kernel
 from apex_npu.ops import aten_fused, elementwise, reference, reference_segments, segmented
+from apex_npu.ops.dispatch import Rule
 
 logger = logging.getLogger("apex_npu")
 
@@ -88,6 +89,18 @@ def works(kernel: str, device: torch.device) -> bool:
         because = f"its trial step gave {found[:, 0].tolist()} instead of {torch.stack(right)[:, 0].tolist()}"
     logger.warning("apex_npu: %s on %s: falling back to plain torch (more launches): %s", kernel, device, because)
     return False
+
+
+def kernel(rule: Rule[...], by_cann: Callable[..., None]) -> Callable[..., None]:
+    """Return the kernel of ``rule``: ``by_cann`` if the host knows all numbers, else the reference."""
+
+    def step(*operands: Any, found_inf: Tensor | None = None, **options: Any) -> None:
+        if found_inf is None and not any(isinstance(options.get(name), Tensor) for name in rule.numbers):
+            by_cann(*operands, **options)
+        else:
+            rule.reference(*operands, found_inf=found_inf, **options)
+
+    return rule.decoding(step)
 
 
 def sgd_(param: Tensor, grad: Tensor, momentum_buffer: Tensor | None, *args: Any, **options: Any) -> None:
@@ -171,7 +184,8 @@ def lamb_(
     **options: Any,
 ) -> None:
     """Step ``segmented.lamb_`` by a kernel of Adam if it takes the operands, else by the reference."""
-    options = {**segmented.lamb_.defaults, **options}  # the dispatcher leaves out defaults
+    options = {**segmented.lamb_.defaults, **options}
+    del options["found_inf"], options["encoding"]
     betas = options["beta1"], options["beta2"]
     is_adams = options["adapt"] and not options["l2"] and options["beta3"] == 1 - betas[0]
     rows = _rows_of(starts, lengths, param) if is_adams and _is_float32(param) else None

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Update rules that depend on whole parameters or their rows, and the sums that such rules need.
 
-As in ``elementwise.py``, each function declares an op on 1-D buffers, and ``grad``, ``grad_scale``, ``lr``, ``step``
-and ``found_inf`` have the same meaning. ``starts``, ``lengths`` and ``ids`` are those of a ``Segments``.
+As in ``elementwise.py``, each function declares an op on 1-D buffers, and ``grad``, ``grad_scale``, ``lr``, ``step``,
+``found_inf`` and ``encoding`` have the same meaning. ``starts``, ``lengths`` and ``ids`` are those of a ``Segments``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import math
 import torch
 from torch import Tensor
 
-from apex_npu.ops.dispatch import Mutated, Rule, Scratch, op
+from apex_npu.ops.dispatch import Mutated, Op, Rule, Scratch
+from apex_npu.ops.encoded_calls import RunEncoding
 from apex_npu.ops.reference import add_, chunks, sum_of_squares, wide_dtype, write_back
 from apex_npu.ops.reference_segments import add_product_, segment_ids, segment_sums, trust_ratio, update_moments_
 
@@ -43,6 +44,7 @@ def lamb_(
     maximize: bool = False,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    encoding: RunEncoding | None = None,
 ) -> None:
     """One step of LAMB (You et al. 2019, https://arxiv.org/abs/1904.00962).
 
@@ -80,6 +82,7 @@ def lamb_(
         maximize: Step along the gradient instead of against it.
         grad_scale: The divisor of gradients; see ``elementwise.py``.
         found_inf: The flag that prevents writing; see ``elementwise.py``.
+        encoding: The encoding of the operands; see ``elementwise.py``.
     """
     update_moments_(
         direction,
@@ -114,7 +117,7 @@ def lamb_(
         write_back(p_chunk, p)
 
 
-@op("segment_dot", fake=lambda a, b, starts, lengths, ids: a.new_empty(starts.numel()))
+@Op
 def segment_dot(a: Tensor, b: Tensor, starts: Tensor, lengths: Tensor, ids: Tensor | None) -> Tensor:
     """Sum a[j] · b[j] over each segment, for squared norms and cosines of parameters or their rows.
 
@@ -132,7 +135,7 @@ def segment_dot(a: Tensor, b: Tensor, starts: Tensor, lengths: Tensor, ids: Tens
     return segment_sums([(a, b)], ids, starts.numel(), a.dtype)[0, : starts.numel()]
 
 
-@op("segment_add_", fake=lambda *operands: None)
+@Op
 def segment_add_(x: Mutated, y: Tensor, factors: Tensor, starts: Tensor, lengths: Tensor, ids: Tensor | None) -> None:
     """Add factors[i] · y[j] to x[j] for every element j of every segment i; other elements do not change.
 
@@ -150,7 +153,7 @@ def segment_add_(x: Mutated, y: Tensor, factors: Tensor, starts: Tensor, lengths
         to.addcmul_(addend, factors[owner])
 
 
-@op("norm", fake=lambda x: x.new_empty((), dtype=wide_dtype(x.dtype)))
+@Op
 def plain_norm(x: Tensor) -> Tensor:
     """Compute the 2-norm; see ``norm``."""
     if x.device.type != "cpu":
@@ -163,7 +166,7 @@ def plain_norm(x: Tensor) -> Tensor:
     return total.sqrt_().to(wide_dtype(x.dtype))
 
 
-@op("norm.check", fake=lambda x, found_inf: plain_norm(x))
+@Op
 def checked_norm(x: Tensor, found_inf: Mutated) -> Tensor:
     """Compute the 2-norm and check the elements; see ``norm``."""
     # The largest magnitude is finite if all elements are, even if squares overflow; it needs no host sync.
@@ -172,10 +175,10 @@ def checked_norm(x: Tensor, found_inf: Mutated) -> Tensor:
     return plain_norm(x)
 
 
-@op("norm.clip", fake=lambda x, coefficient, max_norm: plain_norm(x))
+@Op
 def clipping_norm(x: Tensor, coefficient: Mutated, max_norm: float) -> Tensor:
     """Compute the 2-norm and the coefficient of clipping; see ``norm_to_clip``."""
-    total: Tensor = plain_norm.overload(x)
+    total = plain_norm(x)
     coefficient.copy_(clip_coefficient(total, max_norm))
     return total
 
@@ -186,7 +189,7 @@ def norm_to_clip(x: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
         total = norm(x)
         return total, clip_coefficient(total, max_norm)
     coefficient = torch.empty((), dtype=wide_dtype(x.dtype), device=x.device)
-    return clipping_norm.quickly(x, coefficient, max_norm), coefficient
+    return clipping_norm(x, coefficient, max_norm), coefficient
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
@@ -204,9 +207,4 @@ def norm(x: Tensor, found_inf: Tensor | None = None) -> Tensor:
         found_inf: float32, one element; set to 1 if an element of ``x`` is inf or nan, which does not depend on the
             norm. None if elements are not checked.
     """
-    total: Tensor = plain_norm.quickly(x) if found_inf is None else checked_norm.quickly(x, found_inf)
-    return total
-
-
-RULES = (lamb_,)
-SUMS = (segment_dot, segment_add_, plain_norm, checked_norm, clipping_norm)
+    return plain_norm(x) if found_inf is None else checked_norm(x, found_inf)

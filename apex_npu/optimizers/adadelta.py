@@ -109,10 +109,10 @@ class NpuFusedAdadelta(FusedOptimizer):
     def call(self, run: Run, group: ParamGroup) -> Call:
         """Bind the op of the rule to ``run``, with its arguments."""
         return adadelta_.bind(
-            run.operand,
+            run.param,
             run.scaled_grad,
-            run.state("square_avg"),
-            run.state("acc_delta"),
+            run.stored("square_avg"),
+            run.stored("acc_delta"),
             lr=self.learning_rate(run, group),
             rho=group["rho"],
             eps=group["eps"],
@@ -120,4 +120,5 @@ class NpuFusedAdadelta(FusedOptimizer):
             maximize=group["maximize"],
             grad_scale=run.grad_scale,
             found_inf=run.found_inf,
+            encoding=run.encoding,
         )

@@ -139,13 +139,14 @@ class FusedAdagrad(FusedOptimizer):
     def call(self, run: Run, group: ParamGroup) -> Call:
         """Bind the op of the rule to ``run``, with its arguments."""
         return adagrad_.bind(
-            run.operand,
+            run.param,
             run.scaled_grad,
-            run.state("sum"),
+            run.stored("sum"),
             lr=self.learning_rate(run, group),
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             decoupled=group["adagrad_w_mode"],
             grad_scale=run.grad_scale,
             found_inf=run.found_inf,
+            encoding=run.encoding,
         )

@@ -142,11 +142,11 @@ class NpuFusedAdam(FusedOptimizer):
         """Bind the op of the rule to ``run``, with its arguments."""
         beta1, beta2 = group["betas"]
         return adam_.bind(
-            run.operand,
+            run.param,
             run.scaled_grad,
-            run.state("exp_avg"),
-            run.state("exp_avg_sq"),
-            run.state("max_exp_avg_sq") if group["amsgrad"] else None,
+            run.stored("exp_avg"),
+            run.stored("exp_avg_sq"),
+            run.stored("max_exp_avg_sq") if group["amsgrad"] else None,
             lr=self.learning_rate(run, group),
             beta1=float(beta1),
             beta2=float(beta2),
@@ -157,4 +157,5 @@ class NpuFusedAdam(FusedOptimizer):
             step=run.step,
             grad_scale=run.grad_scale,
             found_inf=run.found_inf,
+            encoding=run.encoding,
         )

@@ -39,7 +39,7 @@ from apex_npu.fusion import (
 from apex_npu.fusion.grad_memory import GradMemory
 from apex_npu.fusion.grad_slots import InPlace
 from apex_npu.fusion.host_grads import sending
-from apex_npu.ops import Call, call_of_all, masks_writes
+from apex_npu.ops import Call, joined, masks_writes
 from apex_npu.optimizers.capture import check_capture, check_captured_gradients, refusal
 from apex_npu.optimizers.checks import (
     OfTorch,
@@ -243,8 +243,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     def call(self, run: Run, group: ParamGroup) -> Call:
         """Return the op that ``update`` calls, with its arguments. It writes nothing.
 
-        A rule may define this instead of ``update``. One call of the op can then update the runs of several param
-        groups. If a hyper-parameter of one group is wrong, no group is updated.
+        A rule may define this instead of ``update``. If a hyper-parameter of one group is wrong, no group is updated.
         """
         raise NotImplementedError(f"{type(self).__name__} must define update(run, group), or call(run, group)")
 
@@ -364,8 +363,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             return [(1, call) for call in sending(self._fused.hosted, calls, runs)]
         if self._prepares:
             calls = [run.prepared(call) for call, (run, _) in zip(calls, runs, strict=True)]
-        joined = call_of_all(calls) if len(calls) > 1 else None
-        return list(zip(repeat(1), calls, strict=False)) if joined is None else [(len(calls), joined)]
+        return joined(calls) if extension is None else list(zip(repeat(1), calls, strict=False))
 
     def _gather(self) -> list[tuple[FusedGroup, bytes]]:
         """Make gradients readable by ``update``. Return for each group the states of its slots."""

@@ -166,10 +166,10 @@ class NpuFusedBertAdam(NormOptimizer):
 
     def _call(self, run: Run, group: ParamGroup, grad: Tensor, grad_scale: Tensor | None) -> Call:
         return adam_.bind(
-            run.operand,
+            run.param,
             grad,
-            run.state("exp_avg"),
-            run.state("exp_avg_sq"),
+            run.stored("exp_avg"),
+            run.stored("exp_avg_sq"),
             None,
             lr=_scheduled_lr(group, int(run.step) - 1),
             beta1=group["b1"],
@@ -181,6 +181,7 @@ class NpuFusedBertAdam(NormOptimizer):
             step=run.step,
             bias_correction=False,
             grad_scale=grad_scale,
+            encoding=run.encoding,
         )
 
 

@@ -128,13 +128,14 @@ class NpuFusedLamb(NormOptimizer):
     def call(self, run: Run, group: ParamGroup) -> Call:
         """Bind the op of the rule to ``run``, with its arguments."""
         return lamb_.bind(
-            run.operand,
+            run.param,
             run.scaled_grad,
-            run.state("exp_avg"),
-            run.state("exp_avg_sq"),
+            run.stored("exp_avg"),
+            run.stored("exp_avg_sq"),
             run.scratch("direction"),
             *run.segments(),
             found_inf=run.found_inf,
+            encoding=run.encoding,
             **self._options(run, group),
         )
 

@@ -187,7 +187,7 @@ class NpuFusedMuon(NpuFusedAdamW):
 
     def _descend(self, run: Run, group: ParamGroup, directions: Tensor) -> None:
         sgd_(
-            run.operand,
+            run.param,
             directions,
             None,
             lr=self.learning_rate(run, group),
@@ -199,6 +199,7 @@ class NpuFusedMuon(NpuFusedAdamW):
             maximize=False,
             step=2,
             found_inf=run.found_inf,
+            encoding=run.encoding,
         )
 
     # DTensors
@@ -387,7 +388,7 @@ def _set_directions(directions: Tensor, run: Run, group: ParamGroup) -> None:
     sgd_(
         directions.zero_(),
         run.scaled_grad,
-        run.state("momentum_buffer"),
+        run.stored("momentum_buffer"),
         lr=-1.0,
         momentum=group["momentum"],
         dampening=group["momentum"],
@@ -397,6 +398,7 @@ def _set_directions(directions: Tensor, run: Run, group: ParamGroup) -> None:
         step=2,
         grad_scale=run.grad_scale,
         found_inf=run.found_inf,
+        encoding=run.encoding and run.encoding.of_states(),
     )
 
 

@@ -176,10 +176,10 @@ class FusedAdam(FusedOptimizer):
         """Bind the op of the rule to ``run``, with its arguments."""
         beta1, beta2 = group["betas"]
         call = adam_.bind(
-            run.operand,
+            run.param,
             run.scaled_grad,
-            run.state("exp_avg"),
-            run.state("exp_avg_sq"),
+            run.stored("exp_avg"),
+            run.stored("exp_avg_sq"),
             None,
             lr=self.learning_rate(run, group),
             beta1=beta1,
@@ -192,6 +192,7 @@ class FusedAdam(FusedOptimizer):
             bias_correction=bool(group["bias_correction"]),
             grad_scale=run.grad_scale,
             found_inf=run.found_inf,
+            encoding=run.encoding,
         )
         return on_masters(run, call) if "master_param" in self.state_names(group) else call
 
@@ -209,11 +210,11 @@ def on_masters(run: Run, call: Call) -> Call:
 
 def _update_masters(op: Callable[..., None], run: Run, *operands: Any, **options: Any) -> None:
     if run.param.dtype not in LOW_PRECISION:  # of a group that has both
-        op(run.operand, *operands, **options)
+        op(run.param, *operands, **options)
         run.state("master_param").copy_(run.param)
         return
     masters = _current_masters(run)
-    op(masters, *operands, **options)
+    op(masters, *operands, **{**options, "encoding": run.encoding and run.encoding.of_states()})
     run.param.copy_(masters)
 
 

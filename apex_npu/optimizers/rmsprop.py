@@ -127,11 +127,11 @@ class NpuFusedRMSprop(FusedOptimizer):
     def call(self, run: Run, group: ParamGroup) -> Call:
         """Bind the op of the rule to ``run``, with its arguments."""
         return rmsprop_.bind(
-            run.operand,
+            run.param,
             run.scaled_grad,
-            run.state("square_avg"),
-            run.state("grad_avg") if group["centered"] else None,
-            run.state("momentum_buffer") if group["momentum"] else None,
+            run.stored("square_avg"),
+            run.stored("grad_avg") if group["centered"] else None,
+            run.stored("momentum_buffer") if group["momentum"] else None,
             lr=self.learning_rate(run, group),
             alpha=group["alpha"],
             eps=group["eps"],
@@ -140,6 +140,7 @@ class NpuFusedRMSprop(FusedOptimizer):
             maximize=group["maximize"],
             grad_scale=run.grad_scale,
             found_inf=run.found_inf,
+            encoding=run.encoding,
             **self._options_of(group),
         )
 

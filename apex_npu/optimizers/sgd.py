@@ -134,9 +134,9 @@ class NpuFusedSGD(FusedOptimizer):
             lr = as_number("lr of a parameter group", group["lr"])
             return sgd_list_, operands, {"lr": lr, "step": int(run.step), **numbers}
         return sgd_.bind(
-            run.operand,
+            run.param,
             run.scaled_grad,
-            run.state("momentum_buffer") if group["momentum"] else None,
+            run.stored("momentum_buffer") if group["momentum"] else None,
             lr=self.learning_rate(run, group),
             momentum=group["momentum"],
             dampening=group["dampening"],
@@ -147,4 +147,5 @@ class NpuFusedSGD(FusedOptimizer):
             decoupled=group.get("wd_after_momentum", False),
             grad_scale=run.grad_scale,
             found_inf=run.found_inf,
+            encoding=run.encoding,
         )

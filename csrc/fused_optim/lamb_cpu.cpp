@@ -211,9 +211,10 @@ class Lamb {
 
 void lamb_cpu(const Encoding& encoding, const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg,
               const at::Tensor& exp_avg_sq, const at::Tensor& direction, const at::Tensor& starts,
-              const at::Tensor& lengths, const std::optional<at::Tensor>& /*ids*/, double lr, double beta1,
-              double beta2, double beta3, double eps, int64_t step, bool bias_correction, double l2, double decay,
-              bool adapt, double max_weight_norm, bool maximize, const std::optional<at::Tensor>& grad_scale) {
+              const at::Tensor& lengths, const std::optional<at::Tensor>& ids, double lr, double beta1, double beta2,
+              double beta3, double eps, int64_t step, bool bias_correction, double l2, double decay, bool adapt,
+              double max_weight_norm, bool maximize, const std::optional<at::Tensor>& grad_scale) {
+  TORCH_CHECK_VALUE(!ids.has_value(), "lamb_: ids must be None on a CPU, where kernels find segments by their ranges");
   const State m("exp_avg", exp_avg), v("exp_avg_sq", exp_avg_sq), u("direction", direction);
   const Operands operands("lamb_", param, grad, grad_scale, maximize, {m, v, u}, encoding);
   check_segments("lamb_", starts, lengths, operands.numel());

@@ -34,7 +34,7 @@ void check_same(const char* op, const at::Tensor& a, const at::Tensor& b) {
 }  // namespace
 
 at::Tensor segment_dot_cpu(const at::Tensor& a, const at::Tensor& b, const at::Tensor& starts,
-                           const at::Tensor& lengths, const std::optional<at::Tensor>& /*ids*/) {
+                           const at::Tensor& lengths) {
   check_same("segment_dot", a, b);
   check_segments("segment_dot", starts, lengths, a.numel());
   const Pieces pieces(starts, lengths);
@@ -52,7 +52,7 @@ at::Tensor segment_dot_cpu(const at::Tensor& a, const at::Tensor& b, const at::T
 }
 
 void segment_add_cpu(const at::Tensor& x, const at::Tensor& y, const at::Tensor& factors, const at::Tensor& starts,
-                     const at::Tensor& lengths, const std::optional<at::Tensor>& /*ids*/) {
+                     const at::Tensor& lengths) {
   check_same("segment_add_", x, y);
   check_segments("segment_add_", starts, lengths, x.numel());
   TORCH_CHECK_VALUE(factors.sizes() == starts.sizes() && factors.is_contiguous() && factors.device().is_cpu(),

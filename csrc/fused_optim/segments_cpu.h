@@ -14,10 +14,10 @@ namespace apex_npu {
 
 // Returns sum_j a[j] * b[j] over each segment, accumulated in double, in a's dtype.
 at::Tensor segment_dot_cpu(const at::Tensor& a, const at::Tensor& b, const at::Tensor& starts,
-                           const at::Tensor& lengths, const std::optional<at::Tensor>& ids);
+                           const at::Tensor& lengths);
 
 // Computes x[j] += factors[i] * y[j] for every element j of every segment i. x and y may be the same tensor.
 void segment_add_cpu(const at::Tensor& x, const at::Tensor& y, const at::Tensor& factors, const at::Tensor& starts,
-                     const at::Tensor& lengths, const std::optional<at::Tensor>& ids);
+                     const at::Tensor& lengths);
 
 }  // namespace apex_npu

@@ -42,7 +42,9 @@ class Encoding {
 
   Encoding() = default;
 
-  // `encoded` in apex_npu/ops/dispatch.py describes the arguments. Raises ValueError or TypeError.
+  // remainder: the remainders of 16-bit parameters. scales: those of each 8-bit state, in the order of the rule. table:
+  // int64, a row for each parameter with the numbers of an EncodedSegment. count: the number of the step, for random
+  // bits. stochastic_param: bfloat16 parameters are rounded stochastically. Raises ValueError or TypeError.
   Encoding(const std::optional<at::Tensor>& remainder, at::TensorList scales, const at::Tensor& table, int64_t count,
            bool stochastic_param);
 

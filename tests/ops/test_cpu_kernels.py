@@ -23,7 +23,6 @@ from kernel_cases import (
     LAMB,
     MIXES,
     RULES,
-    SGD,
     covered,
     name_of,
     operands_for,
@@ -34,6 +33,7 @@ from kernel_cases import (
 import apex_npu
 from apex_npu import ops, optimizers
 from apex_npu.ops import cpu, reference, reference_segments
+from apex_npu.ops.state_codec import Segment
 
 pytestmark = [
     pytest.mark.skipif(not cpu.available, reason="there is no extension"),
@@ -46,7 +46,7 @@ SIZES = [0, 1, 15, 16, 17, 41 * 123]
 def step(name, operands, extra, options, reference=False):
     """One step on copies, by the op or by its reference: what param and states are then."""
     copies = [None if t is None else t.clone() for t in operands]
-    op = getattr(ops, name).reference if reference else getattr(torch.ops.apex_npu, name)
+    op = getattr(ops, name).reference if reference else getattr(ops, name)
     op(*copies, *extra, **options)
     torch.testing.assert_close(copies[1], operands[1], rtol=0, atol=0, equal_nan=True)  # gradients are not written
     return [copies[0], *copies[2:]]
@@ -106,7 +106,7 @@ def test_memory_that_starts_anywhere(case, mix):
     extra = segments_of(shapes_for(5_043), 5_043, F32) if name == "lamb_" else []
     aligned = step(name, [t[1:] for t in operands], extra, options)
     shifted = [t.clone() for t in operands]
-    getattr(torch.ops.apex_npu, name)(*(t[1:] for t in shifted), *extra, **options)
+    getattr(ops, name)(*(t[1:] for t in shifted), *extra, **options)
     for got, want in zip([shifted[0], *shifted[2:]], aligned, strict=True):
         assert torch.equal(got[1:], want)
     for t, before in zip(shifted, operands, strict=False):
@@ -205,17 +205,10 @@ def test_rows_that_are_no_ranges_of_memory_go_to_the_reference():
     ids[:60] = torch.arange(6).repeat(10)  # transposed
     a, b = torch.randn(60), torch.randn(60)
     before = a.clone()
-    sums = torch.ops.apex_npu.segment_dot(a, b, rows.starts, rows.lengths, ids)
+    sums = ops.segment_dot(a, b, rows.starts, rows.lengths, ids)
     torch.testing.assert_close(sums, (a * b).view(10, 6).sum(0))
-    torch.ops.apex_npu.segment_add_(a, b, sums, rows.starts, rows.lengths, ids)
+    ops.segment_add_(a, b, sums, rows.starts, rows.lengths, ids)
     torch.testing.assert_close(a, before + b * sums.repeat(10))
-
-
-def test_float64_beside_another_dtype_goes_to_the_reference():
-    operands = operands_for("sgd_", 1, 50, (F64, F32))
-    got = step("sgd_", operands, [], SGD)
-    want = step("sgd_", operands, [], SGD, reference)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 # The same bits
@@ -249,20 +242,14 @@ def encoded_results(numel, dtype, kept, has_remainder=False, stochastic_param=Fa
     """Of Adam's rule with states in fewer bytes, whose second step decodes what the first one has encoded."""
     param, grad = (t.to(dtype) for t in operands_for("adam_", 2, numel, seed=1)[:2])
     states = [torch.zeros(numel, dtype=of_state) for of_state in kept]
-    scales = [torch.zeros(3_000) for of_state in kept if of_state.itemsize == 1]
+    names = ["exp_avg", "exp_avg_sq"]
+    scales = {name: torch.zeros(3_000) for name, of_state in zip(names, kept, strict=True) if of_state.itemsize == 1}
     remainder = torch.zeros(numel, dtype=torch.int16) if has_remainder else None
-    table = torch.tensor([[0, 100_000, 0, 0], [100_016, numel - 100_016, 3, 782]])
-    for count in (1, 2):
-        torch.ops.apex_npu.adam_.encoded(
-            *(param, grad, *states, None),
-            **ADAM,
-            remainder=remainder,
-            scales=scales,
-            table=table,
-            count=count,
-            stochastic_param=stochastic_param,
-        )
-    yield from (t for t in (param, *states, *scales, remainder) if t is not None)
+    places = ops.Places([Segment(0, 100_000, 0, 0), Segment(100_016, numel - 100_016, 3, 782)])
+    for step in (1, 2):
+        encoding = ops.RunEncoding(places, scales, step, remainder, stochastic_param)
+        ops.adam_(param, grad, *states, None, **ADAM, encoding=encoding)
+    yield from (t for t in (param, *states, *scales.values(), remainder) if t is not None)
 
 
 def conversions():
@@ -390,7 +377,7 @@ def test_operands_that_do_not_fit(change, error, message):
     options = {**ADAM, "grad_scale": operands.pop("grad_scale", None)}
     before = {k: None if t is None else t.clone() for k, t in operands.items()}
     with pytest.raises(error, match=message):
-        torch.ops.apex_npu.adam_(*operands.values(), **options)
+        ops.adam_(*operands.values(), **options)
     for name, t in operands.items():
         assert t is None or (t.to_dense() == before[name].to_dense()).all(), name
 
@@ -413,11 +400,11 @@ def test_segments_that_do_not_fit(starts, lengths, error, message):
     before = param.clone()
     starts, lengths = torch.tensor(starts), torch.tensor(lengths)
     with pytest.raises(error, match=message):
-        torch.ops.apex_npu.lamb_(param, grad, m, v, torch.empty(20), starts, lengths, None, **LAMB)
+        ops.lamb_(param, grad, m, v, torch.empty(20), starts, lengths, None, **LAMB)
     with pytest.raises(error, match=message):
-        torch.ops.apex_npu.segment_dot(param, grad, starts, lengths, None)
+        ops.segment_dot(param, grad, starts, lengths, None)
     with pytest.raises(error, match=message):
-        torch.ops.apex_npu.segment_add_(param, grad, torch.ones(starts.numel()), starts, lengths, None)
+        ops.segment_add_(param, grad, torch.ones(starts.numel()), starts, lengths, None)
     assert torch.equal(param, before)
 
 
@@ -428,11 +415,11 @@ def test_norm_and_segment_sums_name_what_they_are_given():
         ops.norm(torch.ones(6)[::2])
     starts, lengths = torch.tensor([0]), torch.tensor([3])
     with pytest.raises(ValueError, match=r"segment_dot: .* got shapes \[3\] and \[4\]"):
-        torch.ops.apex_npu.segment_dot(torch.ones(3), torch.ones(4), starts, lengths, None)
+        ops.segment_dot(torch.ones(3), torch.ones(4), starts, lengths, None)
     with pytest.raises(TypeError, match=r"segment_add_: .* got Float and Double"):
-        torch.ops.apex_npu.segment_add_(torch.ones(3), torch.ones(3, dtype=F64), torch.ones(1), starts, lengths, None)
+        ops.segment_add_(torch.ones(3), torch.ones(3, dtype=F64), torch.ones(1), starts, lengths, None)
     with pytest.raises(ValueError, match=r"expected one factor per segment \(1\) on the cpu, got 2"):
-        torch.ops.apex_npu.segment_add_(torch.ones(3), torch.ones(3), torch.ones(2), starts, lengths, None)
+        ops.segment_add_(torch.ones(3), torch.ones(3), torch.ones(2), starts, lengths, None)
 
 
 @pytest.mark.parametrize("beta1", [0.0, 0.25])

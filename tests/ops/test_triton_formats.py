@@ -17,7 +17,7 @@ from triton_cases import CHANGES, OPTIONS, SEGMENTED_CHANGES, on_device, operand
 from triton_interpreter import DEVICE, mend
 
 from apex_npu import ops
-from apex_npu.ops import EncodedState, RunEncoding, cuda, encoded_calls
+from apex_npu.ops import Places, RunEncoding, cuda
 from apex_npu.ops.state_codec import Segment, encode_remainder, narrow_remainder, scale_count
 from apex_npu.ops.triton_kernels import launches, plans
 
@@ -36,19 +36,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide b
 @pytest.fixture(autouse=True)
 def _mended_interpreter(monkeypatch):
     mend(monkeypatch)
-    if DEVICE.type == "cpu":
-        monkeypatch.setitem(encoded_calls._KERNELS, "cpu", cuda.plan_encoded)
+    for op in OPTIONS:
+        monkeypatch.setitem(getattr(ops, op).kernels, "cpu", getattr(ops, op).kernels["cuda"])
 
 
-class Float32Rule:
-    """A rule whose operands are not encoded, by Triton."""
+def stepped_apart(op, args, options, encoding):
+    """By the definition of the formats, around Triton's kernel for operands that are not encoded."""
 
-    def __init__(self, op):
-        self.op = op
-        self.is_elementwise = getattr(ops, op).is_elementwise
+    def float32_rule(*operands, **options):
+        getattr(plans, op)(*operands, **options).run(DEVICE)
 
-    def __call__(self, *operands, **options):
-        getattr(plans, self.op)(*operands, **options).run(DEVICE)
+    getattr(ops, op).decoding(float32_rule)(*args, **options, encoding=encoding)
 
 
 class Call:
@@ -60,7 +58,7 @@ class Call:
         for _, length in places:
             first_scales.append(first_scales[-1] + scale_count(length))
         pairs = zip(places, POSITIONS, first_scales, strict=False)
-        self.segments = [Segment(begin, length, position, scale) for (begin, length), position, scale in pairs]
+        segments_of_params = [Segment(begin, length, position, scale) for (begin, length), position, scale in pairs]
         kind = param_format or ""
         dtype = torch.float16 if "float16" in kind else torch.bfloat16 if kind else torch.float32
         param, grad, *states = operands(op, NUMEL, dtype, without=without)
@@ -74,17 +72,16 @@ class Call:
             random = torch.randint(2**32, (NUMEL,), generator=generator)
             param, remainder = narrow_remainder(param, remainder, random)
         self.param, self.grad = param.to(DEVICE), grad.to(DEVICE)
-        self.encoding = RunEncoding(self.param, self.segments)
-        self.encoding.count = count
-        self.encoding.remainder = None if remainder is None else remainder.to(DEVICE)
-        self.encoding.stochastic_param = param_format == "stochastic"
-        self.states = []
+        self.states, scales = [], {}
         for index, state in enumerate(states):
             kept = None if state is None else dtypes[index % len(dtypes)]
             if kept == torch.int8 and index in UNSIGNED[op]:
                 kept = torch.uint8
-            self.states.append(None if state is None else self._encoded(state, kept, generator))
-        self.of_params = self.encoding if param_format else None
+            if kept in (torch.int8, torch.uint8):
+                state, scales[getattr(ops, op).states[index]] = self._in_8_bits(kept, generator)
+            self.states.append(None if state is None else state.to(kept).to(DEVICE))
+        remainder = None if remainder is None else remainder.to(DEVICE)
+        self.encoding = RunEncoding(Places(segments_of_params), scales, count, remainder, param_format == "stochastic")
         self.more = []
         if op == "lamb_":
             self.more = segments()
@@ -92,34 +89,28 @@ class Call:
             self.more[0] = torch.zeros(NUMEL, device=DEVICE)
             self.more[1:3] = starts, lengths
 
-    def _encoded(self, state, kept, generator):
-        if kept == torch.float32:
-            return state.to(DEVICE)
-        if kept == torch.bfloat16:
-            return EncodedState(state.bfloat16().to(DEVICE), None, self.encoding)
+    def _in_8_bits(self, kept, generator):
         low, high = (-127, 128) if kept == torch.int8 else (0, 256)
         values = torch.randint(low, high, (NUMEL,), generator=generator).to(kept)
         scales = torch.rand(sum(scale_count(n) for _, n in self.places), generator=generator)
         scales[::5] = 0.0
-        return EncodedState(values.to(DEVICE), scales.to(DEVICE), self.encoding)
+        return values, scales.to(DEVICE)
 
     def step(self, options, *, apart):
-        args = (self.of_params or self.param, self.grad, *self.states, *self.more)
+        args = (self.param, self.grad, *self.states, *self.more)
         if apart:
-            args = (self.param, *args[1:])
-            encoded_calls._run_on_pieces(Float32Rule(self.op), self.encoding, self.of_params, args, options)
+            stepped_apart(self.op, args, options, self.encoding)
         else:
-            getattr(ops, self.op)(*args, **options)
+            getattr(ops, self.op)(*args, **options, encoding=self.encoding)
         return self.bits()
 
     def bits(self):
-        kept = [self.param, *(s.values if isinstance(s, EncodedState) else s for s in self.states if s is not None)]
+        kept = [self.param, *(state for state in self.states if state is not None)]
         if self.encoding.remainder is not None:
             kept.append(self.encoding.remainder)
         codes = {1: torch.int8, 2: torch.int16, 4: torch.int32}
         found = [[t.view(codes[t.element_size()]).cpu()[b : b + n] for b, n in self.places] for t in kept]
-        encoded = [s for s in self.states if isinstance(s, EncodedState)]
-        scales = [s.scales.view(torch.int32).cpu() for s in encoded if s.scales is not None]
+        scales = [scales.view(torch.int32).cpu() for scales in self.encoding.scales.values()]
         return [t.clone() for column in (*found, scales) for t in column]
 
 
@@ -191,17 +182,16 @@ def test_blocks_of_any_magnitude(dtype):
     found = []
     for apart in (False, True):
         param = torch.zeros_like(grad, device=DEVICE)
-        encoding = RunEncoding(param, [Segment(0, grad.numel(), 3, 0)])
-        encoding.count = 9
-        scales = None if dtype == torch.bfloat16 else torch.zeros(15, device=DEVICE)
-        state = EncodedState(torch.zeros(grad.numel(), dtype=dtype, device=DEVICE), scales, encoding)
+        scales = {} if dtype == torch.bfloat16 else {"momentum_buffer": torch.zeros(15, device=DEVICE)}
+        encoding = RunEncoding(Places([Segment(0, grad.numel(), 3, 0)]), scales, 9)
+        state = torch.zeros(grad.numel(), dtype=dtype, device=DEVICE)
         args = param, grad.to(DEVICE), state
         options = {**OPTIONS["sgd_"], "weight_decay": 0.0, "step": 1, "lr": 0.0}
         if apart:
-            encoded_calls._run_on_pieces(Float32Rule("sgd_"), encoding, None, args, options)
+            stepped_apart("sgd_", args, options, encoding)
         else:
-            ops.sgd_(*args, **options)
-        found.append([t.cpu() for t in (state.values, scales) if t is not None])
+            ops.sgd_(*args, **options, encoding=encoding)
+        found.append([t.cpu() for t in (state, *scales.values())])
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
@@ -228,13 +218,12 @@ def test_ties_of_remainders_are_rounded_away_from_zero(beside, direction):
     bits = moved.view(np.uint32).astype(np.int64)
 
     param, grad = (torch.from_numpy(w.astype(np.int16)).view(torch.bfloat16).to(DEVICE) for w in (words, last_bit))
-    encoding = RunEncoding(param, [Segment(0, words.size, 0, 0)])
-    encoding.count = 1
-    encoding.remainder = torch.full((words.size,), beside, dtype=torch.int16, device=DEVICE)
+    remainder = torch.full((words.size,), beside, dtype=torch.int16, device=DEVICE)
+    encoding = RunEncoding(Places([Segment(0, words.size, 0, 0)]), {}, 1, remainder)
     still = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0}
-    ops.sgd_(encoding, grad, None, **{**OPTIONS["sgd_"], **still, "lr": float(lr)})
+    ops.sgd_(param, grad, None, **{**OPTIONS["sgd_"], **still, "lr": float(lr)}, encoding=encoding)
 
-    rounded, remainder = param.view(torch.int16).cpu().numpy(), encoding.remainder.cpu().numpy()
+    rounded, remainder = param.view(torch.int16).cpu().numpy(), remainder.cpu().numpy()
     is_nan = np.isnan(moved)
     assert np.array_equal(rounded[~is_nan], (bits + 0x8000 >> 16).astype(np.int16)[~is_nan])
     assert np.array_equal(remainder[~is_nan], bits.astype(np.int16)[~is_nan])
@@ -251,9 +240,9 @@ def test_how_many_launches_a_step_takes(op, count, counted):
 
 def test_parameters_without_elements(counted):
     param, grad = torch.zeros(2, 16, device=DEVICE)
-    encoding = RunEncoding(param, [Segment(0, 0, 0, 0)])
-    state = EncodedState(torch.zeros(16, dtype=torch.int8, device=DEVICE), torch.zeros(0, device=DEVICE), encoding)
-    ops.sgd_(encoding, grad, state, **OPTIONS["sgd_"])
+    encoding = RunEncoding(Places([Segment(0, 0, 0, 0)]), {"momentum_buffer": torch.zeros(0, device=DEVICE)})
+    state = torch.zeros(16, dtype=torch.int8, device=DEVICE)
+    ops.sgd_(param, grad, state, **OPTIONS["sgd_"], encoding=encoding)
     assert not counted or counted == ["sgd"]  # of no program
 
 
@@ -282,9 +271,9 @@ def test_what_triton_cannot_compile_torch_decodes(monkeypatch, caplog, counted):
 def test_operands_that_do_not_fit_are_refused(spoiled):
     call = Call("adam_", [torch.int8], "remainder")
     if spoiled == "state":
-        call.states[0].values = call.states[0].values[:-16]
+        call.states[0] = call.states[0][:-16]
     else:
-        call.encoding.remainder = call.encoding.remainder[:-16]
+        call.encoding = call.encoding._replace(remainder=call.encoding.remainder[:-16])
     with pytest.raises(
         ValueError, match=rf"adam_: \w+ has {NUMEL - 16} elements on .* has {NUMEL} on .*Nothing has been"
     ):
@@ -299,17 +288,15 @@ def test_any_remainder_of_8_bits_of_any_parameter(dtype):
     numel = every.numel() * kept.numel()
     found = []
     for apart in (False, True):
-        encoding = RunEncoding(every.repeat(kept.numel()).to(DEVICE), [Segment(0, numel, 3, 0)])
-        encoding.remainder = kept.repeat_interleave(every.numel()).to(DEVICE)
-        encoding.count = 11
+        param, remainder = every.repeat(kept.numel()).to(DEVICE), kept.repeat_interleave(every.numel()).to(DEVICE)
+        encoding = RunEncoding(Places([Segment(0, numel, 3, 0)]), {}, 11, remainder)
         grad = (torch.arange(numel) % 7 - 3).mul(2.0**-11).to(dtype).to(DEVICE)
         options = {**OPTIONS["sgd_"], "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "lr": 0.75}
         if apart:
-            args = encoding.param, grad, None
-            encoded_calls._run_on_pieces(Float32Rule("sgd_"), encoding, encoding, args, options)
+            stepped_apart("sgd_", (param, grad, None), options, encoding)
         else:
-            ops.sgd_(encoding, grad, None, **options)
-        found.append((encoding.param.cpu(), encoding.remainder.cpu()))
+            ops.sgd_(param, grad, None, **options, encoding=encoding)
+        found.append((param.cpu(), remainder.cpu()))
     (param, remainder), (wanted, wanted_remainder) = found
     is_nan = wanted.isnan()
     assert torch.equal(param.isnan(), is_nan)

@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from triton_cases import OPTIONS, operands
+from triton_cases import OPTIONS, Repeated, operands
 from triton_interpreter import DEVICE, mend
 
 from apex_npu import ops
@@ -75,7 +75,7 @@ def test_a_step_has_the_bits_of_one_of_gradients_in_slots(op, dtypes):
     for offset, numel in zip(offsets_of(NUMELS)[0], NUMELS, strict=True):
         inside[offset : offset + numel] = True
     for args in (ours, theirs):
-        cuda.KERNELS[getattr(ops, op)](*args, **OPTIONS[op], grad_scale=torch.full((1,), 3.0, device=DEVICE))
+        getattr(ops, op).kernels["cuda"](*args, **OPTIONS[op], grad_scale=torch.full((1,), 3.0, device=DEVICE))
     for place, (got, want) in enumerate(zip(ours, theirs, strict=True)):
         if place != 1 and got is not None:
             assert torch.equal(got[inside], want[inside])
@@ -89,7 +89,7 @@ def test_what_is_stepped_may_be_wider_than_all_that_is_listed(dtype):
     ours[1], theirs[1] = grad, dense
     for args in (ours, theirs):
         args[0].zero_(), args[2].zero_()
-        cuda.KERNELS[ops.sgd_](*args, **OPTIONS["sgd_"])
+        ops.sgd_.kernels["cuda"](*args, **OPTIONS["sgd_"])
     assert torch.equal(ours[0], theirs[0])
 
 
@@ -98,7 +98,7 @@ def test_what_is_stepped_may_be_wider_than_all_that_is_listed(dtype):
 def test_the_norm_is_of_what_is_listed_alone(dtype, begin):
     wide = dtype if dtype == torch.float64 else F32
     grad, _, dense = listed([dtype], wide, begin, missing=(2,))
-    norm = cuda.KERNELS[segmented.plain_norm](grad)
+    norm = segmented.plain_norm.kernels["cuda"](grad)
     torch.testing.assert_close(norm.cpu(), dense.double().norm().to(wide).cpu(), rtol=torch.finfo(wide).eps, atol=0)
 
 
@@ -143,7 +143,7 @@ def test_two_narrow_dtypes_are_copied_before_they_are_read():
     ours, theirs = ([a.to(DEVICE) for a in operands("adagrad_", dense.numel())] for _ in range(2))
     ours[1], theirs[1] = grad, dense
     for args in (ours, theirs):
-        cuda.KERNELS[ops.adagrad_](*args, **OPTIONS["adagrad_"])
+        ops.adagrad_.kernels["cuda"](*args, **OPTIONS["adagrad_"])
     assert torch.equal(ours[0], theirs[0])
 
 
@@ -156,7 +156,7 @@ def test_without_triton_torch_does_the_same(factor, monkeypatch):
     beside = [a.clone() for a in step]
     step[1], beside[1] = grad, dense
     for args in (step, beside):
-        cuda.KERNELS[ops.adagrad_](*args, **OPTIONS["adagrad_"])
+        ops.adagrad_.kernels["cuda"](*args, **OPTIONS["adagrad_"])
     assert torch.equal(step[0], beside[0])
     gather_cuda.scale_listed(grad, factor, found_inf)
     assert all(map(torch.equal, grads, wanted))
@@ -189,7 +189,7 @@ def test_addresses_are_copied_to_the_device_where_they_have_changed():
 @pytest.mark.parametrize("dtypes", [[F32], [F32, F16], [F16, BF16]], ids=["wide", "both", "copied"])
 def test_calls_that_are_repeated_read_the_gradients_of_each_step(dtypes):
     offsets, _ = offsets_of(NUMELS)
-    slots, repeated = grad_lists.ListedSlots(offsets, NUMELS), cuda.Repeated(ops.adagrad_)
+    slots, repeated = grad_lists.ListedSlots(offsets, NUMELS), Repeated(ops.adagrad_)
     ours, theirs = ([a.to(DEVICE) for a in operands("adagrad_", offsets_of(NUMELS)[1])] for _ in range(2))
     for begin in (0, 1, 3):
         grad, grads, dense = listed(dtypes, begin=begin)
@@ -200,7 +200,7 @@ def test_calls_that_are_repeated_read_the_gradients_of_each_step(dtypes):
         ours[1], theirs[1] = grad, dense.to(F32) * (begin + 1)
         repeated(*ours, **OPTIONS["adagrad_"])
         ours[1] = None
-        cuda.KERNELS[ops.adagrad_](*theirs, **OPTIONS["adagrad_"])
+        ops.adagrad_.kernels["cuda"](*theirs, **OPTIONS["adagrad_"])
     inside = torch.zeros(ours[0].numel(), dtype=torch.bool)
     for offset, numel in zip(offsets, NUMELS, strict=True):
         inside[offset : offset + numel] = True
@@ -220,7 +220,7 @@ def test_an_empty_slot_may_begin_where_another_does():
     grad_lists.ListedSlots(offsets, numels).add_addresses(operand)
     found = grad_lists.addresses_of(operand).on_device
     assert found.tolist() == [0, params[1].grad.data_ptr(), 0, params[3].grad.data_ptr() - 4 * 16]
-    assert cuda.KERNELS[segmented.plain_norm](operand).item() == 8.0
+    assert segmented.plain_norm.kernels["cuda"](operand).item() == 8.0
 
 
 def test_addresses_that_a_device_has_are_not_sent_again(monkeypatch):
@@ -257,7 +257,7 @@ def test_gradients_in_turn_at_two_places_are_sent_once(monkeypatch):
             p.grad = grad
         operand = slots.grad_list(params, 0, total, True)
         listed_slots.add_addresses(operand)
-        norm = cuda.KERNELS[segmented.plain_norm](operand)
+        norm = segmented.plain_norm.kernels["cuda"](operand)
         assert norm.item() == pytest.approx((1 + turn % 2) * math.sqrt(sum(NUMELS)))
     assert len(sent) == 2
 
@@ -281,8 +281,8 @@ def test_what_was_planned_for_slots_takes_other_gradients_flags_and_factors():
         assert found_inf is None or bool(found_inf) is bad
         for p in params if not bad else params[:2]:
             assert torch.equal(p.grad, torch.full_like(p, (turn + 1.0) * float(factor)))
-        norm, coefficient = cuda.KERNELS[segmented.plain_norm](operand), torch.empty((), device=DEVICE)
-        clipped = cuda.KERNELS[segmented.clipping_norm](operand, coefficient, 1.0)
+        norm, coefficient = segmented.plain_norm.kernels["cuda"](operand), torch.empty((), device=DEVICE)
+        clipped = segmented.clipping_norm.kernels["cuda"](operand, coefficient, 1.0)
         wanted = math.inf if bad else (turn + 1.0) * float(factor) * math.sqrt(sum(NUMELS))
         assert norm.item() == clipped.item() == pytest.approx(wanted)
         assert coefficient.item() == pytest.approx(min(1.0, 1.0 / wanted))

@@ -37,9 +37,10 @@ from triton_cases import (
     segments,
 )
 
+from apex_npu import ops
 from apex_npu._extension import extension
 from apex_npu.ops import ListedSlots, wide_dtype
-from apex_npu.ops.encoded_calls import Encoded
+from apex_npu.ops.state_codec import Segment
 from apex_npu.ops.triton_kernels import launches, plans
 from apex_npu.ops.triton_kernels.launches import Plan
 
@@ -127,17 +128,15 @@ def encoded_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
             param, grad, *states = operands(op, NUMEL, torch.bfloat16)
             if dtypes:
                 states = [state.to(dtypes[i % len(dtypes)]) for i, state in enumerate(states)]
-            table = torch.tensor([[begin, n, i, 100 * i] for i, (begin, n) in enumerate(ALIGNED_SEGMENTS)])
+            names = getattr(ops, op).states
+            scales = {n: torch.zeros(400) for n, s in zip(names, states, strict=False) if s.dtype.itemsize == 1}
+            places = ops.Places([Segment(begin, n, i, 100 * i) for i, (begin, n) in enumerate(ALIGNED_SEGMENTS)])
             for counts in ("", " on device") if everything or op == "adam_" else ("",):
-                encoded = Encoded(
-                    remainder=None if kept is None else torch.zeros(NUMEL, dtype=kept),
-                    scales=[torch.zeros(400) if state.dtype.itemsize == 1 else None for state in states],
-                    table=table,
-                    count=torch.ones(1) if counts else 3,
-                    stochastic_param=everything and bool(dtypes),
-                )
+                remainder = None if kept is None else torch.zeros(NUMEL, dtype=kept)
+                count = torch.ones(1) if counts else 3
+                encoding = ops.RunEncoding(places, scales, count, remainder, everything and bool(dtypes))
                 options = on_device(OPTIONS[op], torch.zeros(1)) if counts else OPTIONS[op]
-                plan = getattr(plans, op)(param, grad, *states, *more, **options, encoded=encoded)
+                plan = getattr(plans, op)(param, grad, *states, *more, **options, encoding=encoding)
                 yield f"{op} {name}{counts}", plan
 
 

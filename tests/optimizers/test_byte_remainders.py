@@ -16,8 +16,7 @@ from torch import nn
 from apex_npu import amp, debug, optimizers
 from apex_npu._extension import extension
 from apex_npu.fusion import EncodedView
-from apex_npu.ops import RunEncoding, sgd_
-from apex_npu.ops.encoded_calls import _run_on_pieces
+from apex_npu.ops import Places, RunEncoding, sgd_
 from apex_npu.ops.state_codec import Segment
 from apex_npu.optimizers.memory_choices import memory_choices
 
@@ -148,15 +147,13 @@ def test_kernels_read_and_write_every_number_with_any_remainder(dtype, moved):
     segments = [Segment(0, 70_001, 3, 0), Segment(70_001, numel - 70_001, 9, 0)]
     found = []
     for plain in (False, True):
-        encoding = RunEncoding(every.repeat(kept.numel())[:numel].to(DEVICE), segments)
-        encoding.remainder = kept.repeat_interleave(every.numel())[:numel].to(DEVICE)
-        encoding.count = 5
+        param = every.repeat(kept.numel())[:numel].to(DEVICE)
+        remainder = kept.repeat_interleave(every.numel())[:numel].to(DEVICE)
+        encoding = RunEncoding(Places(segments), {}, 5, remainder)
         grad, options = torch.ones(numel, device=DEVICE), {**PLAIN_SGD, "lr": moved}
-        if plain:
-            _run_on_pieces(sgd_, encoding, encoding, (encoding.param, grad, None), options)
-        else:
-            sgd_(encoding, grad, None, **options)
-        found.append((encoding.param.cpu(), encoding.remainder.cpu()))
+        step = sgd_.reference if plain else sgd_
+        step(param, grad, None, **options, encoding=encoding)
+        found.append((param.cpu(), remainder.cpu()))
     (param, remainder), (wanted, wanted_remainder) = found
     is_nan = wanted.isnan()
     assert torch.equal(param.isnan(), is_nan)
@@ -392,8 +389,7 @@ def test_other_optimizers_refuse_it():
 @pytest.mark.skipif(extension is None, reason="reads the errors of the extension's kernels")
 def test_kernels_refuse_other_dtypes():
     param = torch.ones(64, dtype=torch.bfloat16)
-    encoding = RunEncoding(param, [Segment(0, 64, 0, 0)])
-    encoding.remainder = torch.zeros(64, dtype=torch.uint8)
+    encoding = RunEncoding(Places([Segment(0, 64, 0, 0)]), {}, remainder=torch.zeros(64, dtype=torch.uint8))
     with pytest.raises(TypeError, match="remainder must be int16 or int8, got Byte"):
-        sgd_(encoding, torch.ones(64), None, **PLAIN_SGD, lr=1.0)
+        sgd_(param, torch.ones(64), None, **PLAIN_SGD, lr=1.0, encoding=encoding)
     assert torch.equal(param, torch.ones_like(param))

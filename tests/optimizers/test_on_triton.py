@@ -1,11 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whole optimizers on Triton's kernels: those of cuda take the place of the CPU's, through torch's dispatcher."""
+"""Whole optimizers on Triton's kernels: those of cuda take the place of the CPU's."""
 
-import inspect
 import itertools
 import sys
-from types import SimpleNamespace
 
 import encoded_steps
 import pytest
@@ -18,19 +16,16 @@ from apex_npu import amp
 from apex_npu.fusion import flat_grads, fused_group, fusing, grad_slots
 from apex_npu.fusion.graph_runs import GraphRuns, _DeviceStepCounts
 from apex_npu.fusion.run import Runs, StepCounts
-from apex_npu.ops import cpu, cuda, elementwise, encoded_calls, segmented
+from apex_npu.ops import cpu, elementwise, encoded_calls, segmented
 from apex_npu.ops.dispatch import Rule
 from apex_npu.ops.triton_kernels import launches
 from apex_npu.optimizers import FusedOptimizer, base, capture
 
-OPS = (*elementwise.RULES, *segmented.RULES, segmented.segment_dot, segmented.segment_add_, segmented.plain_norm)
-
-CAN_OVERRIDE = "allow_override" in inspect.signature(torch.library.Library.impl).parameters
+OPS = (*elementwise.RULES, segmented.lamb_, segmented.segment_dot, segmented.segment_add_, segmented.plain_norm)
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="on a GPU APEX_NPU_TEST_DEVICE=cuda runs all tests on it"),
     pytest.mark.skipif(not cpu.available, reason="without the extension the CPU has other segments"),
-    pytest.mark.skipif(not CAN_OVERRIDE, reason="this torch lets no kernel take the place of another"),
     pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero|Warning only once):"),
 ]
 
@@ -54,15 +49,10 @@ def launched(where, monkeypatch):
     monkeypatch.setattr(
         launches.Launch, "run", lambda self, *given: (names.append(self.kernel.__name__), run(self, *given))
     )
-    monkeypatch.setitem(encoded_calls._KERNELS, "cpu", cuda.plan_encoded)
-    monkeypatch.setattr(base, "masks_writes", lambda device: True)  # a run's calls are repeated, as on cuda
-    with torch.library._scoped_library("apex_npu", "IMPL") as library:
-        for op in OPS:
-            kernel = cuda.KERNELS[op]
-            library.impl(op.name, kernel, "CPU", allow_override=True)
-            if isinstance(op, Rule):
-                library.impl(f"{op.name}.on_device", op.device_scalars(kernel), "CPU", allow_override=True)
-        yield names
+    monkeypatch.setattr(base, "masks_writes", lambda device: True)  # a run's calls are prepared, as on cuda
+    for op in OPS:
+        monkeypatch.setitem(op.kernels, "cpu", op.kernels["cuda"])
+    return names
 
 
 def params():
@@ -331,8 +321,10 @@ def test_states_in_fewer_bytes(spec, dtype, formats, request, monkeypatch):
         torch.testing.assert_close(p, q, rtol=16 * eps, atol=16 * eps)
     found = stepped(spec, dtype, options)
     assert launched
-    monkeypatch.delitem(encoded_calls._KERNELS, "cpu")
-    monkeypatch.setattr(encoded_calls, "cpu", SimpleNamespace(available=False))
+    for op in OPS:
+        if isinstance(op, Rule):
+            monkeypatch.setitem(op.kernels, "cpu", op.decoding(op.kernels["cuda"]))
+    monkeypatch.setattr(encoded_calls, "_by_extension", lambda operand: False)
     wanted = stepped(spec, dtype, options)
     for got, want in zip(found, wanted, strict=True):
         assert all(map(torch.equal, got, want))

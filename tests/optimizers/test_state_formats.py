@@ -18,8 +18,7 @@ from torch import nn
 from apex_npu import amp, optimizers
 from apex_npu._extension import extension
 from apex_npu.fusion import EncodedView, encoded_state
-from apex_npu.ops import EncodedState, RunEncoding, encoded_calls, sgd_
-from apex_npu.ops.encoded_calls import _run_on_pieces
+from apex_npu.ops import Places, RunEncoding, elementwise, encoded_calls, lamb_, sgd_
 from apex_npu.ops.state_codec import (
     Segment,
     decode,
@@ -160,11 +159,10 @@ def test_a_stale_remainder_makes_nothing_else_of_what_a_script_has_written():
 
 def steps_that_change_nothing(param, remainder):
     """What the kernel of the device makes of ``param`` and ``remainder`` as it reads and writes them."""
-    param = param.to(DEVICE, copy=True)
-    encoding = RunEncoding(param, [Segment(0, param.numel(), 0, 0)])
-    encoding.remainder = remainder.to(DEVICE, copy=True)
-    sgd_(encoding, torch.zeros_like(param), None, lr=0.0, **{**STILL, "momentum": 0.0})
-    return param.cpu(), encoding.remainder.cpu()
+    param, remainder = param.to(DEVICE, copy=True), remainder.to(DEVICE, copy=True)
+    encoding = RunEncoding(Places([Segment(0, param.numel(), 0, 0)]), {}, remainder=remainder)
+    sgd_(param, torch.zeros_like(param), None, lr=0.0, **{**STILL, "momentum": 0.0}, encoding=encoding)
+    return param.cpu(), remainder.cpu()
 
 
 @pytest.mark.parametrize("moved", [0.0, 2.0**-9, 1.0])
@@ -182,13 +180,13 @@ def test_kernels_read_and_write_every_number_with_any_remainder(dtype, moved):
     wanted, wanted_remainder = encode_remainder(expected, dtype)
     grad = torch.ones(numel, dtype=torch.float32)
     got = param[:numel].to(DEVICE, copy=True)
-    encoding = RunEncoding(got, [Segment(0, numel, 0, 0)])
-    encoding.remainder = remainder[:numel].to(DEVICE, copy=True)
-    sgd_(encoding, grad.to(DEVICE), None, lr=moved, **{**STILL, "momentum": 0.0})
+    got_remainder = remainder[:numel].to(DEVICE, copy=True)
+    encoding = RunEncoding(Places([Segment(0, numel, 0, 0)]), {}, remainder=got_remainder)
+    sgd_(got, grad.to(DEVICE), None, lr=moved, **{**STILL, "momentum": 0.0}, encoding=encoding)
     nan = wanted.isnan()
     assert torch.equal(got.cpu().isnan(), nan)
     assert torch.equal(got.cpu()[~nan].view(torch.int16), wanted[~nan].view(torch.int16))
-    assert torch.equal(encoding.remainder.cpu()[~nan], wanted_remainder[~nan])
+    assert torch.equal(got_remainder.cpu()[~nan], wanted_remainder[~nan])
 
 
 def test_remainders_of_float16_are_exact_from_two_to_the_minus_16_on():
@@ -315,16 +313,13 @@ def test_the_extension_gives_the_bits_of_the_reference(dtype):
     found = []
     for uses_extension in (True, False):
         param = torch.zeros(numel)
-        encoding = RunEncoding(param, segments)
-        encoding.count = 7
-        scales = None if dtype == torch.bfloat16 else torch.zeros(9 + scale_count(70001))
-        state = EncodedState(torch.zeros(numel, dtype=dtype), scales, encoding)
-        if uses_extension:
-            sgd_(encoding, grad, state, lr=0.0, **STILL)  # the first momentum is the gradient
-        else:
-            _run_on_pieces(sgd_, encoding, None, (param, grad, state), {"lr": 0.0, **STILL})
-        bits = state.values.view(torch.int16) if dtype == torch.bfloat16 else state.values
-        found.append([bits[s.begin : s.begin + s.numel] for s in segments] + ([] if scales is None else [scales]))
+        scales = {} if dtype == torch.bfloat16 else {"momentum_buffer": torch.zeros(9 + scale_count(70001))}
+        encoding = RunEncoding(Places(segments), scales, 7)
+        state = torch.zeros(numel, dtype=dtype)
+        step = sgd_ if uses_extension else sgd_.reference
+        step(param, grad, state, lr=0.0, **STILL, encoding=encoding)  # the first momentum is the gradient
+        bits = state.view(torch.int16) if dtype == torch.bfloat16 else state
+        found.append([bits[s.begin : s.begin + s.numel] for s in segments] + list(scales.values()))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
@@ -416,7 +411,8 @@ def test_rules_with_norms_step_by_moments_that_have_not_been_rounded(rule, optio
 @pytest.mark.parametrize("state_dtype", FORMATS)
 @pytest.mark.parametrize(("rule", "options"), RULES)
 def test_parameters_without_elements_are_stepped(rule, options, state_dtype, monkeypatch):
-    monkeypatch.setattr(encoded_calls, "_run_extension", _run_on_pieces)
+    for op in (*elementwise.RULES, lamb_):
+        monkeypatch.setattr(op, "kernels", {})
     monkeypatch.setattr(encoded_calls, "_by_extension", lambda operand: False)
     params = [nn.Parameter(torch.zeros(shape, device=DEVICE)) for shape in [(0,), (0, 3)]]
     optimizer = rule(params, lr=1e-2, **options, state_dtype=state_dtype)
@@ -1110,7 +1106,7 @@ def test_code_that_is_no_rule_cannot_read_encoded_states():
     params = make_params()
     optimizer = Peeking(params, state_dtype="int8")
     set_grads(params, 0)
-    with pytest.raises(TypeError, match="cannot read a state that is stored in fewer bytes"):
+    with pytest.raises(TypeError, match="'exp_avg' is stored in fewer bytes"):
         optimizer.step()
 
 

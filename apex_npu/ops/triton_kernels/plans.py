@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from apex_npu.ops import elementwise, segmented
-from apex_npu.ops.dispatch import Op
+from apex_npu.ops.dispatch import Op, Rule
 from apex_npu.ops.grad_lists import Addresses, addresses_of, dense, is_grad_list, with_memory
 from apex_npu.ops.reference import wide_dtype
 from apex_npu.ops.triton_kernels import gather, lamb, numbers, rules, sums
@@ -80,14 +80,14 @@ class _Numbers(NamedTuple):
 
 
 def _planning(op: Op[..., Any]) -> Callable[[Callable[[Arguments], Plan | None]], Callable[..., Plan | None]]:
-    """Pass the declared arguments of ``op`` by name to a plan, with three more.
+    """Pass the declared arguments of ``op`` by name to a plan, with two more.
 
-    ``encoded`` is an ``encoded_calls.Encoded`` or None. ``kept`` is a dict of launches that were planned for the same
-    operands, or None. ``listed`` has the ``Addresses`` of listed gradients, in which case ``grad`` is None.
+    ``kept`` is a dict of launches that were planned for the same operands, or None. ``listed`` has the ``Addresses`` of
+    listed gradients, in which case ``grad`` is None.
     """
 
     def decorate(plan: Callable[[Arguments], Plan | None]) -> Callable[..., Plan | None]:
-        defaults = {**op.defaults, "encoded": None, "kept": None}
+        defaults = {**op.defaults, "kept": None}
 
         def bound(*operands: Tensor | None, **options: Any) -> Plan | None:
             given = dict(defaults)
@@ -226,10 +226,11 @@ def lamb_(given: Arguments) -> Plan | None:
     """Plan ``apex_npu.ops.segmented.lamb_``."""
     if given.ids is not None:
         return None
-    operands, param = _buffers(segmented.lamb_, given), given.param
-    chunks = Chunks.of(given.starts, given.lengths, param, given.encoded and given.encoded.table)
+    op, param = segmented.lamb_, given.param
+    operands = _buffers(op, given)
+    chunks = Chunks.of(given.starts, given.lengths, param, given.encoding and given.encoding.places.table)
     count, dtype = chunks.begins.numel(), {"DTYPE": _dtype(param)}
-    encoding, step, rounding = _encoding(given, chunks)
+    encoding, step, rounding = _encoding(op, given, chunks)
     parts = param.new_empty(2 * count, dtype=torch.float64)
     beta1, beta2, beta3 = given.beta1, given.beta2, given.beta3
     flags = {"ADAPT": given.adapt, "AVERAGE": beta3 == 1 - beta1, "L2": given.l2 != 0, "DECAY": given.decay != 0}
@@ -328,7 +329,7 @@ def _decay(given: Arguments, kept: float) -> tuple[float, dict[str, Any]]:
 
 
 def _elementwise(
-    op: Op[..., Any],
+    op: Rule[...],
     kernel: Any,
     given: Arguments,
     known: _Numbers,
@@ -355,10 +356,10 @@ def _elementwise(
             kept[key] = before._replace(args=(*before.args[:at], encoding, *rest), compiled=launch.compiled)
         return Plan((*known.launches, launch))
     operands, param = _buffers(op, given), given.param
-    chunks = None if given.encoded is None else Chunks.of_params(given.encoded.table, param)
+    chunks = None if given.encoding is None else Chunks.of_params(given.encoding.places.table, param)
     if chunks is None and listed is not None:
         chunks = _chunks_of(listed, param)
-    encoding, step, rounding = _encoding(given, chunks)
+    encoding, step, rounding = _encoding(op, given, chunks)
     constants = {**flags, "MAXIMIZE": given.maximize, "DTYPE": _dtype(param), **rounding}
     args = (*operands, scale, known.on_device, encoding, param.numel(), step, *arguments)
     if chunks is not None:
@@ -371,19 +372,18 @@ def _elementwise(
     return Plan((*known.launches, launch))
 
 
-def _encoding(given: Arguments, chunks: Chunks | None) -> tuple[Encoding, float, dict[str, Any]]:
+def _encoding(op: Rule[...], given: Arguments, chunks: Chunks | None) -> tuple[Encoding, float, dict[str, Any]]:
     """Return the encoding that kernels of ``chunks`` read, the number of the step, and how parameters are rounded."""
-    encoded, encoding = given.encoded, _PLAIN
+    encoded, encoding = given.encoding, _PLAIN
     if chunks is not None and given.listed is not None:
         encoding = _listing(given.listed, chunks)
     if encoded is None or chunks is None:
         return encoding, 0.0, {"STOCHASTIC": False}
-    on_device = isinstance(encoded.count, Tensor)
-    count = _beside(encoded.count, given.param) if on_device else None
-    encoding = encoding._replace(
-        places=chunks.places, step=count, remainder=encoded.remainder, scales=tuple(encoded.scales)
-    )
-    return encoding, 0.0 if on_device else float(encoded.count), {"STOCHASTIC": encoded.stochastic_param}
+    on_device = isinstance(encoded.step, Tensor)
+    count = _beside(encoded.step, given.param) if on_device else None
+    scales = tuple(None if getattr(given, name) is None else encoded.scales.get(name) for name in op.states)
+    encoding = encoding._replace(places=chunks.places, step=count, remainder=encoded.remainder, scales=scales)
+    return encoding, 0.0 if on_device else float(encoded.step), {"STOCHASTIC": encoded.stochastic_param}
 
 
 def _listing(listed: Addresses, chunks: Chunks) -> Encoding:
@@ -406,10 +406,10 @@ def _buffers(op: Op[..., Any], given: Arguments) -> tuple[Any, ...]:
     """Check and return the operands of one length; a list of gradients has the length of its slots."""
     names = op.operands[: op.operands.index("starts")] if "starts" in op.operands else op.operands
     buffers = {name: getattr(given, name) for name in names}
-    if given.encoded is None:
+    if given.encoding is None:
         check_operands(op.name, **buffers)
     else:
-        check_operands(op.name, STORED, **buffers, remainder=given.encoded.remainder)
+        check_operands(op.name, STORED, **buffers, remainder=given.encoding.remainder)
     return tuple(buffers.values())
 
 
