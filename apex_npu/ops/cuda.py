@@ -25,7 +25,6 @@ from apex_npu.backends._torch_private import torch_profiler
 from apex_npu.ops import reference_segments
 from apex_npu.ops.dispatch import Call, Op
 from apex_npu.ops.grad_lists import addresses_of, is_grad_list, with_memory
-from apex_npu.ops.reference import FLOATS
 from apex_npu.ops.triton_kernels.launches import CompilationError
 
 logger = logging.getLogger("apex_npu")
@@ -35,7 +34,6 @@ logger = logging.getLogger("apex_npu")
 _OLDEST_TRITON = (3, 6)
 # What Triton failed to compile; it is not tried again.
 _given_up: set[object] = set()
-_TAKE, _SCALE = "take_addressed", "scale_listed"
 _ids: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -49,48 +47,24 @@ def masks_writes(device: torch.device) -> bool:
     return device.type == "cuda" and _plans() is not None
 
 
-def takes_addresses(slot: Tensor) -> bool:
-    """Return True if ``take_addressed`` can write into tensors like ``slot``."""
-    return masks_writes(slot.device) and slot.dtype in FLOATS and _TAKE not in _given_up
+def can_run(plan_name: str, device: torch.device) -> bool:
+    """Return True if ``run`` can run this plan on ``device``."""
+    return masks_writes(device) and plan_name not in _given_up
 
 
-def take_addressed(
-    flat: Tensor,
-    chunks: Tensor,
-    addresses: Tensor,
-    dtype: torch.dtype,
-    inv_scale: float,
-    found_inf: Tensor | None,
-    size: int,
-    *,
-    aligned: bool,
-    kept: dict[Any, Any] | None = None,
-) -> bool:
-    """Copy gradients into slots, as in ``gather_cuda``; return False, with nothing written, if Triton cannot compile.
+def run(plan_name: str, *args: Any) -> bool:
+    """Run Triton's kernels; return False, with nothing written, if that is not possible.
 
     Args:
-        flat: The buffer with the slots.
-        chunks: int64, a row for each program: its first element in ``flat``, one past its last, and the slot.
-        addresses: int64, one for each slot: the address of ``flat`` if the gradient were in its slot; 0: no gradient.
-        dtype: The dtype of the gradients.
-        inv_scale: The factor of the gradients.
-        found_inf: float32, one element; set to 1 if a gradient is not finite. None: do not check.
-        size: The maximum number of elements in a chunk.
-        aligned: The attribute of ``Chunks``.
-        kept: A dict that keeps launches for the same ``flat``, ``size`` and ``aligned``.
+        plan_name: The name of a function of ``plans``, which profilers show.
+        args: The arguments of that function.
     """
-    return _run_plan(_TAKE, flat, chunks, addresses, dtype, inv_scale, found_inf, size, aligned, kept)
-
-
-def scale_listed(grads: Tensor, factor: float | Tensor, found_inf: Tensor | None) -> bool:
-    """Multiply listed gradients in place; return False, with nothing written, if Triton cannot.
-
-    Args:
-        grads: The operand. With a factor of 1.0 nothing is written, and gradients may have a narrower dtype.
-        factor: A number, or a tensor of one number on their device.
-        found_inf: The argument of ``take_addressed``; with a factor of 1.0 not None.
-    """
-    return _run_plan(_SCALE, grads, factor, found_inf)
+    planned = _planned(plan_name, args, {}, key=plan_name)
+    if planned is None:
+        return False
+    launch, on, _ = planned
+    launch(*on)
+    return True
 
 
 @functools.cache
@@ -140,23 +114,13 @@ class Kernel:
         return planned or (self._fallback, _with_ids(op, tuple(map(with_memory, operands))), options)
 
 
-def _run_plan(plan_name: str, *args: Any) -> bool:
-    """Return whether Triton's kernels have run."""
-    planned = _planned(plan_name, args, {}, key=plan_name)
-    if planned is None:
-        return False
-    run, on, _ = planned
-    run(*on)
-    return True
-
-
 def _planned(plan_name: str, args: tuple[Any, ...], options: dict[str, Any], *, key: object) -> Call | None:
     """Return the call that launches Triton's kernels, compiled and with its memory, or None if they cannot run.
 
     Args:
-        plan_name: The name of a function of ``plans``, which profilers show.
-        args: The arguments of that function.
-        options: The keyword arguments of that function.
+        plan_name: The argument of ``run``.
+        args: The arguments of the function.
+        options: The keyword arguments of the function.
         key: Identifies what is not tried again after Triton has failed to compile it.
     """
     plans = None if key in _given_up else _plans()

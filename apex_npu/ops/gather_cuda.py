@@ -13,12 +13,13 @@ from torch import Tensor
 from apex_npu._extension import extension
 from apex_npu.ops import cuda, gather_torch
 from apex_npu.ops.grad_lists import SentTables, count_writes, listed_grads
+from apex_npu.ops.reference import FLOATS
 from apex_npu.ops.triton_kernels.chunks import Chunks
 
 
 def takes_addresses(slot: Tensor) -> bool:
     """Return whether an ``AddressTable`` can write gradients into slots like this one."""
-    return extension is not None and cuda.takes_addresses(slot)
+    return extension is not None and slot.dtype in FLOATS and cuda.can_run("take_addressed", slot.device)
 
 
 class AddressTable:
@@ -57,22 +58,13 @@ class AddressTable:
         if len(slots) < len(firsts) - 1:
             chunks = chunks[firsts[slots.start] : firsts[slots.stop]]
         on_device = self._sent.on(self._flat.device, self.addresses)
-        return cuda.take_addressed(
-            self._flat,
-            chunks,
-            on_device,
-            dtype,
-            inv_scale,
-            found_inf,
-            self._size,
-            aligned=self._aligned,
-            kept=self._kept,
-        )
+        how = dtype, inv_scale, found_inf, self._size, self._aligned, self._kept
+        return cuda.run("take_addressed", self._flat, chunks, on_device, *how)
 
 
 def scale_listed(grads: Tensor, factor: float | Tensor, found_inf: Tensor | None = None) -> None:
     """Multiply in place the gradients that the operand ``grads`` lists; see ``gather.unscale_grads``."""
-    if not cuda.scale_listed(grads, factor, found_inf):
+    if not cuda.run("scale_listed", grads, factor, found_inf):
         found = [grad for grad, _ in listed_grads(grads)]
         if isinstance(factor, Tensor):
             torch._foreach_mul_(found, factor)

@@ -20,7 +20,8 @@ from apex_npu.distributed import clip_grad_norm_
 from apex_npu.fusion import flat_grads, fuse, grad_memory, grad_slots, packed_grads, set_grads
 from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, NONE, InPlace
-from apex_npu.ops import AddressTable, cuda, gather, multiply_, wide_dtype
+from apex_npu.ops import AddressTable, gather, multiply_, wide_dtype
+from apex_npu.ops.triton_kernels import plans
 
 if extension is None:
     pytest.skip("it is the extension that finds addresses", allow_module_level=True)
@@ -38,13 +39,13 @@ SMALLER = 2.0**-3
 def launched(monkeypatch):
     """The dtypes that have been launched for. A CPU is given what a GPU has, in place of the extension's kernels."""
     dtypes = []
-    take = cuda.take_addressed
+    take = plans.take_addressed
 
     def noted(flat, chunks, addresses, dtype, *args, **options):
         dtypes.append(dtype)
         return take(flat, chunks, addresses, dtype, *args, **options)
 
-    monkeypatch.setattr(cuda, "take_addressed", noted)
+    monkeypatch.setattr(plans, "take_addressed", noted)
     for limit in ("STAYS_NUMEL", "WRITTEN_NUMEL"):  # else gradients stay where they are
         monkeypatch.setattr(grad_slots, limit, 1 << 60)
     if INTERPRETED:
@@ -432,7 +433,7 @@ def test_a_capture_follows_no_addresses(monkeypatch, launched):
 def test_without_a_compiler_torch_copies(monkeypatch, launched):
     params = make_params()
     grads, found_inf = slots_of(params), torch.zeros(1, device=DEVICE)
-    monkeypatch.setattr(cuda, "take_addressed", lambda *_, **__: launched.append(None))
+    monkeypatch.setattr(plans, "take_addressed", lambda *_, **__: launched.append(None))
     for _ in range(2):
         before = give(params)
         grads.unscale_(SMALLER, found_inf)

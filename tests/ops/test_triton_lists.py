@@ -277,7 +277,7 @@ def test_what_was_planned_for_slots_takes_other_gradients_flags_and_factors():
         operand = slots.grad_list(params, 0, total, True)
         listed_slots.add_addresses(operand)
         found_inf = None if turn in (3, 6) or isinstance(factor, torch.Tensor) else torch.zeros(1, device=DEVICE)
-        assert cuda.scale_listed(operand, factor, found_inf)
+        assert cuda.run("scale_listed", operand, factor, found_inf)
         assert found_inf is None or bool(found_inf) is bad
         for p in params if not bad else params[:2]:
             assert torch.equal(p.grad, torch.full_like(p, (turn + 1.0) * float(factor)))

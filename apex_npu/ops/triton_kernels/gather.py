@@ -27,7 +27,7 @@ def take_addressed(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy gradients into slots; for ``chunks`` and ``addresses`` see ``apex_npu.ops.cuda.take_addressed``."""
+    """Copy gradients into slots; for ``chunks`` and ``addresses`` see ``plans.take_addressed``."""
     row = chunks + tl.program_id(0).to(tl.int64) * _COLUMNS
     address = tl.load(addresses + tl.load(row + 2))
     if address != 0:

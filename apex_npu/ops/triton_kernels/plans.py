@@ -256,7 +256,13 @@ def lamb_(given: Arguments) -> Plan | None:
 
 
 def scale_listed(grads: Tensor, factor: float | Tensor, found_inf: Tensor | None) -> Plan | None:
-    """Plan ``apex_npu.ops.cuda.scale_listed``."""
+    """Plan to multiply listed gradients in place; None if their dtypes differ or they have no addresses.
+
+    Args:
+        grads: The operand. With a factor of 1.0 nothing is written, and gradients may have a narrower dtype.
+        factor: A number, or a tensor of one number on their device.
+        found_inf: The argument of ``take_addressed``; with a factor of 1.0 not None.
+    """
     listed = addresses_of(grads)
     if listed is None:
         return None
@@ -286,7 +292,19 @@ def take_addressed(
     aligned: bool,
     kept: dict[Any, Any] | None = None,
 ) -> Plan:
-    """Plan ``apex_npu.ops.cuda.take_addressed``."""
+    """Plan to copy gradients into slots.
+
+    Args:
+        flat: The buffer with the slots.
+        chunks: int64, a row for each program: its first element in ``flat``, one past its last, and the slot.
+        addresses: int64, one for each slot: the address of ``flat`` if the gradient were in its slot; 0: no gradient.
+        dtype: The dtype of the gradients.
+        inv_scale: The factor of the gradients.
+        found_inf: float32, one element; set to 1 if a gradient is not finite. None: do not check.
+        size: The maximum number of elements in a chunk.
+        aligned: The attribute of ``Chunks``.
+        kept: A dict that keeps launches for the same ``flat``, ``size`` and ``aligned``.
+    """
     constants = {
         "SOURCE": _TYPES[dtype],
         "SCALED": inv_scale != 1.0,
