@@ -7,8 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from apex_npu._extension import extension
 from apex_npu.ops.dispatch import Op, Rule
+from apex_npu.ops.segmented import look
 
 available = extension is not None
 
@@ -27,6 +30,14 @@ def torch_kernel(rule: Rule[...], kernel: Callable[..., None]) -> Callable[..., 
         kernel(*operands, **options)
 
     return step
+
+
+def norm(x: Tensor, found_inf: Tensor | None = None) -> Tensor:
+    """Return what ``segmented.norm`` returns; call it only if ``available``."""
+    if found_inf is not None:
+        look(x, found_inf)
+    total: Tensor = extension.norm(x)
+    return total
 
 
 def segments_kernel(op: Op[..., Any]) -> Callable[..., Any]:

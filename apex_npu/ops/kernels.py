@@ -4,12 +4,11 @@
 
 from __future__ import annotations
 
-from apex_npu._extension import extension
 from apex_npu.ops import aten_fused, cpu, cuda, npu
 from apex_npu.ops.elementwise import RULES, adam_, sgd_
-from apex_npu.ops.segmented import checked_norm, clipping_norm, lamb_, plain_norm, segment_add_, segment_dot
+from apex_npu.ops.segmented import lamb_, norm, norm_to_clip, segment_add_, segment_dot
 
-for _op in (*RULES, lamb_, segment_dot, segment_add_, plain_norm, checked_norm, clipping_norm):
+for _op in (*RULES, lamb_, segment_dot, segment_add_, norm, norm_to_clip):
     _op.kernels["cuda"] = cuda.Kernel(_op)
 sgd_.kernels["cuda"] = cuda.Kernel(sgd_, sgd_.decoding(aten_fused.sgd_))
 adam_.kernels["cuda"] = cuda.Kernel(adam_, adam_.decoding(aten_fused.adam_))
@@ -19,7 +18,7 @@ if cpu.available:
         _rule.kernels["cpu"] = cpu.rule_kernel(_rule)
     for _sums in (segment_dot, segment_add_):
         _sums.kernels["cpu"] = cpu.segments_kernel(_sums)
-    plain_norm.kernels["cpu"] = extension.norm
+    norm.kernels["cpu"] = cpu.norm
 else:
     for _rule in (*RULES, lamb_):
         _rule.kernels["cpu"] = cpu.torch_kernel(_rule, _rule.reference)

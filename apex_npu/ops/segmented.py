@@ -154,49 +154,6 @@ def segment_add_(x: Mutated, y: Tensor, factors: Tensor, starts: Tensor, lengths
 
 
 @Op
-def plain_norm(x: Tensor) -> Tensor:
-    """Compute the 2-norm; see ``norm``."""
-    if x.device.type != "cpu":
-        total: Tensor = torch.linalg.vector_norm(x, dtype=wide_dtype(x.dtype))
-        return total
-    # Squares are summed in float32 for each row and in float64 for all, unless float32 overflows or underflows.
-    total = sum_of_squares(x, wide_dtype(x.dtype))
-    if not 1e-30 < total < math.inf:
-        total = sum_of_squares(x, torch.float64)
-    return total.sqrt_().to(wide_dtype(x.dtype))
-
-
-@Op
-def checked_norm(x: Tensor, found_inf: Mutated) -> Tensor:
-    """Compute the 2-norm and check the elements; see ``norm``."""
-    # The largest magnitude is finite if all elements are, even if squares overflow; it needs no host sync.
-    if x.numel():
-        found_inf.masked_fill_(torch.linalg.vector_norm(x, math.inf).isfinite().logical_not_(), 1.0)
-    return plain_norm(x)
-
-
-@Op
-def clipping_norm(x: Tensor, coefficient: Mutated, max_norm: float) -> Tensor:
-    """Compute the 2-norm and the coefficient of clipping; see ``norm_to_clip``."""
-    total = plain_norm(x)
-    coefficient.copy_(clip_coefficient(total, max_norm))
-    return total
-
-
-def norm_to_clip(x: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
-    """Return the ``norm`` and its ``clip_coefficient``, 0-dim. On a GPU the coefficient needs no extra launch."""
-    if not x.is_cuda:
-        total = norm(x)
-        return total, clip_coefficient(total, max_norm)
-    coefficient = torch.empty((), dtype=wide_dtype(x.dtype), device=x.device)
-    return clipping_norm(x, coefficient, max_norm), coefficient
-
-
-def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """Return the factor that limits gradients of this norm to ``max_norm``, with torch's formula."""
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
-
-
 def norm(x: Tensor, found_inf: Tensor | None = None) -> Tensor:
     """Return the 2-norm: 0-dim, float32 or wider, accumulated in float64 if the device supports it.
 
@@ -207,4 +164,32 @@ def norm(x: Tensor, found_inf: Tensor | None = None) -> Tensor:
         found_inf: float32, one element; set to 1 if an element of ``x`` is inf or nan, which does not depend on the
             norm. None if elements are not checked.
     """
-    return plain_norm(x) if found_inf is None else checked_norm(x, found_inf)
+    if found_inf is not None:
+        look(x, found_inf)
+    if x.device.type != "cpu":
+        total: Tensor = torch.linalg.vector_norm(x, dtype=wide_dtype(x.dtype))
+        return total
+    # Squares are summed in float32 for each row and in float64 for all, unless float32 overflows or underflows.
+    total = sum_of_squares(x, wide_dtype(x.dtype))
+    if not 1e-30 < total < math.inf:
+        total = sum_of_squares(x, torch.float64)
+    return total.sqrt_().to(wide_dtype(x.dtype))
+
+
+def look(x: Tensor, found_inf: Tensor) -> None:
+    """Set ``found_inf`` to 1 if an element of ``x`` is inf or nan, without a wait."""
+    # The largest magnitude is finite if all elements are, even if squares overflow.
+    if x.numel():
+        found_inf.masked_fill_(torch.linalg.vector_norm(x, math.inf).isfinite().logical_not_(), 1.0)
+
+
+@Op
+def norm_to_clip(x: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
+    """Return the ``norm`` and its ``clip_coefficient``, 0-dim. On a GPU the coefficient needs no extra launch."""
+    total = norm(x)
+    return total, clip_coefficient(total, max_norm)
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """Return the factor that limits gradients of this norm to ``max_norm``, with torch's formula."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 from triton_cases import (
     CHANGES,
     DTYPES,
@@ -51,8 +52,7 @@ def launch(op, args, options=None):
     """Run ``op`` on copies of ``args``; what they are then, and what it returns."""
     copies = copies_on_device(op, args)
     plan = getattr(plans, op)(*copies, **(options or {}))
-    result = plan.run(DEVICE)
-    return [a.cpu() if isinstance(a, torch.Tensor) else a for a in copies], None if result is None else result.cpu()
+    return tree_map_only(torch.Tensor, torch.Tensor.cpu, (copies, plan.run(DEVICE)))
 
 
 def copies_on_device(op, args):
@@ -190,30 +190,30 @@ def test_without_beta1_nothing_is_left_of_the_average_before():
 def test_norm_of_large_tiny_odd_and_no_values(dtype):
     for x in (torch.full((300,), 1e30), torch.full((300,), 1e-30), torch.randn(10_003), torch.zeros(0)):
         x = x.to(dtype)
-        _, got = launch("plain_norm", [x])
+        _, got = launch("norm", [x])
         assert got.dtype == wide_dtype(dtype)
         torch.testing.assert_close(got, torch.linalg.vector_norm(x.double()).to(got.dtype), rtol=1e-7, atol=0)
     for bad, place in itertools.product((math.inf, math.nan), (0, 500, 1_000)):
         x = torch.randn(1_001).to(dtype)
         x[place] = bad
-        assert not launch("plain_norm", [x])[1].isfinite()
+        assert not launch("norm", [x])[1].isfinite()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_norm_looks_for_elements_that_are_not_finite(dtype):
     for numel in (0, 1, 15, 17, 5_001):
         x, found_inf = torch.full((numel,), torch.finfo(dtype).max).to(dtype), torch.zeros(1)
-        (_, flag), got = launch("checked_norm", [x, found_inf])
-        assert torch.equal(got, launch("plain_norm", [x])[1])  # which overflows, in float32
+        (_, flag), got = launch("norm", [x, found_inf])
+        assert torch.equal(got, launch("norm", [x])[1])  # which overflows, in float32
         assert flag.item() == 0.0
         for bad, place in itertools.product(
             (math.inf, -math.inf, math.nan), (0, numel // 2, numel - 1) if numel else ()
         ):
             x = torch.zeros(numel, dtype=dtype)
             x[place] = bad
-            assert launch("checked_norm", [x, found_inf])[0][1].item() == 1.0
-        assert launch("checked_norm", [torch.zeros(numel, dtype=dtype), torch.ones(1)])[0][1].item() == 1.0
-    assert plans.checked_norm(torch.ones(3).double(), torch.zeros(1)) is None  # squares may overflow in float64
+            assert launch("norm", [x, found_inf])[0][1].item() == 1.0
+        assert launch("norm", [torch.zeros(numel, dtype=dtype), torch.ones(1)])[0][1].item() == 1.0
+    assert plans.norm(torch.ones(3).double(), torch.zeros(1)) is None  # squares may overflow in float64
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.5, 3.0, 1e3, math.inf])
@@ -222,9 +222,8 @@ def test_a_norm_comes_with_what_clips_to_it(dtype, max_norm):
     """As torch.nn.utils.clip_grad_norm_ computes it from the same norm, to the last bit."""
     for x in (torch.randn(10_003), torch.zeros(0), torch.tensor([math.inf]), torch.tensor([math.nan, 1.0])):
         x = x.to(dtype)
-        coefficient = torch.empty((), dtype=wide_dtype(dtype))
-        (_, got), norm = launch("clipping_norm", [x, coefficient], {"max_norm": max_norm})
-        torch.testing.assert_close(norm, launch("plain_norm", [x])[1], rtol=0, atol=0, equal_nan=True)
+        norm, got = launch("norm_to_clip", [x], {"max_norm": max_norm})[1]
+        torch.testing.assert_close(norm, launch("norm", [x])[1], rtol=0, atol=0, equal_nan=True)
         wanted = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
 
@@ -232,7 +231,7 @@ def test_a_norm_comes_with_what_clips_to_it(dtype, max_norm):
 def test_a_norm_of_more_blocks_than_programs(monkeypatch):
     monkeypatch.setattr(plans, "_NORM_PROGRAMS", 2)
     x = torch.randn(5 * 2048 + 3)
-    torch.testing.assert_close(launch("plain_norm", [x])[1], x.double().norm().float(), rtol=1e-7, atol=0)
+    torch.testing.assert_close(launch("norm", [x])[1], x.double().norm().float(), rtol=1e-7, atol=0)
 
 
 @pytest.mark.parametrize("aligned", [False, True])
@@ -310,7 +309,7 @@ def test_how_many_launches_a_step_takes(op, count):
     numel = NUMEL if more else 100
     plan = getattr(plans, op)(*operands(op, numel), *more, **OPTIONS[op])
     assert len(plan.launches) == count
-    assert len(plans.plain_norm(torch.zeros(5)).launches) == 2
+    assert len(plans.norm(torch.zeros(5)).launches) == 2
 
 
 def test_the_same_bits_every_time():

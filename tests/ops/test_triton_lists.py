@@ -98,7 +98,7 @@ def test_what_is_stepped_may_be_wider_than_all_that_is_listed(dtype):
 def test_the_norm_is_of_what_is_listed_alone(dtype, begin):
     wide = dtype if dtype == torch.float64 else F32
     grad, _, dense = listed([dtype], wide, begin, missing=(2,))
-    norm = segmented.plain_norm.kernels["cuda"](grad)
+    norm = segmented.norm.kernels["cuda"](grad)
     torch.testing.assert_close(norm.cpu(), dense.double().norm().to(wide).cpu(), rtol=torch.finfo(wide).eps, atol=0)
 
 
@@ -220,7 +220,7 @@ def test_an_empty_slot_may_begin_where_another_does():
     grad_lists.ListedSlots(offsets, numels).add_addresses(operand)
     found = grad_lists.addresses_of(operand).on_device
     assert found.tolist() == [0, params[1].grad.data_ptr(), 0, params[3].grad.data_ptr() - 4 * 16]
-    assert segmented.plain_norm.kernels["cuda"](operand).item() == 8.0
+    assert segmented.norm.kernels["cuda"](operand).item() == 8.0
 
 
 def test_addresses_that_a_device_has_are_not_sent_again(monkeypatch):
@@ -257,7 +257,7 @@ def test_gradients_in_turn_at_two_places_are_sent_once(monkeypatch):
             p.grad = grad
         operand = slots.grad_list(params, 0, total, True)
         listed_slots.add_addresses(operand)
-        norm = segmented.plain_norm.kernels["cuda"](operand)
+        norm = segmented.norm.kernels["cuda"](operand)
         assert norm.item() == pytest.approx((1 + turn % 2) * math.sqrt(sum(NUMELS)))
     assert len(sent) == 2
 
@@ -281,8 +281,8 @@ def test_what_was_planned_for_slots_takes_other_gradients_flags_and_factors():
         assert found_inf is None or bool(found_inf) is bad
         for p in params if not bad else params[:2]:
             assert torch.equal(p.grad, torch.full_like(p, (turn + 1.0) * float(factor)))
-        norm, coefficient = segmented.plain_norm.kernels["cuda"](operand), torch.empty((), device=DEVICE)
-        clipped = segmented.clipping_norm.kernels["cuda"](operand, coefficient, 1.0)
+        norm = segmented.norm.kernels["cuda"](operand)
+        clipped, coefficient = segmented.norm_to_clip.kernels["cuda"](operand, 1.0)
         wanted = math.inf if bad else (turn + 1.0) * float(factor) * math.sqrt(sum(NUMELS))
         assert norm.item() == clipped.item() == pytest.approx(wanted)
         assert coefficient.item() == pytest.approx(min(1.0, 1.0 / wanted))

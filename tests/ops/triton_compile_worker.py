@@ -39,7 +39,7 @@ from triton_cases import (
 
 from apex_npu import ops
 from apex_npu._extension import extension
-from apex_npu.ops import ListedSlots, wide_dtype
+from apex_npu.ops import ListedSlots
 from apex_npu.ops.state_codec import Segment
 from apex_npu.ops.triton_kernels import launches, plans
 from apex_npu.ops.triton_kernels.launches import Plan
@@ -87,10 +87,10 @@ def all_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
                 continue
             yield op, getattr(plans, op)(*operands(op, 1504, *dtypes, without), **{**OPTIONS[op], **change})
         a, b = operands("sgd_", NUMEL, *dtypes)[:2]
-        yield "norm", plans.plain_norm(a)
-        yield "clipping_norm", plans.clipping_norm(a, torch.zeros((), dtype=wide_dtype(a.dtype)), 1.0)
+        yield "norm", plans.norm(a)
+        yield "norm_to_clip", plans.norm_to_clip(a, 1.0)
         if a.dtype != torch.float64:
-            yield "checked_norm", plans.checked_norm(a, torch.zeros(1))
+            yield "norm checked", plans.norm(a, torch.zeros(1))
         for aligned in (True, False):
             for op, change in SEGMENTED_CHANGES:
                 if change and not everything:
@@ -168,7 +168,7 @@ def listed_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
             param, _, *states = operands(op, NUMEL, wide)
             more = segments(aligned=True) if op == "lamb_" else ()
             yield f"{op} listed {narrow}", getattr(plans, op)(param, grad, *states, *more, **OPTIONS[op])
-        yield f"norm listed {narrow}", plans.plain_norm(grad)
+        yield f"norm listed {narrow}", plans.norm(grad)
         for name, factor, found_inf in (("checked", 1.0, torch.zeros(1)), ("scaled", 0.5, torch.zeros(1)),
                                         ("multiplied", torch.ones((), dtype=wide), None)):  # fmt: skip
             plan = plans.scale_listed(grad, factor, found_inf)

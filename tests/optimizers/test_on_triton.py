@@ -21,7 +21,7 @@ from apex_npu.ops.dispatch import Rule
 from apex_npu.ops.triton_kernels import launches
 from apex_npu.optimizers import FusedOptimizer, base, capture
 
-OPS = (*elementwise.RULES, segmented.lamb_, segmented.segment_dot, segmented.segment_add_, segmented.plain_norm)
+OPS = (*elementwise.RULES, segmented.lamb_, segmented.segment_dot, segmented.segment_add_, segmented.norm)
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="on a GPU APEX_NPU_TEST_DEVICE=cuda runs all tests on it"),

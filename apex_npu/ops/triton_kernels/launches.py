@@ -82,7 +82,7 @@ class Plan(NamedTuple):
     """The launches of one call of an op, and its result."""
 
     launches: tuple[Launch, ...]
-    result: Tensor | None = None
+    result: Any = None
 
     def compile(self, device: torch.device) -> list[Any]:
         """Compile all kernels for ``device`` that are not compiled yet, so that launching cannot fail half way.
@@ -99,7 +99,7 @@ class Plan(NamedTuple):
         with _current(device):
             return [kernel or _compiled_once(launch) for kernel, launch in zip(kernels, self.launches, strict=True)]
 
-    def run(self, device: torch.device, compiled: list[Any] | None = None) -> Tensor | None:
+    def run(self, device: torch.device, compiled: list[Any] | None = None) -> Any:
         """Run the launches in order on ``device``; Triton itself would use the current device, not that of the tensors.
 
         Args:

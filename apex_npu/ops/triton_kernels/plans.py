@@ -150,25 +150,22 @@ def adagrad_(given: Arguments) -> Plan:
     return _elementwise(elementwise.adagrad_, rules.adagrad, given, known, (known.lr, given.eps, decay), flags)
 
 
-def plain_norm(x: Tensor) -> Plan:
-    """Plan ``apex_npu.ops.segmented.norm`` without a check."""
-    return _norm(x, None)
+def norm(x: Tensor, found_inf: Tensor | None = None) -> Plan | None:
+    """Plan ``apex_npu.ops.segmented.norm``; None for a check of float64, whose squares may overflow."""
+    return None if x.dtype == torch.float64 and found_inf is not None else _norm(x, found_inf, None, 0.0)
 
 
-def checked_norm(x: Tensor, found_inf: Tensor) -> Plan | None:
-    """Plan ``apex_npu.ops.segmented.norm`` with a check; None for float64, whose squares may overflow."""
-    return None if x.dtype == torch.float64 else _norm(x, found_inf)
-
-
-def clipping_norm(x: Tensor, coefficient: Tensor, max_norm: float) -> Plan:
+def norm_to_clip(x: Tensor, max_norm: float) -> Plan:
     """Plan ``apex_npu.ops.segmented.norm_to_clip``."""
-    return _norm(x, None, coefficient, max_norm)
+    coefficient = torch.empty((), dtype=wide_dtype(x.dtype), device=x.device)
+    plan = _norm(x, None, coefficient, float(max_norm))
+    return plan._replace(result=(plan.result, coefficient))
 
 
-def _norm(x: Tensor, found_inf: Tensor | None, coefficient: Tensor | None = None, max_norm: float = 0.0) -> Plan:
+def _norm(x: Tensor, found_inf: Tensor | None, coefficient: Tensor | None, max_norm: float) -> Plan:
     squares, parts = _squares(x)
     result = parts.new_empty((), dtype=wide_dtype(x.dtype))
-    args = (parts, result, found_inf, coefficient, parts.numel(), float(max_norm))
+    args = (parts, result, found_inf, coefficient, parts.numel(), max_norm)
     constants = {"DTYPE": _dtype(x), "BLOCK": _NORM_PROGRAMS}
     key, listed = ("root", kind(found_inf), kind(coefficient)), addresses_of(x)
     root = _kept_launch(listed and listed.kept, key, args, lambda: Launch(sums.root_of_parts, 1, args, constants, 4))
@@ -227,7 +224,7 @@ def lamb_(given: Arguments) -> Plan | None:
     if given.ids is not None:
         return None
     op, param = segmented.lamb_, given.param
-    operands = _buffers(op, given)
+    _check(op, given)
     chunks = Chunks.of(given.starts, given.lengths, param, given.encoding and given.encoding.places.table)
     count, dtype = chunks.begins.numel(), {"DTYPE": _dtype(param)}
     encoding, step, rounding = _encoding(op, given, chunks)
@@ -236,7 +233,7 @@ def lamb_(given: Arguments) -> Plan | None:
     flags = {"ADAPT": given.adapt, "AVERAGE": beta3 == 1 - beta1, "L2": given.l2 != 0, "DECAY": given.decay != 0}
     flags |= {"MAXIMIZE": given.maximize}
     known = _Numbers.of(given, betas=(beta1, beta2) if given.bias_correction else None)
-    *moments, direction = operands
+    *moments, direction = _buffers(op, given).values()
     scale = _beside(given.grad_scale, param)
     operands = (*moments, scale, known.on_device, encoding, direction, parts, chunks.begins, chunks.ends, count, step)
     arguments = (known.lr, beta1, beta3, beta2, 1 - beta2, given.eps, known.correction1, known.root_correction2)
@@ -354,40 +351,26 @@ def _elementwise(
     arguments: tuple[float, ...],
     flags: dict[str, Any],
 ) -> Plan:
-    scale, kept, listed = _beside(given.grad_scale, given.param), given.kept, given.listed
-    # These and the operands determine the kernel.
-    key = (
-        *flags.values(),
-        given.maximize,
-        kind(scale),
-        kind(known.on_device),
-        listed is not None,
-        listed and listed.narrow,
-    )
-    if kept and key in kept:
-        before, at = kept[key], len(op.operands)
-        encoding, *rest = before.args[at:]
-        if listed is not None and encoding.addresses is not listed.on_device:
-            encoding = _listed_at(encoding, listed)
-        launch = before.again((*before.args[:at], scale, known.on_device, encoding, *rest, *arguments))
-        if encoding is not before.args[at] or before.compiled is None:
-            kept[key] = before._replace(args=(*before.args[:at], encoding, *rest), compiled=launch.compiled)
-        return Plan((*known.launches, launch))
-    operands, param = _buffers(op, given), given.param
+    scale, param, listed = _beside(given.grad_scale, given.param), given.param, given.listed
     chunks = None if given.encoding is None else Chunks.of_params(given.encoding.places.table, param)
     if chunks is None and listed is not None:
         chunks = _chunks_of(listed, param)
     encoding, step, rounding = _encoding(op, given, chunks)
-    constants = {**flags, "MAXIMIZE": given.maximize, "DTYPE": _dtype(param), **rounding}
+    operands = _buffers(op, given).values()
     args = (*operands, scale, known.on_device, encoding, param.numel(), step, *arguments)
-    if chunks is not None:
-        launch = _over_chunks(kernel, chunks, args, constants)
-    else:
+
+    def make() -> Launch:
+        _check(op, given)
+        constants = {**flags, "MAXIMIZE": given.maximize, "DTYPE": _dtype(param), **rounding}
+        if chunks is not None:
+            return _over_chunks(kernel, chunks, args, constants)
         constants |= {"ALIGNED": False, "BLOCK": _BLOCK}
-        launch = Launch(kernel, -(-param.numel() // _BLOCK), args, constants, _WARPS)
-    if kept is not None:  # without the arguments that differ between calls
-        kept[key] = launch._replace(args=(*operands, encoding, param.numel(), step))
-    return Plan((*known.launches, launch))
+        return Launch(kernel, -(-param.numel() // _BLOCK), args, constants, _WARPS)
+
+    # These and the operands determine the kernel.
+    of_grads = listed is not None, listed and listed.narrow
+    key = (*flags.values(), given.maximize, kind(scale), kind(known.on_device), *of_grads)
+    return Plan((*known.launches, _kept_launch(given.kept, key, args, make)))
 
 
 def _encoding(op: Rule[...], given: Arguments, chunks: Chunks | None) -> tuple[Encoding, float, dict[str, Any]]:
@@ -420,15 +403,18 @@ def _listed_at(encoding: Encoding, listed: Addresses) -> Encoding:
     return encoding._replace(addresses=at, wide=at.view(listed.wide), narrow=of_narrow)
 
 
-def _buffers(op: Op[..., Any], given: Arguments) -> tuple[Any, ...]:
-    """Check and return the operands of one length; a list of gradients has the length of its slots."""
+def _buffers(op: Op[..., Any], given: Arguments) -> dict[str, Any]:
+    """Return the operands of one length, by name."""
     names = op.operands[: op.operands.index("starts")] if "starts" in op.operands else op.operands
-    buffers = {name: getattr(given, name) for name in names}
+    return {name: getattr(given, name) for name in names}
+
+
+def _check(op: Op[..., Any], given: Arguments) -> None:
+    """Check the operands of one length; a list of gradients has the length of its slots."""
     if given.encoding is None:
-        check_operands(op.name, **buffers)
+        check_operands(op.name, **_buffers(op, given))
     else:
-        check_operands(op.name, STORED, **buffers, remainder=given.encoding.remainder)
-    return tuple(buffers.values())
+        check_operands(op.name, STORED, **_buffers(op, given), remainder=given.encoding.remainder)
 
 
 def _beside(number: Tensor | None, param: Tensor) -> Tensor | None:
