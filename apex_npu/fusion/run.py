@@ -15,7 +15,7 @@ from torch import Tensor
 from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.grad_slots import ELSEWHERE, NONE
 from apex_npu.fusion.group_buffers import GroupBuffers
-from apex_npu.ops import Call, RunEncoding, Segments, is_grad_list, prepared
+from apex_npu.ops import RunEncoding, Segments, is_grad_list
 from apex_npu.ops.reference_segments import segment_ids
 
 _T = TypeVar("_T")
@@ -113,10 +113,6 @@ class Run:
             self._remembered[name] = (value, make())
         remembered: _T = self._remembered[name][1]
         return remembered
-
-    def prepared(self, call: Call) -> Call:
-        """Return the rule's ``call``, prepared for a device that ``masks_writes``; see ``ops.prepared``."""
-        return prepared(call, self.remember, elsewhere=self.elsewhere)
 
     @property
     def encoding(self) -> RunEncoding | None:

@@ -4,7 +4,7 @@
 
 On a single flat tensor, torch's CPU kernels come close to the memory's speed; on a list of small tensors they do not.
 The kernels take operands of one dtype; for others, the functions here call the reference. The kernels would divide
-scaled gradients in place, and no op may write a gradient, so chunks of the gradients are divided into scratch memory.
+scaled gradients in place, and no op may write a gradient, so chunks of the gradients are divided into other memory.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _shared(call: Call) -> tuple[Callable[..., None] | None, Any, Any]:
     step: Callable[..., None] | None = None
     if kernel is elementwise.sgd_.kernels.get("cpu"):
         plain = not options.pop("decoupled", False) and not options["dampening"]
-        step = _step_sgd_lists if plain else None
+        step = sgd_list_ if plain else None
     elif kernel is elementwise.adam_.kernels.get("cpu"):
         step = _step_adam_lists if options.pop("bias_correction", True) else None
     dtypes = [None if operand is None else operand.dtype for operand in operands] if step else []
@@ -124,9 +124,16 @@ def _shared(call: Call) -> tuple[Callable[..., None] | None, Any, Any]:
     return (step, dtypes, options) if fits and on_host else (None, None, None)
 
 
-def _step_sgd_lists(
-    params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], *, step: int, **options: Any
-) -> None:
+def sgd_list_(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], *, step: int, **options: Any) -> None:
+    """Step lists of tensors as ``elementwise.sgd_`` does without a decoupled decay.
+
+    Args:
+        params: The parameters, updated in place.
+        grads: The gradients, with the sizes, strides and dtypes of the parameters.
+        buffers: The momentum buffers, updated in place, with the same; empty without momentum.
+        step: The number of this update, from 1.
+        options: The other options of the rule; ``dampening`` is 0 with ``nesterov``.
+    """
     torch._fused_sgd_(params, grads, buffers, is_first_step=step == 1, **options)
 
 
@@ -167,7 +174,7 @@ def _pieces(tensors: tuple[Tensor | None, ...], grad_scale: Tensor | None) -> It
         return
     step = max(_CHUNK_NUMEL, reference.chunk_numel(grad.device))
     inverse = None if grad_scale is None else grad_scale.to(param.dtype).reshape(1).reciprocal()
-    ready = reference.scratch(min(step, grad.numel()), param)
+    ready = param.new_empty(min(step, grad.numel()))
     for piece, given, *others in reference.chunks(tensors, step):
         wide = ready[: given.numel()]
         yield piece, wide.copy_(given) if inverse is None else torch.mul(given, inverse, out=wide), *others

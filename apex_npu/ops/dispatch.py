@@ -15,11 +15,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Annotated, Any, Generic, ParamSpec, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
+from apex_npu.backends._torch_private import torch_profiler
 from apex_npu.ops.grad_lists import with_memory
 from apex_npu.ops.reference import chunks
 
@@ -112,16 +114,17 @@ class Rule(Op[_P, None]):
     def decoding(self, kernel: Callable[..., None]) -> Callable[..., None]:
         """Return a kernel that decodes and encodes operands for ``kernel``, which takes no ``encoding``.
 
-        It copies a list of gradients, which ``kernel`` cannot read.
+        It copies a list of gradients, which ``kernel`` cannot read, and labels the call for profilers.
         """
 
         def decoded(*operands: Any, encoding: Any = None, **options: Any) -> None:
-            operands = tuple(map(with_memory, operands))
-            if encoding is None:
-                kernel(*operands, **options)
-            else:
-                by_piece = self.is_elementwise
-                encoding.decode_and_run(kernel, self.states, operands, options, by_piece=by_piece)
+            on = torch_profiler._is_profiler_enabled
+            with torch_profiler.record_function(f"apex_npu::{self.name}") if on else nullcontext():
+                operands = tuple(map(with_memory, operands))
+                if encoding is None:
+                    kernel(*operands, **options)
+                else:
+                    encoding.decode_and_run(kernel, self.states, operands, options, by_piece=self.is_elementwise)
 
         return decoded
 

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator
 from itertools import repeat
 from typing import Any
@@ -25,14 +24,6 @@ _CHUNK_NUMEL_ACCELERATOR = 1 << 26
 _ROW_NUMEL = 1 << 10
 
 
-class _Scratch(threading.local):
-    def __init__(self) -> None:
-        self.by_dtype: dict[torch.dtype, Tensor] = {}
-
-
-_scratch = _Scratch()
-
-
 # The operands are tensors or None. They are typed Any, because each is returned with its own type.
 def chunks(tensors: tuple[Tensor | None, ...], numel: int | None = None) -> Iterator[tuple[Any, ...]]:
     """Yield the operands, of one length, in pieces of ``numel`` elements; by default of ``chunk_numel``."""
@@ -48,21 +39,6 @@ def chunks(tensors: tuple[Tensor | None, ...], numel: int | None = None) -> Iter
 def chunk_numel(device: torch.device) -> int:
     """Return the number of elements to process in a call; a power of two."""
     return _CHUNK_NUMEL if device.type == "cpu" else _CHUNK_NUMEL_ACCELERATOR
-
-
-def scratch(numel: int, like: Tensor) -> Tensor:
-    """Return memory for intermediate values of a chunk, of ``like``'s dtype and device; valid until the next call.
-
-    On a CPU each thread keeps its memory, because new memory would have to be fetched into the cache first.
-    """
-    if like.device.type != "cpu":
-        return torch.empty(numel, dtype=like.dtype, device=like.device)
-    kept = _scratch.by_dtype
-    found = kept.get(like.dtype)
-    if found is None or found.numel() < numel:
-        with torch.inference_mode(False):  # a normal tensor may be written in all modes
-            found = kept[like.dtype] = torch.empty(numel, dtype=like.dtype, device=like.device)
-    return found[:numel]
 
 
 def in_dtype(grad: Tensor, dtype: torch.dtype, maximize: bool, grad_scale: Tensor | None) -> Tensor:

@@ -39,7 +39,7 @@ from apex_npu.fusion import (
 from apex_npu.fusion.grad_memory import GradMemory
 from apex_npu.fusion.grad_slots import InPlace
 from apex_npu.fusion.host_grads import sending
-from apex_npu.ops import Call, joined, masks_writes
+from apex_npu.ops import Call, joined, masks_writes, prepared
 from apex_npu.optimizers.capture import check_capture, check_captured_gradients, refusal
 from apex_npu.optimizers.checks import (
     OfTorch,
@@ -362,7 +362,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         if overridden or self._fused.hosted:
             return [(1, call) for call in sending(self._fused.hosted, calls, runs)]
         if self._prepares:
-            calls = [run.prepared(call) for call, (run, _) in zip(calls, runs, strict=True)]
+            pairs = zip(calls, runs, strict=True)
+            calls = [prepared(call, run.remember, elsewhere=run.elsewhere) for call, (run, _) in pairs]
         return joined(calls) if extension is None else list(zip(repeat(1), calls, strict=False))
 
     def _gather(self) -> list[tuple[FusedGroup, bytes]]:

@@ -1,6 +1,6 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
-#include "fused_optim/adagrad_cpu.h"
+#include "fused_optim/rules_cpu.h"
 
 #include <cmath>
 
@@ -29,10 +29,10 @@ struct Adagrad {
 
 }  // namespace
 
-void adagrad_cpu(const Encoding& encoding, const at::Tensor& param, const at::Tensor& grad,
-                 const at::Tensor& square_sum, double lr, double eps, double weight_decay, bool decoupled,
-                 bool maximize, const std::optional<at::Tensor>& grad_scale) {
-  const State s("square_sum", square_sum);
+void adagrad_cpu(const Encoding& encoding, const at::Tensor& param, const at::Tensor& grad, const at::Tensor& sum,
+                 double lr, double eps, double weight_decay, bool decoupled, bool maximize,
+                 const std::optional<at::Tensor>& grad_scale) {
+  const State s("sum", sum);
   const Operands operands("adagrad_", param, grad, grad_scale, maximize, {s}, encoding);
   operands.in_its_type([&](auto zero) {
     using T = decltype(zero);

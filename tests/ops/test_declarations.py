@@ -53,3 +53,10 @@ def test_calls_in_python(found_inf):
     finally:
         sys.setprofile(None)
     assert frames == ["__call__", "bind", "step"]
+
+
+def test_profilers_show_a_call_of_the_reference():
+    param, *others = operands_for("adam_", (1, 1, 0), 64)
+    with torch.profiler.profile() as profile:
+        ops.adam_.reference(param, *others, **ADAM)
+    assert [event.count for event in profile.key_averages() if event.key == "apex_npu::adam_"] == [1]

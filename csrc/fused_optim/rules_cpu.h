@@ -1,0 +1,46 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The kernels of update rules. apex_npu/ops/elementwise.py and segmented.py have the formulas and the meaning of the
+// arguments, which are in the same order.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "fused_optim/state_codec.h"
+
+namespace apex_npu {
+
+void adadelta_cpu(const Encoding& encoding, const at::Tensor& param, const at::Tensor& grad,
+                  const at::Tensor& square_avg, const at::Tensor& acc_delta, double lr, double rho, double eps,
+                  double weight_decay, bool maximize, const std::optional<at::Tensor>& grad_scale);
+
+void adagrad_cpu(const Encoding& encoding, const at::Tensor& param, const at::Tensor& grad, const at::Tensor& sum,
+                 double lr, double eps, double weight_decay, bool decoupled, bool maximize,
+                 const std::optional<at::Tensor>& grad_scale);
+
+void adam_cpu(const Encoding& encoding, const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg,
+              const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& max_exp_avg_sq, double lr, double beta1,
+              double beta2, double eps, double weight_decay, bool decoupled, bool maximize, int64_t step,
+              bool bias_correction, const std::optional<at::Tensor>& grad_scale);
+
+void lamb_cpu(const Encoding& encoding, const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg,
+              const at::Tensor& exp_avg_sq, const at::Tensor& direction, const at::Tensor& starts,
+              const at::Tensor& lengths, const std::optional<at::Tensor>& ids, double lr, double beta1, double beta2,
+              double beta3, double eps, int64_t step, bool bias_correction, double l2, double decay, bool adapt,
+              double max_weight_norm, bool maximize, const std::optional<at::Tensor>& grad_scale);
+
+void rmsprop_cpu(const Encoding& encoding, const at::Tensor& param, const at::Tensor& grad,
+                 const at::Tensor& square_avg, const std::optional<at::Tensor>& grad_avg,
+                 const std::optional<at::Tensor>& momentum_buffer, double lr, double alpha, double eps,
+                 double weight_decay, double momentum, bool eps_inside_sqrt, bool decoupled, bool lr_in_momentum,
+                 bool maximize, const std::optional<at::Tensor>& grad_scale);
+
+void sgd_cpu(const Encoding& encoding, const at::Tensor& param, const at::Tensor& grad,
+             const std::optional<at::Tensor>& momentum_buffer, double lr, double momentum, double dampening,
+             double weight_decay, bool nesterov, bool maximize, int64_t step, bool decoupled,
+             const std::optional<at::Tensor>& grad_scale);
+
+}  // namespace apex_npu
