@@ -87,9 +87,9 @@ def test_what_a_graph_reads_of_encodings_outlives_another_cut():
     training = Training("LAMB", "int8", DEVICE, capturable=True)
     step = training.optimizer.step
 
-    def encoding():
+    def places():
         (group,) = training.optimizer.fused_groups()
-        return weakref.ref(group.runs.current[0]._encoding)
+        return weakref.ref(group.runs.current[0]._places)
 
     def without_one(do):
         def wrapped():
@@ -99,9 +99,9 @@ def test_what_a_graph_reads_of_encodings_outlives_another_cut():
         return wrapped
 
     training.step(2)
-    eager = encoding()
+    eager = places()
     training.step(3, without_one(step))
-    captured = encoding()
+    captured = places()
     training.step(3, without_one(lambda: simulated(step)))
     training.step(6)
     gc.collect()
