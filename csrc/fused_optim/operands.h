@@ -49,7 +49,7 @@ class Operands {
  public:
   // Raises ValueError or TypeError, with the name of the wrong operand.
   Operands(const char* op, const at::Tensor& param, const at::Tensor& grad, const std::optional<at::Tensor>& grad_scale,
-           bool maximize, std::initializer_list<State> states, const Encoding& encoding = Encoding::none());
+           bool maximize, std::initializer_list<State> states, const Encoding& encoding);
 
   int64_t numel() const { return numel_; }
 

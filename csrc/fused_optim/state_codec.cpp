@@ -209,11 +209,6 @@ struct Copy {
 
 }  // namespace
 
-const Encoding& Encoding::none() {
-  static const Encoding none;
-  return none;
-}
-
 Encoding::Encoding(const std::optional<at::Tensor>& remainder, at::TensorList scales, const at::Tensor& table,
                    int64_t count, bool stochastic_param)
     : remainder_(remainder),

@@ -38,8 +38,6 @@ struct EncodedSegment {
 class Encoding {
  public:
   // Nothing is encoded.
-  static const Encoding& none();
-
   Encoding() = default;
 
   // remainder: the remainders of 16-bit parameters. scales: those of each 8-bit state, in the order of the rule. table:

@@ -2,23 +2,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Each op: its kernels equal the reference, the reference equals float64 arithmetic by the book."""
 
-import math
-
+import kernel_cases
 import pytest
 import torch
 from devices import DEVICE
+from kernel_cases import ADAM, SGD
 
 from apex_npu import ops
 from apex_npu.ops import aten_fused, cpu
-
-SGD = {
-    "lr": 0.1, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.01, "nesterov": False, "maximize": False,
-    "step": 3,
-}  # fmt: skip
-ADAM = {
-    "lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "decoupled": False, "maximize": False,
-    "step": 3,
-}  # fmt: skip
 
 
 def buffers(count, numel=100_003, dtype=torch.float32, state_dtype=None):
@@ -86,17 +77,7 @@ def test_any_length(numel):
 
 
 # For each rule its options, and how many states it has.
-RMSPROP = {"lr": 0.01, "alpha": 0.9, "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9, "eps_inside_sqrt": False,
-           "decoupled": False, "lr_in_momentum": False, "maximize": False}  # fmt: skip
-RULES = {
-    "sgd_": (SGD, 1),
-    "adam_": (ADAM, 3),
-    "rmsprop_": (RMSPROP, 3),
-    "adadelta_": ({"lr": 0.5, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.1, "maximize": False}, 2),
-    "adagrad_": ({"lr": 0.1, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True, "maximize": False}, 1),
-    "lamb_": ({"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "beta3": 0.1, "eps": 1e-8, "decay": 0.1,
-               "max_weight_norm": math.inf}, 2),
-}  # fmt: skip
+RULES = {name: (options, states) for name, options, states in kernel_cases.RULES}
 NUMEL = 5_000
 
 
@@ -194,9 +175,8 @@ def test_numbers_that_are_tensors(name, found_inf):
     tensors = {number: torch.tensor([float(value)], device=DEVICE) for number, value in numbers.items()}
     if found_inf is not None:
         tensors["found_inf"] = torch.tensor(found_inf, device=DEVICE)
-    corrected = {"bias_correction": True} if name == "lamb_" else {}
-    want = apply(name, before, **numbers, **corrected)
-    got = apply(name, [t.to(DEVICE) for t in before], **tensors, **corrected)
+    want = apply(name, before, **numbers)
+    got = apply(name, [t.to(DEVICE) for t in before], **tensors)
     inside = torch.ones(NUMEL, dtype=torch.bool)
     inside[2_500:2_600] = inside[4_900:] = name != "lamb_"
     for now, then, wanted in zip(got, [before[0], *before[2:]], want, strict=True):
