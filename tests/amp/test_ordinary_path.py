@@ -78,8 +78,8 @@ FUSED, ADAM = optimizers.NpuFusedAdam, torch.optim.Adam
     ("level", "cls", "options", "block_limit", "step_limit"),
     [
         # The step of remainders goes through what encoded states have; 24 functions in 7 files are the goal.
-        ("O2", FUSED, {"combine_grad": True}, (32, 12), (54, 12)),
-        ("O5", FUSED, {}, (33, 12), (54, 12)),
+        ("O2", FUSED, {"combine_grad": True}, (32, 12), (40, 12)),
+        ("O5", FUSED, {}, (33, 12), (40, 12)),
         ("O0", FUSED, {}, (16, 5), (33, 8)),
         ("O0", FUSED, {"loss_scale": 128.0}, (28, 10), (34, 9)),
         ("O1", ADAM, {}, (40, 10), (13, 6)),
