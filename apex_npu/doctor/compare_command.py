@@ -7,14 +7,12 @@ from __future__ import annotations
 import argparse
 
 from apex_npu._cli.command_line import Commands, add_command, fail
-from apex_npu._cli.tables import show
 
 
 def _run(options: argparse.Namespace) -> int:
     if options.rows < 1:
         return fail(options, f"--rows {options.rows}: a positive number is expected")
     from apex_npu.debug.comparison.compare import compare
-    from apex_npu.debug.comparison.report import HEAD, lines_after, lines_before, rows_to_show, table_of
 
     try:
         found = compare(options.reference, options.candidate, floor=options.floor)
@@ -24,12 +22,7 @@ def _run(options: argparse.Namespace) -> int:
             found.plot(options.png)
     except (OSError, ValueError, ImportError) as error:
         return fail(options, str(error))
-    rows = rows_to_show(found, options.rows)
-    print("\n".join(lines_before(found)), end="\n\n")
-    styles = ["red" if row is found.first else "" for row in rows]
-    show(list(table_of(rows, found.first)), HEAD, [row.cells() for row in rows], styles=styles)
-    for line in lines_after(found, rows):
-        print(line)
+    print(found.to_text(options.rows))
     return 1 if found.parts else 0
 
 

@@ -565,7 +565,7 @@ def test_the_page(files, parted, tmp_path):
     found.rows[0].source = "<script>alert(1)</script>"
     found.to_html(tmp_path / "c.html")
     page = (tmp_path / "c.html").read_text(encoding="utf-8")
-    assert not re.search(r"https?:|src=(?!\"data:image)|href=|url\(|@import|<script", page)
+    assert not re.search(r"https?:|src=|href=|url\(|@import|<script", page)
     assert "&lt;script&gt;" in page
     assert all(escape(cell) in page for row in found.rows for cell in row.cells())
     assert page.count("<tr") == len(found.rows) + 1
@@ -577,11 +577,6 @@ def test_the_page(files, parted, tmp_path):
 def test_the_picture(files, parted, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     found = amp.debug.compare(files["O0"], parted, floor=files["O1"])
-    found.to_html(tmp_path / "c.html")
-    assert (
-        '<img alt="errors in the order of execution" src="data:image/png;base64,iVBOR'
-        in (tmp_path / "c.html").read_text()
-    )
     found.plot(tmp_path / "c.png")
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     found.names[1] = "c$a_{<&$.pt"  # no formula

@@ -20,7 +20,6 @@ from apex_npu.backends import for_device
 from apex_npu.backends._torch_private import autocast_disabler, tree_map
 from apex_npu.debug.text import first_line, fitted, name_of, where_of
 from apex_npu.debug.watching.calls import Call
-from apex_npu.debug.watching.lineage import span_of
 from apex_npu.debug.watching.opening import WatchingContext
 from apex_npu.debug.watching.operators import Execution, followed, results_of, tensors_in
 from apex_npu.debug.watching.places import Names
@@ -35,12 +34,10 @@ _USUAL, _TIMES = 4.0, 8.0
 _SUMS = {
     *("sum", "nansum", "mean", "cumsum", "trace", "dot", "vdot", "inner", "mv", "addmv", "addr", "linear"),
     *("index_add", "index_add_", "scatter_add", "scatter_add_", "embedding_dense_backward"),
-    *("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"),  # the means
+    *("native_batch_norm", "cudnn_batch_norm"),  # the means
     *("native_batch_norm_backward", "native_layer_norm_backward", "native_group_norm_backward"),
-    *("cudnn_batch_norm_backward", "miopen_batch_norm_backward"),
+    "cudnn_batch_norm_backward",
 }
-# The assumed float64 operations per second of the host, before one has been timed.
-_RATE = 1e9
 _SHOWN = 20
 
 
@@ -146,42 +143,32 @@ class Check(Consumer):
     def __init__(self, seconds: float) -> None:
         """Create a check for which the host computes for about ``seconds``."""
         self.found = CheckedOperators()
-        self._seconds, self._left, self._rate = seconds, seconds, _RATE
+        self._seconds = self._left = seconds
 
     def saw(self, call: Call, ran: Execution) -> None:
-        results = ran.results()
-        compared = [(i, local) for i, t in enumerate(results) if (local := followed(t)) is not None]
         if ran.operator.makes_tensor:
             return
-        if not compared:
-            self.found.left_out[_kind_of(results)] += 1
-            return
-        flops = _flops(ran)
-        why = self._why_not(ran, flops)
+        results = ran.results()
+        compared = [(i, local) for i, t in enumerate(results) if (local := followed(t)) is not None]
+        why = self._why_not(ran) if compared else _kind_of(results)
+        begin = time.perf_counter()
+        if not why:
+            try:
+                self._compare(call, ran, compared)
+            except NotImplementedError:
+                why = f"{call.operator}: the host has no kernel for it"
+            except (RuntimeError, TypeError, ValueError, MemoryError) as error:
+                why = f"{call.operator}: {textwrap.shorten(first_line(error), 100, placeholder=' …')}"
         if why:
             self.found.left_out[why] += 1
-            return
-        begin = time.perf_counter()
-        try:
-            self._compare(call, ran, compared)
-        except NotImplementedError:
-            self.found.left_out[f"{call.operator}: the host has no kernel for it"] += 1
-        except (RuntimeError, TypeError, ValueError, MemoryError) as error:
-            text = textwrap.shorten(first_line(error), 100, placeholder=" …")
-            self.found.left_out[f"{call.operator}: {text}"] += 1
-        spent = time.perf_counter() - begin
-        self._left -= spent
-        if flops > 1e6:
-            self._rate = max(self._rate, flops / spent)
+        self._left -= time.perf_counter() - begin
 
-    def _why_not(self, ran: Execution, flops: float) -> str:
+    def _why_not(self, ran: Execution) -> str:
         if ran.is_random:
             return "random"
         if ran.operator.is_collective:
             return "of several processes"
-        if self._left < flops / self._rate:
-            return f"no time left of seconds={self._seconds:g}"
-        return ""
+        return f"no time left of seconds={self._seconds:g}" if self._left <= 0.0 else ""
 
     def _compare(self, call: Call, ran: Execution, compared: Sequence[tuple[int, Tensor]]) -> None:
         exact = call_wide(ran, ran.before)
@@ -212,12 +199,6 @@ class Check(Consumer):
         )
 
 
-def _flops(ran: Execution) -> float:
-    """Return the FLOPs of products and convolutions by torch's formulas; 0 for others."""
-    formula, (args, kwargs) = flop_registry.get(ran.func.overloadpacket), ran.given
-    return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=ran.returned))
-
-
 def _kind_of(results: Sequence[Tensor]) -> str:
     """Return the reason why ``results`` are not compared."""
     if any(t.dtype.is_floating_point or t.dtype.is_complex for t in results if t.numel()):
@@ -245,26 +226,17 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _call_on_host(ran: Execution, *, dense: bool) -> list[Tensor]:
-    """Call the operator on the host in the arguments' dtypes, on contiguous (``dense``) or equally strided copies."""
+    """Call the operator on the host in the arguments' dtypes, on copies, contiguous ones if ``dense``."""
 
     def placed(value: Any) -> Any:
         if isinstance(value, Tensor):
-            host = value.detach().cpu()
-            return host.contiguous().clone() if dense else _copy(host)  # the kernel may write more than it declares
+            # The kernel may write more than it declares.
+            return value.detach().cpu().clone(memory_format=torch.contiguous_format if dense else torch.preserve_format)
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
     args, kwargs = tree_map(placed, ran.before)
     with torch.no_grad(), autocast_disabler()():
         return results_of(ran.operator, function_of_host(ran)(*args, **kwargs), (args, kwargs))
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """Return a copy of ``tensor`` with the same strides."""
-    if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
-        return tensor.clone()
-    span = span_of(tensor)
-    elements = (span.end - span.begin) // tensor.element_size()
-    return tensor.as_strided((elements,), (1,)).clone().as_strided(tensor.shape, tensor.stride(), 0)
 
 
 def _error(exact: Tensor, result: Tensor, floor: float = 0.0) -> float:
@@ -296,7 +268,7 @@ class check_operators(WatchingContext):
 
     Args:
         models: The models whose modules are named; by default those passed to ``amp.initialize``.
-        seconds: The time that the host may compute; operators for which no time is left are counted, and not compared.
+        seconds: The time that the host may compute; operators after it are counted, and not compared.
 
     Returns:
         From ``with``: a ``CheckedOperators`` with ``blamed``, ``errors``, ``checked`` and ``left_out``; print it.

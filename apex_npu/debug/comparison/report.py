@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -88,6 +86,11 @@ class ComparedRow(TensorRow):
         return f"{self.operator}{nth}{result}"
 
     @property
+    def is_judged(self) -> bool:
+        """Whether an error of some size would be blamed."""
+        return self.resolution is not None and math.isfinite(self.resolution)
+
+    @property
     def dtypes(self) -> str:
         """The dtype, preceded by that of the reference if the two differ."""
         return self.dtype if self.dtype == self.reference_dtype else f"{self.reference_dtype} → {self.dtype}"
@@ -146,34 +149,27 @@ class Comparison:
         with open(path, "w", encoding="utf-8") as file:
             file.write(_html_of(self))
 
-    def plot(self, path: str | os.PathLike[str] | io.BytesIO) -> None:
+    def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the errors of all rows into a file, ``.png`` or another format of matplotlib.
 
         Raises:
             ImportError: matplotlib is missing.
         """
         figure, axes = new_figure(10, 4.5)
-        rows = self.rows
-        smallest = 2.0**-24
-        for phase in dict.fromkeys(row.phase for row in rows):
-            own = [i for i, row in enumerate(rows) if row.phase == phase]
-            axes.scatter(own, [min(max(rows[i].relative, smallest), 10.0) for i in own], s=14, label=phase, zorder=3)
-        with_floor = [i for i, row in enumerate(rows) if row.resolution is not None and math.isfinite(row.resolution)]
-        if with_floor:
-            limits = [min(rows[i].resolution or 0.0, 10.0) for i in with_floor]
-            axes.step(
-                with_floor, limits, where="mid", color="gray", linewidth=1, label="what the floor explains, times 4"
-            )
-        first = self.first
-        if first is not None:
-            at = next(i for i, row in enumerate(rows) if row is first)
-            level = min(max(first.relative, smallest), 10.0)
-            axes.axvline(at, color="crimson", linewidth=1)
-            side = "right" if at > len(rows) / 2 else "left"
-            text = f" {first.where}, {first.what} "
-            axes.annotate(
-                text, (at, level), xytext=(0, 8), textcoords="offset points", ha=side, color="crimson", parse_math=False
-            )
+        errors = [min(max(row.relative, 2.0**-24), 10.0) for row in self.rows]
+        for phase in dict.fromkeys(row.phase for row in self.rows):
+            own = [i for i, row in enumerate(self.rows) if row.phase == phase]
+            axes.scatter(own, [errors[i] for i in own], s=14, label=phase, zorder=3)
+        limits = [(i, min(row.resolution or 0.0, 10.0)) for i, row in enumerate(self.rows) if row.is_judged]
+        if limits:
+            label = "what the floor explains, times 4"
+            axes.step(*zip(*limits, strict=True), where="mid", color="gray", linewidth=1, label=label)
+        for at, first in enumerate(self.rows):
+            if first is self.first:
+                axes.axvline(at, color="crimson", linewidth=1)
+                side = "right" if at > len(self.rows) / 2 else "left"
+                text = f" {first.where}, {first.what} "
+                axes.annotate(text, (at, errors[at]), ha=side, va="bottom", color="crimson", parse_math=False)
         axes.set_yscale("log")
         axes.margins(y=0.15)
         axes.set_xlabel("rows in the order of execution")
@@ -213,7 +209,7 @@ def verdict_of(comparison: Comparison) -> list[str]:
     if len(comparison.names) < 3:
         trusted = "a record of the candidate's level on a trusted device"
         return [f"no verdict: pass floor=, {trusted}, to tell which errors are usual"]
-    judged = [row for row in comparison.rows if row.resolution is not None and math.isfinite(row.resolution)]
+    judged = [row for row in comparison.rows if row.is_judged]
     seen = [
         f"{phase} {_short(median(row.resolution or 0.0 for row in judged if row.phase == phase))}"
         for phase in dict.fromkeys(row.phase for row in judged)
@@ -246,7 +242,7 @@ _plural = {
 }
 
 
-def rows_to_show(comparison: Comparison, count: int) -> list[ComparedRow]:
+def _rows_to_show(comparison: Comparison, count: int) -> list[ComparedRow]:
     """Return the ``count`` rows with the largest ratio, or without a floor the largest error, in execution order."""
 
     def size(row: ComparedRow) -> tuple[bool, float]:
@@ -256,34 +252,22 @@ def rows_to_show(comparison: Comparison, count: int) -> list[ComparedRow]:
     return [row for row in comparison.rows if id(row) in shown]
 
 
-def table_of(rows: Sequence[ComparedRow], first: ComparedRow | None) -> Iterator[str]:
-    """Yield a line for each of ``rows``, and mark that of ``first``."""
-    for line, row in zip(aligned([HEAD, *(row.cells() for row in rows)], left=5), (None, *rows), strict=True):
-        yield line + ("  ← first" if row is not None and row is first else "")
-
-
-def lines_of(comparison: Comparison, count: int) -> Iterator[str]:
-    """Yield the lines of the whole text, with ``count`` rows."""
-    shown = rows_to_show(comparison, count)
-    yield from lines_before(comparison)
-    if shown:
-        yield ""
-        yield from table_of(shown, comparison.first)
-    yield from lines_after(comparison, shown)
-
-
-def lines_before(comparison: Comparison) -> list[str]:
+def _lines_before(comparison: Comparison) -> list[str]:
     """Return the lines before the table."""
     return [*comparison.notes, *verdict_of(comparison), "", *summary_of(comparison)]
 
 
-def lines_after(comparison: Comparison, shown: Sequence[ComparedRow]) -> list[str]:
-    """Return the lines after a table of the rows ``shown``."""
-    left = len(comparison.rows) - len(shown)
-    return [f"and {left} more; --html and to_html show all"] if left else []
+def lines_of(comparison: Comparison, count: int) -> Iterator[str]:
+    """Yield the lines of the whole text, with ``count`` rows; that of the first row that diverges is marked."""
+    shown = _rows_to_show(comparison, count)
+    yield from _lines_before(comparison)
+    if shown:
+        yield ""
+        for line, row in zip(aligned([HEAD, *(row.cells() for row in shown)], left=5), (None, *shown), strict=True):
+            yield line + ("  ← first" if row is not None and row is comparison.first else "")
+    if len(shown) < len(comparison.rows):
+        yield f"and {len(comparison.rows) - len(shown)} more; --html and to_html show all"
 
-
-# ---- as a page of HTML, in one file ---------------------------------------------------------------------------------
 
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -292,18 +276,14 @@ _PAGE = """<!DOCTYPE html>
 <title>{title}</title>
 <style>
 :root {{ color-scheme: light dark; }}
-body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2rem; }}
+body {{ font: 15px/1.45 system-ui, sans-serif; }}
 pre {{ white-space: pre-wrap; }}
-table {{ border-collapse: collapse; font-size: 13px; }}
-th, td {{ padding: .2rem .6rem; text-align: left; white-space: nowrap; }}
-tr.first td {{ font-weight: bold; background: #f668; }}
-img {{ width: 100%; }}
+td, th {{ padding: .2rem .6rem; text-align: left; white-space: nowrap; }}
+.first {{ background: #f668; }}
 </style>
 </head>
 <body>
-<h1>{title}</h1>
 <pre>{text}</pre>
-{picture}
 <table>
 {table}
 </table>
@@ -313,26 +293,17 @@ img {{ width: 100%; }}
 
 
 def _html_of(comparison: Comparison) -> str:
-    """Return the page: the lines before the table, the picture, and the table of all rows with the line of code."""
-    rows = [(*row.cells(), f"{row.place}  {row.source}") for row in comparison.rows]
-    table = [f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in (*HEAD, 'line'))}</tr>"]
-    for row, cells in zip(comparison.rows, rows, strict=True):
+    """Return the page: the lines before the table, and the table of all rows, with the line of code."""
+
+    def line(cells: Sequence[str], tag: str, kind: str = "") -> str:
+        return f"<tr{kind}>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+    table = [line((*HEAD, "line"), "th")]
+    for row in comparison.rows:
         kind = ' class="first"' if row is comparison.first else ""
-        table.append(f"<tr{kind}>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
+        table.append(line((*row.cells(), f"{row.place}  {row.source}"), "td", kind))
     return _PAGE.format(
         title=escape(f"{comparison.names[1]} beside {comparison.names[0]}"),
-        text=escape("\n".join(lines_before(comparison))),
-        picture=_picture(comparison),
+        text=escape("\n".join(_lines_before(comparison))),
         table="\n".join(table),
     )
-
-
-def _picture(comparison: Comparison) -> str:
-    """Return the picture that ``plot`` draws as an ``img`` element; empty without matplotlib."""
-    drawn = io.BytesIO()
-    try:
-        comparison.plot(drawn)
-    except ImportError:
-        return ""
-    data = base64.b64encode(drawn.getvalue()).decode()
-    return f'<img alt="errors in the order of execution" src="data:image/png;base64,{data}">'
