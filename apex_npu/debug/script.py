@@ -26,6 +26,9 @@ from apex_npu.debug.watching.stream import Stream, on_forward
 from apex_npu.distributed.rank_progress import is_first_rank
 
 
+_OPENS = "the script itself opens find_overflow, check_operators or record"
+
+
 class Part:
     """A diagnostic that covers some steps, and whose result is printed after them.
 
@@ -52,8 +55,8 @@ class Part:
     def step_ended(self) -> None:
         """Handle the return of ``optimizer.step()``."""
 
-    def end(self) -> object:
-        """Handle the end of the last step, or of the script if that is earlier; return the object to print."""
+    def end(self, is_complete: bool) -> object:
+        """Handle the end; return the object to print. The script has ended before the last step if not complete."""
         raise NotImplementedError
 
 
@@ -75,7 +78,7 @@ class ProfilePart(Part):
     def step_ended(self) -> None:
         self._profile.step()
 
-    def end(self) -> object:
+    def end(self, is_complete: bool) -> object:
         self._profile.__exit__(None, None, None)
         return self._profile
 
@@ -89,36 +92,35 @@ class GradientRangePart(Part):
     def before_step(self, optimizer: Optimizer) -> None:
         others = len(optimizers()) - 1
         try:
-            found = gradient_range(optimizer)
+            self._found = found = gradient_range(optimizer)
             if others > 0:
                 found.notes.append(f"measured for the optimizer that steps first; {others} more are not measured")
-            self._found = found
         except RuntimeError as error:
             self._found = error
 
-    def end(self) -> object:
+    def end(self, is_complete: bool) -> object:
         return self._found
 
 
 class WatchingPart(Part):
     """A part that opens a watching context, and leaves it when the script opens one itself."""
 
-    _context: check_operators | record
+    def make(self) -> check_operators | record:
+        """Create the context."""
+        raise NotImplementedError
 
-    def open(self, context: check_operators | record, module: nn.Module | None, args: Any) -> Any:
-        """Enter ``context``, and return its result."""
+    def begin(self, module: nn.Module | None, args: Any) -> None:
         if module is not None and not Stream.is_open() and dispatch_modes():
             raise RuntimeError(
                 f"the first forward is called inside another dispatch mode, {type(dispatch_modes()[-1]).__name__}: "
                 "choose a later step, or remove that mode"
             )
-        found = context.__enter__()
-        stream, self._context = context.stream, context
-        assert stream is not None
-        stream.make_way = context.leave
+        self._context = context = self.make()
+        self._found = context.__enter__()
+        assert context.stream is not None
+        context.stream.make_way = context.leave
         if module is not None:
-            stream.enter_module(module, args)
-        return found
+            context.stream.enter_module(module, args)
 
     def has_made_way(self) -> bool:
         """Return whether the script has entered a watching context of its own."""
@@ -130,17 +132,13 @@ class CheckOperatorsPart(WatchingPart):
 
     option = "--check-operators"
 
-    def begin(self, module: nn.Module | None, args: Any) -> None:
-        self._found = self.open(check_operators(), module, args)
+    def make(self) -> check_operators:
+        return check_operators()
 
-    def end(self) -> object:
-        if not self.has_made_way():
-            self._context.leave()
-            return self._found
-        return (
-            f"{self._found}\n{self.option} has ended because the script opens find_overflow, check_operators or "
-            "record itself"
-        )
+    def end(self, is_complete: bool) -> object:
+        why = f"\n{self.option} has ended because {_OPENS}" if self.has_made_way() else ""
+        self._context.leave()
+        return f"{self._found}{why}"
 
 
 class RecordPart(WatchingPart):
@@ -151,27 +149,25 @@ class RecordPart(WatchingPart):
     def __init__(self, first: int, path: str) -> None:
         """Record step ``first`` to the file ``path``."""
         super().__init__(first, first + 1)
-        self._path, self._stepped = path, False
+        self._path = path
 
-    def begin(self, module: nn.Module | None, args: Any) -> None:
-        self._recorded = self.open(record(self._path), module, args)
+    def make(self) -> record:
+        return record(self._path)
 
-    def step_ended(self) -> None:
-        self._stepped = True
-
-    def end(self) -> object:
+    def end(self, is_complete: bool) -> object:
         context = self._context
         assert isinstance(context, record)
-        if self.has_made_way() or not self._stepped:
-            own = "the script itself opens find_overflow, check_operators or record"
-            why = own if self.has_made_way() else "the script ended before the step did"
-            context.leave()
-            return f"{self.option}: no file is written, because {why}"
+        why = _OPENS if self.has_made_way() else "" if is_complete else "the script ended before the step did"
         try:
-            context.__exit__(None, None, None)
+            if why:
+                context.leave()
+            else:
+                context.__exit__(None, None, None)
         except (RuntimeError, OSError) as error:  # for example, the disk is full
-            return f"{self.option}: no file is written: {error}"
-        return f"{self.option}: step {self.first} is in {context.path}, {len(self._recorded.rows)} tensors"
+            why = str(error)
+        if why:
+            return f"{self.option}: no file is written: {why}"
+        return f"{self.option}: step {self.first} is in {context.path}, {len(self._found.rows)} tensors"
 
 
 class ScriptSteps:
@@ -236,7 +232,7 @@ class ScriptSteps:
             steps = f"after {count(self._count, 'step')}" if self._count else none
             said: object = f"{part.option}: the script has ended {steps}"
         else:
-            said = part.failed or part.end()
+            said = part.failed or part.end(part.last <= self._count)
         # Most processes that a script starts do not train, such as data loaders.
         if self._is_first_rank and (self._count or parent_process() is None):
             print(said, flush=True)

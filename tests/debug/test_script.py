@@ -124,7 +124,7 @@ def test_what_the_script_itself_opens_comes_first(context, capsys):
         optimizer.step()
     said = capsys.readouterr().out
     assert "operators were compared with float64" in said
-    assert "--check-operators has ended because the script opens find_overflow" in said
+    assert "--check-operators has ended because the script itself opens find_overflow" in said
 
 
 def test_what_watches_already_is_not_disturbed(capsys):
@@ -249,12 +249,12 @@ def test_a_record_that_is_not_complete_is_not_written(capsys, tmp_path):
         with amp.debug.find_overflow(model), amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
-    assert "--record: no file is written, because the script itself opens find_overflow" in capsys.readouterr().out
+    assert "--record: no file is written: the script itself opens find_overflow" in capsys.readouterr().out
     steps = ScriptSteps([RecordPart(1, str(path))])
     iterate(model, optimizer)
     model.loss()
     steps.end()
-    assert "--record: no file is written, because the script ended before" in capsys.readouterr().out
+    assert "--record: no file is written: the script ended before" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 
