@@ -25,7 +25,6 @@ from apex_npu.debug.text import count
 from apex_npu.debug.watching.stream import Stream, on_forward
 from apex_npu.distributed.rank_progress import is_first_rank
 
-
 _OPENS = "the script itself opens find_overflow, check_operators or record"
 
 
@@ -116,7 +115,7 @@ class WatchingPart(Part):
                 "choose a later step, or remove that mode"
             )
         self._context = context = self.make()
-        self._found = context.__enter__()
+        self._found: Any = context.__enter__()
         assert context.stream is not None
         context.stream.make_way = context.leave
         if module is not None:

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from apex_npu.backends import for_device
 from apex_npu.backends._torch_private import autocast_disabler, tree_map
 from apex_npu.debug.text import first_line, fitted, name_of, where_of
-from apex_npu.debug.watching.calls import Call
+from apex_npu.debug.watching.calls import Call, Located
 from apex_npu.debug.watching.opening import WatchingContext
 from apex_npu.debug.watching.operators import Execution, followed, results_of, tensors_in
 from apex_npu.debug.watching.places import Names
@@ -41,37 +41,20 @@ _SUMS = {
 _SHOWN = 20
 
 
-@dataclass(frozen=True)
-class OperatorError:
-    """The error of the results of one call against those in float64.
+@dataclass(frozen=True, kw_only=True)
+class OperatorError(Located):
+    """The error of the results of one call against those in float64; ``dtype`` and ``shape``: of the worst result.
 
     Attributes:
-        operator: The name of the operator, such as ``"aten::addmm"``.
-        phase: ``"forward"``, ``"backward"``, ``"recompute"`` or ``"block"``.
-        module: The innermost module whose forward or backward has made the call; None if there is none.
-        file: The file of the line of code (in backward, of the line of forward); None if no line is known.
-        line: The number of the line of code.
-        source: The text of the line of code.
-        dtype: The dtype of the result that differs most.
-        shape: The shape of the result that differs most.
         error: The norm of the difference over the norm of the result, in units of ``eps``. If terms of a sum cancel,
             the divisor is at least the norm of the sums of their magnitudes, times float32's eps over ``eps``.
         eps: The eps of the coarsest dtype among inputs and results.
         host_error: The ``error`` of the CPU's own kernel in the same dtypes; None if it was not called.
     """
 
-    operator: str
-    phase: str
-    module: str | None
-    file: str | None
-    line: int | None
-    source: str
-    dtype: str
-    shape: tuple[int, ...]
     error: float
     eps: float
     host_error: float | None = None
-    place: str = ""
 
     @property
     def is_blamed(self) -> bool:

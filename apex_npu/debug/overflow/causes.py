@@ -5,15 +5,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from apex_npu.debug.text import name_of
-from apex_npu.debug.watching.calls import Call, Leaf, traced
+from apex_npu.debug.watching.calls import Call, Leaf, Located, traced
 
 # The kinds in the order in which causes are shown. A loss scale that is too large may hide others, so it comes last.
 Kind = Literal[
@@ -34,28 +34,17 @@ Kind = Literal[
 ORDER: tuple[Kind, ...] = get_args(Kind)
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One cause of a skipped step.
+@dataclass(frozen=True, kw_only=True)
+class Finding(Located):
+    """One cause of a skipped step; ``dtype`` and ``shape`` are those of the tensor that is not finite.
 
     Attributes:
         kind: The kind of fault; docs/debug.md lists the kinds.
-        phase: ``"forward"``, ``"backward"``, ``"recompute"`` (an activation checkpoint runs forward again), or
-            ``"block"`` (gradients are changed after backward).
-        module: The module's name in the model; ``""`` for the model itself. A module outside the given models has its
-            class in parentheses. None outside of modules, as in a loss function.
-        operator: The operator that ran, such as ``"aten::addmm"``.
         forward_operator: In backward, the operator of forward whose gradient is computed.
         node: In backward, the name of autograd's node.
-        file: The file of the line of code; in backward, of the line of forward. None if no line is known.
-        line: The number of the line of code.
-        source: The text of the line of code.
-        dtype: The dtype of the result, or of the tensor that was already not finite.
-        shape: The shape of the result, or of the tensor that was already not finite.
         tensor: The name of the tensor that was already not finite, or of the parameter whose gradient is accumulated.
         true_value: The largest magnitude of the result in float64; None if it is not known.
         limit: The largest number of ``dtype``.
-        inputs: The largest magnitude of each input.
         ranges: The smallest and the largest element of each input.
         fits_scale: In backward, the largest power of two that keeps the result finite as a loss scale.
         path: The operators from the cause to the loss, or to a gradient.
@@ -64,26 +53,21 @@ class Finding:
     """
 
     kind: Kind
-    phase: str
-    module: str | None
-    operator: str
     forward_operator: str | None = None
     node: str | None = None
-    file: str | None = None
-    line: int | None = None
-    source: str = ""
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
     tensor: str | None = None
     true_value: float | None = None
     limit: float | None = None
-    inputs: tuple[tuple[str, float], ...] = ()
     ranges: tuple[tuple[str, float, float], ...] = ()
     fits_scale: float | None = None
     path: tuple[str, ...] = ()
     why: str = ""
     advice: str = ""
-    place: str = field(default="", repr=False)
+
+    @property
+    def inputs(self) -> tuple[tuple[str, float], ...]:
+        """The largest magnitude of each input."""
+        return tuple((name, max(abs(low), abs(high))) for name, low, high in self.ranges)
 
 
 @dataclass(frozen=True)
@@ -165,24 +149,15 @@ def _common(call: Call, path: tuple[str, ...]) -> dict[str, Any]:
 
 def without_operator(kind: Kind, phase: str, of: Tensor, tensor: str | None, why: str, advice: str) -> Finding:
     """Return a cause without a known operator: ``of`` is not finite, and is named ``tensor``."""
-    shape = tuple(of.shape)
-    return Finding(
-        kind, phase, None, "none", dtype=name_of(of.dtype), shape=shape, tensor=tensor, why=why, advice=advice
-    )
+    found: dict[str, Any] = {"kind": kind, "phase": phase, "module": None, "operator": "none", "tensor": tensor}
+    return Finding(**found, dtype=name_of(of.dtype), shape=tuple(of.shape), why=why, advice=advice)
 
 
 def _of_leaf(call: Call, leaf: Leaf, path: tuple[str, ...]) -> Finding:
     why, advice = _OF_LEAVES[leaf.kind]
-    reader = "backward" if call.phase == "backward" else "line"
-    return Finding(
-        leaf.kind,
-        dtype=name_of(leaf.dtype),
-        shape=leaf.shape,
-        tensor=leaf.name,
-        why=why.format(name=leaf.name, reader=reader),
-        advice=advice,
-        **_common(call, path),
-    )
+    why = why.format(name=leaf.name, reader="backward" if call.phase == "backward" else "line")
+    found: dict[str, Any] = {"dtype": name_of(leaf.dtype), "shape": leaf.shape, "tensor": leaf.name}
+    return Finding(kind=leaf.kind, why=why, advice=advice, **found, **_common(call, path))
 
 
 def _of_call(call: Call, path: tuple[str, ...], scale: Scale) -> Finding:
@@ -193,22 +168,15 @@ def _of_call(call: Call, path: tuple[str, ...], scale: Scale) -> Finding:
     if call.phase == "backward" and true_value and limit is not None and opinion is not None and opinion.is_finite:
         fits = 2.0 ** math.floor(math.log2(scale.value * limit / true_value))
     kind = _kind_of(call, fits, scale)
-    text = _TEXTS[kind]
-    why, advice = text(Found(call, scale, true_value, limit, fits)) if callable(text) else text
-    return Finding(
-        kind,
-        dtype=name_of(call.dtype),
-        shape=call.shape,
-        tensor=call.parameter,
-        true_value=true_value,
-        limit=limit,
-        inputs=tuple((name, max(abs(low), abs(high))) for name, low, high in call.inputs),
-        ranges=tuple(call.inputs),
-        fits_scale=fits,
-        why=why,
-        advice=advice,
-        **_common(call, path),
-    )
+    found: dict[str, Any] = {
+        "dtype": name_of(call.dtype),
+        "shape": call.shape,
+        "tensor": call.parameter,
+        "true_value": true_value,
+    }
+    found |= {"limit": limit, "ranges": tuple(call.inputs), "fits_scale": fits, **_common(call, path)}
+    why, advice = _why_and_advice(kind, call, scale, true_value, fits)
+    return Finding(kind=kind, why=why, advice=advice, **found)
 
 
 def _kind_of(call: Call, fits: float | None, scale: Scale) -> Kind:
@@ -229,19 +197,6 @@ def _kind_of(call: Call, fits: float | None, scale: Scale) -> Kind:
         return "accumulation"
     return "scale" if scale.value > 1.0 and (fits is None or fits >= 1.0) else "gradient"
 
-
-class Found(NamedTuple):
-    """The facts that the texts state: ``Finding.true_value``, ``limit`` and ``fits_scale`` of a call, and its scale."""
-
-    call: Call
-    scale: Scale
-    value: float | None
-    limit: float | None
-    fits: float | None
-
-
-# The texts return ``why`` and ``advice``.
-_Text = Callable[[Found], tuple[str, str]]
 
 # A part of an operator's name, and the advice for it, such as a stable form.
 _STABLE = (
@@ -284,40 +239,97 @@ _MASKED = (
 )
 
 
-def _times(value: float | None, limit: float | None, dtype: torch.dtype | None) -> str:
-    if value is None or limit is None:
+def _why_and_advice(kind: Kind, call: Call, scale: Scale, value: float | None, fits: float | None) -> tuple[str, str]:
+    """Return the sentences for ``call``, with ``value`` in float64, which the loss scale ``fits`` keeps finite."""
+    settles = f"the scale will settle near {_power(fits)}" if fits else "the scale will settle"
+    match kind:
+        case "overflow":
+            return _of_overflow(call, _times(call, value))
+        case "underflow":
+            return _of_underflow(call)
+        case "math":
+            return _of_math(call)
+        case "gradient":
+            divided = f", even divided by the loss scale {scale.value:g}" if scale.value > 1.0 else ""
+            return (
+                f"{_times(call, value)}{divided}",
+                "compute this operator in float32 (amp.register_float_function, amp.disable_casts()) or in bfloat16 "
+                "(O4, O5); or scale the loss down, as by a mean in place of a sum",
+            )
+        case "accumulation":
+            is_settled = fits is not None and fits >= 1.0 and scale.dynamic
+            return (
+                f"both gradients are finite, their sum is not: {_times(call, value)}",
+                f"nothing now: {settles}. For a larger one {DIVIDE_LOSSES}" if is_settled else DIVIDE_LOSSES,
+            )
+        case "scale":
+            dynamic = 'use loss_scale="dynamic"' + (f", or at most {_power(fits)}" if fits else "")
+            return (
+                ("" if value is None else f"{_times(call, value)}; ")
+                + f"without the loss scale {scale.value:g} it fits",
+                f"nothing: {settles}" if scale.dynamic else dynamic,
+            )
+        case "unknown":
+            reason = "it was not tried" if call.opinion is None else call.opinion.reason
+            return (
+                f"its inputs are finite, but its result is not; it could not be repeated in float64 ({reason})",
+                "compute it in float32 to see whether the dtype is too small",
+            )
+        case "written":
+            return (
+                "the gradient was finite when backward ended, and was changed in the block after it",
+                "look at the code of the block after backward(), which sees gradients multiplied with the loss scale: "
+                "do that after the block",
+            )
+        case "constant":
+            return (
+                "the code passes inf or nan to it, and this reaches the loss or a gradient",
+                "use a large finite number instead, such as torch.finfo(dtype).min in a mask (the softmax of a row "
+                "that is all masked is nan), or keep it out of what the loss depends on",
+            )
+        case _:  # "ranks"; causes of the other kinds are leaves
+            return OF_ANOTHER_PROCESS
+
+
+def _times(call: Call, value: float | None) -> str:
+    if value is None or call.dtype is None or not call.dtype.is_floating_point:
         return "the true value is finite"
-    name = name_of(dtype)
+    name, limit = name_of(call.dtype), torch.finfo(call.dtype).max
     if value <= limit:
         return f"the true value is {value:.3g}, which {name} holds: an intermediate value has overflowed"
     return f"the true value is {value:.3g}, {value / limit:.2g} times the largest {name}"
 
 
-def _overflow(f: Found) -> tuple[str, str]:
-    why = f"{_times(f.value, f.limit, f.call.dtype)}; no loss scale helps: it is in forward"
-    elsewhere = "or use bfloat16 (opt_level O4, O5), or scale its inputs down"
-    if f.call.dtype != torch.float16:
-        held = f"no dtype of training holds more than {name_of(f.call.dtype)}"
+def _of_overflow(call: Call, times: str) -> tuple[str, str]:
+    why = f"{times}; no loss scale helps: it is in forward"
+    if call.dtype != torch.float16:
+        held = f"no dtype of training holds more than {name_of(call.dtype)}"
         return why, f"{held}: scale the inputs down, or normalize them"
-    if "_norm" in f.call.operator:
-        advice = "a row without variance is divided by the root of eps: an eps of 1e-5 or more keeps 1 / sqrt(eps) "
-        advice += "within float16; or keep this layer in float32"
-    elif f.call.operator == "aten::_to_copy":
+    if "_norm" in call.operator:
+        advice = (
+            "a row without variance is divided by the root of eps: an eps of 1e-5 or more keeps 1 / sqrt(eps) within "
+            "float16; or keep this layer in float32"
+        )
+    elif call.operator == "aten::_to_copy":
         why = f"a cast: {why}"
-        advice = "at O1 put this line into amp.disable_casts(), or its function into amp.register_float_function; "
-        advice += "at O2 and O3 scale down what is passed to the model"
+        advice = (
+            "at O1 put this line into amp.disable_casts(), or its function into amp.register_float_function; at O2 "
+            "and O3 scale down what is passed to the model"
+        )
     else:
-        advice = "cast the inputs of this line with .float(), at O1 within amp.disable_casts(), and bring the result "
-        advice += f"below {f.limit:.0f} before a float16 layer takes it"
-    return why, f"{advice}; {elsewhere}"
+        advice = (
+            "cast the inputs of this line with .float(), at O1 within amp.disable_casts(), and bring the result below "
+            "65504 before a float16 layer takes it"
+        )
+    return why, f"{advice}; or use bfloat16 (opt_level O4, O5), or scale its inputs down"
 
 
-def _math(f: Found) -> tuple[str, str]:
-    own = f.call.operator.rpartition(":")[2]
-    forward = own if f.call.forward is None else f.call.forward.operator.rpartition(":")[2]
-    of = f"the derivative of {forward}" if f.call.phase == "backward" else own
+def _of_math(call: Call) -> tuple[str, str]:
+    own = call.operator.rpartition(":")[2]
+    forward = own if call.forward is None else call.forward.operator.rpartition(":")[2]
+    of = f"the derivative of {forward}" if call.phase == "backward" else own
     why = f"{of} is not finite for these inputs in float64 either: no dtype and no loss scale helps"
-    negative = any(name.startswith("self") and low < 0 for name, low, _ in f.call.inputs)
+    negative = any(name.startswith("self") and low < 0 for name, low, _ in call.inputs)
     for name in (forward, own):
         for key, advice in _STABLE:
             if key in name:
@@ -326,12 +338,11 @@ def _math(f: Found) -> tuple[str, str]:
     return why, "look for a division, root or logarithm at 0; eps or clamp keeps its argument away from it"
 
 
-def _underflow(f: Found) -> tuple[str, str]:
-    assert f.call.vanished is not None
-    what, dtype, operator, place = f.call.vanished
-    info, name = torch.finfo(dtype), name_of(dtype)
-    where = "" if place is None else f" at {place}"
-    least = info.smallest_normal * info.eps
+def _of_underflow(call: Call) -> tuple[str, str]:
+    assert call.vanished is not None
+    what, dtype, operator, place = call.vanished
+    name, where = name_of(dtype), "" if place is None else f" at {place}"
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     return (
         f"an input is 0 because {what} is 0 in {name}, whose smallest number is {least:.2g}: see {operator}{where}",
         f"an eps that {name} holds, such as 1e-4, in the line that adds it or as eps= of its function; or cast the "
@@ -339,61 +350,5 @@ def _underflow(f: Found) -> tuple[str, str]:
     )
 
 
-def _gradient(f: Found) -> tuple[str, str]:
-    divided = f", even divided by the loss scale {f.scale.value:g}" if f.scale.value > 1.0 else ""
-    return (
-        f"{_times(f.value, f.limit, f.call.dtype)}{divided}",
-        "compute this operator in float32 (amp.register_float_function, amp.disable_casts()) or in bfloat16 (O4, O5); "
-        "or scale the loss down, as by a mean in place of a sum",
-    )
-
-
-def _accumulation(f: Found) -> tuple[str, str]:
-    why = f"both gradients are finite, their sum is not: {_times(f.value, f.limit, f.call.dtype)}"
-    if f.fits is not None and f.fits >= 1.0 and f.scale.dynamic:
-        return why, f"nothing now: the scale will settle near {_power(f.fits)}. For a larger one {DIVIDE_LOSSES}"
-    return why, DIVIDE_LOSSES
-
-
-def _scale(f: Found) -> tuple[str, str]:
-    without = f"without the loss scale {f.scale.value:g} it fits"
-    why = f"{_times(f.value, f.limit, f.call.dtype)}; {without}" if f.value is not None else without
-    if not f.scale.dynamic:
-        return why, f'use loss_scale="dynamic", or at most {_power(f.fits)}' if f.fits else 'use loss_scale="dynamic"'
-    return why, f"nothing: the scale will settle near {_power(f.fits)}" if f.fits else "nothing: the scale will settle"
-
-
-def _unknown(f: Found) -> tuple[str, str]:
-    reason = f.call.opinion.reason if f.call.opinion is not None else "it was not tried"
-    return (
-        f"its inputs are finite, but its result is not; it could not be repeated in float64 ({reason})",
-        "compute it in float32 to see whether the dtype is too small",
-    )
-
-
 def _power(value: float | None) -> str:
     return "" if value is None else f"2^{round(math.log2(value))}"
-
-
-_WRITTEN = (
-    "the gradient was finite when backward ended, and was changed in the block after it",
-    "look at the code of the block after backward(), which sees gradients multiplied with the loss scale: do that "
-    "after the block",
-)
-_CONSTANT = (
-    "the code passes inf or nan to it, and this reaches the loss or a gradient",
-    "use a large finite number instead, such as torch.finfo(dtype).min in a mask (the softmax of a row that is all "
-    "masked is nan), or keep it out of what the loss depends on",
-)
-_TEXTS: dict[Kind, _Text | tuple[str, str]] = {
-    "overflow": _overflow,
-    "underflow": _underflow,
-    "math": _math,
-    "gradient": _gradient,
-    "accumulation": _accumulation,
-    "scale": _scale,
-    "ranks": OF_ANOTHER_PROCESS,
-    "written": _WRITTEN,
-    "constant": _CONSTANT,
-    "unknown": _unknown,
-}

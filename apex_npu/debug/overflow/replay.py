@@ -348,10 +348,10 @@ _AFTER_MODEL = (
 
 def _of_sum(parameter: str) -> Finding:
     return Finding(
-        "accumulation",
-        "backward",
-        parameter.rpartition(".")[0],
-        "aten::add_",
+        kind="accumulation",
+        phase="backward",
+        module=parameter.rpartition(".")[0],
+        operator="aten::add_",
         tensor=parameter,
         why="the gradients of each forward are finite, their sum is not",
         advice=DIVIDE_LOSSES,

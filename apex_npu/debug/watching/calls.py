@@ -18,6 +18,34 @@ from apex_npu.debug.watching.second_opinion import Opinion
 Phase = Literal["forward", "backward", "recompute", "block"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Located:
+    """The call of an operator that is reported on, and its result.
+
+    Attributes:
+        phase: ``"forward"``, ``"backward"``, ``"recompute"`` (an activation checkpoint runs forward again), or
+            ``"block"`` (gradients are changed after backward).
+        module: The name of the innermost module whose forward or backward has made the call; ``""`` for the model
+            itself. A module outside the given models has its class in parentheses. None outside of modules.
+        operator: The name of the operator, such as ``"aten::addmm"``.
+        file: The file of the line of code; in backward, of the line of forward. None if no line is known.
+        line: The number of the line of code.
+        source: The text of the line of code.
+        dtype: The dtype of the result.
+        shape: The shape of the result.
+    """
+
+    phase: str
+    module: str | None
+    operator: str
+    file: str | None = None
+    line: int | None = None
+    source: str = ""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    place: str = field(default="", repr=False)
+
+
 class NotReplayedError(Exception):
     """A forward that cannot be run again."""
 
@@ -93,12 +121,12 @@ class Call:
     vanished: Vanished | None = None
 
     def described(self) -> dict[str, Any]:
-        """Return the place of the call, as a dict with the names of a finding's attributes."""
-        found = {"phase": self.phase, "module": self.module, "operator": self.operator}
+        """Return the attributes of ``Located``, except for those of the result."""
+        found: dict[str, Any] = {"phase": self.phase, "module": self.module, "operator": self.operator}
         place = self.place
-        if place is None:
-            return {**found, "file": None, "line": None, "source": "", "place": ""}
-        return {**found, "file": place.file, "line": place.line, "source": place.source, "place": str(place)}
+        if place is not None:
+            found |= {"file": place.file, "line": place.line, "source": place.source, "place": str(place)}
+        return found
 
     @functools.cached_property
     def ends(self) -> frozenset[int]:
