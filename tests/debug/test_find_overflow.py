@@ -146,14 +146,3 @@ def test_lines_fit_the_terminal(columns, monkeypatch):
     lines = str(found).splitlines()
     assert max(len(line) for line in lines if "/" not in line.split()[-1]) <= columns
     assert any(line.startswith(" " * 12) for line in lines)
-
-
-def test_one_cause_in_several_blocks_is_printed_once():
-    fault = planted.FAULTS[0]
-    model, optimizer, _ = planted.set_up(fault, "O2", torch.optim.SGD)
-    with amp.debug.find_overflow(model) as found:
-        for _ in range(3):
-            planted.iterate(fault, model, optimizer)
-    assert len(found.reports) == 3
-    assert str(found).count("why ") == 1
-    assert str(found).endswith("the same cause in 2 blocks after it, loss scale 32768, 16384")

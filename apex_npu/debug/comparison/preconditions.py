@@ -104,15 +104,11 @@ def _differ(one: Held, other: Held) -> bool:
         return one.digest != other.digest
     if one.values is None or other.values is None:
         return False
-    if one.values.element_size() == other.values.element_size() and one.values.dtype.is_floating_point:
-        # Such as float16 and bfloat16: the two are equal within the rounding of both.
-        infos = [torch.finfo(held.values.dtype) for held in (one, other) if held.values is not None]
-        relative = sum(info.eps for info in infos) / 2
-        spacing = max(info.smallest_normal * info.eps for info in infos)
-        a, b = one.values.double(), other.values.double()
-        return bool(((a - b).abs() > relative * torch.maximum(a.abs(), b.abs()) + spacing).any())
-    narrow, wide = sorted((one.values, other.values), key=lambda values: values.element_size())
-    return narrow.element_size() < wide.element_size() and not torch.equal(wide.to(narrow.dtype), narrow)
+    infos = [torch.finfo(values.dtype) for values in (one.values, other.values) if values.dtype.is_floating_point]
+    relative = sum(info.eps for info in infos) / 2
+    spacing = max((info.smallest_normal * info.eps for info in infos), default=0.0)
+    a, b = one.values.double(), other.values.double()
+    return bool(((a - b).abs() > relative * torch.maximum(a.abs(), b.abs()) + spacing).any())
 
 
 def _drawn_otherwise(one: Row, other: Row) -> bool:

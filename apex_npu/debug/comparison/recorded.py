@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from apex_npu.debug.text import name_of
 
 Kind = Literal["operator", "module", "random", "gradient", "buffer"]
 
-_FORMAT = 1
+_KIND, _FORMAT = "apex_npu.debug.record", 1
 
 
 @dataclass
@@ -134,7 +134,7 @@ class Recorded:
         """
         target = os.path.realpath(path)
         written = f"{target}.tmp" if os.path.isfile(target) else target  # not beside a device, such as /dev/null
-        torch.save({"format": _FORMAT, "kind": "apex_npu.debug.record", **asdict(self)}, written)
+        torch.save({"kind": _KIND, "format": _FORMAT, **asdict(self)}, written)
         if written != target:
             os.replace(written, target)
 
@@ -149,25 +149,25 @@ def load(path: str | os.PathLike[str]) -> Recorded:
     path = os.fspath(path)
     if not os.path.isfile(path):
         raise FileNotFoundError(f"no file {path!r}: amp.debug.record(path, model) writes one")
+    foreign = f"{path} is not a file of amp.debug.record"
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # the type depends on the bytes
-        raise ValueError(f"{path} is not a file of amp.debug.record: torch.load cannot read it") from error
-    if not isinstance(found, dict) or found.get("kind") != "apex_npu.debug.record":
-        raise ValueError(f"{path} is not a file of amp.debug.record: it has other contents")
-    if found.get("format") != _FORMAT:
+        raise ValueError(f"{foreign}: torch.load cannot read it") from error
+    if not isinstance(found, dict) or found.pop("kind", None) != _KIND:
+        raise ValueError(f"{foreign}: it has other contents")
+    if (version := found.pop("format", None)) != _FORMAT:
         raise ValueError(
-            f"{path} has format {found.get('format')}, but this version of apex_npu reads {_FORMAT}: record it "
-            "again with this version, or compare with the version that wrote it"
+            f"{path} has format {version}, but this version of apex_npu reads {_FORMAT}: record it again with this "
+            "version, or compare with the version that wrote it"
         )
-    known = {one.name for one in fields(Recorded)}
     try:
-        recorded = Recorded(**{name: value for name, value in found.items() if name in known})
+        recorded = Recorded(**found)
         recorded.rows = [Row(**row) for row in found["rows"]]
         recorded.batch = [Held(**held) for held in found["batch"]]
         recorded.weights = [Held(**held) for held in found["weights"]]
     except (TypeError, KeyError) as error:
-        raise ValueError(f"{path} is not a file of amp.debug.record: {error}") from error
+        raise ValueError(f"{foreign}: {error}") from error
     return recorded
 
 

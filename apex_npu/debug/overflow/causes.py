@@ -168,15 +168,20 @@ def _of_call(call: Call, path: tuple[str, ...], scale: Scale) -> Finding:
     if call.phase == "backward" and true_value and limit is not None and opinion is not None and opinion.is_finite:
         fits = 2.0 ** math.floor(math.log2(scale.value * limit / true_value))
     kind = _kind_of(call, fits, scale)
-    found: dict[str, Any] = {
-        "dtype": name_of(call.dtype),
-        "shape": call.shape,
-        "tensor": call.parameter,
-        "true_value": true_value,
-    }
-    found |= {"limit": limit, "ranges": tuple(call.inputs), "fits_scale": fits, **_common(call, path)}
     why, advice = _why_and_advice(kind, call, scale, true_value, fits)
-    return Finding(kind=kind, why=why, advice=advice, **found)
+    return Finding(
+        kind=kind,
+        dtype=name_of(call.dtype),
+        shape=call.shape,
+        tensor=call.parameter,
+        true_value=true_value,
+        limit=limit,
+        ranges=tuple(call.inputs),
+        fits_scale=fits,
+        why=why,
+        advice=advice,
+        **_common(call, path),
+    )
 
 
 def _kind_of(call: Call, fits: float | None, scale: Scale) -> Kind:

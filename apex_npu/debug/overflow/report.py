@@ -7,9 +7,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
 from typing import Any
 
 from apex_npu.debug.overflow.causes import Finding
@@ -185,19 +184,7 @@ class Overflows:
         return text
 
     def __str__(self) -> str:
-        if not self.reports:
-            return self._nothing
-        return "\n\n".join(_without_repetitions(self.reports))
-
-
-def _without_repetitions(reports: Sequence[OverflowReport]) -> Iterator[str]:
-    """Yield the tables; consecutive ones with the same causes are shown as the first table and a count."""
-    for _, alike in groupby(reports, lambda report: (report.identity(), report.notes) if report.causes else id(report)):
-        first, *others = alike
-        blocks = f"the same cause{'s' * (len(first.causes) > 1)} in {count(len(others), 'block')} after it"
-        scales = [f"{report.scale:g}" for report in others]
-        shown = ", ".join(scales if len(scales) < 5 else [*scales[:2], "…", scales[-1]])
-        yield f"{first}\n{blocks}, loss scale {shown}" if others else str(first)
+        return "\n\n".join(map(str, self.reports)) or self._nothing
 
 
 def _plain(value: Any) -> Any:

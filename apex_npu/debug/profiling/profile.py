@@ -79,7 +79,14 @@ class profile:
         self._done = self._rank = 0
         self._profiler: Any = None
         self._ranges: AbstractContextManager[None] | None = None
-        self._found = Steps(0, 0.0)
+        self._keep(Steps(0, 0.0))
+
+    def _keep(self, found: Steps) -> None:
+        self._found = found
+        self.phases: list[Phase] = found.phases
+        self.operators: list[OperatorTime] = found.operators
+        self.idle: float | None = found.idle
+        self.advice = advice_of(found)
 
     def __enter__(self) -> profile:
         if torch_profiler._is_profiler_enabled:
@@ -123,33 +130,13 @@ class profile:
             if self._ranges is not None:
                 self._ranges.__exit__(None, None, None)
         # The part after the last full step does not count as a step, unless there is nothing else.
-        self._found = summarize(*events_of(profiler), complete=self._done or None)
+        self._keep(summarize(*events_of(profiler), complete=self._done or None))
         if self._folder is not None:
             write = torch.profiler.tensorboard_trace_handler(self._folder, worker_name=f"rank{self._rank}")
             write(profiler)
 
-    @property
-    def phases(self) -> list[Phase]:
-        """The phases, in the order in which they begin."""
-        return self._found.phases
-
-    @property
-    def operators(self) -> list[OperatorTime]:
-        """The operators, the most expensive first."""
-        return self._found.operators
-
-    @property
-    def idle(self) -> float | None:
-        """The share of the time in which the device computes nothing, in percent, or None."""
-        return self._found.idle
-
-    @property
-    def advice(self) -> str:
-        """The most useful change."""
-        return advice_of(self._found)
-
     def __str__(self) -> str:
-        return "nothing was recorded yet" if not self._found.count else table_of(self._found)
+        return table_of(self._found) if self._found.count else "nothing was recorded yet"
 
 
 def table_of(found: Steps) -> str:
@@ -186,33 +173,29 @@ def advice_of(found: Steps) -> str:
     elsewhere = [p for p in found.phases if p.name != "amp.wait" and p.waits]
     waits_ms = sum(p.waits_ms for p in elsewhere)
     per_step = 100.0 / found.ms if found.ms else 0.0
-    options = [(before.share, (
+    options = {
         f"{before.share:.0f} % of a step is spent before forwards begin, mostly on data loading: more num_workers, "
-        "pin_memory and non_blocking copies, or a smaller transform"
-    ))]  # fmt: skip
-    options.append((rest.share, (
+        "pin_memory and non_blocking copies, or a smaller transform": before.share,
         f"{rest.share:.0f} % of a step is elsewhere, in no phase of amp: the loss function, metrics, logging, "
         "saving, a scheduler, data that is loaded after the last forward, or a model that amp does not know. Put "
-        "ranges of torch.profiler.record_function around these to see in the trace which one it is"
-    )))  # fmt: skip
+        "ranges of torch.profiler.record_function around these to see in the trace which one it is": rest.share,
+    }
     if step.operators > 30:  # a fused step is one operator, plus a few for each further buffer
-        options.append((step.share, (
-            f"{step.operators:.0f} operators in Optimizer.step: a fused optimizer of apex_npu.optimizers calls one for "
-            "each buffer"
-        )))  # fmt: skip
+        fused = "a fused optimizer of apex_npu.optimizers calls one for each buffer"
+        options[f"{step.operators:.0f} operators in Optimizer.step: {fused}"] = step.share
     if elsewhere:
         most = max(elsewhere, key=lambda p: p.waits_ms)
-        options.append((waits_ms * per_step, (
+        options[
             f"{_number(sum(p.waits for p in elsewhere))} waits for the device besides amp's own, most of the time in "
             f"{most.name}: .item(), print, a boolean mask, or a copy without non_blocking=True from pinned memory"
-        )))  # fmt: skip
+        ] = waits_ms * per_step
     if found.idle is not None:
-        options.append((found.idle, (
+        options[
             f"the device computes nothing for {found.idle:.0f} % of the time: a larger batch, torch.compile, or fewer "
             "operators where the table has many"
-        )))  # fmt: skip
-    share, text = max(options)
-    if share >= _LITTLE:
+        ] = found.idle
+    text = max(options, key=lambda text: options[text])
+    if options[text] >= _LITTLE:
         return text
     largest = max(found.phases, key=lambda p: p.share, default=Phase("nothing"))
     return f"nothing stands out; {largest.name} takes {largest.share:.0f} % of a step"

@@ -45,7 +45,8 @@ def _batch_norm(
     epsilon: float,
 ) -> list[Tensor]:
     averages = running_mean, running_var, training, exponential_average_factor, epsilon
-    return list(torch.native_batch_norm(input, weight, bias, *averages))
+    # The last result is cuDNN's memory for backward.
+    return [*torch.native_batch_norm(input, weight, bias, *averages), torch.empty(0, dtype=torch.uint8)]
 
 
 def _batch_norm_backward(
@@ -57,22 +58,16 @@ def _batch_norm_backward(
     save_mean: Tensor | None,
     save_var: Tensor | None,  # 1 / sqrt(variance + epsilon)
     epsilon: float,
-    reserveSpace: Tensor | None = None,
+    reserveSpace: Tensor,
 ) -> list[Tensor]:
     saved = running_mean, running_var, save_mean, save_var, True, epsilon, [True] * 3
     return list(torch.ops.aten.native_batch_norm_backward(grad_output, input, weight, *saved))
 
 
-def _reserving_batch_norm(*args: Any, **kwargs: Any) -> list[Tensor]:
-    return [*_batch_norm(*args, **kwargs), torch.empty(0, dtype=torch.uint8)]  # cuDNN's memory for backward
-
-
 # Operators that the host has under another name or as several operators; a dispatch mode is below autograd.
 _OF_DEVICES: dict[str, Callable[..., list[Tensor]]] = {
-    "aten::cudnn_batch_norm": _reserving_batch_norm,
+    "aten::cudnn_batch_norm": _batch_norm,
     "aten::cudnn_batch_norm_backward": _batch_norm_backward,
-    "aten::miopen_batch_norm": _batch_norm,
-    "aten::miopen_batch_norm_backward": _batch_norm_backward,
     "aten::matmul_backward": _matmul_backward,
     "aten::linear_backward": _linear_backward,
 }
