@@ -503,37 +503,13 @@ def test_the_difference_against_numbers_known():
     assert difference(complex_row, other).relative == pytest.approx(0.1)
 
 
-def test_rows_are_lined_up_around_what_one_lacks():
+def test_rows_that_both_have_equally_often_are_lined_up_in_order():
     a, b, c, d = (row([1.0], operator=name) for name in "abcd")
     assert line_up([a, b, c], [a, d, b, c]) == {0: 0, 2: 1, 3: 2}
-    assert line_up([a, b, b, c], [a, b, c]) == {0: 0, 1: 1, 2: 3}
+    assert line_up([a, b, b, c], [b, c, a, b]) == {0: 1, 1: 3, 2: 0, 3: 2}
+    assert line_up([a, b, b, c], [a, b, c]) == {0: 0, 2: 3}  # which of the two is missing is not known
     assert line_up([a], [row([1.0, 2.0], operator="a")]) == {}  # another shape
-    m, n = (row([1.0], module=name, kind="module") for name in "mn")
-    assert line_up([m, n], [n, m]) == {0: 1, 1: 0}
-
-
-def test_rows_of_many_steps_are_lined_up_in_time_that_grows_with_their_number():
-    class Counted(str):
-        compared = 0
-        __hash__ = str.__hash__
-
-        def __eq__(self, other):
-            Counted.compared += 1
-            return str.__eq__(self, other)
-
-    def steps(count, *names):
-        return [row([1.0], operator=Counted(name)) for _ in range(count) for name in names]
-
-    for count in (50, 400):
-        Counted.compared = 0
-        found = line_up(steps(count, "mm", "add", "tanh"), steps(count, "mm", "mul", "mul", "add", "tanh"))
-        assert found == {5 * k + j + 2 * (j > 0): 3 * k + j for k in range(count) for j in range(3)}
-        assert Counted.compared < 200 * count
-    # Where one has a row more in some steps, too, which the other has elsewhere.
-    found = line_up(steps(9, "mm", "add", "mul", "tanh"), steps(9, "mm", "mul", "add", "mul", "tanh"))
-    assert found == {5 * k + j + (j > 0): 4 * k + j for k in range(9) for j in range(4)}
-    crossing = [row([1.0], operator=name) for name in "abcd"]
-    assert line_up(crossing, [crossing[k] for k in (3, 0, 1, 2)]) == {0: 3, 1: 0, 2: 1, 3: 2}
+    assert line_up([a], [row([1.0], operator="a", kind="module")]) == {}
 
 
 # ---- what is shown --------------------------------------------------------------------------------------------------

@@ -5,69 +5,31 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
-from typing import TypeAlias
+from typing import Any
 
 import torch
 
 from apex_npu.debug.comparison.recorded import Row, TensorRow
 from apex_npu.debug.comparison.report import ComparedRow, Distance
 
-_Key: TypeAlias = "tuple[str | None, str, int, tuple[int, ...]]"
-
 
 def line_up(reference: Sequence[Row], candidate: Sequence[Row]) -> dict[int, int]:
     """Return the indices of rows of ``candidate``, each with the index of the same row of ``reference``.
 
-    Operators of a phase are matched in order, by module, operator, result and shape; an operator that only one of the
-    two has is skipped. Other rows are matched by name and call, as autograd calls the hooks of a tensor in another
-    order than those of a tensor and its cast.
+    Rows of one kind, phase, module, operator, result and shape are matched in order if both have equally many of them.
     """
-    found: dict[int, int] = {}
-    for group in dict.fromkeys((row.kind, row.phase) for row in reference):
-        theirs = [i for i, row in enumerate(reference) if (row.kind, row.phase) == group]
-        ours = [i for i, row in enumerate(candidate) if (row.kind, row.phase) == group]
-        if group[0] in ("module", "gradient", "buffer"):
-            named = {(_key(reference[i]), reference[i].call): i for i in theirs}
-            pairs = {i: named.get((_key(candidate[i]), candidate[i].call)) for i in ours}
-            found.update((i, other) for i, other in pairs.items() if other is not None)
-            continue
-        found.update(_in_order({i: _key(reference[i]) for i in theirs}, {i: _key(candidate[i]) for i in ours}))
-    return dict(sorted(found.items()))
+    theirs, ours = _by_key(reference), _by_key(candidate)
+    alike = [(mine, theirs[key]) for key, mine in ours.items() if len(mine) == len(theirs.get(key, ()))]
+    return dict(sorted(pair for mine, others in alike for pair in zip(mine, others, strict=True)))
 
 
-def _in_order(theirs: dict[int, _Key], ours: dict[int, _Key]) -> dict[int, int]:
-    """Return the indices of ``ours``, each with the index of the same row of ``theirs``; the time is linear.
-
-    Rows that both have equally often are matched in order; these are the anchors. The others are matched by their
-    number since the last anchor before them.
-    """
-    counts = Counter(theirs.values()), Counter(ours.values())
-    numbers: dict[_Key, deque[int]] = {}
-    for i, key in theirs.items():
-        numbers.setdefault(key, deque()).append(i)
-    anchors = {i: numbers[key].popleft() for i, key in ours.items() if counts[0][key] == counts[1][key]}
-    places = {other: i for i, other in anchors.items()}
-    named = {(places.get(anchor, -1), key, n): i for i, (anchor, key, n) in _since(theirs, set(places))}
-    between = {i: named[name] for i, name in _since(ours, set(anchors)) if name in named}
-    return anchors | between
-
-
-def _since(keys: dict[int, _Key], anchors: set[int]) -> Iterator[tuple[int, tuple[int, _Key, int]]]:
-    """Yield the index of each row that is not an anchor, with the last anchor, its key, and its number since then."""
-    last, seen = -1, Counter[_Key]()
-    for i, key in keys.items():
-        if i in anchors:
-            last, seen = i, Counter()
-        else:
-            yield i, (last, key, seen[key])
-            seen[key] += 1
-
-
-def _key(row: Row) -> _Key:
-    return row.module, row.operator, row.result, row.shape
+def _by_key(rows: Sequence[Row]) -> dict[Any, list[int]]:
+    found: dict[Any, list[int]] = {}
+    for i, row in enumerate(rows):
+        found.setdefault((row.kind, row.phase, row.module, row.operator, row.result, row.shape), []).append(i)
+    return found
 
 
 def difference(reference: Row, candidate: Row) -> ComparedRow:

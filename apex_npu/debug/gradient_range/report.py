@@ -47,10 +47,9 @@ class ParameterRange:
         info = torch.finfo(self.dtype)
         # The sum of many elements that were rounded to zero can be larger than each of them.
         limit = _column(exponent_of(info.smallest_normal) + exponent_of(info.eps) - 1 - self.scale_exponent)
-        self.lost_counts = counts.copy()
+        self.lost, self.lost_counts = int(counts.sum()), counts.copy()
         self.lost_counts[limit:] = 0
         self.lost_counts[limit] += counts[limit:].sum()
-        self.lost = int(counts.sum())
 
     @property
     def elements(self) -> int:
@@ -311,45 +310,42 @@ def advice_of(found: GradientRange) -> str:
     bad = [one.name for one in found.parameters.values() if one.nonfinite]
     if bad:
         return f"{listed(bad)} have inf or nan, so that this step is skipped: amp.debug.find_overflow tells why"
-    known = total.true_nonzero - total.nonzero
+    if found.dtype is not torch.float16:
+        why = "bfloat16 has the range of float32" if found.dtype is torch.bfloat16 else ""
+        return f"{found.level} needs no loss scale: {why or f'its gradients are {name_of(found.dtype)}'}"
     lost = ""
-    if known:
+    if known := total.true_nonzero - total.nonzero:
         lost = f"; {_percent(known, total.elements)} of all elements are zero for lack of range, and lost"
     elif total.lost == 0 and total.zeros:
         lost = "; the zeros are true ones: they stay at a larger scale"
     if found.probe is not None and found.unknown:
         lost += f"; what is lost of {listed(found.unknown)} is unknown"
-    if found.dtype is torch.bfloat16:
-        return f"{found.level} needs no loss scale: bfloat16 has the range of float32"
-    if found.dtype is not torch.float16:
-        return f"{found.level} needs no loss scale: its gradients are {name_of(found.dtype)}"
     smallest, largest = total.smallest_scale, total.largest_scale
     if largest is None:
-        return f"all gradients are zero{lost}" + (
+        would = (
             "" if smallest is None else f": a static loss scale of 2^{smallest + _MARGIN} would do, or a dynamic one"
         )
+        return f"all gradients are zero{lost}{would}"
     assert smallest is not None
     if smallest > largest:
         needed = _largest(found.dtype) - _smallest(found.dtype) + 1 + smallest - largest
-        names = [o.name for o in found.parameters.values() if o.lossy_at(largest) > _ACCEPTED * o.true_nonzero]
         return (
             f"no loss scale fits: the gradients need {needed} binades, and float16 has 30. Use O4 or O5, whose "
-            f"bfloat16 has the range of float32, or keep {listed(names)} in float32{lost}"
+            f"bfloat16 has the range of float32, or keep {listed(_lossy_at(found, largest))} in float32{lost}"
         )
     static = min(max(smallest, 0) + _MARGIN, largest)
     if smallest <= present <= largest:
         text = f"the loss scale fits; a static one of 2^{static} would do, too, and a dynamic one is fine"
-    elif present < smallest:
-        text = f"the loss scale is too small: a static one of 2^{static} would do, or a dynamic one"
     else:
-        text = f"the loss scale is too large: a static one of 2^{static} would do, or a dynamic one"
+        size = "small" if present < smallest else "large"
+        text = f"the loss scale is too {size}: a static one of 2^{static} would do, or a dynamic one"
     if static > present:
         text += "; above the present one, gradients inside of the model may overflow before those of parameters do"
-    small = [one for one in found.parameters.values() if one.lossy_at(static) > _ACCEPTED * one.true_nonzero]
-    if small:
-        scales = [one.smallest_scale for one in small if one.smallest_scale is not None]
-        verb = "needs" if len(small) == 1 else "need"
-        text += f"; {listed([one.name for one in small])} alone {verb} 2^{max(scales)}"
-        if max(scales) > largest:
-            text += ", at which others overflow: keep it in float32, or use O4 or O5"
+    if small := _lossy_at(found, static):
+        text += f"; {listed(small)} would need a larger one, or float32"
     return text + lost
+
+
+def _lossy_at(found: GradientRange, exponent: int) -> list[str]:
+    """Return the names of the parameters of which too much is lossy at a loss scale of 2 ** ``exponent``."""
+    return [o.name for o in found.parameters.values() if o.lossy_at(exponent) > _ACCEPTED * o.true_nonzero]
