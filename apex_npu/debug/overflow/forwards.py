@@ -8,7 +8,6 @@ import functools
 import itertools
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -152,11 +151,20 @@ class _Hook:
         return _Hook, ()
 
 
+class _Open(threading.local):
+    """The modules whose forward runs in this thread, outermost first, each with the ``Forward`` that is kept of it."""
+
+    def __init__(self) -> None:
+        self.modules: list[tuple[nn.Module, Forward | None]] = []
+
+
 class Forwards:
     """A store of the inputs of models, kept for as long as the graph of their outputs lives.
 
     Attributes:
+        models: The models whose calls are kept.
         failed: Why calls cannot be kept; None if they can.
+        paused: Whether no calls are kept, as models are called again.
     """
 
     def __init__(self, gradient_arrived: Callable[[Forward, int, Tensor], None]) -> None:
@@ -166,76 +174,58 @@ class Forwards:
             gradient_arrived: A function that backward calls with the forward, the index of the output and its gradient.
         """
         self._gradient_arrived = gradient_arrived
-        self._hooks: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
-        self._kept: weakref.WeakSet[Forward] = weakref.WeakSet()
+        self.models: list[nn.Module] = []
+        self._hooks: list[Any] = []
         self.failed: str | None = None
-        self._open = threading.local()
+        self.paused = False
+        self._open = _Open()
         self._numbers = itertools.count()
-
-    @property
-    def models(self) -> list[nn.Module]:
-        """The models whose calls are kept; a model that no longer exists is left out."""
-        return list(self._hooks)
 
     def follow(self, given: Sequence[nn.Module]) -> None:
         """Keep the calls of ``given``, and of no others."""
         models = [model.module if isinstance(model, DistributedDataParallel) else model for model in given]
-        if len(models) == len(self._hooks) and all(model in self._hooks for model in models):
+        if models == self.models:
             return
         self.end()
+        self.models = models
         for model in models:
             before, after = _Hook(self._forward_begins), _Hook(self._forward_ended)
-            self._hooks[model] = [
+            self._hooks += [
                 model.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
                 model.register_forward_hook(after, always_call=True, with_kwargs=True),
             ]
 
     def end(self) -> None:
-        """Stop keeping calls, and release those that are kept."""
-        for hook in [hook for hooks in self._hooks.values() for hook in hooks]:
+        """Stop keeping calls."""
+        for hook in self._hooks:
             hook.remove()
-        for forward in list(self._kept):
-            forward.release()
-        self._hooks.clear()
+        self.models, self._hooks = [], []
         self.close_interrupted()
 
     def close_interrupted(self) -> None:
         """Forget the open forwards of this thread: they were interrupted, so that their hooks are never called."""
         self._open.modules = []
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Keep no calls of this thread within the block."""
-        self.close_interrupted()
-        self._open.paused = True
-        try:
-            yield
-        finally:
-            del self._open.paused
-
     def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        outer: list[tuple[nn.Module, Forward | None]] = vars(self._open).setdefault("modules", [])
         forward = None
-        is_outermost = not outer and module in self._hooks and self.failed is None
-        if is_outermost and not hasattr(self._open, "paused") and torch.is_grad_enabled() and not is_capturing():
+        keeps = not (self._open.modules or self.paused or self.failed) and any(module is model for model in self.models)
+        if keeps and torch.is_grad_enabled() and not is_capturing():
             place = calling_line(3)  # past the hook and torch's code that calls it
             try:
                 number = next(self._numbers)
                 forward = Forward(module, (args, kwargs), place if isinstance(place, Place) else None, number)
-                self._kept.add(forward)
             except Exception as error:
                 self.failed = f"{type(error).__name__}: {error}".splitlines()[0]
                 logger.exception("forwards of this model cannot be kept; training is not affected")
-        outer.append((module, forward))
+        self._open.modules.append((module, forward))
 
     def _forward_ended(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        outer = vars(self._open).get("modules", [])
         forward = None
-        while outer:  # also forwards inside it that an exception has ended
-            begun, forward = outer.pop()
+        while self._open.modules:  # also forwards inside it that an exception has ended
+            begun, forward = self._open.modules.pop()
             if begun is module:
                 break
-        if forward is not None and not outer:
+        if forward is not None and not self._open.modules:
             forward.ended(outputs_of(output), self._gradient_arrived)
 
 

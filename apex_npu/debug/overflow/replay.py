@@ -67,6 +67,11 @@ class Block:
     runs: list[Run] = field(default_factory=list)
     _left: tuple[Tensor, int] | None = None
 
+    @property
+    def value(self) -> float | None:
+        """The loss as a number; None if it has several elements."""
+        return float(self.loss) if self.loss.numel() == 1 else None
+
     def note_gradients(self) -> None:
         """Remember the gradients of the block, which are complete."""
         first = next((grad for grad in self._gradients() if grad is not None), None)
@@ -193,26 +198,22 @@ class Replayer(Observer):
 
     def explain(self, blocks: Sequence[Block], skip: StepReport) -> list[OverflowReport]:
         """Run the forwards and backwards of the ``blocks`` of a skipped step again; return a report for each block."""
-        reports = [OverflowReport(loss_id=block.loss_id, scale=block.scale) for block in blocks]
+        reports = [OverflowReport(block.loss_id, block.value, block.scale) for block in blocks]
         totals: dict[Tensor, Tensor] = {}
+        reproduced: bool | None = None
         with torch.no_grad(), Stream.none_watches(), without_modes():
-            has_failed = False
-            for block, report in zip(blocks, reports, strict=True):
-                try:
-                    report.loss = float(block.loss) if block.loss.numel() == 1 else None
+            try:
+                for block, report in zip(blocks, reports, strict=True):
                     self._replay(block, report, totals)
-                except Exception as error:
-                    has_failed = True
-                    report.notes.append(f"the step could not be run again: {_reason(error)}")
-            if reports and not has_failed:
-                told = next((report for report in reports if report.overflowed), reports[-1])
-                try:
-                    note, reproduced = _compared(blocks, totals)
-                except Exception as error:
-                    note, reproduced = f"run again; its gradients could not be compared: {_reason(error)}", False
-                told.notes.append(note)
-                for report in reports:
-                    report.reproduced = reproduced
+                note, reproduced = _compared(blocks, totals)
+            except Exception as error:
+                reason = first_line(error)
+                known = isinstance(error, NotReplayedError)
+                note = f"the step could not be run again: {reason if known else f'{type(error).__name__}: {reason}'}"
+        if reports:
+            next((report for report in reports if report.overflowed), reports[-1]).notes.append(note)
+        for report in reports:
+            report.reproduced = reproduced
         for report in reversed(reports):
             if (report.loss_id, report.scale) == (skip.loss_id, skip.scale_before):
                 report.scale_after, report.skips_in_a_row = skip.scale_after, skip.skips_in_a_row
@@ -251,14 +252,16 @@ class Replayer(Observer):
     def _run(self, block: Block, run: Run, found: OverflowReport) -> tuple[Finder, Gradients]:
         """Run one forward and its backward again, and fill ``found``; return the finder and the gradients."""
         sources = [param for param in block.params if param.requires_grad]
-        with run.forward.as_it_was() as (call, inputs), self._forwards.paused():
+        with run.forward.as_it_was() as (call, inputs):
             finder = Finder(self._forwards.models)
             finder.dynamic, stream, overflows = block.dynamic, finder.trail.stream, finder.trail.overflows
             stream.scale, stream.is_replay, stream.caller = block.scale, True, run.forward.place
             overflows.take()
             was_raised, overflows.raised = overflows.raised, False
+            self._forwards.close_interrupted()
             finder.attach()
             try:
+                self._forwards.paused = True
                 outputs = outputs_of(call())
                 gradients = [*sources, *inputs]
                 given = _begin_backward(outputs, run)
@@ -274,13 +277,9 @@ class Replayer(Observer):
                 overflows.read()
                 overflows.raised = was_raised
                 finder.detach()
+                self._forwards.paused = False
         known = {id(source) for source in sources}
         return finder, [(source, gradient) for source, gradient in pairs if id(source) in known]
-
-
-def _reason(error: Exception) -> str:
-    first = first_line(error)
-    return first if isinstance(error, NotReplayedError) else f"{type(error).__name__}: {first}"
 
 
 def _of_one_forward(causes: Sequence[tuple[int, Finding]]) -> list[Finding]:
