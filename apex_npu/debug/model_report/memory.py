@@ -5,9 +5,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,27 +38,20 @@ class Memory:
     states: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class StateSize:
+class StateSize(NamedTuple):
     """The state that an optimizer keeps for a parameter.
 
     Attributes:
-        elements: The number of elements per element of the parameter, in the dtype of the stepped tensor.
-        bytes_each: The bytes in other dtypes, per element of the parameter.
-        bytes_more: The bytes that do not grow with the parameter, such as a count of steps.
+        elements: The number of elements in the dtype of the stepped tensor.
+        others: The bytes of all else, such as a count of steps.
     """
 
-    elements: float = 0.0
-    bytes_each: float = 0.0
-    bytes_more: int = 0
-
-    def of(self, stepped: torch.dtype, numel: int) -> int:
-        """Return the bytes for a parameter of ``numel`` elements that is stepped in dtype ``stepped``."""
-        return round(numel * (self.elements * stepped.itemsize + self.bytes_each)) + self.bytes_more
+    elements: int = 0
+    others: int = 0
 
 
-# The sizes shown if no optimizer is given. They leave out the count of steps, 4 bytes for each parameter.
-USUAL = {"SGD with momentum": StateSize(elements=1), "Adam": StateSize(elements=2)}
+# The numbers of state tensors that are shown if no optimizer is given, without counts of steps.
+USUAL = {"SGD with momentum": 1, "Adam": 2}
 
 Sizes = dict[str, dict[str, StateSize]]
 
@@ -73,7 +65,7 @@ def measure(model: nn.Module, policy: Policy, sizes: Sizes) -> Memory:
         sizes: The state sizes of each optimizer by the names of parameters, as ``sizes_of`` returns them.
     """
     found = Memory(states=dict.fromkeys(sizes, 0))
-    for tensor in _distinct([*model.parameters(), *model.buffers()]):
+    for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
         found.parameters[tensor.dtype] += tensor.nbytes
     for name, param in model.named_parameters():
         if not param.requires_grad:
@@ -85,7 +77,7 @@ def measure(model: nn.Module, policy: Policy, sizes: Sizes) -> Memory:
             found.gradients[stepped] += _bytes_of(name, param.grad) // param.dtype.itemsize * stepped.itemsize
         for optimizer, of in sizes.items():
             if name in of:
-                found.states[optimizer] += of[name].of(stepped, param.numel())
+                found.states[optimizer] += of[name].elements * stepped.itemsize + of[name].others
     return found
 
 
@@ -97,13 +89,10 @@ def _bytes_of(name: str, grad: Tensor) -> int:
     return grad._indices().nbytes + grad._values().nbytes
 
 
-def _distinct(tensors: list[Tensor]) -> Iterator[Tensor]:
-    return iter({id(t): t for t in tensors}.values())
-
-
 def usual_sizes(model: nn.Module) -> Sizes:
     """Return the state sizes of SGD with momentum and of Adam."""
-    return {title: dict.fromkeys((name for name, _ in model.named_parameters()), size) for title, size in USUAL.items()}
+    named = list(model.named_parameters())
+    return {title: {name: StateSize(n * p.numel()) for name, p in named} for title, n in USUAL.items()}
 
 
 def sizes_of(optimizer: Optimizer, model: nn.Module) -> Sizes:
@@ -128,13 +117,7 @@ def sizes_of(optimizer: Optimizer, model: nn.Module) -> Sizes:
         raise ValueError(
             f"this {title} has no state yet: call amp.debug.report after its first step, or leave optimizer out"
         )
-    # The float32 values of 16-bit parameters are counted as such.
-    own = {
-        p: {name: value for name, value in state[p].items() if name != MASTER_PARAM}
-        for p in stepped.values()
-        if p in state
-    }
-    return {title: {name: _size(p, own[p]) for name, p in stepped.items() if p in own}}
+    return {title: {name: _size(p, state[p]) for name, p in stepped.items() if p in state}}
 
 
 def choices_of(optimizer: Optimizer | None) -> list[MemoryChoice]:
@@ -143,21 +126,14 @@ def choices_of(optimizer: Optimizer | None) -> list[MemoryChoice]:
     return memory_choices(own) if isinstance(own, FusedOptimizer) else []
 
 
-def _tensors(state: dict[str, Any]) -> list[Tensor | EncodedView]:
-    found = (value for value in tree_leaves(state) if isinstance(value, (Tensor, EncodedView)))
-    return list({id(value): value for value in found}.values())
-
-
 def _size(param: Tensor, state: dict[str, Any]) -> StateSize:
-    elements = bytes_each = 0.0
-    more = 0
-    for value in _tensors(state):
-        if isinstance(value, EncodedView):
-            bytes_each += value.nbytes / max(1, param.numel())
-        elif not param.numel() or (value.shape != param.shape and value.numel() == 1):
-            more += value.nbytes
-        elif value.dtype == param.dtype:
-            elements += value.numel() / param.numel()
+    # The float32 values of 16-bit parameters are counted as such.
+    own = tree_leaves({name: value for name, value in state.items() if name != MASTER_PARAM})
+    elements = others = 0
+    for value in {id(value): value for value in own if isinstance(value, (Tensor, EncodedView))}.values():
+        is_count = isinstance(value, Tensor) and value.numel() == 1 and value.shape != param.shape
+        if isinstance(value, Tensor) and value.dtype == param.dtype and not is_count:
+            elements += value.numel()
         else:
-            bytes_each += value.nbytes / param.numel()
-    return StateSize(elements, bytes_each, more)
+            others += value.nbytes
+    return StateSize(elements, others)

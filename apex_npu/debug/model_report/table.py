@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,37 +119,34 @@ def parts_of(found: ModelReport) -> Iterator[Table | str]:
 
 
 def _totals(levels: list[LevelReport]) -> Table:
-    def row(name: str, cell: Callable[[LevelReport], str]) -> list[str]:
-        return [name, *map(cell, levels)]
-
-    def by_dtype(of: Callable[[LevelReport], Counter[torch.dtype]]) -> Iterator[list[str]]:
-        for dtype in _ordered({dtype for one in levels for dtype, n in of(one).items() if n}):
-            yield row(f"  {name_of(dtype)}", lambda one, dtype=dtype: _bytes(of(one)[dtype]))  # type: ignore[misc]
-
-    def kind(name: str, of: Callable[[LevelReport], Counter[torch.dtype]]) -> Iterator[list[str]]:
-        yield row(name, lambda one: _bytes(of(one).total()))
-        parts = list(by_dtype(of))
-        if len(parts) > 1 or name == "saved for backward":
-            yield from parts
-
-    flops = {one.level: sum(one.tally.flops.values()) for one in levels}
-    rows = [row("FLOPs", lambda one: _count(flops[one.level]))]
-    for dtype in _ordered({f.dtype for one in levels for f in one.tally.flops}):
-        share = lambda one, dtype=dtype: _percent(one.tally.flops_in(dtype), flops[one.level])  # noqa: E731
-        rows.append(row(f"  in {name_of(dtype)}", share))
-    rows.append(row("casts", lambda one: str(one.tally.casts.total())))
-    rows.append(row("  weights that are cast", lambda one: str(len(one.tally.cast_weights))))
-    rows.append(row("  moved by casts", lambda one: _bytes(one.tally.cast_bytes.total())))
-    rows.append(row("moved, casts included", lambda one: _bytes(one.tally.bytes_moved)))
-    rows += kind("saved for backward", lambda one: one.tally.saved)
-    rows += kind("parameters and buffers", lambda one: one.memory.parameters)
-    rows += kind("gradients", lambda one: one.memory.gradients)
-    rows.append(row("float32 values", lambda one: _bytes(one.memory.masters.total())))
-    for title in levels[0].memory.states:
-        rows.append(row(f"state of {title}", lambda one, title=title: _bytes(one.memory.states[title])))  # type: ignore[misc]
-    for title in levels[0].memory.states:
-        rows.append(row(f"in all, with {title}", lambda one, title=title: _bytes(_sum(one, title))))  # type: ignore[misc]
+    tallies, memories = [one.tally for one in levels], [one.memory for one in levels]
+    flops = [tally.flops.total() for tally in tallies]
+    rows = [["FLOPs", *map(_count, flops)]]
+    for dtype in _ordered({f.dtype for tally in tallies for f in tally.flops}):
+        shares = (_percent(tally.flops_in(dtype), n) for tally, n in zip(tallies, flops, strict=True))
+        rows.append([f"  in {name_of(dtype)}", *shares])
+    rows += [
+        ["casts", *(str(tally.casts.total()) for tally in tallies)],
+        ["  weights that are cast", *(str(len(tally.cast_weights)) for tally in tallies)],
+        ["  moved by casts", *(_bytes(tally.cast_bytes.total()) for tally in tallies)],
+        ["moved, casts included", *(_bytes(tally.bytes_moved) for tally in tallies)],
+        *_by_dtype("saved for backward", [tally.saved for tally in tallies], least=1),
+        *_by_dtype("parameters and buffers", [memory.parameters for memory in memories]),
+        *_by_dtype("gradients", [memory.gradients for memory in memories]),
+        ["float32 values", *(_bytes(memory.masters.total()) for memory in memories)],
+    ]
+    titles = memories[0].states
+    rows += [[f"state of {title}", *(_bytes(memory.states[title]) for memory in memories)] for title in titles]
+    rows += [[f"in all, with {title}", *(_bytes(_sum(one, title)) for one in levels)] for title in titles]
     return Table("one iteration at each level", ["", *(one.level for one in levels)], rows)
+
+
+def _by_dtype(name: str, levels: Sequence[Counter[torch.dtype]], least: int = 2) -> Iterator[list[str]]:
+    """Yield a row of all bytes, and if there are ``least`` dtypes, a row for each."""
+    yield [name, *(_bytes(found.total()) for found in levels)]
+    dtypes = _ordered({dtype for found in levels for dtype, n in found.items() if n})
+    for dtype in dtypes if len(dtypes) >= least else ():
+        yield [f"  {name_of(dtype)}", *(_bytes(found[dtype]) for found in levels)]
 
 
 def _choices(found: ModelReport) -> Table:
@@ -180,7 +177,7 @@ def _kept_in_float32(found: ModelReport) -> Iterator[Table | str]:
                 kept[_starred(function.module), function.operator] += n
         if level == "O0" or not kept:
             continue
-        total = sum(one.tally.flops.values())
+        total = one.tally.flops.total()
         yield f"FLOPs that {level} keeps in float32, {_percent(kept.total(), total)}:"
         for (module, operator), n in kept.most_common(_KEPT):
             yield f"  {_percent(n, total)}  {operator}  {module}"
@@ -211,23 +208,19 @@ def _functions(found: ModelReport) -> Iterator[Table | str]:
         cells = [", ".join(dict.fromkeys(of_level.get(level, ["-"]))) for level in found.levels]
         row = (f"{_starred(key[0])}  {key[1]}", *cells)
         grouped[row] = grouped.get(row, 0) + calls[key]
-    rows = [[row[0], str(n), *row[1:], _change(found, row[1:])] for row, n in grouped.items()]
+    rows = [[row[0], str(n), *row[1:]] for row, n in grouped.items()]
+    head = ["module and function", "calls", *found.levels]
     compared = "O1" in found.levels and "O2" in found.levels
-    head = ["module and function", "calls", *found.levels, "O2 changes"]
-    if not compared:
-        head, rows = head[:-1], [row[:-1] for row in rows]
+    if compared:
+        before, after = head.index("O1"), head.index("O2")
+        rows = [[*row, f"to {row[after]}" if row[before] != row[after] else ""] for row in rows]
+        head.append("O2 changes")
     yield Table("dtype of what each function of forward returns", head, rows[:_ROWS])
     if len(rows) > _ROWS:
         yield f"and {len(rows) - _ROWS} more; r.levels[...].tally.calls has all"
     if compared:
         changed = sum(bool(row[-1]) for row in rows)
         yield f"O2 computes {changed} of {len(rows)} rows in another dtype than O1"
-
-
-def _change(found: ModelReport, cells: Iterable[str]) -> str:
-    of = dict(zip(found.levels, cells, strict=True))
-    before, after = of.get("O1"), of.get("O2")
-    return f"to {after}" if before != after else ""
 
 
 def _starred(module: str | None) -> str:
