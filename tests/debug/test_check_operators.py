@@ -13,6 +13,7 @@ from covering import by_turns
 from debug import healthy, planted
 from debug.test_watching import hooks_of_torch, iterate, set_up, train
 from devices import DEVICE, SIMULATOR, needs
+from small_programs import backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex_npu import amp
@@ -61,8 +62,7 @@ def check(make, level, spoil=None, **options):
     model, optimizer = set_up(make, level, torch.optim.SGD, dynamic_init_scale=16.0)
     with spoil or Spoil() as mode, amp.debug.check_operators(model, **options) as checked:
         optimizer.zero_grad()
-        with amp.scale_loss(model.loss(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(model.loss(), optimizer)
     amp.shutdown()
     return checked, mode
 

@@ -16,13 +16,14 @@ import torch
 from debug import healthy
 from debug.test_check_operators import Spoil
 from devices import DEVICE
+from small_programs import backward
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex_npu import amp
 from apex_npu.__main__ import main
 from apex_npu.backends._torch_private import autograd_node
-from apex_npu.debug.comparison.line_up import difference, line_up
+from apex_npu.debug.comparison.compare import difference, line_up
 from apex_npu.debug.comparison.recorded import Row, Samples, load
 from apex_npu.debug.comparison.report import ComparedRow
 
@@ -69,8 +70,7 @@ def run(path, level="O0", *, make=Classifier, mode=None, change=None, seed=5, ba
     x, y = torch.randn(24, 12).to(DEVICE), torch.randint(5, (24,)).to(DEVICE)
     with mode or nullcontext(), amp.debug.record(path, model, samples=samples):
         loss = model.loss() if hasattr(model, "loss") else F.cross_entropy(model(x).float(), y)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss, optimizer)
         optimizer.step()
     amp.shutdown()
     return path
@@ -308,8 +308,7 @@ def test_the_same_batch_that_levels_read_as_other_views(form, tmp_path):
         x, path = torch.randn(24, 12).to(DEVICE), tmp_path / f"{level}{seed}.pt"
         with amp.debug.record(path, model):
             loss = model.of(x).float().square().mean()
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(loss, optimizer)
         amp.shutdown()
         return path
 

@@ -15,6 +15,7 @@ import torch
 from debug import healthy, planted
 from debug.test_watching import hooks_of_torch, iterate, set_up
 from devices import DEVICE, SIMULATOR, START_SCRIPT, needs_counts
+from small_programs import backward
 
 from apex_npu import amp, optimizers
 from apex_npu._cli.options import of_environment
@@ -119,8 +120,7 @@ def test_what_the_alarm_has_begun_is_not_for_a_later_session(shut_down):
         return model(batch).sum()
 
     model, optimizer = set_up(lambda: torch.nn.Linear(3, 2), "O0", skip_alarm=1)
-    with amp.scale_loss(loss_of(model) * float("inf"), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(loss_of(model) * float("inf"), optimizer)
     optimizer.step()
     assert hooks_of_torch() != before
     if shut_down:
@@ -134,8 +134,7 @@ def test_the_watch_ends_where_the_next_iteration_begins():
     amp.debug.explain_overflows(after=1)
     model, optimizer = set_up(healthy.LSTM, "O2", dynamic_init_scale=16.0)
     before = hooks_of_torch()
-    with amp.scale_loss(model.loss() * float("inf"), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(model.loss() * float("inf"), optimizer)
     optimizer.step()
     iterate(model, optimizer)
     assert amp.last_step(optimizer).applied
@@ -337,8 +336,7 @@ def test_naming_gradients_takes_few_launches(scale, launches, waits):
     options = {"combine_grad": True, "dynamic_init_scale": scale}
     _, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0, **options)
     loss = sum(layer(planted.batch(1, 4).half()).float().sum() for layer in model)
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(loss, optimizer)
     with SIMULATOR.count() as counts:
         bad = amp.debug.bad_gradients(optimizer)
     assert len(bad) == (0 if scale == 1.0 else 160)
@@ -359,8 +357,7 @@ def train_linear(loss_of, level, optimizer=None, steps=6, **options):
     for step in range(steps):
         optimizer.zero_grad()
         loss = loss_of(model(torch.ones(4, 8, device=DEVICE)).float(), step)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss, optimizer)
         optimizer.step()
     return optimizer
 
@@ -417,8 +414,7 @@ def test_the_first_step_that_a_static_scale_applies_is_run_again(caplog):
     for step in range(3):
         model.spoilt = step == 1
         optimizer.zero_grad()
-        with amp.scale_loss(model(torch.ones(4, 8, device=DEVICE)).float().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(model(torch.ones(4, 8, device=DEVICE)).float().mean(), optimizer)
         optimizer.step()
     first = tables(caplog)[0]
     assert first.splitlines()[1].startswith("math        forward  the model itself  aten::log  float16")

@@ -13,14 +13,14 @@ import torch
 from debug import healthy
 from debug.test_watching import iterate, set_up
 from devices import DEVICE, needs
+from small_programs import backward
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from apex_npu import amp, optimizers
 from apex_npu.amp.session import current, settings
-from apex_npu.debug.gradient_range import census
-from apex_npu.debug.gradient_range.census import exponent_census
-from apex_npu.debug.gradient_range.report import GradientRange, ParameterRange, advice_of
+from apex_npu.debug.gradient_range import report
+from apex_npu.debug.gradient_range.report import GradientRange, ParameterRange, advice_of, exponent_census
 
 
 def reference(tensor):
@@ -58,7 +58,7 @@ def tensors():
 @needs("inf")
 @pytest.mark.parametrize("piece", [2**24, 1000])
 def test_the_census_is_that_of_the_bits(piece, monkeypatch):
-    monkeypatch.setattr(census, "_ELEMENTS", piece)
+    monkeypatch.setattr(report, "_ELEMENTS", piece)
     given = [t.to(DEVICE) for t in tensors().values()]
     found = exponent_census(given)
     assert found.dtype == np.int64
@@ -95,8 +95,7 @@ def set_up_rows(exponents, level="O1", run=None, optimizer=torch.optim.SGD, **op
 
 def gradients(model, optimizer):
     optimizer.zero_grad()
-    with amp.scale_loss(model.loss(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(model.loss(), optimizer)
     return [None if p.grad is None else p.grad.clone() for p in amp.master_params(optimizer)]
 
 
@@ -451,8 +450,7 @@ def test_scalars():
     }
     for factor in (1.0, math.inf, math.inf):
         optimizer.zero_grad()
-        with amp.scale_loss(model.loss() * factor, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(model.loss() * factor, optimizer)
         r = amp.debug.gradient_range(optimizer)
         optimizer.step()
     found = amp.debug.scalars(r)

@@ -19,6 +19,7 @@ from covering import by_turns
 from debug import healthy
 from debug.test_watching import hooks_of_torch
 from devices import DEVICE, VENDOR
+from small_programs import backward
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -199,8 +200,7 @@ def test_functions_casts_and_memory_are_those_of_a_run(kind, level):
     low = [p for p in model.parameters() if p.dtype != torch.float32 and level != "O3"]
     assert one.memory.masters.total() == 4 * sum(p.numel() for p in low)
     optimizer.zero_grad()
-    with amp.scale_loss(loss(model(batch)), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(loss(model(batch)), optimizer)
     gradients = Counter()
     for param in model.parameters():
         gradients[param.grad.dtype] += param.grad.nbytes
@@ -224,8 +224,7 @@ def test_the_state_is_that_of_the_optimizer(make, level):
     with pytest.raises(ValueError, match="has no state yet"):
         amp.debug.report(model, batch, loss=loss, levels=level, optimizer=optimizer)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
-    with amp.scale_loss(loss(model(batch)), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(loss(model(batch)), optimizer)
     optimizer.step()
     real = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor))
     again = amp.debug.report(model, batch, loss=loss, levels=level, optimizer=optimizer)
@@ -389,8 +388,7 @@ def test_what_watches_is_not_set_off():
             before = amp.debug.scalars()
             amp.debug.report(model, batch, levels="O1")
             assert (amp.debug.scalars(), dispatch_modes()) == (before, [])
-            with amp.scale_loss(loss(model(batch)) * float("inf"), optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(loss(model(batch)) * float("inf"), optimizer)
             optimizer.step()
         assert amp.debug.scalars()["amp/skipped_steps"] == 2
     finally:
@@ -676,7 +674,7 @@ def test_rich_prints_the_same_cells():
 class TestScript:
     @pytest.fixture
     def watching(self):
-        from apex_npu.debug.model_report.script import FirstForward
+        from apex_npu.debug.script import FirstForward
 
         before = nn.Module.__call__
         watching = FirstForward()

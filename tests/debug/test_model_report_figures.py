@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from apex_npu import amp
 from apex_npu.debug.model_report.flops import flops_of
-from apex_npu.debug.model_report.script import FirstForward
+from apex_npu.debug.script import FirstForward
 
 LOW = {"O0": torch.float32, "O1": torch.float16, "O2": torch.float16}
 

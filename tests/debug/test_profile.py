@@ -14,6 +14,7 @@ import torch.distributed as dist
 from debug import healthy
 from debug.test_watching import hooks_of_torch, set_up
 from devices import DEVICE, SIMULATOR, needs_counts
+from small_programs import backward
 
 from apex_npu import amp, optimizers
 from apex_npu.amp import amp_optimizer, block
@@ -28,8 +29,7 @@ needs_float16_scale = {"dynamic_init_scale": 128.0}
 
 def iterate(model, optimizer, clip=True):
     optimizer.zero_grad()
-    with amp.scale_loss(model.loss(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(model.loss(), optimizer)
     if clip:
         torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
     optimizer.step()
@@ -197,8 +197,7 @@ def test_ranges_of_what_is_rare():
     assert "amp.copy_masters" not in labels_of(lambda: iterate(model, optimizer))  # O1 has none
 
     def overflow():
-        with amp.scale_loss(model.loss() * float("inf"), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(model.loss() * float("inf"), optimizer)
         optimizer.step()
 
     assert labels_of(overflow).count("amp.skip") == 1
@@ -235,8 +234,7 @@ def test_amp_clips_in_one_range(options):
 
     def clip():
         iterate(model, optimizer, clip=False)
-        with amp.scale_loss(model.loss(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(model.loss(), optimizer)
         optimizer.clip_optimizer_grad_norm_fused(1.0)
 
     assert labels_of(clip).count("amp.clip") == 1

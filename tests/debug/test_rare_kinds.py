@@ -11,6 +11,7 @@ from debug import healthy, planted
 from debug.planted_more import Body
 from debug.test_watching import iterate, set_up
 from devices import DEVICE, needs
+from small_programs import backward
 
 from apex_npu import amp, optimizers
 from apex_npu.debug.watching import second_opinion, stream
@@ -261,8 +262,7 @@ def test_the_scale_that_is_named_is_the_largest_that_fits(scale):
         torch.set_rng_state(states)
         with amp.debug.find_overflow(model) as found:
             optimizer.zero_grad()
-            with amp.scale_loss(model.loss(), optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(model.loss(), optimizer)
         optimizer.zero_grad()
         return found
 
@@ -319,8 +319,7 @@ def test_two_models_and_a_block_for_each_loss():
     with amp.debug.find_overflow(first, other) as found:
         for loss_id in range(2):
             optimizer.zero_grad()
-            with amp.scale_loss(first.loss(), optimizer, loss_id=loss_id) as scaled_loss:
-                scaled_loss.backward()
+            backward(first.loss(), optimizer, loss_id=loss_id)
             first.fc.weight.grad = None
         optimizer.zero_grad()
     assert [report.loss_id for report in found.reports] == [0, 1]

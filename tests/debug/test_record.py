@@ -10,6 +10,7 @@ import torch
 from debug import healthy
 from debug.test_watching import hooks_of_torch, set_up, train
 from devices import DEVICE
+from small_programs import backward
 from torch.utils.flop_counter import FlopCounterMode
 
 from apex_npu import amp, optimizers
@@ -45,8 +46,7 @@ def iteration(path, scale=None, **options):
     with amp.debug.record(path, model, **options) as recorded:
         loss = model(x).sum()
         if scale:
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(loss, optimizer)
         else:
             loss.backward()
         optimizer.step()
@@ -252,8 +252,7 @@ def test_a_half_loss_is_scaled_unseen(tmp_path):
         model, optimizer = amp.initialize(model, optimizer, opt_level="O5", loss_scale=scale, verbosity=0)
         with amp.debug.record(tmp_path / "a.pt", model) as recorded:
             loss = model(x).to(torch.bfloat16).sum()
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(loss, optimizer)
         amp.shutdown()
         assert "aten::mul" not in [row.operator for row in recorded.rows]
         return recorded.rows
@@ -268,8 +267,7 @@ def test_gradients_with_a_block_and_without(tmp_path):
     optimizer = torch.optim.SGD(first.parameters(), lr=1.0)
     first, optimizer = amp.initialize(first, optimizer, opt_level="O0", loss_scale=8.0, verbosity=0)
     with amp.debug.record(tmp_path / "a.pt", first, second) as recorded:
-        with amp.scale_loss(first(x).square().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(first(x).square().sum(), optimizer)
         second(x).square().sum().backward()
     found = {row.module: row for row in recorded.rows if row.kind == "gradient"}
     for i, model in enumerate((first, second)):
@@ -372,8 +370,7 @@ def test_recomputed_operators_of_torchs_own_modules(reentrant, tmp_path):
     model, optimizer = amp.initialize(model, optimizer, opt_level="O0", loss_scale=64.0, verbosity=0)
     with amp.debug.record(tmp_path / "a.pt", model) as recorded:
         loss = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant).square().sum()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss, optimizer)
     rows = [row for row in recorded.rows if row.kind == "operator"]
     forward = {(row.module, row.operator): row for row in rows if row.phase == "forward"}
     again = [row for row in rows if row.phase == "recompute"]
@@ -396,8 +393,7 @@ def test_gradients_and_masters_that_a_script_measures_are_not_of_the_batch(level
     for i in range(2):
         optimizer.zero_grad()
         with amp.debug.record(tmp_path / f"{i}.pt", model) as recorded:
-            with amp.scale_loss(model(x).float().sum(), optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(model(x).float().sum(), optimizer)
             norms += [tensor.norm() for p in amp.master_params(optimizer) for tensor in (p, p.grad)]
             optimizer.step()
         assert [held.name for held in recorded.batch] == ["argument 0 of Small"]

@@ -12,6 +12,7 @@ from debug.test_check_operators import Spoil
 from debug.test_profile import iterate, set_up_gpt
 from debug.test_watching import hooks_of_torch, set_up
 from devices import DEVICE
+from small_programs import backward
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -104,8 +105,7 @@ def test_other_optimizers_are_not_measured_and_that_is_said(capsys):
     _, made = amp.initialize(models, made, opt_level="O1", loss_scale=2.0, verbosity=0)
     ScriptSteps([GradientRangePart(0, 1)])
     for model, optimizer in zip(models, made, strict=True):
-        with amp.scale_loss(model(torch.ones(2, 8, device=DEVICE)).float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(model(torch.ones(2, 8, device=DEVICE)).float().sum(), optimizer)
         optimizer.step()
     assert "measured for the optimizer that steps first; 1 more are not measured" in capsys.readouterr().out
 
@@ -144,8 +144,7 @@ def test_explain_overflows_makes_way():
     model, optimizer = set_up(healthy.LSTM, "O2", dynamic_init_scale=16.0)
     amp.debug.explain_overflows(after=1)
     try:
-        with amp.scale_loss(model.loss() * float("inf"), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(model.loss() * float("inf"), optimizer)
         optimizer.step()
         loss = model.loss()  # watched
         with amp.debug.find_overflow(model) as found, amp.scale_loss(loss, optimizer) as scaled_loss:
@@ -188,8 +187,7 @@ def test_within_another_mode_nothing_begins(capsys, tmp_path):
         optimizer.zero_grad()
         with FlopCounterMode(display=False):
             loss = model.loss()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss, optimizer)
         optimizer.step()
         assert not [mode for mode in dispatch_modes() if not isinstance(mode, Stream)]
     said = capsys.readouterr().out

@@ -16,6 +16,7 @@ import torch
 from covering import by_turns
 from debug import healthy, planted
 from devices import DEVICE, SIMULATOR, needs, needs_counts
+from small_programs import backward
 from torch.nn.modules import module as torch_module
 
 from apex_npu import amp, optimizers
@@ -58,8 +59,7 @@ def train(model, optimizer, steps, watch, **scale):
 
 def iterate(model, optimizer):
     optimizer.zero_grad()
-    with amp.scale_loss(model.loss(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(model.loss(), optimizer)
     optimizer.step()
 
 

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from apex_npu.amp.inspect import Observer, decision_of, leave, loss_scale, models, observe, parameters, require, stepped
 from apex_npu.amp.policy import Policy
 from apex_npu.backends import for_device
-from apex_npu.debug.gradient_range.census import ZERO, exponent_census
-from apex_npu.debug.gradient_range.report import GradientRange, ParameterRange, exponent_of
+from apex_npu.debug.gradient_range.report import ZERO, GradientRange, ParameterRange, exponent_census, exponent_of
 from apex_npu.debug.gradients import adopted_policy, gradients_in, names_of
 from apex_npu.debug.text import listed
 from apex_npu.debug.watching.kept_state import KeptState

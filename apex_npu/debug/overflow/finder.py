@@ -18,9 +18,8 @@ from apex_npu.backends import for_device
 from apex_npu.debug.overflow.causes import OF_ANOTHER_PROCESS, Finding, Scale, find_causes, without_operator
 from apex_npu.debug.overflow.report import OverflowReport, Overflows
 from apex_npu.debug.text import name_of
-from apex_npu.debug.watching.operators import is_measurable, vanishing_number_in
+from apex_npu.debug.watching.operators import is_finite, is_measurable, vanishing_number_in
 from apex_npu.debug.watching.places import Names
-from apex_npu.debug.watching.ranges import is_finite
 from apex_npu.debug.watching.trail import Trail
 from apex_npu.fusion.shards import local_part
 from apex_npu.ops import LOW_PRECISION

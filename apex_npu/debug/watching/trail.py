@@ -14,9 +14,16 @@ from torch import Tensor, nn
 
 from apex_npu.debug.watching.calls import Call, Input, Leaf, Result, Vanished
 from apex_npu.debug.watching.lineage import Lineage
-from apex_npu.debug.watching.operators import Execution, followed, nonfinite_number_in, tensors_in, vanishing_number_in
+from apex_npu.debug.watching.operators import (
+    Execution,
+    followed,
+    is_finite,
+    nonfinite_number_in,
+    ranges_of,
+    tensors_in,
+    vanishing_number_in,
+)
 from apex_npu.debug.watching.places import Names
-from apex_npu.debug.watching.ranges import is_finite, ranges_of
 from apex_npu.debug.watching.saturation import Saturation
 from apex_npu.debug.watching.second_opinion import ask, largest_of, stays_bad
 from apex_npu.debug.watching.stream import Consumer, Stream
