@@ -41,6 +41,11 @@ def first_line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else repr(error)
 
 
+def described(error: BaseException) -> str:
+    """Return the type and the first line of ``error``."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
 def new_figure(width: float, height: float) -> tuple[Any, Any]:
     """Create a matplotlib figure of ``width`` by ``height`` inches; return it and its axes.
 

@@ -24,6 +24,7 @@ from apex_npu.debug.model_report.copies import (
 from apex_npu.debug.model_report.memory import Sizes, choices_of, measure, sizes_of, usual_sizes
 from apex_npu.debug.model_report.table import LevelReport, ModelReport
 from apex_npu.debug.model_report.tally import Tally
+from apex_npu.debug.text import described
 from apex_npu.debug.watching.kept_state import KeptState
 from apex_npu.debug.watching.opening import inside_of
 from apex_npu.fusion.shards import is_sharded
@@ -105,11 +106,10 @@ def report(
         except _Refused:
             raise
         except Exception as error:
-            why = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
             raise RuntimeError(
-                f"the model cannot be run without values ({why}). Sizes that depend on values (x[mask], .item()), "
-                "operators without a rule for sizes, and derivatives of torch.func in forward are not supported: "
-                "report on a part of the model without them"
+                f"the model cannot be run without values ({described(error)}). Sizes that depend on values (x[mask], "
+                ".item()), operators without a rule for sizes, and derivatives of torch.func in forward are not "
+                "supported: report on a part of the model without them"
             ) from error
     found = ModelReport(
         type(model).__name__,

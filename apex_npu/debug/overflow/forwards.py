@@ -21,6 +21,7 @@ from apex_npu.amp.inspect import ambient
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import tree_map
 from apex_npu.debug.model_report.copies import every_tensor
+from apex_npu.debug.text import described
 from apex_npu.debug.watching.kept_state import KeptState
 from apex_npu.debug.watching.places import Place, calling_line
 
@@ -215,7 +216,7 @@ class Forwards:
                 number = next(self._numbers)
                 forward = Forward(module, (args, kwargs), place if isinstance(place, Place) else None, number)
             except Exception as error:
-                self.failed = f"{type(error).__name__}: {error}".splitlines()[0]
+                self.failed = described(error)
                 logger.exception("forwards of this model cannot be kept; training is not affected")
         self._open.modules.append((module, forward))
 

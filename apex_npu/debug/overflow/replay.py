@@ -22,7 +22,7 @@ from apex_npu.debug.overflow.causes import DIVIDE_LOSSES, Finding, without_opera
 from apex_npu.debug.overflow.finder import Finder, Gradients
 from apex_npu.debug.overflow.forwards import Forward, Forwards, outputs_of
 from apex_npu.debug.overflow.report import OverflowReport, Overflows
-from apex_npu.debug.text import first_line
+from apex_npu.debug.text import described
 from apex_npu.debug.watching.calls import NotReplayedError
 from apex_npu.debug.watching.stream import Stream
 from apex_npu.debug.watching.trail import GIVEN
@@ -207,9 +207,8 @@ class Replayer(Observer):
                     self._replay(block, report, totals)
                 note, reproduced = _compared(blocks, totals)
             except Exception as error:
-                reason = first_line(error)
-                known = isinstance(error, NotReplayedError)
-                note = f"the step could not be run again: {reason if known else f'{type(error).__name__}: {reason}'}"
+                reason = str(error) if isinstance(error, NotReplayedError) else described(error)
+                note = f"the step could not be run again: {reason}"
         if reports:
             next((report for report in reports if report.overflowed), reports[-1]).notes.append(note)
         for report in reports:

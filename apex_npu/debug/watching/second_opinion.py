@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.backends._torch_private import autocast_disabler, tree_map
+from apex_npu.debug.text import described
 from apex_npu.debug.watching.operators import Arguments, Execution, results_of
 
 # The errors of kernels that are missing, or missing for float64; OutOfMemoryError is a RuntimeError.
@@ -105,36 +106,28 @@ def ask(ran: Execution, *, saturated: bool = False) -> Opinion:
     try:
         return _compare(call_wide(ran, ran.before), ran.results(), saturated)
     except _FAILURES as error:
-        return Opinion(reason=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        return Opinion(reason=described(error))
 
 
 def stays_bad(ran: Execution, mended: set[int]) -> bool | None:
     """Return whether results are bad even if the inputs with the ids ``mended`` are 0; None if it is not known."""
-    host: dict[int, Tensor] = {}
 
     def placed(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            wide = widen(value)
-            host[id(value)] = wide.nan_to_num(0.0, 0.0, 0.0) if id(value) in mended else wide
-            return host[id(value)]
-        return value
+        return widen(value).nan_to_num(0.0, 0.0, 0.0) if id(value) in mended else value
 
-    with torch.no_grad():
-        try:
-            results = call_wide(ran, tree_map(placed, ran.before))
-        except _FAILURES:
-            return None
-        return not all(bool(t.isfinite().all()) for t in results if t.dtype.is_floating_point)
+    try:
+        results = call_wide(ran, tree_map(placed, ran.before))
+    except _FAILURES:
+        return None
+    return not all(bool(t.isfinite().all()) for t in results if t.dtype.is_floating_point)
 
 
 def largest_of(ran: Execution) -> float:
     """Return the largest magnitude of the results in float64; 0 if they cannot be computed."""
-    with torch.no_grad():
-        try:
-            found = [float(t.abs().max()) for t in call_wide(ran, ran.before) if t.numel()]
-        except _FAILURES:
-            return 0.0
-    return max(found, default=0.0)
+    try:
+        return max((float(t.abs().max()) for t in call_wide(ran, ran.before) if t.numel()), default=0.0)
+    except _FAILURES:
+        return 0.0
 
 
 def function_of_host(ran: Execution) -> Callable[..., Any]:
