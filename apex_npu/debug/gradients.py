@@ -133,34 +133,30 @@ def _sums_of(flags: Tensor, segments: Segments) -> list[float]:
     return sums
 
 
-def _describe(report: StepReport, optimizer: Optimizer, bad: list[str], total: int) -> str:
-    """Return a sentence about the cause of the first skip in a row."""
-    which = f"{len(bad)} of {total} gradients ({listed(bad)}) were" if bad else "gradients were"
-    return (
-        f"{type(optimizer).__name__}.step() was skipped: {which} not finite at loss scale {report.scale_before:g}; "
-        "normal while the scale settles"
-    )
-
-
 def explain_skip(optimizer: Optimizer, report: StepReport, alarms: bool, is_verbose: bool) -> None:
     """Log the bad gradients at the first of several skips in a row, and again where the row ``alarms``."""
     is_first = report.skips_in_a_row == 1 and is_verbose
     if not alarms and not is_first:
         return
     counts, total = find_bad_gradients(optimizer)
+    name, bad = type(optimizer).__name__, list(counts)
     if is_first:
-        logger.warning("%s", _describe(report, optimizer, list(counts), total))
+        which = f"{len(bad)} of {total} gradients ({listed(bad)}) were" if bad else "gradients were"
+        logger.warning(
+            "%s.step() was skipped: %s not finite at loss scale %g; normal while the scale settles",
+            *(name, which, report.scale_before),
+        )
     if alarms:
-        logger.error("%s: %s", type(optimizer).__name__, _explain_skips(report, list(counts), total))
+        logger.error("%s: %s", name, _explain_skips(report, bad, total))
         watch_next_iteration()
 
 
 def _explain_skips(report: StepReport, bad: Sequence[str], total: int) -> str:
     """Return advice after many skipped steps; in the last one, ``bad`` of ``total`` gradients were not finite."""
-    if bad and len(bad) == total:
-        where = f"the gradients of all {len(bad)} parameters are not finite, so look at the loss itself"
-    elif bad:
+    if bad and len(bad) < total:
         where = f"the gradients of {listed(bad)} are not finite, and all others are, so look at these layers"
+    elif bad:
+        where = f"the gradients of all {total} parameters are not finite, so look at the loss itself"
     else:
         where = "the gradients are finite now; look at the loss itself"
     return (

@@ -66,24 +66,21 @@ class _Probe(Observer):
             self._note(f"the lost elements could not be measured: {str(error).splitlines()[0]}")
             self._measures_end = True
             return
-        _fill(self._found, measured, scale, 2.0 ** -exponent_of(scale))
+        ranges = _fill(self._found, measured, scale, 2.0 ** -exponent_of(scale))
         missed = [s for s, g in zip(sources, grads, strict=True) if g is None]
         if missed:
             shown = listed(list(map(names_of(), missed)))
             self._note(
                 f"not measured: {shown}, which this loss does not use, or uses only inside reentrant checkpoints"
             )
-        zeros = {id(s): g == 0 for s, g in measured}
-        ranges = iter(self._found.parameters.values())
         factor = 2.0 ** -exponent_of(scale) / self._factor
-        for source, grad in zip(sources, larger, strict=True):
-            if id(source) in zeros:
-                one = next(ranges)
-                if one.lost is None and grad is not None and not _overflowed(grad):
-                    lost = torch.where(zeros[id(source)], grad, torch.zeros_like(grad))
-                    counts = exponent_census([lost], factor)[0]
-                    counts[ZERO] = 0
-                    one.set_lost(counts)
+        there = {id(source): grad for source, grad in zip(sources, larger, strict=True)}
+        for one, (source, here) in zip(ranges, measured, strict=True):
+            grad = there[id(source)]
+            if one.lost is None and grad is not None and not _overflowed(grad):
+                counts = exponent_census([torch.where(here == 0, grad, torch.zeros_like(grad))], factor)[0]
+                counts[ZERO] = 0
+                one.set_lost(counts)
 
     def _note(self, text: str) -> None:
         if text not in self._found.notes:
@@ -101,18 +98,21 @@ def _overflowed(grad: Tensor) -> bool:
     return not bool((grad.abs() < largest).all())
 
 
-def _fill(found: GradientRange, grads: Sequence[tuple[Tensor, Tensor]], scale: float, factor: float) -> None:
-    """Add the gradients of parameters to ``found``, unscaled by ``factor``."""
-    name_of = names_of()
+def _fill(
+    found: GradientRange, grads: Sequence[tuple[Tensor, Tensor]], scale: float, factor: float
+) -> list[ParameterRange]:
+    """Add the gradients of parameters to ``found``, unscaled by ``factor``; return their ranges."""
+    name_of, ranges = names_of(), []
     found.scale = scale
-    counts = exponent_census([grad for _, grad in grads], factor)
-    for (source, _), row in zip(grads, counts, strict=True):
+    for (source, _), row in zip(grads, exponent_census([grad for _, grad in grads], factor), strict=True):
         name = name_of(source)
         if name in found.parameters:
             name = f"{name} ({len(found.parameters)})"
         one = found.parameters[name] = ParameterRange(name, row, exponent_of(scale), found.dtype)
         if found.probe is not None and not one.zeros:  # nothing can be lost, also if the larger scale overflows
             one.set_lost(np.zeros_like(row))
+        ranges.append(one)
+    return ranges
 
 
 @overload

@@ -76,29 +76,15 @@ def fake_copies(model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]
             yield made, _copied(batch, fake.from_tensor)
 
 
-class _CopyTensors(TorchFunctionMode):
-    """A mode in which deepcopy replaces a tensor by the result of ``change``."""
-
-    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self._change = change
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._change(args[0]) if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
-
-
 def _copied(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Copy ``batch`` with all its tensors changed, also in objects; keep modules and what cannot be copied."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(tensor): change(tensor) for tensor in every_tensor(batch)}
 
     def copied(value: Any) -> Any:
         if isinstance(value, nn.Module):
             return value
-        if isinstance(value, Tensor):
-            return memo.setdefault(id(value), change(value))
         try:
-            with _CopyTensors(change):
-                return copy.deepcopy(value, memo)
+            return copy.deepcopy(value, memo)
         except Exception:  # such as for a lock
             return value
 
