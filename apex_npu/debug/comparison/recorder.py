@@ -50,7 +50,7 @@ class Recorder(Consumer, Observer):
         self.recorded = Recorded(samples)
         self._samples = Samples(samples)
         self._tensors = list({id(tensor): tensor for tensor in names.tensors}.values())
-        self._calls: Counter[tuple[Any, ...]] = Counter()
+        self._calls: Counter[frozenset[Any]] = Counter()
         self._lock = threading.RLock()
         self._made: Lineage[bool] = Lineage()  # whether it descends from the loss times its scale
         self._optimizers: list[Optimizer] = []
@@ -81,7 +81,7 @@ class Recorder(Consumer, Observer):
         self._note_parameters([(t, t.grad, scale) for t, scale in zip(others, scales, strict=True)])
         for tensor in self._tensors:
             if not isinstance(tensor, nn.Parameter):
-                self._keep("buffer", "after backward", self.names.of_tensor(tensor), "buffer", 0, tensor)
+                self._keep_last("buffer", tensor, tensor)
         self.recorded.left_out = dict(self.stream.not_measured)
 
     def _note_parameters(self, found: Sequence[tuple[Tensor, Tensor | None, float]]) -> None:
@@ -93,7 +93,11 @@ class Recorder(Consumer, Observer):
         for tensor in self._tensors:
             gradient, scale = own.get(id(tensor), (None, 1.0))
             if gradient is not None:
-                self._keep("gradient", "after backward", self.names.of_tensor(tensor), "gradient", 0, gradient, scale)
+                self._keep_last("gradient", tensor, gradient, scale)
+
+    def _keep_last(self, kind: Kind, named: Tensor, tensor: Tensor, scale: float = 1.0) -> None:
+        name = self.names.of_tensor(named)
+        self._keep(tensor, scale, kind=kind, phase="after backward", module=name, operator=kind, result=0)
 
     # ---- what amp calls --------------------------------------------------------------------------------------------
 
@@ -158,8 +162,13 @@ class Recorder(Consumer, Observer):
             drawn = is_random and (is_draw or held.dtype in _MASKS)
             if is_number or drawn:
                 scale = self.stream.scale if is_scaled and is_number else 1.0
-                kind: Kind = "random" if drawn else "operator"
-                self._keep(kind, call.phase, call.module, operator.name, i, held, scale, call.place)
+                known: dict[str, Any] = {
+                    "phase": call.phase,
+                    "module": call.module,
+                    "operator": operator.name,
+                    "result": i,
+                }
+                self._keep(held, scale, call.place, kind="random" if drawn else "operator", **known)
 
     def _is_scaling(self, call: Call, ran: Execution) -> bool:
         """Return whether ``call`` multiplies the loss with its scale, or is the backward of that call."""
@@ -242,41 +251,31 @@ class Recorder(Consumer, Observer):
         name = self.names.of_module(module)
         if name is None:
             return
-        phase, kind = "forward" if autograd_node() is None else "recompute", type(module).__name__
+        known: dict[str, Any] = {"kind": "module", "module": name, "operator": type(module).__name__}
+        phase = "forward" if autograd_node() is None else "recompute"
         for i, tensor in enumerate(tensors_in(output)):
             if followed(tensor) is None:
                 continue
             with torch.no_grad():
-                self._keep("module", phase, name, kind, i, tensor)
+                self._keep(tensor, phase=phase, result=i, **known)
             if tensor.grad_fn is not None:
-                tensor.register_hook(functools.partial(self._note_gradient_of, name, kind, i))
+                tensor.register_hook(functools.partial(self._note_gradient_of, {**known, "result": i}))
 
-    def _note_gradient_of(self, module: str, kind: str, i: int, gradient: Tensor | None) -> None:
+    def _note_gradient_of(self, known: dict[str, Any], gradient: Tensor | None) -> None:
         if gradient is not None and not self.stream.suspended:  # torch_npu's LSTM leaves some out
             with torch.no_grad():
-                self._keep("module", "backward", module, kind, i, gradient, self.stream.scale)
+                self._keep(gradient, self.stream.scale, phase="backward", **known)
 
-    def _keep(
-        self,
-        kind: Kind,
-        phase: str,
-        module: str | None,
-        operator: str,
-        result: int,
-        tensor: Tensor,
-        scale: float = 1.0,
-        place: Place | None = None,
-    ) -> None:
+    def _keep(self, tensor: Tensor, scale: float = 1.0, place: Place | None = None, **known: Any) -> None:
+        """Add the row of ``tensor``, with the factor ``scale``; ``known``: kind, phase, module, operator, result."""
         held = held_of(tensor)
-        if held is None or not (is_measurable(held) or kind == "random"):
+        if held is None or not (is_measurable(held) or known["kind"] == "random"):
             return
         with self._lock:
-            key = (kind, phase, module, operator, result)
-            known = {"kind": kind, "phase": phase, "module": module, "operator": operator, "result": result}
-            known |= {"call": self._calls[key], "place": "" if place is None else str(place)}
-            known |= {"source": "" if place is None else place.source}
+            key = frozenset(known.items())
+            known |= {"call": self._calls[key], "place": str(place or ""), "source": place.source if place else ""}
             try:
                 self.recorded.rows.append(row_of(held, self._samples, scale, known))
                 self._calls[key] += 1
             except (RuntimeError, NotImplementedError, MemoryError) as error:  # such as for float8, which has no norm
-                self.stream.not_measured[f"{operator}: {first_line(error)}"] += 1
+                self.stream.not_measured[f"{known['operator']}: {first_line(error)}"] += 1
