@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from debug import healthy
-from debug.test_watching import hooks_of_torch, set_up, train
+from debug.test_watching import SKIPPED, hooks_of_torch, nothing_changes, set_up
 from devices import DEVICE
 from small_programs import backward
 from torch.utils.flop_counter import FlopCounterMode
@@ -32,6 +32,14 @@ class Small(torch.nn.Module):
 def row_of(recorded, kind, phase, module):
     (row,) = (r for r in recorded.rows if (r.kind, r.phase, r.module, r.result) == (kind, phase, module, 0))
     return row
+
+
+def started(make=Small, level="O0", scale=64.0, optimizer=torch.optim.SGD):
+    """A model under amp, and a batch."""
+    torch.manual_seed(3)
+    model, x = make().to(DEVICE), torch.randn(5, 6).to(DEVICE)
+    made = optimizer(model.parameters(), lr=1.0)
+    return *amp.initialize(model, made, opt_level=level, loss_scale=scale, verbosity=0), x
 
 
 def iteration(path, scale=None, **options):
@@ -119,18 +127,13 @@ def test_how_many_elements_are_kept(tmp_path):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("make", [healthy.GPT, healthy.ResNet])
 @pytest.mark.parametrize("options", [{}, {"combine_grad": True, "fuse_unscale": True}])
-def test_nothing_changes(make, level, options, tmp_path, monkeypatch):
-    options = {**options, "dynamic_init_scale": 2.0**20}  # the first steps are skipped
-    before = hooks_of_torch()
-    alone, states, _ = train(*set_up(make, level, **options), 5, lambda step: False)
-    amp.shutdown()
-    monkeypatch.setattr(amp.debug, "find_overflow", lambda model: amp.debug.record(tmp_path / "a.pt", model))
-    recorded, states_recorded, _ = train(*set_up(make, level, **options), 5, lambda step: step in (0, 4))
-    assert len(alone) == len(recorded)
-    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(alone, recorded, strict=True))
-    assert torch.equal(states[0], states_recorded[0])
-    assert states[1:] == states_recorded[1:]
-    assert hooks_of_torch() == before
+def test_nothing_changes(make, level, options, tmp_path):
+    nothing_changes(
+        lambda: set_up(make, level, **SKIPPED, **options),
+        (0, 4),
+        5,
+        lambda model: amp.debug.record(tmp_path / "a.pt", model),
+    )
     found = load(tmp_path / "a.pt")
     model = make()
     assert {name for row in found.rows if row.kind == "gradient" for name in row.module.split("=")} == {
@@ -142,15 +145,8 @@ def test_nothing_changes(make, level, options, tmp_path, monkeypatch):
 
 
 def test_an_exception_leaves_no_file(tmp_path):
-    model, before = Small().to(DEVICE), hooks_of_torch()
-
-    def fail():
-        model(torch.ones(2, 6, device=DEVICE))
+    with pytest.raises(KeyError), amp.debug.record(tmp_path / "a.pt", Small().to(DEVICE)):
         raise KeyError
-
-    with pytest.raises(KeyError), amp.debug.record(tmp_path / "a.pt", model):
-        fail()
-    assert hooks_of_torch() == before
     assert list(tmp_path.iterdir()) == []
 
 
@@ -222,10 +218,7 @@ def test_only_what_descends_from_the_scaled_loss_is_divided_by_the_scale(tmp_pat
             return self.norm(self.fc(x)).pow(3)
 
     def rows(scale):
-        torch.manual_seed(3)
-        model, x = Slow().to(DEVICE), torch.randn(5, 6).to(DEVICE)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        model, optimizer = amp.initialize(model, optimizer, opt_level="O0", loss_scale=scale, verbosity=0)
+        model, optimizer, x = started(Slow, scale=scale)
         with amp.debug.record(tmp_path / "a.pt", model) as recorded:
             loss = model(x).sum()
             with amp.scale_loss(loss, optimizer) as scaled_loss:
@@ -246,10 +239,7 @@ def test_only_what_descends_from_the_scaled_loss_is_divided_by_the_scale(tmp_pat
 
 def test_a_half_loss_is_scaled_unseen(tmp_path):
     def rows(scale):
-        torch.manual_seed(3)
-        model, x = Small().to(DEVICE), torch.randn(5, 6).to(DEVICE)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        model, optimizer = amp.initialize(model, optimizer, opt_level="O5", loss_scale=scale, verbosity=0)
+        model, optimizer, x = started(level="O5", scale=scale)
         with amp.debug.record(tmp_path / "a.pt", model) as recorded:
             loss = model(x).to(torch.bfloat16).sum()
             backward(loss, optimizer)
@@ -262,10 +252,7 @@ def test_a_half_loss_is_scaled_unseen(tmp_path):
 
 
 def test_gradients_with_a_block_and_without(tmp_path):
-    torch.manual_seed(3)
-    first, second, x = Small().to(DEVICE), Small().to(DEVICE), torch.randn(5, 6).to(DEVICE)
-    optimizer = torch.optim.SGD(first.parameters(), lr=1.0)
-    first, optimizer = amp.initialize(first, optimizer, opt_level="O0", loss_scale=8.0, verbosity=0)
+    (first, optimizer, x), second = started(scale=8.0), Small().to(DEVICE)
     with amp.debug.record(tmp_path / "a.pt", first, second) as recorded:
         backward(first(x).square().sum(), optimizer)
         second(x).square().sum().backward()
@@ -363,11 +350,9 @@ class Slope(torch.nn.Module):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_operators_of_torchs_own_modules(reentrant, tmp_path):
-    torch.manual_seed(4)
     layers = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.GELU(), Slope(), torch.nn.Linear(4, 3))
-    model, x = layers.to(DEVICE), torch.randn(2, 6, device=DEVICE, requires_grad=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O0", loss_scale=64.0, verbosity=0)
+    model, optimizer, x = started(lambda: layers)
+    x.requires_grad_()
     with amp.debug.record(tmp_path / "a.pt", model) as recorded:
         loss = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant).square().sum()
         backward(loss, optimizer)
@@ -385,10 +370,7 @@ def test_recomputed_operators_of_torchs_own_modules(reentrant, tmp_path):
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, optimizers.NpuFusedAdam])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_gradients_and_masters_that_a_script_measures_are_not_of_the_batch(level, optimizer, tmp_path):
-    torch.manual_seed(3)
-    model, x = Small().to(DEVICE), torch.randn(5, 6).to(DEVICE)
-    optimizer = optimizer(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    model, optimizer, x = started(Small, level, optimizer=optimizer)
     norms = []
     for i in range(2):
         optimizer.zero_grad()
@@ -401,11 +383,7 @@ def test_gradients_and_masters_that_a_script_measures_are_not_of_the_batch(level
 
 
 def test_spectral_norm(tmp_path):
-    torch.manual_seed(3)
-    model = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(6, 4)).to(DEVICE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", loss_scale=64.0, verbosity=0)
-    x = torch.randn(5, 6).to(DEVICE)
+    model, _, x = started(lambda: torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(6, 4)), "O1")
     state = copy.deepcopy(model.state_dict())
     plain = model(x)
     model.load_state_dict(state)

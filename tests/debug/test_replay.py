@@ -143,9 +143,9 @@ def test_nothing_changes(make, level):
         torch.manual_seed(3), random.seed(3), np.random.seed(3)
         if replay:
             with amp.debug.find_overflow(model, replay=True) as found:
-                left, states, _ = train(model, optimizer, 12, lambda step: False)
+                left, states, _ = train(model, optimizer, 12)
         else:
-            found, (left, states, _) = None, train(model, optimizer, 12, lambda step: False)
+            found, (left, states, _) = None, train(model, optimizer, 12)
         assert hooks_of(model) == hooks
         drawn = float(np.random.rand())
         amp.shutdown()

@@ -40,16 +40,13 @@ def set_up(make, level, optimizer=optimizers.NpuFusedAdam, **options):
     return amp.initialize(model, made, opt_level=level, loss_scale="dynamic", verbosity=0, **options)
 
 
-def train(model, optimizer, steps, watch, **scale):
-    """What an iteration leaves: values, random numbers, reports."""
+def train(model, optimizer, steps, watched=(), context=amp.debug.find_overflow):
+    """What iterations leave, of which some are ``watched`` by ``context``: values, random numbers, reports."""
     seen = []
     for step in range(steps):
-        if watch(step):
-            with amp.debug.find_overflow(model) as found:
-                iterate(model, optimizer)
-            seen.append(found)
-        else:
+        with context(model) if step in watched else nullcontext() as found:
             iterate(model, optimizer)
+        seen += [found] * (step in watched)
     left = [p.detach().cpu().clone() for p in (*model.parameters(), *amp.master_params(optimizer))]
     left += [b.detach().cpu().clone() for b in model.buffers()]
     left += [t.cpu() for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
@@ -63,23 +60,31 @@ def iterate(model, optimizer):
     optimizer.step()
 
 
+def nothing_changes(made, watched, steps, context=amp.debug.find_overflow):
+    """Train twice, once with some steps ``watched``, which leaves the same; return what was found."""
+    before = hooks_of_torch()
+    alone, states, _ = train(*made(), steps)
+    amp.shutdown()
+    left, states_watched, seen = train(*made(), steps, watched, context)
+    assert len(alone) == len(left)
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(alone, left, strict=True))
+    assert torch.equal(states[0], states_watched[0])
+    assert states[1:] == states_watched[1:]
+    assert hooks_of_torch() == before
+    return seen
+
+
+# The first steps are skipped, as their scale is too large.
+SKIPPED = {"dynamic_init_scale": 2.0**24}
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("make", healthy.MODELS)
 @pytest.mark.parametrize(
     "options", [pytest.param({}, marks=pytest.mark.slow), {"combine_grad": True, "fuse_unscale": True}]
 )
 def test_nothing_changes_and_nothing_is_found(make, level, options):
-    # The first steps are skipped, as their scale is too large.
-    options = {**options, "dynamic_init_scale": 2.0**24}
-    before = hooks_of_torch()
-    alone, states, _ = train(*set_up(make, level, **options), 12, lambda step: False)
-    amp.shutdown()
-    watched, states_watched, seen = train(*set_up(make, level, **options), 12, lambda step: step in (0, 1, 6, 11))
-    assert len(alone) == len(watched)
-    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
-    assert torch.equal(states[0], states_watched[0])
-    assert states[1:] == states_watched[1:]
-    assert hooks_of_torch() == before
+    seen = nothing_changes(lambda: set_up(make, level, **SKIPPED, **options), (0, 1, 6, 11), 12)
     assert {cause.kind for found in seen for cause in found.causes} <= {"scale"}
     assert not [report.not_measured for found in seen for report in found.reports if report.not_measured]
     assert not seen[-1].causes
@@ -90,25 +95,9 @@ def test_nothing_changes_and_nothing_is_found(make, level, options):
 @pytest.mark.parametrize("steps", [50, pytest.param(200, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(("make", "level"), by_turns(healthy.MODELS, [("O1",), ("O2",)]))
 def test_no_false_alarm(make, level, steps):
-    _, _, seen = train(*set_up(make, level), steps, lambda step: True)
+    _, _, seen = train(*set_up(make, level), steps, range(steps))
     assert {cause.kind for found in seen for cause in found.causes} <= {"scale"}
     assert len(seen) == steps
-
-
-def test_an_exception_ends_the_watch():
-    model, optimizer = set_up(healthy.ResNet, "O2")
-    before = hooks_of_torch()
-
-    def fail():
-        raise KeyError("in the block")
-
-    with pytest.raises(KeyError), amp.debug.find_overflow(model):
-        fail()
-    with pytest.raises(KeyError), amp.debug.find_overflow(model), amp.scale_loss(model.loss(), optimizer):
-        fail()
-    assert hooks_of_torch() == before
-    iterate(model, optimizer)
-    assert amp.last_step(optimizer).applied
 
 
 @needs_counts("stand_in_counts")
@@ -149,6 +138,30 @@ def test_what_watching_costs(make):
 
 
 CONTEXTS = [amp.debug.find_overflow, amp.debug.check_operators, functools.partial(amp.debug.record, os.devnull)]
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_an_exception_ends_the_watch(context):
+    model, optimizer = set_up(healthy.ResNet, "O2")
+    before = hooks_of_torch()
+
+    def fail():
+        model.loss()
+        raise KeyError
+
+    with pytest.raises(KeyError), context(model) as found:
+        fail()
+    assert getattr(found, "checked", 6) > 5
+    with pytest.raises(KeyError), context(model), amp.scale_loss(model.loss(), optimizer):
+        fail()
+    assert hooks_of_torch() == before
+    iterate(model, optimizer)
+    assert amp.last_step(optimizer).applied
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_nothing_changes_where_operators_are_checked(level):
+    nothing_changes(lambda: set_up(healthy.GPT, level), range(3), 3, amp.debug.check_operators)
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
