@@ -60,15 +60,25 @@ class ParameterRange:
         name: The name of the parameter.
         counts: The number of elements with each binary exponent, as in ``exponent_census``; int64, (256,).
         scale_exponent: The exponent of two of the present loss scale.
+        dtype: The dtype in which gradients are computed.
+        elements: The number of elements.
+        zeros: The number of elements that are zero.
+        nonfinite: The number of elements that are inf or nan.
+        nonzero: The number of elements that are finite and not zero.
+        lossy: The number of nonzero elements so small at the present loss scale that ``dtype`` has fewer bits for them.
+        normal: The number of nonzero elements that ``dtype`` holds with all its bits.
         lost: The number of elements that are zero at this scale but not at a larger one. None if no larger scale was
             tried, or if it overflowed.
         lost_counts: The ``counts`` of the elements known to be lost, measured at the larger scale.
-        dtype: The dtype in which gradients are computed.
     """
 
     def __init__(self, name: str, counts: Counts, scale_exponent: int, dtype: torch.dtype = torch.float16) -> None:
         """Set the attributes; no elements are known to be lost."""
         self.name, self.counts, self.scale_exponent, self.dtype = name, counts, scale_exponent, dtype
+        self.elements, self.zeros, self.nonfinite = int(counts.sum()), int(counts[ZERO]), int(counts[NONFINITE])
+        self.nonzero = self.elements - self.zeros - self.nonfinite
+        self.lossy = int(counts[FIRST : self._limit(scale_exponent)].sum())
+        self.normal = self.nonzero - self.lossy
         self.lost: int | None = None
         self.lost_counts: Counts = np.zeros_like(counts)
 
@@ -82,39 +92,9 @@ class ParameterRange:
         self.lost_counts[limit] += counts[limit:].sum()
 
     @property
-    def elements(self) -> int:
-        """The number of elements."""
-        return int(self.counts.sum())
-
-    @property
-    def zeros(self) -> int:
-        """The number of elements that are zero."""
-        return int(self.counts[ZERO])
-
-    @property
-    def nonfinite(self) -> int:
-        """The number of elements that are inf or nan."""
-        return int(self.counts[NONFINITE])
-
-    @property
-    def nonzero(self) -> int:
-        """The number of elements that are finite and not zero."""
-        return int(self.counts[FIRST:NONFINITE].sum())
-
-    @property
     def true_nonzero(self) -> int:
         """The number of elements that are ``nonzero`` or known to be lost."""
         return self.nonzero + int(self.lost_counts.sum())
-
-    @property
-    def lossy(self) -> int:
-        """The number of nonzero elements so small at the present loss scale that ``dtype`` has fewer bits for them."""
-        return int(self.counts[FIRST : self._limit(self.scale_exponent)].sum())
-
-    @property
-    def normal(self) -> int:
-        """The number of nonzero elements that ``dtype`` holds with all its bits."""
-        return self.nonzero - self.lossy
 
     def lossy_at(self, exponent: int) -> int:
         """Return how many elements would be lossy or lost at a loss scale of two to the power of ``exponent``."""
@@ -175,13 +155,13 @@ class GradientRange:
     @property
     def total(self) -> ParameterRange:
         """The range of all parameters together."""
-        every = list(self.parameters.values())
-        total = ParameterRange("all", np.zeros(256, np.int64), exponent_of(self.scale), self.dtype)
-        for one in every:
-            total.counts += one.counts
-            total.lost_counts += one.lost_counts
-        if every and not self.unknown:
-            total.lost = int(total.lost_counts.sum())
+        counts: Counts = np.zeros((2, 256), np.int64)
+        for one in self.parameters.values():
+            counts += (one.counts, one.lost_counts)
+        total = ParameterRange("all", counts[0], exponent_of(self.scale), self.dtype)
+        total.lost_counts = counts[1]
+        if self.parameters and not self.unknown:
+            total.lost = int(counts[1].sum())
         return total
 
     @property
