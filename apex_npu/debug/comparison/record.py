@@ -113,8 +113,7 @@ class record(WatchingContext):
             if not is_complete:
                 raise RuntimeError(
                     f"the record is incomplete, and {self.path!r} is not written: a dispatch mode that was entered "
-                    "before record, such as a FLOP counter, was left inside it, which ended the record. Enter "
-                    "record first, or leave it first"
+                    "before record, such as a FLOP counter, was left inside it, which ended the record"
                 )
             with torch.no_grad():
                 self._recorder.note_end()

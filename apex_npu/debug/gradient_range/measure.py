@@ -127,9 +127,8 @@ def gradient_range(optimizer: Optimizer, probe: float | None = None) -> Any:
 
     With ``probe`` it is a context for one iteration. In the first block of ``optimizer`` it computes gradients twice
     more, at the loss scale and at ``probe`` times the loss scale. Elements that are zero at the first and not at the
-    second are *lost*. Only this separates underflow from true zeros, such as those of weights that the batch does not
-    reach. The results of the iteration do not change; hooks of tensors are called for each backward. If the larger
-    scale overflows, the lost elements are unknown.
+    second are *lost*; they are unknown if the larger scale overflows. The results of the iteration do not change; hooks
+    of tensors are called for each backward.
 
     Args:
         optimizer: An optimizer that was passed to ``amp.initialize``.

@@ -36,10 +36,6 @@ class Explainer(inspect.Observer):
     It watches from the first forward after the skip until that iteration's step is skipped, or until the forward of the
     next iteration. With ``replay`` the skipped step itself is run again first; if that tells the cause, no other
     iteration is watched. An error while watching is logged and ends it; training goes on.
-
-    A block counts as a skip if its step is applied although its loss, or under a static scale a gradient, is not
-    finite. This occurs with a static scale, or where no target counts. The loss, and under a static scale the
-    gradients, are read when the block has ended, which waits for the device.
     """
 
     def __init__(self, after: int, times: int | None, *, once: bool = False, replay: bool = False) -> None:
@@ -265,19 +261,15 @@ def explain_overflows(after: int | None = 2, times: int = 20, *, replay: bool = 
     """From now on, after some skipped steps in a row, watch the next iteration and log why its step is skipped.
 
     A step counts as skipped if it is applied although its loss, or under a static loss scale a gradient, is not finite.
-    This check waits for the device in each block.
-
-    The watched iteration takes a few times as long; the others take as long as before. The results of training do not
-    change. The tables are those of ``find_overflow``, logged as warnings of the logger ``apex_npu.debug``.
-    With the environment variable ``APEX_NPU_EXPLAIN_OVERFLOWS=2``, or ``python -m apex_npu run --explain-overflows=2
-    script.py``, a script needs no change. ``APEX_NPU_EXPLAIN_OVERFLOWS=2,replay``, or ``--replay``, is ``replay=True``.
+    This check waits for the device in each block. The results of training do not change. The tables are those of
+    ``find_overflow``, logged as warnings of the logger ``apex_npu.debug``. ``python -m apex_npu run
+    --explain-overflows=2 script.py`` does the same for a script without a change.
 
     Args:
         after: The number of skips in a row after which an iteration is watched, 1 or more. None ends the watching.
         times: The maximum number of iterations that are explained. A repeated cause is counted, and not shown again.
-        replay: Keep the inputs of the models until the step, and run a skipped step again instead of watching the next
-            iteration, which has another batch; see ``find_overflow``. Objects of the script that forward changes are
-            then changed twice. The next iteration is watched if the replay does not tell the cause.
+        replay: Run a skipped step again, as ``find_overflow`` does, and watch the next iteration only if this does not
+            tell the cause. Objects of the script that forward changes are then changed twice.
 
     Raises:
         ValueError: ``after`` or ``times`` is not a positive integer.

@@ -22,12 +22,9 @@ class find_overflow(WatchingContext):
     It does not change the results of the iteration, nor which steps are skipped. ``print(found)`` shows for each cause
     the operator, the module, the line of code, the reason and the remedy.
 
-    With ``replay=True`` it watches nothing as long as no step is skipped. It keeps each forward of the models until the
-    step: references to its arguments and to the gradients of its outputs, copies of buffers, and the states of torch's
-    random number generators. It runs a skipped step again from these and watches it then, without collectives, the
-    hooks of DistributedDataParallel, and accumulation. The report says whether the gradients are those of the skipped
-    step. Code after the models, such as a loss function, is not run again, unless it is a module that is passed with
-    them.
+    With ``replay=True`` it keeps what each forward of the models is computed from, until the step. It runs a skipped
+    step again from this, and watches it then. The report says whether the gradients are those of the skipped step. Code
+    after the models, such as a loss function, is not run again, unless it is a module that is passed with them.
 
     Args:
         models: The models whose modules and parameters are named; by default those passed to ``amp.initialize``.
@@ -65,10 +62,7 @@ class find_overflow(WatchingContext):
 
     def __enter__(self) -> Overflows:
         if self._replay and policy() is None:
-            raise RuntimeError(
-                "find_overflow(replay=True) repeats steps that amp has skipped: call amp.initialize first, or "
-                "leave replay out"
-            )
+            raise RuntimeError("find_overflow(replay=True) repeats steps of amp: call amp.initialize first")
         models = self.models_to_watch()
         finder = self._finder = Replayer(models) if self._replay else Finder(models)
         observe(finder)
