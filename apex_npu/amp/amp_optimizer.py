@@ -26,7 +26,7 @@ from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, state_of
 from apex_npu.amp.session import current, warn_once
 from apex_npu.backends import is_capturing
-from apex_npu.backends._torch_private import disable_dynamo
+from apex_npu.backends._torch_private import disable_dynamo, labelled
 from apex_npu.distributed import clip_grad_norm_
 from apex_npu.fusion import FlatGrads, FusedGroup, HasFusedGroups, check_combinable
 from apex_npu.fusion.shards import replicated
@@ -141,6 +141,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
         norm: Tensor = state.pending.clip(state.grad_scale, flats, unfused, max_norm, norm_type, error_if_nonfinite)
         return norm
 
+    @labelled("amp.clip")
     def _clip_at_once(
         self,
         max_norm: float,

@@ -13,7 +13,7 @@ import torch.nn.utils
 from torch import Tensor
 
 from apex_npu.amp.float32_loop import Float32Loop
-from apex_npu.backends._torch_private import disable_dynamo
+from apex_npu.backends._torch_private import disable_dynamo, labelled
 from apex_npu.backends.patching import Undo
 from apex_npu.fusion import are_same
 
@@ -69,6 +69,7 @@ def watch_clipping(undo: Undo, adopted: Collection[Any], warn_once: Callable[[An
             cell.cell_contents = functools.wraps(original)(watched(original))
 
 
+@labelled("amp.clip")
 def clip_by_torch(original: Callable[..., Any], params: list[Tensor], *args: Any, **kwargs: Any) -> Any:
     """Call ``original``, a clipping function of torch. Profilers show this function as a range."""
     return original(params, *args, **kwargs)

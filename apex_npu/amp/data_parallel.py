@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from apex_npu.amp.grad_groups import FlatGradGroup, GradGroup
 from apex_npu.backends import numbers_on
-from apex_npu.backends._torch_private import disable_dynamo
+from apex_npu.backends._torch_private import disable_dynamo, labelled
 from apex_npu.distributed import GradReducer, RankProgress, ReduceOptions
 from apex_npu.distributed.consistency import RanksDifferError, all_reduce, failing_together
 from apex_npu.distributed.grad_reducer import FindFlat, Report
@@ -260,6 +260,7 @@ def check_scales(smallest: float, largest: float) -> None:
 
 
 @disable_dynamo
+@labelled("amp.wait")
 def agree_on_overflow(found_inf: bool, scale: float, group: Any, device: torch.device, *, failed: bool = False) -> bool:
     """Return whether any process of ``group`` has found inf or nan. All of them must call this.
 

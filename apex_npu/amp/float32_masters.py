@@ -16,6 +16,7 @@ from apex_npu._extension import extension
 from apex_npu.amp.masters import Masters, fp32_value
 from apex_npu.amp.session import current, warn_once
 from apex_npu.backends import HostCopy, is_capturing
+from apex_npu.backends._torch_private import labelled
 from apex_npu.fusion import (
     FusedGroup,
     ModelParamBuffer,
@@ -319,6 +320,7 @@ class Float32Masters(Masters):
         finally:  # also after a failed launch: the next step rounds again, and a script has written nothing
             self._writes.note(self._params, *(() if buffers else (list(indices),)))
 
+    @labelled("amp.copy_masters")
     def end_step(self, groups: Sequence[FusedGroup]) -> None:
         """Round the values into the 16-bit data. After a skipped step they are as before, so this changes nothing."""
         if self._open or not self._params:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.backends import number_on
+from apex_npu.backends._torch_private import labelled
 from apex_npu.fusion import FlatGrads, any_grads, extent_numel, overlapping, wraps_tensors
 from apex_npu.fusion.grad_slots import InPlace
 from apex_npu.fusion.shards import local_part
@@ -252,6 +253,7 @@ def look_for_overflow(groups: Sequence[GradGroup]) -> list[Tensor]:
     return list(flags.values())
 
 
+@labelled("amp.wait")
 def any_raised(flags: Iterable[Tensor]) -> bool:
     """Return whether a gradient has overflowed. Waits for the device.
 

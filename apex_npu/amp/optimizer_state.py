@@ -24,6 +24,7 @@ from apex_npu.amp.saturation import saturates
 from apex_npu.amp.session import current, warn_once
 from apex_npu.amp.step_decision import StepDecision, StepReport
 from apex_npu.amp.widened_grads import WidenedGrads
+from apex_npu.backends._torch_private import labelled
 from apex_npu.backends.patching import Undo
 from apex_npu.distributed.rank_progress import has_peers
 from apex_npu.fusion import (
@@ -368,6 +369,7 @@ class AmpOptimizerState:
                 drop_grads(group["params"])
             self.clear(set_to_none=True)
 
+    @labelled("amp.skip")
     def skip_step(self, optimizer: Optimizer) -> None:
         """Record that the step of ``optimizer`` is skipped, and notify the session."""
         self.check_unscaled("step()")

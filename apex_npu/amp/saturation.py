@@ -10,6 +10,7 @@ import torch
 
 from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.backends import Backend, for_device
+from apex_npu.backends._torch_private import labelled
 
 
 def saturates(groups: Sequence[GradGroup]) -> bool:
@@ -23,6 +24,7 @@ def clear_saturation(groups: Sequence[GradGroup]) -> None:
         backend.clear_overflow_flag(device)
 
 
+@labelled("amp.wait")
 def read_and_clear_saturation(groups: Sequence[GradGroup]) -> bool:
     """Return whether such a device has saturated since, and clear its flag. Waits for the device.
 

@@ -105,6 +105,8 @@ def scale_loss(
         hooks.profiler_changed()
     delay: Delay | None = "delay_unscale" if delay_unscale else "delay_overflow_check" if delay_overflow_check else None
     block = _open_block(session, loss, optimizers, loss_id, delay)
+    if settings.labels is not None:
+        block = settings.labels.around(block)
     if not loss.requires_grad:
         _warn_of_constant_loss(session, loss_id)
     observers = session.observers

@@ -318,6 +318,35 @@ def sequence_number() -> int:
     return number
 
 
+class _Ranges:
+    """Whether functions with a label open ranges: while a profiler of torch's is on, or ``kept`` is not 0."""
+
+    kept = 0
+
+
+ranges = _Ranges()
+
+
+def labelled(label: str) -> Callable[[_F], _F]:
+    """Return a decorator that opens a range for profilers around each call of a function.
+
+    Args:
+        label: The name of the range, a format string of the function's positional arguments.
+    """
+
+    def decorate(function: _F) -> _F:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not (torch_profiler._is_profiler_enabled or ranges.kept):
+                return function(*args, **kwargs)
+            with torch_profiler.record_function(label.format(*args)):
+                return function(*args, **kwargs)
+
+        return cast(_F, call)
+
+    return decorate
+
+
 def dispatch_modes() -> list[Any]:
     """Return the dispatch modes of this thread, the innermost one last."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack

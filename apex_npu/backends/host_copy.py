@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apex_npu.backends._torch_private import labelled
+
 
 class HostCopy:
     """A number that is copied to the host asynchronously.
@@ -38,6 +40,7 @@ class HostCopy:
             self._arrival = None
         return float(self._number)
 
+    @labelled("amp.wait")
     def __bool__(self) -> bool:
         """Return whether the number is not 0; waits until it has arrived."""
         if self._arrival is not None:

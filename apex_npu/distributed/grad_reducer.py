@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from apex_npu.backends import numbers_on
+from apex_npu.backends._torch_private import labelled
 from apex_npu.distributed.buckets import (
     MAX_BUCKET_NBYTES,
     MIN_BUCKET_NBYTES,
@@ -257,6 +258,7 @@ class GradReducer:
                 self._send(self._buckets[self._next])
 
     @torch.no_grad()
+    @labelled("amp.all_reduce[{0._next}]")
     def _send(self, bucket: Bucket, *, empty: bool = False) -> None:
         grads = self._grads[bucket.row]
         part = grads.span(bucket.slots)
@@ -281,6 +283,7 @@ class GradReducer:
         """True if all processes read the report of this reduction, independent of the arguments of ``finish``."""
         return not self._recorded or self.tensors[0].device.type == "cpu"
 
+    @labelled("amp.all_reduce")
     def finish(
         self, scale: float, *, failed: bool = False, read: bool = True, others_read: bool = True
     ) -> Report | None:

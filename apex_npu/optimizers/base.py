@@ -25,7 +25,7 @@ from typing_extensions import Unpack
 from apex_npu._cli import hooks
 from apex_npu._extension import extension
 from apex_npu.backends import is_capturing
-from apex_npu.backends._torch_private import disable_dynamo, no_grad, torch_profiler
+from apex_npu.backends._torch_private import disable_dynamo, labelled, no_grad, torch_profiler
 from apex_npu.fusion import (
     FlatGrads,
     FusedGroup,
@@ -626,6 +626,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     def _lists(self) -> list[list[Tensor]]:
         return [group["params"] for group in self.param_groups]
 
+    @labelled("amp.fuse")
     def _fuse_again(self, *, for_step: bool) -> None:
         if is_capturing():  # parameters would move now, but their values only when the graph is replayed
             raise refusal(type(self).__name__, "its parameters or its state have changed since the previous step")

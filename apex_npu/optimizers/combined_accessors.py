@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from apex_npu._extension import require_extension
-from apex_npu.backends._torch_private import disable_dynamo
+from apex_npu.backends._torch_private import disable_dynamo, labelled
 from apex_npu.distributed import clip_grad_norm_
 from apex_npu.fusion import (
     FusedGroup,
@@ -33,6 +33,7 @@ class CombinedAccessors(HasFusedGroups):
         """Record the groups of ``_fused``, and move their state into buffers."""
         raise NotImplementedError
 
+    @labelled("amp.clip")
     def clip_optimizer_grad_norm_fused(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:

@@ -12,10 +12,8 @@ from devices import DEVICE
 
 from apex_npu import amp
 from apex_npu.debug.overflow import causes
-from apex_npu.debug.profiling import labels
 
 TEXT = (Path(__file__).parents[2] / "docs" / "debug.md").read_text(encoding="utf-8")
-OTHER_RANGES = ["forward", "scale_up", "backward", "unscale_and_check", "all_reduce[i]"]
 BLOCKS = re.findall(r"^```python\n(.*?)^```\n\n```\n(.*?)^```$", TEXT, flags=re.DOTALL | re.MULTILINE)
 
 
@@ -49,8 +47,9 @@ def test_each_block_of_code_is_run():
 
 
 def test_all_ranges_are_listed():
-    named = {label for _, _, label in labels._LABELLED} | {f"amp.{name}" for name in OTHER_RANGES}
-    assert set(re.findall(r"^\| `(amp\.\w+(?:\[i\])?)` \|", TEXT, flags=re.MULTILINE)) == named
+    sources = [path.read_text(encoding="utf-8") for path in Path(amp.__file__).parents[1].rglob("*.py")]
+    named = {name for text in sources for name in re.findall(r'(?:labelled|record_function)\("(amp\.\w+)', text)}
+    assert set(re.findall(r"^\| `(amp\.\w+)(?:\[i\])?` \|", TEXT, flags=re.MULTILINE)) == named
 
 
 def test_all_kinds_and_names_are_explained():

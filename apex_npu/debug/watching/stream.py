@@ -19,6 +19,7 @@ from apex_npu.backends._torch_private import (
     TorchDispatchMode,
     autograd_node,
     dispatch_modes,
+    labelled,
     pop_mode,
     sequence_number,
     tree_map,
@@ -230,6 +231,7 @@ class Stream(TorchDispatchMode):
                 self.not_measured[f"{operator.name}: {first_line(error)}"] += 1
         return returned
 
+    @labelled("amp.watch")
     def _look(self, ran: Execution) -> None:
         self._consumer.saw(self.new_call(ran.operator, ran.place), ran)
 
