@@ -203,6 +203,10 @@ def _kind_of(call: Call, fits: float | None, scale: Scale) -> Kind:
     return "scale" if scale.value > 1.0 and (fits is None or fits >= 1.0) else "gradient"
 
 
+_MASKED = (
+    "where torch.where leaves such elements out, their gradient is nan all the same, so replace the argument, too: "
+    "torch.where(x > 0, f(torch.where(x > 0, x, 1.0)), 0.0)"
+)
 # A part of an operator's name, and the advice for it, such as a stable form.
 _STABLE = (
     ("nll_loss", "no target counts, as all are ignore_index: leave out such batches, or divide a sum by a number that "
@@ -214,11 +218,11 @@ _STABLE = (
     ("log1p", "its argument must be larger than -1: clamp it"),
     ("log", "torch.log(x.clamp(min=eps)); of a softmax F.log_softmax or F.cross_entropy, of a sigmoid F.logsigmoid or "
      "F.binary_cross_entropy_with_logits"),
-    ("rsqrt", "torch.rsqrt(x + eps)"),
-    ("sqrt", "torch.sqrt(x + eps), whose derivative is finite at 0, too"),
+    ("rsqrt", f"torch.rsqrt(x.clamp(min=0) + eps); {_MASKED}"),
+    ("sqrt", f"torch.sqrt(x.clamp(min=0) + eps), whose derivative is finite, too; {_MASKED}"),
     ("norm", "add eps inside of the root, torch.sqrt(x.square().sum() + eps): the derivative of a norm at 0 is not "
      "defined"),
-    ("pow", "a negative or fractional power has no finite value or derivative at 0: x.clamp(min=eps)"),
+    ("pow", f"x.clamp(min=eps) before a negative or fractional power, which is not finite at 0; {_MASKED}"),
     ("reciprocal", "1 / (x + eps), or x.clamp(min=eps)"),
     ("div", "a division by 0: add eps to the denominator, or clamp it"),
     ("exp", "subtract the maximum before exp, or use torch.logsumexp or softmax"),
@@ -230,18 +234,6 @@ _STABLE = (
     ("mean", "the mean of no elements is 0 / 0: leave out empty batches"),
     ("softmax", "a row in which all logits are -inf: mask with a large negative number, or leave out such rows"),
 )  # fmt: skip
-
-# The advice for arguments with negative elements, where these operators are not defined.
-_AT_NEGATIVE = {
-    "log": "torch.log(x.clamp(min=eps))",
-    "rsqrt": "torch.rsqrt(x.clamp(min=0) + eps)",
-    "sqrt": "torch.sqrt(x.clamp(min=0) + eps)",
-    "pow": "x.clamp(min=eps) before a power that is no integer",
-}
-_MASKED = (
-    "where torch.where leaves such elements out, their gradient is nan all the same, so replace the argument, too: "
-    "torch.where(x > 0, f(torch.where(x > 0, x, 1.0)), 0.0)"
-)
 
 
 def _why_and_advice(kind: Kind, call: Call, scale: Scale, value: float | None, fits: float | None) -> tuple[str, str]:
@@ -334,13 +326,9 @@ def _of_math(call: Call) -> tuple[str, str]:
     forward = own if call.forward is None else call.forward.operator.rpartition(":")[2]
     of = f"the derivative of {forward}" if call.phase == "backward" else own
     why = f"{of} is not finite for these inputs in float64 either: no dtype and no loss scale helps"
-    negative = any(name.startswith("self") and low < 0 for name, low, _ in call.inputs)
-    for name in (forward, own):
-        for key, advice in _STABLE:
-            if key in name:
-                is_own = negative and key in own and key in _AT_NEGATIVE
-                return why, f"{_AT_NEGATIVE[key]}; {_MASKED}" if is_own else advice
-    return why, "look for a division, root or logarithm at 0; eps or clamp keeps its argument away from it"
+    known = (advice for name in (forward, own) for key, advice in _STABLE if key in name)
+    advice = next(known, "look for a division, root or logarithm at 0; eps or clamp keeps its argument away from it")
+    return why, advice
 
 
 def _of_underflow(call: Call) -> tuple[str, str]:
