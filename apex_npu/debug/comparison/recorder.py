@@ -136,7 +136,7 @@ class Recorder(Consumer, Observer):
         if self._losses and ran.place is Caller.AMP:  # such as in GradScaler.scale
             self._is_scaling(self.stream.new_call(ran.operator, ran.place), ran)
         for tensor in ran.results():
-            self._note_made(tensor, is_scaled)
+            self._made.write(tensor, is_scaled)
 
     def saw(self, call: Call, ran: Execution) -> None:
         operator, place = ran.operator, ran.place
@@ -144,7 +144,7 @@ class Recorder(Consumer, Observer):
             self._note_batch(ran, place)
         if self._is_scaling(call, ran):
             for tensor in ran.results():
-                self._note_made(tensor, call.phase == "backward")
+                self._made.write(tensor, call.phase == "backward")
             return
         is_scaled = call.phase == "backward" and self._reads_scaled(ran)
         is_random = ran.is_random
@@ -152,7 +152,7 @@ class Recorder(Consumer, Observer):
             operator.plain in _DRAWS or not any(tensor.dtype.is_floating_point for _, tensor in ran.tensors_read())
         )
         for i, tensor in enumerate(ran.own_results()):
-            self._note_made(tensor, is_scaled)
+            self._made.write(tensor, is_scaled)
             held = held_of(tensor)
             if held is None or operator.makes_tensor or operator.plain in _LEFT_OUT:
                 continue
@@ -193,16 +193,11 @@ class Recorder(Consumer, Observer):
             held = held_of(tensor)
             if held is not None and not is_measurable(held):
                 continue
-            writers = [] if held is None else self._made.writers(held)
+            writers = self._made.writers(tensor)
             is_known = bool(writers) or (held is not None and self.names.of_memory(held) is not None)
-            if not self._scaling or not is_known or any(is_scaled for _, is_scaled in writers):
+            if not self._scaling or not is_known or any(writers):
                 return True
         return False
-
-    def _note_made(self, tensor: Tensor, is_scaled: bool) -> None:
-        held = held_of(tensor)
-        if held is not None:
-            self._made.write(held, is_scaled)
 
     def _note_batch(self, ran: Execution, place: Place) -> None:
         """Keep the tensors read that come from outside: no operator has written them, and they belong to no model."""

@@ -10,6 +10,8 @@ from typing import Generic, TypeVar
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from apex_npu.debug.watching.operators import held
+
 Writer = TypeVar("Writer")
 
 
@@ -55,32 +57,36 @@ class Lineage(Generic[Writer]):
         self._until_swept = 1024
 
     def write(self, tensor: Tensor, writer: Writer) -> None:
-        """Record that ``writer`` has written all of ``tensor``."""
-        span, reference = span_of(tensor), StorageWeakRef(tensor.untyped_storage())
-        known = self._storages.get(reference.cdata)
-        if known is None:
-            self._sweep()
-            self._storages[reference.cdata] = (reference, [(span, writer)])
+        """Record that ``writer`` has written all of ``tensor``; a tensor whose memory cannot be read has no writers."""
+        local = held(tensor)
+        if local is None:
             return
-        spans = known[1]
+        span, reference = span_of(local), StorageWeakRef(local.untyped_storage())
+        if reference.cdata not in self._storages:
+            self._sweep()
+        _, spans = self._storages.setdefault(reference.cdata, (reference, []))
         if span.dense:
             spans[:] = [(other, w) for other, w in spans if other not in span]
         spans.append((span, writer))
 
-    def writers(self, tensor: Tensor) -> list[tuple[Span, Writer]]:
-        """Return the known writers of bytes of ``tensor``, oldest first, each with the bytes that it wrote."""
-        known = self._storages.get(StorageWeakRef(tensor.untyped_storage()).cdata)
-        if known is None:
+    def writers(self, tensor: Tensor) -> list[Writer]:
+        """Return the known writers of bytes of ``tensor``, oldest first."""
+        local = held(tensor)
+        if local is None:
             return []
-        span = span_of(tensor)
-        return [(other, writer) for other, writer in known[1] if other.overlaps(span)]
+        span, spans = span_of(local), self._spans(local)
+        return [writer for other, writer in spans if other.overlaps(span)]
 
     def forget(self, tensor: Tensor) -> None:
         """Remove the writers of ``tensor``, because an operator that is not watched has written to it."""
-        known = self._storages.get(StorageWeakRef(tensor.untyped_storage()).cdata)
-        if known is not None:
-            span = span_of(tensor)
-            known[1][:] = [(other, writer) for other, writer in known[1] if not other.overlaps(span)]
+        local = held(tensor)
+        if local is not None:
+            span, spans = span_of(local), self._spans(local)
+            spans[:] = [(other, writer) for other, writer in spans if not other.overlaps(span)]
+
+    def _spans(self, local: Tensor) -> list[tuple[Span, Writer]]:
+        known = self._storages.get(local.untyped_storage()._cdata)
+        return [] if known is None else known[1]
 
     def _sweep(self) -> None:
         self._until_swept -= 1

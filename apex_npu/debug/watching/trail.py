@@ -70,14 +70,14 @@ class Trail(Consumer):
         """Handle the start of a block: the loss is multiplied with ``scale``; ``gradients`` exist, each with a name."""
         self.stream.set_block(scale)
         for name, gradient in gradients:
-            self._note_gradient(name, gradient)
+            self._gradients.write(gradient, name)
         self.overflows.hand_back()
 
     def end_block(self, gradients: Sequence[Tensor]) -> None:
         """Handle the end of a block, whose ``gradients`` are then unscaled and clipped unwatched."""
         self.stream.set_block(1.0)
         for gradient in gradients:
-            self._forget(gradient)
+            self._lineage.forget(gradient)
 
     def closed(self) -> None:
         self.overflows.hand_back()
@@ -86,17 +86,7 @@ class Trail(Consumer):
         """Remember the memory of the existing gradients, which the operators that add to them read."""
         for known in self.names.tensors:
             if known.is_leaf and known.grad is not None:
-                self._note_gradient(self.names.of_tensor(known) or "", known.grad)
-
-    def _note_gradient(self, name: str, gradient: Tensor) -> None:
-        local = followed(gradient)
-        if local is not None:
-            self._gradients.write(local, name)
-
-    def _forget(self, tensor: Tensor) -> None:
-        local = followed(tensor)
-        if local is not None:
-            self._lineage.forget(local)
+                self._gradients.write(known.grad, self.names.of_tensor(known) or "")
 
     def begins(self, module: nn.Module, args: Any) -> None:
         self._note_gradients()
@@ -121,7 +111,7 @@ class Trail(Consumer):
         self.overflows.leave()
         for name, value in ran.operands():
             for tensor in tensors_in(value) if name in ran.operator.written else ():
-                self._forget(tensor)
+                self._lineage.forget(tensor)
 
     def saw(self, call: Call, ran: Execution) -> None:
         operator = ran.operator
@@ -208,8 +198,7 @@ class Trail(Consumer):
     def _written_before(self, ran: Execution) -> Iterator[list[Result]]:
         """Yield the writers of each tensor that an operator reads."""
         for _, tensor in ran.tensors_read():
-            local = followed(tensor)
-            yield [] if local is None else [result for _, result in self._lineage.writers(local)]
+            yield self._lineage.writers(tensor)
 
     def _vanished_before(self, ran: Execution) -> Vanished | None:
         """Return the reason why an input is 0, if it was rounded to 0."""
@@ -289,9 +278,7 @@ class Trail(Consumer):
 
     def bad_writers(self, tensor: Tensor) -> list[Call]:
         """Return the known calls that made ``tensor`` not finite."""
-        local = followed(tensor)
-        writers = [] if local is None else self._lineage.writers(local)
-        return [result.call for _, result in writers if result.is_bad is not False]
+        return [result.call for result in self._lineage.writers(tensor) if result.is_bad is not False]
 
     def leaf(self, tensor: Tensor) -> Leaf:
         """Return the ``Leaf`` of ``tensor``, which is not finite and which no call has written."""
@@ -301,6 +288,6 @@ class Trail(Consumer):
         given = self._arguments.get(tensor.untyped_storage()._cdata)
         if given is None and tensor.is_leaf and tensor.requires_grad:
             return Leaf("weights", "a parameter of a model that is not watched", tensor.dtype, tuple(tensor.shape))
-        for _, parameter in self._gradients.writers(tensor):
+        for parameter in self._gradients.writers(tensor):
             return Leaf("stale", parameter, tensor.dtype, tuple(tensor.shape))
         return Leaf("data", given or GIVEN, tensor.dtype, tuple(tensor.shape))
