@@ -115,25 +115,22 @@ def _parts(value: Any) -> list[Any]:
     return list(getattr(value, "__dict__", {}).values())
 
 
-class KeptGradients:
-    """A context that removes the gradients of tensors, and restores them at the end."""
+@contextmanager
+def without_gradients(tensors: Iterable[Tensor]) -> Iterator[Callable[[Iterable[Tensor]], None]]:
+    """Remove gradients of ``tensors``, and of those given to the yielded function; restore them at the end."""
+    former: dict[int, tuple[Tensor, Tensor | None]] = {}
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._former: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self.keep(tensors)
-
-    def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Also keep and remove the gradients of ``tensors``."""
-        for tensor in tensors:
-            if id(tensor) not in self._former:
-                self._former[id(tensor)] = tensor, tensor.grad
+    def remove(found: Iterable[Tensor]) -> None:
+        for tensor in found:
+            if id(tensor) not in former:
+                former[id(tensor)] = tensor, tensor.grad
                 tensor.grad = None
 
-    def __enter__(self) -> KeptGradients:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        for tensor, grad in self._former.values():
+    try:
+        remove(tensors)
+        yield remove
+    finally:
+        for tensor, grad in former.values():
             tensor.grad = grad
 
 

@@ -16,10 +16,10 @@ from apex_npu.amp.inspect import check_incoming, check_thread, trial
 from apex_npu.amp.policy import OPT_LEVELS, Policy, resolve
 from apex_npu.backends._torch_private import tree_leaves
 from apex_npu.debug.model_report.copies import (
-    KeptGradients,
     every_tensor,
     fake_copies,
     leaves_of_graph,
+    without_gradients,
 )
 from apex_npu.debug.model_report.memory import Sizes, choices_of, measure, sizes_of, usual_sizes
 from apex_npu.debug.model_report.table import LevelReport, ModelReport
@@ -86,8 +86,11 @@ def report(
             "amp.debug.report works on a copy of a whole model, but the parameters of this one are sharded over "
             "processes (DTensor): report on it before fully_shard"
         )
-    listed = (level if isinstance(level, Policy) else resolve(level) for level in _listed(levels))
-    policies = {policy.opt_level: policy for policy in listed}
+    listed = [levels] if isinstance(levels, str) else list(levels)
+    if not listed:
+        raise ValueError(f"levels is empty: pass some of {', '.join(OPT_LEVELS)}")
+    resolved = (level if isinstance(level, Policy) else resolve(level) for level in listed)
+    policies = {policy.opt_level: policy for policy in resolved}
     if loss is not None and not callable(loss):
         raise TypeError(f"loss must be a function of the model's output, or None, got {type(loss).__name__}")
     check_thread("amp.debug.report")
@@ -115,17 +118,17 @@ def report(
         type(model).__name__,
         sum(p.numel() for p in model.parameters()),
         [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors],
-        {one.level: one for one, _, _ in results},
+        {one.level: one for one, _ in results},
         choices_of(optimizer),
     )
     if loss is None:
         found.notes.append("no loss function was given, so none is counted")
-    uncounted = {name for one, _, _ in results for name in one.tally.uncounted}
+    uncounted = {name for one, _ in results for name in one.tally.uncounted}
     if uncounted:
         found.notes.append(f"FLOPs of {', '.join(sorted(uncounted))} are not counted: there is no formula for them")
-    if not all(has_backward for _, has_backward, _ in results):
+    if not all(reached for _, reached in results):
         found.notes.append("nothing that the model returns requires a gradient: only forward is counted")
-    reached = set().union(*(ids for _, _, ids in results))
+    reached = {id(tensor) for _, leaves in results for tensor in leaves}
     used = next((name for name, p in model.named_parameters() if id(p) in reached), None)
     if used is not None:
         found.notes.append(
@@ -133,13 +136,6 @@ def report(
             "is computed from it is not what the level would compute"
         )
     return found
-
-
-def _listed(levels: str | Sequence[str | Policy]) -> list[str | Policy]:
-    listed: list[str | Policy] = [levels] if isinstance(levels, str) else list(levels)
-    if not listed:
-        raise ValueError(f"levels is empty: pass some of {', '.join(OPT_LEVELS)}")
-    return list(dict.fromkeys(listed))
 
 
 def _device_types(model: nn.Module, tensors: list[Tensor]) -> list[str]:
@@ -163,15 +159,15 @@ def _try(
     given: Any,
     loss: Callable[[Any], Tensor] | None,
     sizes: Sizes,
-) -> tuple[LevelReport, bool, set[int]]:
+) -> tuple[LevelReport, list[Tensor]]:
     """Run one forward and backward of a copy of ``model``, with the casts of ``policy``.
 
     Returns:
-        The report of the level, whether there was a backward, and the ids of the tensors that it gives gradients to.
+        The report of the level, and the tensors that backward gives gradients to.
     """
     tally = Tally()
     with (
-        KeptGradients(model.parameters()) as gradients,
+        without_gradients(model.parameters()) as remove,
         fake_copies(model, given) as (made, (args, kwargs)),
         trial(made, policy, device_types),
     ):
@@ -179,10 +175,10 @@ def _try(
             outputs = made(*args, **kwargs)
             ends = _ends(outputs, loss)
             leaves = leaves_of_graph(ends)
-            gradients.keep(leaves)
+            remove(leaves)
             torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
         memory = measure(made, policy, sizes)
-    return LevelReport(policy.opt_level, tally, memory), bool(ends), {id(t) for t in leaves}
+    return LevelReport(policy.opt_level, tally, memory), leaves
 
 
 def _ends(outputs: Any, loss: Callable[[Any], Tensor] | None) -> list[Tensor]:
