@@ -16,7 +16,7 @@ from apex_npu.amp import StepReport
 from apex_npu.amp.inspect import Observer, are_averaged, gradients, loss_scale, optimizers, parameters, stepped
 from apex_npu.backends import for_device
 from apex_npu.debug.overflow.causes import OF_ANOTHER_PROCESS, Finding, Scale, find_causes, without_operator
-from apex_npu.debug.overflow.report import OverflowReport, Overflows
+from apex_npu.debug.overflow.report import OverflowReport, Overflows, note_skip
 from apex_npu.debug.text import name_of
 from apex_npu.debug.watching.operators import is_finite, is_measurable, vanishing_number_in
 from apex_npu.debug.watching.places import Names
@@ -102,10 +102,7 @@ class Finder(Observer):
         self.trail.stream.suspended = False
 
     def step_skipped(self, report: StepReport) -> None:
-        of_loss = [known for known in reversed(self.found.reports) if known.loss_id == report.loss_id]
-        decider = next((known for known in of_loss if known.scale == report.scale_before), None)
-        if decider is not None:
-            decider.scale_after, decider.skips_in_a_row = report.scale_after, report.skips_in_a_row
+        note_skip(self.found.reports, report)
         for loss_id in {known.loss_id for known in self.found.reports if known.scale_after is None}:
             if loss_id is not None:  # this covers blocks after the deciding one
                 self._note_scale(loss_id, loss_scale(loss_id))

@@ -21,7 +21,7 @@ from apex_npu.debug.model_report.copies import nodes_of
 from apex_npu.debug.overflow.causes import DIVIDE_LOSSES, Finding, without_operator
 from apex_npu.debug.overflow.finder import Finder, Gradients
 from apex_npu.debug.overflow.forwards import Forward, Forwards, outputs_of
-from apex_npu.debug.overflow.report import OverflowReport, Overflows
+from apex_npu.debug.overflow.report import OverflowReport, Overflows, note_skip
 from apex_npu.debug.text import described
 from apex_npu.debug.watching.calls import NotReplayedError
 from apex_npu.debug.watching.stream import Stream
@@ -213,10 +213,7 @@ class Replayer(Observer):
             next((report for report in reports if report.overflowed), reports[-1]).notes.append(note)
         for report in reports:
             report.reproduced = reproduced
-        for report in reversed(reports):
-            if (report.loss_id, report.scale) == (skip.loss_id, skip.scale_before):
-                report.scale_after, report.skips_in_a_row = skip.scale_after, skip.skips_in_a_row
-                break
+        note_skip(reports, skip)
         self.release(blocks)
         return reports
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from apex_npu.amp import StepReport
 from apex_npu.debug.overflow.causes import Finding
 from apex_npu.debug.text import count, fitted, listed, where_of
 
@@ -185,6 +186,13 @@ class Overflows:
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, self.reports)) or self._nothing
+
+
+def note_skip(reports: Sequence[OverflowReport], skip: StepReport) -> None:
+    """Record the skipped step in the report of the block that has decided it: the last one with this loss scale."""
+    deciding = (r for r in reversed(reports) if (r.loss_id, r.scale) == (skip.loss_id, skip.scale_before))
+    if (report := next(deciding, None)) is not None:
+        report.scale_after, report.skips_in_a_row = skip.scale_after, skip.skips_in_a_row
 
 
 def _plain(value: Any) -> Any:
