@@ -117,7 +117,7 @@ class Comparison:
         first: The first of ``rows`` whose ``ratio`` is above 4. None if there is no such row, if there is no floor, or
             if ``differing`` says why no row can be blamed.
         differing: The differences between the iterations: in the batch, weights, or results of random operators.
-        unmatched: The rows that only one of the two has, by ``"reference"`` and ``"candidate"``.
+        unmatched: The rows that only one of the two has, or has more often, by ``"reference"`` and ``"candidate"``.
         names: The files of the reference and the candidate, and of the floor, if any.
         about: The level, device, loss scale and torch version of each file.
         notes: The limits of the comparison: compiled code that ran eagerly, loss scales that differ, rows that the
@@ -230,7 +230,7 @@ def summary_of(comparison: Comparison) -> list[str]:
     lines.append(f"matched: {', '.join(f'{count} {_plural[kind]}' for kind, count in kinds)}")
     for side, titles in comparison.unmatched.items():
         if titles:
-            lines.append(f"only in the {side}: {listed(titles, '; ')}")
+            lines.append(f"only in the {side}, or more often: {listed(titles, '; ')}")
     return lines
 
 
