@@ -23,7 +23,7 @@ from apex_npu.debug.watching.calls import Call, Located
 from apex_npu.debug.watching.opening import WatchingContext
 from apex_npu.debug.watching.operators import Execution, followed, results_of, tensors_in
 from apex_npu.debug.watching.places import Names
-from apex_npu.debug.watching.second_opinion import call_wide, function_of_host
+from apex_npu.debug.watching.second_opinion import call_wide, function_of_host, widen
 from apex_npu.debug.watching.stream import Consumer, Stream
 
 # The CPU's own kernel is called for errors above the first number, in units of the coarsest dtype's eps. An operator is
@@ -196,16 +196,13 @@ def _magnitudes(ran: Execution) -> list[Tensor]:
 
     def magnitude(value: Any) -> Any:
         if isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex):
-            return value.detach().cpu().to(_wide(value.dtype)).abs().to(_wide(value.dtype))
+            wide = widen(value)
+            return wide.abs().to(wide.dtype)
         return value
 
     args, kwargs = tree_map(magnitude, ran.before)
     named = {name: abs(value) if name in ("alpha", "beta") else value for name, value in kwargs.items()}
     return [t.abs() for t in call_wide(ran, (args, named))]
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.complex128 if dtype.is_complex else torch.float64
 
 
 def _call_on_host(ran: Execution) -> list[Tensor]:
@@ -223,7 +220,7 @@ def _call_on_host(ran: Execution) -> list[Tensor]:
 
 def _error(exact: Tensor, result: Tensor, floor: float = 0.0) -> float:
     """Return the norm of the difference, minus the spacing of subnormals, over that of ``exact`` or ``floor``."""
-    wide = _wide(exact.dtype)
+    wide = widen(exact.dtype)
     got, true = result.detach().cpu().to(wide), exact.detach().to(wide)
     info = torch.finfo(result.dtype)
     # Values beyond the range of the dtype are not the operator's fault, and inf or nan in both is not a fault.
