@@ -22,10 +22,9 @@ from apex_npu.debug.overflow.ranks import Ranks
 from apex_npu.debug.overflow.replay import Block, Replayer
 from apex_npu.debug.overflow.report import OverflowReport
 from apex_npu.debug.text import count
-from apex_npu.debug.watching.operators import is_measurable
+from apex_npu.debug.watching.operators import followed
 from apex_npu.debug.watching.stream import on_forward
 from apex_npu.distributed.rank_progress import is_first_rank
-from apex_npu.fusion.shards import local_part
 
 logger = logging.getLogger("apex_npu.debug")
 
@@ -86,8 +85,8 @@ class Explainer(inspect.Observer):
         is_bad = self._loss is not None and not bool(self._loss.isfinite().all())
         self._loss, self._undecided = None, []
         if not is_bad and not self._is_dynamic:
-            grads = [local_part(p.grad) for p in inspect.parameters(self._optimizers) if p.grad is not None]
-            is_bad = not all(bool(grad.isfinite().all()) for grad in grads if is_measurable(grad))
+            grads = (followed(p.grad) for p in inspect.parameters(self._optimizers) if p.grad is not None)
+            is_bad = not all(grad is None or bool(grad.isfinite().all()) for grad in grads)
         if not is_bad:
             self._row = 0
             return

@@ -13,15 +13,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex_npu.amp import StepReport
-from apex_npu.amp.inspect import Observer, are_averaged, gradients, loss_scale, optimizers, parameters, stepped
+from apex_npu.amp.inspect import Observer, are_averaged, gradients, loss_scale, optimizers, stepped
 from apex_npu.backends import for_device
 from apex_npu.debug.overflow.causes import OF_ANOTHER_PROCESS, Finding, Scale, find_causes, without_operator
 from apex_npu.debug.overflow.report import OverflowReport, Overflows, note_skip
 from apex_npu.debug.text import name_of
-from apex_npu.debug.watching.operators import is_finite, is_measurable, vanishing_number_in
+from apex_npu.debug.watching.operators import followed, is_finite, vanishing_number_in
 from apex_npu.debug.watching.places import Names
 from apex_npu.debug.watching.trail import Trail
-from apex_npu.fusion.shards import local_part
 from apex_npu.ops import LOW_PRECISION
 
 OF_STATIC_SCALE = (
@@ -74,11 +73,8 @@ class Finder(Observer):
         self._loss, self.dynamic = loss.detach(), dynamic
         self._report = OverflowReport(loss_id=loss_id, scale=scale)
         self._note_scale(loss_id, scale)
-        known = []
-        for i, param in enumerate(parameters(self._optimizers)):
-            if param.grad is not None:
-                known.append((self._name_of(i, param), param.grad))
-        self.trail.begin_block(scale, known)
+        known = enumerate(present(self._optimizers))
+        self.trail.begin_block(scale, [(self._name_of(i, param), grad) for i, (param, grad) in known])
 
     def backward_ended(self) -> None:
         report = self._report
@@ -97,7 +93,7 @@ class Finder(Observer):
         if report is not None and all(known is not report for known in self.found.reports):
             self.trail.stream.suspended = True
             self._examine_interrupted(report)
-        self.trail.end_block([param.grad for param in parameters(self._optimizers) if param.grad is not None])
+        self.trail.end_block([grad for _, grad in present(self._optimizers)])
         self._loss, self._report, self._optimizers = None, None, []
         self.trail.stream.suspended = False
 
@@ -124,9 +120,10 @@ class Finder(Observer):
 
     def _examine_without_block(self) -> None:
         report, params = OverflowReport(), [p for model in self._models for p in model.parameters()]
-        if any(p.grad is not None for p in params):
+        gradients: Gradients = [(p, p.grad) for p in params if p.grad is not None]
+        if gradients:
             with torch.no_grad():
-                self.examine(report, [], [(p, p.grad) for p in params if p.grad is not None])
+                self.examine(report, [], gradients)
             self.found.reports.append(report)
 
     def _examine_interrupted(self, report: OverflowReport) -> None:
@@ -147,8 +144,7 @@ class Finder(Observer):
 
     def count(self, report: OverflowReport, gradients: Gradients) -> tuple[Gradients, Gradients]:
         """Record in ``report`` which of ``gradients`` are not finite; return the readable ones, and the bad ones."""
-        present = [(source, local_part(grad)) for source, grad in gradients]
-        grads = [(source, grad) for source, grad in present if is_measurable(grad)]
+        grads = [(source, local) for source, grad in gradients if (local := followed(grad)) is not None]
         ranges = self.trail.ranges_of([grad for _, grad in grads])
         bad = [pair for pair, ends in zip(grads, ranges, strict=True) if not is_finite(ends)]
         report.gradients, report.operators = len(grads), self.trail.stream.calls
