@@ -67,11 +67,6 @@ class Block:
     runs: list[Run] = field(default_factory=list)
     _left: tuple[Tensor, int] | None = None
 
-    @property
-    def value(self) -> float | None:
-        """The loss as a number; None if it has several elements."""
-        return float(self.loss) if self.loss.numel() == 1 else None
-
     def note_gradients(self) -> None:
         """Remember the gradients of the block, which are complete."""
         first = next((grad for grad in self._gradients() if grad is not None), None)
@@ -118,9 +113,10 @@ class Replayer(Observer):
         self.follow(self._models)
 
     def detach(self) -> None:
-        """Stop keeping forwards, and release all that is kept."""
+        """Stop keeping forwards, and release those of blocks; others live as long as the graph of their outputs."""
         self._forwards.end()
-        self._pending, self._block, self._taken = [], None, None
+        self.release(self._pending)
+        self._block = self._taken = None
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -198,11 +194,13 @@ class Replayer(Observer):
 
     def explain(self, blocks: Sequence[Block], skip: StepReport) -> list[OverflowReport]:
         """Run the forwards and backwards of the ``blocks`` of a skipped step again; return a report for each block."""
-        reports = [OverflowReport(block.loss_id, block.value, block.scale) for block in blocks]
+        reports = [OverflowReport(loss_id=block.loss_id, scale=block.scale) for block in blocks]
         totals: dict[Tensor, Tensor] = {}
         reproduced: bool | None = None
         with torch.no_grad(), Stream.none_watches(), without_modes():
             try:
+                for block, report in zip(blocks, reports, strict=True):
+                    report.loss = float(block.loss) if block.loss.numel() == 1 else None
                 for block, report in zip(blocks, reports, strict=True):
                     self._replay(block, report, totals)
                 note, reproduced = _compared(blocks, totals)
