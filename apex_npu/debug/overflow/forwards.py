@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,7 +22,7 @@ from apex_npu.backends._torch_private import tree_map
 from apex_npu.debug.model_report.copies import every_tensor
 from apex_npu.debug.text import described
 from apex_npu.debug.watching.kept_state import KeptState
-from apex_npu.debug.watching.places import Place, calling_line
+from apex_npu.debug.watching.places import ModuleStack, Place, calling_line
 
 logger = logging.getLogger("apex_npu.debug")
 
@@ -152,13 +151,6 @@ class _Hook:
         return _Hook, ()
 
 
-class _Open(threading.local):
-    """The modules whose forward runs in this thread, outermost first, each with the ``Forward`` that is kept of it."""
-
-    def __init__(self) -> None:
-        self.modules: list[tuple[nn.Module, Forward | None]] = []
-
-
 class Forwards:
     """A store of the inputs of models, kept for as long as the graph of their outputs lives.
 
@@ -179,7 +171,7 @@ class Forwards:
         self._hooks: list[Any] = []
         self.failed: str | None = None
         self.paused = False
-        self._open = _Open()
+        self._open = ModuleStack()  # of a kept call, with its ``Forward``
         self._numbers = itertools.count()
 
     def follow(self, given: Sequence[nn.Module]) -> None:
@@ -205,11 +197,11 @@ class Forwards:
 
     def close_interrupted(self) -> None:
         """Forget the open forwards of this thread: they were interrupted, so that their hooks are never called."""
-        self._open.modules = []
+        self._open.calls = []
 
     def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         forward = None
-        keeps = not (self._open.modules or self.paused or self.failed) and any(module is model for model in self.models)
+        keeps = not (self._open.calls or self.paused or self.failed) and any(module is model for model in self.models)
         if keeps and torch.is_grad_enabled() and not is_capturing():
             place = calling_line(3)  # past the hook and torch's code that calls it
             try:
@@ -218,15 +210,11 @@ class Forwards:
             except Exception as error:
                 self.failed = described(error)
                 logger.exception("forwards of this model cannot be kept; training is not affected")
-        self._open.modules.append((module, forward))
+        self._open.push(module, forward)
 
     def _forward_ended(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        forward = None
-        while self._open.modules:  # also forwards inside it that an exception has ended
-            begun, forward = self._open.modules.pop()
-            if begun is module:
-                break
-        if forward is not None and not self._open.modules:
+        forward = self._open.pop(module)
+        if forward is not None:
             forward.ended(outputs_of(output), self._gradient_arrived)
 
 

@@ -21,6 +21,7 @@ from torch.profiler import record_function
 from apex_npu.amp.inspect import settings
 from apex_npu.backends._torch_private import ranges, torch_profiler
 from apex_npu.debug.watching.opening import is_of_amp
+from apex_npu.debug.watching.places import ModuleStack
 
 # Held while the one ``Labels`` is created or closed, as blocks of several threads may do this.
 _lock = threading.Lock()
@@ -64,7 +65,7 @@ class Labels:
 
     def __init__(self) -> None:
         """Open ranges from now on."""
-        self._forward = threading.local()
+        self._open = ModuleStack()
         self._hooks = [
             torch_module.register_module_forward_pre_hook(self.enter_module),
             torch_module.register_module_forward_hook(self._leave, always_call=True),
@@ -88,25 +89,21 @@ class Labels:
         """Open a range if the forward of ``module`` is that of an amp model."""
         if torch.compiler.is_compiling():
             return
-        open_ones = vars(self._forward).setdefault("open", [])
-        if not open_ones and not ranges.kept and not torch_profiler._is_profiler_enabled:
+        if not self._open.calls and not ranges.kept and not torch_profiler._is_profiler_enabled:
             self.close_unless_used()  # a profiler has ended, and no block has followed
             return
-        if not is_of_amp(module):
-            return
-        label = None if open_ones else record_function("amp.forward")  # a model may be part of another
-        if label is not None:
-            label.__enter__()
-        open_ones.append((module, label))
+        if is_of_amp(module):  # a model may be part of another
+            label = None if self._open.calls else record_function("amp.forward")
+            if label is not None:
+                label.__enter__()
+            self._open.push(module, label)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        open_ones = vars(self._forward).get("open", [])
-        if open_ones and open_ones[-1][0] is module:
-            _, label = open_ones.pop()
-            if label is not None:
-                label.__exit__(None, None, None)
+        label = self._open.pop(module)
+        if label is not None:
+            label.__exit__(None, None, None)
 
 
 def follow_profiler() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apex_npu.backends._torch_private import autograd_node, privateuse1_device_type
+from apex_npu.backends._torch_private import privateuse1_device_type
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _OWN = os.path.join(Path(__file__).parents[2], "")
@@ -191,26 +191,25 @@ class Names:
 
 
 class ModuleStack(threading.local):
-    """The modules whose forward runs in this thread, outermost first."""
+    """The modules whose forward runs in this thread, outermost first, each with an object that belongs to the call."""
 
     def __init__(self) -> None:
         """Start with no module."""
-        self.modules: list[nn.Module] = []
-        self._nodes: list[Any] = []
+        self.calls: list[tuple[nn.Module, Any]] = []
 
-    def push(self, module: nn.Module) -> None:
-        """Add ``module``, whose forward begins."""
-        self.modules.append(module)
-        self._nodes.append(autograd_node())
+    def push(self, module: nn.Module, own: Any) -> None:
+        """Add ``module``, whose forward begins, with the object ``own``."""
+        self.calls.append((module, own))
 
-    @property
-    def node(self) -> Any:
-        """The node of the graph that backward was at when the innermost forward began; None outside of backward."""
-        return self._nodes[-1] if self._nodes else None
+    def pop(self, module: nn.Module) -> Any:
+        """Remove ``module``, whose forward has ended, and the modules inside it that an exception ended.
 
-    def pop(self, module: nn.Module) -> None:
-        """Remove ``module``, whose forward has ended, and the modules inside it that an exception ended."""
-        for i in reversed(range(len(self.modules))):
-            if self.modules[i] is module:
-                del self.modules[i:], self._nodes[i:]
-                break
+        Returns:
+            The object of ``module``; None if it is not there.
+        """
+        for i in reversed(range(len(self.calls))):
+            begun, own = self.calls[i]
+            if begun is module:
+                del self.calls[i:]
+                return own
+        return None

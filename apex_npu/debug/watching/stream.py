@@ -171,13 +171,13 @@ class Stream(TorchDispatchMode):
         """Handle the start of the forward of ``module``."""
         if self.suspended:
             return
-        if not self._modules.modules:
+        if not self._modules.calls:
             if self.when_over is not None and self._optimizer_seen:
                 self.when_over()
                 return
             self._backward_seen = False
             self._consumer.begins(module, args)
-        self._modules.push(module)
+        self._modules.push(module, autograd_node())
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         self._modules.pop(module)
@@ -185,11 +185,12 @@ class Stream(TorchDispatchMode):
             self._consumer.ended(module, output)
 
     def _current_module(self) -> str | None:
-        for module in reversed(self._modules.modules):
+        calls = self._modules.calls
+        for module, _ in reversed(calls):
             name = self.names.of_module(module)
             if name is not None:
                 return name
-        return f"({type(self._modules.modules[-1]).__name__})" if self._modules.modules else None
+        return f"({type(calls[-1][0]).__name__})" if calls else None
 
     # ---- operators -------------------------------------------------------------------------------------------------
 
@@ -238,10 +239,11 @@ class Stream(TorchDispatchMode):
     def _phase(self, operator: Operator, place: Place | Caller | None, node: Any) -> Phase:
         if node is not None:
             self._backward_seen = True
-            begun = self._modules.node
+            calls = self._modules.calls
+            begun = calls[-1][1] if calls else None  # the node at which the innermost forward has begun
             if begun is not None:  # in a checkpoint's recomputation; another node belongs to a backward within it
                 return "recompute" if node is begun else "backward"
-            return "recompute" if self._modules.modules and isinstance(place, Place) else "backward"
+            return "recompute" if calls and isinstance(place, Place) else "backward"
         return "block" if self._backward_seen and operator.written else "forward"
 
     def new_call(self, operator: Operator, place: Place | Caller | None) -> Call:
