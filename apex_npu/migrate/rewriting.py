@@ -15,7 +15,7 @@ from apex_npu.migrate.engine.names import Names
 from apex_npu.migrate.engine.program import Draft, Finding, Options, Program
 from apex_npu.migrate.engine.source import Source, UnreadableError, tree_of
 from apex_npu.migrate.parallel import convert as data_parallel
-from apex_npu.migrate.rules import apex, device, fused, own, strings
+from apex_npu.migrate.rules import apex, device, fused, own, strings, weights
 from apex_npu.migrate.rules.tables import TRAINERS
 from apex_npu.migrate.rules.targets import missing_imports, target_of, torch_import
 
@@ -40,7 +40,7 @@ _NO_TORCH = "torch is not imported at the top level: the script must import torc
 # Functions that are called for each node of a type, and functions that are called for the whole program afterwards.
 _Handler = Callable[[Program, Any], None]
 _HANDLERS: tuple[Mapping[type[ast.AST], _Handler], ...] = (device.HANDLERS, apex.HANDLERS)  # type: ignore[assignment]
-_FAMILIES = (strings.check, fused.check, amp.check, data_parallel.check, own.check)
+_FAMILIES = (strings.check, fused.check, weights.check, amp.check, data_parallel.check, own.check)
 # The rules for names of devices in strings.
 _STRINGS = ("D105", "D106", "D107")
 # The rules that add npu to a file.

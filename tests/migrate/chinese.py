@@ -30,6 +30,7 @@ TITLES = {
     "X202": "导入 apex_npu",
     "X203": "不再使用的导入",
     "X250": "没有对应接口的 apex 名称",
+    "X251": "对 16 位权重的运算",
     "O501": "torch.optim 的优化器",
     "A301": "amp.initialize",
     "A302": "amp.scale_loss",

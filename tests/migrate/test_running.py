@@ -18,6 +18,7 @@ import pytest
 import torch
 from devices import DEVICE, SIMULATOR
 
+from apex_npu import compat
 from apex_npu.__main__ import main
 from apex_npu.migrate import rewriting
 from apex_npu.migrate.run import running
@@ -211,6 +212,32 @@ def test_a_module_that_does_not_parse_fails_as_ever(rewriter, tmp_path):
     with pytest.raises(SyntaxError):
         importlib.import_module("rewritten_module")
     assert [finding.rule for finding in rewriter.findings] == ["F901"]
+
+
+ROUNDS = """
+from apex import amp
+if False:
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+    for p in model.parameters():
+        p.data.mul_(0.9)
+"""
+
+
+@pytest.mark.parametrize("way", [["rounds.py"], ["-m", "rounds"]])
+def test_arithmetic_on_16_bit_weights_is_reported(way, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    (tmp_path / "rounds.py").write_text(ROUNDS)
+    assert main(["run", *way]) == 0
+    assert "rounds.py:6:9  X251 refused" in capsys.readouterr().err
+    compat.uninstall_apex()
+
+
+def test_arithmetic_on_16_bit_weights_is_reported_on_npu_too(tmp_path):
+    rewriter = Rewriter(tmp_path)
+    exec(rewriter.compile(ROUNDS.replace("apex", "apex_npu").encode(), "t.py"), {})
+    assert [(one.rule, one.line) for one in rewriter.findings] == [("X251", 6)]
 
 
 def test_arguments():

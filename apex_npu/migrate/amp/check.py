@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from apex_npu.migrate.engine.program import Finding, Program
+from apex_npu.migrate.rules import weights
 from apex_npu.migrate.rules.tables import TRAINERS
 from apex_npu.migrate.rules.targets import UNNAMED
 
@@ -40,7 +41,12 @@ def check(program: Program) -> None:
     if has_amp is not None:
         program.note("A350", has_amp, "the program already uses amp")
         return
-    all_or_none(program, lambda: _report(Insertion(program)), ["amp"])
+    put: list[Insertion] = []
+    all_or_none(program, lambda: put.append(_reported(program)), ["amp"])
+    for one in put:
+        if one.casts_model:
+            models = {model for made in one.made for model in made.models}
+            weights.report(program, one.targets | models, (weights.ADDED,))
 
 
 def arguments_of_initialize() -> frozenset[str]:
@@ -72,13 +78,18 @@ def why_left(files: Iterable[Sequence[Finding]]) -> str:
 
 
 def drop_covered(program: Program) -> None:
-    """Drop the findings of other rules in text that is removed with torch.amp or from an optimizer's call."""
+    """Drop findings in text that is removed with torch.amp or from an optimizer's call, or that amp would cause."""
+    left_out = not any(draft.rule[0] in "AT" for draft in program.changes())
     edits = [(draft.rule[0], edit) for draft in program.changes() for edit in draft.edits]
     spans = [(edit.start, edit.end) for family, edit in edits if family == "T" or (family == "O" and not edit.text)]
     program.drafts = [
         draft
         for draft in program.drafts
-        if draft.rule[0] == "T" or not any(start <= draft.start < draft.end <= end for start, end in spans)
+        if draft.rule[0] == "T"
+        or not (
+            any(start <= draft.start < draft.end <= end for start, end in spans)
+            or (left_out and weights.ADDED in draft.links)
+        )
     ]
 
 
@@ -93,8 +104,9 @@ def _has_amp(program: Program) -> ast.stmt | None:
     return None if used is None else program.statement_of(used)
 
 
-def _report(put: Insertion) -> None:
-    """Report all findings and changes."""
+def _reported(program: Program) -> Insertion:
+    """Report all findings and changes. Return what they need to know."""
+    put = Insertion(program)
     torch_amp = put.torch_amp
     _check_libraries(put)
     if put.made:
@@ -114,6 +126,7 @@ def _report(put: Insertion) -> None:
         elif name == "torch.nn.functional.binary_cross_entropy":
             float_input(put, call)
     put_checkpoints(put)
+    return put
 
 
 def _check_libraries(put: Insertion) -> None:

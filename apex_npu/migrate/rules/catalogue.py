@@ -63,6 +63,11 @@ _RULES: dict[str, tuple[str, str]] = {
     "X202": ("the import of apex_npu", "import torch\nopt = torch.optim.SGD(params, 0.1)"),
     "X203": ("unused imports", "import torch\nfrom torch.optim import SGD\nopt = SGD(params, 0.1)"),
     "X250": ("names of apex without a counterpart", "from apex.transformer import parallel_state"),
+    "X251": (
+        "arithmetic on 16-bit weights",
+        'from apex_npu import amp\nmodel, opt = amp.initialize(model, opt, opt_level="O2")\n'
+        "for p in model.parameters():\n    p.data.mul_(0.99)",
+    ),
     "O501": ("optimizers of torch.optim", "import torch\nopt = torch.optim.Adam(params, lr=1e-3)"),
     "A301": ("amp.initialize", _loop(*_PLAIN)),
     "A302": ("amp.scale_loss", _loop(*_PLAIN)),

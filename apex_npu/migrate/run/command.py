@@ -15,7 +15,7 @@ from apex_npu._cli.command_line import Commands, add_command, fail
 from apex_npu._cli.options import OPTIONS, checked, of_environment
 from apex_npu.compat import install_as_apex
 
-from .running import Run, check, run
+from .running import Run, check, run, tell_rounding
 
 # The training frameworks with an integration that registers optimizers.
 HOSTS = ("deepspeed", "mmengine", "timm", "transformers")
@@ -118,7 +118,9 @@ def _run(options: argparse.Namespace) -> int:
         import_module("apex_npu.debug.script").look(asked)
     if options.device:
         run(settings)
-    elif options.m:
+        return 0
+    tell_rounding(settings)
+    if options.m:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(name, run_name="__main__")

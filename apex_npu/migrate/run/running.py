@@ -31,7 +31,7 @@ from apex_npu.migrate.engine.program import Finding, Options, count
 from apex_npu.migrate.engine.source import UnreadableError, apply_edits
 from apex_npu.migrate.files import reports
 from apex_npu.migrate.files.programs import exports
-from apex_npu.migrate.rewriting import TRIGGER, examined, owned_names, unreadable
+from apex_npu.migrate.rewriting import TRIGGER, examined, owned_names, rewrite, unreadable
 
 # The variable that passes a ``Run`` as JSON to processes that the script spawns.
 SPAWNED = "APEX_NPU_RUN"
@@ -96,7 +96,7 @@ class Rewriter(importlib.abc.MetaPathFinder):
         if TRIGGER.search(data):
             unsure, force = self.settings.unsure, self.settings.force
             own, others = owned_names(data), exports(Path(path), data)
-            options = Options(("D",), ("D113",), unsure=unsure, force=force, owned=own, exports=others)
+            options = Options(("D", "X251"), ("D113",), unsure=unsure, force=force, owned=own, exports=others)
             try:
                 program = examined(data, options)
                 self.findings += program.findings(path)
@@ -184,6 +184,29 @@ def check(settings: Run) -> None:
             raise ValueError(f"--also {package}: there is no package of this name")
 
 
+def _located(settings: Run) -> tuple[str, str]:
+    """Return the package and the file of a script or module."""
+    if not settings.is_module:
+        return "", settings.script
+    spec = importlib.util.find_spec(settings.script)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{settings.script}.__main__")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"no module named {settings.script}, or it is a package without __main__")
+    return spec.parent or "", spec.origin
+
+
+def tell_rounding(settings: Run) -> None:
+    """Print where a script or module computes on weights that amp keeps in 16 bits. Its modules are not read."""
+    try:
+        path = _located(settings)[1]
+        findings = rewrite(Path(path).read_bytes(), path, Options(("X251",))).findings
+    except (ImportError, OSError):
+        return  # running it raises the error
+    for line in reports.lines([finding for finding in findings if finding.status == "refused"]):
+        print(f"apex_npu: {line}", file=sys.stderr)
+
+
 def start(settings: Run, names: dict[str, Any], *, tells: bool = True) -> None:
     """Rewrite a script or module and run it in the namespace ``names``.
 
@@ -195,15 +218,8 @@ def start(settings: Run, names: dict[str, Any], *, tells: bool = True) -> None:
     sys.meta_path.insert(0, rewriter)
     if tells:
         atexit.register(rewriter.tell)
-    package, path = "", settings.script
-    if settings.is_module:
-        spec = importlib.util.find_spec(settings.script)
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{settings.script}.__main__")
-        if spec is None or spec.origin is None:
-            raise ModuleNotFoundError(f"no module named {settings.script}, or it is a package without __main__")
-        package, path = spec.parent or "", spec.origin
-        sys.argv[0] = path
+    package, path = _located(settings)
+    sys.argv[0] = path
     script = settings.script if settings.is_module else os.path.abspath(settings.script)
     os.environ[SPAWNED] = json.dumps({**asdict(settings), "script": script})
     code = rewriter.compile(Path(path).read_bytes(), path)
