@@ -12,27 +12,8 @@ import pytest
 from devices import DEVICE, SIMULATOR
 
 from apex_npu.migrate.run.running import Rewriter
-from apex_npu.migrate.run.transferring import split_command
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("train.py --lr 1", ([], "", "train.py")),
-        ("-u -W ignore train.py -m x", (["-u", "-W", "ignore"], "", "train.py")),
-        ("-Wignore -Xdev -m pkg.train a", (["-W", "ignore", "-X", "dev"], "-m", "pkg.train")),
-        ("-OOm pkg", (["-O", "-O"], "-m", "pkg")),
-        ("-uX dev -mpkg", (["-u", "-X", "dev"], "-m", "pkg")),
-        ("--check-hash-based-pycs never t.py", (["--check-hash-based-pycs", "never"], "", "t.py")),
-        ("-c print(1)", ([], "-c", "print(1)")),
-        ("-", ([], "", "-")),
-        ("-i", (["-i"], "", "")),
-    ],
-)
-def test_a_command_line_is_split_as_python_does(words, expected):
-    assert split_command(["python", *words.split()]) == expected
 
 
 def test_it_does_nothing_where_modules_are_rewritten_already(tmp_path, monkeypatch):
@@ -89,6 +70,7 @@ def test_a_script_starts_itself_again_with_its_options_and_arguments(tmp_path, w
         ("import os\nimport apex_npu.transfer", ("train.py",), "as the first statement, by itself"),
         ("import apex_npu.transfer, os", ("train.py",), "as the first statement, by itself"),
         ("from apex_npu import transfer", ("-m", "cProfile", "train.py"), "was started by another program"),
+        ("from apex_npu import transfer", ("-Bm", "train"), "was started by another program"),
     ],
 )
 def test_what_cannot_be_started_again_is_refused_with_the_way_out(tmp_path, script, words, reason):
