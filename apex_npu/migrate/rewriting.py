@@ -123,7 +123,7 @@ def examined(source: str | bytes, options: Options, path: str = "") -> Program:
     try:
         return _examined(Program(Source(source), options), path)
     except RecursionError:
-        raise UnreadableError("F904", "the file is nested too deeply for the rules") from None
+        raise UnreadableError("F901", "its expressions are nested too deeply for the rules") from None
 
 
 def _examined(program: Program, path: str) -> Program:

@@ -56,7 +56,7 @@ def test_only_code_changes(tmp_path, style):
         ("cuda", "F901"),
         ('{"cells": [1], "cuda": 2}', "F901"),
         ('{"cells": "cuda"}', "F901"),
-        ("[" * 100_000 + '"cuda"', "F904"),
+        ("[" * 100_000 + '"cuda"', "F901"),
         (notebook([("code", "x = ("), ("code", "y.cuda()")]), "F901"),
     ],
 )

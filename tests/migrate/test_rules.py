@@ -22,7 +22,7 @@ CASES = sorted(golden.CASES.glob("*.txt"))
 
 
 # Rules for files that an example cannot be.
-WITHOUT_EXAMPLE = ("F905", "F906", "F908", "F909")
+WITHOUT_EXAMPLE = ("F906", "F908", "F909")
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.id)

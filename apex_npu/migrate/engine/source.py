@@ -17,7 +17,6 @@ from itertools import accumulate, pairwise
 _LINE_END = re.compile(r"\r\n|\r|\n")
 _BODIES = ("body", "orelse", "finalbody", "handlers", "cases")
 _COMMA, _LINE_REST = re.compile(r"(\s*,)?"), re.compile(r"[ \t]*(#.*)?$", re.MULTILINE)
-_MAX_BYTES = 5_000_000
 
 
 class UnreadableError(Exception):
@@ -72,13 +71,11 @@ class Source:
         data: The text, or the bytes of the file, which are decoded by the encoding that the file names.
 
     Raises:
-        UnreadableError: The bytes are not text in that encoding, or there are too many.
+        UnreadableError: The bytes are not text in that encoding.
     """
 
     def __init__(self, data: bytes | str) -> None:
         self.encoding, self.bom = "utf-8", b""
-        if len(data) > _MAX_BYTES:
-            raise UnreadableError("F905", f"the file has more than {_MAX_BYTES} bytes")
         if isinstance(data, bytes):
             data = self._decode(data)
         self.text = data
@@ -153,12 +150,9 @@ def parse(text: str) -> ast.Module:
     """
     try:
         return ast.parse(text)
-    except SyntaxError as error:
-        raise UnreadableError(*_unparsable(text, error), line=error.lineno or 1) from None
-    except ValueError as error:
-        raise UnreadableError("F901", f"the file does not parse ({error})") from None
-    except (RecursionError, MemoryError):
-        raise UnreadableError("F904", "the file is nested too deeply to parse") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        reason, line = getattr(error, "msg", error), getattr(error, "lineno", 1)
+        raise UnreadableError("F901", f"the file does not parse ({reason or 'too deep'})", line or 1) from None
 
 
 def tree_of(data: bytes) -> ast.Module:
@@ -167,17 +161,6 @@ def tree_of(data: bytes) -> ast.Module:
         return parse(Source(data).text)
     except UnreadableError:
         return ast.Module([], [])
-
-
-def _unparsable(text: str, error: SyntaxError) -> tuple[str, str]:
-    line = "".join(text.splitlines()[(error.lineno or 0) - 1 : error.lineno or 0])
-    if re.match(r"\s*(print\s+[^(=\s]|exec\s+[^(=\s]|except\s+[\w.]+\s*,\s*\w+\s*:|raise\s+\w+\s*,)", line):
-        return "F902", f"the file is Python 2 ({error.msg}): run 2to3 first"
-    if "async=" in line.replace(" ", ""):
-        return "F902", "async is a keyword since Python 3.7: write non_blocking"
-    if "too many nested" in (error.msg or ""):
-        return "F904", "the file is nested too deeply to parse"
-    return "F901", f"the file does not parse ({error.msg}); a newer Python may parse it"
 
 
 def same_tree(one: object, other: object) -> bool:

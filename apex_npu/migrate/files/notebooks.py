@@ -80,10 +80,8 @@ def rewrite_notebook(data: bytes, path: str, rewrite: Callable[[str], Rewritten]
     try:
         text = data.decode("utf-8")
         cells = list(_cells(text))
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise UnreadableError("F901", f"the file is not a notebook ({type(error).__name__}: {error})") from None
-    except RecursionError:
-        raise UnreadableError("F904", "the file is nested too deeply to parse") from None
     pieces: list[_Piece] = []
     program = ""
     for number, texts in cells:
@@ -102,7 +100,7 @@ def rewrite_notebook(data: bytes, path: str, rewrite: Callable[[str], Rewritten]
         # A text inserted between two pieces belongs to the piece whose line it continues.
         around = [piece for piece in pieces if piece.start <= start and end <= piece.end and piece.text]
         if not around:
-            raise UnreadableError("F904", f"line {finding.line} of its program is in several strings")
+            raise UnreadableError("F901", f"line {finding.line} of its program is in several strings")
         piece = around[0 if (finding.after or "").startswith("\n") else -1]
         begin, stop = (_in_file(text, piece.text, at - piece.start) for at in (start, end))
         if finding.status == "changed":

@@ -120,13 +120,7 @@ _RULES: dict[str, tuple[str, str]] = {
     "R804": ("names that --rules keeps", "import torch\ntorch.cuda.empty_cache()"),
     "D170": ("names of --api-list", "import torch\nfold = torch.nn.Fold(4, 2)"),
     "F901": ("a file that does not parse", "torch.cuda.synchronize("),
-    "F902": ("a file for Python 2", "print torch.cuda.is_available()"),
     "F903": ("a file in another encoding", "# -*- coding: nosuch -*-\nimport torch.cuda"),
-    "F904": (
-        "a file that is nested too deeply",
-        "torch.cuda.seed(\n" + 3 * ("(" * 70 + "\n") + 3 * (")" * 70 + "\n") + ")",
-    ),
-    "F905": ("a file above 5 MB", ""),
     "F906": ("a file that cannot be read", ""),
     "F908": ("other files that name CUDA, nccl or apex", ""),
     "F909": ("an internal error", ""),
