@@ -12,7 +12,7 @@ import ast
 import importlib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,25 @@ from .targets import replaced
 _NAME = re.compile(r"\.?[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
+def _check_name(key: str, name: object) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(f"{key} must be a name such as mylib.function or .method, got {name!r}")
+
+
 @dataclass(frozen=True)
 class Rename:
     """Rename ``old``, the full name of an import, to ``new``. With a dot before them, both are names of methods."""
 
     old: str
     new: str
+
+    def __post_init__(self) -> None:
+        _check_name("old", self.old)
+        _check_name("new", self.new)
+        if self.old.startswith(".") != self.new.startswith("."):
+            raise ValueError("old and new are both methods (with a dot before them), or neither is")
+        if f"{self.new}.".startswith(f"{self.old}."):
+            raise ValueError("new begins with old: a second run would change it again")
 
     @property
     def is_beside(self) -> bool:
@@ -46,6 +59,17 @@ class Argument:
     position: int | None = None
     keyword: str | None = None
 
+    def __post_init__(self) -> None:
+        _check_name("call", self.call)
+        if (self.position is None) == (self.keyword is None):
+            raise ValueError("give one of position and keyword")
+        if self.position is not None and (type(self.position) is not int or self.position < 0):
+            raise ValueError(f"position must be an integer of at least 0, got {self.position!r}")
+        try:
+            ast.parse(self.new.strip(), mode="eval")
+        except (AttributeError, SyntaxError, ValueError, RecursionError):
+            raise ValueError(f"new must be a Python expression, got {self.new!r}") from None
+
 
 @dataclass(frozen=True)
 class Refuse:
@@ -55,12 +79,18 @@ class Refuse:
     why: str
     listed: bool = False
 
+    def __post_init__(self) -> None:
+        _check_name("name", self.name)
+
 
 @dataclass(frozen=True)
 class Keep:
     """Change no use of a name."""
 
     name: str
+
+    def __post_init__(self) -> None:
+        _check_name("name", self.name)
 
 
 OwnRule = Rename | Argument | Refuse | Keep
@@ -121,9 +151,10 @@ def read_api_list(path: str) -> tuple[OwnRule, ...]:
         listed = dict.fromkeys(map(str, listed), "")
     if not isinstance(listed, dict):
         raise RuleError(f'{path}: it has no "op_list": a list is {{"op_list": {{"torch.nn.X": "why"}}}}')
-    for name in listed:
-        _check_name(f"{path}: op_list", "name", name)
-    return tuple(Refuse(name, why if isinstance(why, str) else "", listed=True) for name, why in listed.items())
+    try:
+        return tuple(Refuse(name, why if isinstance(why, str) else "", listed=True) for name, why in listed.items())
+    except ValueError as error:
+        raise RuleError(f"{path}: op_list: {error}") from None
 
 
 def _load(path: str, *, is_toml: bool = False) -> Any:
@@ -158,50 +189,15 @@ def _rule(place: str, table: str, entry: Mapping[str, Any]) -> OwnRule:
     if unknown:
         raise RuleError(f"{place}: unknown key {unknown[0]!r}; allowed are {', '.join(names)}")
     given = {names[key]: value for key, value in entry.items()}
-    needed = {one.name for one in fields(kind) if one.default is MISSING} - given.keys()
-    for key, name in names.items():
-        if name in needed:
-            raise RuleError(f"{place}: the key {key!r} is missing")
-    for name, value in given.items():
-        wanted, called = (int, "an integer") if name == "position" else (str, "a string")
-        if type(value) is not wanted:
-            raise RuleError(f"{place}: {name} must be {called}, got {value!r}")
     parent = given.pop("parent", "")
     if table.endswith("NameModifyRule"):  # a module below its parent, or a function; one without a module is a method
         for name in ("old", "new"):
-            given[name] = f"{parent}.{given[name]}" if parent or "." not in given[name] else given[name]
-    for name in ("old", "call", "name"):
-        _check_name(place, name, given.get(name, name))
-    rule = kind(**given)
-    if isinstance(rule, Rename):
-        _check_rename(place, rule)
-    elif isinstance(rule, Argument):
-        _check_argument(place, rule)
-    return rule
-
-
-def _check_rename(place: str, rule: Rename) -> None:
-    _check_name(place, "new", rule.new)
-    if rule.old.startswith(".") != rule.new.startswith("."):
-        raise RuleError(f"{place}: old and new are both methods (with a dot before them), or neither is")
-    if f"{rule.new}.".startswith(f"{rule.old}."):
-        raise RuleError(f"{place}: new begins with old: a second run would change it again")
-
-
-def _check_argument(place: str, rule: Argument) -> None:
-    if (rule.position is None) == (rule.keyword is None):
-        raise RuleError(f"{place}: give one of position and keyword")
-    if rule.position is not None and rule.position < 0:
-        raise RuleError(f"{place}: position must be at least 0, got {rule.position}")
+            if parent or "." not in str(given.get(name)):
+                given[name] = f"{parent}.{given.get(name, '')}"
     try:
-        ast.parse(rule.new.strip(), mode="eval")
-    except (SyntaxError, ValueError, RecursionError):
-        raise RuleError(f"{place}: new must be a Python expression, got {rule.new!r}") from None
-
-
-def _check_name(place: str, key: str, name: str) -> None:
-    if not _NAME.fullmatch(name):
-        raise RuleError(f"{place}: {key} must be a name such as mylib.function or .method, got {name!r}")
+        return kind(**given)
+    except (TypeError, ValueError) as error:
+        raise RuleError(f"{place}: {error}") from None
 
 
 def concerns(data: bytes, rules: tuple[OwnRule, ...]) -> bool:
