@@ -21,14 +21,11 @@ from apex_npu.migrate.rules.targets import missing_imports, target_of, torch_imp
 
 __all__ = ["TRIGGER", "Rewritten", "rewrite"]
 
-# The rules for devices and apex find nothing in a file without any of these.
+# The rules find nothing in a file without any of these.
 TRIGGER = re.compile(
     rb"cuda|CUDA|nccl|NCCL|apex|amp_C|change_data_ptr|DataParallel|data_parallel|backends\.cudnn|flash_attn|xformers"
     rb"|bitsandbytes|cupy|pynvml|tensorrt|torch2trt|transformer_engine|nvidia\.dali"
-)
-# The same for optimizers, amp and advice.
-_TRAINING = re.compile(
-    rb"optim|backward|\.grad\b|autocast|torch\.save|GradScaler|fully_shard|FullyShard"
+    rb"|optim|backward|\.grad\b|autocast|torch\.save|GradScaler|fully_shard|FullyShard"
     rb"|DataLoader|\.long\b|int64|channels_last|" + b"|".join(map(str.encode, TRAINERS))
 )
 # Text by which a program may define a name of its own that rules would rename.
@@ -90,10 +87,7 @@ def rewrite(source: str | bytes, path: str = "train.py", options: Options | None
 
 def concerns(data: bytes, options: Options) -> bool:
     """Return whether the rules may find something in a file. This only searches its bytes."""
-    if options.data_parallel or own.concerns(data, options.own) or TRIGGER.search(data):
-        return True
-    trains = options.amp or options.has("O501") or options.has("N702")
-    return bool(trains and _TRAINING.search(data))
+    return bool(options.data_parallel or own.concerns(data, options.own) or TRIGGER.search(data))
 
 
 def rewrite_part(source: str | bytes, path: str, options: Options) -> Rewritten:
@@ -121,26 +115,23 @@ def examined(source: str | bytes, options: Options, path: str = "") -> Program:
         UnreadableError: The program cannot be read.
     """
     try:
-        return _examined(Program(Source(source), options), path)
+        program = Program(Source(source), options)
+        for node in program.names.nodes:
+            for handlers in _HANDLERS:
+                if type(node) in handlers:
+                    handlers[type(node)](program, node)
+        for check in _FAMILIES:
+            check(program)
+        unsure = {draft.start for draft in program.drafts if draft.status == "unsure"}
+        program.settle()
+        _refuse_gated(program)
+        _respect_unread(program)
+        _respect_npu(program, unsure)
+        amp.drop_covered(program)
+        fused.check_imports(program, path)
+        _add_first_lines(program)
     except RecursionError:
         raise UnreadableError("F901", "its expressions are nested too deeply for the rules") from None
-
-
-def _examined(program: Program, path: str) -> Program:
-    for node in program.names.nodes:
-        for handlers in _HANDLERS:
-            if type(node) in handlers:
-                handlers[type(node)](program, node)
-    for check in _FAMILIES:
-        check(program)
-    unsure = {draft.start for draft in program.drafts if draft.status == "unsure"}
-    program.settle()
-    _refuse_gated(program)
-    _respect_unread(program)
-    _respect_npu(program, unsure)
-    amp.drop_covered(program)
-    fused.check_imports(program, path)
-    _add_first_lines(program)
     return program
 
 

@@ -78,13 +78,12 @@ def _replace(changes: Sequence[FileChange], backup: bool) -> None:
 def _check_committed(changes: Sequence[FileChange]) -> None:
     for root in dict.fromkeys(change.target.root for change in changes):
         paths = [change.target.path for change in changes if change.target.root == root]
-        literal = [f":(literal){path}" for path in paths]
-        tracked = (git(root, "ls-files", "-z", "--", *literal) or "").split("\0")
-        dirty = (git(root, "status", "--porcelain", "-z", "--", *literal) or "").partition("\0")[0]
-        untracked = sorted(set(paths) - set(tracked))
-        if untracked or dirty:
-            name = untracked[0] if untracked else next((path for path in paths if dirty.endswith(path)), paths[0])
-            what = "is not in git" if untracked else "has changes that are not committed"
+        options = ("--porcelain", "-z", "--ignored", "--untracked-files=all")
+        listed = git(root, "status", *options, "--", *(f":(literal){path}" for path in paths))
+        if listed != "":
+            status, _, first = (listed or "??").partition("\0")[0].partition(" ")
+            name = next((path for path in paths if first.endswith(path)), paths[0])
+            what = "is not in git" if status in ("??", "!!") else "has changes that are not committed"
             raise ValueError(
                 f"{root / name} {what}: commit first, or pass --backup or --allow-dirty; nothing has been changed"
             )
