@@ -138,9 +138,8 @@ def _save(put: Insertion, call: ast.Call, parent: ast.AST | None) -> None:
     """Save ``amp.state_dict()`` beside the state of an optimizer, unless the program saved that of a GradScaler."""
     if put.torch_amp.scalers:
         return
-    if isinstance(parent, ast.Dict) and all(
-        isinstance(key, ast.Constant) and key.value != "amp" for key in parent.keys
-    ):
+    keys = parent.keys if isinstance(parent, ast.Dict) else []
+    if isinstance(parent, ast.Dict) and all(isinstance(key, ast.Constant) and key.value != "amp" for key in keys):
         at = parent.values.index(call)
         (key, _), (_, end) = put.source.span(parent.keys[at] or call), put.source.span(call)
         line = put.source.line_start(put.source.place(key)[0])

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.source import Edit, apply_edits, without
-from apex_npu.migrate.engine.syntax import given_to, text
+from apex_npu.migrate.engine.syntax import constant, given_to, keywords, text
 from apex_npu.migrate.rules.targets import replaced
 
 from .training import UnclearError, check_own_lines
@@ -68,7 +68,7 @@ class TorchAmp:
         statement = None if call is None else self.program.parent(call)
         if not isinstance(call, ast.Call) or not isinstance(statement, ast.Assign) or not text(statement.targets[0]):
             raise UnclearError(node, "A355", "the scaler is not assigned to a name")
-        settings = {one.arg for one in call.keywords} - {"device", "enabled"}
+        settings = keywords(call).keys() - {"device", "enabled"}
         if len(statement.targets) > 1 or len(call.args) > (not self._is_for_cuda(call)) or settings:
             reason = "the scaler has settings: pass them to amp by --amp-args, and remove them here"
             raise UnclearError(node, "A355", reason)
@@ -80,11 +80,11 @@ class TorchAmp:
         block = None if item is None else self.program.parent(item)
         if not isinstance(call, ast.Call) or not isinstance(item, ast.withitem) or not isinstance(block, ast.With):
             raise UnclearError(node, "A355", "autocast is not used in a with statement")
-        if item.optional_vars is not None or {one.arg for one in call.keywords} - {"device_type", "dtype", "enabled"}:
+        if item.optional_vars is not None or keywords(call).keys() - {"device_type", "dtype", "enabled"}:
             raise UnclearError(node, "A355", "autocast has a name (as), or settings that amp does not have")
-        given = {one.arg: one.value for one in call.keywords}
+        given = keywords(call)
         device = next(iter([] if self._is_for_cuda(call) else call.args), given.get("device_type"))
-        if isinstance(device, ast.Constant) and device.value == "cpu":
+        if constant(device) == "cpu":
             raise UnclearError(node, "A355", "autocast is for the CPU")
         if len(call.args) > 1:
             raise UnclearError(node, "A355", "pass the arguments of autocast by keyword")
@@ -102,7 +102,7 @@ class TorchAmp:
     def _enable(self, call: ast.Call) -> None:
         given = [one.value for one in call.keywords if one.arg == "enabled"]
         for value in given or (call.args if self._is_for_cuda(call) else []):
-            if isinstance(value, ast.Constant) and value.value is True:
+            if constant(value) is True:
                 continue
             if not self._is_simple(value) or self.enabled not in ("", ast.unparse(value)):
                 raise UnclearError(call, "A355", "enabled= is computed, or differs: pass one variable everywhere")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from apex_npu.migrate.engine.names import Scope
 from apex_npu.migrate.engine.program import Program
-from apex_npu.migrate.engine.syntax import argument, given_to, method_of, text
+from apex_npu.migrate.engine.syntax import argument, constant, given_to, method_of, text
 
 _OPTIMIZER = re.compile(
     r"torch\.optim\.((?!lr_scheduler|swa_utils)\w+\.)?[A-Z]\w*|apex(_npu)?\.optimizers\.(?!WarmupLR|FusedEMA)(\w+\.)?[A-Z]\w*"
@@ -346,4 +346,4 @@ class Training:
 
 
 def _gets_none(node: ast.AST | None) -> bool:
-    return isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is None
+    return isinstance(node, ast.Assign) and constant(node.value) is None

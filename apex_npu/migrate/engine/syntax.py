@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import ast
 
+_UNKNOWN = object()
+
 
 def root_of(node: ast.AST) -> ast.AST:
     """Return the expression whose attribute, or an attribute of whose attribute, ``node`` is."""
@@ -41,6 +43,16 @@ def argument(call: ast.Call, place: int, name: str) -> ast.expr | None:
     """Return the value that a call passes for an argument, by place or name."""
     given = [*call.args[place : place + 1], *(one.value for one in call.keywords if one.arg == name)]
     return given[0] if given else None
+
+
+def keywords(call: ast.Call) -> dict[str | None, ast.expr]:
+    """Return the values that a call passes by name; that of ``**`` has the name None."""
+    return {one.arg: one.value for one in call.keywords}
+
+
+def constant(node: ast.AST | None) -> object:
+    """Return the value of a literal; for other expressions an object that equals nothing else."""
+    return node.value if isinstance(node, ast.Constant) else _UNKNOWN
 
 
 def is_told(call: ast.Call) -> bool:

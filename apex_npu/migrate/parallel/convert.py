@@ -14,7 +14,7 @@ from apex_npu.migrate.amp.initialize import COMBINE, Insertion, check_moves, pla
 from apex_npu.migrate.amp.training import UnclearError, all_or_none, check_own_lines
 from apex_npu.migrate.engine.program import PARALLEL, Program
 from apex_npu.migrate.engine.source import Edit
-from apex_npu.migrate.engine.syntax import argument, is_told, last_name, method_of, text
+from apex_npu.migrate.engine.syntax import argument, constant, is_told, keywords, last_name, method_of, text
 from apex_npu.migrate.rules.targets import replaced, target_of, torch_name
 
 from .loaders import ELSEWHERE, UNSEEDED, Loaders, unseeded
@@ -109,11 +109,9 @@ def _parallel(program: Program) -> Iterator[ast.expr]:
 def _check_cards(program: Program) -> None:
     """Refuse devices with a number, since each process uses another card."""
     for node in program.every(ast.Constant, ast.Call):
-        text = str(node.value) if isinstance(node, ast.Constant) else ""
+        text = str(constant(node))
         named = repr(text) if text.startswith(("cuda:", "npu:")) and text != "cuda:0" else ""
-        if isinstance(node, ast.Call):
-            named = _numbered(program, node)
-        if named:
+        if named := _numbered(program, node) if isinstance(node, ast.Call) else named:
             reason = f"{named} selects a card, but every process has its own: write the device without its number"
             raise UnclearError(node, "P601", reason)
 
@@ -131,9 +129,9 @@ def _numbered(program: Program, call: ast.Call) -> str:
         return f"{dotted or name}()"
     if dotted == "torch.device" and len(call.args) + len(call.keywords) > 1:
         return "torch.device(type, index)"
-    if name in ("cuda", "npu") and not dotted and numbered and _type_of(numbered[0]) is not bool:
+    if name in ("cuda", "npu") and not dotted and numbered and type(constant(numbered[0])) is not bool:
         return f"{name}(device)"
-    if int in map(_type_of, numbered if name == "to" or dotted == "torch.device" else given):
+    if int in [type(constant(one)) for one in (numbered if name == "to" or dotted == "torch.device" else given)]:
         return f"{name or dotted}() with a number"
     return ""
 
@@ -151,13 +149,8 @@ def _check_visible(program: Program) -> None:
             value = parent.args[-1]
         elif isinstance(parent, ast.Dict) and node in parent.keys:
             value = parent.values[parent.keys.index(node)]
-        several = isinstance(value, ast.Constant) and "," in str(value.value)
-        if value is not None and not several:
+        if value is not None and "," not in str(constant(value)):
             raise UnclearError(node, "P601", f"{node.value} gives every process the same card: set it in the shell")
-
-
-def _type_of(node: ast.expr) -> type:
-    return type(node.value) if isinstance(node, ast.Constant) else object
 
 
 def _enter(program: Program, torch: str) -> None:
@@ -235,7 +228,7 @@ def _check_splits(program: Program, loaders: Loaders) -> None:
 
 
 def _sample_one(program: Program, call: ast.Call, torch: str) -> None:
-    given = {one.arg for one in call.keywords}
+    given = keywords(call)
     for name in ("sampler", "batch_sampler"):
         if name in given or len(call.args) > 3:
             raise UnclearError(call, "P602", f"it has a {name}: let that select a part of the data for each process")
@@ -250,11 +243,9 @@ def _sample_one(program: Program, call: ast.Call, torch: str) -> None:
     there = f"{torch}.distributed.is_initialized()"
     part = f"{torch}.utils.data.DistributedSampler({text(dataset)}, shuffle={shuffled or 'False'})"
     edits: list[Edit] = []
-    is_off = shuffle is None or (isinstance(shuffle, ast.Constant) and not shuffle.value)
-    if shuffle is not None and not is_off:
-        is_on = isinstance(shuffle, ast.Constant) and shuffle.value is True
-        new = f"not {there}" if is_on else f"{shuffled if text(shuffle) else f'({shuffled})'} and not {there}"
-        edits.append(replaced(program, shuffle, new))
+    if shuffle is not None and constant(shuffle):
+        asked = "" if constant(shuffle) is True else f"{shuffled} and " if text(shuffle) else f"({shuffled}) and "
+        edits.append(replaced(program, shuffle, f"{asked}not {there}"))
     last = max([*call.args, *(one.value for one in call.keywords)], key=lambda one: source.span(one)[1])
     end = source.span(last)[1]
     while source.text[end : end + 1] == ")" and end + 1 < source.span(call)[1]:

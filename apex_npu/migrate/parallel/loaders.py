@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from apex_npu.migrate.amp.initialize import Insertion
 from apex_npu.migrate.amp.training import UnclearError
 from apex_npu.migrate.engine.program import Program
-from apex_npu.migrate.engine.syntax import argument, text
+from apex_npu.migrate.engine.syntax import argument, constant, keywords, text
 
 _LOADER = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -54,9 +54,8 @@ def unseeded(program: Program) -> Iterator[tuple[ast.Call, bool]]:
 
 def _is_fixed(call: ast.Call, argument: str) -> bool:
     """Return whether ``call`` gets a seed, or draws nothing."""
-    given = {one.arg: one.value for one in call.keywords}
-    shuffle = given.get("shuffle")
-    in_order = isinstance(shuffle, ast.Constant) and not shuffle.value
+    given = keywords(call)
+    in_order = not constant(given.get("shuffle"))
     return argument in given or None in given or in_order or (argument == "generator" and len(call.args) > 2)
 
 

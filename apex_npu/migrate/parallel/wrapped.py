@@ -11,7 +11,7 @@ from apex_npu.migrate.amp.initialize import Insertion
 from apex_npu.migrate.amp.training import UnclearError
 from apex_npu.migrate.engine.names import Scope
 from apex_npu.migrate.engine.program import Program
-from apex_npu.migrate.engine.syntax import argument, text
+from apex_npu.migrate.engine.syntax import argument, constant, text
 from apex_npu.migrate.rules.targets import replaced, torch_name
 
 # Attributes that DistributedDataParallel has as well and that do the same there.
@@ -110,7 +110,7 @@ def _looks_inside(program: Program, node: ast.expr) -> bool:
         name = program.dotted(parent.func) or text(parent.func)
         named = parent.args[1] if len(parent.args) > 1 else None
         if name in _LOOKS.split():
-            return not (isinstance(named, ast.Constant) and named.value == "module")
+            return constant(named) != "module"
     return isinstance(parent, ast.Starred) or _is_saved(program, node)
 
 

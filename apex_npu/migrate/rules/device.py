@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.source import Edit
-from apex_npu.migrate.engine.syntax import root_of, text
+from apex_npu.migrate.engine.syntax import constant, keywords, root_of, text
 
 from . import tables
 from .tables import SIMILAR
@@ -24,6 +24,7 @@ _DATA_PARALLEL = re.compile(r"torch\.nn\.(parallel\.)?(data_parallel\.)?(DataPar
 _PROFILERS = ("torch.autograd.profiler.profile", "torch.profiler.profile", "torch.profiler.profiler.profile")
 _LOADERS = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 _ACTIVITY = "torch.profiler.ProfilerActivity.CUDA"
+_IF_TRUE = 'write use_device="npu" if it is true, and remove the argument if not'
 _USE_ACTIVITIES = "pass activities instead of use_cuda"
 _NOT_PORTABLE = "the import is for one device: in portable code write torch.get_device_module(...) or torch.amp instead"
 _RANGES = "similar: msprof shows these ranges, NVIDIA's tools do not"
@@ -214,26 +215,21 @@ def _call(program: Program, node: ast.Call) -> None:
         code = called.id in ("eval", "exec")
         match, pattern = (re.search, r"\bcuda\b") if code else (re.fullmatch, r"cuda|is_cuda")
         for one in node.args[:2]:
-            if isinstance(one, ast.Constant) and isinstance(one.value, str) and match(pattern, one.value):
-                program.refuse("D153", node, LOOKED_UP.format(repr(one.value)))
+            if match(pattern, str(constant(one))):
+                program.refuse("D153", node, LOOKED_UP.format(repr(constant(one))))
     if dotted in _LOADERS:
-        given = {one.arg: one.value for one in node.keywords}
-        if "pin_memory" in given and not _is_false(given["pin_memory"]):
+        given = keywords(node)
+        if constant(given.get("pin_memory", ast.Constant(False))):
             program.note("N701", given["pin_memory"], "it works on npu; remove it if the host runs out of memory")
-        if None not in given and ("drop_last" not in given or _is_false(given["drop_last"])):
+        if None not in given and not constant(given.get("drop_last", ast.Constant(False))):
             program.note("N702", node, _LAST_BATCH)
     elif isinstance(called, ast.Attribute) and called.attr == "long" and not node.args:
         program.note("N703", program.method_span(called), tables.INT64)
 
 
-def _is_false(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and not node.value
-
-
 def _use_cuda(program: Program, keyword: ast.keyword, called: str) -> None:
     span = program.source.span(keyword)
-    is_true = isinstance(keyword.value, ast.Constant) and keyword.value.value is True
-    refusal = "" if is_true else 'write use_device="npu" if it is true, and remove the argument if not'
+    refusal = "" if constant(keyword.value) is True else _IF_TRUE
     refusal = _USE_ACTIVITIES if called.startswith("torch.profiler.") else refusal
     edit = Edit(*span, f"use_device={target_of(program).profiled()}")
     program.report("D110", "changed", span, [edit], refusal=refusal)

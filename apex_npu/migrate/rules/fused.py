@@ -13,7 +13,7 @@ from pathlib import PurePath
 
 from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.source import Edit, without
-from apex_npu.migrate.engine.syntax import is_told
+from apex_npu.migrate.engine.syntax import constant, is_told
 
 from .tables import FUSED, FUSED_CHOICES, FUSED_KEYWORDS
 from .targets import UNNAMED, name_of, replaced, torch_import
@@ -39,7 +39,7 @@ def check(program: Program) -> None:
 def _is_sparse(node: ast.Call) -> bool:
     """Return whether a call makes sparse gradients, which fused optimizers do not accept."""
     given = [keyword.value for keyword in node.keywords if keyword.arg == "sparse"]
-    return any(not (isinstance(value, ast.Constant) and value.value is False) for value in given)
+    return any(constant(value) is not False for value in given)
 
 
 def _is_annotation(program: Program, node: ast.AST) -> bool:

@@ -8,7 +8,7 @@ import ast
 import re
 
 from apex_npu.migrate.engine.program import Program
-from apex_npu.migrate.engine.syntax import last_name
+from apex_npu.migrate.engine.syntax import constant, last_name
 
 from .device import LOOKED_UP, missing, without
 from .tables import DEVICE_ARGUMENTS, DEVICE_KEYWORDS, ENVIRONMENT
@@ -81,7 +81,7 @@ def _device(program: Program, devices: Devices, node: ast.Constant) -> None:
 
 def _fstring(program: Program, node: ast.JoinedStr) -> None:
     first = node.values[0] if node.values else None
-    if len(node.values) != 2 or not (isinstance(first, ast.Constant) and first.value == "cuda:"):
+    if len(node.values) != 2 or constant(first) != "cuda:":
         return
     start, end = program.source.span(node)
     found = _FSTRING.match(program.source.text, start, end)
@@ -122,7 +122,7 @@ class Devices:
             self._names.update(filter(None, map(last_name, at.targets)))
         call = self.program.parent(at) if isinstance(at, ast.keyword) else None
         if isinstance(call, ast.Call) and last_name(call.func) == "add_argument":
-            flags = (one.value for one in call.args if isinstance(one, ast.Constant) and isinstance(one.value, str))
+            flags = [flag for flag in map(constant, call.args) if isinstance(flag, str)]
             self._names.update(flag.lstrip("-").replace("-", "_") for flag in flags)
 
     def is_place(self, node: ast.expr) -> bool:
@@ -130,12 +130,12 @@ class Devices:
         parent = self.program.parent(node)
         if isinstance(parent, ast.IfExp) and node is not parent.test:
             other = parent.orelse if node is parent.body else parent.body
-            if (isinstance(other, ast.Constant) and other.value == "cpu") or self._asks_for_cuda(parent.test):
+            if constant(other) == "cpu" or self._asks_for_cuda(parent.test):
                 return True
         elif isinstance(parent, ast.Dict):
             around = self.program.parent(parent)
             key = parent.keys[parent.values.index(node)] if node in parent.values else None
-            if isinstance(key, ast.Constant) and _speaks_of_device(key.value):
+            if _speaks_of_device(constant(key)):
                 return True
             if node in parent.keys and not (isinstance(around, ast.keyword) and around.arg in DEVICE_KEYWORDS):
                 return False
@@ -167,8 +167,7 @@ class Devices:
             inside = node.func.value if isinstance(node.func, ast.Attribute) else None
             return any(map(self._has_device, (node.func, inside, *node.args[:1])))
         if isinstance(node, ast.Subscript):
-            key = node.slice
-            return self._has_device(node.value) or (isinstance(key, ast.Constant) and _speaks_of_device(key.value))
+            return self._has_device(node.value) or _speaks_of_device(constant(node.slice))
         name = last_name(node)
         return name == "type" or name in self._names or _speaks_of_device(name)
 
@@ -182,8 +181,7 @@ class Devices:
         if not isinstance(call, ast.Call):
             return False
         if keyword.arg in ("default", "choices", "const"):
-            flags = any(isinstance(one, ast.Constant) and _speaks_of_device(one.value) for one in call.args)
-            return flags or last_name(call.func) == "add_argument"
+            return last_name(call.func) == "add_argument" or self._has_flag(call.args)
         return keyword.arg == "type" and self.program.dotted(call.func) == "torch.device"
 
     def _is_argument(self, call: ast.Call, argument: ast.AST) -> bool:
@@ -197,5 +195,7 @@ class Devices:
             return True
         if isinstance(call.func, ast.Attribute) and self._has_device(call.func.value):
             return name in SEARCHES
-        before = call.args[:place]
-        return any(isinstance(one, ast.Constant) and _speaks_of_device(one.value) for one in before)
+        return self._has_flag(call.args[:place])
+
+    def _has_flag(self, arguments: list[ast.expr]) -> bool:
+        return any(_speaks_of_device(constant(one)) for one in arguments)

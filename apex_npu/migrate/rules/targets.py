@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from apex_npu.migrate.engine.names import module_of
 from apex_npu.migrate.engine.program import LITERAL, Program
 from apex_npu.migrate.engine.source import Edit
-from apex_npu.migrate.engine.syntax import is_told
+from apex_npu.migrate.engine.syntax import constant, is_told
 
 from .tables import RENAMED, SIMILAR
 
@@ -163,7 +163,7 @@ class Portable(Npu):
         if call.args:
             given = call.args[0]
             if not isinstance(given, (ast.Name, ast.Attribute)):
-                return [None if isinstance(given, ast.Constant) and given.value is None else first]
+                return [None if constant(given) is None else first]
             span = program.source.span(given)
             name = program.source.text[slice(*span)]
             return [first, replaced(program, given, f"{_ACCELERATOR} if {name} is None else {name}")]

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Set
 
 from apex_npu.migrate.engine.program import Program
-from apex_npu.migrate.engine.syntax import argument, is_told, last_name, text
+from apex_npu.migrate.engine.syntax import argument, constant, is_told, last_name, text
 
 _OF_AMP = re.compile(r"apex(_npu)?\.amp\.(frontend\.|handle\.)?\w+")
 _ARITHMETIC = re.compile(r"(add|addcdiv|addcmul|div|lerp|mul|pow|sub)_")
@@ -29,9 +29,8 @@ def check(program: Program) -> None:
         if not _OF_AMP.fullmatch(dotted):
             continue
         if dotted.endswith(".initialize"):
-            level = argument(call, 3, "opt_level")
-            known = level.value if isinstance(level, ast.Constant) else "O1"
-            if known not in ("O2", "O5") and (isinstance(level, ast.Constant) or (level is None and is_told(call))):
+            level = argument(call, 3, "opt_level") or (ast.Constant("O1") if is_told(call) else None)
+            if isinstance(level, ast.Constant) and level.value not in ("O2", "O5"):
                 return
         parent = program.parent(call)
         targets = parent.targets if isinstance(parent, ast.Assign) else []
@@ -86,7 +85,7 @@ def _name(node: ast.AST) -> str:
 def _is_weight(program: Program, node: ast.AST, name: str, names: Set[str]) -> bool:
     """Return whether loops around ``node`` take ``name`` from the weights of one of ``names``."""
     sources = [*_sources(program, node, name)] if name else []
-    of_groups = any(isinstance(one, ast.Constant) and one.value == "params" for one in sources)
+    of_groups = "params" in map(constant, sources)
     for one in sources:
         weights = ("parameters", "named_parameters", *(["param_groups"] if of_groups else []))
         if isinstance(one, ast.Attribute) and one.attr in weights:
