@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from apex_npu.migrate.amp import check as amp
-from apex_npu.migrate.engine.names import Names
 from apex_npu.migrate.engine.program import Draft, Finding, Options, Program
 from apex_npu.migrate.engine.source import Source, UnreadableError, tree_of
 from apex_npu.migrate.parallel import convert as data_parallel
@@ -172,22 +171,17 @@ def _refuse_gated(program: Program) -> None:
 
 def _respect_unread(program: Program) -> None:
     """Refuse a file that gets torch from a module that is not read, since only some of its places would change."""
-    names = program.names
-    places = [
-        node for node in program.every(ast.Name) if node.id in ("torch", "cuda") and _is_unread(program.names, node)
-    ]
+    names, places = program.names, []
+    for node in program.every(ast.Name):
+        if node.id in ("torch", "cuda"):
+            known = names.dotted(node)
+            unbound = names.stars and names.scope(node).find(node.id) is None
+            places += [node] if known.endswith(".torch") or (unbound and not known) else []
     cuda = any(node.id == "cuda" or getattr(program.parent(node), "attr", "") == "cuda" for node in places)
     if places and (cuda or _device_changes(program)):
         module = names.stars[0] if names.stars else program.dotted(places[0]).rpartition(".")[0]
         message = f"{places[0].id} comes from {module}, which is not read here: import it by its own name"
         _leave_file(program, "D102", program.source.span(places[0])[0], message)
-
-
-def _is_unread(names: Names, node: ast.Name) -> bool:
-    """Return whether a name may come from a module that is not read."""
-    known = names.dotted(node)
-    unbound = bool(names.stars) and names.scope(node).find(node.id) is None
-    return known.endswith(".torch") if known else unbound
 
 
 def _device_changes(program: Program) -> list[Draft]:

@@ -12,7 +12,7 @@ from json.decoder import scanstring  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any
 
-from apex_npu.migrate.engine.source import Source, UnreadableError
+from apex_npu.migrate.engine.source import Edit, Source, UnreadableError, apply_edits
 from apex_npu.migrate.rewriting import Rewritten
 
 _ESCAPE = re.compile(r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\.|.", re.DOTALL)
@@ -92,7 +92,7 @@ def rewrite_notebook(data: bytes, path: str, rewrite: Callable[[str], Rewritten]
         program += _python("".join(texts)) + "\n"
     rewritten = rewrite(program)
     file, source = Source(text), Source(program)
-    edits: list[tuple[int, int, str]] = []
+    edits: list[Edit] = []
     findings = []
     for finding in rewritten.findings:
         start = source.line_start(finding.line) + finding.column - 1
@@ -104,14 +104,12 @@ def rewrite_notebook(data: bytes, path: str, rewrite: Callable[[str], Rewritten]
         piece = around[0 if (finding.after or "").startswith("\n") else -1]
         begin, stop = (_in_file(text, piece.text, at - piece.start) for at in (start, end))
         if finding.status == "changed":
-            edits.append((begin, stop, json.dumps(finding.after, ensure_ascii=False)[1:-1]))
+            edits.append(Edit(begin, stop, json.dumps(finding.after, ensure_ascii=False)[1:-1]))
         (line, column), (end_line, end_column) = file.place(begin), file.place(stop)
         places: dict[str, Any] = {"line": line, "column": column, "end_line": end_line, "end_column": end_column}
         message = f"cell {piece.cell}" + (f": {finding.message}" if finding.message else "")
         findings.append(replace(finding, path=path, message=message, **places))
-    for begin, stop, new in sorted(edits, reverse=True):
-        text = text[:begin] + new + text[stop:]
-    return Rewritten(text.encode("utf-8") if edits else data, tuple(findings))
+    return Rewritten(apply_edits(text, edits).encode("utf-8") if edits else data, tuple(findings))
 
 
 def _in_file(text: str, piece: _Text, offset: int) -> int:

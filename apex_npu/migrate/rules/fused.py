@@ -13,11 +13,12 @@ from pathlib import PurePath
 
 from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.source import Edit, without
-from apex_npu.migrate.engine.syntax import constant, is_told
+from apex_npu.migrate.engine.syntax import constant, is_told, keywords, text
 
 from .tables import FUSED, FUSED_CHOICES, FUSED_KEYWORDS
 from .targets import UNNAMED, name_of, replaced, torch_import
 
+_OFF = ast.Constant(value=False)
 _PASSED_ON = "the class is passed on or compared: replace all of its uses by the fused class by hand"
 
 
@@ -25,7 +26,10 @@ def check(program: Program) -> None:
     """Report what the rules for optimizers find."""
     if not program.options.has("O501"):
         return
-    sparse = next(filter(_is_sparse, program.every(ast.Call)), None)
+    # A call that makes sparse gradients, which fused optimizers do not accept.
+    sparse = next(
+        (call for call in program.every(ast.Call) if constant(keywords(call).get("sparse", _OFF)) is not False), None
+    )
     for node in program.loaded():
         module, _, name = program.dotted(node).rpartition(".")
         if (
@@ -34,12 +38,6 @@ def check(program: Program) -> None:
             and not _is_annotation(program, node)
         ):
             _use(program, node, name, sparse)
-
-
-def _is_sparse(node: ast.Call) -> bool:
-    """Return whether a call makes sparse gradients, which fused optimizers do not accept."""
-    given = [keyword.value for keyword in node.keywords if keyword.arg == "sparse"]
-    return any(constant(value) is not False for value in given)
 
 
 def _is_annotation(program: Program, node: ast.AST) -> bool:
@@ -52,23 +50,21 @@ def _is_annotation(program: Program, node: ast.AST) -> bool:
 def _use(program: Program, node: ast.expr, name: str, sparse: ast.Call | None) -> None:
     call, links, optimizers = program.parent(node), [f"class {name}"], name_of(program, "optimizers")
     if not isinstance(call, ast.Call) or call.func is not node:
-        program.refuse("O501", node, _PASSED_ON, links if _asks(call) else ())
+        # Optimizers of a class that the program compares with stay.
+        asks = isinstance(call, ast.Call) and text(call.func) in ("isinstance", "issubclass")
+        asks |= isinstance(call, (ast.Compare, ast.Tuple))
+        program.refuse("O501", node, _PASSED_ON, links if asks else ())
         return
     refusal = UNNAMED if optimizers is None else _lacking(call, name)
     if sparse is not None:
         refusal = f"gradients are sparse (line {sparse.lineno}), which fused optimizers do not take"
-    edits = [replaced(program, node, f"{optimizers}.{FUSED[name][0]}"), *([] if refusal else _dropped(program, call))]
+    given: list[ast.expr | ast.keyword] = sorted([*call.args, *call.keywords], key=program.source.span)
+    # foreach and fused choose between torch's implementations.
+    gone = [isinstance(one, ast.keyword) and one.arg in FUSED_CHOICES and not refusal for one in given]
+    edits = [replaced(program, node, f"{optimizers}.{FUSED[name][0]}")]
+    edits += without(program.source, [*map(program.source.span, given)], gone) if any(gone) else []
     span = program.source.span(node)[0], max(program.source.span(node)[1], *(edit.end for edit in edits))
     program.report("O501", "changed", span if len(edits) > 1 else node, edits, links=links, refusal=refusal)
-
-
-def _asks(parent: ast.AST | None) -> bool:
-    """Return whether the program compares with a class, as by ``isinstance``, so that its optimizers must stay."""
-    return isinstance(parent, (ast.Compare, ast.Tuple)) or (
-        isinstance(parent, ast.Call)
-        and isinstance(parent.func, ast.Name)
-        and parent.func.id in ("isinstance", "issubclass")
-    )
 
 
 def _lacking(call: ast.Call, name: str) -> str:
@@ -82,14 +78,6 @@ def _lacking(call: ast.Call, name: str) -> str:
     return f"{ours} has no argument {unknown[0]}" if unknown else ""
 
 
-def _dropped(program: Program, call: ast.Call) -> list[Edit]:
-    """Return edits that remove the arguments foreach and fused, which choose between torch's implementations."""
-    given: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
-    given.sort(key=program.source.span)
-    gone = [isinstance(one, ast.keyword) and one.arg in FUSED_CHOICES for one in given]
-    return without(program.source, [*map(program.source.span, given)], gone)
-
-
 _FAMILIES = ("O501", "T", "D110")
 
 
@@ -101,10 +89,11 @@ def check_imports(program: Program, path: str) -> None:
     if not edits or PurePath(path).name == "__init__.py" or "__all__" in program.names.module.bindings:
         return
     for node in program.every(ast.Import, ast.ImportFrom):
-        if node is not torch_import(program):
-            unused = [alias for alias in node.names if _is_unused(program, node, alias, edits)]
-            if unused and not _is_edited(program, node):
-                _remove(program, node, unused)
+        start, end = program.source.span(node)
+        edited = any(start <= draft.start < end or start < draft.end <= end for draft in program.changes())
+        unused = [alias for alias in node.names if _is_unused(program, node, alias, edits)]
+        if unused and not edited and node is not torch_import(program):
+            _remove(program, node, unused)
 
 
 def _is_unused(program: Program, node: ast.Import | ast.ImportFrom, alias: ast.alias, edits: Sequence[Edit]) -> bool:
@@ -123,11 +112,6 @@ def _is_unused(program: Program, node: ast.Import | ast.ImportFrom, alias: ast.a
     starts = [program.source.span(use)[0] for use in uses]
     gone = all(any(edit.start <= start < edit.end for edit in edits) for start in starts)
     return bool(uses) and exact and gone
-
-
-def _is_edited(program: Program, node: ast.stmt) -> bool:
-    start, end = program.source.span(node)
-    return any(start <= draft.start < end or start < draft.end <= end for draft in program.changes())
 
 
 def _remove(program: Program, node: ast.Import | ast.ImportFrom, unused: list[ast.alias]) -> None:
