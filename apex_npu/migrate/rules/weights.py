@@ -61,12 +61,18 @@ def _written(node: ast.Call | ast.Assign | ast.AugAssign) -> ast.expr | None:
     if isinstance(node, ast.AugAssign):
         return node.target
     if isinstance(node, ast.Call):
-        called = node.func
-        return called.value if isinstance(called, ast.Attribute) and _ARITHMETIC.fullmatch(called.attr) else None
-    target = node.targets[0]  # p.data = p.data * decay
-    inside = [*ast.walk(node.value)]
-    computes = any(isinstance(one, ast.BinOp) for one in inside) and text(target) in map(text, inside)
-    return target if isinstance(target, ast.Attribute) and target.attr == "data" and computes else None
+        if not isinstance(node.func, ast.Attribute):
+            return None
+        target, values, copies = node.func.value, node.args, node.func.attr == "copy_"
+        if _ARITHMETIC.fullmatch(node.func.attr):
+            return target
+    else:
+        target, values = node.targets[0], [node.value]
+        copies = isinstance(target, ast.Attribute) and target.attr == "data"
+    # p.copy_(p * decay), p.data = p.data * decay
+    inside = [one for value in values for one in ast.walk(value)]
+    again = any(isinstance(one, ast.Name) and one.id == _name(target) for one in inside)
+    return target if copies and again and any(isinstance(one, ast.BinOp) for one in inside) else None
 
 
 def _name(node: ast.AST) -> str:
@@ -111,7 +117,8 @@ def _given(target: ast.expr, iterable: ast.expr, name: str) -> ast.expr | None:
     if isinstance(target, ast.Tuple) and isinstance(iterable, ast.Call) and last_name(iterable.func) == "zip":
         pairs = zip(target.elts, iterable.args, strict=False)
         return next((found for one, each in pairs if (found := _given(one, each, name)) is not None), None)
-    return iterable if any(getattr(one, "id", "") == name for one in ast.walk(target)) else None
+    derived = isinstance(iterable, (ast.ListComp, ast.GeneratorExp)) and not isinstance(iterable.elt, ast.Name)
+    return iterable if not derived and any(getattr(one, "id", "") == name for one in ast.walk(target)) else None
 
 
 def _is_float32(program: Program, node: ast.AST) -> bool:
