@@ -35,8 +35,8 @@ _SHARED_LINE = (
 _NO_TORCH = "torch is not imported at the top level: the script must import torch_npu before this file"
 # Functions that are called for each node of a type, and functions that are called for the whole program afterwards.
 _Handler = Callable[[Program, Any], None]
-_HANDLERS: tuple[Mapping[type[ast.AST], _Handler], ...] = (device.HANDLERS, apex.HANDLERS)  # type: ignore[assignment]
-_FAMILIES = (strings.check, fused.check, weights.check, amp.check, data_parallel.check, own.check)
+_HANDLERS: tuple[Mapping[type[ast.AST], _Handler], ...] = (device.HANDLERS, apex.HANDLERS, fused.HANDLERS)  # type: ignore[assignment]
+_FAMILIES = (strings.check, weights.check, amp.check, data_parallel.check, own.check)
 # The rules for names of devices in strings.
 _STRINGS = ("D105", "D106", "D107")
 # The rules that add npu to a file.

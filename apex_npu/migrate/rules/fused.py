@@ -22,32 +22,12 @@ _OFF = ast.Constant(value=False)
 _PASSED_ON = "the class is passed on or compared: replace all of its uses by the fused class by hand"
 
 
-def check(program: Program) -> None:
-    """Report what the rules for optimizers find."""
-    if not program.options.has("O501"):
+def _use(program: Program, node: ast.Name | ast.Attribute) -> None:
+    """Replace a class of torch.optim where it is called, and refuse other uses except for annotations."""
+    module, _, name = program.dotted(node).rpartition(".")
+    known = name in FUSED and module in ("torch.optim", f"torch.optim.{name.lower()}")
+    if not known or not isinstance(node.ctx, ast.Load) or _is_annotation(program, node):
         return
-    # A call that makes sparse gradients, which fused optimizers do not accept.
-    sparse = next(
-        (call for call in program.every(ast.Call) if constant(keywords(call).get("sparse", _OFF)) is not False), None
-    )
-    for node in program.loaded():
-        module, _, name = program.dotted(node).rpartition(".")
-        if (
-            name in FUSED
-            and module in ("torch.optim", f"torch.optim.{name.lower()}")
-            and not _is_annotation(program, node)
-        ):
-            _use(program, node, name, sparse)
-
-
-def _is_annotation(program: Program, node: ast.AST) -> bool:
-    parent = program.parent(node)
-    while isinstance(parent, (ast.Subscript, ast.BinOp, ast.Tuple)):
-        node, parent = parent, program.parent(parent)
-    return node in (getattr(parent, "annotation", None), getattr(parent, "returns", None))
-
-
-def _use(program: Program, node: ast.expr, name: str, sparse: ast.Call | None) -> None:
     call, links, optimizers = program.parent(node), [f"class {name}"], name_of(program, "optimizers")
     if not isinstance(call, ast.Call) or call.func is not node:
         # Optimizers of a class that the program compares with stay.
@@ -56,8 +36,9 @@ def _use(program: Program, node: ast.expr, name: str, sparse: ast.Call | None) -
         program.refuse("O501", node, _PASSED_ON, links if asks else ())
         return
     refusal = UNNAMED if optimizers is None else _lacking(call, name)
-    if sparse is not None:
-        refusal = f"gradients are sparse (line {sparse.lineno}), which fused optimizers do not take"
+    for one in program.every(ast.Call):
+        if not refusal and constant(keywords(one).get("sparse", _OFF)) is not False:
+            refusal = f"gradients are sparse (line {one.lineno}), which fused optimizers do not take"
     given: list[ast.expr | ast.keyword] = sorted([*call.args, *call.keywords], key=program.source.span)
     # foreach and fused choose between torch's implementations.
     gone = [isinstance(one, ast.keyword) and one.arg in FUSED_CHOICES and not refusal for one in given]
@@ -65,6 +46,16 @@ def _use(program: Program, node: ast.expr, name: str, sparse: ast.Call | None) -
     edits += without(program.source, [*map(program.source.span, given)], gone) if any(gone) else []
     span = program.source.span(node)[0], max(program.source.span(node)[1], *(edit.end for edit in edits))
     program.report("O501", "changed", span if len(edits) > 1 else node, edits, links=links, refusal=refusal)
+
+
+HANDLERS = {ast.Name: _use, ast.Attribute: _use}
+
+
+def _is_annotation(program: Program, node: ast.AST) -> bool:
+    parent = program.parent(node)
+    while isinstance(parent, (ast.Subscript, ast.BinOp, ast.Tuple)):
+        node, parent = parent, program.parent(parent)
+    return node in (getattr(parent, "annotation", None), getattr(parent, "returns", None))
 
 
 def _lacking(call: ast.Call, name: str) -> str:
