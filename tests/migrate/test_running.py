@@ -7,16 +7,14 @@ import importlib
 import inspect
 import json
 import linecache
-import os
-import subprocess
 import sys
 import traceback
 import types
-from pathlib import Path
 
 import pytest
 import torch
-from devices import DEVICE, SIMULATOR
+from devices import DEVICE
+from migrate.started import start
 
 from apex_npu import compat
 from apex_npu.__main__ import main
@@ -24,7 +22,6 @@ from apex_npu.migrate import rewriting
 from apex_npu.migrate.run import running
 from apex_npu.migrate.run.running import Rewriter, Run, npu_arguments
 
-ROOT = Path(__file__).parents[2]
 MODULE = '''"""Rewritten."""
 
 
@@ -285,19 +282,7 @@ if __name__ == "__main__":
 def test_a_script_and_the_processes_that_it_spawns(tmp_path, way):
     (tmp_path / "helper.py").write_text(HELPER)
     (tmp_path / "program.py").write_text(PROGRAM)
-    (tmp_path / "site").mkdir()
-    # Spawned processes have a simulated NPU, too.
-    (tmp_path / "site/sitecustomize.py").write_text(f"import {SIMULATOR.__name__} as s; s.install()")
-    paths = [str(tmp_path / "site"), str(ROOT), str(ROOT / "tests/host_cann")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(
-        [sys.executable, "-m", "apex_npu", "run", "--device", "npu", *way, "--device", "cuda:0"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = start(tmp_path, "-m", "apex_npu", "run", "--device", "npu", *way, "--device", "cuda:0")
     printed = done.stdout.splitlines()
     assert printed[0] == "(0, 'npu:0', 'helper') ['--device', 'npu:0'] apex.amp", done.stderr
     assert sorted(printed[1:]) == ["(1, 'npu:0', 'helper')", "(1, 'npu:0', 'train')"], done.stderr

@@ -3,38 +3,18 @@
 """``import apex_npu.transfer``: a script starts itself again under ``run --device npu``, once."""
 
 import importlib
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from devices import DEVICE, SIMULATOR
+from migrate.started import start
 
 from apex_npu.migrate.run.running import Rewriter
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_it_does_nothing_where_modules_are_rewritten_already(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "meta_path", [Rewriter(tmp_path), *sys.meta_path])
     importlib.import_module("apex_npu.transfer")
     del sys.modules["apex_npu.transfer"]
-
-
-def start(folder: Path, *words: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run Python in a folder, in which torch_npu is an empty module unless the device is an npu."""
-    site = folder / "site"
-    site.mkdir(exist_ok=True)
-    if DEVICE.type == "npu":
-        (site / "sitecustomize.py").write_text(f"import {SIMULATOR.__name__} as s; s.install()")
-    else:
-        (site / "torch_npu.py").touch()
-    paths = [str(site), str(ROOT), str(ROOT / "tests/host_cann")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, input=text, capture_output=True, text=True, timeout=300
-    )
 
 
 SCRIPT = '''"""A script."""
