@@ -43,7 +43,7 @@ class Insertion(Training):
         """True if amp averages gradients over processes: every optimizer is fused, and amp is always enabled."""
         options = self.program.options
         given = "combine_" in options.amp_args
-        if options.data_parallel != "main" or not options.amp or self.torch_amp.enabled or given:
+        if options.data_parallel != "main" or self.torch_amp.enabled or given:
             return False
         fused = {one.start for one in self.program.drafts if one.rule == "O501" and one.status == "changed"}
         calls = [one.call for one in self.made]

@@ -198,10 +198,8 @@ class TorchAmp:
         start, outer, indent = source.span(block)[0], source.indent(block), source.indent(block.body[0])
         header = source.place(source.span(block.items[-1].context_expr)[1])[0]
         rest = source.text[source.span(block.items[-1].context_expr)[1] : source.line_end(header)].strip()
-        if outer.strip() or indent.strip() or not re.fullmatch(r":\s*(#.*)?", rest) or not indent.startswith(outer):
+        if not re.fullmatch(r":\s*(#.*)?", rest) or not indent.startswith(outer):
             raise UnclearError(block, "A355", "the block of autocast shares a line, or has an unusual layout")
-        if len(indent) == len(outer):
-            raise UnclearError(block, "A355", "the block of autocast shares a line")
         end = start + source.text[start:].index("#") if "#" in rest else source.line_start(header + 1)
         yield Edit(start if "#" in rest else source.line_start(block.lineno), end, "")
         texts = [one for one in ast.walk(block) if isinstance(one, (ast.Constant, ast.JoinedStr))]

@@ -253,11 +253,10 @@ class Program:
             return False
         outer, (start, end) = self.source.span(around), self.source.span(node)
         try:
-            read = parse(f"({self.source.text[start:end]}\n)").body
-        except UnreadableError:
+            read = ast.parse(f"({self.source.text[start:end]}\n)", mode="eval").body
+        except (SyntaxError, ValueError):
             return False
-        inside = outer[0] <= start and end <= outer[1]
-        return inside and isinstance(read[0], ast.Expr) and same_tree(read[0].value, node)
+        return outer[0] <= start and end <= outer[1] and same_tree(read, node)
 
     def rename(self, node: ast.Attribute, name: str) -> Edit | None:
         """Return an edit that renames an attribute, or None if its place is unknown."""
