@@ -275,7 +275,7 @@ def _import_from(program: Program, node: ast.ImportFrom) -> None:
 def _from_torch_cuda(program: Program, node: ast.ImportFrom, parts: list[str]) -> None:
     names = [[*parts, alias.name] for alias in node.names]
     refusal = _import_refusal(program, names)
-    if parts and parts[0] in SIMILAR:
+    if not refusal and parts and parts[0] in SIMILAR:
         refusal = without(parts[0])  # mstx is a class: nothing is imported from it
     edits = [program.rename_module(node, "torch_npu.npu." + ".".join(parts) if parts else "torch.npu")]
     for alias in node.names:

@@ -41,7 +41,7 @@ def check(program: Program) -> None:
 
 def report(program: Program, names: Set[str], links: tuple[str, ...] = ()) -> None:
     """Report arithmetic on weights in loops over ``param_groups`` or ``parameters()`` of optimizers and models."""
-    for node in program.every(ast.Call, ast.Assign, ast.AugAssign) if names else ():
+    for node in (*program.every(ast.Call, ast.Assign), *program.every(ast.AugAssign)) if names else ():
         written = _written(node)
         if written is not None and _is_weight(program, node, _name(written), names) and not _is_float32(program, node):
             program.refuse("X251", written, _ROUNDS, links)
