@@ -48,31 +48,26 @@ def write_in_place(changes: Sequence[FileChange], *, allow_dirty: bool = False, 
 
 
 def _replace(changes: Sequence[FileChange], backup: bool) -> None:
-    """Write all contents beside the files first, so that only renames remain to be done or undone."""
-    files = []
-    for change in changes:
-        path = change.target.file
-        old = path.with_name(f"{path.name}.orig" if backup else f".{path.name}.apex_npu-old")
-        files.append((change, path, path.with_name(f".{path.name}.apex_npu-new"), old))
-    keep = False
+    """Write all contents beside the files first, so that only renames remain. After an error, undo those done."""
+    beside: list[Path] = []
     try:
-        for change, path, new, old in files:
-            for beside, content in ((new, change.after), (old, change.before)):
-                beside.write_bytes(content)
-                shutil.copymode(path, beside)
-        for _, path, new, _ in files:
-            os.replace(new, path)
-        keep = backup
+        for change in changes:
+            path = change.target.file
+            news = {path.with_name(f".{path.name}.apex_npu-new"): change.after}
+            for one, content in (news | {Path(f"{path}.orig"): change.before} if backup else news).items():
+                beside.append(one)
+                one.write_bytes(content)
+                shutil.copymode(path, one)
+        for change in changes:
+            path = change.target.file
+            os.replace(path.with_name(f".{path.name}.apex_npu-new"), path)
     except BaseException:
-        for _, path, new, old in files:
-            if old.exists() and not new.exists():
-                os.replace(old, path)
+        for change in changes:
+            if change.target.file.read_bytes() == change.after:
+                change.target.file.write_bytes(change.before)
+        for one in beside:
+            one.unlink(missing_ok=True)
         raise
-    finally:
-        for _, _, new, old in files:
-            new.unlink(missing_ok=True)
-            if not keep:
-                old.unlink(missing_ok=True)
 
 
 def _check_committed(changes: Sequence[FileChange]) -> None:
