@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,12 +131,19 @@ def read_rules(path: str) -> tuple[OwnRule, ...]:
     """
     if Path(path).suffix not in (".toml", ".json"):
         raise RuleError(f"{path}: a file of rules must end with .toml or .json")
-    tables = _load(path, is_toml=path.endswith(".toml"))
+    tables = _load(path)
     if isinstance(tables, dict) and set(tables) == {"rules"} and isinstance(tables["rules"], dict):
         tables = tables["rules"]
     if not isinstance(tables, dict):
         raise RuleError(f"{path}: it has no tables: write [[rename]], [[argument]], [[refuse]] or [[keep]]")
-    return tuple(rule for name, entries in tables.items() for rule in _table(path, name, entries))
+    rules = []
+    for name, entries in tables.items():
+        if name not in _TABLES:
+            raise RuleError(f"{path}: unknown rules {name!r}; allowed are {', '.join(_TABLES)}")
+        if not isinstance(entries, list):
+            raise RuleError(f"{path}: {name} must be a list of rules: write [[{name}]], or in JSON a list")
+        rules += [_rule(f"{path}: {name} number {number}", name, entry) for number, entry in enumerate(entries, 1)]
+    return tuple(rules)
 
 
 def read_api_list(path: str) -> tuple[OwnRule, ...]:
@@ -157,33 +164,22 @@ def read_api_list(path: str) -> tuple[OwnRule, ...]:
         raise RuleError(f"{path}: op_list: {error}") from None
 
 
-def _load(path: str, *, is_toml: bool = False) -> Any:
+def _load(path: str) -> Any:
+    form = "toml" if path.endswith(".toml") else "json"
     try:
-        loads = importlib.import_module("tomllib" if is_toml else "json").loads
+        loads = importlib.import_module("tomllib" if form == "toml" else form).loads
         return loads(Path(path).read_text(encoding="utf-8"))
     except ImportError:
         raise RuleError(f"{path}: reading TOML needs Python 3.11; write the same rules as JSON") from None
     except (OSError, UnicodeError) as error:
         raise RuleError(f"{path}: it cannot be read ({error})") from None
-    except RecursionError:
-        raise RuleError(f"{path}: it is nested too deeply") from None
-    except ValueError as error:
-        raise RuleError(f"{path}: it is not valid {'TOML' if is_toml else 'JSON'}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise RuleError(f"{path}: it is not valid {form.upper()}: {error}") from None
 
 
-def _table(path: str, name: str, entries: Any) -> Iterator[OwnRule]:
-    if name not in _TABLES:
-        raise RuleError(f"{path}: unknown rules {name!r}; allowed are {', '.join(_TABLES)}")
-    if not isinstance(entries, list):
-        raise RuleError(f"{path}: {name} must be a list of rules: write [[{name}]], or in JSON a list")
-    for number, entry in enumerate(entries, 1):
-        place = f"{path}: {name} number {number}"
-        if not isinstance(entry, dict):
-            raise RuleError(f"{place} must be a table of keys and values")
-        yield _rule(place, name, entry)
-
-
-def _rule(place: str, table: str, entry: Mapping[str, Any]) -> OwnRule:
+def _rule(place: str, table: str, entry: Any) -> OwnRule:
+    if not isinstance(entry, dict):
+        raise RuleError(f"{place} must be a table of keys and values")
     kind, names = _TABLES[table]
     unknown = [key for key in entry if key not in names]
     if unknown:

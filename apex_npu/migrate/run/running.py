@@ -219,7 +219,7 @@ def start(settings: Run, names: dict[str, Any], *, tells: bool = True) -> None:
     if tells:
         atexit.register(rewriter.tell)
     package, path = _located(settings)
-    sys.argv[0] = path
+    sys.argv[0] = path if settings.is_module else sys.argv[0]
     script = settings.script if settings.is_module else os.path.abspath(settings.script)
     os.environ[SPAWNED] = json.dumps({**asdict(settings), "script": script})
     code = rewriter.compile(Path(path).read_bytes(), path)
