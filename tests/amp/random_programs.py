@@ -180,6 +180,11 @@ class Script:
     def clip(self, o, by, norm_type, max_norm):
         self.norm = None if by == "torch" and self.is_delayed(o) else self.clip_grads(o, by, norm_type, max_norm)
 
+    def halve_combined(self, o):
+        """Unless the parameter without dimensions is listed, which as a part of a larger tensor is not combined."""
+        if 2 not in self.listed(o):
+            self.halve_grads(o)
+
     def model_zero_grad(self, o, set_to_none):
         for i in range(PARAMS):
             self.clear(o, i, set_to_none)
@@ -347,6 +352,12 @@ class Plain(Script):
             self.amp.require_unscaled(o)
         return self.amp.clip(o, max_norm, norm_type)
 
+    def halve_grads(self, o):
+        self.amp.require_unscaled(o)
+        self.amp.check(o)
+        for grad in self.amp.grads(o):
+            grad.mul_(0.5)
+
     def amp_state(self):
         return self.amp.state()
 
@@ -473,6 +484,10 @@ class Amp(Script):
         if by == "fused":
             return self.optimizers[o].clip_optimizer_grad_norm_fused(max_norm, norm_type)
         return clip_with_torch(amp.master_params(self.optimizers[o]), max_norm, norm_type)
+
+    def halve_grads(self, o):
+        for flat in self.optimizers[o].get_optimizer_combined_grads():
+            flat.mul_(0.5)
 
     def amp_state(self):
         return amp.state_dict()
@@ -700,11 +715,14 @@ def draw_operations(draw, config):
             draw.choice([1.0, 2.0, torch.inf]),
             flag(),
         ),
+        "halve_combined": lambda: (o(),),
         "observe": lambda: (),
         "keep": lambda: (o(), i()),
     }
     if config.fuse_unscale:  # what is assigned would have to be scaled
         del kinds["assign_grad"]
+    if config.how == "torch":  # has no combined gradients
+        del kinds["halve_combined"]
     names = [name for name in kinds if name not in LEFT_OUT[config.averages]]
     operations = []
     for _ in range(draw.randint(4, 14)):

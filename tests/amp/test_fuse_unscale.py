@@ -386,47 +386,6 @@ def assert_same_weights(optimizer, model, tolerance=1e-6):
         torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("delay", [False, True])
-@pytest.mark.parametrize("cls", [optimizers.NpuFusedSGD, torch.optim.SGD])
-@pytest.mark.parametrize("fuse_unscale", [False, True])
-def test_zero_grad_inside_the_block_leaves_what_backward_adds_scaled(fuse_unscale, cls, delay):
-    model, optimizer = make("O0", cls, fuse_unscale)
-    twin, plain = plain_twin()
-    for number in range(0, 6, 2):
-        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(number)).to(DEVICE)
-        with amp.scale_loss(model(x).square().mean(), optimizer, delay_unscale=delay) as scaled_loss:
-            optimizer.zero_grad()
-            scaled_loss.backward()
-        plain_backward(twin, number, plain.zero_grad)
-        backward(model, optimizer, number + 1)
-        plain_backward(twin, number + 1)
-        optimizer.step()
-        plain.step()
-        assert_same_weights(optimizer, twin)
-        twin.load_state_dict(model.state_dict())  # otherwise the next gradients depend on the rounding of these
-
-
-@pytest.mark.parametrize("cls", [optimizers.NpuFusedSGD, torch.optim.SGD])
-def test_gradients_that_come_after_clipping_are_not_clipped(cls):
-    model, optimizer = make("O0", cls)
-    twin, plain = plain_twin()
-    for number in range(3):
-        backward(model, optimizer, 2 * number)
-        plain_backward(twin, 2 * number)
-        optimizer.clip_optimizer_grad_norm_fused(0.01)
-        nn.utils.clip_grad_norm_(twin.parameters(), 0.01)
-        backward(model, optimizer, 2 * number + 1)
-        plain_backward(twin, 2 * number + 1)
-        norm = optimizer.clip_optimizer_grad_norm_fused(0.2)
-        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(twin.parameters(), 0.2))
-        optimizer.step()
-        plain.step()
-        assert_same_weights(optimizer, twin)
-        twin.load_state_dict(model.state_dict())  # otherwise the next gradients depend on the rounding of these
-        optimizer.zero_grad()
-        plain.zero_grad()
-
-
 @needs("inf")
 def test_clipping_ends_with_gradients_that_the_model_clears():
     """A loop that reads the norm, and drops a batch whose norm is nan."""
@@ -492,64 +451,6 @@ def test_gradients_stay_scaled_after_a_step_that_fails():
     optimizer.step()
     plain.step()
     assert_same_weights(optimizer, twin)
-
-
-@pytest.mark.parametrize("cls", [optimizers.NpuFusedSGD, torch.optim.SGD])
-@pytest.mark.parametrize("loss_scale", [1.0, 64.0])
-@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
-def test_a_hook_before_the_step_sees_true_gradients(level, loss_scale, cls):
-    def seen(fuse_unscale):
-        model, optimizer = make(level, cls, fuse_unscale, loss_scale)
-        grads = []
-        optimizer.register_step_pre_hook(lambda *_: grads.extend(p.grad.float().clone() for p in model.parameters()))
-        backward(model, optimizer, 0)
-        optimizer.step()
-        amp.shutdown()
-        return grads
-
-    for ours, theirs in zip(seen(True), seen(False), strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-@pytest.mark.parametrize("loss_scale", [1.0, 64.0])
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_an_optimizer_of_torch_steps_in_float32(level, loss_scale):
-    results = []
-    for fuse_unscale in (False, True):
-        model, optimizer = make(level, torch.optim.Adam, fuse_unscale, loss_scale, combine_grad=True)
-        for number in range(3):
-            optimizer.zero_grad()
-            backward(model, optimizer, number)
-            optimizer.step()
-        results.append([p.detach().clone() for p in amp.master_params(optimizer)])
-        amp.shutdown()
-    for p, q in zip(*results, strict=True):
-        torch.testing.assert_close(p, q)
-
-
-def zero_model(model):
-    model.zero_grad(set_to_none=False)
-
-
-def write_directly(model):
-    for p in model.parameters():
-        p.grad.mul_(2.0)
-
-
-@pytest.mark.filterwarnings("ignore:gradients have been added to, written or replaced")
-@pytest.mark.parametrize("loss_scale", [1.0, 64.0])
-@pytest.mark.parametrize("write", [zero_model, write_directly])
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_what_a_script_does_to_gradients_counts(level, write, loss_scale):
-    results = []
-    for fuse_unscale in (False, True):
-        model, optimizer = make(level, optimizers.NpuFusedSGD, fuse_unscale, loss_scale)
-        backward(model, optimizer, 0)
-        write(model)
-        optimizer.step()
-        results.append(finish(optimizer))
-    for p, q in zip(*results, strict=True):
-        torch.testing.assert_close(p, q)
 
 
 aliased = pytest.mark.parametrize("small_gradients", [ALIASED], indirect=True)
@@ -708,38 +609,6 @@ def test_an_optimizer_keeps_what_its_initialize_said():
 def test_it_must_be_a_flag():
     with pytest.raises(TypeError, match="fuse_unscale must be True, False or None, got 'yes'"):
         make("O1", fuse_unscale="yes")
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-@pytest.mark.parametrize("clear", [None, True, False], ids=["kept", "dropped", "zeroed"])
-def test_two_blocks_before_a_step(level, clear):
-    """With and without clearing gradients by the model in between."""
-
-    def train(fuse_unscale):
-        model, optimizer = make(level, optimizers.NpuFusedSGD, fuse_unscale, loss_scale=64.0)
-        backward(model, optimizer, 0)
-        if clear is not None:
-            model.zero_grad(set_to_none=clear)
-        backward(model, optimizer, 1)
-        optimizer.step()
-        return finish(optimizer)
-
-    for ours, theirs in zip(train(True), train(False), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_clipping_at_a_loss_scale_of_1(level):
-    model, optimizer = make(level, optimizers.NpuFusedSGD, loss_scale=1.0)
-    backward(model, optimizer, 0)
-    before = [p.detach().clone() for p in amp.master_params(optimizer)]
-    grads = [p.grad.float().clone() for p in amp.master_params(optimizer)]
-    norm = torch.stack([g.norm() for g in grads]).norm()
-    returned = optimizer.clip_optimizer_grad_norm_fused(norm.item() / 4)
-    torch.testing.assert_close(returned, norm, rtol=1e-5, atol=0)
-    optimizer.step()
-    for p, old, grad in zip(amp.master_params(optimizer), before, grads, strict=True):
-        torch.testing.assert_close(p.detach(), old - 1e-2 * grad / 4, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1"])

@@ -36,31 +36,6 @@ def grads(optimizer):
     return [None if p.grad is None else p.grad.flatten().tolist() for p in amp.master_params(optimizer)]
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("combine_grad", [None, True])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_model_zero_grad_without_a_step(level, combine_grad, set_to_none):
-    """A loop that gives up on a batch after backward must not carry its gradients along."""
-    model, optimizer = make(level, combine_grad=combine_grad)
-    for _ in range(3):
-        model.zero_grad(set_to_none=set_to_none)
-        backward(model, optimizer)
-        assert grads(optimizer) == [[1, 1, 1]]
-    backward(model, optimizer)
-    assert grads(optimizer) == [[2, 2, 2]]
-
-
-@pytest.mark.parametrize("combine_grad", [None, True])
-@pytest.mark.parametrize("maker", [torch.optim.SGD, optimizers.NpuFusedSGD])
-def test_model_zero_grad_counts_when_a_group_was_added_in_between(maker, combine_grad):
-    model, optimizer = make("O2", maker, combine_grad=combine_grad)
-    backward(model, optimizer)
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    model.zero_grad()
-    backward(model, optimizer)
-    assert grads(optimizer) == [[1, 1, 1], None]
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_nested_blocks_are_refused(level):
     model, optimizer = make(level)
@@ -83,34 +58,6 @@ def test_a_parameter_in_two_optimizers_is_unscaled_once(maker):
             scaled_loss.backward()
         assert model.weight.grad.flatten().tolist() == [expected] * 3
         assert own.grad.tolist() == [expected] * 2
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_one_overflow_shrinks_the_scale_once(level):
-    model, optimizer = make(level, loss_scale="dynamic", dynamic_init_scale=2.0**10)
-    for micro in range(4):
-        with amp.scale_loss(model(torch.ones(1, 3)).sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-            if micro == 0:
-                model.weight.grad.view(-1)[0] = math.inf
-    optimizer.step()
-    assert amp.last_step(optimizer).skipped
-    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**9
-
-
-def test_an_exception_after_zero_grad_and_backward():
-    model, optimizer = make("O1")
-    loss = model(torch.ones(1, 3)).sum()
-
-    def fail_late():
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            optimizer.zero_grad()
-            scaled_loss.backward()
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail_late()
-    assert grads(optimizer) == [[1, 1, 1]]
 
 
 def test_gradients_whose_elements_share_memory():
@@ -207,16 +154,6 @@ def test_initialize_inside_autocast_is_refused():
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(RuntimeError, match=r"inside torch.autocast"):
         make("O1")
     assert not torch.is_autocast_enabled("cpu")
-
-
-def test_step_with_scaled_gradients_is_refused():
-    model, optimizer = make("O1")
-    backward(model, optimizer, delay_unscale=True)
-    with pytest.raises(RuntimeError, match=r"still multiplied by the loss scale 4.0.*delay_unscale=True"):
-        optimizer.step()
-    backward(model, optimizer)
-    optimizer.step()
-    assert model.weight.flatten().tolist() == [-1, -1, -1]
 
 
 @pytest.mark.parametrize("fuse_unscale", [False, True])

@@ -87,32 +87,6 @@ def test_an_overflow_is_found_by_the_first_read(level, asked_by):
     assert amp.state_dict()["loss_scaler0"]["unskipped"] == 1
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("clear", [True, False])
-def test_clearing_instead_of_stepping_does_not_lose_it(level, clear):
-    model, optimizer = make(level)
-    backward(model, optimizer, bad=True)
-    optimizer.zero_grad(set_to_none=clear)
-    assert loss_scale() == 32.0
-    backward(model, optimizer)
-    optimizer.step()
-    assert amp.last_step(optimizer).applied
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_second_block_finds_it_and_starts_afresh(level):
-    model, optimizer = make(level)
-    backward(model, optimizer, bad=True)
-    backward(model, optimizer)
-    assert loss_scale() == 32.0
-    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 1
-    before = values(model)
-    optimizer.step()
-    assert amp.last_step(optimizer).skipped
-    for p, value in zip(model.parameters(), before, strict=True):
-        assert torch.equal(p, value)
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_copies_know_it(copied):
     model, optimizer = make()
@@ -121,21 +95,6 @@ def test_copies_know_it(copied):
     assert_skipped(twin_model, twin)
     assert_skipped(model, optimizer)
     assert loss_scale() == 32.0
-
-
-def test_two_losses_and_two_optimizers_each_have_their_own():
-    torch.manual_seed(0)
-    models = [nn.Linear(4, 3).to(DEVICE) for _ in range(2)]
-    made = [optimizers.NpuFusedSGD(m.parameters(), lr=0.5) for m in models]
-    options = {"loss_scale": "dynamic", "dynamic_init_scale": 64.0, "fuse_unscale": True, "verbosity": 0}
-    models, made = amp.initialize(models, made, opt_level="O0", num_losses=2, **options)
-    backward(models[0], made[0], bad=True, loss_id=0)
-    backward(models[1], made[1], loss_id=1)
-    for optimizer, skipped in zip(made, (True, False), strict=True):
-        optimizer.step()
-        assert amp.last_step(optimizer).skipped == skipped
-    scales = [state["loss_scale"] for state in amp.state_dict().values()]
-    assert scales == [32.0, 64.0]
 
 
 @pytest.mark.parametrize("fuse", [True, False])
@@ -241,21 +200,6 @@ def test_a_norm_that_is_nan_has_no_part_in_the_next_block(level):
     assert optimizer.clip_optimizer_grad_norm_fused(1.0).isnan()
     backward(model, optimizer)
     assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 32.0, "unskipped": 1}
-
-
-@pytest.mark.parametrize("fuse", [True, False])
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_block_of_two_optimizers_finds_what_a_delayed_one_has_left(level, fuse):
-    models = [nn.Linear(4, 3).to(DEVICE) for _ in range(2)]
-    made = [optimizers.NpuFusedSGD(m.parameters(), lr=0.5) for m in models]
-    options = {"loss_scale": "dynamic", "dynamic_init_scale": 64.0, "fuse_unscale": fuse, "verbosity": 0}
-    models, made = amp.initialize(models, made, opt_level=level, **options)
-    backward(models[0], made[0], bad=True, delay_unscale=True)
-    backward(models[0], made)
-    assert loss_scale() == 32.0
-    for optimizer in made:
-        optimizer.step()
-        assert amp.last_step(optimizer).skipped
 
 
 @pytest.mark.parametrize("fuse", [True, False])

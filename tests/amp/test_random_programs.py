@@ -52,6 +52,8 @@ def block(which=(0,), factor=32.0, reached=EACH, delay=None, fail=None, loss_id=
 
 
 ONE, INF = block(), block(factor=float("inf"))
+FIRST = block(reached=((0,), ALL))  # which reaches the first parameter alone
+CLEAR = ("model_zero_grad", 0, True)
 DELAYED = block(delay="delay_unscale")
 UNREACHED = block(delay="delay_unscale", reached=((0,), ALL))
 UNCHECKED_INF = block(factor=float("inf"), delay="delay_overflow_check", reached=((0, 1), ALL))
@@ -85,6 +87,19 @@ FOUND = {
         ONE,
         STEP,
     ],
+    "an overflow under delay_unscale, and an exception": [
+        block(factor=float("inf"), delay="delay_unscale"),
+        *(block(fail="before"), ONE, STEP),
+    ],
+    "an overflow under delay_unscale, and an exception after backward": [
+        block(factor=float("inf"), delay="delay_unscale"),
+        *(block(fail="after"), ONE, STEP),
+    ],
+    "an overflow under delay_unscale, and a block of both": [
+        block(factor=float("inf"), delay="delay_unscale"),
+        *(block((0, 1)), STEP, ("step", 1), ("observe",)),
+    ],
+    "an overflow, and another block": [INF, ONE, STEP, ("observe",)],
     "an overflow under both delays": [UNCHECKED_INF, DELAYED, ONE, STEP],
     "the norm of what is left": [ONE, ("drop", 0, 1), ("clip", 0, "fused", 2.0, False), STEP],
     "zeroed in a block that fails": [ONE, ("block", (0,), 0, 1.0, EACH, None, False, "before"), ("drop", 0, 1), STEP],
@@ -114,6 +129,21 @@ FOUND = {
     "clipped, and another block": [ONE, ("clip", 0, "fused", float("inf"), True), ONE, STEP],
     "taken out of all groups and saved": [ONE, STEP, ("regroup", 0, ((3,), (5,))), ("save",)],
     "what was dropped is not zeroed": [ONE, ("model_zero_grad", 0, True), ("zero_grad", 0, False), STEP],
+    "one dropped": [ONE, ("drop", 0, 1), STEP],
+    "cleared": [ONE, CLEAR, STEP],
+    "cleared, and not reached again": [ONE, CLEAR, FIRST, STEP],
+    "cleared within an accumulation": [ONE, FIRST, CLEAR, FIRST, STEP],
+    "cleared after a block that fails": [ONE, block(fail="after"), CLEAR, STEP, FIRST, STEP],
+    "zeroed, with blocks that do not reach all": [ONE, STEP, ZERO, FIRST, STEP, FIRST, STEP, CLEAR, FIRST, STEP],
+    "cleared in a block that fails": [("block", (0,), 0, 1.0, EACH, None, True, "after"), STEP],
+    "an overflow cleared": [INF, CLEAR, ONE, STEP],
+    "an overflow cleared, and nothing stepped": [INF, CLEAR, STEP, ("observe",)],
+    "an overflow cleared after a block that fails": [INF, block(fail="before"), CLEAR, ONE, STEP],
+    "gradients that are kept": [
+        *(ONE, STEP, ("zero_grad", 0, True)),
+        *(ONE, ("keep", 0, 1), ("zero_grad", 0, True)) * 2,
+        FIRST,
+    ],
 }
 
 

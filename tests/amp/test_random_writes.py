@@ -93,6 +93,35 @@ def test_found(name, level, how):
     run_found([*FOUND[name], SAVE], level, how)
 
 
+# With fuse_unscale what is assigned would have to be scaled, and what a plain backward has left as well.
+OUTSIDE = {
+    "a backward before the block": [("backward", 1.0, (0, 2, 3)), BLOCK, STEP],
+    "a backward before the block, that overflows": [("backward", torch.inf, (0, 2, 3)), BLOCK, STEP],
+    "a backward alone": [("backward", 1.0, ALL), ("clip", "master_params", torch.inf, True), STEP],
+    "a block after assigned gradients": [BLOCK, ("write_grads", "assign", (1, 2), "halve"), BLOCK, STEP],
+    "a block after assigned float32 gradients": [
+        *(BLOCK, ("write_grads", "assign float32", (1, 2), "halve"), BLOCK, STEP),
+    ],
+    "zeros that are written": [
+        *(BLOCK, ("step", False), ("write_grads", "data", (1, 2), "fill"), ("step", False)),
+        *(("write_grads", "no_grad", (3, 4), "fill"), BLOCK, ("step", False)),
+        *(("write_grads", "assign", (4, 5), "fill"), ("step", False), STEP),
+    ],
+    "gradients assigned after blocks": [BLOCK, BLOCK, ("write_grads", "assign", (1, 2), "halve"), STEP],
+    "float32 gradients assigned after blocks": [
+        *(BLOCK, BLOCK, ("write_grads", "assign float32", (1, 2), "halve"), STEP),
+    ],
+}
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("how", ["torch", "combine_grad", "fused", "float32"])
+@pytest.mark.parametrize("level", [level for level in LEVELS if level != "O3"])  # whose arithmetic rounds
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_gradients_from_outside_of_blocks(name, level, how):
+    run_found(OUTSIDE[name], level, how)
+
+
 # A fused optimizer gives parameters other addresses in its first step.
 @pytest.mark.pairwise
 @HOWS

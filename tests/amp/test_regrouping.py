@@ -11,13 +11,11 @@ from small_programs import (
     LEVELS,
     WITH_MASTERS,
     Weights,
-    X,
     assert_values,
     backward,
     initialize,
     levels,
     train_step,
-    vector,
 )
 from torch import nn
 
@@ -28,62 +26,6 @@ pytestmark = pytest.mark.host
 ONES = (1.0, 1.0, 1.0)
 EXACT = 1.0 + 5 * 2.0**-20  # neither this nor what two steps leave of it is in half precision
 both = pytest.mark.parametrize("cls", [torch.optim.SGD, optimizers.NpuFusedSGD], ids=["torch", "fused"])
-
-
-def regroup(optimizer, params, **options):
-    optimizer.param_groups.clear()
-    optimizer.add_param_group({"params": list(params), **options})
-
-
-@both
-@levels(LEVELS)
-def test_momentum_survives_regrouping(level, cls):
-    model = Weights(10.0, 10.0)
-    model, optimizer = initialize(model, cls([model.w[0]], lr=1.0, momentum=0.5), level)
-    train_step(model, optimizer, ONES, only=(0,))
-    regroup(optimizer, model.parameters())
-    train_step(model, optimizer, ONES)
-    assert_values(model.parameters(), 10.0 - 1.0 - 1.5, 9.0)
-
-
-@pytest.mark.parametrize("cls", [torch.optim.Adam, optimizers.NpuFusedAdam], ids=["torch", "fused"])
-@levels(LEVELS)
-def test_state_of_adam_survives_regrouping(level, cls):
-    model, plain = Weights(1.0, 1.0), Weights(1.0, 1.0)
-    model, optimizer = initialize(model, cls([model.w[0]], lr=0.125), level)
-    other = torch.optim.Adam([plain.w[0]], lr=0.125)
-    for x, only in ((X, (0,)), (ONES, None)):
-        train_step(model, optimizer, x, only=only)
-        plain(vector(*x), only=only).backward()
-        other.step()
-        plain.zero_grad()
-        regroup(optimizer, model.parameters())
-        regroup(other, plain.parameters())
-    expected = list(plain.parameters())
-    for found, want in zip(amp.master_params(optimizer), expected, strict=True):
-        torch.testing.assert_close(found, want)
-
-
-@both
-@levels(LEVELS)
-def test_masters_survive_regrouping(level, cls):
-    model = Weights(EXACT, EXACT)
-    model, optimizer = initialize(model, cls(model.parameters(), lr=2.0**-20), level)
-    train_step(model, optimizer, ONES)
-    regroup(optimizer, model.parameters())
-    train_step(model, optimizer, ONES)
-    assert_values(model.state_dict().values(), *[EXACT - 2 * 2.0**-20] * 2)
-
-
-@both
-@levels(LEVELS)
-def test_adding_a_group_keeps_the_state_of_the_others(level, cls):
-    model = Weights(10.0, 10.0)
-    model, optimizer = initialize(model, cls([model.w[0]], lr=1.0, momentum=0.5), level)
-    train_step(model, optimizer, ONES, only=(0,))
-    optimizer.add_param_group({"params": [model.w[1]]})
-    train_step(model, optimizer, ONES)
-    assert_values(model.parameters(), 10.0 - 1.0 - 1.5, 9.0)
 
 
 def in_stages(level, cls, *, shutdown):
