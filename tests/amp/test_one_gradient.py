@@ -82,6 +82,7 @@ def float32_masters_by_hand(level, cls, arguments, steps, blocks, max_norm):
     return model
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("level", WITH_MASTERS)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("blocks", "max_norm"), [(1, None), (3, 1.0)])

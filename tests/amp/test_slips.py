@@ -324,6 +324,7 @@ def outcome(program, cls, level=None, **options):
     return found
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)

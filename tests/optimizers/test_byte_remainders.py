@@ -115,6 +115,7 @@ def test_a_value_becomes_one_of_two_neighbours_and_is_right_on_average(dtype, si
         assert abs(found.mean() * sign - exact) <= six_sigmas + 2.0**-40 * (start[0].abs().item() < 1)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("direction", [1, -1])
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("of_spacing", [1 / 64, 0.5, 2.5])

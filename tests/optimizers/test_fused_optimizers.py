@@ -14,7 +14,7 @@ from itertools import zip_longest
 
 import pytest
 import torch
-from devices import DEVICE, needs, require
+from devices import DEVICE, needs
 from lockstep import FLOAT64_TOLERANCE, LOW_PRECISION, assert_equal_params, assert_equal_states
 from optimizer_specs import DTYPES, MATRIX, SPECS, needs_dtype
 from torch import nn
@@ -128,51 +128,56 @@ def test_many_steps(pair):
 
 
 @for_each_rule
-def test_groups(spec, kwargs, dtype):
+def test_an_eventful_training(spec, kwargs, dtype):
+    """Groups, gradients that are late, come and go and are zero, freezing, and other memory and state, all compared."""
     pair = Pair(spec, kwargs, dtype, lambda p: [{"params": p[:3], "weight_decay": 0.2}, {"params": p[3:], "lr": 0.03}])
-    for i in range(30):
-        pair.step(i)
-        for optimizer in pair.optimizers:
-            optimizer.param_groups[0]["lr"] *= 0.97  # as scripts do
-    pair.check()
+    numbers = iter(range(1000))
 
+    def steps(count, skip=lambda i: ()):
+        for i in range(count):
+            pair.step(next(numbers), skip(i))
+            for optimizer in pair.optimizers:
+                optimizer.param_groups[0]["lr"] *= 0.97  # as scripts do
+        pair.check()
 
-@for_each_rule
-def test_late_gradients(pair):
-    for i in range(30):
-        pair.step(i, skip=() if i > 12 else (0, 4) if i > 5 else (0, 1, 4))
-    pair.check()
-
-
-@for_each_rule
-def test_gradients_that_come_and_go(pair):
-    for i in range(30):
-        pair.step(i, skip=(i % 3, 5))
-    pair.check()
-
-
-@for_all
-def test_no_gradients_at_all(pair):
     for optimizer in pair.optimizers:
-        optimizer.step()
-    pair.step(0)
+        optimizer.step()  # without gradients
+    steps(9, lambda i: () if i > 6 else (0, 4) if i > 3 else (0, 1, 4))
+    steps(6, lambda i: (i % 3, 5))
     for params, optimizer in pair.each():
         for p in params:
-            p.grad = None
-        optimizer.step()
-    pair.check()
-
-
-@for_all
-def test_zero_gradients_still_decay_and_count(pair):
-    pair.step(0)
-    for params, optimizer in pair.each():
-        for p in params:
-            p.grad = torch.zeros_like(p)
+            p.grad = torch.zeros_like(p)  # which still decay and count
         optimizer.step()
     pair.align()
-    pair.step(1)
-    pair.check()
+    steps(2)
+    for params in pair.params:
+        params[0].requires_grad_(False)
+        params[3].requires_grad_(False)
+    steps(4, lambda i: (0, 3))
+    for params in pair.params:
+        params[0].requires_grad_(True)
+        params[3].requires_grad_(True)
+        params[1].requires_grad_(False)
+    steps(4, lambda i: (1,))
+    for params, optimizer in pair.each():
+        params[1].requires_grad_(True)
+        params.extend(make_params(seed=7, shapes=[(9, 3), (4,)], dtype=pair.dtype))
+        optimizer.add_param_group({"params": params[-2:], "lr": 0.03})
+    steps(4)
+    for params in pair.params:
+        params[0].data = params[0].data.t().contiguous().t()
+        params[1].data = torch.full_like(params[1], 0.5)
+        params[2].data = params[2].data.clone()
+    steps(4)
+    for params, optimizer in pair.each():
+        for p in params[:3]:
+            for key, value in optimizer.state.get(p, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    optimizer.state[p][key] = torch.full_like(value, 0.25)
+    steps(4)
+    for _, optimizer in pair.each():
+        optimizer.state.clear()
+    steps(4)
 
 
 @pytest.mark.pairwise
@@ -204,49 +209,14 @@ def test_zero_grad(spec, through, set_to_none):
     assert_equal_params(list(models[0]), list(models[1]), spec.tolerance, floor=sizes)
 
 
+@needs("float64")
 @for_each_rule
-def test_frozen_then_unfrozen(pair):
-    for params in pair.params:
-        params[0].requires_grad_(False)
-        params[3].requires_grad_(False)
-    for i in range(5):
-        pair.step(i, skip=(0, 3))
-    for params in pair.params:
-        params[0].requires_grad_(True)
-        params[3].requires_grad_(True)
-        params[1].requires_grad_(False)
-    for i in range(5, 20):
-        pair.step(i, skip=(1,))
-    pair.check()
-
-
-@for_each_rule
-def test_add_param_group_after_steps(pair):
-    for i in range(5):
-        pair.step(i)
-    for params, optimizer in pair.each():
-        params.extend(make_params(seed=7, shapes=[(9, 3), (4,)], dtype=pair.dtype))
-        optimizer.add_param_group({"params": params[-2:], "lr": 0.03})
-    for i in range(5, 20):
-        pair.step(i)
-    pair.check()
-
-
-@pytest.mark.pairwise
-@for_each_rule
-@pytest.mark.parametrize("what", ["data", "to and back", "contiguous again"])
-def test_parameters_moved_by_the_user(pair, what):
+def test_parameters_that_go_to_another_dtype_and_back(pair):
     for i in range(3):
         pair.step(i)
     for params in pair.params:
-        if what == "data":
-            params[0].data = torch.full_like(params[0], 0.5)
-        elif what == "to and back":
-            require("float64")
-            for p in params:
-                p.data = (p.data.float() if p.dtype == torch.float64 else p.data.double()).to(p.dtype)
-        else:
-            params[0].data = params[0].data.t().contiguous().t()
+        for p in params:
+            p.data = (p.data.float() if p.dtype == torch.float64 else p.data.double()).to(p.dtype)
     for i in range(3, 10):
         pair.step(i)
     pair.check()
@@ -267,24 +237,6 @@ def test_parameter_objects_replaced(pair):
             }
         params[0] = optimizer.param_groups[0]["params"][0] = new
     for i in range(3, 10):
-        pair.step(i)
-    pair.check()
-
-
-@for_each_rule
-def test_state_replaced_by_the_user(pair):
-    for i in range(3):
-        pair.step(i)
-    for params, optimizer in pair.each():
-        for p in params[:3]:
-            for key, value in optimizer.state.get(p, {}).items():
-                if isinstance(value, torch.Tensor) and value.dim():
-                    optimizer.state[p][key] = torch.full_like(value, 0.25)
-    for i in range(3, 10):
-        pair.step(i)
-    for _, optimizer in pair.each():
-        optimizer.state.clear()
-    for i in range(10, 15):
         pair.step(i)
     pair.check()
 
@@ -496,7 +448,7 @@ def test_a_parameter_in_two_optimizers():
     assert_equal_params(*results)
 
 
-@for_all
+@for_each_rule
 def test_gradients_are_not_written_by_step(pair):
     params, optimizer = pair.params[0], pair.optimizers[0]
     set_grads(params, 0)
@@ -529,7 +481,7 @@ def test_gradient_without_memory_of_its_own_is_refused_before_anything_moves(num
     assert params[0].tolist() == [1, 1, 1]
 
 
-@for_all
+@for_each_rule
 def test_closure_is_called_with_gradients_enabled(pair):
     def step(params, optimizer):
         def closure():
@@ -548,7 +500,7 @@ def test_closure_is_called_with_gradients_enabled(pair):
     pair.check()
 
 
-@for_all
+@for_each_rule
 def test_create_graph(pair):
     for i in range(3):
         for params, optimizer in pair.each():
@@ -885,7 +837,7 @@ def test_compiled_model_with_fused_parameters():
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("size", [1e-5, 1e5])
-@for_all
+@for_each_rule
 def test_small_and_large_gradients(pair, size):
     if pair.dtype == torch.float16:
         size = min(size, 1e3)  # there is nothing larger, squared or summed
