@@ -27,7 +27,8 @@ VENV_HOSTS := .venv-hosts$(if $(filter newest,$(HOSTS)),-newest)
 IN_HOSTS := $(PYTEST) tests/integrations tests/examples tests/export -m framework
 QUICK := not slow and not sweep
 CPP := tests/ops tests/fusion tests/optimizers tests/amp
-ON_NPU := tests/amp tests/distributed tests/fusion tests/optimizers
+ON_TORCH_NPU := tests/amp tests/fusion tests/optimizers
+ON_NPU := $(ON_TORCH_NPU) tests/distributed
 CHECKED := apex_npu benchmarks examples scripts tests setup.py
 
 .DEFAULT_GOAL := help
@@ -45,8 +46,8 @@ docs: setup-docs ## the documentation site, build/site/html/index.html; a warnin
 	@echo '==> written: build/site/html/index.html'
 
 test: lint types test-quick ## lint, types, import contracts and the quick tests (about 6 minutes on 2 cores)
-test-devices: test-slow test-hosts-quick test-torch-npu-quick ## processes, scripts, builds, simulated NPUs, frameworks
-test-all: test test-devices bench-deps docs test-sweeps test-torch-npu-more test-clang ## both, sweeps, NVIDIA's tests
+test-devices: test-slow test-npu-quick test-hosts-quick test-torch-npu-quick ## processes, scripts, builds, simulated NPUs, frameworks
+test-all: test test-devices test-npu bench-deps docs test-sweeps test-torch-npu-more test-clang ## both, sweeps, NVIDIA's tests
 	@[ -z '$(APEX)$(APEX_UPSTREAM)' ] || $(MAKE) --no-print-directory upstream
 lint: setup-dev ## ruff, clang-format, import-linter
 	@$(PY) -m ruff check $(CHECKED)
@@ -56,8 +57,11 @@ lint: setup-dev ## ruff, clang-format, import-linter
 	@$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 types: setup-dev ; @$(PY) -m mypy ## mypy --strict
 test-quick: setup-dev ; @$(HERE) -m '$(QUICK)'
-test-slow: setup-dev
-	@$(HERE) -m 'slow and not sweep'
+test-slow: setup-dev ; @$(HERE) -m 'slow and not sweep'
+test-npu-quick: setup-dev
+	@$(IF_SIMULATED) $(PY) $(PYTEST) --disable-warnings -m '$(QUICK)' tests/simulator
+	@$(IF_SIMULATED) APEX_NPU_TEST_DEVICE=npu $(HERE) $(ON_TORCH_NPU:%=--ignore %) -m 'device and $(QUICK)'
+test-npu: setup-dev ## all on the simulated NPU, but for sweeps
 	@$(IF_SIMULATED) $(PY) $(PYTEST) --disable-warnings -m 'not sweep' tests/simulator
 	@$(IF_SIMULATED) APEX_NPU_TEST_DEVICE=npu $(HERE) -m 'device and not sweep'
 test-sweeps: setup-dev
@@ -83,7 +87,7 @@ test-torch-npu: setup-torch-npu ## all npu tests on the vendor's torch_npu, with
 	@HOST_CANN_SOC=Ascend910ProA $(TORCH_NPU) $(ON_NPU) -- -m 'device and $(QUICK)'
 	@HOST_CANN_DTYPES=1 $(TORCH_NPU) $(ON_NPU) -- -m 'device and $(QUICK)'
 test-torch-npu-quick: setup-torch-npu ## the quick ones of amp, optimizers and data parallel training
-	@$(TORCH_NPU) --together 6 tests/vendor $(ON_NPU) -- -m 'device and not host and $(QUICK)'
+	@$(TORCH_NPU) --together 10 tests/vendor $(ON_NPU) -- -m 'device and not host and $(QUICK)'
 test-torch-npu-more: setup-torch-npu
 	@$(TORCH_NPU) --together 6 tests/amp -- -m 'host and $(QUICK)'
 	@$(TORCH_NPU) tests/vendor -- -m sweep

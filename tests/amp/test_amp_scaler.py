@@ -16,6 +16,8 @@ from torch import nn
 
 from apex_npu import amp, optimizers
 
+pytestmark = pytest.mark.host
+
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 DYNAMIC = {"loss_scale": "dynamic", "dynamic_init_scale": 64.0, "scale_window": 3}
 

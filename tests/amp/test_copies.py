@@ -34,6 +34,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from apex_npu import amp, optimizers
 from apex_npu.autocast.submodule_cast import CastInputs
 
+pytestmark = pytest.mark.host
+
 EXACT = 1.0 + 2.0**-20  # no half, and no bfloat16
 STEP = 2.0**-18
 

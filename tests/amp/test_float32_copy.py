@@ -14,6 +14,8 @@ from torch import nn
 
 from apex_npu import amp, optimizers
 
+pytestmark = pytest.mark.host
+
 LEVELS = [("O2", {}), ("O5", {}), ("O5", {"store_param_remainders": True})]
 
 

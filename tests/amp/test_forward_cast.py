@@ -23,6 +23,8 @@ from apex_npu.amp.policy import OPT_LEVELS
 from apex_npu.autocast.casting import convert_model
 from apex_npu.autocast.containers import cast_floating
 
+pytestmark = pytest.mark.host
+
 O0, O1, O2, O3 = (OPT_LEVELS[level] for level in ("O0", "O1", "O2", "O3"))
 HALF, FLOAT = torch.float16, torch.float32
 CPU = ("cpu",)

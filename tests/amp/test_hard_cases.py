@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from apex_npu import amp, optimizers
 
+pytestmark = pytest.mark.host
+
 
 def make(level, maker=torch.optim.SGD, **options):
     torch.manual_seed(0)

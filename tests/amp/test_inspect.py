@@ -10,6 +10,8 @@ from torch import nn
 from apex_npu import amp, optimizers
 from apex_npu.amp import inspect
 
+pytestmark = pytest.mark.host
+
 SCALE = 8.0
 
 

@@ -23,7 +23,7 @@ HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
 LOW = {"O1": HALF, "O4": BF16}
 OTHER = {"O1": BF16, "O4": HALF}
 
-pytestmark = needs("autocast_to_bfloat16")
+pytestmark = [pytest.mark.host, needs("autocast_to_bfloat16")]
 levels = pytest.mark.parametrize("level", LOW)
 
 

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from apex_npu import amp
 
+pytestmark = pytest.mark.host
+
 HALF = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
 
 

@@ -20,6 +20,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from apex_npu import amp
 from apex_npu.amp import user_casts
 
+pytestmark = pytest.mark.host
+
 HALF, BF16, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 Pair = namedtuple("Pair", "a b")
 KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
