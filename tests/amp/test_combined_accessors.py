@@ -102,44 +102,12 @@ def kinds_of(optimizer):
     return [params for params in found if params]
 
 
-def float32_values(optimizer, params):
-    """The values of ``params`` that the optimizer steps."""
-    with amp.float32_params(optimizer):
-        return double(params)
-
-
 def place_in(flat, param):
     """The elements of ``flat`` that are in the memory of ``param``."""
     begin, rest = divmod(param.data_ptr() - flat.data_ptr(), flat.element_size())
     assert rest == 0
     assert 0 <= begin <= flat.numel() - param.numel()
     return slice(begin, begin + param.numel())
-
-
-@pytest.mark.pairwise
-@EVERY_COUNT
-@EVERY_KIND
-@EVERY_LEVEL
-def test_clipping_the_buffers_in_every_step(level, kind, groups):
-    model, optimizer = start(level, kind, groups)
-    for number in range(4):
-        backward(model, optimizer, number)
-        flats = optimizer.get_optimizer_combined_grads()
-        kinds = kinds_of(optimizer)
-        assert len(flats) == len(kinds) == (2 if level in MASTERS else 1)
-        expected = []
-        for flat, params in zip(flats, kinds, strict=True):
-            norm = norm_of(p.grad for p in params)
-            assert flat.norm().item() == pytest.approx(norm, rel=1e-5)
-            grads = double(p.grad for p in params)
-            before = float32_values(optimizer, params)
-            expected += [p - g * (LR * 0.5 / norm) for p, g in zip(before, grads, strict=True)]
-            flat.mul_(0.5 / flat.norm())
-        optimizer.step()
-        after = float32_values(optimizer, [p for params in kinds for p in params])
-        for found, want in zip(after, expected, strict=True):
-            torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
-        optimizer.zero_grad()
 
 
 @EVERY_COUNT
@@ -686,39 +654,6 @@ def test_a_parameter_that_is_replaced_in_every_step_costs_the_others_nothing(mon
     assert reference.centers.isfinite().all()
     for ours, theirs in ((training.centers, reference.centers), (training.momenta, reference.momenta)):
         torch.testing.assert_close(ours, theirs, **tolerance)
-
-
-@pytest.fixture
-def process_group():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    amp.shutdown()
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="gloo is a group of host memory")
-@pytest.mark.parametrize("kind", ["fused", "combine_grad"])
-@EVERY_LEVEL
-def test_with_gradients_that_are_averaged(process_group, level, kind):
-    def run(combine_ddp, asks):
-        model, optimizer = start(level, kind, combine_grad=True, combine_ddp=combine_ddp)
-        for number in range(5):
-            backward(model, optimizer, number)
-            if asks and number:
-                for flat in optimizer.get_optimizer_combined_grads():
-                    flat.mul_(0.5)
-            else:
-                for p in trained(optimizer):
-                    p.grad.mul_(0.5 if number else 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            if number == 2:
-                model.layers[3].requires_grad_(True)
-        amp.shutdown()
-        return double(model.parameters())
-
-    for found, want in zip(run(True, True), run(False, False), strict=True):
-        torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-7)
 
 
 def test_what_a_failed_fusing_has_moved_is_fused_again(monkeypatch):

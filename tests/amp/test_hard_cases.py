@@ -172,18 +172,6 @@ def test_clipping_scaled_gradients_is_refused(maker, fuse_unscale):
     assert optimizer.clip_optimizer_grad_norm_fused(100.0).item() == pytest.approx(math.sqrt(12))
 
 
-def test_backward_outside_scale_loss_is_noticed():
-    model, optimizer = make("O2", loss_scale="dynamic")
-    model(torch.ones(1, 3)).sum().backward()
-    with pytest.warns(RuntimeWarning, match=r"was backward\(\) called outside amp.scale_loss"):
-        optimizer.step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.zero_grad()
-        backward(model, optimizer)
-        optimizer.step()
-
-
 def test_assigning_state_dicts_over_masters_is_refused():
     model, _ = make("O2")
     with pytest.raises(RuntimeError, match=r"assign=True.* would replace weight, whose float32 value"):

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """16-bit parameters with remainders have one gradient, ``param.grad``, which is float32 between blocks."""
 
-import copy
-
 import pytest
 import torch
 from devices import DEVICE, needs_extension
@@ -128,27 +126,6 @@ def test_gradients_are_float32_and_all_that_reads_or_writes_them_means_these(lev
     optimizer.step()
     for (name, value), grad in zip(model.state_dict().items(), grads, strict=True):
         torch.testing.assert_close(value, before[name] - 0.1 * grad, rtol=0, atol=1e-7)
-
-
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_a_run_resumes_bit_for_bit(level):
-    def train(model, optimizer, seeds):
-        for seed in seeds:
-            backward(model, optimizer, seed)
-            optimizer.step()
-            optimizer.zero_grad()
-        return [value.clone() for value in model.state_dict().values()]
-
-    model, optimizer = start(level, momentum=0.9, loss_scale="dynamic")
-    train(model, optimizer, range(3))
-    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict(), amp.state_dict()])
-    wanted = train(model, optimizer, range(3, 6))
-    amp.shutdown()
-    model, optimizer = start(level, momentum=0.9, loss_scale="dynamic")
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    amp.load_state_dict(saved[2])
-    assert all(map(torch.equal, train(model, optimizer, range(3, 6)), wanted))
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,)])

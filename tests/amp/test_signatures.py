@@ -30,36 +30,6 @@ from apex_npu import amp, optimizers
 pytestmark = pytest.mark.host
 
 
-class Own(torch.optim.SGD):
-    def step(self, closure=None, factor=1.0):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data.sub_(p.grad, alpha=factor)
-        return "stepped"
-
-    def zero_grad(self, set_to_none=True, reason=None):
-        super().zero_grad(set_to_none)
-        self.reason = reason
-        return "cleared"
-
-
-def own(level):
-    model = Weights(10.0)
-    model, optimizer = initialize(model, Own(model.parameters(), lr=1.0), level)
-    backward(model(vector(*X)), optimizer)
-    return model, optimizer
-
-
-@levels(LEVELS)
-@pytest.mark.parametrize("positional", [False, True])
-def test_a_step_and_a_zero_grad_of_ones_own(positional, level):
-    model, optimizer = own(level)
-    assert (optimizer.step(None, 2.0) if positional else optimizer.step(factor=2.0)) == "stepped"
-    assert_values(model.parameters(), 10.0 - 2.0 * torch.tensor(X))
-    assert optimizer.zero_grad(reason="epoch") == "cleared"
-    assert optimizer.reason == "epoch"
-
-
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="arrays are in the host's memory")
 def test_an_array_over_a_parameter_follows_it_or_something_is_said():
     param = nn.Parameter(torch.full((3,), 10.0))

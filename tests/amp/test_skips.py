@@ -254,28 +254,3 @@ def test_clipping_does_not_warn(level, of_model):
         nn.utils.clip_grad_norm_(nn.Linear(2, 2).parameters(), 0.5)  # a stranger's
     clipped = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in amp.master_params(optimizer)]))
     assert clipped.item() == pytest.approx(min(0.5, norm.item()), rel=1e-3)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_step_without_backward_warns_once(level):
-    model, optimizer = make(level)
-    with pytest.warns(RuntimeWarning, match=r"NpuFusedSGD.step\(\) was called, but none of its parameters has a grad"):
-        optimizer.step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step()
-        step(model, optimizer)
-
-
-def test_a_loss_without_grad_warns_once():
-    model, optimizer = make("O1")
-    with torch.no_grad():
-        loss = model(torch.ones(2, 3, device=DEVICE)).sum()
-    expected = pytest.warns(RuntimeWarning, match="a loss that does not require grad")
-    with expected as caught, amp.scale_loss(loss, optimizer):
-        pass
-    assert caught[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with amp.scale_loss(loss, optimizer):
-            pass

@@ -124,20 +124,6 @@ def test_clipping_what_is_not_scaled_passes():
 
 @pytest.mark.parametrize("cls", [SGD, FUSED])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_plain_backward_under_a_dynamic_scale(level, cls):
-    (model,), (optimizer,), loss = start(level, cls)
-    train(loss, optimizer)
-    values = [p.detach().clone() for p in model.parameters()]
-    loss().backward()
-    with pytest.warns(
-        RuntimeWarning, match=r"has scaled and checked .* was backward\(\) called outside amp.scale_loss"
-    ):
-        optimizer.step()
-    assert not any(map(torch.equal, model.parameters(), values))
-
-
-@pytest.mark.parametrize("cls", [SGD, FUSED])
-@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_block_that_names_another_optimizer(level, cls):
     models, (first, second), loss = start(level, cls, count=2)
     with pytest.raises(RuntimeError, match=rf"{cls.__name__}, but the loss reaches none .* those of {cls.__name__}:"):
