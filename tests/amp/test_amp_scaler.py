@@ -271,6 +271,7 @@ class OwnScaler(torch.amp.GradScaler):
     """As torch_npu has one."""
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, OwnScaler])
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("kind", KINDS)

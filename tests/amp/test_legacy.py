@@ -598,41 +598,6 @@ def test_scripts_can_go_from_a_handle_to_initialize():
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_skips_the_optimizers_of_its_block_alone(level):
-    torch.manual_seed(0)
-    models = [nn.Linear(6, 3).to(DEVICE) for _ in range(2)]
-    optimizers_ = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
-    models, optimizers_ = amp.initialize(models, optimizers_, opt_level=level, num_losses=2, verbosity=0)
-    before = [values(m) for m in models]
-    with amp.scale_loss(loss_of(models[0], 0) * float("inf"), optimizers_[0], loss_id=0) as scaled_loss:
-        scaled_loss.backward()
-    with amp.scale_loss(loss_of(models[1], 0), optimizers_, loss_id=1) as scaled_loss:
-        scaled_loss.backward()
-    for optimizer in optimizers_:
-        optimizer.step()
-    assert [amp.last_step(o).skipped for o in optimizers_] == [True, False]
-    assert_same(values(models[0]), before[0])
-    assert not torch.equal(values(models[1])["weight"], before[1]["weight"])
-
-
-def test_each_loss_moves_its_own_scale():
-    model, optimizer = make("O2", num_losses=2)
-    for factors, expected in (
-        ((float("inf"), 1.0), (2.0**15, 2.0**16)),
-        ((float("inf"), float("inf")), (2.0**14, 2.0**15)),
-    ):
-        optimizer.zero_grad()
-        for loss_id, factor in enumerate(factors):
-            with amp.scale_loss(loss_of(model, loss_id) * factor, optimizer, loss_id=loss_id) as scaled_loss:
-                scaled_loss.backward()
-        optimizer.step()
-        assert amp.last_step(optimizer).skipped
-        assert tuple(entry["loss_scale"] for entry in amp.state_dict().values()) == expected
-    train(model, optimizer, [0])
-    assert amp.last_step(optimizer).applied
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_skip_outlives_a_block_without_gradients(level):
     model, optimizer = make(level)
     before = values(model)
@@ -646,19 +611,6 @@ def test_a_skip_outlives_a_block_without_gradients(level):
     optimizer.step()
     assert amp.last_step(optimizer).skipped
     assert torch.equal(model[0].weight, before["0.weight"].to(model[0].weight.dtype))
-
-
-@pytest.mark.parametrize("by", ["model", "optimizer"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_skip_goes_with_gradients_that_are_cleared(level, by):
-    model, optimizer = make(level)
-    with amp.scale_loss(loss_of(model, 0) * float("inf"), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    (model if by == "model" else optimizer).zero_grad()
-    with amp.scale_loss(loss_of(model, 1), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    assert amp.last_step(optimizer).applied
 
 
 def test_an_overflow_skips_every_optimizer_of_a_shared_parameter():

@@ -209,38 +209,6 @@ def test_zero_grad(spec, through, set_to_none):
     assert_equal_params(list(models[0]), list(models[1]), spec.tolerance, floor=sizes)
 
 
-@needs("float64")
-@for_each_rule
-def test_parameters_that_go_to_another_dtype_and_back(pair):
-    for i in range(3):
-        pair.step(i)
-    for params in pair.params:
-        for p in params:
-            p.data = (p.data.float() if p.dtype == torch.float64 else p.data.double()).to(p.dtype)
-    for i in range(3, 10):
-        pair.step(i)
-    pair.check()
-
-
-@for_each_rule
-def test_parameter_objects_replaced(pair):
-    """What scripts that prune or densify do: other Parameters in the group, with the old state moved over."""
-    for i in range(3):
-        pair.step(i)
-    for params, optimizer in pair.each():
-        old = params[0]
-        new = nn.Parameter(old.detach()[:20].clone())
-        state = optimizer.state.pop(old, None)
-        if state:
-            optimizer.state[new] = {
-                k: v[:20].clone() if isinstance(v, torch.Tensor) and v.dim() else v for k, v in state.items()
-            }
-        params[0] = optimizer.param_groups[0]["params"][0] = new
-    for i in range(3, 10):
-        pair.step(i)
-    pair.check()
-
-
 @for_all
 def test_state_dict_looks_like_torchs(pair):
     if not pair.spec.in_torch:
@@ -479,25 +447,6 @@ def test_gradient_without_memory_of_its_own_is_refused_before_anything_moves(num
     with pytest.raises(RuntimeError, match=r"parameter 1 .* has a TwoTensor as gradient.* give it a plain tensor"):
         optimizer.step()
     assert params[0].tolist() == [1, 1, 1]
-
-
-@for_each_rule
-def test_closure_is_called_with_gradients_enabled(pair):
-    def step(params, optimizer):
-        def closure():
-            optimizer.zero_grad()
-            loss = sum((p**2).sum() for p in params)
-            loss.backward()
-            return loss
-
-        return optimizer.step(closure)
-
-    for _ in range(3):
-        ours, theirs = (step(params, optimizer) for params, optimizer in pair.each())
-        assert ours.requires_grad
-        assert torch.equal(ours, theirs)
-        pair.align()
-    pair.check()
 
 
 @for_each_rule
@@ -760,19 +709,6 @@ def test_step_counts_of_other_libraries(where, step):
         optimizer.step()
     assert_equal_params(ours, params)
     assert all(entry["step"].item() == 8 for entry in optimizer.state.values())
-
-
-def test_momentum_switched_on_in_mid_run():
-    results = []
-    for cls in (NpuFusedSGD, torch.optim.SGD):
-        params = make_params()
-        optimizer = cls(params, lr=0.05)
-        for i in range(10):
-            optimizer.param_groups[0]["momentum"] = 0.0 if i in (0, 1, 6) else 0.9
-            set_grads(params, i)
-            optimizer.step()
-        results.append(params)
-    assert_equal_params(*results)
 
 
 def test_out_of_memory_while_fusing_changes_nothing(monkeypatch):

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Groups of a rule with norms in one call."""
 
-
 import pytest
 import torch
 from devices import DEVICE
