@@ -17,7 +17,6 @@ from devices import DEVICE, needs, require
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data._utils import worker
 
 from apex_npu._extension import extension
@@ -206,21 +205,6 @@ def test_python_functions_get_the_casts_of_their_forward(casts: CastHandle) -> N
         output.backward()
     assert (Recording.seen["grad"], Recording.seen["autocast"]) == (HALF, HALF)
     assert torch.get_autocast_dtype(DEVICE.type) == HALF
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-def test_checkpoint_equals_no_checkpoint(casts: CastHandle, use_reentrant: bool) -> None:
-    model = Net().to(DEVICE)
-    convert_model(model, O1, (DEVICE.type,), casts.ambient)
-    x = positive(2, 8).requires_grad_()
-    model(x).float().sum().backward()
-    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    model.zero_grad()
-    output = checkpoint(model, x, use_reentrant=use_reentrant)
-    assert output.dtype == HALF
-    output.float().sum().backward()
-    for param, grad in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(param.grad, grad, rtol=0, atol=0)
 
 
 # -------------------------------------------------------------------------------------------------------- weight cache

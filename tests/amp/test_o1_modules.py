@@ -492,17 +492,6 @@ def test_checkpoints_of_both_kinds_inside_a_forward() -> None:
 # ----------------------------------------------------------------------------------------------- modes, blocks, workers
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_training_goes_on_after_inference(context: Callable[[], Any]) -> None:
-    model, x = converted(small()), rand(3, 4)
-    expected = gradients(model, lambda: model(x))
-    with context():
-        model.eval()(x)
-    model.train()
-    for a, b in zip(gradients(model, lambda: model(x)), expected, strict=True):
-        assert torch.equal(a, b)
-
-
 def test_a_weight_used_without_grad_first_still_gets_one() -> None:
     # Older releases of torch keep the copy that autocast makes under no_grad (pytorch#158232).
     class Model(nn.Module):

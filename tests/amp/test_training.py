@@ -3,10 +3,8 @@
 """amp from the outside: training loops as users write them, against plain float32 torch."""
 
 import contextlib
-import copy
 import functools
 import io
-import pickle
 import sys
 import warnings
 
@@ -351,17 +349,6 @@ def test_disabled_is_pass_through():
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 4.0, "unskipped": 1}})
     with amp.disable_casts():
         pass
-
-
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_copies_of_an_initialised_pair_train_alone(level, how):
-    model, optimizer = make(level, combine_grad=True)
-    train(model, optimizer, range(2))
-    twin_model, twin_optimizer = how((model, optimizer))
-    assert type(twin_optimizer) is type(optimizer)
-    expected = train(model, optimizer, range(2, 5))
-    assert train(twin_model, twin_optimizer, range(2, 5)) == expected
 
 
 class Watching(torch.optim.SGD):

@@ -187,6 +187,7 @@ def test_every_rule_stays_near_its_float32_values(rule, options, dtype):
         assert stored.nbytes == p.numel()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", ["loaded", "deepcopied", "pickled"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rule", "options"), RULES)
@@ -366,25 +367,6 @@ def test_other_formats_are_refused_by_name(value):
 def test_two_ways_of_rounding_are_refused():
     with pytest.raises(ValueError, match=r"store_param_remainders='int8' keeps .* stochastic_rounding=True .*pass one"):
         optimizers.NpuFusedAdam(make_params(torch.bfloat16), store_param_remainders="int8", stochastic_rounding=True)
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4"])
-def test_levels_without_masters_refuse_it(level):
-    model = nn.Linear(2, 2)
-    optimizer = optimizers.NpuFusedAdam(model.parameters())
-    with pytest.raises(RuntimeError, match=rf"store_param_remainders='int8' .*opt_level {level} .*Use opt_level='O2'"):
-        amp.initialize(model, optimizer, opt_level=level, store_param_remainders="int8")
-    assert model.weight.dtype == torch.float32
-    assert not optimizer.state
-
-
-def test_other_optimizers_refuse_it():
-    model = nn.Linear(2, 2)
-    with pytest.raises(RuntimeError, match=r"SGD cannot keep the remainders .*store_param_remainders='int8'"):
-        amp.initialize(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O5", store_param_remainders="int8"
-        )
-    assert model.weight.dtype == torch.float32
 
 
 @pytest.mark.skipif(extension is None, reason="reads the errors of the extension's kernels")

@@ -377,45 +377,6 @@ def test_channels_last_and_transposed_parameters(pair):
     assert pair.params[0][-2].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_parameters_that_overlap_are_each_stepped():
-    """Tied through .data: torch.optim updates the shared memory once for either Parameter."""
-    results = []
-    for cls in (NpuFusedSGD, torch.optim.SGD):
-        a = nn.Parameter(torch.ones(6))
-        b = nn.Parameter(a.data)
-        optimizer = cls([a, b], lr=0.1, momentum=0.9)
-        for i in range(3):
-            a.grad = torch.full((6,), 1.0 + i)
-            b.grad = torch.full((6,), 2.0)
-            optimizer.step()
-        assert a.data_ptr() == b.data_ptr()
-        results.append(a.detach().clone())
-    assert_equal_params([results[0]], [results[1]])
-
-
-def test_a_view_of_a_larger_buffer_stays_there():
-    base = torch.ones(1000)
-    param = nn.Parameter(base[10:20])
-    optimizer = NpuFusedSGD([param, nn.Parameter(torch.ones(3))], lr=0.5)
-    param.grad = torch.ones(10)
-    optimizer.step()
-    assert base[9:21].tolist() == [1.0] + [0.5] * 10 + [1.0]
-
-
-def test_a_parameter_in_two_optimizers():
-    """The later fusion keeps it; both step the same memory, as torch's do."""
-    results = []
-    for cls in (NpuFusedSGD, torch.optim.SGD):
-        shared, own = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(4))
-        first, second = cls([shared, own], lr=0.1), cls([shared], lr=0.01)
-        for _ in range(4):
-            for optimizer in (first, second):
-                shared.grad, own.grad = torch.ones(5), torch.ones(4)
-                optimizer.step()
-        results.append([shared, own])
-    assert_equal_params(*results)
-
-
 @for_each_rule
 def test_gradients_are_not_written_by_step(pair):
     params, optimizer = pair.params[0], pair.optimizers[0]

@@ -136,30 +136,6 @@ def test_an_alias_held_from_before_follows():
     assert alias.tolist() == [-2, -2, -2]
 
 
-def test_parameters_move_between_groups():
-    results = []
-    for cls in (NpuFusedSGD, torch.optim.SGD):
-        params = [nn.Parameter(torch.zeros(2)) for _ in range(4)]
-        optimizer = cls([{"params": params[:1]}, {"params": params[1:]}], lr=1.0, momentum=0.5)
-
-        def step(optimizer=optimizer, params=params):
-            for p in params:
-                p.grad = torch.ones(2)
-            optimizer.step()
-
-        step()
-        groups = optimizer.param_groups
-        groups[0]["params"].append(groups[1]["params"].pop())
-        step()
-        groups.reverse()
-        optimizer.zero_grad(set_to_none=False)
-        step()
-        groups[0]["params"].pop()
-        step()
-        results.append([p.tolist() for p in params])
-    assert results[0] == results[1]
-
-
 def test_one_parameters_step_count_is_reset():
     """Resetting part of a network: its bias correction restarts, the others' continues."""
     results = []

@@ -984,19 +984,23 @@ def test_a_skipped_step_changes_no_state(state_dtype):
         ({"opt_level": "O5", "master_weights": False}, RuntimeError, "no 16-bit parameters with masters"),
     ],
 )
-def test_remainders_are_refused_where_there_are_none(options, error, message):
+@pytest.mark.parametrize("remainders", [True, "int8"])
+def test_remainders_are_refused_where_there_are_none(options, error, message, remainders):
     model = nn.Linear(2, 2).to(DEVICE)
+    optimizer = optimizers.NpuFusedAdam(model.parameters())
     with pytest.raises(error, match=message):
-        amp.initialize(model, optimizers.NpuFusedAdam(model.parameters()), store_param_remainders=True, **options)
+        amp.initialize(model, optimizer, store_param_remainders=remainders, **options)
     assert model.weight.dtype == torch.float32
+    assert not optimizer.state
 
 
-def test_remainders_are_refused_with_optimizers_that_cannot_keep_them():
-    for make in (torch.optim.Adam, optimizers.Lamb):
-        model = nn.Linear(2, 2).to(DEVICE)
-        with pytest.raises(RuntimeError, match="remainders"):
-            amp.initialize(model, make(model.parameters()), opt_level="O5", store_param_remainders=True)
-        assert model.weight.dtype == torch.float32
+@pytest.mark.parametrize("remainders", [True, "int8"])
+@pytest.mark.parametrize("make", [torch.optim.Adam, optimizers.Lamb])
+def test_remainders_are_refused_with_optimizers_that_cannot_keep_them(make, remainders):
+    model = nn.Linear(2, 2).to(DEVICE)
+    with pytest.raises(RuntimeError, match="remainders"):
+        amp.initialize(model, make(model.parameters()), opt_level="O5", store_param_remainders=remainders)
+    assert model.weight.dtype == torch.float32
 
 
 @pytest.mark.parametrize("options", [{}, {"state_dtype": "int8"}, {"store_param_remainders": True}])
