@@ -53,6 +53,9 @@ def share(monkeypatch, how):
         monkeypatch.setattr(grad_slots, "STAYS_NUMEL", 0)
 
 
+aliased = pytest.mark.parametrize("small_gradients", [ALIASED], indirect=True)
+# Where it does not matter how gradients wait.
+gathered = pytest.mark.parametrize("small_gradients", ["gathered"], indirect=True)
 LEVELS = ["O0", "O1", "O2", "O3", "O5"]
 
 
@@ -210,6 +213,7 @@ def test_the_norm_is_that_of_the_true_gradient(level, norm_type):
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
+@gathered
 @needs("inf")
 def test_clipping_refuses_what_is_not_finite_when_asked():
     model, optimizer = make("O1")
@@ -218,6 +222,7 @@ def test_clipping_refuses_what_is_not_finite_when_asked():
         optimizer.clip_optimizer_grad_norm_fused(1.0, error_if_nonfinite=True)
 
 
+@gathered
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_clipping_with_torch_warns(level):
     model, optimizer = make(level)
@@ -231,6 +236,7 @@ def test_clipping_with_torch_warns(level):
         nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
 
 
+@gathered
 def test_a_parameter_of_two_optimizers_is_refused():
     model = nn.Linear(2, 2).to(DEVICE)
     pair = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
@@ -238,6 +244,7 @@ def test_a_parameter_of_two_optimizers_is_refused():
         amp.initialize(model, pair, opt_level="O1", fuse_unscale=True, verbosity=0)
 
 
+@gathered
 def test_a_parameter_that_a_second_optimizer_gets_later_is_refused():
     parts = [nn.Linear(2, 2).to(DEVICE) for _ in range(2)]
     first, second = (torch.optim.SGD(part.parameters(), lr=1.0) for part in parts)
@@ -344,6 +351,7 @@ def test_manually_scaled_backwards_are_added_to_scaled_gradients(level, way):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=atol)
 
 
+@gathered
 def test_larc_is_refused():
     model = nn.Linear(2, 2).to(DEVICE)
     larc = LARC(torch.optim.SGD(model.parameters(), lr=1.0))
@@ -427,6 +435,7 @@ def test_a_gradient_that_cannot_be_scaled_leaves_the_others():
     assert shared.tolist() == [0.0, 0.0]
 
 
+@gathered
 @pytest.mark.parametrize("level", ["O0", "O2"])
 @pytest.mark.parametrize("fuse_unscale", [False, True])
 def test_step_inside_the_block_is_refused(fuse_unscale, level):
@@ -451,9 +460,6 @@ def test_gradients_stay_scaled_after_a_step_that_fails():
     optimizer.step()
     plain.step()
     assert_same_weights(optimizer, twin)
-
-
-aliased = pytest.mark.parametrize("small_gradients", [ALIASED], indirect=True)
 
 
 @pytest.mark.parametrize("ends", ["backward", "exception", "second exception"])
@@ -555,20 +561,7 @@ def test_there_is_no_float32_buffer_where_nothing_reads_one(level, cls):
         assert not any(flat.has_buffer for flat in optimizer.flat_grads())
 
 
-@pytest.mark.parametrize("cls", [optimizers.NpuFusedSGD, torch.optim.SGD])
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_a_parameter_without_dimensions_is_clipped(level, cls):
-    scale = nn.Parameter(torch.tensor(2.0, device=DEVICE))
-    _, optimizer = amp.initialize(
-        nn.ParameterList([scale]), cls([scale], lr=0.5), opt_level=level, loss_scale=8.0, fuse_unscale=True, verbosity=0
-    )
-    with amp.scale_loss(scale.float() * 3.0, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    assert optimizer.clip_optimizer_grad_norm_fused(1.0).item() == 3.0
-    optimizer.step()
-    assert scale.item() == pytest.approx(1.5)
-
-
+@gathered
 def test_half_gradients_keep_their_digits_when_clipped():
     """1 / 2**12 times a coefficient near 0.006 is subnormal in float16: multiplied in two steps nothing is lost."""
     lengths = []
@@ -591,6 +584,7 @@ def test_half_gradients_keep_their_digits_when_clipped():
     assert lengths[1] == pytest.approx(lengths[0], rel=1e-3)
 
 
+@gathered
 def test_an_optimizer_keeps_what_its_initialize_said():
     model, optimizer = make("O0", torch.optim.SGD)
     twin, plain = plain_twin()
@@ -606,6 +600,7 @@ def test_an_optimizer_keeps_what_its_initialize_said():
     assert_same_weights(optimizer, twin)
 
 
+@gathered
 def test_it_must_be_a_flag():
     with pytest.raises(TypeError, match="fuse_unscale must be True, False or None, got 'yes'"):
         make("O1", fuse_unscale="yes")
@@ -668,6 +663,7 @@ def test_a_gradient_that_cannot_be_gathered_leaves_the_others_as_they_are():
 TORCH_FUSED = [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad]
 
 
+@gathered
 @pytest.mark.skipif(DEVICE.type == "npu", reason="torch_npu's fused optimizers read no grad_scale")
 @pytest.mark.pairwise
 @pytest.mark.parametrize("cls", TORCH_FUSED)
