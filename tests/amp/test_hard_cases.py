@@ -220,13 +220,15 @@ USES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("use", "level", "fuse_unscale"),
-    [
-        pytest.param(*case, marks=[] if case == ("clip", "O0", True) else pytest.mark.slow)
-        for case in itertools.product(USES, ("O0", "O2"), (True, False))
-    ],
-)
+def uses():
+    """Each use with either level and either way of unscaling; half of their product are sweeps."""
+    for i, (use, level, fuse) in enumerate(itertools.product(USES, ("O0", "O2"), (True, False))):
+        slow = [pytest.mark.slow] if i else []
+        is_sweep = (i // 4 + (level == "O2") + fuse) % 2 == 0
+        yield pytest.param(use, level, fuse, marks=[pytest.mark.sweep] if is_sweep else slow)
+
+
+@pytest.mark.parametrize(("use", "level", "fuse_unscale"), list(uses()))
 def test_what_a_compiled_training_step_may_call(use, level, fuse_unscale):
     found = []
     for compiled in (False, True):

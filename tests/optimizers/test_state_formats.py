@@ -245,7 +245,7 @@ def test_what_is_too_large_for_float16_is_inf(value):
     assert not remainder.any()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_remainders_are_exact_in_each_stretch_of_float32():
     upper = torch.arange(-(2**15), 2**15).to(torch.int16)
     for first in range(-(2**15), 2**15, 2**12):
