@@ -40,6 +40,7 @@ from torch.nn import functional as F
 
 import apex_npu
 from apex_npu import amp
+from apex_npu.fusion import EncodedView
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 WAYS = ("plain", "accumulated", "overflows", "clipped", "resumed", "fused unscale")
@@ -122,7 +123,8 @@ def train(cls: Callable[..., Any], options: dict[str, Any], level: str, groups: 
         optimizer.zero_grad(set_to_none=step % 3 != 1)
     params = [p.detach() for group in optimizer.param_groups for p in group["params"]]
     state = [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
-    found += [torch.as_tensor(value) for entry in state for _, value in sorted(entry.items()) if value is not None]
+    values = [value for entry in state for _, value in sorted(entry.items()) if value is not None]
+    found += [value.dequantize() if isinstance(value, EncodedView) else torch.as_tensor(value) for value in values]
     found += [p.detach() for p in model.parameters()] + list(model.buffers())
     return [*params, *found, torch.tensor([scaler["loss_scale"] for scaler in amp.state_dict().values()])]
 
