@@ -220,14 +220,14 @@ if False:
 """
 
 
-@pytest.mark.parametrize("way", [["rounds.py"], ["-m", "rounds"]])
+@pytest.mark.parametrize("way", [["rounds_weights.py"], ["-m", "rounds_weights"]])
 def test_arithmetic_on_16_bit_weights_is_reported(way, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [*sys.argv])
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    (tmp_path / "rounds.py").write_text(ROUNDS)
+    (tmp_path / "rounds_weights.py").write_text(ROUNDS)
     assert main(["run", *way]) == 0
-    assert "rounds.py:6:9  X251 refused" in capsys.readouterr().err
+    assert "rounds_weights.py:6:9  X251 refused" in capsys.readouterr().err
     compat.uninstall_apex()
 
 
