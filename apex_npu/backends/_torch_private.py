@@ -319,7 +319,7 @@ def sequence_number() -> int:
 
 
 class _Ranges:
-    """Whether functions with a label open ranges: while a profiler of torch's is on, or ``kept`` is not 0."""
+    """A flag for functions with a label. They open ranges while torch's profiler is on, or ``kept`` is not 0."""
 
     kept = 0
 

@@ -270,7 +270,7 @@ class EncodedRun(Run):
 
     @property
     def encoding(self) -> RunEncoding:
-        """See ``Run``."""
+        """The argument of the rule's own op that describes how the operands are stored."""
         of_group: GroupEncoding = self._group.encoding
         remainder = self.stored(MASTER_PARAM) if MASTER_PARAM in of_group.formats else None
         return RunEncoding(self._places, of_group.scales, self.step, remainder, of_group.stochastic_param)
@@ -288,7 +288,7 @@ class EncodedRun(Run):
         return self.encoding.decode_state(name, stored) if is_encoded(stored) else stored
 
     def write_back(self, param: Tensor, **states: Tensor) -> None:
-        """See ``Run``."""
+        """Encode ``param`` and the ``states``, as ``Run`` writes them back."""
         kept = [(index, name, self.stored(name), states[name]) for index, name in enumerate(states)]
         encoding = self.encoding
         encoding.encode_run(param, self.param, [state for state in kept if is_encoded(state[2])])

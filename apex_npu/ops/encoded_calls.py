@@ -93,7 +93,7 @@ class RunEncoding(NamedTuple):
 
     @property
     def encodes_param(self) -> bool:
-        """Whether parameters are encoded, rather than rounded to nearest."""
+        """True if parameters are encoded, rather than rounded to nearest."""
         return self.remainder is not None or self.stochastic_param
 
     def decode_param(self, param: Tensor, span: slice) -> Tensor:

@@ -58,7 +58,7 @@ class OperatorError(Located):
 
     @property
     def is_blamed(self) -> bool:
-        """Whether the error is larger than the dtype, or the CPU's kernel in the same dtypes, explains."""
+        """True if the error is larger than the dtype, or the CPU's kernel in the same dtypes, explains."""
         return self.host_error is not None and self.error > _TIMES * max(1.0, self.host_error)
 
     def __str__(self) -> str:

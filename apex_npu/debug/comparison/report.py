@@ -87,7 +87,7 @@ class ComparedRow(TensorRow):
 
     @property
     def is_judged(self) -> bool:
-        """Whether an error of some size would be blamed."""
+        """True if an error of some size would be blamed."""
         return self.resolution is not None and math.isfinite(self.resolution)
 
     @property
@@ -134,7 +134,7 @@ class Comparison:
 
     @property
     def parts(self) -> bool:
-        """Whether there is a ``first`` row, or the iterations are not the same."""
+        """True if there is a ``first`` row, or the iterations are not the same."""
         return self.first is not None or bool(self.differing)
 
     def to_text(self, rows: int = 20) -> str:

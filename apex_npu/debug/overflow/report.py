@@ -56,7 +56,7 @@ class OverflowReport:
 
     @property
     def overflowed(self) -> bool:
-        """Whether the loss or a gradient is not finite."""
+        """True if the loss or a gradient is not finite."""
         return bool(self.causes or self.parameters)
 
     def __str__(self) -> str:

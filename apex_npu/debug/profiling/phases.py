@@ -45,7 +45,7 @@ class Event:
 
     @property
     def is_operator(self) -> bool:
-        """Whether the event is an operator: its name has a namespace other than that of autograd's engine."""
+        """True if the event is an operator: its name has a namespace other than that of autograd's engine."""
         return "::" in self.name and not self.name.startswith("autograd::engine")
 
 
