@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -100,7 +101,14 @@ def test_ctrl_c_leaves_the_tree_as_it_was_or_finished(tree_2025, tmp_path, rever
         patch(tree_2025)
     command = [sys.executable, "-m", "apex_npu", "patch", str(tree_2025), *["--reverse"] * reverse]
     path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(command, env={**os.environ, "PATH": path}, cwd=ROOT, start_new_session=True, check=False)
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PATH": path},
+        cwd=ROOT,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+        check=False,
+    )
     assert done.returncode == 130
     assert snapshot(tree_2025) in (upstream, patched)
 
