@@ -36,6 +36,12 @@ KINDS = {
     "folded": {"fuse_unscale": True},
     "combine_grad": {"combine_grad": True},
 }
+NAMED = {
+    "sgd_": optimizers.NpuFusedSGD,
+    "adam_": optimizers.NpuFusedAdam,
+    "rmsprop_": optimizers.NpuFusedRMSprop,
+    "lamb_": optimizers.NpuFusedLamb,
+}
 CASES = [(level, kind) for level in LEVELS for kind in KINDS]
 
 
@@ -54,6 +60,8 @@ def step(optimizer, params, steps):
             grad = torch.randn(p.shape, generator=generator).to(DEVICE)
             p.grad = None if k == i == 1 else grad
         optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        assert not any(p.grad.any() for p in params if p.grad is not None)
 
 
 def train_rule(name, loaded=None):
@@ -103,7 +111,7 @@ def train_level(level, kind):
             for part, state in zip((model, optimizer, amp), saved, strict=True):
                 part.load_state_dict(state)
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(i)).to(DEVICE)
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=i % 2 == 1)  # after the overflow they are zeroed
         with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
             (scaled_loss * (float("inf") if i == 1 else 1.0)).backward()
         optimizer.clip_optimizer_grad_norm_fused(0.1)
@@ -144,13 +152,23 @@ def refusals():
     return found
 
 
+def profiled(cls):
+    """The ranges of the library in a profile of a step."""
+    params = make_params()
+    optimizer = cls(params, lr=0.1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step(optimizer, params, range(1))
+    return {event.key for event in profile.key_averages() if event.key.startswith("apex_npu::")}
+
+
 def main(path, given=None):
     rules = {name: train_rule(name) for name in RULES}
     continued = {} if given is None else {name: train_rule(name, given[name]) for name in RULES}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         levels = {case: train_level(*case) for case in CASES}
-    torch.save({"rules": rules, "continued": continued, "levels": levels, "refusals": refusals()}, path)
+    names = {name: profiled(cls) for name, cls in NAMED.items()}
+    torch.save({"rules": rules, "continued": continued, "levels": levels, "refusals": refusals(), "names": names}, path)
 
 
 def without_extension(*command):
@@ -212,6 +230,11 @@ def test_what_needs_the_extension_names_the_command_that_builds_it(found):
             (raised,) = [text for text in texts if "combine_grad=True" in text]
         assert REBUILD in raised, name
     assert not any(raised or texts for raised, texts in found[0]["refusals"].values() if "combine_ddp" not in raised)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_profilers_show_the_rules(found, name):
+    assert all(f"apex_npu::{name}" in part["names"][name] for part in found)
 
 
 def test_doctor_says_it_first():

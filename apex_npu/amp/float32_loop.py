@@ -42,6 +42,7 @@ class Float32Loop(Iterator[Tensor]):
             return
         masters.end_loop()
         masters.loop = weakref.ref(self)
+        masters.uncast = [param for param in masters.uncast if masters.has(param)]  # others need not be kept
         uncast = set(map(id, masters.uncast))
         for param in params:
             if masters.has(param) and id(param) not in uncast:

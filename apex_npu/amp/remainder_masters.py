@@ -53,7 +53,8 @@ class RemainderMasters(Masters):
 
     def __reduce__(self) -> Any:
         """Copy only the values that are not in the optimizer's state, which is copied with the optimizer."""
-        return RemainderMasters, (), {"_copied": dict(self._unstepped)}  # each is copied as its float32 value
+        # Each is copied as its float32 value.
+        return RemainderMasters, (), {"_copied": dict(self._unstepped), "uncast": self.uncast}
 
     def belong_to(self, optimizer: Any) -> None:
         """Attach to ``optimizer``. The reference is weak, because models keep masters alive without the optimizer."""

@@ -105,8 +105,9 @@ def scale_loss(
         hooks.profiler_changed()
     delay: Delay | None = "delay_unscale" if delay_unscale else "delay_overflow_check" if delay_overflow_check else None
     block = _open_block(session, loss, optimizers, loss_id, delay)
-    if settings.labels is not None:
-        block = settings.labels.around(block)
+    labels = settings.labels  # another thread may drop them
+    if labels is not None:
+        block = labels.around(block)
     if not loss.requires_grad:
         _warn_of_constant_loss(session, loss_id)
     observers = session.observers

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apex_npu.backends._torch_private import labelled
 from apex_npu.ops import elementwise, reference
 from apex_npu.ops.dispatch import Call
 
@@ -124,6 +125,7 @@ def _shared(call: Call) -> tuple[Callable[..., None] | None, Any, Any]:
     return (step, dtypes, options) if fits and on_host else (None, None, None)
 
 
+@labelled("apex_npu::sgd_")
 def sgd_list_(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], *, step: int, **options: Any) -> None:
     """Step lists of tensors as ``elementwise.sgd_`` does without a decoupled decay.
 
@@ -137,6 +139,7 @@ def sgd_list_(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], 
     torch._fused_sgd_(params, grads, buffers, is_first_step=step == 1, **options)
 
 
+@labelled("apex_npu::adam_")
 def _step_adam_lists(params: list[Tensor], *others: list[Tensor], step: int, decoupled: bool, **options: Any) -> None:
     kernel: Callable[..., None] = torch._fused_adamw_ if decoupled else torch._fused_adam_
     steps = [torch.full((), float(step), dtype=torch.float32, device=params[0].device)] * len(params)

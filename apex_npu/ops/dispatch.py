@@ -15,13 +15,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Annotated, Any, Generic, ParamSpec, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
-from apex_npu.backends._torch_private import torch_profiler
+from apex_npu.backends._torch_private import labelled
 from apex_npu.ops.grad_lists import with_memory
 from apex_npu.ops.reference import chunks
 
@@ -50,7 +49,7 @@ class Op(Generic[_P, _R]):
         """Declare the op ``body``."""
         functools.update_wrapper(self, body)
         self.name = body.__name__
-        self.reference: Callable[..., Any] = torch.no_grad()(body)
+        self.reference: Callable[..., Any] = labelled(f"apex_npu::{self.name}")(torch.no_grad()(body))
         self.kernels: dict[str, Callable[..., Any]] = {}
         parameters = inspect.signature(body).parameters.values()
         self.operands = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
@@ -87,7 +86,7 @@ class Rule(Op[_P, None]):
         self.numbers = {name for name in self.scalars if Tensor in hints[name]}
         self.states = self.operands[2:state_end]
         self.is_elementwise = "starts" not in self.operands
-        self._body = self.reference
+        self._body = torch.no_grad()(body)
         self._restored = [i for i, mark in enumerate(marks) if "mutated" in mark and "scratch" not in mark]
         self.reference = self.decoding(self._skippable)
 
@@ -107,7 +106,7 @@ class Rule(Op[_P, None]):
             value = given.get(name)
             if isinstance(value, Tensor) and name in self.numbers:
                 given[name] = value.reshape(())
-            elif value is not None:
+            elif name in given:
                 given[name] = number(value)
         return self.kernels.get(first.device.type, self.reference), operands, given
 
@@ -117,14 +116,13 @@ class Rule(Op[_P, None]):
         It copies a list of gradients, which ``kernel`` cannot read, and labels the call for profilers.
         """
 
+        @labelled(f"apex_npu::{self.name}")
         def decoded(*operands: Any, encoding: Any = None, **options: Any) -> None:
-            on = torch_profiler._is_profiler_enabled
-            with torch_profiler.record_function(f"apex_npu::{self.name}") if on else nullcontext():
-                operands = tuple(map(with_memory, operands))
-                if encoding is None:
-                    kernel(*operands, **options)
-                else:
-                    encoding.decode_and_run(kernel, self.states, operands, options, by_piece=self.is_elementwise)
+            operands = tuple(map(with_memory, operands))
+            if encoding is None:
+                kernel(*operands, **options)
+            else:
+                encoding.decode_and_run(kernel, self.states, operands, options, by_piece=self.is_elementwise)
 
         return decoded
 

@@ -440,12 +440,27 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
                 for group in self.param_groups:
                     drop_grads(group["params"])
             self._fused.drop_parts()
-        elif not self._zero_slots():
-            params = [p for group in self.param_groups for p in group["params"]]
-            if extension is None or extension.zero_grads_cpu(params):  # it returns those that it has not zeroed
+        elif extension is None or not self._zero_slots():
+            for grads in self._flat_grads:
+                if grads.is_shown:  # a script has the buffer, which then has the zeros, too
+                    grads.gather()
+            if not self._zero_in_place():
                 super().zero_grad(set_to_none)
         for memory in self._lending:
             memory.let_go()
+
+    @torch.no_grad()
+    def _zero_in_place(self) -> bool:
+        """Zero gradients in few calls; return False if some are not plain tensors, or have a graph."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        if extension is not None:
+            params = [params[i] for i in extension.zero_grads_cpu(params)]  # those that it has not zeroed
+        found = [p.grad for p in params if p.grad is not None]
+        if any(type(grad) is not Tensor or grad.requires_grad or grad.layout != torch.strided for grad in found):
+            return False
+        if found:
+            torch._foreach_zero_(found)
+        return True
 
     def _zero_slots(self) -> bool:
         """Zero the slots if all gradients are in them, and return True; else return False."""

@@ -38,8 +38,10 @@ at::Tensor norm_cpu(const at::Tensor& x) {
   TORCH_CHECK_TYPE(is_float(x.scalar_type()), "norm: x must be float16, bfloat16, float32 or float64, got ",
                    x.scalar_type());
   const GradList* list = grad_list_of(x);
-  TORCH_CHECK_VALUE(list != nullptr || (x.layout() == c10::kStrided && x.device().is_cpu() && x.is_contiguous()),
-                    "norm: x must be contiguous and on the cpu, got ", x.toString(), " of shape ", x.sizes(),
+  // A FakeTensor has no memory.
+  TORCH_CHECK_VALUE(list != nullptr || (x.layout() == c10::kStrided && x.device().is_cpu() && x.is_contiguous() &&
+                                        !x.unsafeGetTensorImpl()->is_python_dispatch()),
+                    "norm: x must be a plain contiguous tensor on the cpu, got ", x.toString(), " of shape ", x.sizes(),
                     " with strides ", x.strides());
   const ListedGrad whole = {0, x.numel(), list == nullptr ? static_cast<const char*>(x.const_data_ptr()) : nullptr,
                             x.scalar_type()};

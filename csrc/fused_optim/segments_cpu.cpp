@@ -22,6 +22,8 @@ struct AddMultiple {
 };
 
 void check_same(const char* op, const at::Tensor& a, const at::Tensor& b) {
+  TORCH_CHECK_TYPE(!a.unsafeGetTensorImpl()->is_python_dispatch() && !b.unsafeGetTensorImpl()->is_python_dispatch(), op,
+                   ": expected plain tensors, got ", a.toString(), " and ", b.toString());
   TORCH_CHECK_VALUE(a.device().is_cpu() && b.device().is_cpu(), op, ": expected buffers on the cpu, got ", a.toString(),
                     " and ", b.toString());
   TORCH_CHECK_VALUE(a.dim() == 1 && a.is_contiguous() && b.is_contiguous() && a.sizes() == b.sizes(), op,

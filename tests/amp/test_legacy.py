@@ -163,6 +163,8 @@ def test_parameters_that_a_model_defines_in_half_are_trained_in_float32_and_loop
             loss.backward()
         expected -= 2e-4 * model.bias.grad.cpu()
         optimizer.step()
+    _, copied = copy.deepcopy((model, optimizer))
+    assert [p.dtype for p in amp.master_params(copied)] == [torch.float32, torch.float16]
     for param, looped in zip(model.parameters(), amp.master_params(optimizer), strict=True):
         assert looped is param
         assert param.dtype == (torch.float32 if param is model.weight else torch.float16)

@@ -258,6 +258,22 @@ def test_large_gradients_are_zeroed_whole(dtype):
         assert torch.equal(p.grad, torch.zeros_like(p))
 
 
+@needs_extension
+def test_a_combined_buffer_that_a_script_has_gets_the_zeros():
+    params = [nn.Parameter(torch.ones(3, device=DEVICE)) for _ in range(2)]
+    optimizer = optimizers.NpuFusedSGD(params, lr=1.0)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    buffer = optimizer.get_optimizer_combined_grads()[0]
+    for p in params:
+        p.grad = p.grad.clone()
+    optimizer.zero_grad(set_to_none=False)
+    assert not buffer.any()
+    buffer.add_(1.0)
+    optimizer.step()
+    assert not any(p.any() for p in params)
+
+
 def test_low_precision_is_found():
     tensors = [torch.ones(1, dtype=d) for d in (torch.float16, torch.float32, torch.bfloat16, torch.int8)]
     assert low_precision_of(tensors * 10) == [i for i in range(40) if i % 4 in (0, 2)]

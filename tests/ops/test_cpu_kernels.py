@@ -199,6 +199,21 @@ def test_lamb_takes_full_steps_where_a_norm_is_zero_and_shows_nan():
     assert got[40:].isnan().all()
 
 
+def test_fake_tensors_are_refused():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake, starts, lengths = torch.zeros(8), torch.zeros(1).long(), torch.ones(1).long()
+    with pytest.raises(ValueError, match="plain contiguous tensor"):
+        ops.norm(fake)
+    for call in (
+        lambda: ops.segment_dot(fake, fake, starts, lengths, None),
+        lambda: ops.segment_add_(fake, fake, fake, starts, lengths, None),
+    ):
+        with pytest.raises(TypeError, match="plain tensors"):
+            call()
+
+
 def test_rows_that_are_no_ranges_of_memory_go_to_the_reference():
     rows = ops.Segments.of([10 * i for i in range(6)], [10] * 6, 60, CPU)
     ids = reference_segments.segment_ids(rows.starts, rows.lengths, 60, CPU)

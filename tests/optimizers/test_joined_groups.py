@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Groups of a rule with norms in one call."""
+"""Several groups of one optimizer."""
 
 import pytest
 import torch
@@ -37,3 +37,18 @@ def test_groups_step_like_optimizers_of_their_own(cls, options):
         for optimizer in several:
             optimizer.step()
     assert all(map(torch.equal, joined, apart))
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [optimizers.NpuFusedSGD, optimizers.NpuFusedAdam, optimizers.NpuFusedRMSprop, optimizers.NpuFusedLamb],
+)
+def test_a_wrong_number_in_one_group_changes_no_group(cls):
+    params = [nn.Parameter(torch.ones(4, device=DEVICE)) for _ in range(2)]
+    optimizer = cls([{"params": [p]} for p in params], lr=0.1)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.param_groups[1]["weight_decay"] = None
+    with pytest.raises(TypeError):
+        optimizer.step()
+    assert all(torch.equal(p, torch.ones_like(p)) for p in params)
