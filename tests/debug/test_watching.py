@@ -219,6 +219,9 @@ def test_json(tmp_path):
     h = model.first(planted.batch(1, 8, value=1.0)).detach().double()
     assert cause["true_value"] == float((h * h).max())
     assert cause["limit"] == 65504.0
+    assert cause["inputs"] == [[name, max(-low, high)] for name, low, high in cause["ranges"]] != []
+    # All that a finding has is in the file.
+    assert {name for name in dir(found.causes[0]) if not name.startswith("_")} == set(cause)
 
 
 def product(x):

@@ -45,6 +45,7 @@ class Finding(Located):
         tensor: The name of the tensor that was already not finite, or of the parameter whose gradient is accumulated.
         true_value: The largest magnitude of the result in float64; None if it is not known.
         limit: The largest number of ``dtype``.
+        inputs: The largest magnitude of each input.
         ranges: The smallest and the largest element of each input.
         fits_scale: In backward, the largest power of two that keeps the result finite as a loss scale.
         path: The operators from the cause to the loss, or to a gradient.
@@ -58,16 +59,12 @@ class Finding(Located):
     tensor: str | None = None
     true_value: float | None = None
     limit: float | None = None
+    inputs: tuple[tuple[str, float], ...] = ()
     ranges: tuple[tuple[str, float, float], ...] = ()
     fits_scale: float | None = None
     path: tuple[str, ...] = ()
     why: str = ""
     advice: str = ""
-
-    @property
-    def inputs(self) -> tuple[tuple[str, float], ...]:
-        """The largest magnitude of each input."""
-        return tuple((name, max(abs(low), abs(high))) for name, low, high in self.ranges)
 
 
 @dataclass(frozen=True)
@@ -176,6 +173,7 @@ def _of_call(call: Call, path: tuple[str, ...], scale: Scale) -> Finding:
         tensor=call.parameter,
         true_value=true_value,
         limit=limit,
+        inputs=tuple((name, max(abs(low), abs(high))) for name, low, high in call.inputs),
         ranges=tuple(call.inputs),
         fits_scale=fits,
         why=why,
