@@ -15,7 +15,7 @@ import pytest
 import torch
 from debug import healthy
 from debug.test_check_operators import Spoil
-from devices import DEVICE
+from devices import DEVICE, needs
 from small_programs import backward
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -385,6 +385,39 @@ def test_weights_in_two_half_precisions(tmp_path):
     assert "weights" not in str(amp.debug.compare(one, same).differing)
     other = half(tmp_path / "c.pt", torch.bfloat16, 0.1)
     assert f"{other}: the weights differ: weight; load the same" in str(amp.debug.compare(one, other))
+
+
+NAN, INF = math.nan, math.inf
+
+
+@needs("inf")
+@pytest.mark.parametrize(
+    ("dtypes", "values", "differ"),
+    [
+        ((torch.float32, torch.float16), (0.5, NAN), True),
+        ((torch.float16, torch.bfloat16), (NAN, 0.5), True),
+        ((torch.float32, torch.bfloat16), (0.5, INF), True),
+        ((torch.float16, torch.bfloat16), (INF, 0.5), True),
+        ((torch.float32, torch.float16), (INF, -INF), True),
+        ((torch.float16, torch.bfloat16), (NAN, INF), True),
+        ((torch.float32, torch.float16), (NAN, NAN), False),
+        ((torch.float16, torch.bfloat16), (INF, INF), False),
+        ((torch.float32, torch.float16), (1e5, 1e5), False),  # is inf in float16
+        ((torch.bfloat16, torch.float16), (1e5, 1e5), False),
+    ],
+)
+def test_weights_that_are_not_finite(dtypes, values, differ, tmp_path):
+    def one(path, dtype, value):
+        torch.manual_seed(1)
+        model = torch.nn.Linear(6, 5).to(DEVICE)
+        model.weight.data[0, 0] = value
+        with amp.debug.record(path, model.to(dtype)):
+            model(torch.ones(2, 6, dtype=dtype, device=DEVICE)).sum().backward()
+        return path
+
+    paths = [one(tmp_path / f"{i}.pt", *given) for i, given in enumerate(zip(dtypes, values, strict=True))]
+    differing = str(amp.debug.compare(*paths).differing)
+    assert ("the weights differ: weight; load the same" in differing) == differ, differing
 
 
 # ---- what limits it -------------------------------------------------------------------------------------------------

@@ -104,11 +104,16 @@ def _differ(one: Held, other: Held) -> bool:
         return one.digest != other.digest
     if one.values is None or other.values is None:
         return False
-    infos = [torch.finfo(values.dtype) for values in (one.values, other.values) if values.dtype.is_floating_point]
+    dtypes = [values.dtype for values in (one.values, other.values) if values.dtype.is_floating_point]
+    infos = [torch.finfo(dtype) for dtype in dtypes]
     relative = sum(info.eps for info in infos) / 2
     spacing = max((info.smallest_normal * info.eps for info in infos), default=0.0)
     a, b = one.values.double(), other.values.double()
-    return bool(((a - b).abs() > relative * torch.maximum(a.abs(), b.abs()) + spacing).any())
+    tolerance = relative * torch.maximum(a.abs(), b.abs()) + spacing
+    is_same = (((a - b).abs() <= tolerance) & tolerance.isfinite()) | (a.isnan() & b.isnan())
+    for dtype in dtypes:  # a number may be rounded to inf
+        is_same |= one.values.to(dtype).double() == other.values.to(dtype).double()
+    return not bool(is_same.all())
 
 
 def _drawn_otherwise(one: Row, other: Row) -> bool:
