@@ -10,6 +10,7 @@ import io
 import math
 import pickle
 import random
+import threading
 import warnings
 import weakref
 from collections import Counter
@@ -391,6 +392,53 @@ def test_what_is_kept_is_let_go():
             raise KeyError
         step()
     assert amp.last_step(optimizer).applied
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_model_that_is_dropped_is_let_go(bad):
+    amp.debug.explain_overflows(after=1, replay=True)
+
+    def training():
+        model, optimizer = set_up(Squares, "O2")
+        for batch in (good_batch(), bad_batch() if bad else good_batch()):
+            optimizer.zero_grad()
+            backward(model(batch).float().mean(), optimizer)
+            optimizer.step()
+        return weakref.ref(model)
+
+    dropped = training()
+    gc.collect()
+    assert dropped() is None
+
+
+def test_a_forward_of_another_thread_is_kept_while_a_step_is_run_again():
+    class Called(Squares):
+        then = None
+
+        def forward(self, x):
+            if self.then is not None:
+                self.then()
+            return super().forward(x)
+
+    model, optimizer = set_up(Called, "O2")
+    outputs, calls = [], []
+
+    def in_another_thread():
+        calls.append(model)
+        if len(calls) == 2:  # the first is the skipped step itself, the second its replay
+            model.then = None
+            thread = threading.Thread(target=lambda: outputs.append(model(bad_batch())))
+            thread.start()
+            thread.join()
+
+    model.then = in_another_thread
+    with amp.debug.find_overflow(model, replay=True) as found:
+        skipped(model, optimizer, bad_batch())
+        optimizer.zero_grad()
+        backward(outputs.pop().float().mean(), optimizer)
+        optimizer.step()
+    assert amp.last_step(optimizer).skipped
+    assert [report.causes[0].line for report in found.reports if report.causes] == [LINE, LINE], str(found)
 
 
 def test_an_exception_while_it_runs_again_leaves_everything_as_it_was():

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -151,13 +152,21 @@ class _Hook:
         return _Hook, ()
 
 
+class _Open(ModuleStack):
+    """The followed modules whose forward runs in this thread, each with its ``Forward`` if the call is kept.
+
+    Attributes:
+        paused: Whether no calls of this thread are kept.
+    """
+
+    paused = False
+
+
 class Forwards:
     """A store of the inputs of models, kept for as long as the graph of their outputs lives.
 
     Attributes:
-        models: The models whose calls are kept.
         failed: Why calls cannot be kept; None if they can.
-        paused: Whether no calls are kept, as models are called again.
     """
 
     def __init__(self, gradient_arrived: Callable[[Forward, int, Tensor], None]) -> None:
@@ -167,12 +176,16 @@ class Forwards:
             gradient_arrived: A function that backward calls with the forward, the index of the output and its gradient.
         """
         self._gradient_arrived = gradient_arrived
-        self.models: list[nn.Module] = []
+        self._models: list[weakref.ref[nn.Module]] = []
         self._hooks: list[Any] = []
         self.failed: str | None = None
-        self.paused = False
-        self._open = ModuleStack()  # of a kept call, with its ``Forward``
+        self._open = _Open()
         self._numbers = itertools.count()
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models whose calls are kept, without those that no longer exist."""
+        return [model for known in self._models if (model := known()) is not None]
 
     def follow(self, given: Sequence[nn.Module]) -> None:
         """Keep the calls of ``given``, and of no others."""
@@ -180,7 +193,7 @@ class Forwards:
         if models == self.models:
             return
         self.end()
-        self.models = models
+        self._models = [weakref.ref(model) for model in models]
         for model in models:
             before, after = _Hook(self._forward_begins), _Hook(self._forward_ended)
             self._hooks += [
@@ -192,16 +205,26 @@ class Forwards:
         """Stop keeping calls."""
         for hook in self._hooks:
             hook.remove()
-        self.models, self._hooks = [], []
+        self._models, self._hooks = [], []
         self.close_interrupted()
 
     def close_interrupted(self) -> None:
         """Forget the open forwards of this thread: they were interrupted, so that their hooks are never called."""
         self._open.calls = []
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep no calls of this thread within the block, as models are called again."""
+        self.close_interrupted()
+        self._open.paused = True
+        try:
+            yield
+        finally:
+            self._open.paused = False
+
     def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        forward = None
-        keeps = not (self._open.calls or self.paused or self.failed) and any(module is model for model in self.models)
+        forward, here = None, self._open
+        keeps = not (here.calls or here.paused or self.failed) and any(module is model for model in self.models)
         if keeps and torch.is_grad_enabled() and not is_capturing():
             place = calling_line(3)  # past the hook and torch's code that calls it
             try:
@@ -210,7 +233,7 @@ class Forwards:
             except Exception as error:
                 self.failed = described(error)
                 logger.exception("forwards of this model cannot be kept; training is not affected")
-        self._open.push(module, forward)
+        here.push(module, forward)
 
     def _forward_ended(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         forward = self._open.pop(module)

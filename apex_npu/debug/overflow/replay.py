@@ -246,16 +246,14 @@ class Replayer(Observer):
     def _run(self, block: Block, run: Run, found: OverflowReport) -> tuple[Finder, Gradients]:
         """Run one forward and its backward again, and fill ``found``; return the finder and the gradients."""
         sources = [param for param in block.params if param.requires_grad]
-        with run.forward.as_it_was() as (call, inputs):
+        with run.forward.as_it_was() as (call, inputs), self._forwards.paused():
             finder = Finder(self._forwards.models)
             finder.dynamic, stream, overflows = block.dynamic, finder.trail.stream, finder.trail.overflows
             stream.scale, stream.is_replay, stream.caller = block.scale, True, run.forward.place
             overflows.take()
             was_raised, overflows.raised = overflows.raised, False
-            self._forwards.close_interrupted()
             finder.attach()
             try:
-                self._forwards.paused = True
                 outputs = outputs_of(call())
                 gradients = [*sources, *inputs]
                 given = _begin_backward(outputs, run)
@@ -271,7 +269,6 @@ class Replayer(Observer):
                 overflows.read()
                 overflows.raised = was_raised
                 finder.detach()
-                self._forwards.paused = False
         known = {id(source) for source in sources}
         return finder, [(source, gradient) for source, gradient in pairs if id(source) in known]
 
