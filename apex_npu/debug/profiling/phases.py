@@ -7,7 +7,6 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 STEP = "ProfilerStep#"
@@ -240,17 +239,37 @@ def _segments(step: Event, events: Iterable[Event]) -> Iterator[tuple[float, flo
         for e in events
         if e.name.startswith(_LABELS) and e.thread == step.thread and step.begin <= e.begin and e.end <= step.end
     ]
+    labels.sort(key=lambda e: (e.begin, -e.end))
     # Data is loaded between forwards, before and after gradients are cleared.
     marks = [e for e in labels if not e.name.startswith(_CLEARING)]
-    times = sorted({step.begin, step.end, *(time for e in labels for time in (e.begin, e.end))})
-    for begin, end in pairwise(times):
-        around = [e for e in labels if e.begin <= begin and end <= e.end]
-        following = min((e for e in marks if e.begin >= end), key=lambda e: e.begin, default=None)
-        if around:
-            name = max(around, key=lambda e: (e.begin, -e.end)).name.partition("[")[0]  # all buckets are one phase
-        else:
-            name = BEFORE_FORWARD if following is not None and following.name == "amp.forward" else ELSEWHERE
-        yield begin, end, name
+    begins = [e.begin for e in marks]
+    open_ones: list[Event] = []
+    now = step.begin
+
+    def until(time: float) -> Iterator[tuple[float, float, str]]:
+        nonlocal now
+        if time > now:
+            following = marks[i] if (i := bisect.bisect_left(begins, time)) < len(marks) else None
+            before = following is not None and following.name == "amp.forward"
+            name = _named(open_ones[-1].name) if open_ones else BEFORE_FORWARD if before else ELSEWHERE
+            yield now, time, name
+            now = time
+
+    for label in labels:
+        while open_ones and open_ones[-1].end <= label.begin:
+            yield from until(open_ones[-1].end)
+            open_ones.pop()
+        yield from until(label.begin)
+        open_ones.append(label)
+    while open_ones:
+        yield from until(open_ones[-1].end)
+        open_ones.pop()
+    yield from until(step.end)
+
+
+def _named(label: str) -> str:
+    """Return the phase of a label; all buckets are one phase."""
+    return label.partition("[")[0]
 
 
 def _busy(kernels: Sequence[Kernel], begin: float, end: float) -> float:
