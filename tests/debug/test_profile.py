@@ -4,7 +4,6 @@
 
 import json
 import threading
-import time
 from collections import Counter
 from contextlib import nullcontext, suppress
 
@@ -320,19 +319,6 @@ def test_what_comes_before_each_forward():
     assert shares[phases.BEFORE_FORWARD] == pytest.approx(10 + 20 + 4 + 20)
     assert shares[phases.ELSEWHERE] == pytest.approx(1 + 1 + 1 + 10)
     assert sum(shares.values()) == pytest.approx(100)
-
-
-def test_the_time_that_a_summary_takes_is_not_quadratic_in_the_number_of_ranges():
-    def seconds(count):
-        events = step_of(end=4.0 * count)
-        for i in range(count):
-            events += [Event("amp.forward", 4.0 * i, 4.0 * i + 2), Event("amp.wait", 4.0 * i + 0.5, 4.0 * i + 1)]
-        began = time.process_time()
-        summarize(events)
-        return time.process_time() - began
-
-    few, many = (min(seconds(count) for _ in range(3)) for count in (250, 2500))
-    assert many < 40 * few
 
 
 def test_several_steps_are_averaged_and_kernels_count_where_they_are_launched():
