@@ -84,15 +84,20 @@ def test_the_users_settings_and_variables_do_not_matter(tree_2025, tmp_path, mon
     assert "\n--- a/setup.py\n" in maintaining.difference(tree_2025)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-def test_ctrl_c_leaves_the_tree_as_it_was_or_finished(tree_2025, tmp_path, reverse):
-    """It reaches this program and git, which are of one group."""
+def other_git(tmp_path: Path, at: str, act: str) -> str:
+    """A PATH with a git that first runs shell code, at the commands of a pattern."""
     program = tmp_path / "bin" / "git"
     program.parent.mkdir()
-    program.write_text(
-        f'#!/bin/sh\ncase "$*" in *apply*) kill -INT 0; sleep 0.1;; esac\nexec {shutil.which("git")} "$@"\n'
-    )
+    program.write_text(f'#!/bin/bash\ncase "$*" in {at}) {act};; esac\nexec {shutil.which("git")} "$@"\n')
     program.chmod(0o755)
+    return f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize("at", ["*--check*", "*apply*--verbose?/* | *apply*--verbose?--reverse?/*"])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_ctrl_c_leaves_the_tree_as_it_was_or_finished(tree_2025, tmp_path, reverse, at):
+    """It reaches this program and git, which are of one group."""
+    path = other_git(tmp_path, at, "kill -INT 0; sleep 0.1")
     patch(tree_2025)
     patched = snapshot(tree_2025)
     patch(tree_2025, reverse=True)
@@ -100,7 +105,6 @@ def test_ctrl_c_leaves_the_tree_as_it_was_or_finished(tree_2025, tmp_path, rever
     if reverse:
         patch(tree_2025)
     command = [sys.executable, "-m", "apex_npu", "patch", str(tree_2025), *["--reverse"] * reverse]
-    path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         command,
         env={**os.environ, "PATH": path},
@@ -111,6 +115,38 @@ def test_ctrl_c_leaves_the_tree_as_it_was_or_finished(tree_2025, tmp_path, rever
     )
     assert done.returncode == 130
     assert snapshot(tree_2025) in (upstream, patched)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_attributes_that_cannot_be_read_to_their_end_can_be_interrupted(tree_2025, number):
+    os.mkfifo(tree_2025 / ".gitattributes")
+    command = [sys.executable, "-m", "apex_npu", "patch", str(tree_2025)]
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as process:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        os.killpg(process.pid, number)
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+
+
+@pytest.mark.parametrize("blocks", [0, 1])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_disk_that_is_full_leaves_the_tree_as_it_was(tree_2025, tmp_path, monkeypatch, reverse, blocks):
+    """A limit of the size of files stands for it. At one block, git writes the first files and fails at setup.py."""
+    with (tree_2025 / "setup.py").open("a") as file:
+        file.write("# long\n" * 500)
+    (tree_2025 / "setup.py").chmod(0o640)
+    patch(tree_2025, reverse=not reverse)
+    (tree_2025 / "setup.py").chmod(0o640)
+    at = "*--check*) ;; *apply*"
+    monkeypatch.setenv("PATH", other_git(tmp_path, at, f"trap '' XFSZ; ulimit -f {blocks}"))
+    said = refused(tree_2025, reverse=reverse)
+    assert f"{tree_2025} cannot be written, and is as it was: git apply failed: " in said
+    assert "does not fit" not in said
+    assert (tree_2025 / "setup.py").stat().st_mode & 0o777 == 0o640
 
 
 # -------------------------------------------------------------------------------------------------------------- refused

@@ -3,13 +3,15 @@
 """Patches a tree of Apex, and takes the patch out, by ``git apply``.
 
 A tree is not trusted. git would run programs that the settings in its ``.git`` name, so ``git apply`` gets an empty git
-folder of its own instead. It writes nothing through symbolic links, and changes no file if a hunk does not fit.
+folder of its own instead. It writes nothing through symbolic links, and changes no file if a hunk does not fit. If git
+fails while it writes, the files get their old contents again.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
@@ -52,7 +54,9 @@ def patch(folder: Path, shown: Path | None = None, *, reverse: bool = False) -> 
         reverse: Take the patch out.
 
     Raises:
-        PipelineError: ``folder`` has no tree of a known era, or one that the era's patch does not fit. It is unchanged.
+        PipelineError: ``folder`` has no tree of a known era, or one that the era's patch does not fit, or it cannot be
+            written. It is unchanged.
+        OSError: It cannot be written, and some files could not be written back, either.
     """
     shown = (shown or folder).resolve()
     if not folder.is_dir():
@@ -66,7 +70,7 @@ def patch(folder: Path, shown: Path | None = None, *, reverse: bool = False) -> 
     said = f"{'unmodified' if reverse else 'patched'}: {shown} (era {era.name})"
     direction = ("--reverse",) if reverse else ()
     try:
-        _apply(folder, era, *direction)
+        counts = _apply(folder, era, "--check", "--numstat", "-z", *direction)
     except PipelineError as misfit:
         try:
             _apply(folder, era, "--check", *(() if reverse else ("--reverse",)))
@@ -77,19 +81,39 @@ def patch(folder: Path, shown: Path | None = None, *, reverse: bool = False) -> 
                 f"{misfit}"
             ) from None
         return f"already {said}"
+    before = {file: _contents(file) for file in (folder / line.split("\t")[2] for line in counts.split("\0")[:-1])}
+    # Ctrl-C comes before or after git writes the files. git inherits the mask.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        _apply(folder, era, *direction)
+    except PipelineError as failure:
+        _restore(before)
+        raise PipelineError(f"{shown} cannot be written, and is as it was: {failure}") from None
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return f"now {said}"
 
 
-def _apply(folder: Path, era: eras.Era, *options: str) -> None:
+def _contents(file: Path) -> tuple[bytes, int] | None:
+    """Return the bytes and the mode of a file, or None if there is no such file."""
+    return (file.read_bytes(), stat.S_IMODE(file.stat().st_mode)) if file.is_file() else None
+
+
+def _restore(before: dict[Path, tuple[bytes, int] | None]) -> None:
+    changed = {file: contents for file, contents in before.items() if _contents(file) != contents}
+    for file in changed:  # all of them first: on a full disk there must be room for the old contents
+        file.unlink(missing_ok=True)
+    for file, contents in changed.items():
+        if contents is not None:
+            file.write_bytes(contents[0])
+            file.chmod(contents[1])
+
+
+def _apply(folder: Path, era: eras.Era, *options: str) -> str:
     with tempfile.TemporaryDirectory(prefix="apex_npu-git.") as own:
         variables = {"GIT_DIR": own, "GIT_WORK_TREE": str(folder.resolve()), "HOME": own, "XDG_CONFIG_HOME": own}
         variables |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
         git(folder, "init", "--quiet", "--template=", **variables)
-        Path(own, "info").mkdir()
+        Path(own, "info").mkdir(exist_ok=True)
         Path(own, "info", "attributes").write_text(_ATTRIBUTES, encoding="ascii")
-        # Ctrl-C comes before or after git writes the files. git inherits the mask.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        try:
-            git(folder, "apply", "--verbose", *options, era.patch_file, **variables)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return git(folder, "apply", "--verbose", *options, era.patch_file, **variables)
