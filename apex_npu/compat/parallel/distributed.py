@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from apex_npu.backends._torch_private import tree_leaves
 from apex_npu.compat.flattening import flatten, unflatten
 
 __all__ = ["DistributedDataParallel", "Reducer", "flat_dist_call", "flatten", "unflatten"]
@@ -174,13 +173,12 @@ class Reducer:
     """
 
     def __init__(self, module_or_grads_list: nn.Module | Iterable[Any]) -> None:
-        self.module: nn.Module | None = None
+        self.module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None
         self.grads: list[Tensor] = []
-        if isinstance(module_or_grads_list, nn.Module):
-            self.module = module_or_grads_list
+        if self.module is not None:
             flat_dist_call(self.module.parameters(), dist.broadcast, (0,))
         else:
-            self.grads = [leaf for leaf in tree_leaves(list(module_or_grads_list)) if isinstance(leaf, Tensor)]
+            self.grads = list(_tensors(module_or_grads_list))
 
     def reduce(self) -> None:
         """Average the gradients over processes."""
@@ -188,3 +186,11 @@ class Reducer:
         if self.module is not None:
             grads = [p.grad for p in self.module.parameters() if p.grad is not None]
         flat_dist_call(grads, dist.all_reduce)
+
+
+def _tensors(nested: Any) -> Iterable[Tensor]:
+    if isinstance(nested, Tensor):
+        yield nested
+    elif isinstance(nested, Iterable):
+        for item in nested:
+            yield from _tensors(item)
