@@ -5,6 +5,7 @@
 import copy
 import io
 import pickle
+from collections import namedtuple
 
 import pytest
 import torch
@@ -703,6 +704,10 @@ def test_helpers_see_nested_tensors():
     assert utils.is_fp_tensor([x, (x, x)])
     assert not utils.is_fp_tensor([x, i])
     assert utils.maybe_half([x, (x,)])[1][0].dtype == torch.float16
+    named = namedtuple("named", "x")
+    for given in (type("Own", (list,), {})([x]), named(x)):
+        assert type(utils.maybe_half(given)) is type(given)
+        assert utils.maybe_half(given)[0].dtype == torch.float16
     kwargs = {"a": x.half(), "b": i}
     assert utils.casted_args(utils.maybe_float, [x.half(), 3], kwargs)[0].dtype == torch.float32
     assert kwargs["a"].dtype == torch.float32

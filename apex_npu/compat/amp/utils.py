@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_npu.backends._torch_private import tree_map
-
 __all__ = [
     "casted_args", "filter_attrs", "is_cuda_enabled", "is_floating_point", "is_fp_tensor", "is_nested",
     "is_tensor_like", "maybe_float", "maybe_half", "scalar_python_val", "type_string",
@@ -60,14 +58,20 @@ def filter_attrs(module: Any, attrs: Iterable[str]) -> list[str]:
     return [name for name in attrs if hasattr(module, name)]
 
 
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    if isinstance(x, tuple) and hasattr(x, "_make"):
+        return x._make(_cast(item, dtype) for item in x)
+    return type(x)(_cast(item, dtype) for item in x) if is_nested(x) else x.to(dtype)
+
+
 def maybe_half(x: Any, name: str = "", verbose: bool = False) -> Any:
     """Return ``x``, a tensor or nested lists of tensors, in float16. The other arguments have no effect."""
-    return tree_map(lambda tensor: tensor.half(), x)
+    return _cast(x, torch.float16)
 
 
 def maybe_float(x: Any, name: str = "", verbose: bool = False) -> Any:
     """Return ``x``, a tensor or nested lists of tensors, in float32. The other arguments have no effect."""
-    return tree_map(lambda tensor: tensor.float(), x)
+    return _cast(x, torch.float32)
 
 
 def casted_args(cast_fn: Callable[[Any], Any], args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
