@@ -159,6 +159,10 @@ def flat_calls():
     grads_ = [torch.full((2,), float(rank)), (torch.full((1,), float(rank)), [None])]
     Reducer(grads_).reduce()
     assert grads_[1][0][0] == mean
+    for given in (lambda t: [iter([t])], lambda t: [{t}], lambda t: {"t": [t]}.values(), lambda t: t):
+        t = torch.tensor(float(rank))
+        Reducer(given(t)).reduce()
+        assert t == mean
 
 
 def groups():
