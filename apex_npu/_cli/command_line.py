@@ -66,9 +66,12 @@ def run_command(parser: Parser, arguments: Sequence[str], alone: Mapping[str, st
     if unknown:
         hint = did_you_mean(unknown[0].partition("=")[0], re.findall(r"--[a-z-]+", options.parser.format_help()))
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    if not rest and sys.stdout is None:  # closed, as by >&-
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
         status: int = options.run(options)
-        sys.stdout.flush()
+        if not rest:  # a script may have closed or replaced it
+            sys.stdout.flush()
     except BrokenPipeError:
         if rest:
             raise  # of the script, as in Python

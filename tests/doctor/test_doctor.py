@@ -244,6 +244,25 @@ def test_it_ends_quietly_if_nobody_reads_on():
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
+@pytest.mark.parametrize("command", ["doctor", "migrate --list-rules"])
+def test_commands_work_without_an_output(command):
+    command = f"{sys.executable} -m apex_npu {command} >&-"
+    done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    assert done.returncode in (0, 1)  # of doctor, if the machine lacks something
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("last", ["sys.stdout.close()", "sys.stdout = types.SimpleNamespace(write=print)"])
+def test_scripts_may_close_or_replace_their_output(tmp_path, last):
+    (tmp_path / "script.py").write_text(f"import sys, types\nprint('done')\n{last}\n")
+    outcomes = []
+    for prefix in ([], ["-m", "apex_npu", "run"]):
+        command = [sys.executable, *prefix, str(tmp_path / "script.py")]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+        outcomes.append((done.returncode, done.stdout))
+    assert outcomes[0] == outcomes[1]
+
+
 def test_it_starts_without_torch():
     program = 'import sys; sys.modules["torch"] = None; from apex_npu.__main__ import main; sys.exit(main(["doctor"]))'
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
