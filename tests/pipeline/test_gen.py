@@ -73,11 +73,13 @@ def test_refusals_leave_nothing(tree_2025, tmp_path):
     newer = synthetic.files("2025") | {"apex/optimizers/__init__.py": "from .novel import Novel\n"}
     synthetic.write(tmp_path / "newer", newer)
     (tmp_path / "plain").mkdir()
+    shutil.copytree(tree_2025, tmp_path / "plain apex", ignore=shutil.ignore_patterns(".git"))
     (tree_2025 / "README.md").write_text("edited\n")
     (tmp_path / "file").write_text("")
     there = sorted(path.name for path in tmp_path.iterdir())
     for source, ref, out, said in (
-        ("an apex", None, "out", "changes that are not committed in 'README.md'"),
+        ("an apex", None, "out", "an apex has changes that are not committed in 'README.md': "),
+        ("an apex", "HEAD", "plain apex", "plain apex is no git checkout"),
         ("an apex", "99.99", "out", "has no commit, tag or branch '99.99'"),
         ("an apex", "2020", "out", "has no commit, tag or branch '4ef930c1"),
         ("newer", None, "out", f"does not fit {tmp_path}/out"),
@@ -94,3 +96,14 @@ def test_refusals_leave_nothing(tree_2025, tmp_path):
         assert done.stderr.startswith("apex_npu: ")
         assert said in done.stderr
         assert sorted(path.name for path in tmp_path.iterdir()) == there
+
+
+def test_few_of_many_changed_files_are_named(tree_2025, tmp_path):
+    for number in range(8):
+        (tree_2025 / f"{number}.txt").write_text("")
+    git(tree_2025, "add", "--all")
+    git(tree_2025, "commit", "-q", "-m", "more files")
+    for number in range(8):
+        (tree_2025 / f"{number}.txt").write_text("edited\n")
+    with pytest.raises(PipelineError, match=r"in '0\.txt', '1\.txt', '2\.txt', '3\.txt', '4\.txt' and 3 more: "):
+        generate(str(tree_2025), None, tmp_path / "out")

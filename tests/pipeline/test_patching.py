@@ -201,6 +201,12 @@ def test_folders_that_are_no_apex(tmp_path, tree_2025, monkeypatch):
 # ----------------------------------------------------------------------------------------------------------------- make
 
 
+def test_a_patch_is_made_from_a_checkout(tmp_path):
+    for folder, said in ((tmp_path / "nowhere", "is not a folder"), (tmp_path, "is no git checkout")):
+        with pytest.raises(PipelineError, match=said):
+            maintaining.make_patch(folder)
+
+
 def test_an_edited_tree_gives_the_same_patch_each_time(tree, era, tmp_path, monkeypatch):
     original = (eras.FOLDER / era / "npu.patch").read_bytes().splitlines()
     patch(tree)

@@ -11,6 +11,9 @@ from pathlib import Path
 from . import PipelineError, eras
 from .patching import git, patch
 
+# How many names of changed files a message has.
+_SHOWN = 5
+
 
 def generate(source: str | None, ref: str | None, out: Path) -> str:
     """Clone upstream to ``out`` and patch the clone. Only patch ``out`` if it already exists.
@@ -28,7 +31,9 @@ def generate(source: str | None, ref: str | None, out: Path) -> str:
     commit = eras.COMMITS.get(ref, ref) if ref else None
     if out.is_dir() and any(out.iterdir()):
         head = commit_of(out, "HEAD")
-        if commit and (head is None or head != commit_of(out, commit)):
+        if commit and head is None:
+            raise PipelineError(f"{out} is no git checkout, which could be at {ref}: give another --out, or no --ref")
+        if commit and head != commit_of(out, commit):
             raise PipelineError(f"{out} is at {head}, which is not {ref}: give another --out")
         return patch(out)
     local = source is not None and Path(source).exists()
@@ -39,10 +44,12 @@ def generate(source: str | None, ref: str | None, out: Path) -> str:
         clone(source or eras.UPSTREAM, commit or ("HEAD" if local else eras.COMMITS[eras.DEFAULT]), target)
         edited = _differing(source, target) if as_it_is else []
         said = patch(target, shown=out)
-        if edited and (edited := _differing(source, target)):  # else the folder is patched, as the clone is now
+        if edited and (beside := _differing(source, target)):  # else the folder is patched, as the clone is now
+            names = sorted(set(edited) & set(beside)) or edited
+            shown = ", ".join(map(repr, names[:_SHOWN])) + (f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN))
             raise PipelineError(
-                f"{source} has changes that are not committed in {', '.join(map(repr, edited))}: commit them, set them "
-                "aside (git stash), or give --ref HEAD to leave them out"
+                f"{source} has changes that are not committed in {shown}: commit them, set them aside (git stash), or "
+                "give --ref HEAD to leave them out"
             )
         target.rename(out)
     return said

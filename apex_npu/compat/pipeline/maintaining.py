@@ -31,9 +31,13 @@ def make_patch(folder: Path) -> str:
     The checkout is one's own: git reads its settings.
 
     Raises:
-        PipelineError: The commit is not that of an era.
+        PipelineError: There is no checkout in ``folder``, or its commit is not that of an era.
     """
+    if not folder.is_dir():
+        raise PipelineError(f"{folder} is not a folder: name a clone of {eras.UPSTREAM}")
     head = commit_of(folder, "HEAD")
+    if head is None:
+        raise PipelineError(f"{folder} is no git checkout: name a clone of {eras.UPSTREAM}")
     era = next((era for era in eras.ERAS if era.commit == head), None)
     if era is None:
         commits = ", ".join(f"{era.commit[:8]} ({era.name})" for era in eras.ERAS)
