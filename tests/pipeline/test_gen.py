@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 
@@ -107,3 +108,16 @@ def test_few_of_many_changed_files_are_named(tree_2025, tmp_path):
         (tree_2025 / f"{number}.txt").write_text("edited\n")
     with pytest.raises(PipelineError, match=r"in '0\.txt', '1\.txt', '2\.txt', '3\.txt', '4\.txt' and 3 more: "):
         generate(str(tree_2025), None, tmp_path / "out")
+
+
+def test_sigterm_leaves_no_temporary_folder(tree_2025, tmp_path):
+    program = tmp_path / "bin" / "git"
+    program.parent.mkdir()
+    program.write_text(
+        f'#!/bin/sh\ncase "$*" in *checkout*) kill -TERM $PPID; sleep 9;; esac\nexec {shutil.which("git")} "$@"\n'
+    )
+    program.chmod(0o755)
+    there = sorted(path.name for path in tmp_path.iterdir())
+    path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+    assert script("gen", "--source=an apex", "--out=out", cwd=tmp_path, PATH=path).returncode == 130
+    assert sorted(path.name for path in tmp_path.iterdir()) == there

@@ -198,6 +198,15 @@ def test_folders_that_are_no_apex(tmp_path, tree_2025, monkeypatch):
         patch(tree_2025)
 
 
+def test_it_ends_quietly_if_nobody_reads_on(tree_2025):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-um", "apex_npu", "patch", str(tree_2025)]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
 # ----------------------------------------------------------------------------------------------------------------- make
 
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,16 +17,24 @@ from .patching import patch
 
 
 def printed(work: Callable[[argparse.Namespace], str]) -> Callable[[argparse.Namespace], int]:
-    """Wrap ``work`` to print its result or refusal. Its exit status is 0, 1 after a refusal, or 130 after Ctrl-C."""
+    """Wrap ``work`` to print its result or refusal. Its exit status is 0, 1 after a refusal, or 130 after Ctrl-C.
+
+    SIGTERM does the same as Ctrl-C, so that no temporary folder stays.
+    """
 
     def run(options: argparse.Namespace) -> int:
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             print(work(options))
+        except BrokenPipeError:
+            raise  # the command ends quietly
         except (PipelineError, OSError) as error:
             print(f"apex_npu: {error}", file=sys.stderr)
             return 1
         except KeyboardInterrupt:
             return 130
+        finally:
+            signal.signal(signal.SIGTERM, before)
         return 0
 
     return run
