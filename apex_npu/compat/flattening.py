@@ -15,7 +15,7 @@ __all__ = ["flatten", "unflatten"]
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """Return a copy of the elements of ``tensors`` in one 1-D tensor."""
     flat: Tensor = _flatten_dense_tensors(tensors)
-    return flat
+    return flat.clone() if len(tensors) == 1 else flat  # which torch returns as a view
 
 
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -142,6 +142,12 @@ def test_gradients_of_masters_are_never_the_models_own():
     assert model.weight.grad[0, 0] == 1
 
 
+def test_a_flat_master_of_one_parameter_has_memory_of_its_own():
+    model = nn.Linear(2, 2, bias=False)
+    _, (flat,) = fp16_utils.prep_param_lists(model, flat_master=True)
+    assert flat.data_ptr() != model.weight.data_ptr()
+
+
 def test_a_flat_master_needs_one_dtype():
     with pytest.raises(TypeError, match=r"got torch\.float16, torch\.float32"):
         fp16_utils.prep_param_lists(net(torch.float16), flat_master=True)
