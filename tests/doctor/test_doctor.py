@@ -259,7 +259,7 @@ def test_scripts_may_close_or_replace_their_output(tmp_path, last):
     for prefix in ([], ["-m", "apex_npu", "run"]):
         command = [sys.executable, *prefix, str(tmp_path / "script.py")]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-        outcomes.append((done.returncode, done.stdout))
+        outcomes.append((done.returncode, done.stdout, done.stderr))
     assert outcomes[0] == outcomes[1]
 
 
