@@ -14,7 +14,7 @@ from apex_npu.migrate.rules.tables import TRAINERS
 from apex_npu.migrate.rules.targets import UNNAMED
 
 from .averaging import Averages
-from .initialize import Insertion, put_initialize
+from .initialize import Insertion, place_of, put_initialize
 from .losses import clip, float_input, float_inputs, put_checkpoints, scale
 from .training import UnclearError, all_or_none
 
@@ -42,7 +42,7 @@ def check(program: Program) -> None:
     for one in put:
         if one.casts_model:
             models = {model for made in one.made for model in made.models}
-            weights.report(program, one.targets | models, (weights.ADDED,))
+            weights.report(program, one.targets | models, [place_of(one)], (weights.ADDED,))
 
 
 def why_left(files: Iterable[Sequence[Finding]]) -> str:

@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 
 from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.syntax import argument, constant, is_told, last_name, text
 
 _OF_AMP = re.compile(r"apex(_npu)?\.amp\.(frontend\.|handle\.)?\w+")
-_ARITHMETIC = re.compile(r"(add|addcdiv|addcmul|div|lerp|mul|pow|sub)_")
+# Functions and, with a line after them, methods that work in place.
+_ARITHMETIC = re.compile("add(bmm|cdiv|cmul|mm|mv|r)?|baddbmm|div(ide)?|lerp|mul(tiply)?|pow|sub(tract)?|true_divide")
+# Functions that return the elements of their first argument; chain those of all, filter those of the second one.
+_SAME_ELEMENTS = ("chain", "filter", "iter", "list", "reversed", "set", "sorted", "tqdm", "tuple")
 _ROUNDS = (
     "at O2 and O5 this is computed in 16 bits, and rounds: loop over amp.master_params(optimizer) instead, "
     "or put it into `with amp.float32_params(optimizer):`"
@@ -23,28 +26,58 @@ ADDED = "amp is added"
 
 def check(program: Program) -> None:
     """Report what the rule finds in a program that uses amp."""
-    names: set[str] = set()
-    for call in program.every(ast.Call):
-        dotted = program.dotted(call.func)
-        if not _OF_AMP.fullmatch(dotted):
-            continue
-        if dotted.endswith(".initialize"):
-            level = argument(call, 3, "opt_level") or (ast.Constant("O1") if is_told(call) else None)
-            if isinstance(level, ast.Constant) and level.value not in ("O2", "O5"):
-                return
-        parent = program.parent(call)
-        targets = parent.targets if isinstance(parent, ast.Assign) else []
-        for one in (*call.args, *(keyword.value for keyword in call.keywords), *targets):
-            names.update(_elements(one))
-    report(program, names - {""})
+    calls = [call for call in program.every(ast.Call) if _OF_AMP.fullmatch(program.dotted(call.func))]
+    initialized = [call for call in calls if program.dotted(call.func).endswith(".initialize")]
+    casts = [call for call in initialized if _casts(call)]
+    others = [call for call in calls if call not in initialized]
+    if initialized and not casts:
+        return
+    names = {name for call in others for name in _names(program, call)}
+    names -= {name for call in initialized for name in _names(program, call)}
+    names |= {name for call in casts for name in _names(program, call)}
+    report(program, names - {""}, [*map(program.statement_of, casts)])
 
 
-def report(program: Program, names: Set[str], links: tuple[str, ...] = ()) -> None:
-    """Report arithmetic on weights in loops over ``param_groups`` or ``parameters()`` of optimizers and models."""
+def _casts(call: ast.Call) -> bool:
+    """Return whether a call of ``amp.initialize`` may make weights of 16 bits."""
+    level = argument(call, 3, "opt_level") or (ast.Constant("O1") if is_told(call) else None)
+    is_other = isinstance(level, ast.Constant) and level.value not in ("O2", "O5")
+    return not is_other and constant(argument(call, 2, "enabled")) is not False
+
+
+def _names(program: Program, call: ast.Call) -> Iterator[str]:
+    """Yield the names that a call gets and returns."""
+    parent = program.parent(call)
+    targets = parent.targets if isinstance(parent, ast.Assign) else []
+    for one in (*call.args, *(keyword.value for keyword in call.keywords), *targets):
+        yield from _elements(one)
+
+
+def report(program: Program, names: Set[str], after: Sequence[ast.stmt], links: tuple[str, ...] = ()) -> None:
+    """Report arithmetic on weights in loops over ``param_groups`` or ``parameters()`` of optimizers and models.
+
+    What stands before all statements ``after``, in the blocks around them, is computed on weights of 32 bits.
+    """
+    loops = _Loops(program, names)
+    early = [set(_before(program, statement)) for statement in after]
     for node in (*program.every(ast.Call, ast.Assign), *program.every(ast.AugAssign)) if names else ():
         written = _written(node)
-        if written is not None and _is_weight(program, node, _name(written), names) and not _is_float32(program, node):
+        of = None if written is None else _tensor(written)
+        if written is None or of is None or loops.kind(of) != "weight" or _is_float32(program, node):
+            continue
+        if not early or not all(one & {node, *program.around(node)} for one in early):
             program.refuse("X251", written, _ROUNDS, links)
+
+
+def _before(program: Program, statement: ast.stmt) -> Iterator[ast.stmt]:
+    """Yield the statements that stand before a statement, or before one around it, in the same function."""
+    function = program.function_of(statement)
+    for at in (statement, *program.around(statement)):
+        if at is function:
+            return
+        if isinstance(at, ast.stmt):
+            body = program.body_of(at)
+            yield from body[: body.index(at)]
 
 
 def _elements(node: ast.expr) -> Iterator[str]:
@@ -64,18 +97,34 @@ def _written(node: ast.Call | ast.Assign | ast.AugAssign) -> ast.expr | None:
         if not isinstance(node.func, ast.Attribute):
             return None
         target, values, copies = node.func.value, node.args, node.func.attr == "copy_"
-        if _ARITHMETIC.fullmatch(node.func.attr):
+        if node.func.attr.endswith("_") and _ARITHMETIC.fullmatch(node.func.attr[:-1]):
             return target
     else:
         target, values = node.targets[0], [node.value]
         copies = isinstance(target, ast.Attribute) and target.attr == "data"
-    # p.copy_(p * decay), p.data = p.data * decay
-    inside = [one for value in values for one in ast.walk(value)]
-    again = any(isinstance(one, ast.Name) and one.id == _name(target) for one in inside)
-    return target if copies and again and any(isinstance(one, ast.BinOp) for one in inside) else None
+    # p.copy_(p * decay), p.data = p.data.mul(decay)
+    tensor = _tensor(target) if copies else None
+    again = tensor is not None and any(
+        isinstance(one, ast.Name) and one.id == tensor.id
+        for value in values
+        for operation in _inside(value)
+        if isinstance(operation, ast.BinOp)
+        or (isinstance(operation, ast.Call) and _ARITHMETIC.fullmatch(last_name(operation.func)))
+        for one in _inside(operation)
+    )
+    return target if again else None
 
 
-def _name(node: ast.AST) -> str:
+def _inside(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and those in it, except for what stands in brackets after another one."""
+    todo = [node]
+    while todo:
+        one = todo.pop()
+        yield one
+        todo += [one.value] if isinstance(one, ast.Subscript) else ast.iter_child_nodes(one)
+
+
+def _tensor(node: ast.AST) -> ast.Name | None:
     """Return the name of the tensor whose values ``node`` shares: ``p`` for ``p.data`` and ``p.detach()[0]``."""
     while True:
         if isinstance(node, ast.Attribute) and node.attr in ("data", "detach"):
@@ -85,40 +134,101 @@ def _name(node: ast.AST) -> str:
         elif isinstance(node, ast.Subscript):
             node = node.value
         else:
-            return node.id if isinstance(node, ast.Name) else ""
+            return node if isinstance(node, ast.Name) else None
 
 
-def _is_weight(program: Program, node: ast.AST, name: str, names: Set[str]) -> bool:
-    """Return whether loops around ``node`` take ``name`` from the weights of one of ``names``."""
-    sources = [*_sources(program, node, name)] if name else []
-    of_groups = "params" in map(constant, sources)
-    for one in sources:
-        weights = ("parameters", "named_parameters", *(["param_groups"] if of_groups else []))
-        if isinstance(one, ast.Attribute) and one.attr in weights:
-            owner = text(one.value)
-            if owner in names or any(owner.startswith(f"{model}.") for model in names):
-                return True
-    return False
+class _Loops:
+    """What loops of a program take from the optimizers and models ``names``: a "weight", a "group", or ""."""
+
+    def __init__(self, program: Program, names: Set[str]) -> None:
+        self._program, self._names = program, names
+        self._known: dict[tuple[ast.AST, str], str] = {}  # by the loop that binds a name, and the name
+
+    def kind(self, node: ast.Name) -> str:
+        """Return what a name is, by the innermost loop that binds it."""
+        names = self._program.names
+        home = names.scope(node).find(node.id)
+        below: ast.AST = node
+        inner: ast.AST = node
+        for at in self._program.around(node) if home is not None else ():
+            loops: Sequence[ast.For | ast.comprehension] = ()
+            if isinstance(at, ast.For):
+                loops = [at] if inner in at.body and names.scope(at) is home else []
+            elif home is not None and at is home.node:
+                loops = getattr(at, "generators", [])
+                if inner in loops:  # its iterable is evaluated before it binds a name
+                    loops = loops[: loops.index(inner) + (below is not getattr(inner, "iter", None))]
+            for loop in reversed(loops):
+                if any(getattr(one, "id", "") == node.id for one in ast.walk(loop.target)):
+                    if (loop, node.id) not in self._known:
+                        taken = (
+                            "" if self._is_bound_again(loop, node.id) else self._taken(loop.target, loop.iter, node.id)
+                        )
+                        self._known[loop, node.id] = taken
+                    return self._known[loop, node.id]
+            below, inner = inner, at
+        return ""
+
+    def _is_bound_again(self, loop: ast.For | ast.comprehension, name: str) -> bool:
+        """Return whether the block of a loop gives ``name`` another value."""
+        names, block = self._program.names, loop.body if isinstance(loop, ast.For) else []
+        found = (one for part in block for one in ast.walk(part) if isinstance(one, ast.Name) and one.id == name)
+        return any(
+            isinstance(one.ctx, ast.Store)
+            and names.scope(one).find(name) is names.scope(loop).find(name)
+            and not isinstance(self._program.parent(one), ast.AugAssign)
+            for one in found
+        )
+
+    def _taken(self, target: ast.expr, iterable: ast.expr, name: str) -> str:
+        """Return what ``name`` in the target of a loop takes from an iterable."""
+        for part in _parts(iterable):
+            called = last_name(part.func) if isinstance(part, ast.Call) else ""
+            pairs: list[tuple[ast.expr, ast.expr]] = []
+            if isinstance(target, ast.Tuple):
+                if isinstance(part, ast.Call) and called in ("zip", "enumerate"):
+                    pairs = [*zip(target.elts[called == "enumerate" :], part.args, strict=False)]
+                elif called == "named_parameters":
+                    pairs = [(target.elts[-1], part)]
+                kinds = [self._taken(one, each, name) for one, each in pairs]
+            else:
+                kinds = [self._elements(part)] if getattr(target, "id", "") == name else []
+            if any(kinds):
+                return next(filter(None, kinds))
+        return ""
+
+    def _elements(self, node: ast.expr) -> str:
+        """Return what the elements of an iterable are."""
+        if isinstance(node, ast.Call) and last_name(node.func) == "from_iterable" and node.args:
+            return self._elements(getattr(node.args[0], "elt", node.args[0]))
+        if isinstance(node, (ast.ListComp, ast.GeneratorExp)):
+            return self.kind(node.elt) if isinstance(node.elt, ast.Name) else ""
+        if isinstance(node, ast.Subscript):
+            if constant(node.slice) == "params":  # group["params"], optimizer.param_groups[0]["params"]
+                group = node.value.value if isinstance(node.value, ast.Subscript) else node.value
+                kind = self.kind(group) if isinstance(group, ast.Name) else self._elements(group)
+                return "weight" if kind == "group" else ""
+            kinds = [self._elements(part) for part in _parts(node.value)]
+            return next(filter(None, kinds), "") if isinstance(node.slice, ast.Slice) else ""
+        called = node.func if isinstance(node, ast.Call) else node
+        if isinstance(called, ast.Attribute):
+            owner, is_call = text(called.value), isinstance(node, ast.Call)
+            if owner in self._names or any(owner.startswith(f"{model}.") for model in self._names):
+                if called.attr in ("parameters", "named_parameters") and is_call:
+                    return "weight"
+                return "group" if called.attr == "param_groups" and not is_call else ""
+        return ""
 
 
-def _sources(program: Program, node: ast.AST, name: str) -> Iterator[ast.AST]:
-    """Yield the nodes of the iterables of the loops that bind ``name``, and of those that bind a name in them."""
-    for at in program.around(node):
-        for loop in [at] if isinstance(at, ast.For) else getattr(at, "generators", []):
-            given = _given(loop.target, loop.iter, name)
-            for one in () if given is None else ast.walk(given):
-                yield one
-                if isinstance(one, ast.Name) and one.id != name:  # for p in group["params"]
-                    yield from _sources(program, at if loop is at else loop.iter, one.id)
-
-
-def _given(target: ast.expr, iterable: ast.expr, name: str) -> ast.expr | None:
-    """Return what a loop takes ``name`` from: its iterable, or an argument of ``zip``; None for other loops."""
-    if isinstance(target, ast.Tuple) and isinstance(iterable, ast.Call) and last_name(iterable.func) == "zip":
-        pairs = zip(target.elts, iterable.args, strict=False)
-        return next((found for one, each in pairs if (found := _given(one, each, name)) is not None), None)
-    derived = isinstance(iterable, (ast.ListComp, ast.GeneratorExp)) and not isinstance(iterable.elt, ast.Name)
-    return iterable if not derived and any(getattr(one, "id", "") == name for one in ast.walk(target)) else None
+def _parts(node: ast.expr) -> Iterator[ast.expr]:
+    """Yield the iterables whose elements an iterable has: the arguments of ``chain``, or the iterable itself."""
+    called = last_name(node.func) if isinstance(node, ast.Call) else ""
+    if isinstance(node, ast.Call) and called in _SAME_ELEMENTS:
+        first = 1 if called == "filter" else 0
+        for one in node.args if called == "chain" else node.args[first : first + 1]:
+            yield from _parts(one)
+    else:
+        yield node
 
 
 def _is_float32(program: Program, node: ast.AST) -> bool:
