@@ -9,6 +9,25 @@ import pytest
 from migrate.started import start
 
 from apex_npu.migrate.run.running import Rewriter
+from apex_npu.migrate.run.transferring import split_command
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("train.py --lr 1", ([], "", "train.py")),
+        ("-u -W ignore train.py -m x", (["-u", "-W", "ignore"], "", "train.py")),
+        ("-Wignore -Xdev -m pkg.train a", (["-W", "ignore", "-X", "dev"], "-m", "pkg.train")),
+        ("-OOm pkg", (["-O", "-O"], "-m", "pkg")),
+        ("-uX dev -mpkg", (["-u", "-X", "dev"], "-m", "pkg")),
+        ("--check-hash-based-pycs never t.py", (["--check-hash-based-pycs", "never"], "", "t.py")),
+        ("-c print(1)", ([], "-c", "print(1)")),
+        ("-", ([], "", "-")),
+        ("-i", (["-i"], "", "")),
+    ],
+)
+def test_a_command_line_is_split_as_python_does(words, expected):
+    assert split_command(["python", *words.split()]) == expected
 
 
 def test_it_does_nothing_where_modules_are_rewritten_already(tmp_path, monkeypatch):
@@ -34,12 +53,21 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [("train.py",), ("-m", "train")])
+@pytest.mark.parametrize("way", [("train.py",), ("-m", "train"), ("-um", "train"), ("-mtrain",)])
 def test_a_script_starts_itself_again_with_its_options_and_arguments(tmp_path, way):
     (tmp_path / "train.py").write_text(SCRIPT)
     done = start(tmp_path, "-B", "-Wignore::UserWarning", *way, "--device", "cuda", "a b")
     assert done.stdout == "npu:0 ['--device', 'npu', 'a b'] 1 ['ignore::UserWarning'] __main__\n", done.stderr
     assert (tmp_path / "train.py").read_text() == SCRIPT
+
+
+LAUNCHER = """
+import runpy
+import sys
+
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 @pytest.mark.parametrize(
@@ -50,11 +78,13 @@ def test_a_script_starts_itself_again_with_its_options_and_arguments(tmp_path, w
         ("import os\nimport apex_npu.transfer", ("train.py",), "as the first statement, by itself"),
         ("import apex_npu.transfer, os", ("train.py",), "as the first statement, by itself"),
         ("from apex_npu import transfer", ("-m", "cProfile", "train.py"), "was started by another program"),
-        ("from apex_npu import transfer", ("-Bm", "train"), "was started by another program"),
+        ("from apex_npu import transfer", ("-um", "cProfile", "train.py"), "was started by another program"),
+        ("from apex_npu import transfer", ("launcher.py", "train.py", "--lr", "1"), "was started by another program"),
     ],
 )
 def test_what_cannot_be_started_again_is_refused_with_the_way_out(tmp_path, script, words, reason):
     (tmp_path / "train.py").write_text(script)
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
     done = start(tmp_path, *words, text="import apex_npu.transfer")
     assert done.returncode == 1
     assert reason in done.stderr

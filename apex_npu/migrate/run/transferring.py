@@ -8,12 +8,42 @@ import ast
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 from .running import is_active
 
 _COMMAND = "python -m apex_npu run --device npu"
+# Options of the interpreter that take a value.
+_WITH_VALUE = "XW"
+_LONG_WITH_VALUE = "--check-hash-based-pycs"
+
+
+def split_command(command: Sequence[str]) -> tuple[list[str], str, str]:
+    """Return the interpreter's options in a command line, how it starts a program ("", "-m", "-c"), and the program.
+
+    Example::
+
+        >>> split_command(["python", "-uX", "dev", "-m", "train", "--lr", "1"])
+        (['-u', '-X', 'dev'], '-m', 'train')
+    """
+    options: list[str] = []
+    words = iter(command[1:])
+    for word in words:
+        if word == "-" or not word.startswith("-"):
+            return options, "", word
+        if word.startswith("--"):
+            options += [word, next(words, "")] if word == _LONG_WITH_VALUE else [word]
+            continue
+        for place, letter in enumerate(word[1:], 1):
+            if letter in _WITH_VALUE:
+                options += [f"-{letter}", word[place + 1 :] or next(words, "")]
+                break
+            if letter in "mc":
+                return options, f"-{letter}", word[place + 1 :] or next(words, "")
+            options.append(f"-{letter}")
+    return options, "", ""
 
 
 def _replacement(main: ModuleType) -> list[str]:
@@ -24,13 +54,10 @@ def _replacement(main: ModuleType) -> list[str]:
             "apex_npu.transfer: there is no script that can be started again. In a notebook or a REPL, rewrite "
             f"the code instead: python -m apex_npu migrate notebook.ipynb; a script runs with {_COMMAND} train.py"
         )
-    spec, count = getattr(main, "__spec__", None), len(sys.orig_argv) - len(sys.argv[1:])
-    place = count - (1 if spec is None else 2)  # of the script's name, or of -m and the module's name
-    options, started = sys.orig_argv[1:place], sys.orig_argv[place:count]
-    if spec is None:
-        is_started = _is_file(started[0], file) and not any(one.startswith("-m") for one in options)
-    else:
-        is_started = [one.removesuffix(".__main__") for one in started] == ["-m", spec.name.removesuffix(".__main__")]
+    options, way, name = split_command(sys.orig_argv)
+    spec = getattr(main, "__spec__", None)
+    module = "" if spec is None else spec.name.removesuffix(".__main__")
+    is_started = _is_file(name, file) if way == "" else way == "-m" and name.removesuffix(".__main__") == module
     if not (is_started and _is_file(sys.argv[0], file)):
         script = sys.argv[0]
         raise RuntimeError(
@@ -41,6 +68,7 @@ def _replacement(main: ModuleType) -> list[str]:
             f"apex_npu.transfer: import it in {file}, as the first statement, by itself: what runs before it would run "
             f"twice. Or leave it out, and start the script with {_COMMAND} {file}"
         )
+    started = ["-m", name] if way else [name]
     return [sys.executable, *options, "-m", "apex_npu", "run", "--device", "npu", *started, *sys.argv[1:]]
 
 
