@@ -5,6 +5,7 @@
 import csv
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -274,6 +275,18 @@ def test_a_failure_at_any_write_leaves_all_files_as_they_were(tree, monkeypatch,
         **dict.fromkeys(("a.py", "inner/b.py"), AFTER.encode()),
         **dict.fromkeys(("a.py.orig", "inner/b.py.orig") if keeps == "--backup" else (), BEFORE.encode()),
     }
+
+
+def test_a_termination_between_two_renames_leaves_all_files_as_they_were(tree, monkeypatch):
+    before, real = contents(tree), os.replace
+    monkeypatch.setattr(os, "replace", lambda *paths: (real(*paths), os.kill(os.getpid(), signal.SIGTERM)))
+    handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        assert migrate("--write", "--allow-dirty", tree) == 130
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert contents(tree) == before
 
 
 def test_a_read_only_file_leaves_all(tree, monkeypatch, capsys):
