@@ -267,6 +267,7 @@ def test_the_command_says_why_amp_stays_out(tmp_path, capsys):
     [
         (["--amp", "O3"], "'O3' is not one of O1, O2, O4, O5"),
         (["--amp", "O1", "--amp-args", "opt_level='O2'"], "opt_level is not allowed here"),
+        (["--amp", "O1", "--amp-args", "loss_scal=128"], "loss_scal is not allowed here; allowed are"),
         (["--amp", "O1", "--amp-args", "loss_scale=scale()"], "pass keyword arguments with literal values"),
         (["--amp", "O1", "--amp-args", "128.0"], "no keyword arguments"),
         (["--amp", "O1", "--ignore", "A303"], "the rules of amp apply together"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from apex_npu.migrate.engine.program import Finding, Program
 from apex_npu.migrate.rules import weights
@@ -27,6 +28,9 @@ _AVERAGED = (
     "gradients are averaged here, outside of amp: where those of one process overflow, the others would step with "
     "them. Let DistributedDataParallel average them, inside of backward"
 )
+_NOT_GIVEN = {"models", "optimizers", "opt_level", "enabled", "num_losses", "fuse_unscale"} | {
+    *("combine_ddp", "process_group", "overflow_group", "cast_model_type", "ddp_reduce_dtype", "cast_model_outputs")
+}
 
 
 def check(program: Program) -> None:
@@ -43,6 +47,18 @@ def check(program: Program) -> None:
         if one.casts_model:
             models = {model for made in one.made for model in made.models}
             weights.report(program, one.targets | models, [place_of(one)], (weights.ADDED,))
+
+
+def arguments_of_initialize() -> frozenset[str]:
+    """Return the arguments of ``amp.initialize`` that ``--amp-args`` accepts.
+
+    They are read from its source, which is not imported. Arguments that the rules pass are left out, and so are
+    arguments that need another training loop: several loss scales, gradients that stay scaled, ``combine_ddp``.
+    """
+    source = Path(__file__).parents[2].joinpath("amp", "frontend.py").read_text(encoding="utf-8")
+    functions = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
+    given = next(node.args for node in functions if node.name == "initialize")
+    return frozenset(one.arg for one in (*given.args, *given.kwonlyargs)) - _NOT_GIVEN
 
 
 def why_left(files: Iterable[Sequence[Finding]]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from apex_npu._cli.command_line import Commands, add_command, did_you_mean, fail
 from apex_npu._cli.tables import show
-from apex_npu.migrate.amp.check import LEVELS
+from apex_npu.migrate.amp.check import LEVELS, arguments_of_initialize
 from apex_npu.migrate.engine.program import Options, count
 from apex_npu.migrate.rules.catalogue import RULES
 from apex_npu.migrate.rules.own import read_api_list, read_rules
@@ -21,12 +21,6 @@ from apex_npu.migrate.rules.targets import TARGETS
 from . import reports
 from .planning import plan
 from .writing import write_copy, write_in_place
-
-# Arguments of ``amp.initialize`` that the rules pass, or that need another training loop.
-_NOT_GIVEN = """
-    models optimizers opt_level enabled num_losses fuse_unscale combine_ddp process_group overflow_group
-    cast_model_type ddp_reduce_dtype cast_model_outputs
-"""
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -75,8 +69,10 @@ def _amp_args(text: str) -> str:
         raise argparse.ArgumentTypeError(
             f"{text!r}: pass keyword arguments with literal values, such as loss_scale=128.0 ({error})"
         ) from None
-    for name in given.keys() & set(_NOT_GIVEN.split()):
-        raise argparse.ArgumentTypeError(f"{name} is not allowed here")
+    unknown = [name for name in given if name not in arguments_of_initialize()]
+    if unknown:
+        known = ", ".join(sorted(arguments_of_initialize()))
+        raise argparse.ArgumentTypeError(f"{unknown[0]} is not allowed here; allowed are {known}")
     return text
 
 
