@@ -112,6 +112,21 @@ def test_git_decides_what_may_be_changed(tree, capsys):
     assert (tree / "ignored.py").read_text() == BEFORE
 
 
+@pytest.mark.parametrize(
+    ("folder", "name"), [(".", "inner/ab.py"), (".", "inner/a.py"), ("inner", "b.py"), ("inner", "inner/b.py")]
+)
+def test_the_file_that_is_not_committed_is_named(tree, capsys, folder, name):
+    for path in ("b.py", "ab.py", "inner/a.py", "inner/ab.py", "inner/inner/b.py"):
+        (tree / path).parent.mkdir(exist_ok=True)
+        (tree / path).write_text(BEFORE)
+    git(tree, "init", "-q")
+    git(tree, "add", "-A")
+    git(tree, "commit", "-qm", "a")
+    (tree / folder / name).write_text(f"{BEFORE}# edited\n")
+    assert migrate("--write", tree / folder) == 2
+    assert f"{tree / folder / name} has changes that are not committed" in capsys.readouterr().err
+
+
 def test_a_copy(tree, tmp_path):
     before = contents(tree)
     (tree / "link.py").symlink_to("a.py")

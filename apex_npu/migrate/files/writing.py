@@ -76,9 +76,10 @@ def _check_committed(changes: Sequence[FileChange]) -> None:
         options = ("--porcelain", "-z", "--ignored", "--untracked-files=all")
         listed = git(root, "status", *options, "--", *(f":(literal){path}" for path in paths))
         if listed != "":
-            status, _, first = (listed or "??").partition("\0")[0].partition(" ")
-            name = next((path for path in paths if first.endswith(path)), paths[0])
-            what = "is not in git" if status in ("??", "!!") else "has changes that are not committed"
+            first = (listed or "??").partition("\0")[0]
+            below = (git(root, "rev-parse", "--show-prefix") or "").removesuffix("\n")  # git counts from its top folder
+            name = next((path for path in paths if f"{below}{path}" == first[3:]), paths[0])
+            what = "is not in git" if first[:2] in ("??", "!!") else "has changes that are not committed"
             raise ValueError(
                 f"{root / name} {what}: commit first, or pass --backup or --allow-dirty; nothing has been changed"
             )
