@@ -114,7 +114,7 @@ def test_bytes_outside_the_spans_stay(before, after):
         (b"x = '\xff'; x.cuda()\n", "F903", "encoding"),
         (b"x = '\0'; x.cuda()\n", "F901", "does not parse"),
         (b"cuda = " + b"(" * 5_000 + b")" * 5_000, "F901", "does not parse"),
-        (b"cuda = " + b"-" * 200_000 + b"1", "F901", "does not parse"),
+        (b"cuda = " + b"-" * 200_000 + b"1", "F901", "does not parse (too deep)"),
     ],
 )
 def test_what_cannot_be_read(data, rule, words):

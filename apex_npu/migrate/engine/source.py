@@ -152,7 +152,7 @@ def parse(text: str) -> ast.Module:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         reason, line = getattr(error, "msg", error), getattr(error, "lineno", 1)
-        raise UnreadableError("F901", f"the file does not parse ({reason or 'too deep'})", line or 1) from None
+        raise UnreadableError("F901", f"the file does not parse ({str(reason) or 'too deep'})", line or 1) from None
 
 
 def tree_of(data: bytes) -> ast.Module:
