@@ -7,9 +7,11 @@ import importlib
 import inspect
 import json
 import linecache
+import py_compile
 import sys
 import traceback
 import types
+import zipfile
 
 import pytest
 import torch
@@ -229,6 +231,51 @@ def test_arithmetic_on_16_bit_weights_is_reported(way, tmp_path, capsys, monkeyp
     assert main(["run", *way]) == 0
     assert "rounds_weights.py:6:9  X251 refused" in capsys.readouterr().err
     compat.uninstall_apex()
+
+
+@pytest.fixture
+def run(tmp_path, capsys, monkeypatch):
+    """Return what the command prints to stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+    def printed(*words):
+        assert main(["run", *words]) == 0
+        return capsys.readouterr().err
+
+    yield printed
+    compat.uninstall_apex()
+
+
+def test_arithmetic_on_16_bit_weights_is_reported_by_the_first_process(run, tmp_path, monkeypatch):
+    (tmp_path / "rounds_weights.py").write_text(ROUNDS)
+    monkeypatch.setenv("RANK", "0")
+    assert "X251" in run("rounds_weights.py")
+    monkeypatch.setenv("RANK", "1")
+    assert run("rounds_weights.py") == ""
+
+
+def test_a_program_without_source_is_not_reported(run, tmp_path):
+    (tmp_path / "a.py").write_text(ROUNDS)
+    py_compile.compile(str(tmp_path / "a.py"), str(tmp_path / "b.pyc"))
+    with zipfile.ZipFile(tmp_path / "c.pyz", "w") as file:
+        file.writestr("__main__.py", ROUNDS)
+    assert run("b.pyc") == ""
+    assert run("c.pyz") == ""
+
+
+def test_a_package_is_reported_and_not_imported_twice(run, tmp_path):
+    for name in ("pk_of_rounds", "pk_of_rounds/inner", "pk_that_fails"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    (tmp_path / "pk_of_rounds/inner/__main__.py").write_text(ROUNDS)
+    assert "inner/__main__.py:6:9  X251 refused" in run("-m", "pk_of_rounds.inner")
+    (tmp_path / "pk_that_fails/__init__.py").write_text("open('log', 'a').write('once')\nimport pk_that_is_missing")
+    (tmp_path / "pk_that_fails/train.py").write_text(ROUNDS)
+    with pytest.raises(ImportError, match="pk_that_is_missing"):
+        run("-m", "pk_that_fails.train")
+    assert (tmp_path / "log").read_text() == "once"
 
 
 def test_arithmetic_on_16_bit_weights_is_reported_on_npu_too(tmp_path):

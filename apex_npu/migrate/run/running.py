@@ -196,14 +196,34 @@ def _located(settings: Run) -> tuple[str, str]:
     return spec.parent or "", spec.origin
 
 
+def _file_of(module: str) -> str:
+    """Return the file that runs as a module, and "" if it is not found. No package is imported."""
+    path, known = None, ""
+    for name in (*module.split("."), "__main__"):
+        known = f"{known}.{name}".removeprefix(".")
+        try:
+            spec = PathFinder.find_spec(known, path)
+        except KeyError:  # in a package without __init__.py that is in another one
+            return ""
+        if spec is None or spec.submodule_search_locations is None:
+            return (spec and spec.origin) or ""
+        path = [*spec.submodule_search_locations]
+    return ""
+
+
 def tell_rounding(settings: Run) -> None:
-    """Print where a script or module computes on weights that amp keeps in 16 bits. Its modules are not read."""
+    """Print where a script or module computes on weights that amp keeps in 16 bits. Its modules are not read.
+
+    Of the processes of a launcher, only that with RANK=0 prints.
+    """
+    path = _file_of(settings.script) if settings.is_module else settings.script
+    if os.environ.get("RANK", "0") != "0":
+        return
     try:
-        path = _located(settings)[1]
         findings = rewrite(Path(path).read_bytes(), path, Options(("X251",))).findings
-    except (ImportError, OSError):
+    except OSError:
         return  # running it raises the error
-    for line in reports.lines([finding for finding in findings if finding.status == "refused"]):
+    for line in reports.lines([one for one in findings if (one.rule, one.status) == ("X251", "refused")]):
         print(f"apex_npu: {line}", file=sys.stderr)
 
 
