@@ -112,6 +112,7 @@ _TABLES: dict[str, tuple[type[OwnRule], dict[str, str]]] = {
     "FuncNameModifyRule": (Rename, {"old_name": "old", "new_name": "new"}),
     "ModuleNameModifyRule": (Rename, {"old_name": "old", "new_name": "new", "parent_module": "parent"}),
 }
+_OPTIONAL = ("keyword", "position", "parent_module")
 
 
 class RuleError(ValueError):
@@ -184,15 +185,21 @@ def _rule(place: str, table: str, entry: Any) -> OwnRule:
     unknown = [key for key in entry if key not in names]
     if unknown:
         raise RuleError(f"{place}: unknown key {unknown[0]!r}; allowed are {', '.join(names)}")
+    missing = [key for key in names if key not in entry and key not in _OPTIONAL]
+    if missing:
+        raise RuleError(f"{place}: the key {missing[0]!r} is missing")
+    for key, value in entry.items():
+        if names[key] != "position" and not isinstance(value, str):
+            raise RuleError(f"{place}: {key} must be a string, got {value!r}")
     given = {names[key]: value for key, value in entry.items()}
     parent = given.pop("parent", "")
     if table.endswith("NameModifyRule"):  # a module below its parent, or a function; one without a module is a method
         for name in ("old", "new"):
-            if parent or "." not in str(given.get(name)):
-                given[name] = f"{parent}.{given.get(name, '')}"
+            if parent or "." not in given[name]:
+                given[name] = f"{parent}.{given[name]}"
     try:
         return kind(**given)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise RuleError(f"{place}: {error}") from None
 
 
