@@ -426,7 +426,7 @@ def test_segments_that_do_not_fit(starts, lengths, error, message):
 def test_norm_and_segment_sums_name_what_they_are_given():
     with pytest.raises(TypeError, match="norm: x must be float16, bfloat16, float32 or float64, got Int"):
         ops.norm(torch.ones(3, dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"norm: x must be contiguous and on the cpu, got .* strides \[2\]"):
+    with pytest.raises(ValueError, match=r"norm: x must be a plain contiguous tensor on the cpu, got .* strides \[2\]"):
         ops.norm(torch.ones(6)[::2])
     starts, lengths = torch.tensor([0]), torch.tensor([3])
     with pytest.raises(ValueError, match=r"segment_dot: .* got shapes \[3\] and \[4\]"):
