@@ -20,7 +20,7 @@ SETTINGS = {
     "combine_grad": (optimizers.NpuFusedAdam, {"combine_grad": True}),
     "fuse_unscale": (optimizers.NpuFusedAdam, {"combine_grad": True, "fuse_unscale": True}),
 }
-# One setting of each fault is quick.
+# One setting of each fault is quick. The others repeat it.
 QUICK = {("O1", "fuse_unscale"), ("O2", "torch.optim")}
 CASES = [
     pytest.param(
@@ -28,7 +28,7 @@ CASES = [
         level,
         *SETTINGS[name],
         id=f"{fault.name}-{level}-{name}",
-        marks=[] if (level, name) in QUICK else [pytest.mark.slow],
+        marks=[] if (level, name) in QUICK else [pytest.mark.sweep],
     )
     for fault in planted.FAULTS
     for level in fault.levels
