@@ -25,6 +25,7 @@ from apex_npu.amp.session import current, warn_once
 from apex_npu.amp.step_decision import StepDecision, StepReport
 from apex_npu.amp.widened_grads import WidenedGrads
 from apex_npu.backends._torch_private import labelled
+from apex_npu.backends.failed_updates import half_updated, has_ended_queue
 from apex_npu.backends.patching import Undo
 from apex_npu.distributed.rank_progress import has_peers
 from apex_npu.fusion import (
@@ -346,10 +347,12 @@ class AmpOptimizerState:
         """Round masters into parameters and record the outcome; with ``check`` the device decides it."""
         try:
             self.masters.end_step(fused_groups(optimizer))
-        except BaseException:
+        except BaseException as error:
             # so that another step() does not step the same gradients again
             for group in optimizer.param_groups:
                 drop_grads(group["params"])
+            if has_ended_queue(error):  # of a launch of the update
+                raise half_updated(type(optimizer).__name__, error) from error
             raise
         finally:
             for memory in self.grads.lending:

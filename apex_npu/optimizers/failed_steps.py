@@ -7,15 +7,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import torch
-
+from apex_npu.backends.failed_updates import half_updated
 from apex_npu.fusion import Run
 from apex_npu.fusion.flat_buffer import NoRoomError
 
 logger = logging.getLogger("apex_npu")
-
-# Part of torch_npu's message for an error after which its task queue silently runs no more tasks.
-_QUEUE_ENDED = "The process exits for this inner error"
 
 
 def end_failed_step(optimizer: str, runs: Sequence[Run], begun: int, updated: int, error: BaseException) -> None:
@@ -52,16 +48,3 @@ def may_have_written(error: BaseException, updated: int) -> bool:
     before_writing = updated == 0 and isinstance(error, NoRoomError)
     failed = isinstance(error, (RuntimeError, MemoryError)) and not isinstance(error, NotImplementedError)
     return failed and not before_writing
-
-
-def half_updated(optimizer: str, error: BaseException) -> Exception:
-    """Return the exception for an ``error`` that ended an update of ``optimizer``, with its kind and the solution."""
-    kinds = (torch.OutOfMemoryError, MemoryError)
-    kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
-    way_out = "Load the model and the optimizer from a checkpoint before the next one"
-    if _QUEUE_ENDED in str(error):
-        way_out = "torch_npu's task queue has ended and computes nothing: start a new process, from a checkpoint"
-    return kind(
-        f"{optimizer}.step() has failed while it updated parameters: it may have updated some parameters and states "
-        f"and not others, so this step cannot be repeated. {way_out}. ({type(error).__name__}: {error})"
-    )

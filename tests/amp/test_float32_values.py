@@ -13,6 +13,7 @@ from devices import DEVICE, SIMULATOR, needs_counts
 from torch import nn
 
 from apex_npu import amp, optimizers
+from apex_npu.amp import float32_masters
 
 LEVELS = {"O2": torch.float16, "O5": torch.bfloat16}
 KINDS = {
@@ -356,3 +357,17 @@ def test_a_step_repeats_after_a_failed_launch_or_says_that_it_cannot(level, kind
         if "cannot be repeated" not in said:
             assert_same(found, expected)
     raise AssertionError("more than 100 launches a step")
+
+
+def test_an_error_of_an_earlier_launch_in_the_rounding_says_that_the_step_cannot_be_repeated(monkeypatch):
+    """torch_npu's queue raises it at any later call."""
+    model, optimizer = start("O2", "torch")
+    block(model, optimizer)
+
+    def fail(*_):
+        raise RuntimeError("The process exits for this inner error")
+
+    monkeypatch.setattr(float32_masters, "_copy", fail)
+    with pytest.raises(RuntimeError, match=r"SGD.step\(\) has failed .* cannot be repeated.* start a new process"):
+        optimizer.step()
+    assert all(p.grad is None for p in model.parameters())
