@@ -3,6 +3,7 @@
 """--fsdp: each process of torchrun has a part of every parameter, of its gradient and of its moments."""
 
 import os
+import sys
 from typing import Any
 
 import torch
@@ -21,6 +22,19 @@ def join_processes(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(BACKENDS[device.type])
+
+
+def leave_processes() -> None:
+    """Leave the other processes, as the last statement: with gloo it ends this process.
+
+    torch's caches of DTensor keep the group, so that gloo's threads outlive it. One of them could abort the process
+    while the interpreter exits (docs/distributed.md).
+    """
+    with_gloo = dist.get_backend() == "gloo"
+    dist.destroy_process_group()
+    if with_gloo:
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def shard(model: nn.Module, opt_level: str) -> None:

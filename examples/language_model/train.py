@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from model import LanguageModel
-from sharded import gather_states, join_processes, load_states, shard
+from sharded import gather_states, join_processes, leave_processes, load_states, shard
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -66,7 +66,7 @@ def run(args: Namespace) -> None:
         torch.manual_seed(args.seed)
         show(sample(model, text, prompt, args, device))
     if args.fsdp:
-        dist.destroy_process_group()
+        leave_processes()
 
 
 def train(
