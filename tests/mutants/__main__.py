@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -36,7 +37,7 @@ from mutants.recording import ON_NPU
 
 ROOT = Path(__file__).resolve().parents[2]
 AREAS = {name: f"apex_npu/{name}" for name in ("amp", "optimizers", "fusion", "debug", "migrate")} | {"csrc": "csrc"}
-ON_CPU = ("-m", "not sweep", "--ignore=tests/simulator", "--ignore=tests/vendor")
+ON_CPU = ("--ignore=tests/simulator", "--ignore=tests/vendor")
 ON_SIMULATED_NPU = ("-m", "not slow and not sweep", "tests/amp")
 CPP_TESTS = ("tests/ops", "tests/fusion", "tests/optimizers")
 RC = """[run]
@@ -58,14 +59,15 @@ class Outcome(NamedTuple):
     seconds: float
 
 
-def record(folder: Path, workers: int) -> None:
-    """Run the tests under coverage, and combine what all their processes have recorded."""
+def record(folder: Path, workers: int, devices: Sequence[str], marks: str) -> None:
+    """Run the tests with ``marks`` under coverage, and combine what all their processes have recorded."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     command = [sys.executable, "-m", "pytest", *f"-q -p mutants.recording -n {workers} --dist worksteal".split()]
     rc = folder / "coveragerc"
-    for device, context, arguments in (("cpu", "${PYTEST_CURRENT_TEST-}", ON_CPU), ("npu", "", ON_SIMULATED_NPU)):
-        if device == "npu" and importlib.util.find_spec("npu_simulator") is None:
+    on_cpu = ("cpu", "${PYTEST_CURRENT_TEST-}", ("-m", marks, *ON_CPU))
+    for device, context, arguments in (on_cpu, ("npu", "", ON_SIMULATED_NPU)):
+        if device not in devices or (device == "npu" and importlib.util.find_spec("npu_simulator") is None):
             continue
         rc.write_text(RC.format(folder=folder, context=context))
         variables = {
@@ -251,7 +253,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutants")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("record", help="run the tests under coverage")
+    recording = commands.add_parser("record", help="run the tests under coverage")
+    recording.add_argument("--devices", nargs="+", choices=["cpu", "npu"], default=["cpu", "npu"])
+    recording.add_argument("--marks", default="not sweep", help="which tests on the CPU (default '%(default)s')")
     running = commands.add_parser("run", help="try mutants")
     running.add_argument("--seed", type=int, default=0)
     running.add_argument("--count", type=int, default=30, help="mutants of each area")
@@ -260,7 +264,7 @@ def main() -> None:
     running.add_argument("--results", type=Path, default=ROOT / "tests" / "mutants" / "results.csv")
     args = parser.parse_args()
     if args.command == "record":
-        record(args.folder, args.workers)
+        record(args.folder, args.workers, args.devices, args.marks)
     else:
         report(run(args.folder, args), args.results)
 
