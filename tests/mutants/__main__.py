@@ -45,7 +45,7 @@ source_pkgs = apex_npu
 data_file = {folder}/coverage
 parallel = true
 context = {context}
-disable_warnings = no-data-collected, module-not-imported
+disable_warnings = no-data-collected, module-not-imported, trace-changed
 """
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,9 @@ SUFFIX = ON_NPU if os.environ.get("APEX_NPU_TEST_DEVICE") == "npu" else ""
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     running = coverage.Coverage.current()
     if running is not None:
+        if sys.gettrace() is None:  # a test before has set another trace function
+            running.stop()
+            running.start()
         running.switch_context(item.nodeid + SUFFIX)
     result = yield
     if running is not None:
