@@ -86,7 +86,8 @@ def start(script: str, *args: str, processes: int = 1, before: str = "") -> subp
     environment.pop("LOCAL_RANK", None)
     path = str(EXAMPLES / script)
     if processes > 1:
-        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *START_SCRIPT, path]
+        by = START_SCRIPT or [str(Path(__file__).with_name("start_on_gloo.py"))]
+        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *by, path]
     elif before:
         run = (
             "import os, runpy; sys.argv = sys.argv[1:]; sys.path[0] = os.path.dirname(sys.argv[0]); "
