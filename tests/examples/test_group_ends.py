@@ -23,8 +23,9 @@ def destroyed():
     atexit.register(lambda: print("the interpreter ends", "without a group" if group() is None else "with a group"))
 dist.destroy_process_group = destroyed
 """
-IMAGENET = "-a tiny -j 0 -b 8 --image-size 16 --dummy 8 --epochs 1".split()
-LANGUAGE = "--steps 1 --layers 1 --heads 1 --width 8 --context 8 -b 4 --sample 0 --opt-level O5 --fsdp".split()
+IMAGENET = ["-a", "tiny", "-j", "0", "-b", "8", "--image-size", "16", "--dummy", "8", "--epochs", "1"]
+TINY = ["--layers", "1", "--heads", "1", "--width", "8", "--context", "8", "-b", "4"]
+LANGUAGE = ["--steps", "1", *TINY, "--sample", "0", "--opt-level", "O5", "--fsdp"]
 
 
 @pytest.mark.slow
