@@ -44,7 +44,7 @@ def check(program: Program) -> None:
     put: list[Insertion] = []
     all_or_none(program, lambda: put.append(_reported(program)), ["amp"])
     for one in put:
-        if one.casts_model:
+        if one.casts_model and one.made:
             models = {model for made in one.made for model in made.models}
             weights.report(program, one.targets | models, [place_of(one)], (weights.ADDED,))
 
