@@ -9,25 +9,6 @@ import pytest
 from migrate.started import start
 
 from apex_npu.migrate.run.running import Rewriter
-from apex_npu.migrate.run.transferring import split_command
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("train.py --lr 1", ([], "", "train.py")),
-        ("-u -W ignore train.py -m x", (["-u", "-W", "ignore"], "", "train.py")),
-        ("-Wignore -Xdev -m pkg.train a", (["-W", "ignore", "-X", "dev"], "-m", "pkg.train")),
-        ("-OOm pkg", (["-O", "-O"], "-m", "pkg")),
-        ("-uX dev -mpkg", (["-u", "-X", "dev"], "-m", "pkg")),
-        ("--check-hash-based-pycs never t.py", (["--check-hash-based-pycs", "never"], "", "t.py")),
-        ("-c print(1)", ([], "-c", "print(1)")),
-        ("-", ([], "", "-")),
-        ("-i", (["-i"], "", "")),
-    ],
-)
-def test_a_command_line_is_split_as_python_does(words, expected):
-    assert split_command(["python", *words.split()]) == expected
 
 
 def test_it_does_nothing_where_modules_are_rewritten_already(tmp_path, monkeypatch):
@@ -53,7 +34,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [("train.py",), ("-m", "train"), ("-um", "train"), ("-mtrain",)])
+@pytest.mark.parametrize("way", [("train.py",), ("-X", "faulthandler", "-m", "train"), ("-um", "train"), ("-mtrain",)])
 def test_a_script_starts_itself_again_with_its_options_and_arguments(tmp_path, way):
     (tmp_path / "train.py").write_text(SCRIPT)
     done = start(tmp_path, "-B", "-Wignore::UserWarning", *way, "--device", "cuda", "a b")

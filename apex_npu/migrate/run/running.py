@@ -185,30 +185,13 @@ def check(settings: Run) -> None:
 
 
 def _located(settings: Run) -> tuple[str, str]:
-    """Return the package and the file of a script or module."""
+    """Return the package and the file of a script or module. The file is "" if there is none."""
     if not settings.is_module:
         return "", settings.script
     spec = importlib.util.find_spec(settings.script)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{settings.script}.__main__")
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(f"no module named {settings.script}, or it is a package without __main__")
-    return spec.parent or "", spec.origin
-
-
-def _file_of(module: str) -> str:
-    """Return the file that runs as a module, and "" if it is not found. No package is imported."""
-    path, known = None, ""
-    for name in (*module.split("."), "__main__"):
-        known = f"{known}.{name}".removeprefix(".")
-        try:
-            spec = PathFinder.find_spec(known, path)
-        except KeyError:  # in a package without __init__.py that is in another one
-            return ""
-        if spec is None or spec.submodule_search_locations is None:
-            return (spec and spec.origin) or ""
-        path = [*spec.submodule_search_locations]
-    return ""
+    return ("", "") if spec is None else (spec.parent or "", spec.origin or "")
 
 
 def tell_rounding(settings: Run) -> None:
@@ -216,9 +199,9 @@ def tell_rounding(settings: Run) -> None:
 
     Of the processes of a launcher, only that with RANK=0 prints.
     """
-    path = _file_of(settings.script) if settings.is_module else settings.script
     if os.environ.get("RANK", "0") != "0":
         return
+    _, path = _located(settings)
     try:
         findings = rewrite(Path(path).read_bytes(), path, Options(("X251",))).findings
     except OSError:
@@ -239,6 +222,8 @@ def start(settings: Run, names: dict[str, Any], *, tells: bool = True) -> None:
     if tells:
         atexit.register(rewriter.tell)
     package, path = _located(settings)
+    if not path:
+        raise ModuleNotFoundError(f"no module named {settings.script}, or it is a package without __main__")
     sys.argv[0] = path if settings.is_module else sys.argv[0]
     script = settings.script if settings.is_module else os.path.abspath(settings.script)
     os.environ[SPAWNED] = json.dumps({**asdict(settings), "script": script})

@@ -8,42 +8,34 @@ import ast
 import os
 import re
 import sys
-from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
 from .running import is_active
 
 _COMMAND = "python -m apex_npu run --device npu"
-# Options of the interpreter that take a value.
-_WITH_VALUE = "XW"
-_LONG_WITH_VALUE = "--check-hash-based-pycs"
+# The ends of the interpreter's options whose value is the next word.
+_WITH_VALUE = ("X", "W", "--check-hash-based-pycs")
 
 
-def split_command(command: Sequence[str]) -> tuple[list[str], str, str]:
-    """Return the interpreter's options in a command line, how it starts a program ("", "-m", "-c"), and the program.
-
-    Example::
-
-        >>> split_command(["python", "-uX", "dev", "-m", "train", "--lr", "1"])
-        (['-u', '-X', 'dev'], '-m', 'train')
-    """
-    options: list[str] = []
-    words = iter(command[1:])
-    for word in words:
-        if word == "-" or not word.startswith("-"):
-            return options, "", word
-        if word.startswith("--"):
-            options += [word, next(words, "")] if word == _LONG_WITH_VALUE else [word]
-            continue
-        for place, letter in enumerate(word[1:], 1):
-            if letter in _WITH_VALUE:
-                options += [f"-{letter}", word[place + 1 :] or next(words, "")]
-                break
-            if letter in "mc":
-                return options, f"-{letter}", word[place + 1 :] or next(words, "")
-            options.append(f"-{letter}")
-    return options, "", ""
+def _started(main: ModuleType, file: str) -> tuple[list[str], list[str]] | None:
+    """Return the interpreter's options and what it was told to run; None if another program has started ``main``."""
+    words = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv[1:])]
+    spec = getattr(main, "__spec__", None)
+    if not words or not _is_file(sys.argv[0], file):
+        return None
+    if spec is None:
+        options, program = words[:-1], words[-1:]
+        is_started = _is_file(program[0], file)
+    else:
+        last = len(words) - 1 if words[-1].startswith("-") else len(words) - 2  # -mtrain, or -m train
+        flag, module = "".join(words[last:]).removesuffix(".__main__"), spec.name.removesuffix(".__main__")
+        options, program = [*words[:last], flag.removesuffix(f"m{module}")], ["-m", module]
+        is_started = flag.endswith(f"m{module}")
+    values = [word for before, word in pairwise(["", *options]) if not before.endswith(_WITH_VALUE)]
+    is_started &= all(word.startswith("-") for word in values)
+    return ([word for word in options if word != "-"], program) if is_started else None
 
 
 def _replacement(main: ModuleType) -> list[str]:
@@ -54,11 +46,8 @@ def _replacement(main: ModuleType) -> list[str]:
             "apex_npu.transfer: there is no script that can be started again. In a notebook or a REPL, rewrite "
             f"the code instead: python -m apex_npu migrate notebook.ipynb; a script runs with {_COMMAND} train.py"
         )
-    options, way, name = split_command(sys.orig_argv)
-    spec = getattr(main, "__spec__", None)
-    module = "" if spec is None else spec.name.removesuffix(".__main__")
-    is_started = _is_file(name, file) if way == "" else way == "-m" and name.removesuffix(".__main__") == module
-    if not (is_started and _is_file(sys.argv[0], file)):
+    started = _started(main, file)
+    if started is None:
         script = sys.argv[0]
         raise RuntimeError(
             f"apex_npu.transfer: {script} was started by another program: start it with {_COMMAND} {script}"
@@ -68,8 +57,8 @@ def _replacement(main: ModuleType) -> list[str]:
             f"apex_npu.transfer: import it in {file}, as the first statement, by itself: what runs before it would run "
             f"twice. Or leave it out, and start the script with {_COMMAND} {file}"
         )
-    started = ["-m", name] if way else [name]
-    return [sys.executable, *options, "-m", "apex_npu", "run", "--device", "npu", *started, *sys.argv[1:]]
+    options, program = started
+    return [sys.executable, *options, "-m", "apex_npu", "run", "--device", "npu", *program, *sys.argv[1:]]
 
 
 def _is_file(name: str, file: str) -> bool:
