@@ -17,13 +17,6 @@ class MultiTensorApply:
 
     ``available`` is False, so that scripts fall back to plain torch: the kernels of ``amp_C`` are not part of this
     package. An operator that the caller passes is called with ``chunk_size`` as its first argument.
-
-    Example::
-
-        >>> def scale(chunk_size, overflow, tensor_lists, factor):
-        ...     torch._foreach_mul_(tensor_lists[0], factor)
-        >>> apply = multi_tensor_apply.MultiTensorApply(2048 * 32)
-        >>> apply(scale, torch.zeros(1, dtype=torch.int), [[torch.ones(4)]], 0.5)
     """
 
     available = False

@@ -112,13 +112,7 @@ class Comparison:
 
 
 def comparisons() -> list[Comparison]:
-    """Return all rows of published.csv, in its order.
-
-    Example::
-
-        >>> apex_npu.doctor.bench.comparisons()[0].name
-        'step of SGD, resnet50: apex_npu / torch fused'
-    """
+    """Return all rows of published.csv, in its order."""
     with PUBLISHED.open(newline="", encoding="utf-8") as file:
         return [
             Comparison(

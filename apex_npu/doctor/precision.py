@@ -40,11 +40,6 @@ def speed_of_low_precision(layers: str, device: torch.device | str = "cpu") -> d
 
     Returns:
         The ratio for each dtype: above 1 if it is faster than float32, 0.0 if the device refuses it.
-
-    Example::
-
-        >>> apex_npu.doctor.precision.speed_of_low_precision("convolutions", "cpu")
-        {torch.bfloat16: 1.7, torch.float16: 0.03}
     """
     device = torch.device(device)
     threads = torch.get_num_threads()
@@ -62,11 +57,6 @@ def native_dtypes(speeds: dict[torch.dtype, float]) -> list[torch.dtype]:
     """Return the dtypes that the device computes natively, the fastest first.
 
     ``speeds`` is a result of ``speed_of_low_precision``.
-
-    Example::
-
-        >>> apex_npu.doctor.precision.native_dtypes({torch.bfloat16: 1.7, torch.float16: 0.03})
-        [torch.bfloat16]
     """
     return sorted((dtype for dtype, speed in speeds.items() if speed >= _NATIVE), key=lambda dtype: -speeds[dtype])
 

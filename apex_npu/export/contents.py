@@ -50,14 +50,7 @@ class Part:
 
 
 def parts_of(checkpoint: Any) -> Iterator[Part]:
-    """Yield the states in ``checkpoint``, in their order; nested dicts are searched.
-
-    Example::
-
-        >>> checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
-        >>> [part.kind for part in apex_npu.export.contents.parts_of(checkpoint)]
-        ['model', 'optimizer', 'amp']
-    """
+    """Yield the states in ``checkpoint``, in their order; nested dicts are searched."""
     yield from _search(checkpoint, ())
 
 
@@ -79,11 +72,6 @@ def common_prefix(names: Iterable[str]) -> str:
     """Return the prefix that DistributedDataParallel (``module.``) and torch.compile (``_orig_mod.``) put before names.
 
     It is the longest that all ``names`` have.
-
-    Example::
-
-        >>> apex_npu.export.contents.common_prefix(["module._orig_mod.weight", "module._orig_mod.bias"])
-        'module._orig_mod.'
     """
     names = list(names)
     prefix = ""

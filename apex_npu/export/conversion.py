@@ -39,11 +39,6 @@ def convert(checkpoint: Any, to: str, *, strip_module: bool = False) -> tuple[An
     Raises:
         ValueError: ``to`` is unknown, there is nothing to convert, or parameters of one group have taken different
             numbers of steps, which NVIDIA's optimizers cannot express.
-
-    Example::
-
-        >>> checkpoint, changes = apex_npu.export.conversion.convert(torch.load("apex.pt"), to="torch")
-        >>> optimizer.load_state_dict(checkpoint["optimizer"])
     """
     if to not in TARGETS:
         raise ValueError(f"to={to!r}: {' or '.join(map(repr, TARGETS))} is expected")

@@ -70,10 +70,6 @@ def read(path: Path) -> Any:
         CheckpointError: There is no such file, it is no checkpoint, or it holds objects that only unpickling, which
             may execute code, would restore. The message names these objects.
         ImportError: The package safetensors is missing.
-
-    Example::
-
-        >>> checkpoint = apex_npu.export.files.read(Path("run.pt"))
     """
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder; name a file in it")
@@ -183,10 +179,6 @@ def write(checkpoint: Any, path: Path) -> None:
     Raises:
         CheckpointError: The folder is missing or cannot be written to, ``path`` is a folder, or its name is one of
             safetensors.
-
-    Example::
-
-        >>> apex_npu.export.files.write(checkpoint, Path("run.pt"))
     """
     if path.suffix == ".safetensors":
         raise CheckpointError(f"{path}: this is a file of torch.save; name it {path.with_suffix('.pt').name}")

@@ -24,6 +24,8 @@ __all__ = ["FP16_Optimizer"]
 
 # Below this scale, overflows are not due to the scale.
 _HOPELESS_SCALE = 2.0**-24
+# The attributes in a state dict.
+_SAVED = ("loss_scaler", "dynamic_loss_scale", "overflow", "first_closure_call_this_step")
 
 
 class FP16_Optimizer:
@@ -217,10 +219,7 @@ class FP16_Optimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return what is needed to resume: the scaler, the flags, the optimizer's state and the masters."""
         return {
-            "loss_scaler": self.loss_scaler,
-            "dynamic_loss_scale": self.dynamic_loss_scale,
-            "overflow": self.overflow,
-            "first_closure_call_this_step": self.first_closure_call_this_step,
+            **{name: getattr(self, name) for name in _SAVED},
             "optimizer_state_dict": self.optimizer.state_dict(),
             "fp32_from_fp16": self.fp32_from_fp16_groups,
         }
@@ -239,10 +238,8 @@ class FP16_Optimizer:
                 "optimizer for the same model and parameter groups"
             )
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        self.loss_scaler = state_dict["loss_scaler"]
-        self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
-        self.overflow = state_dict["overflow"]
-        self.first_closure_call_this_step = state_dict["first_closure_call_this_step"]
+        for name in _SAVED:
+            setattr(self, name, state_dict[name])
         master_params_to_model_params(own, saved)
 
     def __getstate__(self) -> NoReturn:

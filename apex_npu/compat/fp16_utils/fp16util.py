@@ -24,14 +24,7 @@ clip_grad_norm = clip_grad_norm_
 
 
 class tofp16(nn.Module):
-    """A layer that casts its input to float16.
-
-    Example::
-
-        >>> network = nn.Sequential(fp16_utils.tofp16(), nn.Linear(4, 2).half())
-        >>> network(torch.ones(3, 4)).dtype
-        torch.float16
-    """
+    """A layer that casts its input to float16."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input`` in float16."""
@@ -39,14 +32,7 @@ class tofp16(nn.Module):
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:
-    """Convert every affine batch norm in ``module`` to float32, in place, and return ``module``.
-
-    Example::
-
-        >>> network = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).half()
-        >>> fp16_utils.BN_convert_float(network)[1].weight.dtype
-        torch.float32
-    """
+    """Convert every affine batch norm in ``module`` to float32, in place, and return ``module``."""
     for child in module.modules():
         if is_affine_batch_norm(child):
             child.float()
@@ -54,27 +40,12 @@ def BN_convert_float(module: nn.Module) -> nn.Module:
 
 
 def network_to_half(network: nn.Module) -> nn.Sequential:
-    """Return ``network`` in float16 except for affine batch norms, preceded by a layer that casts its input.
-
-    Example::
-
-        >>> network = fp16_utils.network_to_half(model)
-        >>> network(input).dtype
-        torch.float16
-    """
+    """Return ``network`` in float16 except for affine batch norms, preceded by a layer that casts its input."""
     return nn.Sequential(tofp16(), convert_network(network, torch.float16))
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the floating parameters, gradients and buffers of ``module`` itself, not of its children, in place.
-
-    Example::
-
-        >>> layer = nn.Linear(4, 2)
-        >>> fp16_utils.convert_module(layer, torch.float16)
-        >>> layer.weight.dtype
-        torch.float16
-    """
+    """Cast the floating parameters, gradients and buffers of ``module`` itself, not of its children, in place."""
     cast_own_parameters(module, dtype, [])
 
 
@@ -83,26 +54,13 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
     As in Apex, a batch norm without weights is cast, running statistics included. ``amp.initialize`` leaves both kinds
     in float32.
-
-    Example::
-
-        >>> network = fp16_utils.convert_network(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.float16)
-        >>> [p.dtype for p in network[0].parameters()]
-        [torch.float16, torch.float16]
     """
     cast_parameters(network, dtype, keeps=is_affine_batch_norm)
     return network
 
 
 class FP16Model(nn.Module):
-    """``network``, converted in place to float16 except for affine batch norms. Inputs are cast, outputs are not.
-
-    Example::
-
-        >>> network = fp16_utils.FP16Model(nn.Linear(4, 2))
-        >>> network(torch.ones(3, 4)).dtype
-        torch.float16
-    """
+    """``network``, converted in place to float16 except for affine batch norms. Inputs are cast, outputs are not."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -120,16 +78,6 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
 
     Raises:
         TypeError: ``flat_master`` is True and the parameters have several dtypes.
-
-    Example::
-
-        >>> network = nn.Linear(4, 2).half()
-        >>> model_params, master_params = fp16_utils.prep_param_lists(network)
-        >>> optimizer = torch.optim.SGD(master_params, lr=0.1)
-        >>> network(torch.ones(3, 4).half()).sum().backward()
-        >>> fp16_utils.model_grads_to_master_grads(model_params, master_params)
-        >>> optimizer.step()
-        >>> fp16_utils.master_params_to_model_params(model_params, master_params)
     """
     model_params = [param for param in model.parameters() if param.requires_grad]
     if not flat_master:
@@ -152,13 +100,6 @@ def model_grads_to_master_grads(
     """Copy the gradients of ``model_params`` to ``master_params``, the two lists of ``prep_param_lists``.
 
     Where the model has no gradient, the master has none either; a flat master has zeros there.
-
-    Example::
-
-        >>> network = nn.Linear(4, 2).half()
-        >>> model_params, master_params = fp16_utils.prep_param_lists(network)
-        >>> network(torch.ones(3, 4).half()).sum().backward()
-        >>> fp16_utils.model_grads_to_master_grads(model_params, master_params)
     """
     if not flat_master:
         for model, master in zip(model_params, master_params, strict=True):
@@ -176,25 +117,12 @@ def model_grads_to_master_grads(
 def master_params_to_model_params(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Copy the values of ``master_params`` to ``model_params``, the two lists of ``prep_param_lists``.
-
-    Example::
-
-        >>> network = nn.Linear(4, 2).half()
-        >>> model_params, master_params = fp16_utils.prep_param_lists(network)
-        >>> fp16_utils.master_params_to_model_params(model_params, master_params)
-    """
+    """Copy the values of ``master_params`` to ``model_params``, the two lists of ``prep_param_lists``."""
     values = unflatten(master_params[0], model_params) if flat_master else list(master_params)
     for model, value in zip(model_params, values, strict=True):
         model.copy_(value)
 
 
 def to_python_float(t: Any) -> Any:
-    """Return the single value of a tensor.
-
-    Example::
-
-        >>> fp16_utils.to_python_float(torch.tensor([0.5]))
-        0.5
-    """
+    """Return the single value of a tensor."""
     return t.item() if hasattr(t, "item") else t[0]

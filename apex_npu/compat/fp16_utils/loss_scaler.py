@@ -16,13 +16,7 @@ __all__ = ["DynamicLossScaler", "LossScaler", "to_python_float"]
 
 
 class LossScaler:
-    """A static loss scale.
-
-    Example::
-
-        >>> scaler = fp16_utils.LossScaler(128.0)
-        >>> scaler.backward(loss_fn(model(input), target))
-    """
+    """A static loss scale."""
 
     def __init__(self, scale: float = 1) -> None:
         self.cur_scale = scale
@@ -49,14 +43,7 @@ class LossScaler:
 
 
 class DynamicLossScaler(LossScaler):
-    """A loss scale that shrinks at an overflow, to at least 1, and grows after ``scale_window`` steps without one.
-
-    Example::
-
-        >>> scaler = fp16_utils.DynamicLossScaler(init_scale=2.0**16)
-        >>> scaler.loss_scale
-        65536.0
-    """
+    """A loss scale that shrinks at an overflow, to at least 1, and grows after ``scale_window`` steps without one."""
 
     def __init__(self, init_scale: float = 2**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
         super().__init__(init_scale)

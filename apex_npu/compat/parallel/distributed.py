@@ -86,7 +86,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         options.setdefault("find_unused_parameters", True)
         super().__init__(module, **options)
         if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:
-            reduction = _Reduction(
+            reduction = _reduction(
                 self.process_group, allreduce_always_fp32, gradient_average, gradient_predivide_factor
             )
             self.register_comm_hook(None, reduction)
@@ -105,34 +105,23 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             super()._passing_sync_batchnorm_handle(module)  # type: ignore[no-untyped-call]
 
 
-class _Reduction:
-    """A communication hook that reduces one bucket of gradients."""
+def _reduction(group: Any, in_fp32: bool, average: bool, predivide_factor: float) -> Callable[[Any, Any], Any]:
+    """Return a communication hook that reduces one bucket of gradients."""
+    postdivide_factor = dist.get_world_size(group) / predivide_factor if average else 1.0
 
-    def __init__(self, group: Any, in_fp32: bool, average: bool, predivide_factor: float) -> None:
-        self.group = group
-        self.in_fp32 = in_fp32
-        self.predivide_factor = predivide_factor
-        self.postdivide_factor = dist.get_world_size(group) / predivide_factor if average else 1.0
-        # torch quotes these names when the hook is registered.
-        self.__name__ = self.__qualname__ = "apex_reduction"
-
-    def __call__(self, state: Any, bucket: Any) -> Future[Tensor]:
+    def apex_reduction(state: Any, bucket: Any) -> Future[Tensor]:
         buffer: Tensor = bucket.buffer()
-        reduced = buffer.float() if self.in_fp32 else buffer
-        if self.predivide_factor != 1.0:
-            reduced.div_(self.predivide_factor)
-        work = dist.all_reduce(reduced, group=self.group, async_op=True)
+        reduced = buffer.float() if in_fp32 else buffer
+        if predivide_factor != 1.0:
+            reduced.div_(predivide_factor)
+        work = dist.all_reduce(reduced, group=group, async_op=True)
+        # Written into the bucket, since gradients may be views of it.
+        later: Future[Tensor] = work.get_future().then(lambda _: buffer.copy_(reduced.div_(postdivide_factor)))
+        return later
 
-        def finish(future: Future[Any]) -> Tensor:
-            # Written into the bucket, since gradients may be views of it.
-            return buffer.copy_(reduced.div_(self.postdivide_factor))
-
-        reduced_later: Future[Tensor] = work.get_future().then(finish)
-        return reduced_later
-
-
-# torch requires no annotation, or the class GradBucket, which does not exist everywhere.
-_Reduction.__call__.__annotations__.clear()
+    # torch requires no annotation, or the class GradBucket, which does not exist everywhere.
+    apex_reduction.__annotations__.clear()
+    return apex_reduction
 
 
 def flat_dist_call(

@@ -11,9 +11,6 @@ from pathlib import Path
 from . import PipelineError, eras
 from .patching import git, patch
 
-# How many names of changed files a message has.
-_SHOWN = 5
-
 
 def generate(source: str | None, ref: str | None, out: Path) -> str:
     """Clone upstream to ``out`` and patch the clone. Only patch ``out`` if it already exists.
@@ -45,11 +42,10 @@ def generate(source: str | None, ref: str | None, out: Path) -> str:
         edited = _differing(source, target) if as_it_is else []
         said = patch(target, shown=out)
         if edited and (beside := _differing(source, target)):  # else the folder is patched, as the clone is now
-            names = sorted(set(edited) & set(beside)) or edited
-            shown = ", ".join(map(repr, names[:_SHOWN])) + (f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN))
+            name = next((one for one in edited if one in beside), edited[0])
             raise PipelineError(
-                f"{source} has changes that are not committed in {shown}: commit them, set them aside (git stash), or "
-                "give --ref HEAD to leave them out"
+                f"{source} has changes that are not committed, as in {name}: commit them, set them aside (git stash), "
+                "or give --ref HEAD to leave them out"
             )
         target.rename(out)
     return said

@@ -124,11 +124,6 @@ def read_rules(path: str) -> tuple[OwnRule, ...]:
 
     Raises:
         RuleError: The file cannot be read, or has neither form.
-
-    Example::
-
-        >>> read_rules("rules.toml")
-        (Rename(old='mylib.to_cuda', new='mylib.to_npu'),)
     """
     if Path(path).suffix not in (".toml", ".json"):
         raise RuleError(f"{path}: a file of rules must end with .toml or .json")
