@@ -14,7 +14,7 @@ from apex_npu.migrate.rules import weights
 from apex_npu.migrate.rules.tables import TRAINERS
 from apex_npu.migrate.rules.targets import UNNAMED
 
-from .averaging import Averages
+from .averaging import averaged
 from .initialize import Insertion, place_of, put_initialize
 from .losses import clip, float_input, float_inputs, put_checkpoints, scale
 from .training import UnclearError, all_or_none
@@ -131,9 +131,9 @@ def _reported(program: Program) -> Insertion:
 
 def _check_libraries(put: Insertion) -> None:
     program = put.program
-    averaged = next(Averages(program).calls(), None)
-    if averaged is not None:
-        raise UnclearError(averaged, "A354", _AVERAGED)
+    by_hand = next(averaged(program), None)
+    if by_hand is not None:
+        raise UnclearError(by_hand, "A354", _AVERAGED)
     statements = [one.statement for one in put.made] + [one.statement for one in put.backwards]
     for node in program.every(ast.Name, ast.Attribute):
         dotted, used = program.dotted(node), node.attr if isinstance(node, ast.Attribute) else ""

@@ -117,8 +117,5 @@ def write_copy(source: Path, changes: Sequence[FileChange], out: Path) -> None:
 
 def _not_copied(folder: str, names: list[str]) -> set[str]:
     """Return the names that a copy leaves out: folders that the search skips, named pipes, sockets and devices."""
-    modes = {name: Path(folder, name).lstat().st_mode for name in names}
-    special = {
-        name for name, mode in modes.items() if stat.S_IFMT(mode) not in (stat.S_IFREG, stat.S_IFLNK, stat.S_IFDIR)
-    }
-    return special | {name for name, mode in modes.items() if stat.S_ISDIR(mode) and is_skipped(Path(folder, name))}
+    paths = [path for path in (Path(folder, name) for name in names) if not path.is_symlink()]
+    return {path.name for path in paths if (is_skipped(path) if path.is_dir() else not path.is_file())}
