@@ -82,11 +82,6 @@ def examine() -> list[Section]:
     Also list the bytes that a parameter takes with each choice of level and format, for Adam.
 
     Nothing is changed. Small trial computations run on the devices, which takes a few seconds.
-
-    Example::
-
-        >>> [section.title for section in apex_npu.doctor.checks.examine()][:4]
-        ['C++ extension', 'Versions', 'Devices', 'Kernels']
     """
     torch_npu = _import_torch_npu()
     return [

@@ -42,19 +42,6 @@ class ApexAccelerator(Accelerator):
     Raises:
         ValueError: ``mixed_precision`` is set, or the distributed type is neither a single process, nor
             DistributedDataParallel, nor FSDP2.
-
-    Example::
-
-        >>> accelerator = ApexAccelerator(opt_level="O2", gradient_accumulation_steps=4)  # doctest: +SKIP
-        >>> model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-        >>> for input, target in loader:
-        ...     with accelerator.accumulate(model):
-        ...         accelerator.backward(loss_fn(model(input), target))
-        ...         if accelerator.sync_gradients:
-        ...             accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        ...         optimizer.step()
-        ...         scheduler.step()
-        ...         optimizer.zero_grad()
     """
 
     _amp_options: dict[str, Any]

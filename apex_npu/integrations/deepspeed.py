@@ -18,12 +18,6 @@ def register() -> None:
     ZeRO then accepts the optimizers whose rule treats each element by itself. It gives an optimizer a part of the
     parameters, joined into one tensor. LAMB, NovoGrad and AdamP would use the norm of this tensor instead of each
     parameter's, so DeepSpeed still refuses them.
-
-    Example::
-
-        >>> register()  # doctest: +SKIP
-        >>> optimizer = NpuFusedAdamW(model.parameters(), lr=1e-3)
-        >>> engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     """
     for cls in optimizer_classes().values():
         if cls.elementwise and cls not in utils.ZERO_SUPPORTED_OPTIMIZERS:

@@ -44,11 +44,6 @@ def fused(name: str = "NpuFusedAdamW", **options: Any) -> Callable[..., OptimWra
 
     Raises:
         ValueError: There is no such optimizer.
-
-    Example::
-
-        >>> learn = Learner(dls, model, loss_func=loss_fn, opt_func=fused("NpuFusedAdamW"))  # doctest: +SKIP
-        >>> learn.fit_one_cycle(3)
     """
     return partial(_Fused, opt=optimizer_class(name), **options)
 
@@ -66,11 +61,6 @@ class ApexAmp(Callback):
     Raises:
         ValueError: In ``fit``: the Learner has fastai's own mixed precision as well; its optimizer is fastai's, or
             LBFGS; or it has ``GradientClip`` with ``fuse_unscale``.
-
-    Example::
-
-        >>> learn = Learner(dls, model, opt_func=fused(), cbs=ApexAmp("O2", clip=1.0))  # doctest: +SKIP
-        >>> learn.fit_one_cycle(3)
     """
 
     order = MixedPrecision.order

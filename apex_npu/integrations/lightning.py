@@ -117,11 +117,6 @@ class ApexAmpPrecision(_Amp, Precision):
     Raises:
         ValueError: ``fuse_unscale`` or ``combine_ddp`` is given; in ``fit``, the optimizer is LBFGS, or the strategy
             shards the model (FSDP, DeepSpeed), unless Lightning refuses it first.
-
-    Example::
-
-        >>> trainer = Trainer(plugins=ApexAmpPrecision("O2"), gradient_clip_val=1.0)  # doctest: +SKIP
-        >>> trainer.fit(module, loader)
     """
 
     def convert_module(self, module: Any) -> Any:
@@ -168,16 +163,6 @@ class ApexFabricPrecision(_Amp, FabricPrecision):
     Raises:
         ValueError: ``fuse_unscale`` or ``combine_ddp`` is given; in ``setup``, an optimizer is LBFGS, or the strategy
             shards the model.
-
-    Example::
-
-        >>> fabric = Fabric(plugins=(precision := ApexFabricPrecision("O2")))  # doctest: +SKIP
-        >>> model, optimizer = fabric.setup(*precision.setup(fabric, model, optimizer))
-        >>> for input, target in fabric.setup_dataloaders(loader):
-        ...     optimizer.zero_grad()
-        ...     fabric.backward(loss_fn(model(input), target))
-        ...     fabric.clip_gradients(model, optimizer, clip_val=1.0)
-        ...     optimizer.step()
     """
 
     def setup(self, fabric: Any, model: nn.Module, *optimizers: Optimizer) -> tuple[Any, ...]:

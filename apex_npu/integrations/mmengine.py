@@ -34,13 +34,6 @@ def register() -> None:
     Averages of MMEngine (``EMAHook``) are float32: they read float32 values where amp keeps them.
 
     Importing this module calls it. Optimizers of the same names that MMEngine has taken from torch_npu are replaced.
-
-    Example::
-
-        >>> register()  # doctest: +SKIP
-        >>> optim_wrapper = dict(
-        ...     type="ApexOptimWrapper", opt_level="O2", optimizer=dict(type="NpuFusedAdamW", lr=1e-3)
-        ... )
     """
     for name, cls in optimizer_classes().items():
         OPTIMIZERS.register_module(name=name, module=cls, force=True)

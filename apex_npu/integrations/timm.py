@@ -44,11 +44,6 @@ def register() -> None:
     Their names are those of their classes in lower case, and ``npufusedmomentum`` for SGD without Nesterov's momentum.
     They replace timm's own ``fusedsgd``, ``fusedadam``, ``fusedadamw``, ``fusedlamb`` and ``fusednovograd``, which
     timm takes from an installed Apex and allows on CUDA only. Those of this package run on every device.
-
-    Example::
-
-        >>> register()  # doctest: +SKIP
-        >>> optimizer = timm.optim.create_optimizer_v2(model, opt="npufusedadamw", lr=1e-3, weight_decay=0.05)
     """
     for name, (cls, options) in _OPTIMIZERS.items():
         default_registry._optimizers.pop(name, None)  # registering warns if it overwrites a name

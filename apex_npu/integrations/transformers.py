@@ -46,10 +46,6 @@ def use_amp(trainer: AnyTrainer, opt_level: str = "O1", **amp_options: Any) -> A
     Raises:
         ValueError: ``trainer.args`` has bf16, fp16, FSDP1 or DeepSpeed; ``fuse_unscale`` is given, since a Trainer
             clips with torch's functions; or the model is in half precision.
-
-    Example::
-
-        >>> use_amp(Trainer(model, args, train_dataset=dataset), "O2").train()  # doctest: +SKIP
     """
     args = trainer.args
     for name in ("bf16", "fp16"):
@@ -103,10 +99,6 @@ def optimizer_cls_and_kwargs(
 
     Raises:
         ValueError: There is no such optimizer, or ``optim_args`` are not pairs of a name and a value.
-
-    Example::
-
-        >>> Trainer(model, args, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args))  # doctest: +SKIP
     """
     cls = host_class(name)
     found: dict[str, Any] = {"lr": args.learning_rate}
@@ -133,11 +125,6 @@ def register() -> None:
 
     Then ``--optim adamw_torch_npu_fused`` is ``NpuFusedAdamW`` of this package, on every device. A pickled
     ``TrainingArguments`` (``training_args.bin``) with another of these names can only be loaded after this call.
-
-    Example::
-
-        >>> register()  # doctest: +SKIP
-        >>> args = TrainingArguments(output_dir, optim="npufusedmuon")
     """
     original = Trainer.get_optimizer_cls_and_kwargs
     if getattr(original, "__module__", None) == __name__:

@@ -45,13 +45,7 @@ _NPU_NAMES = ("D101", "D102", "D103", "D104", "D105", "D106", "D107", "D108", "D
 
 @dataclass(frozen=True)
 class Rewritten:
-    r"""A program after the rules, as text or bytes like the input, and the findings in the order of the file.
-
-    Example::
-
-        >>> migrate.rewrite("import torch\nx = torch.ones(2).cuda()").source.splitlines()[-1]
-        'x = torch.ones(2).npu()'
-    """
+    """A program after the rules, as text or bytes like the input, and the findings in the order of the file."""
 
     source: str | bytes
     findings: tuple[Finding, ...]

@@ -18,13 +18,7 @@ from .source import Edit, Source, UnreadableError, apply_edits, parse, same_else
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """One report of a rule. Lines and columns count from 1; columns count characters.
-
-    Example::
-
-        >>> migrate.rewrite("x = x.cuda()").findings[0].after
-        '.npu'
-    """
+    """One report of a rule. Lines and columns count from 1; columns count characters."""
 
     path: str
     line: int
@@ -96,13 +90,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the rules.
-
-    Example::
-
-        >>> migrate.rewrite('pick("cuda")', options=migrate.Options(unsure=True)).source
-        'pick("npu")'
-    """
+    """The options of the rules."""
 
     select: tuple[str, ...] = ("D", "X", "O")  # apply rules whose id begins with one of these
     ignore: tuple[str, ...] = ()  # do not apply rules whose id begins with one of these

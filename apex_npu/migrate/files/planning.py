@@ -86,12 +86,6 @@ def plan(
 
     Raises:
         ValueError: A path does not exist, or is a link.
-
-    Example::
-
-        >>> plan = migrate.plan(["."])
-        >>> plan.files
-        ()
     """
     found = [target for given in paths for target in _targets(Path(given), exclude)]
     contents: dict[Target, bytes] = {}
