@@ -53,19 +53,12 @@ WORKLOADS = {function.__name__: function for function in (small2000, resnet50)}
 
 @dataclass(frozen=True)
 class Rule:
-    """An update rule, and torch's variants of it.
-
-    Attributes:
-        ours: The fused class.
-        theirs: torch's class, if torch has the rule.
-        fused: Whether torch has a fused kernel for the rule.
-        options: The hyper-parameters of both classes.
-    """
+    """An update rule, and torch's variants of it."""
 
     ours: type[torch.optim.Optimizer]
-    theirs: Callable[..., torch.optim.Optimizer] | None = None
-    fused: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
+    theirs: Callable[..., torch.optim.Optimizer] | None = None  # torch's class, if torch has the rule
+    fused: bool = False  # whether torch has a fused kernel for the rule
+    options: dict[str, Any] = field(default_factory=dict)  # the hyper-parameters of both classes
 
     def variants(self) -> dict[str, Callable[..., torch.optim.Optimizer]]:
         """Return the constructors of the optimizer, by variant: ours, and torch's two or three."""
@@ -89,21 +82,13 @@ RULES = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """One row of published.csv.
+    """One row of published.csv."""
 
-    Attributes:
-        rule: A key of RULES.
-        workload: A key of WORKLOADS.
-        baseline: A pattern of the variants to compare with. The fastest of them counts in each round.
-        published: The published ratio of the baseline's time to ours.
-        where: The machine, the commit and the torch of the published figure.
-    """
-
-    rule: str
-    workload: str
-    baseline: str
-    published: Spread
-    where: str
+    rule: str  # a key of RULES
+    workload: str  # a key of WORKLOADS
+    baseline: str  # a pattern of the variants to compare with, of which the fastest counts in each round
+    published: Spread  # the ratio of the baseline's time to ours
+    where: str  # the machine, the commit and the torch of the published figure
 
     @property
     def name(self) -> str:

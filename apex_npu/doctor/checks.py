@@ -53,19 +53,12 @@ class State(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """One line of the report."""
 
-    Attributes:
-        name: The item that was examined.
-        value: The result, in plain text.
-        state: Whether the item works.
-        remedy: The action that helps; empty if none is needed.
-    """
-
-    name: str
-    value: str
+    name: str  # what was examined
+    value: str  # the result, in plain text
     state: State = State.OK
-    remedy: str = ""
+    remedy: str = ""  # the action that helps
 
 
 @dataclass(frozen=True)

@@ -27,16 +27,10 @@ PREFIXES = ("module.", "_orig_mod.")
 
 @dataclass(frozen=True)
 class Part:
-    """One state in a checkpoint.
+    """One state in a checkpoint."""
 
-    Attributes:
-        path: The keys that lead to the state from the top; empty if the checkpoint is this state alone.
-        kind: ``"optimizer"``, ``"amp"`` (loss scales in Apex's format), ``"GradScaler"``, ``"model"`` or ``"other"``.
-        value: The state.
-    """
-
-    path: tuple[str | int, ...]
-    kind: str
+    path: tuple[str | int, ...]  # the keys that lead to it from the top; empty for the checkpoint itself
+    kind: str  # a key of _KINDS
     value: Any
 
     @property

@@ -684,11 +684,11 @@ def test_the_lists_tell_the_truth(name):
 
 
 def test_wrappers_cast_while_their_handle_is_active():
-    from apex_npu.compat.amp import utils, wrap
+    from apex_npu.compat.amp import utils
 
     handle = amp.init()
-    half = wrap.make_cast_wrapper(lambda x, y: (x.dtype, y.dtype), utils.maybe_half, handle)
-    widest = wrap.make_promote_wrapper(lambda x, y: (x.dtype, y.dtype), utils.maybe_float, handle)
+    half = utils.make_cast_wrapper(lambda x, y: (x.dtype, y.dtype), utils.maybe_half, handle)
+    widest = utils.make_promote_wrapper(lambda x, y: (x.dtype, y.dtype), utils.maybe_float, handle)
     x, y = torch.ones(2, device=DEVICE), torch.ones(2, device=DEVICE, dtype=torch.float16)
     assert half(x, y=y) == (torch.float16, torch.float16)
     assert widest(x, y) == (torch.float32, torch.float32)

@@ -1,9 +1,13 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Small helpers of apex.amp.utils and apex.amp.compat that scripts import."""
+"""Small helpers that scripts import from apex.amp.utils, compat, wrap and rnn_compat.
+
+Apex's functions that patch torch are absent. RNNs need no special treatment to be cast.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,9 +15,22 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "casted_args", "filter_attrs", "is_cuda_enabled", "is_floating_point", "is_fp_tensor", "is_nested",
-    "is_tensor_like", "maybe_float", "maybe_half", "scalar_python_val", "type_string",
+    "RNN_NAMES", "casted_args", "filter_attrs", "has_old_rnns", "is_cuda_enabled", "is_floating_point",
+    "is_fp_tensor", "is_nested", "is_tensor_like", "make_cast_wrapper", "make_promote_wrapper", "maybe_float",
+    "maybe_half", "scalar_python_val", "type_string", "whitelist_rnn_cells",
 ]  # fmt: skip
+
+Function = Callable[..., Any]
+RNN_NAMES = ["rnn_relu", "rnn_tanh", "gru", "lstm"]
+
+
+def has_old_rnns() -> bool:
+    """Return False: only torch 0.4 had these."""
+    return False
+
+
+def whitelist_rnn_cells(handle: Any, verbose: bool = False) -> None:
+    """Do nothing: cells are in the list of functions that O1 casts."""
 
 
 def is_cuda_enabled() -> bool:
@@ -78,3 +95,30 @@ def casted_args(cast_fn: Callable[[Any], Any], args: Iterable[Any], kwargs: dict
     """Return ``args`` with every floating-point tensor cast; ``kwargs`` is changed in place."""
     kwargs.update({name: cast_fn(value) for name, value in kwargs.items() if is_fp_tensor(value)})
     return [cast_fn(value) if is_fp_tensor(value) else value for value in args]
+
+
+def make_cast_wrapper(
+    orig_fn: Function, cast_fn: Callable[[Any], Any], handle: Any, try_caching: bool = False
+) -> Function:
+    """Wrap ``orig_fn`` so that its floating-point arguments are cast by ``cast_fn`` while ``handle`` is active."""
+
+    @functools.wraps(orig_fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not handle.is_active():
+            return orig_fn(*args, **kwargs)
+        return orig_fn(*casted_args(cast_fn, args, kwargs), **kwargs)
+
+    return wrapper
+
+
+def make_promote_wrapper(orig_fn: Function, cast_fn: Callable[[Any], Any], handle: Any) -> Function:
+    """Wrap ``orig_fn`` like ``make_cast_wrapper``, but cast only where float16 and float32 arguments meet."""
+    casting = make_cast_wrapper(orig_fn, cast_fn, handle)
+
+    @functools.wraps(orig_fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        dtypes = {value.dtype for value in (*args, *kwargs.values()) if isinstance(value, Tensor)}
+        mixed = {torch.float16, torch.float32} <= dtypes
+        return (casting if mixed else orig_fn)(*args, **kwargs)
+
+    return wrapper
