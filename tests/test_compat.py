@@ -191,7 +191,7 @@ assert not {name for name in set(sys.modules) - before[0] if name.partition(".")
 def test_a_real_apex_is_not_hidden_unless_forced(tmp_path):
     package(tmp_path, "apex", "amp", "optimizers", "transformer", source="from . import amp, transformer")
     said = output(REFUSED, tmp_path)
-    assert said.startswith(f"apex is installed ({tmp_path}/apex/__init__.py), NVIDIA's Apex")
+    assert said.startswith(f"apex is installed ({tmp_path}/apex/__init__.py), another package of this name. ")
     assert "force=True" in said
     program = """
 import sys
@@ -218,15 +218,11 @@ print("theirs again")
     assert output(program, tmp_path) == "theirs again\n"
 
 
-def test_a_stranger_is_named_as_one(tmp_path):
-    assert "an unrelated package" in output(REFUSED, package(tmp_path, "apex", "lib"))
-
-
 @pytest.mark.parametrize("name", ["apex_C", "change_data_ptr"])  # the first may be that of NVIDIA's Apex
 def test_a_foreign_module_beside_apex_is_not_hidden(tmp_path, name):
     path = tmp_path / f"{name}.py"
     path.write_text("")
-    assert output(REFUSED, tmp_path).startswith(f"{name} is installed ({path}), another module of this name. ")
+    assert output(REFUSED, tmp_path).startswith(f"{name} is installed ({path}), another package of this name. ")
 
 
 @pytest.mark.slow

@@ -122,12 +122,8 @@ def _why_taken(root: str) -> str | None:
     path = Path(origin)
     if loaded is None and path.suffix == ".py" and f"{MARK} = True" in path.read_text("utf-8", "replace"):
         return None
-    is_nvidias = root == "apex" and any(path.with_name(name).exists() for name in ("amp", "amp.py", "optimizers"))
-    what = "NVIDIA's Apex or a relative of it" if is_nvidias else "an unrelated package of this name"
-    if root != "apex":  # NVIDIA's Apex may install these, too
-        what = "another module of this name"
     state = "is installed" if loaded is None else "has been imported already"
     return (
-        f"{root} {state} ({origin}), {what}. Uninstall it, or pass force=True (python -m apex_npu run --force) to hide "
-        "it from this process; nothing has been changed"
+        f"{root} {state} ({origin}), another package of this name. Uninstall it, or pass force=True (python -m "
+        "apex_npu run --force) to hide it from this process; nothing has been changed"
     )

@@ -6,37 +6,31 @@ from __future__ import annotations
 
 __all__ = ["ALIASES", "APEX"]
 
+# Modules with the same place below ``apex_npu.compat``.
+_IN_COMPAT = """
+    amp.handle amp.lists amp.lists.functional_overrides amp.lists.tensor_overrides amp.lists.torch_overrides amp.opt
+    amp.scaler amp.utils contrib contrib.combine_tensors contrib.optimizers fp16_utils fp16_utils.fp16_optimizer
+    fp16_utils.fp16util fp16_utils.loss_scaler multi_tensor_apply normalization parallel parallel.distributed
+    parallel.multiproc parallel.sync_batchnorm
+"""
+# Modules of ``apex_npu.optimizers`` that are called npu_fused_... in Ascend's patch.
+_NPU_FUSED = "adadelta adam adamp adamw bert_adam lamb rmsprop rmsprop_tf sgd"
 # The names of Apex and of the modules that Ascend's patch adds: served by ``install_as_apex`` and a patched Apex.
-APEX = {
+APEX = {f"apex.{name}": f"apex_npu.compat.{name}" for name in _IN_COMPAT.split()}
+APEX |= {f"apex.optimizers.npu_fused_{name}": f"apex_npu.optimizers.{name}" for name in _NPU_FUSED.split()}
+APEX |= {
     "apex": "apex_npu",
     "apex.amp": "apex_npu.amp",
     "apex.amp._amp_state": "apex_npu.compat.amp.state",
     "apex.amp.amp": "apex_npu.amp",
     "apex.amp.compat": "apex_npu.compat.amp.utils",
     "apex.amp.frontend": "apex_npu.amp.frontend",
-    "apex.amp.handle": "apex_npu.compat.amp.handle",
-    "apex.amp.lists": "apex_npu.compat.amp.lists",
-    "apex.amp.lists.functional_overrides": "apex_npu.compat.amp.lists.functional_overrides",
-    "apex.amp.lists.tensor_overrides": "apex_npu.compat.amp.lists.tensor_overrides",
-    "apex.amp.lists.torch_overrides": "apex_npu.compat.amp.lists.torch_overrides",
-    "apex.amp.opt": "apex_npu.compat.amp.opt",
     "apex.amp.rnn_compat": "apex_npu.compat.amp.utils",
-    "apex.amp.scaler": "apex_npu.compat.amp.scaler",
-    "apex.amp.utils": "apex_npu.compat.amp.utils",
     "apex.amp.wrap": "apex_npu.compat.amp.utils",
-    "apex.contrib": "apex_npu.compat.contrib",
-    "apex.contrib.combine_tensors": "apex_npu.compat.contrib.combine_tensors",
     "apex.contrib.combine_tensors.combine_tensors": "apex_npu.compat.contrib.combine_tensors",
-    "apex.contrib.optimizers": "apex_npu.compat.contrib.optimizers",
     "apex.contrib.optimizers.distributed_fused_adam": "apex_npu.compat.contrib.optimizers",
     "apex.contrib.optimizers.distributed_fused_lamb": "apex_npu.compat.contrib.optimizers",
-    "apex.fp16_utils": "apex_npu.compat.fp16_utils",
-    "apex.fp16_utils.fp16_optimizer": "apex_npu.compat.fp16_utils.fp16_optimizer",
-    "apex.fp16_utils.fp16util": "apex_npu.compat.fp16_utils.fp16util",
-    "apex.fp16_utils.loss_scaler": "apex_npu.compat.fp16_utils.loss_scaler",
-    "apex.multi_tensor_apply": "apex_npu.compat.multi_tensor_apply",
     "apex.multi_tensor_apply.multi_tensor_apply": "apex_npu.compat.multi_tensor_apply",
-    "apex.normalization": "apex_npu.compat.normalization",
     "apex.normalization.fused_layer_norm": "apex_npu.compat.normalization",
     "apex.optimizers": "apex_npu.optimizers",
     "apex.optimizers.fused_adagrad": "apex_npu.optimizers.adagrad",
@@ -46,31 +40,14 @@ APEX = {
     "apex.optimizers.fused_novograd": "apex_npu.optimizers.novograd",
     "apex.optimizers.fused_sgd": "apex_npu.optimizers.nvidia",
     "apex.optimizers.lamb": "apex_npu.optimizers.lamb",
-    "apex.optimizers.npu_fused_adadelta": "apex_npu.optimizers.adadelta",
-    "apex.optimizers.npu_fused_adam": "apex_npu.optimizers.adam",
-    "apex.optimizers.npu_fused_adamp": "apex_npu.optimizers.adamp",
-    "apex.optimizers.npu_fused_adamw": "apex_npu.optimizers.adamw",
-    "apex.optimizers.npu_fused_bert_adam": "apex_npu.optimizers.bert_adam",
-    "apex.optimizers.npu_fused_lamb": "apex_npu.optimizers.lamb",
-    "apex.optimizers.npu_fused_rmsprop": "apex_npu.optimizers.rmsprop",
-    "apex.optimizers.npu_fused_rmsprop_tf": "apex_npu.optimizers.rmsprop_tf",
-    "apex.optimizers.npu_fused_sgd": "apex_npu.optimizers.sgd",
-    "apex.parallel": "apex_npu.compat.parallel",
     "apex.parallel.LARC": "apex_npu.compat.parallel.larc",
-    "apex.parallel.distributed": "apex_npu.compat.parallel.distributed",
-    "apex.parallel.multiproc": "apex_npu.compat.parallel.multiproc",
     "apex.parallel.optimized_sync_batchnorm": "apex_npu.compat.parallel.sync_batchnorm",
-    "apex.parallel.sync_batchnorm": "apex_npu.compat.parallel.sync_batchnorm",
     "apex_C": "apex_npu.compat.flattening",
     "change_data_ptr": "apex_npu.compat.contrib.combine_tensors",
 }
 # The same names in this package.
 ALIASES = {
-    "apex_npu.contrib": "apex_npu.compat.contrib",
-    "apex_npu.contrib.combine_tensors": "apex_npu.compat.contrib.combine_tensors",
-    "apex_npu.contrib.optimizers": "apex_npu.compat.contrib.optimizers",
-    "apex_npu.fp16_utils": "apex_npu.compat.fp16_utils",
-    "apex_npu.multi_tensor_apply": "apex_npu.compat.multi_tensor_apply",
-    "apex_npu.normalization": "apex_npu.compat.normalization",
-    "apex_npu.parallel": "apex_npu.compat.parallel",
+    f"apex_npu.{name}": f"apex_npu.compat.{name}"
+    for name in _IN_COMPAT.split()
+    if "." not in name or name.startswith("contrib.")
 }

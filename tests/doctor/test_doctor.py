@@ -91,15 +91,9 @@ def test_no_extension_is_worth_a_note(examine, monkeypatch, tmp_path, switched_o
     assert found["Kernels"]["cpu"]["state"] == "note"
 
 
-@pytest.mark.parametrize(
-    ("file", "kind"),
-    [("amp.py", "NVIDIA's Apex"), ("other.py", "an unrelated package")],
-)
-def test_another_apex_is_in_the_way(examine, monkeypatch, tmp_path, file, kind):
-    for name in ("__init__.py", file):
-        path = tmp_path / "apex" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+def test_another_apex_is_in_the_way(examine, monkeypatch, tmp_path):
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in [name for name in sys.modules if name.partition(".")[0] == "apex"]:
         monkeypatch.delitem(sys.modules, name)
@@ -107,7 +101,6 @@ def test_another_apex_is_in_the_way(examine, monkeypatch, tmp_path, file, kind):
     finding = found["The name apex"]["apex"]
     assert status == 1
     assert str(tmp_path) in finding["value"]
-    assert kind in finding["value"]
     assert "python -m apex_npu run --force" in finding["remedy"]
 
 
