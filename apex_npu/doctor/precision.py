@@ -20,8 +20,6 @@ _DTYPES = (torch.bfloat16, torch.float16)
 # A native dtype is faster than float32; an emulated one is much slower, so that the scatter of timings does not matter.
 _NATIVE = 1.15
 _ROUNDS = 5
-# A dtype below this ratio is timed once only: emulated arithmetic may be 50 times slower than float32.
-_HOPELESS = 0.5
 # The least time of a float32 run on an accelerator. Shorter runs would show launches, which take as long in any dtype.
 _LONG_ENOUGH_S = 4e-3
 _LARGEST = 16
@@ -31,7 +29,7 @@ def speed_of_low_precision(layers: str, device: torch.device | str = "cpu") -> d
     """Return the time in float32 over the time in bfloat16 and float16, of a layer's forward and backward.
 
     The shortest time of each dtype counts. On a CPU the CPU time of one thread counts, so that other programs have
-    little effect; this takes about a second. On an accelerator the layer is so large that arithmetic decides the time.
+    little effect; this takes two seconds. On an accelerator the layer is so large that arithmetic decides the time.
     float32 is computed in torch's default way: on a GPU since Ampere, convolutions use TF32.
 
     Args:
@@ -78,18 +76,15 @@ def _scale(layers: str, device: torch.device) -> int:
 
 def _speed(single: float, layers: str, dtype: torch.dtype, device: torch.device, scale: int) -> float:
     try:
-        return single / _shortest(_work(layers, dtype, device, scale), device, enough=single / _HOPELESS)
+        return single / _shortest(_work(layers, dtype, device, scale), device)
     except (RuntimeError, TypeError):
         return 0.0
 
 
-def _shortest(work: Callable[[], None], device: torch.device, enough: float = float("inf")) -> float:
-    """Return the seconds of the shortest run, of one run only if this takes longer than ``enough``."""
+def _shortest(work: Callable[[], None], device: torch.device) -> float:
+    """Return the seconds of the shortest of several runs."""
     work()  # the first run compiles and allocates
-    shortest = _seconds(work, device)
-    for _ in range(_ROUNDS - 1 if shortest <= enough else 0):
-        shortest = min(shortest, _seconds(work, device))
-    return shortest
+    return min(_seconds(work, device) for _ in range(_ROUNDS))
 
 
 def _work(layers: str, dtype: torch.dtype, device: torch.device, scale: int) -> Callable[[], None]:

@@ -37,11 +37,7 @@ _NAMES = {"O0": "32-true", "O4": "bf16-mixed", "O5": "bf16-mixed"}
 
 
 class _Amp:
-    """The base of both plugins: initializes amp, finds the optimizers of a backward, saves and loads the loss scale.
-
-    Attributes:
-        optimizers: The optimizers that have been initialized.
-    """
+    """The base of both plugins: initializes amp, finds the optimizers of a backward, saves and loads the loss scale."""
 
     precision: Any
 
@@ -59,7 +55,7 @@ class _Amp:
             )
         self.amp_options = {"opt_level": opt_level, "verbosity": 0, **amp_options}
         self.precision = _NAMES.get(opt_level, "16-mixed")
-        self.optimizers: list[Optimizer] = []
+        self.optimizers: list[Optimizer] = []  # those that have been initialized
         self._loaded: dict[str, Any] | None = None
 
     def _check_strategy(self, strategy: Any) -> None:

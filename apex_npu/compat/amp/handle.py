@@ -31,9 +31,8 @@ def init(
 ) -> AmpHandle:
     """Enable O1's casts for the accelerator, or for the CPU without one. Prefer ``amp.initialize``.
 
-    The handle stays current until the next ``init`` or ``initialize``. ``enable_caching`` and ``verbose`` are
-    accepted for compatibility. torch does the casts, and caches them only in the forward of models given to
-    ``amp.initialize``.
+    The handle stays current until the next ``init`` or ``initialize``. ``enable_caching`` and ``verbose`` have no
+    effect: torch does the casts, and caches them only in the forward of models given to ``amp.initialize``.
 
     Args:
         enabled: If False, nothing is cast and the handle passes everything through.

@@ -41,12 +41,9 @@ class AmpState:
     """The state that Apex's modules share, as far as scripts read it.
 
     As in Apex, the attributes that ``initialize`` sets do not exist before it, so that ``hasattr`` can be used.
-
-    Attributes:
-        hard_override: Makes ``warn_or_err`` print instead of raise. It disables no check of this library.
     """
 
-    hard_override = False
+    hard_override = False  # makes ``warn_or_err`` print instead of raise; it disables no check of this library
 
     @property
     def allow_incoming_model_not_fp32(self) -> bool:

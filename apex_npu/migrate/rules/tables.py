@@ -84,29 +84,15 @@ NEEDS_CUDA = {
 # Libraries whose arrays have a method cuda() of their own.
 OTHER_LIBRARIES = frozenset({"cupy", "jax", "mxnet", "numba", "paddle", "tensorflow", "tf"})
 
+# Callables of torch whose first argument is a device.
+_OF_DEVICE = """
+    Generator accelerator.set_device_index accelerator.synchronize amp.GradScaler amp.autocast
+    amp.autocast_mode.autocast amp.grad_scaler.GradScaler amp.is_autocast_available autocast device
+    distributed.device_mesh.DeviceMesh distributed.device_mesh.init_device_mesh get_autocast_dtype get_device_module
+    is_autocast_enabled set_autocast_dtype set_autocast_enabled set_default_device
+"""
 # Callables that take a device, and its position from 0. DEVICE_KEYWORDS has the keywords.
-DEVICE_ARGUMENTS = {
-    "torch.Generator": 0,
-    "torch.accelerator.set_device_index": 0,
-    "torch.accelerator.synchronize": 0,
-    "torch.amp.GradScaler": 0,
-    "torch.amp.autocast": 0,
-    "torch.amp.autocast_mode.autocast": 0,
-    "torch.amp.grad_scaler.GradScaler": 0,
-    "torch.amp.is_autocast_available": 0,
-    "torch.autocast": 0,
-    "torch.device": 0,
-    "torch.distributed.device_mesh.DeviceMesh": 0,
-    "torch.distributed.device_mesh.init_device_mesh": 0,
-    "torch.get_autocast_dtype": 0,
-    "torch.get_device_module": 0,
-    "torch.is_autocast_enabled": 0,
-    "torch.jit.load": 1,
-    "torch.load": 1,
-    "torch.set_autocast_dtype": 0,
-    "torch.set_autocast_enabled": 0,
-    "torch.set_default_device": 0,
-}
+DEVICE_ARGUMENTS = {f"torch.{name}": 0 for name in _OF_DEVICE.split()} | {"torch.jit.load": 1, "torch.load": 1}
 DEVICE_KEYWORDS = frozenset({"map_location"})  # and all that contain "device"
 # Environment variables.
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "ASCEND_RT_VISIBLE_DEVICES"}
