@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -118,16 +119,11 @@ def _by_plain_name(state: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
 def _given(weights: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``weights`` without a prefix: a wrapper's, and the shortest that leaves only names in ``own``, if any."""
     plain = {name: value for name, (_, value) in _by_plain_name(weights).items()}
-    for prefix in _beginnings(next(iter(plain))):
+    *parts, _ = next(iter(plain)).split(".")
+    for prefix in accumulate((f"{part}." for part in parts), initial=""):
         if all(name.startswith(prefix) and name[len(prefix) :] in own for name in plain):
             return {name[len(prefix) :]: value for name, value in plain.items()}
     return plain
-
-
-def _beginnings(name: str) -> Iterator[str]:
-    """Yield the beginnings of a name: for ``"a.b.c"`` they are "", "a." and "a.b."."""
-    parts = name.split(".")
-    yield from ("".join(f"{part}." for part in parts[:count]) for count in range(len(parts)))
 
 
 def _misfits(own: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
