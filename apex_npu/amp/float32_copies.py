@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from apex_npu.amp.masters import Masters, fp32_value
-from apex_npu.amp.session import current, end_loops, warn_once
 from apex_npu.amp.shown_copies import ShownCopy
 from apex_npu.autocast.containers import cast_floating
 from apex_npu.autocast.forward_cast import is_wrapped, remove_wrapper, unwrapped_forward
-from apex_npu.autocast.submodule_cast import unwatch
+from apex_npu.autocast.submodule_cast import CastInputs
 from apex_npu.backends import is_capturing
 from apex_npu.backends.patching import Undo
-from apex_npu.distributed.torch_ddp import KnownDDPs, dtypes_of, find_ddps, follow_dtypes
+from apex_npu.backends.script_warnings import warn
+from apex_npu.distributed.torch_ddp import KnownDDPs, dtypes_of, follow_dtypes
 from apex_npu.fusion.shards import is_sharded
 from apex_npu.ops import LOW_PRECISION
 
@@ -53,12 +53,13 @@ class CopyLink:
         masters: The masters of the optimizers that step the model, the latest last. They outlive an optimizer.
         showing: The ``ModuleCopies`` of modules whose float32 copies ``state_dict()`` has given to scripts.
         copied: An optimizer has been copied.
+        warned: The warning about outdated writes has been emitted.
     """
 
     def __init__(self) -> None:
         self.masters: list[Masters] = []
         self.showing: weakref.WeakSet[ModuleCopies] = weakref.WeakSet()
-        self.copied = False
+        self.copied = self.warned = False
         self._undo = Undo()
 
     def __reduce__(self) -> Any:
@@ -71,8 +72,14 @@ class CopyLink:
 
     def load_written(self) -> None:
         """Load a script's writes to the float32 copies that ``state_dict()`` has shown into the model."""
-        for copies in list(self.showing):
-            copies.load_written()
+        if self.showing:
+            for copies in list(self.showing):
+                copies.load_written()
+
+    def end_loops(self) -> None:
+        """End loops over ``amp.master_params`` that scripts have left early, before parameters are read."""
+        for masters in self.masters:
+            masters.end_loop()
 
     def add(self, model: nn.Module, masters: Masters) -> None:
         """Add ``masters``. New masters first take the float32 values that ``model`` keeps of their parameters.
@@ -91,17 +98,18 @@ class CopyLink:
         """Make ``module``, a complete copy, float32, unless its optimizer has been copied as well."""
         if not self.copied and is_cast(module):
             takes_inputs = is_wrapped(module)
-            to_float32(module, values, self._undo)
+            self._undo.callback(snapshot(module))
+            to_float32(module, values)
             if takes_inputs:
                 module.register_forward_pre_hook(_widen_inputs, with_kwargs=True)
 
-    def mark_copied(self) -> None:
-        """Note that an optimizer has been copied, and return modules that were made float32 to their level."""
+    def mark_copied(self, known: KnownDDPs) -> None:
+        """Note that an optimizer has been copied, and return modules that were made float32 to their level.
+
+        Args:
+            known: The DistributedDataParallel instances of this process, which average the gradients of the modules.
+        """
         self.copied = True
-        session = current()
-        known: KnownDDPs = [] if session is None else session.ddps
-        if session is None:
-            find_ddps(known)
         before = dtypes_of(known)
         self._undo.close()
         for ddp, dtypes in before:  # a copy that was made around the float32 module
@@ -192,8 +200,9 @@ class ModuleCopies:
             return
         if written.is_outdated(tensor):
             taken = fp32_value(tensor.detach(), value)
-            if not torch.equal(taken, value.to(taken.device)):
-                warn_once(self.link, OUTDATED)
+            if not self.link.warned and not torch.equal(taken, value.to(taken.device)):
+                self.link.warned = True
+                warn(OUTDATED)
             value = taken
         tensor.copy_(self.load(name, tensor, value))
         for masters in self.link.masters:
@@ -248,7 +257,7 @@ def _end_copy(module: nn.Module, state_and_values: tuple[Any, dict[str, Tensor]]
 def _exact_values(copies: ModuleCopies) -> dict[str, Tensor]:
     """Return the float32 values of the module's own low-precision tensors with a master or a kept value."""
     copies.load_written()
-    end_loops()
+    copies.link.end_loops()
     low = [(name, t) for name, t in own_tensors(copies.module) if t.dtype in LOW_PRECISION]
     known = [(name, copies.float32(name, t, t.detach())) for name, t in low]
     return {name: value for name, value in known if value is not None}
@@ -282,84 +291,80 @@ def is_cast(module: nn.Module) -> bool:
     return copies_of(module) is not None
 
 
-def show_float32(model: nn.Module, link: CopyLink) -> None:
-    """Make state dicts and copies of ``model``, and of its submodules, float32.
+def show_float32(model: nn.Module) -> None:
+    """Make state dicts and copies of ``model``, and of its submodules, float32; the modules share a new ``CopyLink``.
 
     Args:
-        model: A model that was cast to low precision. Modules that also belong to another such model are unchanged.
-        link: The object that the model shares with its optimizers.
+        model: A model that was cast to low precision.
     """
+    link = CopyLink()
     for module in model.modules():
-        if not is_cast(module):
-            give_fp32_state_dict(module)
-            copies = ModuleCopies(module, link)
-            vars(module)["__reduce_ex__"] = copies
-            if hasattr(type(module), "__deepcopy__"):
-                vars(module)["__deepcopy__"] = copies.deepcopy
+        module.register_state_dict_post_hook(_show_fp32)
+        module.register_load_state_dict_pre_hook(_fill_masters)
+        module.register_load_state_dict_post_hook(_follow_loaded)
+        copies = ModuleCopies(module, link)
+        vars(module)["__reduce_ex__"] = copies
+        if hasattr(type(module), "__deepcopy__"):
+            vars(module)["__deepcopy__"] = copies.deepcopy
 
 
-def undo_show_float32(model: nn.Module, link: CopyLink) -> None:
-    """Undo ``show_float32``, called with the same arguments."""
-    for module in filter(is_cast, model.modules()):
-        if vars(module)["__reduce_ex__"].link is link:
-            _remove_attributes(module)
+def link_of(model: nn.Module | None) -> CopyLink | None:
+    """Return the object that the modules of ``model`` share with its optimizers; None if amp has not cast it."""
+    copies = None if model is None else copies_of(model)
+    return None if copies is None else copies.link
 
 
-def _remove_attributes(module: nn.Module) -> None:
-    remove_fp32_state_dict(module)
-    for name in ("__deepcopy__", "__reduce_ex__"):  # ``is_cast`` reads the last one, so that this can be repeated
-        vars(module).pop(name, None)
-
-
-def restore_float32(model: nn.Module, undo: Undo | None = None) -> None:
+def restore_float32(model: nn.Module) -> None:
     """Undo the conversion of ``model`` and its submodules, and give them the values of their masters.
 
-    Args:
-        model: The model; unchanged if it was not cast to low precision.
-        undo: Receives the callbacks that convert the model again.
+    A model that was not cast to low precision is unchanged.
     """
-    undo = undo or Undo()
     for copies in filter(None, map(copies_of, reversed(list(model.modules())))):
         values = {name: value.clone() for name, value in _exact_values(copies).items()}
-        to_float32(copies.module, values, undo)
+        to_float32(copies.module, values)
 
 
-def to_float32(module: nn.Module, values: Mapping[str, Tensor], undo: Undo) -> None:
+def snapshot(module: nn.Module) -> Callable[[], None]:
+    """Return a function that undoes what amp changes later in ``module`` itself: its tensors, hooks and attributes."""
+    attributes = {name: vars(module)[name] for name in _ATTRIBUTES if name in vars(module)}
+    hooks = [(entries, dict(entries)) for entries in map(vars(module).__getitem__, _HOOKS)]
+    tensors = [(tensor, tensor.data) for _, tensor in own_tensors(module)]
+    grads = [(tensor, tensor.grad) for tensor, _ in tensors if tensor.is_leaf and tensor.grad is not None]
+    data = [*tensors, *((grad, grad.data) for _, grad in grads)]
+
+    def put_back() -> None:
+        for tensor, former in data:
+            if tensor.dtype != former.dtype:
+                tensor.data = former
+        for tensor, grad in grads:
+            if tensor.grad is not grad:
+                tensor.grad = grad
+        for entries, former_entries in hooks:
+            entries.clear()
+            entries.update(former_entries)
+        for name in _ATTRIBUTES:
+            vars(module).pop(name, None)
+        vars(module).update(attributes)
+        _flatten(module)
+
+    return put_back
+
+
+def to_float32(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Make ``module``, without its submodules, a float32 module without hooks of amp.
 
     Args:
         module: A module for which ``is_cast`` is true.
         values: The float32 values of its own parameters, by name. Other parameters are widened.
-        undo: Receives the callback that puts everything back.
     """
-    attributes = {name: vars(module)[name] for name in _ATTRIBUTES if name in vars(module)}
-    hooks = [(entries, dict(entries)) for entries in map(vars(module).__getitem__, _HOOKS)]
-    data: list[tuple[Tensor, Tensor]] = []
-    grads: list[tuple[Tensor, Tensor]] = []
-
-    def put_back() -> None:
-        for tensor, former in reversed(data):
-            tensor.data = former
-        for tensor, grad in grads:
-            tensor.grad = grad
-        for entries, former_entries in hooks:
-            entries.clear()
-            entries.update(former_entries)
-        vars(module).update(attributes)
-        _flatten(module)
-
-    undo.callback(put_back)
     for name, tensor in own_tensors(module):
-        if name in values and tensor.grad is not None:  # was used in a step, or is multiplied by a loss scale
-            grads.append((tensor, tensor.grad))
+        if name in values:  # its gradient was used in a step, or is multiplied by a loss scale
             tensor.grad = None
         for target in (tensor, tensor.grad if tensor.is_leaf else None):
             if target is not None and target.dtype in LOW_PRECISION:
-                data.append((target, target.data))
                 target.data = values[name] if target is tensor and name in values else target.data.float()
     _flatten(module)
-    unwatch(module)
-    remove_fp32_state_dict(module)
+    _remove_hooks(module, lambda hook: hook in _STATE_DICT_HOOKS or isinstance(hook, CastInputs))
     own, forward = vars(module), unwrapped_forward(module)
     if is_wrapped(module):
         own.pop("_replicate_for_data_parallel", None)
@@ -370,6 +375,14 @@ def to_float32(module: nn.Module, values: Mapping[str, Tensor], undo: Undo) -> N
     del own["__reduce_ex__"]
     if forward is None:
         del own["forward"]
+
+
+def _remove_hooks(module: nn.Module, is_ours: Callable[[Any], bool]) -> None:
+    for entries in map(vars(module).__getitem__, _HOOKS):
+        for key, hook in list(entries.items()):
+            if is_ours(getattr(hook, "hook", hook)):  # torch wraps some of them
+                del entries[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _flatten(module: nn.Module) -> None:
@@ -422,10 +435,7 @@ def float32_copy(model: nn.Module, *, allow_rounded: bool = False) -> nn.Module:
     for module in clean.modules():
         if is_wrapped(module):
             remove_wrapper(module)
-        widening = [key for key, hook in module._forward_pre_hooks.items() if hook is _widen_inputs]
-        for key in widening:
-            del module._forward_pre_hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
+        _remove_hooks(module, lambda hook: hook is _widen_inputs)
     for tensor in (*clean.parameters(), *clean.buffers()):
         tensor.grad = None
         if tensor.dtype in LOW_PRECISION:  # in a model that amp has not cast
@@ -456,8 +466,7 @@ def _show_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, local
     copies = copies_of(module)
     if copies is None:
         return
-    for masters in copies.link.masters:
-        masters.end_loop()
+    copies.link.end_loops()
     if not _low_precision_in(module):
         return
     copies.load_written()
@@ -478,7 +487,7 @@ def _fill_masters(
     if copies is None:
         return
     copies.load_written()
-    end_loops()
+    copies.link.end_loops()
     for name, tensor in own_tensors(module):
         entry, masters = state_dict.get(prefix + name), copies.link.masters_with(tensor)
         if masters is not None and local_metadata.get("assign_to_params_buffers"):
@@ -498,21 +507,4 @@ def _follow_loaded(module: nn.Module, _: Any) -> None:
         masters.end_loading(_low_precision_in(module), by_value=by_itself)
 
 
-def give_fp32_state_dict(module: nn.Module) -> None:
-    """Make the entries of ``module`` itself float32 in ``state_dict()`` and ``load_state_dict()``."""
-    module.register_state_dict_post_hook(_show_fp32)
-    module.register_load_state_dict_pre_hook(_fill_masters)
-    module.register_load_state_dict_post_hook(_follow_loaded)
-
-
-def remove_fp32_state_dict(module: nn.Module) -> None:
-    """Undo ``give_fp32_state_dict``."""
-    for key, hook in list(module._state_dict_hooks.items()):
-        if hook is _show_fp32:
-            del module._state_dict_hooks[key]
-    for key, hook in list(module._load_state_dict_pre_hooks.items()):
-        if getattr(hook, "hook", hook) is _fill_masters:  # torch wraps it
-            del module._load_state_dict_pre_hooks[key]
-    for key, hook in list(module._load_state_dict_post_hooks.items()):
-        if hook is _follow_loaded:
-            del module._load_state_dict_post_hooks[key]
+_STATE_DICT_HOOKS = (_show_fp32, _fill_masters, _follow_loaded)

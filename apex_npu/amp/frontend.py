@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from apex_npu._extension import REBUILD, extension
 from apex_npu.amp.adoption import adopt, adopt_inside, release, release_inside
 from apex_npu.amp.data_parallel import DataParallel
-from apex_npu.amp.float32_copies import CopyLink, restore_float32, show_float32, undo_show_float32
+from apex_npu.amp.float32_copies import restore_float32, show_float32, snapshot
 from apex_npu.amp.float32_loop import Float32Loop
 from apex_npu.amp.fused_unscale import check_fusible
 from apex_npu.amp.kept_values import follow_broadcast, keep_values
@@ -39,7 +39,6 @@ from apex_npu.amp.preconditions import (
 )
 from apex_npu.amp.scaler import DynamicScaleOptions, make_scaler
 from apex_npu.amp.session import (
-    ConvertedModel,
     Session,
     check_thread,
     current,
@@ -49,7 +48,7 @@ from apex_npu.amp.session import (
 from apex_npu.amp.sharding import sharded_policy
 from apex_npu.amp.step_decision import APPLIED, StepReport
 from apex_npu.amp.user_casts import registered_patches
-from apex_npu.autocast.forward_cast import convert_model, put_wrapper_back, wrapper_of
+from apex_npu.autocast.forward_cast import convert_model
 from apex_npu.backends._torch_private import onednn_computes
 from apex_npu.backends.patching import Undo
 from apex_npu.backends.script_warnings import warn
@@ -352,22 +351,17 @@ def _set_up(
     try:
         undo.callback(_rebuild_reducers, ddps)
         with _together(policy, None if parallel is None else parallel.group):
+            for module in dict.fromkeys(module for model in models for module in model.modules()):
+                undo.callback(snapshot(module))
             for model in models:
-                restore_float32(model, undo)
-            # The values before any cast. Masters use their memory; a failure restores them.
-            tensors = [t for m in models for t in [*m.parameters(), *m.buffers()]]
-            values = {id(t): (t, t.detach()) for t in [*tensors, *(t.grad for t in tensors if t.grad is not None)]}
-            undo.callback(_put_back, list(values.values()))
+                restore_float32(model)
+            # The values before any cast. Masters use their memory.
+            before = {id(t): t.detach() for model in models for t in [*model.parameters(), *model.buffers()]}
             for model in models:
-                undo.callback(put_wrapper_back, model, wrapper_of(model))
-                cast = convert_model(model, policy, device_types, session.ambient)
-                link = CopyLink()
+                session.models.append(convert_model(model, policy, device_types, session.ambient))
                 if policy.model_dtype in LOW_PRECISION:
-                    undo.callback(undo_show_float32, model, link)
-                    show_float32(model, link)
-                session.models.append(ConvertedModel(cast, link, restore_float32))
+                    show_float32(model)
             undo.callback(_release, as_they_were)
-            before = {key: value for key, (_, value) in values.items()}
             for optimizer in optimizers:
                 adopt(optimizer, session, before)
             for optimizer in optimizers:
@@ -428,12 +422,6 @@ def _release(optimizers: list[tuple[Optimizer, Any, Any]]) -> None:
     for optimizer, cls, state_formats in optimizers:
         release_inside(optimizer)
         release(optimizer, cls, state_formats)
-
-
-def _put_back(values: list[tuple[Tensor, Tensor]]) -> None:
-    for tensor, value in values:
-        if tensor.dtype != value.dtype:
-            tensor.data = value
 
 
 def _device_types(models: list[nn.Module], optimizers: list[Optimizer]) -> list[str]:

@@ -42,7 +42,7 @@ def policy() -> Policy | None:
 def models() -> list[nn.Module]:
     """Return the models that were passed to ``initialize`` and still exist."""
     session = current()
-    return [] if session is None else [m for converted in session.models if (m := converted.model) is not None]
+    return [] if session is None else session.live_models()
 
 
 def parameter_names() -> dict[Tensor, str]:

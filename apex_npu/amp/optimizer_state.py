@@ -28,6 +28,7 @@ from apex_npu.backends._torch_private import labelled
 from apex_npu.backends.failed_updates import half_updated, has_ended_queue
 from apex_npu.backends.patching import Undo
 from apex_npu.distributed.rank_progress import has_peers
+from apex_npu.distributed.torch_ddp import KnownDDPs, find_ddps
 from apex_npu.fusion import (
     FlatGrads,
     FusedGroup,
@@ -125,9 +126,12 @@ class AmpOptimizerState:
                 self.sync = None
             else:
                 self.sync.parallel = parallel
+        known: KnownDDPs = [] if session is None else session.ddps
+        if session is None and self.links:
+            find_ddps(known)
         for link in self.links:
             link.masters.append(self.masters)
-            link.mark_copied()
+            link.mark_copied(known)
 
     @property
     def widens(self) -> bool:
@@ -298,8 +302,7 @@ class AmpOptimizerState:
         """
         warning = None
         for link in self.links:
-            if link.showing:
-                link.load_written()
+            link.load_written()
         if self.stage is not Stage.UNSCALED:
             warning = self._begin_without_block(optimizer)
         if self.widens:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from apex_npu.amp.accessors import step_without
 from apex_npu.amp.clip_guard import watch_clipping
 from apex_npu.amp.data_parallel import DataParallel
-from apex_npu.amp.masters import Masters
+from apex_npu.amp.float32_copies import link_of, restore_float32
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.scaler import LossScaler, in_apex_format
 from apex_npu.amp.step_decision import StepReport
@@ -41,20 +40,6 @@ from apex_npu.distributed.torch_ddp import DDPWatch, KnownDDPs, adding_to, aroun
 from apex_npu.ops import LOW_PRECISION
 
 
-class HasMasters(Protocol):
-    """The interface that a session requires of an optimizer's state."""
-
-    masters: Masters
-    """The float32 values of the optimizer's 16-bit parameters."""
-
-    links: list[Any]
-    """Objects that the optimizer shares with the models that it steps."""
-
-    def retire(self, undo: Undo | None = None) -> None:
-        """Drop the masters, since another optimizer steps the model now. ``undo`` receives a callback that reverts."""
-        ...
-
-
 class Observer:
     """An observer of blocks and steps. Packages above amp override its methods, which do nothing."""
 
@@ -69,56 +54,6 @@ class Observer:
 
     def step_skipped(self, report: StepReport) -> None:
         """Act after a step has been skipped."""
-
-
-class ConvertedModel:
-    """The changes made to one model. This object does not keep the model alive."""
-
-    def __init__(self, cast: ModelCast, link: Any, restore_float32: Callable[[nn.Module], None]) -> None:
-        """Store the changes to a model that was just converted, and the ``link`` to the optimizers that step it."""
-        self._cast = cast
-        self._link = weakref.ref(link)  # weak, because the link holds masters
-        self._restore_float32 = restore_float32
-
-    @property
-    def model(self) -> nn.Module | None:
-        """The model; None once it is deleted, or converted again."""
-        return self._cast.model
-
-    @property
-    def alive(self) -> bool:
-        """False once the model is deleted, or converted again."""
-        return self.model is not None
-
-    def parameter_names(self) -> dict[Tensor, str]:
-        """Return the names of the model's parameters."""
-        model = self._cast.model
-        return {} if model is None else {p: name for name, p in model.named_parameters()}
-
-    def link_to(self, state: HasMasters, stepped: Collection[int]) -> None:
-        """Link the model with the ``state`` of an optimizer whose parameters have the identities ``stepped``."""
-        model, link = self._cast.model, self._link()
-        if model is not None and link is not None and any(id(p) in stepped for p in model.parameters()):
-            if link not in state.links:
-                state.links.append(link)
-            link.add(model, state.masters)
-
-    def load_written(self) -> None:
-        """Load a script's writes to the float32 copies that the model's ``state_dict()`` has shown."""
-        link = self._link()
-        if link is not None and link.showing:
-            link.load_written()
-
-    def shield(self, ambient: Ambient, device_types: Sequence[str]) -> None:
-        """Keep the casts of a later session out of the model, unless O1 has converted it."""
-        self._cast.shield(ambient, device_types)
-
-    def undo(self) -> None:
-        """Restore the model's own forward, state dict and float32 values, which come from masters if there are any."""
-        model = self._cast.model
-        if model is not None:
-            self._restore_float32(model)
-        self._cast.undo()
 
 
 # Called with a session, and as ``torch_ddp.FollowBroadcast``.
@@ -154,7 +89,7 @@ class Session:
         device_types: The device types on which O1 casts.
         patches: The functions for which users have registered casts.
         adopted: The optimizers that were passed to ``initialize``, in this session and earlier ones.
-        models: The changes made to models, by this session and earlier ones.
+        models: The models that this session and earlier ones have converted.
         casts: The changes that O1 has made in torch.
         ambient: Manages these casts outside of models.
         thread: The thread that called ``initialize``.
@@ -178,7 +113,7 @@ class Session:
     device_types: list[str] = field(default_factory=list)
     patches: list[Patch] = field(default_factory=list)
     adopted: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    models: list[ConvertedModel] = field(default_factory=list)
+    models: list[ModelCast] = field(default_factory=list)
     casts: CastHandle | None = None
     skip_alarm: int | None = 50
     ambient: Ambient = field(default_factory=lambda: Ambient(before_forward=before_forward))
@@ -207,8 +142,8 @@ class Session:
         Raises:
             RuntimeError: A model was sharded, so that the optimizer's parameters are no longer the model's.
         """
-        for model in (converted.model for converted in self.models):
-            for unit in [] if model is None else units_of(model):
+        for model in self.live_models():
+            for unit in units_of(model):
                 if self.held is None or not self.held.knows(unit):
                     raise RuntimeError(
                         f"fully_shard was called on {unit.name or 'the model'} after amp.initialize, and has replaced "
@@ -286,25 +221,33 @@ class Session:
             if scaler is None or concerned is scaler or check.thread == thread:
                 check.resolve()
 
-    def register(self, optimizer: Any, state: HasMasters) -> None:
+    def register(self, optimizer: Any, state: Any) -> None:
         """Register ``optimizer``, and link it with the models that it steps. New masters take their kept values."""
         self.adopted.add(optimizer)
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for model in self.models:
-            model.link_to(state, stepped)
+        for model in self.live_models():
+            link = link_of(model)
+            if link is not None and any(id(p) in stepped for p in model.parameters()):
+                if link not in state.links:
+                    state.links.append(link)
+                link.add(model, state.masters)
 
     def continue_from(self, former: Session) -> None:
         """Take over the optimizers and models of ``former`` that still exist."""
         self.adopted.update(former.adopted)
-        self.models[:0] = [model for model in former.models if model.alive]
+        self.models[:0] = [cast for cast in former.models if cast.model is not None]
         self.data_parallels[:0] = former.data_parallels
         if former.held is not None:
             self.held = self.held or HeldGradients(())
             self.held.add(former.held)
 
+    def live_models(self) -> list[nn.Module]:
+        """Return the models that were passed to ``initialize`` and still exist."""
+        return [model for cast in self.models if (model := cast.model) is not None]
+
     def parameter_names(self) -> dict[Tensor, str]:
-        """Return the names of all parameters of models that are alive."""
-        return dict(chain.from_iterable(model.parameter_names().items() for model in self.models))
+        """Return the names of all parameters of ``live_models()``."""
+        return {p: name for model in self.live_models() for name, p in model.named_parameters()}
 
     def enable(self) -> None:
         """Apply the patches of this session. If this fails, ``undo`` reverts the part that was done."""
@@ -361,8 +304,8 @@ class Session:
         """
         for ddp, dtypes in dtypes_of(self.ddps):
             self._undo.callback(follow_dtypes, ddp, dtypes)
-        for model in self.models:
-            self._undo.callback(model.undo)
+        for cast in self.models:
+            self._undo.callback(_restore, cast)
         self._undo.close()
 
     def _check_averaged_once(self, module: nn.Module) -> None:
@@ -405,6 +348,14 @@ class Session:
             print(text, flush=True)
 
 
+def _restore(cast: ModelCast) -> None:
+    """Restore the model's own forward, state dict and float32 values, which come from masters if there are any."""
+    model = cast.model
+    if model is not None:
+        restore_float32(model)
+    cast.undo()
+
+
 _lock = threading.Lock()
 _current: Session | None = None
 
@@ -417,10 +368,9 @@ def install(session: Session) -> None:
     global _current
     with _lock:
         former = _current
-        states: list[HasMasters] = [] if former is None else [optimizer._amp_state for optimizer in former.adopted]
+        states = [] if former is None else [optimizer._amp_state for optimizer in former.adopted]
         own = list(session.adopted)
-        models = [model for model in (converted.model for converted in session.models) if model is not None]
-        params = [p for model in models for p in model.parameters()]
+        params = [p for model in session.live_models() for p in model.parameters()]
         replaced = [state for state in states if any(map(state.masters.has, params))]
         undo = Undo()
         try:
@@ -556,12 +506,6 @@ def disable_casts() -> AbstractContextManager[Any]:
     return casts.disabled() if casts is not None and casts.active else nullcontext()
 
 
-def end_loops() -> None:
-    """End loops over ``amp.master_params`` that scripts have left early, before parameters are read."""
-    for optimizer in [] if _current is None else list(_current.adopted):
-        optimizer._amp_state.masters.end_loop()
-
-
 def before_broadcast() -> None:
     """Copy a script's writes to the masters, before DistributedDataParallel broadcasts the 16-bit values."""
     before_forward()
@@ -571,8 +515,9 @@ def before_broadcast() -> None:
 
 def before_forward() -> None:
     """Copy a script's writes to state dicts and float32 data to the models, before the models are read."""
-    for model in [] if _current is None else _current.models:
-        model.load_written()
+    for model in [] if _current is None else _current.live_models():
+        if (link := link_of(model)) is not None:
+            link.load_written()
     for optimizer in [] if _current is None else list(_current.adopted):
         masters = optimizer._amp_state.masters
         masters.end_loop()

@@ -134,7 +134,7 @@ def convert_model(
         vars(model)["forward"] = forward
         vars(model)["_replicate_for_data_parallel"] = _Replicate(model, of)
     else:
-        _remove_wrapper(model, inner)
+        remove_wrapper(model)
     return ModelCast(model, forward)
 
 
@@ -149,34 +149,15 @@ def unwrapped_forward(model: nn.Module) -> Callable[..., Any] | None:
     return forward.inner if isinstance(forward, CastForward) else forward
 
 
-def _put_forward_back(model: nn.Module, inner: Callable[..., Any] | None) -> None:
+def remove_wrapper(model: nn.Module) -> None:
+    """Remove the wrapper of ``convert_model`` from ``model``."""
+    inner = unwrapped_forward(model)
+    unwatch_submodules(model)
     vars(model).pop("_replicate_for_data_parallel", None)
     if inner is not None:  # last: until then the model counts as wrapped, so that this can be repeated
         vars(model)["forward"] = inner
     else:
         vars(model).pop("forward", None)
-
-
-def _remove_wrapper(model: nn.Module, inner: Callable[..., Any] | None) -> None:
-    unwatch_submodules(model)
-    _put_forward_back(model, inner)
-
-
-def remove_wrapper(model: nn.Module) -> None:
-    """Remove the wrapper of ``convert_model`` from ``model``, a copy without a handle."""
-    _remove_wrapper(model, unwrapped_forward(model))
-
-
-def wrapper_of(model: nn.Module) -> dict[str, Any]:
-    """Return the attributes that an earlier ``convert_model`` has set on the model, for ``put_wrapper_back``."""
-    return {name: vars(model)[name] for name in ("forward", "_replicate_for_data_parallel") if name in vars(model)}
-
-
-def put_wrapper_back(model: nn.Module, wrapper: dict[str, Any]) -> None:
-    """Undo a second conversion: restore the wrapper of the first one."""
-    if not isinstance(wrapper.get("forward"), CastForward):
-        _remove_wrapper(model, None)
-    vars(model).update(wrapper)
 
 
 class ModelCast:
@@ -206,11 +187,10 @@ class ModelCast:
         forward: CastForward | None = self._forward()
         if forward is None:
             return
-        inner = forward.inner
         # A wrapper that was installed later still calls this object, which then passes everything through.
         forward.settings = None
         if model is not None and vars(model).get("forward") is forward:
-            _remove_wrapper(model, inner)
+            remove_wrapper(model)
 
 
 # ------------------------------------------------------------------------------------------------------------- forward

@@ -125,12 +125,9 @@ def watch_submodules(model: nn.Module, of: ModelRef, dtype: torch.dtype) -> None
 def unwatch_submodules(model: nn.Module) -> None:
     """Remove the hooks of ``watch_submodules`` from ``model``."""
     for module in model.modules():
-        _remove(module, _own_hooks(module, model))
-
-
-def unwatch(module: nn.Module) -> None:
-    """Remove the hooks of all models from ``module``, but not from its submodules."""
-    _remove(module, [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, CastInputs)])
+        for key in _own_hooks(module, model):
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _submodules(module: nn.Module) -> Iterator[nn.Module]:
@@ -139,12 +136,6 @@ def _submodules(module: nn.Module) -> Iterator[nn.Module]:
         if not isinstance(child, (nn.TransformerEncoderLayer, torch.jit.ScriptModule)):
             yield child
             yield from _submodules(child)
-
-
-def _remove(module: nn.Module, keys: list[int]) -> None:
-    for key in keys:
-        del module._forward_pre_hooks[key]
-        module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _own_hooks(module: nn.Module, model: nn.Module) -> list[int]:
