@@ -235,7 +235,8 @@ def _casting(function: Callable[..., Any], kind: Kind, *, keep_casts: bool = Fal
         args, kwargs = _CASTS[kind]((args, kwargs), device_types)
         if keeps_casts:
             return function(*args, **kwargs)
-        return casts.call_without(function, *args, **kwargs)
+        with casts.disabled():
+            return function(*args, **kwargs)
 
     return wrapper
 

@@ -56,7 +56,7 @@ def enable_casts(
         policy: The policy, for ``patch_torch_functions``, ``autocast_dtype`` and ``allow_banned``.
         device_types: Device types whose tensors are cast, for example ``("npu",)``.
         patches: Functions that users have registered, which are patched after O1's own.
-        undo: Receives the callback that switches the casts off.
+        undo: Receives the callback that switches the casts off, also after a failure.
         ambient: The ``Ambient`` with which the models of these casts were converted.
 
     Returns:
@@ -65,7 +65,8 @@ def enable_casts(
     handle = CastHandle(tuple(dict.fromkeys(device_types)), policy.autocast_dtype, ambient or Ambient())
     if undo is not None:
         undo.callback(handle.undo)
-    handle.enable(policy, patches)
+    if policy.enabled and policy.patch_torch_functions:
+        handle.enable(policy, patches)
     return handle
 
 
@@ -87,21 +88,18 @@ class CastHandle:
         self._undo = Undo()
 
     def enable(self, policy: CastPolicy, patches: Sequence[Patch] = ()) -> None:
-        """Switch the casts of ``policy`` on, and apply ``patches``; ``undo`` also reverts a part after a failure."""
-        if not (policy.enabled and policy.patch_torch_functions):
-            return
-        try:
-            for device_type in self.device_types:
-                install_dispatch_overlay(self._undo, device_type)
-            install_attribute_overlay(self._undo, self.device_types, allow_banned=policy.allow_banned)
-            self._patch_backward(self._undo)
-            patch_attribute(self._undo, data_worker(), "_worker_loop", self._in_worker)
-            self._enable_autocast(self._undo)
-            for patch in patches:
-                patch_attribute(self._undo, *patch)
-        except BaseException:
-            self.undo()
-            raise
+        """Switch the casts of ``policy`` on, and apply ``patches``. After a failure ``undo`` reverts the part."""
+        for device_type in self.device_types:
+            install_dispatch_overlay(self._undo, device_type)
+        install_attribute_overlay(self._undo, self.device_types, allow_banned=policy.allow_banned)
+        self._patch_backward()
+        patch_attribute(self._undo, data_worker(), "_worker_loop", self._in_worker)
+        self._undo.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)
+        for device_type in self.device_types:
+            _set_autocast(self._undo, device_type, self.dtype)
+        for patch in patches:
+            patch_attribute(self._undo, *patch)
         self.active = True
 
     def undo(self) -> None:
@@ -138,11 +136,6 @@ class CastHandle:
         finally:
             list(ending if self.active else leaving)  # after an undo there is nothing else to restore
 
-    def call_without(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``function`` with casts off, in this thread, and restore them afterwards."""
-        with self.disabled():
-            return function(*args, **kwargs)
-
     def _restoring(self) -> Iterator[None]:
         """Return an iterator that restores autocast's current state when it is exhausted.
 
@@ -158,12 +151,6 @@ class CastHandle:
         for device_type in self.device_types:
             torch.set_autocast_enabled(device_type, False)
 
-    def _enable_autocast(self, undo: Undo) -> None:
-        undo.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
-        torch.set_autocast_cache_enabled(False)
-        for device_type in self.device_types:
-            _set_autocast(undo, device_type, self.dtype)
-
     def _in_worker(self, worker_loop: Callable[..., Any]) -> Callable[..., Any]:
         def without_casts(*args: Any, **kwargs: Any) -> Any:
             self._switch_off()  # permanently: this process belongs to the worker
@@ -173,7 +160,8 @@ class CastHandle:
 
     # ---------------------------------------------------------------------------------------------------- backward
 
-    def _patch_backward(self, undo: Undo) -> None:
+    def _patch_backward(self) -> None:
+        undo = self._undo
         # Tensor.backward, autograd.backward and autograd.grad all call the engine through this function.
         patch_attribute(undo, torch.autograd, "_engine_run_backward", self._without_autocast)
         # One of these is made before the forward of each Python Function, and its backward is called through it.

@@ -11,23 +11,21 @@ import re
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex_npu.autocast.cast_lists import MODEL_FLOATS
 from apex_npu.autocast.cast_policy import CastPolicy
 from apex_npu.autocast.containers import cast_floating
 from apex_npu.autocast.submodule_cast import TRACED, ModelRef, unwatch_submodules, watch_submodules
-from apex_npu.backends import for_device
 from apex_npu.backends.script_warnings import warn
-from apex_npu.ops import LOW_PRECISION, cats_lists
+from apex_npu.ops import LOW_PRECISION
 
 
 @dataclasses.dataclass(eq=False)
@@ -98,7 +96,7 @@ def is_affine_batch_norm(module: nn.Module) -> bool:
 def convert_model(
     model: nn.Module, policy: CastPolicy, device_types: Sequence[str], ambient: Ambient | None = None
 ) -> ModelCast:
-    """Cast ``model`` and wrap its forward as ``policy`` specifies; change nothing if a part fails.
+    """Cast ``model`` and wrap its forward as ``policy`` specifies.
 
     O0, O2, O3: floating-point parameters, buffers and existing gradients become ``policy.model_dtype`` (batch norms
     keep their dtype with ``keep_batchnorm_fp32``). So do floating-point tensors passed to the model's forward. Its
@@ -126,13 +124,14 @@ def convert_model(
     settings = _forward_settings(policy, device_types, ambient or Ambient())
     if policy.enabled and policy.model_dtype is not None:
         cast_parameters(model, policy.model_dtype, keeps=is_batch_norm if policy.keep_batchnorm_fp32 else None)
-    forward = CastForward(model, inner, settings, looks_around=settings is not None and not settings.device_types)
+    of = ModelRef(model)
+    looks_around = settings is not None and not settings.device_types
+    forward = CastForward(model, inner, settings, of, looks_around=looks_around)
     if settings is not None:
-        of = ModelRef(model)
         if settings.input_dtype in LOW_PRECISION:
             watch_submodules(model, of, settings.input_dtype)
         vars(model)["forward"] = forward
-        vars(model)["_replicate_for_data_parallel"] = _Replicate(model, of)
+        vars(model)["_replicate_for_data_parallel"] = functools.partial(_replicate, forward)
     else:
         remove_wrapper(model)
     return ModelCast(model, forward)
@@ -266,6 +265,7 @@ class CastForward:
         model: The model with this forward.
         inner: The former instance attribute ``forward``, or None for the class's method.
         settings: The casts to apply; None after an undo, when calls pass through.
+        of: The reference to the model that the hooks of its submodules share.
         shield: Casts to keep out of this forward, and their device types.
         running: The threads inside this forward, or ``TRACED``, one entry per call. It is a list because append and
             remove are atomic.
@@ -276,6 +276,7 @@ class CastForward:
     model: nn.Module
     inner: Callable[..., Any] | None
     settings: ForwardSettings | None
+    of: ModelRef
     running: list[int] = dataclasses.field(default_factory=list)
     shield: tuple[Ambient, tuple[str, ...]] | None = None
     looks_around: bool = False
@@ -427,107 +428,50 @@ class CastForward:
         if isinstance(inner, types.MethodType) and inner.__self__ is self.model:
             inner = types.MethodType(inner.__func__, model)
         # Submodules of a replica have the hooks of the original, which read ``running``.
-        return CastForward(model, inner, self.settings, self.running, self.shield)
+        return CastForward(model, inner, self.settings, self.of, self.running, self.shield)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the attributes that belong to this process."""
         return {**vars(self), "running": [], "shield": None}
 
-
-@dataclasses.dataclass(eq=False)
-class _Replicate:
-    """The replacement of ``model._replicate_for_data_parallel``, so that a replica's forward runs its own weights.
-
-    Attributes:
-        model: The model that is replicated.
-        of: The reference to the model that the hooks of its submodules share.
-    """
-
-    model: nn.Module
-    of: ModelRef
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore ``state``, and make the hooks of submodules refer to this model."""
-        self.__dict__.update(state)
+        vars(self).update(state)
         self.of.refer_to(self.model)
 
-    def __call__(self) -> nn.Module:
-        replicate: Callable[[nn.Module], nn.Module] = type(self.model)._replicate_for_data_parallel
-        replica = replicate(self.model)
-        forward = vars(replica).get("forward")
-        if isinstance(forward, CastForward):
-            vars(replica)["forward"] = forward.bound_to(replica)
-        return replica
+
+def _replicate(forward: CastForward) -> nn.Module:
+    """Replicate the model for DataParallel, with a forward that runs the replica's own weights."""
+    make_replica: Callable[[nn.Module], nn.Module] = type(forward.model)._replicate_for_data_parallel
+    replica = make_replica(forward.model)
+    if is_wrapped(replica):
+        vars(replica)["forward"] = forward.bound_to(replica)
+    return replica
 
 
 # ---------------------------------------------------------------------------------------------------------- parameters
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype, *, keeps: Callable[[nn.Module], bool] | None = None) -> None:
-    """Cast the floating-point parameters, buffers and gradients of ``model`` in place; restore all on failure.
+    """Cast the floating-point parameters, buffers and gradients of ``model`` in place.
 
     Args:
         model: The model, whose parameters keep their identity.
         dtype: The dtype to cast to.
         keeps: Returns True for the modules whose own tensors are not cast.
     """
-    before: list[tuple[Tensor, Tensor]] = []
-    try:
-        modules = [m for m in model.modules() if keeps is None or not keeps(m)]
-        casts = _casts_of_lists([t for m in modules for t in _own_tensors(m)], dtype)
-        for module in modules:
-            cast_own_parameters(module, dtype, before, casts)
+    for module in model.modules():
+        if keeps is None or not keeps(module):
+            cast_own_parameters(module, dtype)
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
-    except BaseException:
-        for tensor, data in reversed(before):
-            tensor.data = data
-        raise
 
 
-def cast_own_parameters(
-    module: nn.Module,
-    dtype: torch.dtype,
-    before: list[tuple[Tensor, Tensor]],
-    casts: Mapping[Tensor, Tensor] = MappingProxyType({}),
-) -> None:
-    """Cast the tensors of ``module`` itself, not of its children, and append the former data to ``before``.
-
-    ``casts`` holds cast tensors that have been computed already.
-    """
-    for tensor in _own_tensors(module):
-        _cast_data(tensor, dtype, before, casts)
-
-
-def _own_tensors(module: nn.Module) -> list[Tensor]:
-    return [t for t in chain(module._parameters.values(), module._buffers.values()) if t is not None]
-
-
-def _casts_of_lists(tensors: Iterable[Tensor], dtype: torch.dtype) -> dict[Tensor, Tensor]:
-    """Return casts to ``dtype`` of the tensors on devices where a list is cast faster; see ``ops.cats_lists``."""
-    listed: dict[torch.device, list[Tensor]] = {}
-    for tensor in dict.fromkeys(tensors):
-        changes = tensor.dtype in MODEL_FLOATS and tensor.dtype != dtype
-        if not changes or not cats_lists(tensor.device) or type(tensor.data) is not Tensor:
-            continue
-        if not for_device(tensor.device).has_private_format(tensor):
-            listed.setdefault(tensor.device, []).append(tensor)
-    casts: dict[Tensor, Tensor] = {}
-    for members in listed.values():
-        values = [tensor.data for tensor in members]
-        made = [torch.empty_like(value, dtype=dtype) for value in values]
-        torch._foreach_copy_(made, values)
-        casts.update(zip(members, made, strict=True))
-    return casts
-
-
-def _cast_data(
-    tensor: Tensor, dtype: torch.dtype, before: list[tuple[Tensor, Tensor]], casts: Mapping[Tensor, Tensor]
-) -> None:
-    # Writes .data instead of making a new Parameter, because optimizers, tied weights and RNNs hold the object.
-    for target in (tensor, tensor.grad if tensor.is_leaf else None):
-        if target is not None and target.dtype in MODEL_FLOATS and target.dtype != dtype:
-            data = target.data
-            cast = casts[target] if target in casts else data.to(dtype)
-            before.append((target, data))
-            target.data = cast
+def cast_own_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the tensors of ``module`` itself, not of its children, and their gradients."""
+    tensors = [t for t in chain(module._parameters.values(), module._buffers.values()) if t is not None]
+    for tensor in tensors:
+        # Writes .data instead of making a new Parameter, because optimizers, tied weights and RNNs hold the object.
+        for target in (tensor, tensor.grad if tensor.is_leaf else None):
+            if target is not None and target.dtype in MODEL_FLOATS and target.dtype != dtype:
+                target.data = target.data.to(dtype)

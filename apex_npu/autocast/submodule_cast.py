@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,19 +19,6 @@ from apex_npu.backends._torch_private import is_in_backward
 
 # Replaces a thread's identifier, which torch.compile cannot trace.
 TRACED = -1
-
-
-class Wrapper(Protocol):
-    """The interface that a hook requires of the model's wrapped forward."""
-
-    # The dtype of inputs; None: nothing is cast.
-    input_dtype: torch.dtype | None
-    # Threads that are inside it, one entry per call; TRACED for a call that is being traced.
-    running: list[int]
-
-    def before_forward(self) -> None:
-        """Act before a submodule is called directly, outside of compiled code."""
-        ...
 
 
 class ModelRef:
@@ -86,9 +73,9 @@ class CastInputs:
         if torch.compiler.is_compiling() and self.of.is_compiled:
             return None
         model = self.of.model
-        wrapper: Wrapper | None = None if model is None else model.__dict__.get("forward")
+        wrapper: Any = None if model is None else model.__dict__.get("forward")  # a CastForward
         dtype = getattr(wrapper, "input_dtype", None)
-        if wrapper is None or dtype is None:
+        if dtype is None:
             return None
         if torch.compiler.is_compiling():
             # Tracing cannot read the thread's identifier, and code called by checkpointing must not write attributes.

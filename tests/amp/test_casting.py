@@ -24,6 +24,7 @@ from apex_npu.amp.policy import OPT_LEVELS
 from apex_npu.autocast import casting
 from apex_npu.autocast.casting import CastHandle, convert_model, enable_casts
 from apex_npu.autocast.forward_cast import _cached_weights_have_gradients
+from apex_npu.backends.patching import Undo
 
 O1 = OPT_LEVELS["O1"]
 HALF, FLOAT = torch.float16, torch.float32
@@ -544,8 +545,10 @@ def test_a_failure_half_way_restores_torch(monkeypatch: pytest.MonkeyPatch, step
         raise MemoryError("after the step")
 
     monkeypatch.setattr(casting, step, fails_afterwards)
+    undo = Undo()
     with pytest.raises(MemoryError):
-        enable_casts(O1, ("cpu",))
+        enable_casts(O1, ("cpu",), undo=undo)
+    undo.close()
     assert snapshot() == before
 
 

@@ -46,7 +46,7 @@ def network_to_half(network: nn.Module) -> nn.Sequential:
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast the floating parameters, gradients and buffers of ``module`` itself, not of its children, in place."""
-    cast_own_parameters(module, dtype, [])
+    cast_own_parameters(module, dtype)
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
