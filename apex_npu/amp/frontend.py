@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,7 @@ from apex_npu.amp.data_parallel import DataParallel
 from apex_npu.amp.float32_copies import restore_float32, show_float32, snapshot
 from apex_npu.amp.float32_loop import Float32Loop
 from apex_npu.amp.fused_unscale import check_fusible
-from apex_npu.amp.kept_values import follow_broadcast, keep_values
+from apex_npu.amp.kept_values import keep_values
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, adopted_inside, inner_optimizer, state_of
 from apex_npu.amp.policy import OVERRIDES, Policy, resolve
 from apex_npu.amp.preconditions import (
@@ -29,13 +30,9 @@ from apex_npu.amp.preconditions import (
     check_groups,
     check_incoming,
     check_inside_of_ddp,
-    check_masters,
     check_memory,
     check_nothing_averages,
-    check_on_host,
-    check_own_groups,
-    check_plain,
-    check_remainders,
+    check_optimizers,
 )
 from apex_npu.amp.scaler import DynamicScaleOptions, make_scaler
 from apex_npu.amp.session import (
@@ -54,6 +51,7 @@ from apex_npu.backends.patching import Undo
 from apex_npu.backends.script_warnings import warn
 from apex_npu.distributed import GroupReference, ReduceOptions
 from apex_npu.distributed.consistency import Description, broadcast_values, describe, failing_together
+from apex_npu.distributed.fully_sharded import HeldGradients
 from apex_npu.distributed.rank_progress import is_first_rank
 from apex_npu.distributed.torch_ddp import ddps_of, find_ddps, rebuild_reducer
 from apex_npu.ops import LOW_PRECISION
@@ -215,8 +213,10 @@ def initialize(
         raise ValueError(f"num_losses must be an integer >= 1, got {num_losses!r}")
     model_list, optimizer_list = _listed(models, optimizers)
     scalers = [make_scaler(policy.loss_scale, options) for _ in range(num_losses)]
-    session = Session(policy, scalers, verbosity if is_first_rank() else min(verbosity, 0), skip_alarm=skip_alarm)
-    session.after_broadcast = follow_broadcast
+    policy = replace(policy, enabled=enabled)
+    session = Session(
+        policy, scalers * enabled, verbosity if is_first_rank() else min(verbosity, 0), skip_alarm=skip_alarm
+    )
     check_thread("amp.initialize")
     process_group, overflow_group = check_groups(policy, process_group, overflow_group, enabled=enabled)
     if enabled:
@@ -230,14 +230,7 @@ def initialize(
             ddps = ddps_of(session.ddps, [p for model in model_list for p in model.parameters()])
             check_inside_of_ddp(policy, ddps)
             left_to_amp, units = sharded_policy(policy, overflow_group, model_list, optimizer_list)
-            check_own_groups(left_to_amp, optimizer_list)
-            if policy.combine_grad:
-                check_plain(optimizer_list)
-            if left_to_amp.master_weights:
-                check_masters(optimizer_list)
-            if policy.store_param_remainders:
-                check_remainders(optimizer_list, policy)
-            check_on_host(left_to_amp, optimizer_list)
+            check_optimizers(left_to_amp, optimizer_list)
             if policy.fuse_unscale:
                 check_fusible(optimizers if isinstance(optimizers, list) else [optimizers])
             check_devices(session.device_types, model_list)
@@ -260,12 +253,11 @@ def initialize(
                 "combine_grad=True has no effect without apex_npu's C++ extension: gradients stay where they are. To "
                 f"build it, in a checkout and with a C++ compiler: {REBUILD}"
             )
-        if units:
-            session.shard(left_to_amp, units)
+        if units:  # fully_shard casts by itself
+            session.policy, session.held = left_to_amp, HeldGradients(units)
         session.verbosity = verbosity  # skipped steps are announced on every rank
         _set_up(session, model_list, optimizer_list, ddps, keeps=keep_frozen_float32)
     else:
-        session.disable()
         install(session)
     return models if optimizers is None else (models, optimizers)
 

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +19,6 @@ from apex_npu.amp.kept_values import check_averages
 from apex_npu.amp.optimizer_state import state_of
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import current, settings
-from apex_npu.amp.shared_memory import sharing_memory
 from apex_npu.backends._torch_private import is_fake
 from apex_npu.backends.live_objects import instances_of
 from apex_npu.distributed.consistency import check_group
@@ -72,7 +73,7 @@ def check_memory(policy: Policy, models: list[nn.Module]) -> None:
         if changes_dtypes(policy, model):
             named.update({id(t): (name, t) for name, t in [*model.named_buffers(), *model.named_parameters()]})
     names, tensors = map(list, zip(*named.values(), strict=True)) if named else ([], [])
-    for i, j in sharing_memory(tensors):
+    for i, j in _sharing_memory(tensors):
         if tensors[i].requires_grad or tensors[j].requires_grad:
             raise RuntimeError(
                 f"{names[i]} and {names[j]} share memory, but are not the same Parameter: opt_level "
@@ -80,6 +81,23 @@ def check_memory(policy: Policy, models: list[nn.Module]) -> None:
                 "other. Use one Parameter for both (decoder.weight = encoder.weight), take views of it in the forward, "
                 "or use O1 or O4, which cast no weights"
             )
+
+
+def _sharing_memory(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    """Yield the indices of pairs of ``tensors`` that have elements in common; columns of one matrix do not."""
+    strided = [(i, t) for i, t in enumerate(tensors) if t.layout == torch.strided and not wraps_tensors(t)]
+    places = [(i, t, (t.untyped_storage().data_ptr(), t.element_size())) for i, t in strided if t.numel()]
+    counts = Counter(place for *_, place in places)
+    owners: dict[Any, Tensor] = {}  # for each element of a storage, the index of the tensor that has it
+    for i, tensor, place in places:
+        if counts[place] > 1:
+            numel = tensor.untyped_storage().nbytes() // tensor.element_size()
+            marks = owners.setdefault(place, torch.full((numel,), -1, device="cpu"))
+            shape = [1 if stride == 0 else n for n, stride in zip(tensor.size(), tensor.stride(), strict=True)]
+            own = marks.as_strided(shape, tensor.stride(), tensor.storage_offset())
+            if (other := int(own.max())) >= 0:
+                yield other, i
+            own.fill_(i)
 
 
 def check_inside_of_ddp(policy: Policy, ddps: list[nn.parallel.DistributedDataParallel]) -> None:
@@ -159,6 +177,43 @@ def check_nothing_averages(models: list[nn.Module], ddps: list[nn.parallel.Distr
         )
 
 
+def check_optimizers(policy: Policy, optimizers: list[Optimizer]) -> None:
+    """Raise for optimizers that cannot do what ``policy`` demands, or whose state contradicts it."""
+    if policy.combine_grad:
+        check_plain(optimizers)
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        on_host = getattr(optimizer, "on_host", False)
+        if on_host and policy.combine_ddp:
+            raise RuntimeError(
+                f"{name} has state_device='cpu', and no buffers, in which combine_ddp=True averages gradients: wrap "
+                "the model in DistributedDataParallel, or leave state_device out"
+            )
+        if policy.master_weights:
+            _check_own_groups(policy, optimizer)
+            if isinstance(optimizer, HasFusedGroups) and optimizer.state_formats.stochastic_rounding:
+                raise RuntimeError(
+                    f"{name} has stochastic_rounding=True, which is for bfloat16 parameters without float32 values, "
+                    "but amp keeps these at this level: pass master_weights=False to amp.initialize at O5, or leave "
+                    "stochastic_rounding out"
+                )
+            if on_host and policy.store_param_remainders is False:
+                raise RuntimeError(
+                    f"{name} has state_device='cpu', and keeps float32 values as remainders: leave "
+                    "store_param_remainders=False out"
+                )
+        if policy.store_param_remainders or (on_host and policy.master_weights):
+            option = f"store_param_remainders={policy.store_param_remainders or True!r}"
+            require_extension(option)
+            if not steps_remainders(optimizer):
+                raise RuntimeError(
+                    f"{name} cannot keep the remainders of parameters: {option} requires a fused optimizer of "
+                    "apex_npu.optimizers with its own rule; leave it out"
+                )
+    if policy.master_weights:
+        _check_not_partitioned(policy, optimizers)
+
+
 def check_plain(optimizers: list[Optimizer]) -> None:
     """Raise for parameters whose gradients combine_grad cannot put into flat memory."""
     for param in (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
@@ -169,32 +224,20 @@ def check_plain(optimizers: list[Optimizer]) -> None:
             )
 
 
-def check_own_groups(policy: Policy, optimizers: list[Optimizer]) -> None:
-    """Raise for optimizers that step, or send, parameters that are not in their own list.
-
-    Raises:
-        RuntimeError: There is such an optimizer, and the level keeps float32 values of 16-bit parameters.
-    """
-    if not policy.master_weights:
-        return
-    _check_not_partitioned(policy, optimizers)
-    for optimizer in optimizers:
-        listed = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for inner in optimizers_inside(optimizer):
-            if any(id(p) not in listed for group in inner.param_groups for p in group["params"]):
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} steps parameters by a {type(inner).__name__} inside that are not in "
-                    f"its own param_groups: at {policy.opt_level} those would be stepped in 16 bits. Pass the inner "
-                    "optimizers to amp.initialize, as a list, or use O1 or O4"
-                )
+def _check_own_groups(policy: Policy, optimizer: Optimizer) -> None:
+    """Raise if an optimizer inside of ``optimizer`` steps parameters that are not in its own list."""
+    listed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for inner in optimizers_inside(optimizer):
+        if any(id(p) not in listed for group in inner.param_groups for p in group["params"]):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} steps parameters by a {type(inner).__name__} inside that are not in its "
+                f"own param_groups: at {policy.opt_level} those would be stepped in 16 bits. Pass the inner optimizers "
+                "to amp.initialize, as a list, or use O1 or O4"
+            )
 
 
 def _check_not_partitioned(policy: Policy, optimizers: list[Optimizer]) -> None:
-    """Raise for ZeroRedundancyOptimizer with ``parameters_as_bucket_view=True``, whose buckets have the 16-bit data.
-
-    Raises:
-        RuntimeError: There is such an optimizer.
-    """
+    """Raise for ZeroRedundancyOptimizer with ``parameters_as_bucket_view=True``, whose buckets have the 16-bit data."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     for zero in [] if module is None else instances_of(module.ZeroRedundancyOptimizer):
         given = any(optimizer in (zero, getattr(zero, "optim", None)) for optimizer in optimizers)
@@ -203,21 +246,6 @@ def _check_not_partitioned(policy: Policy, optimizers: list[Optimizer]) -> None:
                 f"{type(zero).__name__} with parameters_as_bucket_view=True sends the memory that parameters had when "
                 f"it was made, but {policy.opt_level} steps separate float32 values, so that the processes would not "
                 "exchange their parts. Remove parameters_as_bucket_view, or use O1 or O4"
-            )
-
-
-def check_masters(optimizers: list[Optimizer]) -> None:
-    """Raise for optimizers that round parameters stochastically, at a level that keeps their float32 values.
-
-    Raises:
-        RuntimeError: There is such an optimizer.
-    """
-    for optimizer in optimizers:
-        if isinstance(optimizer, HasFusedGroups) and optimizer.state_formats.stochastic_rounding:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} has stochastic_rounding=True, which is for bfloat16 parameters without "
-                "float32 values, but amp keeps these at this level: pass master_weights=False to amp.initialize at O5, "
-                "or leave stochastic_rounding out"
             )
 
 
@@ -232,44 +260,6 @@ def steps_remainders(optimizer: Any) -> bool:
     mro = type(optimizer).__mro__
     owner = next(base for base in mro if not vars(base).keys().isdisjoint((*_RULES, "encodable_states")))
     return "encodable_states" in vars(owner)
-
-
-def check_remainders(optimizers: list[Optimizer], policy: Policy) -> None:
-    """Raise for optimizers that cannot keep the remainders of parameters, as ``policy`` or the optimizer demands.
-
-    Raises:
-        RuntimeError: An optimizer is not a fused one with the rule of this package, or the C++ extension is missing.
-    """
-    option = f"store_param_remainders={policy.store_param_remainders or True!r}"
-    require_extension(option)
-    for optimizer in optimizers:
-        if not steps_remainders(optimizer):
-            raise RuntimeError(
-                f"{type(optimizer).__name__} cannot keep the remainders of parameters: {option} "
-                "requires a fused optimizer of apex_npu.optimizers with its own rule; leave it out"
-            )
-
-
-def check_on_host(policy: Policy, optimizers: list[Optimizer]) -> None:
-    """Raise for optimizers with ``state_device="cpu"`` that cannot be stepped on the host under ``policy``.
-
-    Raises:
-        RuntimeError: ``policy`` averages gradients, or keeps float32 values whole, which would stay on the device. Or a
-            script has replaced the rule.
-    """
-    hosted = [optimizer for optimizer in optimizers if getattr(optimizer, "on_host", False)]
-    if hosted and policy.combine_ddp:
-        raise RuntimeError(
-            f"{type(hosted[0]).__name__} has state_device='cpu', and no buffers, in which combine_ddp=True averages "
-            "gradients: wrap the model in DistributedDataParallel, or leave state_device out"
-        )
-    if hosted and policy.master_weights:
-        if policy.store_param_remainders is False:
-            raise RuntimeError(
-                f"{type(hosted[0]).__name__} has state_device='cpu', and keeps float32 values as remainders: "
-                "leave store_param_remainders=False out"
-            )
-        check_remainders(hosted, policy)
 
 
 def check_devices(device_types: list[str], models: list[nn.Module]) -> None:

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from apex_npu.amp.accessors import step_without
 from apex_npu.amp.clip_guard import watch_clipping
 from apex_npu.amp.data_parallel import DataParallel
 from apex_npu.amp.float32_copies import link_of, restore_float32
+from apex_npu.amp.kept_values import follow_broadcast
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.scaler import LossScaler, in_apex_format
 from apex_npu.amp.step_decision import StepReport
@@ -34,7 +34,7 @@ from apex_npu.autocast.forward_cast import Ambient
 from apex_npu.autocast.monkey_patches import compute_matrix_exp_in_float32
 from apex_npu.backends.patching import Patch, Undo, patch_attribute
 from apex_npu.backends.script_warnings import warn
-from apex_npu.distributed.fully_sharded import HeldGradients, Unit, units_of
+from apex_npu.distributed.fully_sharded import HeldGradients, units_of
 from apex_npu.distributed.group_reference import GroupReference
 from apex_npu.distributed.torch_ddp import DDPWatch, KnownDDPs, adding_to, around_broadcast, dtypes_of, follow_dtypes
 from apex_npu.ops import LOW_PRECISION
@@ -54,10 +54,6 @@ class Observer:
 
     def step_skipped(self, report: StepReport) -> None:
         """Act after a step has been skipped."""
-
-
-# Called with a session, and as ``torch_ddp.FollowBroadcast``.
-AfterBroadcast = Callable[["Session", nn.Module, Sequence[Tensor], Any, int], object]
 
 
 @dataclass
@@ -100,7 +96,6 @@ class Session:
         data_parallels: The ``data_parallel`` objects of this session and earlier ones.
         no_sync_depth: Number of open ``no_sync`` contexts.
         ddps: The DistributedDataParallel instances of this process.
-        after_broadcast: Called with this session after DistributedDataParallel has broadcast a module's tensors.
         observers: Observers of blocks and skipped steps, in the order of their calls. The list is replaced, not
             changed.
         reached: For each optimizer, the other optimizers whose parameters also get gradients from its blocks.
@@ -124,17 +119,12 @@ class Session:
     data_parallels: list[DataParallel] = field(default_factory=list)
     no_sync_depth: int = 0
     ddps: KnownDDPs = field(default_factory=list)
-    after_broadcast: AfterBroadcast = lambda *_: None
     observers: list[Observer] = field(default_factory=lambda: [] if settings.observer is None else [settings.observer])
     open_checks: dict[LossScaler, Any] = field(default_factory=dict)
     reached: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = field(default_factory=weakref.WeakKeyDictionary)
     spare_flags: dict[torch.device, Tensor] = field(default_factory=dict)
     _undo: Undo = field(default_factory=Undo)
     _warned: weakref.WeakKeyDictionary[Any, set[str]] = field(default_factory=weakref.WeakKeyDictionary)
-
-    def shard(self, policy: Policy, units: Iterable[Unit]) -> None:
-        """Use ``policy`` for models with the ``units`` of ``fully_shard``, which casts by itself."""
-        self.policy, self.held = policy, HeldGradients(units)
 
     def check_sharded_before(self) -> None:
         """Require that no model was sharded after ``initialize``; called when an optimizer finds no gradients.
@@ -151,11 +141,6 @@ class Session:
                         f"mp_policy=amp.fsdp_policy({self.policy.opt_level!r}), then make the optimizer, then call "
                         "amp.initialize"
                     )
-
-    def disable(self) -> None:
-        """Make all functions of amp pass-through."""
-        self.policy = replace(self.policy, enabled=False)
-        self._scalers = []
 
     @property
     def scalers(self) -> list[LossScaler]:
@@ -265,7 +250,7 @@ class Session:
                 self._undo,
                 nn.parallel.distributed,
                 "_sync_module_states",
-                around_broadcast(before_broadcast, partial(self.after_broadcast, self)),
+                around_broadcast(before_broadcast, follow_broadcast),
             )
         self.casts = enable_casts(self.policy, self.device_types, self.patches, self._undo, self.ambient)
         if self.casts.active:
