@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -223,7 +224,7 @@ def initialize(
         if overflow_group is not None:
             session.overflow_group = GroupReference(overflow_group, "overflow_group")
         with _together(policy, process_group) as descriptions:
-            session.device_types = _device_types(model_list, optimizer_list)
+            session.casts.device_types = _device_types(model_list, optimizer_list)
             session.patches = registered_patches(policy)
             check_incoming(model_list, optimizer_list)
             find_ddps(session.ddps)
@@ -233,7 +234,7 @@ def initialize(
             check_optimizers(left_to_amp, optimizer_list)
             if policy.fuse_unscale:
                 check_fusible(optimizers if isinstance(optimizers, list) else [optimizers])
-            check_devices(session.device_types, model_list)
+            check_devices(session.casts.device_types, model_list)
             check_memory(policy, model_list)
             if policy.combine_ddp:
                 check_nothing_averages(model_list, ddps)
@@ -334,7 +335,7 @@ def _set_up(
 ) -> None:
     """Convert models, adopt optimizers, patch torch and install ``session``; undo all of it if a part fails."""
     policy = session.policy
-    device_types = session.device_types
+    casts = session.casts
     as_they_were = [(o, type(o), getattr(o, "state_formats", None)) for o in optimizers]
     parallel = session.data_parallel
     undo = Undo()
@@ -350,7 +351,7 @@ def _set_up(
             # The values before any cast. Masters use their memory.
             before = {id(t): t.detach() for model in models for t in [*model.parameters(), *model.buffers()]}
             for model in models:
-                session.models.append(convert_model(model, policy, device_types, session.ambient))
+                session.models.append(weakref.ref(convert_model(model, policy, casts.device_types, casts)))
                 if policy.model_dtype in LOW_PRECISION:
                     show_float32(model)
             undo.callback(_release, as_they_were)
@@ -416,10 +417,10 @@ def _release(optimizers: list[tuple[Optimizer, Any, Any]]) -> None:
         release(optimizer, cls, state_formats)
 
 
-def _device_types(models: list[nn.Module], optimizers: list[Optimizer]) -> list[str]:
+def _device_types(models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[str, ...]:
     tensors = [t for m in models for t in [*m.parameters(), *m.buffers()]]
     tensors += [p for o in optimizers for group in o.param_groups for p in group["params"]]
-    return list(dict.fromkeys(t.device.type for t in tensors)) or ["cpu"]
+    return tuple(dict.fromkeys(t.device.type for t in tensors)) or ("cpu",)
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -65,7 +65,7 @@ def loss_scale(loss_id: int) -> float:
 def ambient() -> Ambient | None:
     """Return the ``Ambient`` of the session, which manages O1's casts outside of models; None without a session."""
     session = current()
-    return None if session is None else session.ambient
+    return None if session is None else session.casts
 
 
 def at_end(call: Callable[[], object]) -> None:
@@ -78,9 +78,10 @@ def at_end(call: Callable[[], object]) -> None:
 @contextmanager
 def trial(model: nn.Module, tried: Policy, device_types: list[str]) -> Iterator[None]:
     """Convert ``model``, a copy, for the policy ``tried``. In the context its casts are on instead of the session's."""
-    session = Session(tried, [], device_types=device_types, patches=registered_patches(tried))
+    session = Session(tried, [], patches=registered_patches(tried))
+    session.casts.device_types = tuple(device_types)
     with standing_in(session):
-        convert_model(model, tried, device_types, session.ambient)
+        convert_model(model, tried, device_types, session.casts)
         yield
 
 

@@ -262,7 +262,7 @@ def steps_remainders(optimizer: Any) -> bool:
     return "encodable_states" in vars(owner)
 
 
-def check_devices(device_types: list[str], models: list[nn.Module]) -> None:
+def check_devices(device_types: Sequence[str], models: list[nn.Module]) -> None:
     """Raise for tensors without memory or of inference mode, and for a call inside an autocast block."""
     if "meta" in device_types:
         raise RuntimeError(

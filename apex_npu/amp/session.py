@@ -28,9 +28,9 @@ from apex_npu.amp.policy import Policy
 from apex_npu.amp.scaler import LossScaler, in_apex_format
 from apex_npu.amp.step_decision import StepReport
 from apex_npu.amp.widened_grads import clearing_aside
-from apex_npu.autocast.casting import CastHandle, ModelCast, enable_casts
+from apex_npu.autocast.casting import CastHandle
 from apex_npu.autocast.float32_view import average_in_float32
-from apex_npu.autocast.forward_cast import Ambient
+from apex_npu.autocast.forward_cast import CastForward
 from apex_npu.autocast.monkey_patches import compute_matrix_exp_in_float32
 from apex_npu.backends.patching import Patch, Undo, patch_attribute
 from apex_npu.backends.script_warnings import warn
@@ -82,12 +82,10 @@ class Session:
         policy: The policy that results from the level and the overrides.
         open_checks: For each scaler the ``OverflowCheck`` that its last block has left open.
         verbosity: 0 silent, 1 normal.
-        device_types: The device types on which O1 casts.
         patches: The functions for which users have registered casts.
         adopted: The optimizers that were passed to ``initialize``, in this session and earlier ones.
-        models: The models that this session and earlier ones have converted.
-        casts: The changes that O1 has made in torch.
-        ambient: Manages these casts outside of models.
+        models: The forwards of models that this session and earlier ones have converted.
+        casts: O1's casts of functions.
         thread: The thread that called ``initialize``.
         skip_alarm: Number of consecutive skipped steps after which an error is logged; None: never.
         overflow_group: The processes that decide together whether a step is skipped; None: this process alone.
@@ -105,13 +103,11 @@ class Session:
     policy: Policy
     _scalers: list[LossScaler]
     verbosity: int = 1
-    device_types: list[str] = field(default_factory=list)
     patches: list[Patch] = field(default_factory=list)
     adopted: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    models: list[ModelCast] = field(default_factory=list)
-    casts: CastHandle | None = None
+    models: list[weakref.ref[CastForward]] = field(default_factory=list)
+    casts: CastHandle = field(default_factory=lambda: CastHandle(before_forward=before_forward))
     skip_alarm: int | None = 50
-    ambient: Ambient = field(default_factory=lambda: Ambient(before_forward=before_forward))
     thread: threading.Thread = field(default_factory=threading.current_thread)
     overflow_group: GroupReference | None = None
     held: HeldGradients | None = None
@@ -220,7 +216,7 @@ class Session:
     def continue_from(self, former: Session) -> None:
         """Take over the optimizers and models of ``former`` that still exist."""
         self.adopted.update(former.adopted)
-        self.models[:0] = [cast for cast in former.models if cast.model is not None]
+        self.models[:0] = [reference for reference in former.models if reference() is not None]
         self.data_parallels[:0] = former.data_parallels
         if former.held is not None:
             self.held = self.held or HeldGradients(())
@@ -228,7 +224,7 @@ class Session:
 
     def live_models(self) -> list[nn.Module]:
         """Return the models that were passed to ``initialize`` and still exist."""
-        return [model for cast in self.models if (model := cast.model) is not None]
+        return [forward.model for reference in self.models if (forward := reference()) is not None]
 
     def parameter_names(self) -> dict[Tensor, str]:
         """Return the names of all parameters of ``live_models()``."""
@@ -240,7 +236,7 @@ class Session:
             watch_clipping(self._undo, self.adopted, self.warn_once)
             patch_attribute(self._undo, nn.Module, "zero_grad", clearing_aside(self.adopted))
             average_in_float32(self._undo)
-            if self.policy.model_dtype in LOW_PRECISION and "cpu" in self.device_types:
+            if self.policy.model_dtype in LOW_PRECISION and "cpu" in self.casts.device_types:
                 compute_matrix_exp_in_float32(self._undo)
             watch = DDPWatch(self.ddps, self._check_averaged_once)
             self._undo.callback(watch.close)
@@ -252,12 +248,12 @@ class Session:
                 "_sync_module_states",
                 around_broadcast(before_broadcast, follow_broadcast),
             )
-        self.casts = enable_casts(self.policy, self.device_types, self.patches, self._undo, self.ambient)
+        self._undo.callback(self.casts.undo)
+        self.casts.enable(self.policy, self.patches)
         if self.casts.active:
             step_without(self.casts, self._undo)
-        for model in self.models if self.casts.active else []:
-            model.shield(self.ambient, self.device_types)
-        self.ambient.active = True
+            for forward in filter(None, [reference() for reference in self.models]):
+                forward.shield = self.casts
 
     def check_regions(self, caller: str) -> None:
         """Raise if ``caller`` would undo this session inside an autocast region, whose end would restore its casts.
@@ -267,7 +263,7 @@ class Session:
         """
         nesting = torch.autocast_increment_nesting() - 1
         torch.autocast_decrement_nesting()
-        if nesting and self.casts is not None and self.casts.active and self.ambient.is_here():
+        if nesting and self.casts.is_here():
             raise RuntimeError(
                 f"{caller} was called inside torch.autocast, or inside the forward of a model, whose end would switch "
                 f"the casts of {self.policy.title} on again; call it after the block"
@@ -280,7 +276,6 @@ class Session:
     def undo(self) -> None:
         """Undo ``enable``. If an interrupt stops it, the next call completes it."""
         self._undo.close()
-        self.ambient.active = False
 
     def restore_models(self) -> None:
         """Make models float32 again, and update the DistributedDataParallel instances around them.
@@ -289,8 +284,8 @@ class Session:
         """
         for ddp, dtypes in dtypes_of(self.ddps):
             self._undo.callback(follow_dtypes, ddp, dtypes)
-        for cast in self.models:
-            self._undo.callback(_restore, cast)
+        for reference in self.models:
+            self._undo.callback(_restore, reference)
         self._undo.close()
 
     def _check_averaged_once(self, module: nn.Module) -> None:
@@ -333,12 +328,12 @@ class Session:
             print(text, flush=True)
 
 
-def _restore(cast: ModelCast) -> None:
-    """Restore the model's own forward, state dict and float32 values, which come from masters if there are any."""
-    model = cast.model
-    if model is not None:
-        restore_float32(model)
-    cast.undo()
+def _restore(reference: weakref.ref[CastForward]) -> None:
+    """Restore a model's own forward, state dict and float32 values, which come from masters if there are any."""
+    forward = reference()
+    if forward is not None:
+        restore_float32(forward.model)
+        forward.undo()
 
 
 _lock = threading.Lock()
@@ -388,9 +383,8 @@ def standing_in(session: Session) -> Iterator[None]:
     with disable_casts():
         try:
             _current = session
-            session.casts = enable_casts(
-                session.policy, session.device_types, session.patches, session._undo, session.ambient
-            )
+            session._undo.callback(session.casts.undo)
+            session.casts.enable(session.policy, session.patches)
             yield
         finally:
             session.undo()
@@ -487,8 +481,7 @@ def disable_casts() -> AbstractContextManager[Any]:
         >>> output.dtype
         torch.float32
     """
-    casts = None if _current is None else _current.casts
-    return casts.disabled() if casts is not None and casts.active else nullcontext()
+    return nullcontext() if _current is None else _current.casts.disabled()
 
 
 def before_broadcast() -> None:

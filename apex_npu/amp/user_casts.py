@@ -253,7 +253,7 @@ def _is_operator(function: Callable[..., Any]) -> bool:
 def _casts_of_the_moment() -> tuple[CastHandle | None, list[str]]:
     """Return O1's casts and the device types where they are on in this thread; (None, []) if nothing is cast."""
     session = current()
-    if session is None or session.casts is None or not session.casts.active:
+    if session is None or not session.casts.active:
         return None, []
     device_types = [name for name in session.casts.device_types if torch.is_autocast_enabled(name)]
     return (session.casts, device_types) if device_types else (None, [])

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The two casts of a policy: ``convert_model`` (the model itself) and ``enable_casts`` (O1's functions).
+"""``CastHandle``: O1's casts of functions. ``convert_model`` in ``forward_cast.py`` has those of a model.
 
 O1 is torch's autocast, enabled permanently instead of for a block, and completed by the overlay. Four rules make it
 safe. This module and ``forward_cast.py`` implement them:
@@ -30,65 +30,34 @@ from torch.autograd.function import BackwardCFunction
 
 from apex_npu.autocast.autocast_ops import install_dispatch_overlay
 from apex_npu.autocast.cast_policy import CastPolicy
-from apex_npu.autocast.forward_cast import Ambient, ModelCast, convert_model, without_autocast
+from apex_npu.autocast.forward_cast import Ambient, without_autocast
 from apex_npu.autocast.monkey_patches import install_attribute_overlay
 from apex_npu.autocast.submodule_cast import TRACED
 from apex_npu.backends._torch_private import checkpoint_frame, data_worker
 from apex_npu.backends.patching import Patch, Undo, patch_attribute
 
-__all__ = ["CastHandle", "ModelCast", "convert_model", "enable_casts"]
 
+class CastHandle(Ambient):
+    """O1's casts: ``enable()`` switches them on, ``disabled()`` off for a block, ``undo()`` permanently.
 
-def enable_casts(
-    policy: CastPolicy,
-    device_types: Sequence[str],
-    patches: Sequence[Patch] = (),
-    undo: Undo | None = None,
-    ambient: Ambient | None = None,
-) -> CastHandle:
-    """Switch O1's casts on in this thread, or do nothing if the policy has no such casts.
-
-    Call it outside of autocast blocks: the end of a block restores the autocast state of its beginning. Several handles
-    may exist at once if they are undone in reverse order. A forked process inherits the casts, except for a
-    DataLoader's worker.
-
-    Args:
-        policy: The policy, for ``patch_torch_functions``, ``autocast_dtype`` and ``allow_banned``.
-        device_types: Device types whose tensors are cast, for example ``("npu",)``.
-        patches: Functions that users have registered, which are patched after O1's own.
-        undo: Receives the callback that switches the casts off, also after a failure.
-        ambient: The ``Ambient`` with which the models of these casts were converted.
-
-    Returns:
-        The handle that switches the casts off.
-    """
-    handle = CastHandle(tuple(dict.fromkeys(device_types)), policy.autocast_dtype, ambient or Ambient())
-    if undo is not None:
-        undo.callback(handle.undo)
-    if policy.enabled and policy.patch_torch_functions:
-        handle.enable(policy, patches)
-    return handle
-
-
-class CastHandle:
-    """A handle of O1's casts: ``disabled()`` switches them off for a block, ``undo()`` permanently.
-
-    Attributes:
-        device_types: Device types whose tensors are cast.
-        dtype: The low-precision dtype.
-        ambient: Records where casts are off, for the models that were converted with it.
-        active: True from ``enable`` to ``undo``.
+    Call ``enable`` outside of autocast blocks: the end of a block restores the autocast state of its beginning. Several
+    handles may be enabled at once if they are undone in reverse order. A forked process inherits the casts, except for
+    a DataLoader's worker.
     """
 
-    def __init__(self, device_types: tuple[str, ...], dtype: torch.dtype, ambient: Ambient) -> None:
-        self.device_types = device_types
-        self.dtype = dtype
-        self.ambient = ambient
-        self.active = False
+    def __init__(self, device_types: Sequence[str] = (), before_forward: Callable[[], object] = lambda: None) -> None:
+        super().__init__(device_types, before_forward)
         self._undo = Undo()
 
     def enable(self, policy: CastPolicy, patches: Sequence[Patch] = ()) -> None:
-        """Switch the casts of ``policy`` on, and apply ``patches``. After a failure ``undo`` reverts the part."""
+        """Switch the casts on, or do nothing if the policy has no such casts. After a failure call ``undo``.
+
+        Args:
+            policy: The policy, for ``patch_torch_functions``, ``autocast_dtype`` and ``allow_banned``.
+            patches: Functions that users have registered, which are patched after O1's own.
+        """
+        if not (policy.enabled and policy.patch_torch_functions):
+            return
         for device_type in self.device_types:
             install_dispatch_overlay(self._undo, device_type)
         install_attribute_overlay(self._undo, self.device_types, allow_banned=policy.allow_banned)
@@ -97,7 +66,7 @@ class CastHandle:
         self._undo.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
         for device_type in self.device_types:
-            _set_autocast(self._undo, device_type, self.dtype)
+            _set_autocast(self._undo, device_type, policy.autocast_dtype)
         for patch in patches:
             patch_attribute(self._undo, *patch)
         self.active = True
@@ -116,20 +85,19 @@ class CastHandle:
         if not self.active:
             yield
             return
-        inside = self.ambient.inside
         if torch.compiler.is_compiling():  # before torch 2.12 Dynamo traces no function that sets autocast's state
             with without_autocast(self.device_types):
-                inside.append(TRACED)
+                self.inside.append(TRACED)
                 try:
                     yield
                 finally:
-                    inside.remove(TRACED)
+                    self.inside.remove(TRACED)
             return
         thread_id = threading.get_ident()
-        leaving = map(inside.remove, [thread_id])
+        leaving = map(self.inside.remove, [thread_id])
         ending = chain(leaving, self._restoring())
         try:
-            inside.append(thread_id)  # inside try, so that an interrupt after it is undone
+            self.inside.append(thread_id)  # inside try, so that an interrupt after it is undone
             torch.set_autocast_cache_enabled(True)  # for a region inside, as without O1
             self._switch_off()
             yield
@@ -177,9 +145,9 @@ class CastHandle:
             restoring = self._restoring()
             try:
                 self._switch_off()
-                if not self.ambient.inside:
+                if not self.inside:
                     return run_backward(*args, **kwargs)
-                return self.ambient.call_as_if(False, run_backward, *args, **kwargs)
+                return self.call_as_if(False, run_backward, *args, **kwargs)
             finally:
                 if self.active:
                     list(restoring)
@@ -189,7 +157,7 @@ class CastHandle:
     def _remembering_autocast(self, init: Callable[..., Any]) -> Callable[..., Any]:
         def init_remembering(function: Any, *args: Any, **kwargs: Any) -> None:
             init(function, *args, **kwargs)
-            function._apex_npu_inside = self.ambient.is_inside()
+            function._apex_npu_inside = self.is_inside()
             if _is_users_formula(type(function)._forward_cls):
                 function._apex_npu_autocast = [
                     (device_type, torch.get_autocast_dtype(device_type))
@@ -203,7 +171,7 @@ class CastHandle:
         def apply_with_autocast(function: Any, *args: Any) -> Any:
             if not (self.active and getattr(function, "_apex_npu_inside", False)):
                 return apply_casting(function, *args)
-            return self.ambient.call_as_if(True, apply_casting, function, *args)
+            return self.call_as_if(True, apply_casting, function, *args)
 
         def apply_casting(function: Any, *args: Any) -> Any:
             remembered = getattr(function, "_apex_npu_autocast", None)
@@ -223,7 +191,7 @@ class CastHandle:
 
     def _remembering_place(self, init: Callable[..., Any]) -> Callable[..., Any]:
         def init_remembering(frame: Any, recompute: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-            recompute = partial(self.ambient.call_as_if, self.ambient.is_inside(), recompute)
+            recompute = partial(self.call_as_if, self.is_inside(), recompute)
             init(frame, recompute, *args, **kwargs)
 
         return init_remembering

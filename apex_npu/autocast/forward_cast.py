@@ -10,7 +10,6 @@ import inspect
 import re
 import threading
 import types
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -23,28 +22,35 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from apex_npu.autocast.cast_lists import MODEL_FLOATS
 from apex_npu.autocast.cast_policy import CastPolicy
 from apex_npu.autocast.containers import cast_floating
-from apex_npu.autocast.submodule_cast import TRACED, ModelRef, unwatch_submodules, watch_submodules
+from apex_npu.autocast.submodule_cast import (
+    ModelRef,
+    call_marked,
+    is_marked,
+    unwatch_submodules,
+    watch_submodules,
+)
 from apex_npu.backends.script_warnings import warn
 from apex_npu.ops import LOW_PRECISION
 
 
-@dataclasses.dataclass(eq=False)
 class Ambient:
-    """The thread in which O1's casts are on outside of models, while their session is the current one.
+    """Where O1's casts are on outside of models. ``CastHandle`` switches them on.
 
     Attributes:
-        thread_id: The identifier of the thread.
-        active: False once another session's casts have replaced these.
-        inside: The threads inside the forward of one of its models or inside ``disable_casts``, or ``TRACED``; one
-            entry per call. It is a list because append and remove are atomic.
+        device_types: The device types on which O1 casts.
         before_forward: Called before the forward of a model that has been cast, and of its submodules that are called
             directly; not in compiled code.
+        thread_id: The identifier of the thread in which the casts are on.
+        active: True while they are on.
+        inside: The threads inside the forward of one of the models or inside ``disable_casts``; see ``call_marked``.
     """
 
-    thread_id: int = dataclasses.field(default_factory=threading.get_ident)
-    active: bool = True
-    inside: list[int] = dataclasses.field(default_factory=list)
-    before_forward: Callable[[], object] = lambda: None
+    def __init__(self, device_types: Sequence[str] = (), before_forward: Callable[[], object] = lambda: None) -> None:
+        self.device_types = tuple(device_types)
+        self.before_forward = before_forward
+        self.thread_id = threading.get_ident()
+        self.active = False
+        self.inside: list[int] = []
 
     def is_here(self) -> bool:
         """Return whether this thread has O1's autocast state outside of autocast regions."""
@@ -56,9 +62,7 @@ class Ambient:
 
         Otherwise the state may be that of a region around the forward.
         """
-        if torch.compiler.is_compiling():
-            return bool(self.inside)  # for any thread: get_ident cannot be traced
-        return threading.get_ident() in self.inside
+        return is_marked(self.inside)
 
     def call_as_if(self, inside: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function`` in this thread with ``is_inside()`` temporarily equal to ``inside``."""
@@ -95,7 +99,7 @@ def is_affine_batch_norm(module: nn.Module) -> bool:
 
 def convert_model(
     model: nn.Module, policy: CastPolicy, device_types: Sequence[str], ambient: Ambient | None = None
-) -> ModelCast:
+) -> CastForward:
     """Cast ``model`` and wrap its forward as ``policy`` specifies.
 
     O0, O2, O3: floating-point parameters, buffers and existing gradients become ``policy.model_dtype`` (batch norms
@@ -116,7 +120,7 @@ def convert_model(
         ambient: The ``Ambient`` of the model's casts; by default one of this thread.
 
     Returns:
-        The handle that removes the wrapper.
+        The wrapper, which can remove itself. A model that nothing is cast for has none.
     """
     inner = unwrapped_forward(model)
     if inner is None and isinstance(model, torch.jit.ScriptModule):
@@ -134,7 +138,7 @@ def convert_model(
         vars(model)["_replicate_for_data_parallel"] = functools.partial(_replicate, forward)
     else:
         remove_wrapper(model)
-    return ModelCast(model, forward)
+    return forward
 
 
 def is_wrapped(model: nn.Module) -> bool:
@@ -157,39 +161,6 @@ def remove_wrapper(model: nn.Module) -> None:
         vars(model)["forward"] = inner
     else:
         vars(model).pop("forward", None)
-
-
-class ModelCast:
-    """The undo handle of a converted model."""
-
-    def __init__(self, model: nn.Module, forward: CastForward) -> None:
-        """Make a handle; only ``convert_model`` calls this."""
-        # Weak, so that a reference to the handle does not keep the model alive.
-        self._model = weakref.ref(model)
-        self._forward = weakref.ref(forward)
-
-    @property
-    def model(self) -> nn.Module | None:
-        """The model; None once it is deleted, or converted again."""
-        model: nn.Module | None = self._model()
-        return model if self._forward() is not None else None
-
-    def shield(self, ambient: Ambient, device_types: Sequence[str]) -> None:
-        """Keep another session's casts out of this model's forward, unless the model itself was converted at O1."""
-        forward = self._forward()
-        if forward is not None and forward.settings is not None and not forward.settings.device_types:
-            forward.shield = (ambient, tuple(device_types))
-
-    def undo(self) -> None:
-        """Restore the model's forward; dtypes stay. It may be called again, or after another conversion."""
-        model: nn.Module | None = self._model()
-        forward: CastForward | None = self._forward()
-        if forward is None:
-            return
-        # A wrapper that was installed later still calls this object, which then passes everything through.
-        forward.settings = None
-        if model is not None and vars(model).get("forward") is forward:
-            remove_wrapper(model)
 
 
 # ------------------------------------------------------------------------------------------------------------- forward
@@ -266,9 +237,8 @@ class CastForward:
         inner: The former instance attribute ``forward``, or None for the class's method.
         settings: The casts to apply; None after an undo, when calls pass through.
         of: The reference to the model that the hooks of its submodules share.
-        shield: Casts to keep out of this forward, and their device types.
-        running: The threads inside this forward, or ``TRACED``, one entry per call. It is a list because append and
-            remove are atomic.
+        shield: Another session's casts, to keep out of this forward unless it casts as at O1 itself.
+        running: The threads inside this forward; see ``call_marked``.
         looks_around: Warn if the forward is inside an autocast region. False after the first forward that trains,
             because later ones are called in the same place.
     """
@@ -278,7 +248,7 @@ class CastForward:
     settings: ForwardSettings | None
     of: ModelRef
     running: list[int] = dataclasses.field(default_factory=list)
-    shield: tuple[Ambient, tuple[str, ...]] | None = None
+    shield: Ambient | None = None
     looks_around: bool = False
 
     @property
@@ -289,8 +259,8 @@ class CastForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward with the casts of the settings."""
         settings = self.settings
-        if settings is None or self._calls_itself():
-            return self._call_inner(args, kwargs)
+        if settings is None or (not torch.compiler.is_compiling() and is_marked(self.running)):
+            return self._call_inner(args, kwargs)  # inside the model's forward nothing is cast twice
         if settings.input_dtype is not None:
             if not torch.compiler.is_compiling():
                 self.before_forward()
@@ -309,7 +279,7 @@ class CastForward:
     def _look_around(self, settings: ForwardSettings) -> None:
         self.looks_around = not (self.model.training and torch.is_grad_enabled())
         param = next(self.model.parameters(), None)
-        shielded = self.shield is not None and self.shield[0].is_here()
+        shielded = self.shield is not None and self.shield.is_here()
         if param is None or shielded or not torch.is_autocast_enabled(param.device.type):
             return
         self.looks_around = False
@@ -321,10 +291,6 @@ class CastForward:
             'both out, or initialize at "O1" (float16) or "O4" (bfloat16), whose casts replace those of the region'
         )
 
-    def _calls_itself(self) -> bool:
-        # Inside the model's forward nothing is cast twice, as for submodules.
-        return bool(self.running) and not torch.compiler.is_compiling() and threading.get_ident() in self.running
-
     def _call_inner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.inner is not None:
             return self.inner(*args, **kwargs)
@@ -334,17 +300,13 @@ class CastForward:
         if settings.input_dtype is None:
             return self._call_shielded(settings, args, kwargs)
         if torch.compiler.is_compiling():
-            return self._call_traced(settings, args, kwargs)
-        thread_id = threading.get_ident()
+            return call_marked(self.running, self._call_shielded, settings, args, kwargs)
         try:
-            self.running.append(thread_id)  # inside try, so that an interrupt after it is undone
-            return self._call_shielded(settings, args, kwargs)
+            return call_marked(self.running, self._call_shielded, settings, args, kwargs)
         except RuntimeError as error:
             if re.search(r"dtype|scalar type|type .*should be the same", str(error)):
                 self._check_dtypes(settings, error)
             raise
-        finally:
-            self.running.remove(thread_id)
 
     def _check_dtypes(self, settings: ForwardSettings, error: RuntimeError) -> None:
         """Check that the model still has the dtypes of its cast, after ``error`` about dtypes.
@@ -372,17 +334,10 @@ class CastForward:
                 "amp.shutdown(), for a float32 copy amp.float32_copy()"
             ) from error
 
-    def _call_traced(self, settings: ForwardSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        try:
-            self.running.append(TRACED)
-            return self._call_shielded(settings, args, kwargs)
-        finally:
-            self.running.pop()  # dynamo of torch 2.6 cannot trace list.remove
-
     def _call_shielded(self, settings: ForwardSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.shield is None or not self.shield[0].is_here():
+        if settings.device_types or self.shield is None or not self.shield.is_here():
             return self._call_casting(settings, args, kwargs)
-        with without_autocast(self.shield[1]):
+        with without_autocast(self.shield.device_types):
             return self._call_inner(args, kwargs)
 
     def _call_casting(self, settings: ForwardSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -391,13 +346,10 @@ class CastForward:
             return self._call_inner(args, kwargs)
         if ambient is None or torch.compiler.is_compiling():
             return self._call_in_regions(settings, settings.device_types, args, kwargs)
-        thread_id = threading.get_ident()
+        torch.clear_autocast_cache()  # copies of weights from a region around this forward
         try:
-            ambient.inside.append(thread_id)  # inside try, so that an interrupt after it is undone
-            torch.clear_autocast_cache()  # copies of weights from a region around this forward
-            return self._call_in_regions(settings, settings.device_types, args, kwargs)
+            return call_marked(ambient.inside, self._call_in_regions, settings, settings.device_types, args, kwargs)
         finally:
-            ambient.inside.remove(thread_id)
             torch.clear_autocast_cache()  # the end of a nested region does not clear it
 
     def _call_in_regions(
@@ -407,6 +359,13 @@ class CastForward:
             return self._call_inner(args, kwargs)
         with torch.autocast(device_types[0], dtype=settings.autocast_dtype, cache_enabled=settings.caches_weights):
             return self._call_in_regions(settings, device_types[1:], args, kwargs)
+
+    def undo(self) -> None:
+        """Restore the model's forward; dtypes stay. It may be called again, or after another conversion."""
+        # A wrapper that was installed later still calls this object, which then passes everything through.
+        self.settings = None
+        if vars(self.model).get("forward") is self:
+            remove_wrapper(self.model)
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -8,7 +8,7 @@ Inside the model's own forward nothing is cast a second time.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,27 @@ from apex_npu.backends._torch_private import is_in_backward
 
 # Replaces a thread's identifier, which torch.compile cannot trace.
 TRACED = -1
+
+
+def call_marked(threads: list[int], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function``. Meanwhile ``threads`` has an entry for this thread; its append and remove are atomic."""
+    if torch.compiler.is_compiling():
+        try:
+            threads.append(TRACED)
+            return function(*args, **kwargs)
+        finally:
+            threads.pop()  # dynamo of torch 2.6 cannot trace list.remove
+    thread_id = threading.get_ident()
+    try:
+        threads.append(thread_id)  # inside try, so that an interrupt after it is undone
+        return function(*args, **kwargs)
+    finally:
+        threads.remove(thread_id)
+
+
+def is_marked(threads: list[int]) -> bool:
+    """Return whether this thread is inside ``call_marked``; in code that is being traced, whether any thread is."""
+    return bool(threads) if torch.compiler.is_compiling() else threading.get_ident() in threads
 
 
 class ModelRef:
@@ -77,17 +98,16 @@ class CastInputs:
         dtype = getattr(wrapper, "input_dtype", None)
         if dtype is None:
             return None
-        if torch.compiler.is_compiling():
-            # Tracing cannot read the thread's identifier, and code called by checkpointing must not write attributes.
-            if wrapper.running:
-                return None
-        else:
-            if not is_in_backward():
-                self.alone = threading.get_ident() not in wrapper.running
-            if not self.alone:
-                return None
-            if not is_in_backward():
-                wrapper.before_forward()
+        alone = not is_marked(wrapper.running)
+        if not torch.compiler.is_compiling():  # code that is called by checkpointing must not write attributes there
+            if is_in_backward():
+                alone = self.alone
+            else:
+                self.alone = alone
+                if alone:
+                    wrapper.before_forward()
+        if not alone:
+            return None
         return (
             tuple([cast_floating(value, dtype) for value in args]),
             {name: cast_floating(value, dtype) for name, value in kwargs.items()},

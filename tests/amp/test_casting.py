@@ -20,15 +20,20 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data._utils import worker
 
 from apex_npu._extension import extension
-from apex_npu.amp.policy import OPT_LEVELS
+from apex_npu.amp.policy import OPT_LEVELS, Policy
 from apex_npu.autocast import casting
-from apex_npu.autocast.casting import CastHandle, convert_model, enable_casts
-from apex_npu.autocast.forward_cast import _cached_weights_have_gradients
-from apex_npu.backends.patching import Undo
+from apex_npu.autocast.casting import CastHandle
+from apex_npu.autocast.forward_cast import _cached_weights_have_gradients, convert_model
 
 O1 = OPT_LEVELS["O1"]
 HALF, FLOAT = torch.float16, torch.float32
 registrations = torch._C._dispatch_get_registrations_for_dispatch_key
+
+
+def enable_casts(policy: Policy, device_types: tuple[str, ...]) -> CastHandle:
+    handle = CastHandle(device_types)
+    handle.enable(policy)
+    return handle
 
 
 @pytest.fixture
@@ -61,7 +66,7 @@ def test_rnns_give_half(casts: CastHandle, kind: str, packed: bool, dtype: torch
         "LSTM": lambda: nn.LSTM(4, 5, num_layers=2),
         "LSTM, projection": lambda: nn.LSTM(4, 5, proj_size=3),
     }[kind]().to(DEVICE)
-    convert_model(rnn, O1, (DEVICE.type,), casts.ambient)
+    convert_model(rnn, O1, (DEVICE.type,), casts)
     x = positive(3, 2, 4, dtype=dtype).requires_grad_()
     given: Any = pack_padded_sequence(x, torch.tensor([3, 2])) if packed else x
     output = rnn(given)[0]
@@ -121,7 +126,7 @@ def test_the_backward_of_a_float_region_runs_in_float(casts: CastHandle, run: st
 
 def test_a_gradient_penalty_trains(casts: CastHandle) -> None:
     critic = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(DEVICE)
-    convert_model(critic, O1, (DEVICE.type,), casts.ambient)
+    convert_model(critic, O1, (DEVICE.type,), casts)
 
     def penalty_gradient() -> Tensor:
         critic.zero_grad()
@@ -252,7 +257,7 @@ def test_changed_weights_are_never_stale(
 ) -> None:
     model, x = Net().to(DEVICE), positive(3, 8)
     if converted:
-        convert_model(model, O1, (DEVICE.type,), casts.ambient)
+        convert_model(model, O1, (DEVICE.type,), casts)
     with torch.set_grad_enabled(grad):
         for _ in range(2):
             result = model(x)
@@ -280,7 +285,7 @@ def test_a_forward_casts_each_weight_once(casts: CastHandle) -> None:
     x = positive(2, 4)
     bare = model(x)
     assert weight_cast(bare[0]) is not weight_cast(bare[1])
-    convert_model(model, O1, (DEVICE.type,), casts.ambient)
+    convert_model(model, O1, (DEVICE.type,), casts)
     first = model(x)
     assert weight_cast(first[0]) is weight_cast(first[1])
     assert weight_cast(model(x)[0]) is not weight_cast(first[0])
@@ -303,7 +308,7 @@ def test_a_forward_casts_the_weights_of_overlay_operators_once(casts: CastHandle
     model, x = Twice().to(DEVICE), positive(3)
     bare = model(x)
     assert matrix_cast(bare[0]) is not matrix_cast(bare[1])
-    convert_model(model, O1, (DEVICE.type,), casts.ambient)
+    convert_model(model, O1, (DEVICE.type,), casts)
     first = model(x)
     assert first[0].dtype == HALF
     assert matrix_cast(first[0]) is matrix_cast(first[1])
@@ -342,7 +347,7 @@ def test_disabled_restores_after_an_exception(casts: CastHandle) -> None:
 
 def test_disabled_reaches_into_a_converted_model(casts: CastHandle) -> None:
     model = Net().to(DEVICE)
-    convert_model(model, O1, (DEVICE.type,), casts.ambient)
+    convert_model(model, O1, (DEVICE.type,), casts)
     with casts.disabled():
         assert model(positive(2, 8)).dtype == FLOAT
     assert model(positive(2, 8)).dtype == HALF
@@ -361,7 +366,7 @@ def test_undo_inside_disabled_stays_undone() -> None:
 @needs("autocast_to_bfloat16")
 def test_a_users_own_autocast_block_is_respected(casts: CastHandle) -> None:
     model, x = Net().to(DEVICE), positive(2, 8)
-    convert_model(model, O1, (DEVICE.type,), casts.ambient)
+    convert_model(model, O1, (DEVICE.type,), casts)
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         assert model(x).dtype == HALF  # a model has casts of its own, see test_regions.py
         assert torch.mv(x, x[0]).dtype == torch.bfloat16
@@ -382,7 +387,7 @@ def run_in_thread(function: Callable[[], Any]) -> Any:
 
 def test_another_thread_casts_converted_models_only(casts: CastHandle) -> None:
     model, bare, x = Net().to(DEVICE), Net().to(DEVICE), positive(2, 8)
-    convert_model(model, O1, (DEVICE.type,), casts.ambient)
+    convert_model(model, O1, (DEVICE.type,), casts)
     torch.testing.assert_close(run_in_thread(lambda: model(x)), model(x), rtol=0, atol=0)
     assert run_in_thread(lambda: bare(x)).dtype == FLOAT
 
@@ -390,7 +395,7 @@ def test_another_thread_casts_converted_models_only(casts: CastHandle) -> None:
 def test_two_threads_train_two_models(casts: CastHandle) -> None:
     models, x = [Net().to(DEVICE), Net().to(DEVICE)], positive(2, 8)
     for model in models:
-        convert_model(model, O1, (DEVICE.type,), casts.ambient)
+        convert_model(model, O1, (DEVICE.type,), casts)
 
     def gradients(model: Net) -> list[Tensor]:
         model.zero_grad()
@@ -417,7 +422,7 @@ def test_two_threads_train_two_models(casts: CastHandle) -> None:
 def test_compiled_models_equal_eager(casts: CastHandle, backend: str) -> None:
     torch._dynamo.reset()
     model = Net().to(DEVICE)
-    convert_model(model, O1, (DEVICE.type,), casts.ambient)
+    convert_model(model, O1, (DEVICE.type,), casts)
     x = positive(2, 8).requires_grad_()
 
     def gradients(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -545,10 +550,10 @@ def test_a_failure_half_way_restores_torch(monkeypatch: pytest.MonkeyPatch, step
         raise MemoryError("after the step")
 
     monkeypatch.setattr(casting, step, fails_afterwards)
-    undo = Undo()
+    handle = CastHandle(("cpu",))
     with pytest.raises(MemoryError):
-        enable_casts(O1, ("cpu",), undo=undo)
-    undo.close()
+        handle.enable(O1)
+    handle.undo()
     assert snapshot() == before
 
 

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from apex_npu import amp
 from apex_npu.amp.policy import OPT_LEVELS
-from apex_npu.autocast.casting import convert_model
+from apex_npu.autocast.forward_cast import convert_model
 from apex_npu.autocast.containers import cast_floating
 
 pytestmark = pytest.mark.host

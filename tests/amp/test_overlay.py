@@ -20,12 +20,18 @@ from devices import DEVICE, needs
 from torch import Tensor, exp, mm, nn, var
 from torch.nn.functional import gelu, layer_norm
 
-from apex_npu.amp.policy import OPT_LEVELS
+from apex_npu.amp.policy import OPT_LEVELS, Policy
 from apex_npu.autocast import autocast_ops
-from apex_npu.autocast.casting import CastHandle, enable_casts
+from apex_npu.autocast.casting import CastHandle
 
 O1 = OPT_LEVELS["O1"]
 HALF, FLOAT, DOUBLE = torch.float16, torch.float32, torch.float64
+
+
+def enable_casts(policy: Policy, device_types: tuple[str, ...]) -> CastHandle:
+    handle = CastHandle(device_types)
+    handle.enable(policy)
+    return handle
 
 
 @pytest.fixture(params=["Python"] if autocast_ops.extension is None else ["C++", "Python"])

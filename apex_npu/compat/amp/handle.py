@@ -54,7 +54,7 @@ def init(
     policy = replace(resolve("O1", loss_scale=loss_scale), allow_banned=allow_banned)
     session = Session(policy, [], verbosity=2 if verbose else 1)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    session.device_types = ["cpu" if accelerator is None else accelerator.type]
+    session.casts.device_types = ("cpu" if accelerator is None else accelerator.type,)
     session.patches = registered_patches(session.policy)
     install(session)
     return AmpHandle(session, has_cache=enable_caching)
