@@ -30,8 +30,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -99,17 +98,8 @@ def promote_function(function: _F) -> _F:
 # ------------------------------------------------------------------------------------------------------- registrations
 
 
-@dataclass(frozen=True)
-class Registration:
-    """A name that O1 patches: ``owner.name`` gets the cast ``kind``."""
-
-    owner: Any
-    name: str
-    kind: Kind
-
-
-# Registrations are made before any session, and outlive it.
-_registered: list[Registration] = []
+# The owners and names that O1 patches, with their casts. Registrations are made before any session, and outlive it.
+_registered: list[tuple[Any, str, Kind]] = []
 
 
 def register_half_function(module: Any, name: str) -> None:
@@ -130,7 +120,7 @@ def register_half_function(module: Any, name: str) -> None:
         >>> torch.addcmul(torch.ones(4), torch.ones(4), torch.ones(4)).dtype
         torch.float16
     """
-    _register(Registration(module, name, "half"))
+    _register(module, name, "half")
 
 
 def register_float_function(module: Any, name: str) -> None:
@@ -145,7 +135,7 @@ def register_float_function(module: Any, name: str) -> None:
         >>> torch.logaddexp(torch.ones(4).half(), torch.ones(4).half()).dtype
         torch.float32
     """
-    _register(Registration(module, name, "float"))
+    _register(module, name, "float")
 
 
 def register_promote_function(module: Any, name: str) -> None:
@@ -160,7 +150,7 @@ def register_promote_function(module: Any, name: str) -> None:
         >>> torch.lerp(torch.zeros(4), torch.ones(4, dtype=torch.float16), 0.5).dtype
         torch.float32
     """
-    _register(Registration(module, name, "promote"))
+    _register(module, name, "promote")
 
 
 def unregister_function(module: Any, name: str) -> None:
@@ -180,19 +170,19 @@ def unregister_function(module: Any, name: str) -> None:
     _registered[:] = kept
 
 
-def _register(new: Registration) -> None:
-    function = getattr(new.owner, new.name, None)
-    if not hasattr(new.owner, new.name):
-        raise ValueError(f"No function named {new.name} in module {new.owner}.")
+def _register(owner: Any, name: str, kind: Kind) -> None:
+    function = getattr(owner, name, None)
+    if not hasattr(owner, name):
+        raise ValueError(f"No function named {name} in module {owner}.")
     if isinstance(function, type):
-        raise TypeError(f"{new.name} of {new.owner} is a class; register a method of it: ({new.name}, 'forward'), say")
+        raise TypeError(f"{name} of {owner} is a class; register a method of it: ({name}, 'forward'), say")
     if not callable(function):
-        raise TypeError(f"{new.name} of {new.owner} must be a function, got {type(function).__name__}")
-    _registered[:] = [*_without(new.owner, new.name), new]
+        raise TypeError(f"{name} of {owner} must be a function, got {type(function).__name__}")
+    _registered[:] = [*_without(owner, name), (owner, name, kind)]
 
 
-def _without(owner: Any, name: str) -> list[Registration]:
-    return [old for old in _registered if old.owner is not owner or old.name != name]
+def _without(owner: Any, name: str) -> list[tuple[Any, str, Kind]]:
+    return [old for old in _registered if old[0] is not owner or old[1] != name]
 
 
 def registered_patches(policy: Policy) -> list[Patch]:
@@ -201,21 +191,16 @@ def registered_patches(policy: Policy) -> list[Patch]:
     Raises:
         ValueError: A registered attribute no longer exists.
     """
-    if not policy.patch_torch_functions:
-        return []
-    for old in _registered:
-        if not hasattr(old.owner, old.name):
+    patches = []
+    for owner, name, kind in _registered if policy.patch_torch_functions else []:
+        if not hasattr(owner, name):
             raise ValueError(
-                f"No function named {old.name} in module {old.owner}. It existed when it was registered; if it is no "
-                "longer needed, call amp.unregister_function first."
+                f"No function named {name} in module {owner}. It existed when it was registered; if it is no longer "
+                "needed, call amp.unregister_function first."
             )
-    return [_patch(old, leave_to_lists=not policy.user_cast_preferred) for old in _registered]
-
-
-def _patch(registration: Registration, *, leave_to_lists: bool) -> Patch:
-    keep_casts = leave_to_lists and registration.kind == "promote"
-    make = functools.partial(_casting, kind=registration.kind, keep_casts=keep_casts)
-    return Patch(registration.owner, registration.name, make)
+        keep_casts = kind == "promote" and not policy.user_cast_preferred
+        patches.append(Patch(owner, name, functools.partial(_casting, kind=kind, keep_casts=keep_casts)))
+    return patches
 
 
 # -------------------------------------------------------------------------------------------------------------- wrapper
@@ -232,7 +217,7 @@ def _casting(function: Callable[..., Any], kind: Kind, *, keep_casts: bool = Fal
         casts, device_types = _casts_of_the_moment()
         if casts is None:
             return function(*args, **kwargs)
-        args, kwargs = _CASTS[kind]((args, kwargs), device_types)
+        args, kwargs = _cast(kind, (args, kwargs), device_types)
         if keeps_casts:
             return function(*args, **kwargs)
         with casts.disabled():
@@ -259,40 +244,30 @@ def _casts_of_the_moment() -> tuple[CastHandle | None, list[str]]:
     return (session.casts, device_types) if device_types else (None, [])
 
 
-def _to_half(arguments: Any, device_types: list[str]) -> Any:
-    def to_half(tensor: Tensor) -> Tensor:
-        if tensor.dtype not in AUTOCAST_FLOATS or tensor.device.type not in device_types:
+# The dtypes that are cast.
+_CAST: dict[Kind, Collection[torch.dtype]] = {"half": AUTOCAST_FLOATS, "float": LOW_PRECISION, "promote": MODEL_FLOATS}
+
+
+def _cast(kind: Kind, arguments: Any, device_types: list[str]) -> Any:
+    dtype = torch.float32 if kind == "float" else torch.uint8  # narrower than all that are promoted
+
+    def is_cast(tensor: Tensor) -> bool:
+        return tensor.dtype in _CAST[kind] and tensor.device.type in device_types
+
+    def convert(tensor: Tensor) -> Tensor:
+        if not is_cast(tensor):
             return tensor
-        return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+        return tensor.to(torch.get_autocast_dtype(tensor.device.type) if kind == "half" else dtype)
 
-    return _map_tensors(to_half, arguments)
-
-
-def _to_float(arguments: Any, device_types: list[str]) -> Any:
-    def to_float(tensor: Tensor) -> Tensor:
-        return tensor.float() if tensor.dtype in LOW_PRECISION and tensor.device.type in device_types else tensor
-
-    return _map_tensors(to_float, arguments)
-
-
-def _to_widest(arguments: Any, device_types: list[str]) -> Any:
-    def counts(tensor: Tensor) -> bool:
-        return tensor.dtype in MODEL_FLOATS and tensor.device.type in device_types
-
-    def collect(tensor: Tensor) -> Tensor:
-        if counts(tensor):
-            dtypes.append(tensor.dtype)
+    def widen(tensor: Tensor) -> Tensor:
+        nonlocal dtype
+        if is_cast(tensor):
+            dtype = torch.promote_types(dtype, tensor.dtype)
         return tensor
 
-    dtypes: list[torch.dtype] = []
-    _map_tensors(collect, arguments)
-    if not dtypes:
-        return arguments
-    widest = functools.reduce(torch.promote_types, dtypes)
-    return _map_tensors(lambda tensor: tensor.to(widest) if counts(tensor) else tensor, arguments)
-
-
-_CASTS: dict[Kind, Callable[[Any, list[str]], Any]] = {"half": _to_half, "float": _to_float, "promote": _to_widest}
+    if kind == "promote":
+        _map_tensors(widen, arguments)
+    return _map_tensors(convert, arguments)
 
 
 def _map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:

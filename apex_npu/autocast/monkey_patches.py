@@ -43,12 +43,11 @@ def install_attribute_overlay(undo: Undo, device_types: tuple[str, ...], *, allo
 
     for name in cast_lists.FLOAT_FUNCTIONS:
         patch_attribute(undo, F, name, functools.partial(_float_function, low_precision))
-    bce = _float_bce if allow_banned else _banned_bce
-    patch_attribute(undo, F, "binary_cross_entropy", functools.partial(bce, casting, low_precision))
-    for name in cast_lists.INPLACE_ERROR_FUNCTIONS:
-        patch_attribute(undo, torch, name, functools.partial(_refusing_function, low_precision))
-    for name in cast_lists.INPLACE_ERROR_METHODS:
-        patch_attribute(undo, Tensor, name, functools.partial(_refusing_method, low_precision))
+    bce = functools.partial(_bce, casting, low_precision, allow_banned)
+    patch_attribute(undo, F, "binary_cross_entropy", bce)
+    for owner, names in ((torch, cast_lists.INPLACE_ERROR_FUNCTIONS), (Tensor, cast_lists.INPLACE_ERROR_METHODS)):
+        for name in names:
+            patch_attribute(undo, owner, name, functools.partial(_refusing, low_precision, owner is Tensor))
     patch_attribute(undo, Tensor, "__ipow__", functools.partial(_widening_ipow, low_precision))
     patch_attribute(undo, Tensor, "cpu", functools.partial(_widening_cpu, low_precision))
 
@@ -92,23 +91,10 @@ def _float_function(low_precision: Test, original: Function) -> Function:
     return function
 
 
-def _float_bce(casting: Test, low_precision: Test, original: Function) -> Function:
-    def without_autocast(*args: Any, **kwargs: Any) -> Any:
-        device_type = next((value.device.type for value in (*args, *kwargs.values()) if casting(value)), None)
-        if device_type is None:
-            return original(*args, **kwargs)
-        # Autocast on accelerators refuses this function for all dtypes, although it is safe in float.
-        with torch.autocast(device_type, enabled=False):
-            return original(*args, **kwargs)
-
-    return _float_function(low_precision, without_autocast)
-
-
-def _banned_bce(casting: Test, low_precision: Test, original: Function) -> Function:
-    in_float = _float_bce(casting, low_precision, original)
-
+def _bce(casting: Test, low_precision: Test, allow_banned: bool, original: Function) -> Function:
     def binary_cross_entropy(*args: Any, **kwargs: Any) -> Any:
-        if any(low_precision(value) for value in (*args, *kwargs.values())):
+        given = (*args, *kwargs.values())
+        if not allow_banned and any(map(low_precision, given)):
             raise NotImplementedError(
                 "binary_cross_entropy (also called by torch.nn.BCELoss) is not safe with fp16 arguments: "
                 "probabilities near 0 and 1 are rounded to 0 and 1, and their logarithm is infinite. Do one of "
@@ -118,36 +104,29 @@ def _banned_bce(casting: Test, low_precision: Test, original: Function) -> Funct
                 ".float() and compute the loss under amp.disable_casts(); or, if half probabilities are accurate "
                 "enough, pass allow_banned=True to amp.init."
             )
-        return in_float(*args, **kwargs)
+        device_type = next((value.device.type for value in given if casting(value)), None)
+        if device_type is None:
+            return original(*args, **kwargs)
+        # Autocast on accelerators refuses this function for all dtypes, although it is safe in float.
+        with torch.autocast(device_type, enabled=False):
+            return in_float(*args, **kwargs)
 
+    in_float = _float_function(lambda value: isinstance(value, Tensor) and value.dtype in LOW_PRECISION, original)
     return binary_cross_entropy
 
 
-def _name_of(dtype: torch.dtype) -> str:
-    return "fp16" if dtype == torch.float16 else "bf16"
-
-
-def _refusing_function(low_precision: Test, original: Function) -> Function:
-    def function(*args: Any, **kwargs: Any) -> Any:
-        for value in (*args, *kwargs.values()):
+def _refusing(low_precision: Test, is_method: bool, original: Function) -> Function:
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        for value in args[:1] if is_method else (*args, *kwargs.values()):
             if low_precision(value):
-                raise NotImplementedError(
-                    f"Cannot call in-place function {original.__name__} with {_name_of(value.dtype)} arguments."
+                dtype = "fp16" if value.dtype == torch.float16 else "bf16"
+                kind, given = (
+                    ("method", f"on {dtype} Tensors") if is_method else ("function", f"with {dtype} arguments")
                 )
+                raise NotImplementedError(f"Cannot call in-place {kind} {original.__name__} {given}.")
         return original(*args, **kwargs)
 
-    return function
-
-
-def _refusing_method(low_precision: Test, original: Function) -> Function:
-    def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if low_precision(self):
-            raise NotImplementedError(
-                f"Cannot call in-place method {original.__name__} on {_name_of(self.dtype)} Tensors."
-            )
-        return original(self, *args, **kwargs)
-
-    return method
+    return refusing
 
 
 def _widening_ipow(low_precision: Test, original: Function) -> Function:
