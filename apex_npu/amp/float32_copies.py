@@ -50,21 +50,23 @@ class CopyLink:
     """An object that the modules of a model share with its optimizers. Copies made by one call share its copy.
 
     Attributes:
+        keeps: The float32 values of tensors without a master are kept.
         masters: The masters of the optimizers that step the model, the latest last. They outlive an optimizer.
         showing: The ``ModuleCopies`` of modules whose float32 copies ``state_dict()`` has given to scripts.
         copied: An optimizer has been copied.
         warned: The warning about outdated writes has been emitted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keeps: bool) -> None:
+        self.keeps = keeps
         self.masters: list[Masters] = []
         self.showing: weakref.WeakSet[ModuleCopies] = weakref.WeakSet()
         self.copied = self.warned = False
         self._undo = Undo()
 
     def __reduce__(self) -> Any:
-        """Copy as an empty object."""
-        return CopyLink, ()
+        """Copy as an object without masters."""
+        return CopyLink, (self.keeps,)
 
     def masters_with(self, param: Tensor) -> Masters | None:
         """Return the masters that contain the model's parameter ``param``; None if it has no master."""
@@ -124,14 +126,12 @@ class ModuleCopies:
         module: A module of a model that has been cast.
         link: The link that ``show_float32`` was given.
         kept: The float32 values, in host memory, of tensors without a master, by their names in ``module``.
-        keeps: Loaded values are kept, too.
         shown: The float32 copies that ``state_dict()`` has shown, by name, the latest last.
     """
 
     module: nn.Module
     link: CopyLink
     kept: dict[str, Tensor] = field(default_factory=dict)
-    keeps: bool = True
     shown: dict[str, list[ShownCopy]] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class ModuleCopies:
         masters = self.link.masters_with(tensor)
         if masters is not None:
             return masters.load(tensor, value)
-        if self.keeps and tensor.dtype in LOW_PRECISION and value.dtype == torch.float32:
+        if self.link.keeps and tensor.dtype in LOW_PRECISION and value.dtype == torch.float32:
             self.kept[name] = value.detach().to("cpu", copy=True)
         return value
 
@@ -251,7 +251,7 @@ def _end_copy(module: nn.Module, state_and_values: tuple[Any, dict[str, Tensor]]
     if copies.module is module:
         copies.link.end_copy(module, values)
     else:  # a shallow copy, which has the parameters and the hooks of the original
-        vars(module)["__reduce_ex__"] = ModuleCopies(module, copies.link, copies.kept, copies.keeps)
+        vars(module)["__reduce_ex__"] = ModuleCopies(module, copies.link, copies.kept)
 
 
 def _exact_values(copies: ModuleCopies) -> dict[str, Tensor]:
@@ -291,13 +291,14 @@ def is_cast(module: nn.Module) -> bool:
     return copies_of(module) is not None
 
 
-def show_float32(model: nn.Module) -> None:
+def show_float32(model: nn.Module, *, keeps: bool) -> None:
     """Make state dicts and copies of ``model``, and of its submodules, float32; the modules share a new ``CopyLink``.
 
     Args:
         model: A model that was cast to low precision.
+        keeps: Keep the float32 values of tensors without a master.
     """
-    link = CopyLink()
+    link = CopyLink(keeps)
     for module in model.modules():
         module.register_state_dict_post_hook(_show_fp32)
         module.register_load_state_dict_pre_hook(_fill_masters)

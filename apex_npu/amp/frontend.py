@@ -7,7 +7,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -286,14 +286,9 @@ def _types(values: Sequence[Any]) -> str:
     return ", ".join(type(v).__name__ for v in values)
 
 
-@contextmanager
-def _together(policy: Policy, process_group: Any) -> Iterator[list[Description]]:
-    """With combine_ddp, raise on all processes if one of them fails."""
-    if not policy.combine_ddp:
-        yield []
-        return
-    with failing_together(process_group) as descriptions:
-        yield descriptions
+def _together(policy: Policy, process_group: Any) -> AbstractContextManager[list[Description]]:
+    """With combine_ddp, return a context that raises on all processes if one of them fails."""
+    return failing_together(process_group) if policy.combine_ddp else nullcontext([])
 
 
 def _print_options(session: Session, models: list[nn.Module]) -> None:
@@ -353,7 +348,7 @@ def _set_up(
             for model in models:
                 session.models.append(weakref.ref(convert_model(model, policy, casts.device_types, casts)))
                 if policy.model_dtype in LOW_PRECISION:
-                    show_float32(model)
+                    show_float32(model, keeps=keeps and bool(policy.master_weights))
             undo.callback(_release, as_they_were)
             for optimizer in optimizers:
                 adopt(optimizer, session, before)
@@ -365,8 +360,7 @@ def _set_up(
         for state in states:
             state.masters.keep_values_of({id(p) for ddp in ddps for p in ddp.parameters()})
         with_master = {id(param) for state in states for param in state.masters.params()}
-        keeps = keeps and bool(policy.master_weights)
-        for text in keep_values(models, before, with_master, keep=keeps):
+        for text in keep_values(models, before, with_master):
             session.say(text)
         _rebuild_reducers(ddps)
         install(session)

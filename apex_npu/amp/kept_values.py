@@ -22,9 +22,7 @@ from apex_npu.ops import LOW_PRECISION
 _ANNOUNCED = 2**30
 
 
-def keep_values(
-    models: Sequence[nn.Module], before: Mapping[int, Tensor], with_master: Collection[int], *, keep: bool
-) -> list[str]:
+def keep_values(models: Sequence[nn.Module], before: Mapping[int, Tensor], with_master: Collection[int]) -> list[str]:
     """Keep the float32 values of cast tensors without a master, for state dicts and for later masters.
 
     The values are kept in host memory, unless low precision holds them exactly. A buffer becomes float32 again if low
@@ -36,7 +34,6 @@ def keep_values(
         models: Models that have been cast, and passed to ``show_float32``.
         before: ``id(tensor)`` → its value before the cast.
         with_master: The identities of the parameters that have masters.
-        keep: False: nothing is kept.
 
     Returns:
         The texts to print.
@@ -49,7 +46,6 @@ def keep_values(
     inexact: list[str] = []
     nbytes = 0
     for full_name, copies, name, tensor in _cast_tensors(models):
-        copies.keeps = keep
         value = before[id(tensor)]
         overflows, vanishes, differs = _changes(tensor, value)
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -63,7 +59,7 @@ def keep_values(
                 f"(at most {torch.finfo(tensor.dtype).max:.4g}): rescale it, or use O1, or O4 or O5, whose bfloat16 "
                 "has the range of float32. Nothing has been changed"
             )
-        elif keep and differs and id(tensor) not in with_master:
+        elif copies.link.keeps and differs and id(tensor) not in with_master:
             copies.kept[name] = value.detach().to("cpu", torch.float32)
             nbytes += value.numel() * 4
             inexact += [full_name] * is_buffer
@@ -146,7 +142,7 @@ def follow_broadcast(module: nn.Module, sent: Sequence[Tensor], group: Any, rank
         found = [masters for masters in copies.link.masters if masters.has(tensor)]
         for masters in found:
             masters.load(tensor, values[id(tensor)])
-        if copies.keeps and not found:
+        if copies.link.keeps and not found:
             copies.keep(name, tensor, values[id(tensor)])
     for link in {copies.link for copies, _, _ in cast}:
         for masters in link.masters:
