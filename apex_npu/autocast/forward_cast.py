@@ -52,6 +52,14 @@ class Ambient:
         self.active = False
         self.inside: list[int] = []
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ambient:
+        """Return the object itself, which copies of a model share."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """Pickle as an object of its own: another process may use the identifier for another thread."""
+        return Ambient, ()
+
     def is_here(self) -> bool:
         """Return whether this thread has O1's autocast state outside of autocast regions."""
         # torch.compile cannot trace get_ident.
@@ -125,15 +133,19 @@ def convert_model(
     inner = unwrapped_forward(model)
     if inner is None and isinstance(model, torch.jit.ScriptModule):
         inner = model.forward  # the class has no forward to call
-    settings = _forward_settings(policy, device_types, ambient or Ambient())
-    if policy.enabled and policy.model_dtype is not None:
-        cast_parameters(model, policy.model_dtype, keeps=is_batch_norm if policy.keep_batchnorm_fp32 else None)
-    of = ModelRef(model)
-    looks_around = settings is not None and not settings.device_types
-    forward = CastForward(model, inner, settings, of, looks_around=looks_around)
-    if settings is not None:
-        if settings.input_dtype in LOW_PRECISION:
-            watch_submodules(model, of, settings.input_dtype)
+    forward = CastForward(model, inner, ModelRef(model), ambient or Ambient(), title=policy.title)
+    if policy.enabled:
+        dtype = policy.model_dtype
+        forward.input_dtype = dtype
+        forward.output_dtype = policy.cast_model_outputs or (None if dtype is None else torch.float32)
+        if policy.patch_torch_functions:
+            forward.device_types, forward.autocast_dtype = tuple(dict.fromkeys(device_types)), policy.autocast_dtype
+            forward.caches_weights, forward.looks_around = _cached_weights_have_gradients(), False
+        if dtype is not None:
+            cast_parameters(model, dtype, keeps=is_batch_norm if policy.keep_batchnorm_fp32 else None)
+    if forward.input_dtype is not None or forward.output_dtype is not None or forward.device_types:
+        if forward.input_dtype in LOW_PRECISION:
+            watch_submodules(model, forward.of, forward.input_dtype)
         vars(model)["forward"] = forward
         vars(model)["_replicate_for_data_parallel"] = functools.partial(_replicate, forward)
     else:
@@ -166,52 +178,6 @@ def remove_wrapper(model: nn.Module) -> None:
 # ------------------------------------------------------------------------------------------------------------- forward
 
 
-@dataclasses.dataclass(frozen=True)
-class ForwardSettings:
-    """The settings of a wrapped forward. Copies of a model share them. A pickle does not include ``ambient``.
-
-    Attributes:
-        input_dtype: The dtype to which floating-point inputs are cast; None: they are not cast.
-        output_dtype: The dtype to which floating-point outputs are cast; None: they are not cast.
-        device_types: The device types for which the forward is an autocast region.
-        autocast_dtype: The dtype of that region.
-        ambient: Records when a forward is not a region: inside another forward, or inside ``disable_casts``.
-        title: The name of the policy in warnings.
-        caches_weights: A weight is cast once in a forward; otherwise, it is cast in each use.
-    """
-
-    input_dtype: torch.dtype | None
-    output_dtype: torch.dtype | None
-    device_types: tuple[str, ...]
-    autocast_dtype: torch.dtype
-    ambient: Ambient | None
-    title: str = ""
-    caches_weights: bool = True
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardSettings:
-        """Return the object itself, which is immutable."""
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return everything except ``ambient``, since another process may use the identifier for another thread."""
-        return {**vars(self), "ambient": None}
-
-
-def _forward_settings(policy: CastPolicy, device_types: Sequence[str], ambient: Ambient) -> ForwardSettings | None:
-    if not policy.enabled:
-        return None
-    input_dtype, output_dtype = policy.model_dtype, policy.cast_model_outputs
-    if input_dtype is not None and output_dtype is None:
-        output_dtype = torch.float32
-    regions = tuple(dict.fromkeys(device_types)) if policy.patch_torch_functions else ()
-    if input_dtype is None and output_dtype is None and not regions:
-        return None
-    caches_weights = not regions or _cached_weights_have_gradients()
-    return ForwardSettings(
-        input_dtype, output_dtype, regions, policy.autocast_dtype, ambient, policy.title, caches_weights
-    )
-
-
 @functools.cache
 def _cached_weights_have_gradients() -> bool:
     """Return whether a weight first used under ``no_grad`` in an autocast region gets a gradient from its next use.
@@ -235,8 +201,14 @@ class CastForward:
     Attributes:
         model: The model with this forward.
         inner: The former instance attribute ``forward``, or None for the class's method.
-        settings: The casts to apply; None after an undo, when calls pass through.
         of: The reference to the model that the hooks of its submodules share.
+        ambient: Records when a forward is not a region: inside another forward, or inside ``disable_casts``.
+        title: The name of the policy in warnings.
+        input_dtype: The dtype to which floating-point inputs are cast; None: they are not cast.
+        output_dtype: The dtype to which floating-point outputs are cast; None: they are not cast.
+        device_types: The device types for which the forward is an autocast region.
+        autocast_dtype: The dtype of that region.
+        caches_weights: A weight is cast once in that region; otherwise, it is cast in each use.
         shield: Another session's casts, to keep out of this forward unless it casts as at O1 itself.
         running: The threads inside this forward; see ``call_marked``.
         looks_around: Warn if the forward is inside an autocast region. False after the first forward that trains,
@@ -245,38 +217,34 @@ class CastForward:
 
     model: nn.Module
     inner: Callable[..., Any] | None
-    settings: ForwardSettings | None
     of: ModelRef
+    ambient: Ambient
+    title: str = ""
+    input_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    device_types: tuple[str, ...] = ()
+    autocast_dtype: torch.dtype | None = None
+    caches_weights: bool = True
     running: list[int] = dataclasses.field(default_factory=list)
     shield: Ambient | None = None
-    looks_around: bool = False
-
-    @property
-    def input_dtype(self) -> torch.dtype | None:
-        """The dtype to which floating-point inputs are cast, or None."""
-        return None if self.settings is None else self.settings.input_dtype
+    looks_around: bool = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward with the casts of the settings."""
-        settings = self.settings
-        if settings is None or (not torch.compiler.is_compiling() and is_marked(self.running)):
+        """Run the forward with its casts."""
+        input_dtype, output_dtype = self.input_dtype, self.output_dtype
+        if not torch.compiler.is_compiling() and is_marked(self.running):
             return self._call_inner(args, kwargs)  # inside the model's forward nothing is cast twice
-        if settings.input_dtype is not None:
+        if input_dtype is not None:
             if not torch.compiler.is_compiling():
-                self.before_forward()
+                self.ambient.before_forward()
                 if self.looks_around:
-                    self._look_around(settings)
-            args = tuple([cast_floating(value, settings.input_dtype) for value in args])
-            kwargs = {name: cast_floating(value, settings.input_dtype) for name, value in kwargs.items()}
-        output = self._call_marked(settings, args, kwargs)
-        return output if settings.output_dtype is None else cast_floating(output, settings.output_dtype)
+                    self._look_around()
+            args = tuple([cast_floating(value, input_dtype) for value in args])
+            kwargs = {name: cast_floating(value, input_dtype) for name, value in kwargs.items()}
+        output = self._call_casting(args, kwargs) if input_dtype is None else self._call_marked(args, kwargs)
+        return output if output_dtype is None else cast_floating(output, output_dtype)
 
-    def before_forward(self) -> None:
-        """Call ``Ambient.before_forward`` of the settings."""
-        if self.settings is not None and self.settings.ambient is not None:
-            self.settings.ambient.before_forward()
-
-    def _look_around(self, settings: ForwardSettings) -> None:
+    def _look_around(self) -> None:
         self.looks_around = not (self.model.training and torch.is_grad_enabled())
         param = next(self.model.parameters(), None)
         shielded = self.shield is not None and self.shield.is_here()
@@ -285,7 +253,7 @@ class CastForward:
         self.looks_around = False
         device_type = param.device.type
         warn(
-            f"the model was initialized at {settings.title}, so that it computes in {settings.input_dtype}, and its "
+            f"the model was initialized at {self.title}, so that it computes in {self.input_dtype}, and its "
             f"forward is called inside of torch.autocast({device_type!r}, "
             f"dtype={torch.get_autocast_dtype(device_type)}), which casts within the model a second time: leave one of "
             'both out, or initialize at "O1" (float16) or "O4" (bfloat16), whose casts replace those of the region'
@@ -296,19 +264,17 @@ class CastForward:
             return self.inner(*args, **kwargs)
         return type(self.model).forward(self.model, *args, **kwargs)
 
-    def _call_marked(self, settings: ForwardSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if settings.input_dtype is None:
-            return self._call_shielded(settings, args, kwargs)
+    def _call_marked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
-            return call_marked(self.running, self._call_shielded, settings, args, kwargs)
+            return call_marked(self.running, self._call_casting, args, kwargs)
         try:
-            return call_marked(self.running, self._call_shielded, settings, args, kwargs)
+            return call_marked(self.running, self._call_casting, args, kwargs)
         except RuntimeError as error:
             if re.search(r"dtype|scalar type|type .*should be the same", str(error)):
-                self._check_dtypes(settings, error)
+                self._check_dtypes(error)
             raise
 
-    def _check_dtypes(self, settings: ForwardSettings, error: RuntimeError) -> None:
+    def _check_dtypes(self, error: RuntimeError) -> None:
         """Check that the model still has the dtypes of its cast, after ``error`` about dtypes.
 
         Raises:
@@ -321,12 +287,12 @@ class CastForward:
             for name, tensor in chain(
                 module.named_parameters(prefix, recurse=False), module.named_buffers(prefix, recurse=False)
             )
-            if tensor.is_floating_point() and tensor.dtype != settings.input_dtype
+            if tensor.is_floating_point() and tensor.dtype != self.input_dtype
         ]
         if others:
             more = f" and {len(others) - 1} more" if len(others) > 1 else ""
             raise RuntimeError(
-                f"the forward of a model that amp.initialize has cast to {settings.input_dtype} ({settings.title}) "
+                f"the forward of a model that amp.initialize has cast to {self.input_dtype} ({self.title}) "
                 f"has failed, and {others[0]}{more} have another dtype. They may have been converted "
                 "(model.float(), .double()), passed to functional_call, or added to the model, or they are buffers "
                 "that initialize reported as float32. Add modules before amp.initialize, or cast their inputs in "
@@ -334,36 +300,33 @@ class CastForward:
                 "amp.shutdown(), for a float32 copy amp.float32_copy()"
             ) from error
 
-    def _call_shielded(self, settings: ForwardSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if settings.device_types or self.shield is None or not self.shield.is_here():
-            return self._call_casting(settings, args, kwargs)
-        with without_autocast(self.shield.device_types):
+    def _call_casting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.device_types:
+            if self.shield is None or not self.shield.is_here():
+                return self._call_inner(args, kwargs)
+            with without_autocast(self.shield.device_types):
+                return self._call_inner(args, kwargs)
+        if self.ambient.is_inside():
             return self._call_inner(args, kwargs)
-
-    def _call_casting(self, settings: ForwardSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        ambient = settings.ambient
-        if not settings.device_types or (ambient is not None and ambient.is_inside()):
-            return self._call_inner(args, kwargs)
-        if ambient is None or torch.compiler.is_compiling():
-            return self._call_in_regions(settings, settings.device_types, args, kwargs)
+        if torch.compiler.is_compiling():
+            return self._call_in_regions(self.device_types, args, kwargs)
         torch.clear_autocast_cache()  # copies of weights from a region around this forward
         try:
-            return call_marked(ambient.inside, self._call_in_regions, settings, settings.device_types, args, kwargs)
+            return call_marked(self.ambient.inside, self._call_in_regions, self.device_types, args, kwargs)
         finally:
             torch.clear_autocast_cache()  # the end of a nested region does not clear it
 
-    def _call_in_regions(
-        self, settings: ForwardSettings, device_types: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _call_in_regions(self, device_types: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not device_types:
             return self._call_inner(args, kwargs)
-        with torch.autocast(device_types[0], dtype=settings.autocast_dtype, cache_enabled=settings.caches_weights):
-            return self._call_in_regions(settings, device_types[1:], args, kwargs)
+        with torch.autocast(device_types[0], dtype=self.autocast_dtype, cache_enabled=self.caches_weights):
+            return self._call_in_regions(device_types[1:], args, kwargs)
 
     def undo(self) -> None:
         """Restore the model's forward; dtypes stay. It may be called again, or after another conversion."""
         # A wrapper that was installed later still calls this object, which then passes everything through.
-        self.settings = None
+        self.input_dtype = self.output_dtype = self.shield = None
+        self.device_types = ()
         if vars(self.model).get("forward") is self:
             remove_wrapper(self.model)
 
@@ -387,7 +350,7 @@ class CastForward:
         if isinstance(inner, types.MethodType) and inner.__self__ is self.model:
             inner = types.MethodType(inner.__func__, model)
         # Submodules of a replica have the hooks of the original, which read ``running``.
-        return CastForward(model, inner, self.settings, self.of, self.running, self.shield)
+        return dataclasses.replace(self, model=model, inner=inner, looks_around=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the attributes that belong to this process."""

@@ -105,7 +105,7 @@ class CastInputs:
             else:
                 self.alone = alone
                 if alone:
-                    wrapper.before_forward()
+                    wrapper.ambient.before_forward()
         if not alone:
             return None
         return (
