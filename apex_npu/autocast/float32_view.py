@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,20 +26,6 @@ def float32_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**tensors, **{name: shown[name] for name in low if name in shown}}
 
 
-class _Float32View:
-    """The part of a model that ``AveragedModel.update_parameters`` reads, in float32."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._tensors = float32_tensors(model)
-
-    def parameters(self) -> Iterator[Tensor]:
-        return iter([self._tensors[name] for name, _ in self._model.named_parameters()])
-
-    def buffers(self) -> Iterator[Tensor]:
-        return iter([self._tensors[name] for name, _ in self._model.named_buffers()])
-
-
 def average_in_float32(undo: Undo) -> None:
     """Make torch's ``AveragedModel``, a float32 copy of a model that amp has cast, average float32 values.
 
@@ -48,8 +35,11 @@ def average_in_float32(undo: Undo) -> None:
 
     def in_float32(original: Callable[..., Any]) -> Callable[..., Any]:
         def update_parameters(self: AveragedModel, model: nn.Module) -> Any:
-            low = any(t.dtype in LOW_PRECISION for t in [*model.parameters(), *model.buffers()])
-            return original(self, _Float32View(model) if low else model)
+            tensors = float32_tensors(model)
+            params = [tensors[name] for name, _ in model.named_parameters()]
+            buffers = [tensors[name] for name, _ in model.named_buffers()]
+            # The part of a model that torch's method reads.
+            return original(self, SimpleNamespace(parameters=lambda: params, buffers=lambda: buffers))
 
         return update_parameters
 
