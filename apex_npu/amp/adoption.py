@@ -1,10 +1,10 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``adopt`` gives an optimizer amp's class and state; ``release`` undoes that."""
+"""``adopt`` gives an optimizer amp's class and state."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from apex_npu.amp.policy import Policy
 from apex_npu.amp.preconditions import optimizers_inside, shares_groups, steps_remainders
 from apex_npu.amp.remainder_masters import RemainderMasters
 from apex_npu.amp.session import Session
-from apex_npu.fusion import MASTER_PARAM, HasFusedGroups
+from apex_npu.fusion import HasFusedGroups
 from apex_npu.ops import LOW_PRECISION
 
 # None: the dtype that the optimizer has chosen, or int16.
@@ -70,21 +70,18 @@ def _keeps_remainders(optimizer: Any, policy: Policy) -> bool:
     )
 
 
-def release(optimizer: Optimizer, cls: Any, state_formats: Any) -> None:
-    """Undo ``adopt``, even if it has failed halfway.
+def optimizer_snapshot(optimizer: Optimizer) -> Callable[[], None]:
+    """Return a function that undoes ``adopt`` and ``adopt_inside``, even if they have failed halfway."""
+    found = [(one, type(one), dict(vars(one))) for one in (optimizer, *optimizers_inside(optimizer))]
 
-    Args:
-        optimizer: The optimizer.
-        cls: Its class before ``adopt``.
-        state_formats: Its ``state_formats`` before ``adopt``; unused if it is not a fused optimizer.
-    """
-    state = state_of(optimizer)
-    if state is not None and isinstance(state.masters, RemainderMasters):
-        optimizer.state_formats = state_formats  # type: ignore[attr-defined]
-        for entry in optimizer.state.values():
-            entry.pop(MASTER_PARAM, None)
-    optimizer.__class__ = cls
-    vars(optimizer).pop("_amp_state", None)
+    def put_back() -> None:
+        for one, cls, attributes in found:
+            one.__class__ = cls
+            vars(one).update(attributes)
+            for name in vars(one).keys() - attributes.keys():
+                del vars(one)[name]
+
+    return put_back
 
 
 def adopt_inside(optimizer: Optimizer) -> None:
@@ -101,16 +98,3 @@ def adopt_inside(optimizer: Optimizer) -> None:
         inner.__class__ = adopted_class(cls, SharedGroupsMixin)
     vars(optimizer)["_amp_stepping"] = stepping
     optimizer.__class__ = adopted_class(type(optimizer).__bases__[1], SharedGroupsMixin)
-
-
-def release_inside(optimizer: Optimizer) -> None:
-    """Undo ``adopt_inside``."""
-    state = state_of(optimizer)
-    for inner in optimizers_inside(optimizer):
-        if state is None or state_of(inner) is not state:
-            continue
-        if isinstance(inner, SharedGroupsMixin):
-            inner.__class__ = type(inner).__bases__[1]
-        vars(inner).pop("_amp_state", None)
-        vars(inner).pop("_amp_stepping", None)
-    vars(optimizer).pop("_amp_stepping", None)

@@ -100,7 +100,7 @@ class CopyLink:
         """Make ``module``, a complete copy, float32, unless its optimizer has been copied as well."""
         if not self.copied and is_cast(module):
             takes_inputs = is_wrapped(module)
-            self._undo.callback(snapshot(module))
+            self._undo.callback(module_snapshot(module))
             to_float32(module, values)
             if takes_inputs:
                 module.register_forward_pre_hook(_widen_inputs, with_kwargs=True)
@@ -151,6 +151,8 @@ class ModuleCopies:
     def load(self, name: str, tensor: Tensor, value: Tensor) -> Tensor:
         """Set the kept value of the module's ``tensor`` named ``name``, or its master, to ``value``.
 
+        A value that the tensor holds exactly is not kept.
+
         Returns:
             The value to write to ``tensor``.
         """
@@ -158,7 +160,9 @@ class ModuleCopies:
         if masters is not None:
             return masters.load(tensor, value)
         if self.link.keeps and tensor.dtype in LOW_PRECISION and value.dtype == torch.float32:
-            self.kept[name] = value.detach().to("cpu", copy=True)
+            self.kept.pop(name, None)
+            if not torch.equal(value.to(tensor.dtype).float(), value):
+                self.kept[name] = value.detach().to("cpu", copy=True)
         return value
 
     @torch.inference_mode(False)
@@ -209,13 +213,6 @@ class ModuleCopies:
             masters.end_loading([tensor])
         written.note(tensor)
         written.let_go()
-
-    def keep(self, name: str, tensor: Tensor, value: Tensor) -> None:
-        """Keep the float32 ``value`` of the module's ``tensor`` named ``name``, unless the tensor holds it exactly."""
-        if torch.equal(tensor.float(), value):
-            self.kept.pop(name, None)
-        else:
-            self.kept[name] = value.to("cpu")
 
     def __call__(self, protocol: Any) -> Any:
         """Return the result of the class's own ``__reduce_ex__``, with the float32 values added."""
@@ -325,7 +322,7 @@ def restore_float32(model: nn.Module) -> None:
         to_float32(copies.module, values)
 
 
-def snapshot(module: nn.Module) -> Callable[[], None]:
+def module_snapshot(module: nn.Module) -> Callable[[], None]:
     """Return a function that undoes what amp changes later in ``module`` itself: its tensors, hooks and attributes."""
     attributes = {name: vars(module)[name] for name in _ATTRIBUTES if name in vars(module)}
     hooks = [(entries, dict(entries)) for entries in map(vars(module).__getitem__, _HOOKS)]

@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from apex_npu._extension import REBUILD, extension
-from apex_npu.amp.adoption import adopt, adopt_inside, release, release_inside
+from apex_npu.amp.adoption import adopt, adopt_inside, optimizer_snapshot
 from apex_npu.amp.data_parallel import DataParallel
-from apex_npu.amp.float32_copies import restore_float32, show_float32, snapshot
+from apex_npu.amp.float32_copies import module_snapshot, restore_float32, show_float32
 from apex_npu.amp.float32_loop import Float32Loop
 from apex_npu.amp.fused_unscale import check_fusible
 from apex_npu.amp.kept_values import keep_values
@@ -33,7 +33,7 @@ from apex_npu.amp.preconditions import (
     check_inside_of_ddp,
     check_memory,
     check_nothing_averages,
-    check_optimizers,
+    check_options,
 )
 from apex_npu.amp.scaler import DynamicScaleOptions, make_scaler
 from apex_npu.amp.session import (
@@ -231,7 +231,7 @@ def initialize(
             ddps = ddps_of(session.ddps, [p for model in model_list for p in model.parameters()])
             check_inside_of_ddp(policy, ddps)
             left_to_amp, units = sharded_policy(policy, overflow_group, model_list, optimizer_list)
-            check_optimizers(left_to_amp, optimizer_list)
+            check_options(left_to_amp, optimizer_list)
             if policy.fuse_unscale:
                 check_fusible(optimizers if isinstance(optimizers, list) else [optimizers])
             check_devices(session.casts.device_types, model_list)
@@ -331,7 +331,6 @@ def _set_up(
     """Convert models, adopt optimizers, patch torch and install ``session``; undo all of it if a part fails."""
     policy = session.policy
     casts = session.casts
-    as_they_were = [(o, type(o), getattr(o, "state_formats", None)) for o in optimizers]
     parallel = session.data_parallel
     undo = Undo()
     undo.callback(_keep_remainders())
@@ -340,7 +339,7 @@ def _set_up(
         undo.callback(_rebuild_reducers, ddps)
         with _together(policy, None if parallel is None else parallel.group):
             for module in dict.fromkeys(module for model in models for module in model.modules()):
-                undo.callback(snapshot(module))
+                undo.callback(module_snapshot(module))
             for model in models:
                 restore_float32(model)
             # The values before any cast. Masters use their memory.
@@ -349,7 +348,8 @@ def _set_up(
                 session.models.append(weakref.ref(convert_model(model, policy, casts.device_types, casts)))
                 if policy.model_dtype in LOW_PRECISION:
                     show_float32(model, keeps=keeps and bool(policy.master_weights))
-            undo.callback(_release, as_they_were)
+            for optimizer in optimizers:
+                undo.callback(optimizer_snapshot(optimizer))
             for optimizer in optimizers:
                 adopt(optimizer, session, before)
             for optimizer in optimizers:
@@ -403,12 +403,6 @@ def _start_alike(
         masters = optimizer._amp_state.masters  # type: ignore[attr-defined]
         masters.take_values(values)
         masters.keep_values_of(values.keys())
-
-
-def _release(optimizers: list[tuple[Optimizer, Any, Any]]) -> None:
-    for optimizer, cls, state_formats in optimizers:
-        release_inside(optimizer)
-        release(optimizer, cls, state_formats)
 
 
 def _device_types(models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[str, ...]:

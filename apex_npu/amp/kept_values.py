@@ -142,8 +142,8 @@ def follow_broadcast(module: nn.Module, sent: Sequence[Tensor], group: Any, rank
         found = [masters for masters in copies.link.masters if masters.has(tensor)]
         for masters in found:
             masters.load(tensor, values[id(tensor)])
-        if copies.link.keeps and not found:
-            copies.keep(name, tensor, values[id(tensor)])
+        if not found:
+            copies.load(name, tensor, values[id(tensor)])
     for link in {copies.link for copies, _, _ in cast}:
         for masters in link.masters:
             masters.end_loading([tensor for _, _, tensor in cast])

@@ -177,7 +177,7 @@ def check_nothing_averages(models: list[nn.Module], ddps: list[nn.parallel.Distr
         )
 
 
-def check_optimizers(policy: Policy, optimizers: list[Optimizer]) -> None:
+def check_options(policy: Policy, optimizers: list[Optimizer]) -> None:
     """Raise for optimizers that cannot do what ``policy`` demands, or whose state contradicts it."""
     if policy.combine_grad:
         check_plain(optimizers)
