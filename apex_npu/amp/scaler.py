@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from apex_npu.amp.policy import LossScale
 from apex_npu.backends.script_warnings import warn
@@ -71,37 +71,14 @@ class DynamicScaleOptions:
             raise ValueError(f"min_loss_scale {self.min_scale!r} must not exceed max_loss_scale {self.max_scale!r}")
 
 
-class LossScaler(Protocol):
-    """The interface that scale_loss requires of a scaler."""
-
-    scale: float
-    # Steps since the last overflow, or since the scale last grew. Checkpoints call it "unskipped".
-    good_steps: int
-    # False: gradients need not be checked, so no step waits for the device.
-    dynamic: bool
-    # The argument of the last update.
-    found_inf: bool
-    # The scaler's warning has been emitted.
-    said: bool
-
-    def update(self, found_inf: bool) -> None:
-        """Note the outcome of one step and choose the scale of the next."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return ``{"loss_scale": float, "unskipped": int}``, which is Apex's format."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a result of ``state_dict``."""
-        ...
-
-
-class StaticLossScaler:
+class LossScaler:
     """A constant scale. It skips no step. The first overflow emits a warning, if checking for it costs nothing.
 
     Attributes:
-        said: The warning of an overflow has been emitted.
+        dynamic: False: gradients need not be checked, so no step waits for the device.
+        good_steps: Steps since the last overflow, or since the scale last grew. Checkpoints call it "unskipped".
+        found_inf: The argument of the last update.
+        said: The scaler's warning has been emitted.
     """
 
     dynamic = False
@@ -137,7 +114,7 @@ class StaticLossScaler:
         self.scale, self.good_steps = _checked(state)
 
 
-class DynamicLossScaler(StaticLossScaler):
+class DynamicLossScaler(LossScaler):
     """A scale that shrinks when gradients overflow, and grows after enough steps without overflow."""
 
     dynamic = True
@@ -200,4 +177,4 @@ def _checked(state: dict[str, Any]) -> tuple[float, int]:
 
 def make_scaler(loss_scale: LossScale, options: DynamicScaleOptions) -> LossScaler:
     """Return the scaler for a policy's ``loss_scale``."""
-    return DynamicLossScaler(options) if loss_scale == "dynamic" else StaticLossScaler(float(loss_scale))
+    return DynamicLossScaler(options) if loss_scale == "dynamic" else LossScaler(float(loss_scale))

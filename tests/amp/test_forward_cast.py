@@ -21,8 +21,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from apex_npu import amp
 from apex_npu.amp.policy import OPT_LEVELS
-from apex_npu.autocast.forward_cast import convert_model
 from apex_npu.autocast.containers import cast_floating
+from apex_npu.autocast.forward_cast import convert_model
 
 pytestmark = pytest.mark.host
 
