@@ -229,7 +229,8 @@ def initialize(
             check_incoming(model_list, optimizer_list)
             find_ddps(session.ddps)
             ddps = ddps_of(session.ddps, [p for model in model_list for p in model.parameters()])
-            check_inside_of_ddp(policy, ddps)
+            changing = [ddp for ddp in ddps if changes_dtypes(policy, ddp)]
+            check_inside_of_ddp(policy, changing)
             left_to_amp, units = sharded_policy(policy, overflow_group, model_list, optimizer_list)
             check_options(left_to_amp, optimizer_list)
             if policy.fuse_unscale:
@@ -257,7 +258,7 @@ def initialize(
         if units:  # fully_shard casts by itself
             session.policy, session.held = left_to_amp, HeldGradients(units)
         session.verbosity = verbosity  # skipped steps are announced on every rank
-        _set_up(session, model_list, optimizer_list, ddps, keeps=keep_frozen_float32)
+        _set_up(session, model_list, optimizer_list, changing, keeps=keep_frozen_float32)
     else:
         install(session)
     return models if optimizers is None else (models, optimizers)
@@ -328,13 +329,15 @@ def _set_up(
     *,
     keeps: bool,
 ) -> None:
-    """Convert models, adopt optimizers, patch torch and install ``session``; undo all of it if a part fails."""
+    """Convert models, adopt optimizers, patch torch and install ``session``; undo all of it if a part fails.
+
+    ``ddps`` are those around models whose dtypes change.
+    """
     policy = session.policy
     casts = session.casts
     parallel = session.data_parallel
     undo = Undo()
     undo.callback(_keep_remainders())
-    ddps = [ddp for ddp in ddps if changes_dtypes(policy, ddp)]
     try:
         undo.callback(_rebuild_reducers, ddps)
         with _together(policy, None if parallel is None else parallel.group):

@@ -101,11 +101,11 @@ def _sharing_memory(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
 
 
 def check_inside_of_ddp(policy: Policy, ddps: list[nn.parallel.DistributedDataParallel]) -> None:
-    """Raise for models inside of wrappers that would no longer average gradients."""
-    if policy.master_weights and any(changes_dtypes(policy, ddp) for ddp in ddps):
+    """Raise for wrappers around models whose dtypes change, and that would no longer average gradients."""
+    if policy.master_weights and ddps:
         check_averages()
     for ddp in ddps:
-        obstacle = obstacle_to_rebuilding(ddp) if changes_dtypes(policy, ddp) else None
+        obstacle = obstacle_to_rebuilding(ddp)
         if obstacle is not None:
             raise RuntimeError(
                 f"Incoming model is inside of a DistributedDataParallel with {obstacle}: opt_level "
