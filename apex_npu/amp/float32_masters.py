@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -271,17 +272,17 @@ class Float32Masters(Masters):
             finally:
                 self._open -= 1
             return
-        low: list[Tensor] = []
+        own = vars(self)
+        at_end: Iterable[tuple[str, Any]] = [("_open", 0)]
         self._open = 1  # before the first parameter has float32 data: other threads call models of the session
         try:
             low = swap_data(self._params, self._values)
+            # If a script gives a parameter other float32 data, that becomes its value.
+            at_end = chain(zip(["_values"], map(swap_data, [self._params], [low]), strict=True), at_end)
             self._values = []  # a fused optimizer frees memory that it moves values from, if no other tensor has it
             yield
         finally:
-            # If a script has given a parameter other float32 data, that becomes its value.
-            if low:
-                self._values = swap_data(self._params, low)
-            self._open = 0
+            own.update(at_end)  # one call, which no interrupt can divide
 
     @contextmanager
     def float32_data(self, params: Sequence[Tensor] | None = None) -> Iterator[None]:

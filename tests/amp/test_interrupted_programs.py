@@ -308,6 +308,23 @@ def test_every_part_is_taken_or_not_in_a_file(level, kind, file, caplog):
     assert_anywhere(level, kind, 4, caplog, files=(file,))
 
 
+def test_an_interrupted_step_keeps_the_low_bits_of_float32_values():
+    """An interrupt of ``Float32Masters``: the values are those before the step, or after it."""
+    before, step, found = 1.0 + 2.0**-14, 2.0**-16, []
+    while not found or found[-1] is not None:
+        model = Weights(before)
+        optimizer = torch.optim.SGD(model.parameters(), lr=step)
+        amp.initialize(model, optimizer, opt_level="O2", loss_scale=64.0, verbosity=0)
+        with amp.scale_loss(model(torch.ones(3, device=DEVICE)), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        with Interrupt(len(found) + 1, "float32_masters.py") as interrupt:
+            optimizer.step()
+        assert set(model.state_dict()["w.0"].tolist()) in ({before}, {before - step}), interrupt.at
+        found.append(interrupt.at)
+        amp.shutdown()
+    assert any(at is not None and at[1] == "stepping" for at in found)
+
+
 def test_one_optimizer_steps_a_model_that_is_initialized_again():
     """After an interrupt of the second ``initialize``: either the first, or the second, which has retired it."""
     found = []
