@@ -255,8 +255,7 @@ def _exact_values(copies: ModuleCopies) -> dict[str, Tensor]:
     """Return the float32 values of the module's own low-precision tensors with a master or a kept value."""
     copies.load_written()
     copies.link.end_loops()
-    low = [(name, t) for name, t in own_tensors(copies.module) if t.dtype in LOW_PRECISION]
-    known = [(name, copies.float32(name, t, t.detach())) for name, t in low]
+    known = [(name, copies.float32(name, t, t.detach())) for name, t in low_tensors(copies.module)]
     return {name: value for name, value in known if value is not None}
 
 
@@ -443,9 +442,7 @@ def float32_copy(model: nn.Module, *, allow_rounded: bool = False) -> nn.Module:
 
 def _is_exact(module: nn.Module) -> bool:
     copies = copies_of(module)
-    return copies is not None and any(
-        copies.float32(name, t, t.detach()) is not None for name, t in own_tensors(module)
-    )
+    return copies is not None and bool(_exact_values(copies))
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -454,9 +451,9 @@ def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, t) for name, t in own if t is not None]
 
 
-def _low_precision_in(module: nn.Module) -> list[Tensor]:
-    """Return the float16 and bfloat16 parameters and buffers of ``module`` itself."""
-    return [tensor for _, tensor in own_tensors(module) if tensor.dtype in LOW_PRECISION]
+def low_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the float16 and bfloat16 parameters and buffers of ``module`` itself, with their names."""
+    return [(name, tensor) for name, tensor in own_tensors(module) if tensor.dtype in LOW_PRECISION]
 
 
 def _show_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
@@ -465,14 +462,12 @@ def _show_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, local
     if copies is None:
         return
     copies.link.end_loops()
-    if not _low_precision_in(module):
-        return
     copies.load_written()
-    for name, tensor in own_tensors(module):
+    for name, tensor in low_tensors(module):
         entry = state_dict.get(prefix + name)
-        if isinstance(entry, Tensor) and entry.dtype == torch.float32 and tensor.dtype in LOW_PRECISION:
+        if isinstance(entry, Tensor) and entry.dtype == torch.float32:
             entry = tensor.detach()  # the loop that has been ended above gave it float32 data
-        if isinstance(entry, Tensor) and entry.dtype in LOW_PRECISION and tensor.dtype == entry.dtype:
+        if isinstance(entry, Tensor) and entry.dtype == tensor.dtype:
             state_dict[prefix + name] = copies.show(name, tensor, entry)
 
 
@@ -502,7 +497,7 @@ def _follow_loaded(module: nn.Module, _: Any) -> None:
     copies = copies_of(module)
     by_itself = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
     for masters in [] if copies is None else copies.link.masters:
-        masters.end_loading(_low_precision_in(module), by_value=by_itself)
+        masters.end_loading([tensor for _, tensor in low_tensors(module)], by_value=by_itself)
 
 
 _STATE_DICT_HOOKS = (_show_fp32, _fill_masters, _follow_loaded)

@@ -270,12 +270,6 @@ def _listed(models: Any, optimizers: Any) -> tuple[list[nn.Module], list[Optimiz
         raise TypeError(f"models must be either a single model or a list of models, got {_types(model_list)}.")
     given = [] if optimizers is None else optimizers if isinstance(optimizers, list) else [optimizers]
     optimizer_list = [inner_optimizer(o) for o in given]
-    for wrapper in optimizer_list:
-        if not isinstance(wrapper, Optimizer) and isinstance(getattr(wrapper, "optimizer", None), Optimizer):
-            raise RuntimeError(
-                f"Incoming optimizer is an instance of {type(wrapper).__name__}, which implements mixed precision "
-                "itself; pass the optimizer that it wraps instead"
-            )
     if not all(isinstance(o, Optimizer) for o in optimizer_list):
         raise TypeError(
             f"optimizers must be either a single optimizer or a list of optimizers, got {_types(optimizer_list)}."
@@ -396,7 +390,7 @@ def _start_alike(
     classifier.
     """
     tensors = [t for m in models for t in [*m.parameters(), *m.buffers()]]
-    exact = [before.get(id(t), t) for t in tensors]
+    exact = [before[id(t)] for t in tensors]
     broadcast_values(exact, parallel.group)
     for t, value in zip(tensors, exact, strict=True):
         if t.dtype != value.dtype:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from apex_npu._extension import REBUILD, extension
-from apex_npu.amp.float32_copies import ModuleCopies, copies_of, own_tensors
+from apex_npu.amp.float32_copies import ModuleCopies, copies_of, low_tensors
 from apex_npu.amp.masters import fp32_value
 from apex_npu.backends import for_device
 from apex_npu.distributed.consistency import broadcast_values
@@ -87,9 +87,8 @@ def _cast_tensors(models: Sequence[nn.Module]) -> Iterator[tuple[str, ModuleCopi
     for prefix, module in chain.from_iterable(model.named_modules() for model in models):
         copies = copies_of(module)
         if copies is not None:
-            for name, tensor in own_tensors(module):
-                if tensor.dtype in LOW_PRECISION:
-                    yield f"{prefix}.{name}".removeprefix("."), copies, name, tensor
+            for name, tensor in low_tensors(module):
+                yield f"{prefix}.{name}".removeprefix("."), copies, name, tensor
 
 
 @torch.no_grad()

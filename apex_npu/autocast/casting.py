@@ -167,21 +167,17 @@ class CastHandle(Ambient):
 
     def _with_remembered_autocast(self, apply: Callable[..., Any]) -> Callable[..., Any]:
         def apply_with_autocast(function: Any, *args: Any) -> Any:
-            if not (self.active and getattr(function, "_apex_npu_inside", False)):
-                return apply_casting(function, *args)
-            return self.call_as_if(True, apply_casting, function, *args)
-
-        def apply_casting(function: Any, *args: Any) -> Any:
-            remembered = getattr(function, "_apex_npu_autocast", None)
-            if not self.active or not remembered:
-                return apply(function, *args)
+            inside = self.active and getattr(function, "_apex_npu_inside", False)
+            call = partial(self.call_as_if, True, apply) if inside else apply
+            remembered = getattr(function, "_apex_npu_autocast", ()) if self.active else ()
             restore = Undo()
             try:
-                restore.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
-                torch.set_autocast_cache_enabled(False)
+                if remembered:
+                    restore.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+                    torch.set_autocast_cache_enabled(False)
                 for device_type, dtype in remembered:
                     _set_autocast(restore, device_type, dtype)
-                return apply(function, *args)
+                return call(function, *args)
             finally:
                 restore.close()
 
