@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from apex_npu.amp.masters import Masters, fp32_value
 from apex_npu.amp.shown_copies import ShownCopy
-from apex_npu.autocast.containers import cast_floating
+from apex_npu.autocast.containers import cast_inputs
 from apex_npu.autocast.forward_cast import is_wrapped, remove_wrapper, unwrapped_forward
 from apex_npu.autocast.submodule_cast import CastInputs
 from apex_npu.backends import is_capturing
@@ -139,12 +139,12 @@ class ModuleCopies:
         return {**vars(self), "shown": {}}
 
     def float32(self, name: str, tensor: Tensor, low: Tensor) -> Tensor | None:
-        """Return the kept or master values of the module's ``tensor`` named ``name``; None if neither exists.
+        """Return a copy of the kept or master values of the module's ``tensor`` named ``name``; None without both.
 
         They round to ``low``, the tensor's values in low precision, and are on its device.
         """
         if name in self.kept:
-            return fp32_value(low, self.kept[name])
+            return fp32_value(low, self.kept[name]).clone()
         masters = self.link.masters_with(tensor)
         return None if masters is None else masters.float32(tensor, low)
 
@@ -173,7 +173,7 @@ class ModuleCopies:
         ``load_written`` loads what a script writes to the copy.
         """
         value = self.float32(name, tensor, low)
-        value = fp32_value(low, None) if value is None else value.clone() if name in self.kept else value
+        value = fp32_value(low, None) if value is None else value
         copies = self.shown.setdefault(name, [])
         copies[:] = [shown for shown in copies if shown.value is not None]
         if not copies or not copies[-1].is_same(value, tensor):
@@ -227,8 +227,7 @@ class ModuleCopies:
         """Copy the module by its class's ``__deepcopy__``, and make the copy float32."""
         cls: Any = type(self.module)
         twin: nn.Module = cls.__deepcopy__(self.module, memo)
-        values = {name: value.clone() for name, value in _exact_values(self).items()}
-        copy.deepcopy(self.link, memo).end_copy(twin, values)
+        copy.deepcopy(self.link, memo).end_copy(twin, _exact_values(self))
         return twin
 
 
@@ -270,10 +269,7 @@ def _kept_in(model: nn.Module) -> Iterator[tuple[ModuleCopies, str, Tensor]]:
 
 def _widen_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Cast inputs to float32: a forward pre-hook of a float32 copy, so that it takes the model's inputs."""
-    return (
-        tuple([cast_floating(value, torch.float32) for value in args]),
-        {name: cast_floating(value, torch.float32) for name, value in kwargs.items()},
-    )
+    return cast_inputs(args, kwargs, torch.float32)
 
 
 def copies_of(module: nn.Module) -> ModuleCopies | None:
@@ -317,8 +313,7 @@ def restore_float32(model: nn.Module) -> None:
     A model that was not cast to low precision is unchanged.
     """
     for copies in filter(None, map(copies_of, reversed(list(model.modules())))):
-        values = {name: value.clone() for name, value in _exact_values(copies).items()}
-        to_float32(copies.module, values)
+        to_float32(copies.module, _exact_values(copies))
 
 
 def module_snapshot(module: nn.Module) -> Callable[[], None]:

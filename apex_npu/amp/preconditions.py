@@ -95,8 +95,7 @@ def _sharing_memory(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
             marks = owners.setdefault(place, torch.full((numel,), -1, device="cpu"))
             shape = [1 if stride == 0 else n for n, stride in zip(tensor.size(), tensor.stride(), strict=True)]
             own = marks.as_strided(shape, tensor.stride(), tensor.storage_offset())
-            if (other := int(own.max())) >= 0:
-                yield other, i
+            yield from ((other, i) for other in own.unique().tolist() if other >= 0)
             own.fill_(i)
 
 
@@ -130,16 +129,12 @@ def check_adoptable(optimizer: Optimizer) -> None:
             ".optimizer, before the framework wraps it, as in accelerate before prepare()"
         )
     step = vars(optimizer).get("step")
-    if step is not None and not _is_scheduler_wrapper(step):
+    # torch's schedulers set a counting wrapper on the instance; older ones mark it _with_counter.
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched") and not hasattr(step, "_with_counter"):
         raise RuntimeError(
             f"Incoming optimizer already has step defined on the instance ({step!r}), which would hide amp's; pass the "
             "optimizer to amp.initialize before it is wrapped"
         )
-
-
-def _is_scheduler_wrapper(step: Any) -> bool:
-    # torch's schedulers set a counting wrapper on the instance; older ones mark it _with_counter.
-    return hasattr(step, "_wrapped_by_lr_sched") or hasattr(step, "_with_counter")
 
 
 def check_groups(policy: Policy, process_group: Any, overflow_group: Any, *, enabled: bool) -> tuple[Any, Any]:

@@ -37,9 +37,8 @@ import torch
 from torch import Tensor
 
 from apex_npu.amp.policy import Policy
-from apex_npu.amp.session import current
+from apex_npu.amp.session import current, disable_casts
 from apex_npu.autocast.cast_lists import AUTOCAST_FLOATS, MODEL_FLOATS
-from apex_npu.autocast.casting import CastHandle
 from apex_npu.backends.patching import Patch
 from apex_npu.ops import LOW_PRECISION
 
@@ -214,13 +213,12 @@ def _casting(function: Callable[..., Any], kind: Kind, *, keep_casts: bool = Fal
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        casts, device_types = _casts_of_the_moment()
-        if casts is None:
+        device_types = _device_types()
+        if device_types:
+            args, kwargs = _cast(kind, (args, kwargs), device_types)
+        if keeps_casts or not device_types:
             return function(*args, **kwargs)
-        args, kwargs = _cast(kind, (args, kwargs), device_types)
-        if keeps_casts:
-            return function(*args, **kwargs)
-        with casts.disabled():
+        with disable_casts():
             return function(*args, **kwargs)
 
     return wrapper
@@ -235,13 +233,12 @@ def _is_operator(function: Callable[..., Any]) -> bool:
     return module.partition(".")[0] in ("torch", "torch_npu") and not module.startswith("torch.nn.modules.")
 
 
-def _casts_of_the_moment() -> tuple[CastHandle | None, list[str]]:
-    """Return O1's casts and the device types where they are on in this thread; (None, []) if nothing is cast."""
+def _device_types() -> list[str]:
+    """Return the device types where O1's casts are on in this thread."""
     session = current()
     if session is None or not session.casts.active:
-        return None, []
-    device_types = [name for name in session.casts.device_types if torch.is_autocast_enabled(name)]
-    return (session.casts, device_types) if device_types else (None, [])
+        return []
+    return [name for name in session.casts.device_types if torch.is_autocast_enabled(name)]
 
 
 # The dtypes that are cast.

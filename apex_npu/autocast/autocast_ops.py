@@ -56,13 +56,6 @@ def _has_op(name: str) -> bool:
     return hasattr(getattr(torch.ops.aten, packet_name, None), overload or "default")
 
 
-def _missing_casts(device_type: str) -> list[tuple[str, str]]:
-    """Return (operator, policy) pairs that Apex casts, torch has, and autocast for ``device_type`` does not cast."""
-    already_cast = _already_cast(device_type, autocast_key(device_type))
-    policies = cast_lists.policies(device_type)
-    return [(name, policy) for name, policy in policies.items() if name not in already_cast and _has_op(name)]
-
-
 def install_dispatch_overlay(undo: Undo, device_type: str) -> None:
     """Register a kernel for each operator that Apex casts and autocast for ``device_type`` does not.
 
@@ -70,7 +63,9 @@ def install_dispatch_overlay(undo: Undo, device_type: str) -> None:
         undo: Receives the callback that removes the kernels again.
         device_type: ``"cpu"``, ``"cuda"`` or the name of the PrivateUse1 backend.
     """
-    table = _missing_casts(device_type)
+    already_cast = _already_cast(device_type, autocast_key(device_type))
+    policies = cast_lists.policies(device_type)
+    table = [(name, policy) for name, policy in policies.items() if name not in already_cast and _has_op(name)]
     if extension is not None:
         undo.callback(extension.Overlay(device_type, table).destroy)
         return

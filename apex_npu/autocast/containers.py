@@ -43,6 +43,16 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     return _cast_other_container(value, dtype)
 
 
+def cast_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a forward with their floating-point tensors cast to ``dtype``."""
+    return (
+        tuple([cast_floating(value, dtype) for value in args]),
+        {name: cast_floating(value, dtype) for name, value in kwargs.items()},
+    )
+
+
 def _cast_other_container(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, tuple):
         items = [cast_floating(item, dtype) for item in value]

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex_npu.autocast.cast_lists import MODEL_FLOATS
 from apex_npu.autocast.cast_policy import CastPolicy
-from apex_npu.autocast.containers import cast_floating
+from apex_npu.autocast.containers import cast_floating, cast_inputs
 from apex_npu.autocast.submodule_cast import (
     ModelRef,
     call_marked,
@@ -147,7 +147,7 @@ def convert_model(
         if forward.input_dtype in LOW_PRECISION:
             watch_submodules(model, forward.of, forward.input_dtype)
         vars(model)["forward"] = forward
-        vars(model)["_replicate_for_data_parallel"] = functools.partial(_replicate, forward)
+        vars(model)["_replicate_for_data_parallel"] = forward.replicate
     else:
         remove_wrapper(model)
     return forward
@@ -239,8 +239,7 @@ class CastForward:
                 self.ambient.before_forward()
                 if self.looks_around:
                     self._look_around()
-            args = tuple([cast_floating(value, input_dtype) for value in args])
-            kwargs = {name: cast_floating(value, input_dtype) for name, value in kwargs.items()}
+            args, kwargs = cast_inputs(args, kwargs, input_dtype)
         output = self._call_casting(args, kwargs) if input_dtype is None else self._call_marked(args, kwargs)
         return output if output_dtype is None else cast_floating(output, output_dtype)
 
@@ -344,13 +343,15 @@ class CastForward:
     def _inner_or_method(self) -> Any:
         return self.inner if self.inner is not None else types.MethodType(type(self.model).forward, self.model)
 
-    def bound_to(self, model: nn.Module) -> CastForward:
-        """Return the same wrapper for another model, a shallow copy of this model."""
-        inner = self.inner
+    def replicate(self) -> nn.Module:
+        """Replicate the model for DataParallel, with a forward that runs the replica's own weights."""
+        make_replica: Callable[[nn.Module], nn.Module] = type(self.model)._replicate_for_data_parallel
+        replica, inner = make_replica(self.model), self.inner
         if isinstance(inner, types.MethodType) and inner.__self__ is self.model:
-            inner = types.MethodType(inner.__func__, model)
-        # Submodules of a replica have the hooks of the original, which read ``running``.
-        return dataclasses.replace(self, model=model, inner=inner, looks_around=False)
+            inner = types.MethodType(inner.__func__, replica)
+        if is_wrapped(replica):  # its submodules have the hooks of the original's, which read ``running``
+            vars(replica)["forward"] = dataclasses.replace(self, model=replica, inner=inner, looks_around=False)
+        return replica
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the attributes that belong to this process."""
@@ -360,15 +361,6 @@ class CastForward:
         """Restore ``state``, and make the hooks of submodules refer to this model."""
         vars(self).update(state)
         self.of.refer_to(self.model)
-
-
-def _replicate(forward: CastForward) -> nn.Module:
-    """Replicate the model for DataParallel, with a forward that runs the replica's own weights."""
-    make_replica: Callable[[nn.Module], nn.Module] = type(forward.model)._replicate_for_data_parallel
-    replica = make_replica(forward.model)
-    if is_wrapped(replica):
-        vars(replica)["forward"] = forward.bound_to(replica)
-    return replica
 
 
 # ---------------------------------------------------------------------------------------------------------- parameters

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from apex_npu.autocast.containers import cast_floating
+from apex_npu.autocast.containers import cast_inputs
 from apex_npu.backends._torch_private import is_in_backward
 
 # Replaces a thread's identifier, which torch.compile cannot trace.
@@ -108,10 +108,7 @@ class CastInputs:
                     wrapper.ambient.before_forward()
         if not alone:
             return None
-        return (
-            tuple([cast_floating(value, dtype) for value in args]),
-            {name: cast_floating(value, dtype) for name, value in kwargs.items()},
-        )
+        return cast_inputs(args, kwargs, dtype)
 
 
 def watch_submodules(model: nn.Module, of: ModelRef, dtype: torch.dtype) -> None:
