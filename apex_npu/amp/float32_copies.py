@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -74,9 +74,8 @@ class CopyLink:
 
     def load_written(self) -> None:
         """Load a script's writes to the float32 copies that ``state_dict()`` has shown into the model."""
-        if self.showing:
-            for copies in list(self.showing):
-                copies.load_written()
+        for copies in list(self.showing):
+            copies.load_written()
 
     def end_loops(self) -> None:
         """End loops over ``amp.master_params`` that scripts have left early, before parameters are read."""
@@ -88,8 +87,9 @@ class CopyLink:
 
         A value is kept until the masters have been added, so that the next call can continue after an interrupt.
         """
-        kept = list(_kept_in(model)) if masters.are_new else []
-        taken = [(copies, name, param) for copies, name, param in kept if masters.has(param)]
+        cast = filter(None, map(copies_of, model.modules() if masters.are_new else ()))
+        kept = [(copies, name, copies.module._parameters.get(name)) for copies in cast for name in copies.kept]
+        taken = [(copies, name, param) for copies, name, param in kept if param is not None and masters.has(param)]
         masters.take_values({id(param): fp32_value(param, copies.kept[name]) for copies, name, param in taken})
         if masters not in self.masters:
             self.masters.append(masters)
@@ -258,15 +258,6 @@ def _exact_values(copies: ModuleCopies) -> dict[str, Tensor]:
     return {name: value for name, value in known if value is not None}
 
 
-def _kept_in(model: nn.Module) -> Iterator[tuple[ModuleCopies, str, Tensor]]:
-    """Yield the parameters of ``model`` with kept float32 values."""
-    for copies in filter(None, map(copies_of, model.modules())):
-        for name in copies.kept:
-            param = copies.module._parameters.get(name)
-            if param is not None and param.dtype in LOW_PRECISION:
-                yield copies, name, param
-
-
 def _widen_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Cast inputs to float32: a forward pre-hook of a float32 copy, so that it takes the model's inputs."""
     return cast_inputs(args, kwargs, torch.float32)
@@ -417,7 +408,7 @@ def float32_copy(model: nn.Module, *, allow_rounded: bool = False) -> nn.Module:
             "torch.distributed.checkpoint.state_dict into a model that is not sharded"
         )
     low = [p for p in model.parameters() if p.dtype in LOW_PRECISION]
-    if low and not allow_rounded and not any(map(_is_exact, model.modules())):
+    if low and not allow_rounded and not any(map(_exact_values, filter(None, map(copies_of, model.modules())))):
         raise RuntimeError(
             f"the weights of this {type(model).__name__} exist in {str(low[0].dtype).removeprefix('torch.')} alone, "
             "without float32 values, as at O3: a float32 copy has the rounded values. Pass allow_rounded=True to "
@@ -433,11 +424,6 @@ def float32_copy(model: nn.Module, *, allow_rounded: bool = False) -> nn.Module:
         if tensor.dtype in LOW_PRECISION:  # in a model that amp has not cast
             tensor.data = tensor.data.float()
     return clean
-
-
-def _is_exact(module: nn.Module) -> bool:
-    copies = copies_of(module)
-    return copies is not None and bool(_exact_values(copies))
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

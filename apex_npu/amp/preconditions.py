@@ -265,15 +265,11 @@ def check_devices(device_types: Sequence[str], models: list[nn.Module]) -> None:
             "meta device; call model.to_empty(device=...) and initialise the weights first"
         )
     made = [torch.empty(0), *(t for model in models for t in [*model.parameters(), *model.buffers()])]
-    if any(map(is_fake, made)):
+    if any(map(is_fake, made)) or torch.is_inference_mode_enabled() or any(t.is_inference() for t in made):
         raise RuntimeError(
-            "amp.initialize was called under FakeTensorMode, or with a model made there, whose tensors have no values; "
-            "call it outside, with a model that has its memory"
-        )
-    if torch.is_inference_mode_enabled() or any(t.is_inference() for t in made):
-        raise RuntimeError(
-            "amp.initialize was called under torch.inference_mode(), or with a model made there, whose tensors can be "
-            "neither trained nor cast in place; call it outside, and run the model under inference_mode() afterwards"
+            "amp.initialize was called under FakeTensorMode or torch.inference_mode(), or with a model made there. Its "
+            "tensors have no values, or can be neither trained nor cast in place; call it outside, with a model made "
+            "outside, and run the model under inference_mode() afterwards"
         )
     former = current()
     if former is not None:
