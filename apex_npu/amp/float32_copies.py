@@ -292,9 +292,9 @@ def show_float32(model: nn.Module, *, keeps: bool) -> None:
             vars(module)["__deepcopy__"] = copies.deepcopy
 
 
-def link_of(model: nn.Module | None) -> CopyLink | None:
+def link_of(model: nn.Module) -> CopyLink | None:
     """Return the object that the modules of ``model`` share with its optimizers; None if amp has not cast it."""
-    copies = None if model is None else copies_of(model)
+    copies = copies_of(model)
     return None if copies is None else copies.link
 
 

@@ -128,7 +128,7 @@ def follow_broadcast(module: nn.Module, sent: Sequence[Tensor], group: Any, rank
         RuntimeError: ``check_averages`` raises it.
     """
     # One value for each tensor, known here or not: all processes must broadcast the same list.
-    values = {id(tensor): tensor.float() for tensor in sent if tensor.dtype in LOW_PRECISION}
+    values = {id(tensor): fp32_value(tensor, None) for tensor in sent if tensor.dtype in LOW_PRECISION}
     cast = [(copies, name, t) for _, copies, name, t in _cast_tensors([module]) if id(t) in values]
     for copies, name, tensor in cast:
         latest = copies.link.masters_with(tensor)

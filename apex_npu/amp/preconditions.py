@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from apex_npu.backends._torch_private import is_fake
 from apex_npu.backends.live_objects import instances_of
 from apex_npu.distributed.consistency import check_group
 from apex_npu.distributed.torch_ddp import obstacle_to_rebuilding
-from apex_npu.fusion import HasFusedGroups, wraps_tensors
+from apex_npu.fusion import HasFusedGroups, extent_numel, wraps_tensors
 from apex_npu.fusion.shards import is_sharded
 from apex_npu.ops import LOW_PRECISION
 
@@ -85,16 +84,20 @@ def check_memory(policy: Policy, models: list[nn.Module]) -> None:
 
 def _sharing_memory(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     """Yield the indices of pairs of ``tensors`` that have elements in common; columns of one matrix do not."""
-    strided = [(i, t) for i, t in enumerate(tensors) if t.layout == torch.strided and not wraps_tensors(t)]
-    places = [(i, t, (t.untyped_storage().data_ptr(), t.element_size())) for i, t in strided if t.numel()]
-    counts = Counter(place for *_, place in places)
-    owners: dict[Any, Tensor] = {}  # for each element of a storage, the index of the tensor that has it
-    for i, tensor, place in places:
-        if counts[place] > 1:
-            numel = tensor.untyped_storage().nbytes() // tensor.element_size()
-            marks = owners.setdefault(place, torch.full((numel,), -1, device="cpu"))
-            shape = [1 if stride == 0 else n for n, stride in zip(tensor.size(), tensor.stride(), strict=True)]
-            own = marks.as_strided(shape, tensor.stride(), tensor.storage_offset())
+    plain = [(i, t) for i, t in enumerate(tensors) if t.layout == torch.strided and not wraps_tensors(t) and t.numel()]
+    spans = [(t.data_ptr(), extent_numel(t.size(), t.stride()) * t.element_size(), i) for i, t in plain]
+    groups: list[list[tuple[int, int, int]]] = []  # in which each tensor begins before the end of another
+    for span in sorted(spans):
+        if not groups or span[0] >= max(begin + nbytes for begin, nbytes, _ in groups[-1]):
+            groups.append([])
+        groups[-1].append(span)
+    for group in (group for group in groups if len(group) > 1):
+        first, end = group[0][0], max(begin + nbytes for begin, nbytes, _ in group)
+        owners = torch.full((end - first,), -1, device="cpu")  # for each byte, the index of the tensor that has it
+        for begin, _, i in group:
+            strides = tensors[i].stride()
+            shape = [1 if stride == 0 else n for n, stride in zip(tensors[i].size(), strides, strict=True)]
+            own = owners.as_strided(shape, [stride * tensors[i].element_size() for stride in strides], begin - first)
             yield from ((other, i) for other in own.unique().tolist() if other >= 0)
             own.fill_(i)
 
