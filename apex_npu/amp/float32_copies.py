@@ -292,12 +292,6 @@ def show_float32(model: nn.Module, *, keeps: bool) -> None:
             vars(module)["__deepcopy__"] = copies.deepcopy
 
 
-def link_of(model: nn.Module) -> CopyLink | None:
-    """Return the object that the modules of ``model`` share with its optimizers; None if amp has not cast it."""
-    copies = copies_of(model)
-    return None if copies is None else copies.link
-
-
 def restore_float32(model: nn.Module) -> None:
     """Undo the conversion of ``model`` and its submodules, and give them the values of their masters.
 

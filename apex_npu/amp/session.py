@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from apex_npu.amp.accessors import step_without
 from apex_npu.amp.clip_guard import watch_clipping
 from apex_npu.amp.data_parallel import DataParallel
-from apex_npu.amp.float32_copies import link_of, restore_float32
+from apex_npu.amp.float32_copies import copies_of, restore_float32
 from apex_npu.amp.kept_values import follow_broadcast
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.scaler import LossScaler, in_apex_format
@@ -207,11 +207,11 @@ class Session:
         self.adopted.add(optimizer)
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for model in self.live_models():
-            link = link_of(model)
-            if link is not None and any(id(p) in stepped for p in model.parameters()):
-                if link not in state.links:
-                    state.links.append(link)
-                link.add(model, state.masters)
+            copies = copies_of(model)
+            if copies is not None and any(id(p) in stepped for p in model.parameters()):
+                if copies.link not in state.links:
+                    state.links.append(copies.link)
+                copies.link.add(model, state.masters)
 
     def continue_from(self, former: Session) -> None:
         """Take over the optimizers and models of ``former`` that still exist."""
@@ -493,9 +493,8 @@ def before_broadcast() -> None:
 
 def before_forward() -> None:
     """Copy a script's writes to state dicts and float32 data to the models, before the models are read."""
-    for model in [] if _current is None else _current.live_models():
-        if (link := link_of(model)) is not None:
-            link.load_written()
+    for copies in [] if _current is None else filter(None, map(copies_of, _current.live_models())):
+        copies.link.load_written()
     for optimizer in [] if _current is None else list(_current.adopted):
         masters = optimizer._amp_state.masters
         masters.end_loop()
