@@ -270,6 +270,12 @@ def _listed(models: Any, optimizers: Any) -> tuple[list[nn.Module], list[Optimiz
         raise TypeError(f"models must be either a single model or a list of models, got {_types(model_list)}.")
     given = [] if optimizers is None else optimizers if isinstance(optimizers, list) else [optimizers]
     optimizer_list = [inner_optimizer(o) for o in given]
+    for wrapper in optimizer_list:
+        if not isinstance(wrapper, Optimizer) and isinstance(getattr(wrapper, "optimizer", None), Optimizer):
+            raise RuntimeError(
+                f"Incoming optimizer is an instance of {type(wrapper).__name__}, which implements mixed precision "
+                "itself; pass the optimizer that it wraps instead"
+            )
     if not all(isinstance(o, Optimizer) for o in optimizer_list):
         raise TypeError(
             f"optimizers must be either a single optimizer or a list of optimizers, got {_types(optimizer_list)}."
