@@ -302,7 +302,8 @@ class AmpOptimizerState:
         """
         warning = None
         for link in self.links:
-            link.load_written()
+            if link.showing:
+                link.load_written()
         if self.stage is not Stage.UNSCALED:
             warning = self._begin_without_block(optimizer)
         if self.widens:

@@ -494,7 +494,8 @@ def before_broadcast() -> None:
 def before_forward() -> None:
     """Copy a script's writes to state dicts and float32 data to the models, before the models are read."""
     for copies in [] if _current is None else filter(None, map(copies_of, _current.live_models())):
-        copies.link.load_written()
+        if copies.link.showing:
+            copies.link.load_written()
     for optimizer in [] if _current is None else list(_current.adopted):
         masters = optimizer._amp_state.masters
         masters.end_loop()

@@ -145,6 +145,8 @@ class CastHandle(Ambient):
             restoring = self._restoring()
             try:
                 self._switch_off()
+                if not self.inside:
+                    return run_backward(*args, **kwargs)
                 return self.call_as_if(False, run_backward, *args, **kwargs)
             finally:
                 if self.active:
