@@ -118,7 +118,6 @@ def test_a_first_step_takes_as_many_launches_for_any_list():
     assert launches[0] == launches[1] < 20
 
 
-@needs("casting_lists")
 def test_joined_gradients_take_no_memory_but_their_buffers():
     trained = npu_counts.Trained(npu_counts.LISTS["thin_resnet50"]())
     optimizer = npu_counts.optimizers.NpuFusedRMSprop(trained.params, lr=1e-3)
