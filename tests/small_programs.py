@@ -100,10 +100,15 @@ def backward(loss, optimizer, **options):
         scaled_loss.backward()
 
 
-def train_step(model, optimizer, x=X, **options):
-    backward(model(vector(*x), **options), optimizer)
+def step_on(loss, optimizer, **options):
+    """An iteration: a block, a step, and gradients cleared."""
+    backward(loss, optimizer, **options)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def train_step(model, optimizer, x=X, **options):
+    step_on(model(vector(*x), **options), optimizer)
 
 
 def values(tensors):

@@ -2,12 +2,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``torch.nn.utils.clip_grad_norm_`` under amp: the same values, in one pass over flat buffers where that can be."""
 
+import contextlib
 import math
 import warnings
 
 import pytest
 import torch
 from devices import DEVICE, needs
+from small_programs import backward
 from torch import nn
 from torch.nn.utils import clip_grad_norm_ as clip_by_name
 
@@ -21,9 +23,8 @@ def make(level, cls=optimizers.NpuFusedSGD, **options):
     return amp.initialize(model, cls(model.parameters(), lr=0.1), opt_level=level, **options)
 
 
-def backward(model, optimizer, **options):
-    with amp.scale_loss(model(torch.ones(2, 5, device=DEVICE)).square().sum(), optimizer, **options) as scaled_loss:
-        scaled_loss.backward()
+def block(model, optimizer, **options):
+    backward(model(torch.ones(2, 5, device=DEVICE)).square().sum(), optimizer, **options)
 
 
 def twins_of(params):
@@ -51,7 +52,7 @@ def fused_calls(monkeypatch):
 @pytest.mark.parametrize("level", ["O0", "O2", "O5"])
 def test_values_are_torchs_and_buffers_are_clipped_whole(level, norm_type, fused_calls):
     model, optimizer = make(level)
-    backward(model, optimizer)
+    block(model, optimizer)
     params = list(amp.master_params(optimizer))
     twins = twins_of(params)
     norm = nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.25, norm_type=norm_type)
@@ -69,7 +70,7 @@ def test_values_are_torchs_and_buffers_are_clipped_whole(level, norm_type, fused
 @needs("inf")
 def test_a_norm_that_is_not_finite_raises_where_asked(fused_calls):
     model, optimizer = make("O0")
-    backward(model, optimizer)
+    block(model, optimizer)
     model[0].weight.grad[0, 0] = math.inf
     with pytest.raises(RuntimeError, match=r"norm of order 2\.0 for gradients is non-finite"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
@@ -80,7 +81,7 @@ def test_a_norm_that_is_not_finite_raises_where_asked(fused_calls):
 def test_what_is_left_to_torch(case, fused_calls):
     cls = torch.optim.SGD if case == "torch's optimizer" else optimizers.NpuFusedSGD
     model, optimizer = make("O3" if case == "half" else "O0", cls)
-    backward(model, optimizer)
+    block(model, optimizer)
     params = list(model.parameters())[: 2 if case == "some" else None]
     twins = twins_of(params)
     options = {"foreach": False} if case == "foreach" else {}
@@ -104,7 +105,7 @@ def test_shutdown_gives_torch_its_functions_back():
 
 def test_a_function_imported_by_name_clips_the_buffers(fused_calls):
     model, optimizer = make("O2")
-    backward(model, optimizer)
+    block(model, optimizer)
     clip_by_name(amp.master_params(optimizer), 0.25)
     assert len(fused_calls) == 1
 
@@ -134,13 +135,20 @@ def test_scaled_gradients_that_a_function_imported_by_name_clips(level, blocks_a
     model, optimizer = make(level, fuse_unscale=True)
 
     def train():
-        backward(model, optimizer)
+        block(model, optimizer)
         CLIPPED_BY_NAME[case](model, optimizer)
         for _ in range(blocks_after):
-            backward(model, optimizer)
+            block(model, optimizer)
         optimizer.step()
 
     assert any("clip_grad_norm_" in text for text in said_by(train))
+
+
+def failing_block(model, optimizer):
+    loss = model(torch.ones(2, 5, device=DEVICE)).square().sum()
+    with contextlib.suppress(ZeroDivisionError), amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+        raise ZeroDivisionError
 
 
 WRITES = {
@@ -151,12 +159,13 @@ WRITES = {
     "combined": lambda model, optimizer: optimizer.get_optimizer_combined_grads(),
     "drop one": lambda model, optimizer: setattr(next(model.parameters()), "grad", None),
     "zero one": lambda model, optimizer: next(model.parameters()).grad.zero_(),
-    "clear, by the model": lambda model, optimizer: (model.zero_grad(set_to_none=False), backward(model, optimizer)),
-    "clear": lambda model, optimizer: (optimizer.zero_grad(), backward(model, optimizer)),
-    "a second block": lambda model, optimizer: backward(model, optimizer),
+    "clear, by the model": lambda model, optimizer: (model.zero_grad(set_to_none=False), block(model, optimizer)),
+    "clear": lambda model, optimizer: (optimizer.zero_grad(), block(model, optimizer)),
+    "a block that fails": failing_block,
+    "a second block": lambda model, optimizer: block(model, optimizer),
     "a delayed block": lambda model, optimizer: (
-        backward(model, optimizer, delay_unscale=True),
-        backward(model, optimizer),
+        block(model, optimizer, delay_unscale=True),
+        block(model, optimizer),
     ),
 }
 
@@ -170,7 +179,7 @@ def test_nothing_is_said_where_no_script_has_written(level, fuse, write):
 
     def train():
         for _ in range(2):
-            backward(model, optimizer)
+            block(model, optimizer)
             WRITES[write](model, optimizer)
             optimizer.step()
             optimizer.zero_grad()
@@ -187,7 +196,7 @@ def test_a_wrapper_around_torchs_function_is_left_alone(monkeypatch):
 
     monkeypatch.setattr(torch.nn.utils.clip_grad, "clip_grad_norm_", counting)
     model, optimizer = make("O0")
-    backward(model, optimizer)
+    block(model, optimizer)
     counting(model.parameters(), 1.0)
     amp.shutdown()
     assert len(calls) == 1

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from devices import DEVICE
+from small_programs import backward, initialize
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -53,10 +54,9 @@ def start(cls: Any, level: str, **options: Any) -> tuple[nn.Parameter, Any]:
     return amp.initialize(model, cls(model.parameters(), lr=1.0), opt_level=level, **options)
 
 
-def backward(model: Any, optimizer: Any, value: float = 1.0) -> torch.Tensor:
+def block(model: Any, optimizer: Any, value: float = 1.0) -> torch.Tensor:
     loss = model(torch.full((1, 2), value, device=DEVICE)).float().sum()
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(loss, optimizer)
     return loss
 
 
@@ -66,7 +66,7 @@ LEVELS = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 @LEVELS
 def test_a_step_whose_first_argument_is_no_closure(level: str) -> None:
     model, optimizer = start(Scaled, level)
-    backward(model, optimizer)
+    block(model, optimizer)
     assert optimizer.step(0.5) == "stepped"
     assert model.state_dict()["weight"].tolist() == [[0.5, 0.5]]
 
@@ -81,7 +81,7 @@ def test_the_closure_runs_once_and_its_loss_is_passed_on(level: str, options: An
     def closure() -> torch.Tensor:
         calls.append(1)
         optimizer.zero_grad()
-        return backward(model, optimizer)
+        return block(model, optimizer)
 
     said, loss = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
     assert (said, loss.item(), calls) == ("reported", 2.0, [1])
@@ -91,7 +91,7 @@ def test_the_closure_runs_once_and_its_loss_is_passed_on(level: str, options: An
 def test_a_closure_that_is_called_twice_is_refused() -> None:
     model, optimizer = start(Twice, "O1", loss_scale=64.0)
     with pytest.raises(RuntimeError, match="calls its closure more than once"):
-        optimizer.step(lambda: backward(model, optimizer))
+        optimizer.step(lambda: block(model, optimizer))
     assert model.weight.tolist() == [[1.0, 1.0]]
 
 
@@ -99,17 +99,17 @@ def test_a_closure_that_is_called_twice_is_refused() -> None:
 @pytest.mark.parametrize("fuse", [None, True])
 def test_a_skipped_step_returns_none(level: str, fuse: bool | None) -> None:
     model, optimizer = start(Reporting, level, fuse_unscale=fuse, loss_scale="dynamic")
-    backward(model, optimizer, torch.inf)
+    block(model, optimizer, torch.inf)
     assert optimizer.step() is None
     optimizer.zero_grad()
-    backward(model, optimizer)
+    block(model, optimizer)
     assert optimizer.step() == ("reported", None)
 
 
 @LEVELS
 def test_the_default_of_its_own_zero_grad_counts(level: str) -> None:
     model, optimizer = start(Zeroing, level)
-    backward(model, optimizer)
+    block(model, optimizer)
     optimizer.zero_grad()
     assert model.weight.grad is not None
     assert not model.weight.grad.any()
@@ -130,8 +130,7 @@ def test_zero_grad_is_called_by_keyword_where_it_takes_one(level, arguments):
     model = nn.Linear(3, 1).to(DEVICE)
     optimizer = KeywordOnly(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    with amp.scale_loss(model(torch.ones(2, 3, device=DEVICE)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(model(torch.ones(2, 3, device=DEVICE)).sum(), optimizer)
     optimizer.zero_grad(**arguments)
     cleared = arguments.get("set_to_none", True)
     assert all((p.grad is None) if cleared else not p.grad.any() for p in amp.master_params(optimizer))
@@ -148,9 +147,8 @@ class Interrupted(KeywordOnly):
 def test_an_interrupted_step_calls_no_zero_grad_of_the_scripts():
     model = nn.Linear(3, 1).to(DEVICE)
     optimizer = Interrupted(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=2.0, verbosity=0)
-    with amp.scale_loss(model(torch.ones(2, 3, device=DEVICE)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    model, optimizer = initialize(model, optimizer, "O2", loss_scale=2.0)
+    backward(model(torch.ones(2, 3, device=DEVICE)).sum(), optimizer)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     assert all(p.grad is None for p in (*model.parameters(), *amp.master_params(optimizer)))
