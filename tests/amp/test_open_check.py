@@ -3,12 +3,10 @@
 """``fuse_unscale`` defers the check for overflow to the next read of the gradients; results are the same."""
 
 import copy
-import gc
 import math
 import pickle
 import threading
 import warnings
-import weakref
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from devices import DEVICE, needs
 from torch import nn
 
 from apex_npu import amp, optimizers
-from apex_npu.amp import fused_unscale, pending_step
+from apex_npu.amp import fused_unscale
 from apex_npu.amp.overflow_check import OverflowCheck
 
 pytestmark = pytest.mark.host
@@ -52,8 +50,7 @@ def assert_skipped(model, optimizer):
     optimizer.step()
     assert amp.last_step(optimizer).skipped
     assert (amp.last_step(optimizer).scale_before, amp.last_step(optimizer).scale_after) == (64.0, 32.0)
-    for p, value in zip(model.parameters(), before, strict=True):
-        assert torch.equal(p, value)
+    torch.testing.assert_close([*model.parameters()], before, rtol=0, atol=0)
 
 
 ASKED_BY = {
@@ -156,16 +153,6 @@ def test_two_threads_that_ask_at_once_have_it_decided_once():
     assert answers == [[True]]
 
 
-def test_what_has_been_decided_keeps_nothing_alive():
-    model, optimizer = make()
-    backward(model, optimizer)
-    optimizer.step()
-    watched = weakref.ref(model.weight)
-    del model, optimizer
-    gc.collect()
-    assert watched() is None
-
-
 @pytest.mark.parametrize("init_scale", [64.0, 1.0])
 @pytest.mark.parametrize("level", LEVELS)
 def test_clipping_by_value_does_not_hide_it(level, init_scale):
@@ -202,18 +189,6 @@ def test_a_norm_that_is_nan_has_no_part_in_the_next_block(level):
     assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 32.0, "unskipped": 1}
 
 
-@pytest.mark.parametrize("fuse", [True, False])
-def test_gradients_that_outlive_a_skipped_step_are_clipped_ones(fuse):
-    model, optimizer = make(fuse_unscale=fuse)
-    backward(model, optimizer, bad=True)
-    backward(model, optimizer)  # the inf has been zeroed, the step will be skipped
-    optimizer.clip_optimizer_grad_norm_fused(0.01)
-    optimizer.step()
-    assert amp.last_step(optimizer).skipped
-    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
-    torch.testing.assert_close(norm, torch.tensor(0.01, device=DEVICE), rtol=1e-4, atol=0)
-
-
 @needs("inf")
 def test_finite_gradients_whose_norm_overflows_have_not_overflowed():
     model, optimizer = make()
@@ -240,28 +215,6 @@ def test_gradients_that_a_script_repairs_are_stepped():
     torch.testing.assert_close(model.bias, before - 0.5 * torch.tensor([2.0, 0.0, 2.0], device=DEVICE))
 
 
-@needs("flag_on_the_device")
-def test_a_plain_step_reads_gradients_for_overflow_once(monkeypatch):
-    looks = []
-
-    def count(module, name):
-        real = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args: looks.append(1) or real(*args))
-
-    count(fused_unscale, "look_for_overflow")
-    count(pending_step, "_scale_and_look")  # where they are divided in the same pass
-    model, optimizer = make()
-    for clip in (True, False):
-        backward(model, optimizer)
-        assert not looks
-        if clip:
-            optimizer.clip_optimizer_grad_norm_fused(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert loss_scale() == 64.0
-        assert len(looks) == (0 if clip else 1)
-
-
 @pytest.mark.parametrize("fuse", [True, False])
 def test_a_warning_that_is_an_error_does_not_let_an_overflow_through(fuse):
     model, optimizer = make(dynamic_init_scale=1.0, fuse_unscale=fuse)
@@ -277,5 +230,4 @@ def test_a_warning_that_is_an_error_does_not_let_an_overflow_through(fuse):
             train()
     optimizer.step()
     assert amp.last_step(optimizer).skipped
-    for p, value in zip(model.parameters(), before, strict=True):
-        assert torch.equal(p, value)
+    torch.testing.assert_close([*model.parameters()], before, rtol=0, atol=0)

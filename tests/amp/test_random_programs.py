@@ -137,6 +137,8 @@ FOUND = {
     "zeroed, with blocks that do not reach all": [ONE, STEP, ZERO, FIRST, STEP, FIRST, STEP, CLEAR, FIRST, STEP],
     "cleared in a block that fails": [("block", (0,), 0, 1.0, EACH, None, True, "after"), STEP],
     "an overflow cleared": [INF, CLEAR, ONE, STEP],
+    "an overflow, another block, and clipped": [INF, ONE, ("clip", 0, "fused", 2.0, True), STEP, ("observe",)],
+    "a norm of inf, and all cleared": [ONE, ("put_inf", 0, 1), ("clip", 0, "fused", 2.0, True), CLEAR, ONE, STEP],
     "an overflow cleared, and nothing stepped": [INF, CLEAR, STEP, ("observe",)],
     "an overflow cleared after a block that fails": [INF, block(fail="before"), CLEAR, ONE, STEP],
     "gradients that are kept": [
@@ -147,6 +149,12 @@ FOUND = {
 }
 
 
+def run_found(name, level, how, scale="dynamic"):
+    fuses = how == "fuse_unscale"
+    groups = ((ALL[:3], ALL[3:]),) * 2
+    run(Config(level, "sgd", "fused" if fuses else how, fuses, scale, 0.5, 2.0**-4, False, groups), FOUND[name])
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("scale", ["dynamic", 1.0])
 @pytest.mark.parametrize("how", ["torch", "combine_grad", "fused", "fuse_unscale", "remainders"])
@@ -155,11 +163,7 @@ FOUND = {
 def test_found(name, level, how, scale):
     if how == "remainders" and (level not in WITH_MASTERS or extension is None):
         how = "fused"
-    fuses = how == "fuse_unscale"
-    config = Config(
-        level, "sgd", "fused" if fuses else how, fuses, scale, 0.5, 2.0**-4, False, ((ALL[:3], ALL[3:]),) * 2
-    )
-    run(config, FOUND[name])
+    run_found(name, level, how, scale)
 
 
 def test_the_norm_that_torch_takes_is_of_what_is_left():

@@ -107,6 +107,11 @@ OUTSIDE = {
         *(("write_grads", "no_grad", (3, 4), "fill"), BLOCK, ("step", False)),
         *(("write_grads", "assign", (4, 5), "fill"), ("step", False), STEP),
     ],
+    "a backward alone among zeros": [
+        *(BLOCK, ("step", False), ("backward", 1.0, (0, 2)), ("step", False), ("backward", 1.0, (0, 2)), STEP),
+        *(("block", 1.0, (0, 2)), STEP),
+    ],
+    "gradients assigned where there were none": [BLOCK, STEP, ("write_grads", "assign", (1, 2), "halve"), STEP],
     "gradients assigned after blocks": [BLOCK, BLOCK, ("write_grads", "assign", (1, 2), "halve"), STEP],
     "float32 gradients assigned after blocks": [
         *(BLOCK, BLOCK, ("write_grads", "assign float32", (1, 2), "halve"), STEP),
