@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lockstep import assert_equal_params
 from optimizer_specs import CASE_IDS, CASES, SPECS
-from small_programs import OddShapes
+from small_programs import OddShapes, initialize
 from torch import nn
 
 from apex_npu import amp
@@ -38,9 +38,7 @@ def loss_of(model, step):
 def test_steps_by_its_rule_on_what_amp_leaves(spec, level):
     kwargs = {"lr": 0.01, **spec.variants[-1]}
     model = make_model()
-    model, optimizer = amp.initialize(
-        model, spec.cls(model.parameters(), **kwargs), opt_level=level, loss_scale=128.0, verbosity=0
-    )
+    model, optimizer = initialize(model, spec.cls(model.parameters(), **kwargs), level, loss_scale=128.0)
     params = list(model.parameters())
 
     def float32_values():
@@ -160,15 +158,14 @@ class Machine:
         self.model = Net().to(DEVICE)
         optimizer = cls(self.model.parameters(), **kwargs)
         self.decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        self.model, self.optimizer = amp.initialize(
+        self.model, self.optimizer = initialize(
             self.model,
             optimizer,
-            opt_level=level,
+            level,
             combine_grad=combine_grad,
             loss_scale="dynamic",
             dynamic_init_scale=2.0**6,
             num_losses=2,
-            verbosity=0,
         )
         self.number = 0
 

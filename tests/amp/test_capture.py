@@ -6,6 +6,7 @@ import pytest
 import torch
 from captures import Capture
 from devices import DEVICE, needs, require
+from small_programs import backward
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -51,8 +52,7 @@ class Training:
         self.optimizer.zero_grad()
         loss = self.model(self.x).float().square().mean()
         if self.under_amp:
-            with amp.scale_loss(loss, self.optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(loss, self.optimizer)
         else:
             loss.backward()
         if self.clip:
@@ -145,8 +145,7 @@ def test_a_dynamic_scale_is_refused_with_nothing_done():
     with pytest.raises(RuntimeError, match=says), Capture(), amp.scale_loss(loss, optimizer):
         pass
     before = model.weight.detach().clone()
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(loss, optimizer)
     optimizer.step()
     torch.testing.assert_close(model.weight, before - 0.1, rtol=0, atol=1e-3)  # gradients of ones, in float16
 
@@ -178,8 +177,7 @@ def test_a_model_that_is_about_to_move_is_refused():
 
     def iteration():
         optimizer.zero_grad()
-        with amp.scale_loss(loss_of(model), optimizer) as loss:
-            loss.backward()
+        backward(loss_of(model), optimizer)
         optimizer.step()
 
     iteration()
@@ -208,8 +206,7 @@ def test_a_block_that_was_captured_without_its_step_is_told_of():
     model, optimizer = initialized("O5")
 
     def block():
-        with amp.scale_loss(loss_of(model), optimizer) as loss:
-            loss.backward()
+        backward(loss_of(model), optimizer)
 
     block()
     optimizer.step()
@@ -235,8 +232,7 @@ def test_a_step_alone_that_goes_by_what_one_block_has_found_is_refused(fuse_unsc
     model, optimizer = initialized("O0", loss_scale="dynamic", fuse_unscale=fuse_unscale)
 
     def block():
-        with amp.scale_loss(loss_of(model), optimizer) as loss:
-            loss.backward()
+        backward(loss_of(model), optimizer)
 
     block()
     optimizer.step()

@@ -8,6 +8,7 @@ import io
 import pytest
 import torch
 from devices import DEVICE
+from small_programs import backward
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -46,8 +47,7 @@ def train(model, optimizer, numbers, level):
         if level == "torch":
             loss.backward()
         else:
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(loss, optimizer)
         optimizer.step()
         losses.append(loss.item())
     return losses

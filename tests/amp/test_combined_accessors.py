@@ -3,12 +3,12 @@
 """What scripts do with combined buffers: clip ``[0]``, average ``[0]``, write to them, in every step and before any."""
 
 import copy
-import io
 
 import pytest
 import torch
 from captures import Capture
 from devices import DEVICE
+from small_programs import backward
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -56,14 +56,13 @@ def start(level, kind="fused", groups=2, momentum=0.0, **more):
     return amp.initialize(model, optimizer, opt_level=level, **options)
 
 
-def backward(model, optimizer, number=0):
+def block(model, optimizer, number=0):
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number)).to(DEVICE)
-    with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(model(x).float().square().mean(), optimizer)
 
 
 def step(model, optimizer, number=0):
-    backward(model, optimizer, number)
+    block(model, optimizer, number)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -102,23 +101,6 @@ def kinds_of(optimizer):
     return [params for params in found if params]
 
 
-def place_in(flat, param):
-    """The elements of ``flat`` that are in the memory of ``param``."""
-    begin, rest = divmod(param.data_ptr() - flat.data_ptr(), flat.element_size())
-    assert rest == 0
-    assert 0 <= begin <= flat.numel() - param.numel()
-    return slice(begin, begin + param.numel())
-
-
-@EVERY_COUNT
-@pytest.mark.parametrize("level", PLAIN)
-def test_gradients_of_the_model(level, groups):
-    model, optimizer = start(level, groups=groups)
-    backward(model, optimizer)
-    (flat,) = optimizer.get_model_combined_grads()
-    assert flat.norm().item() == pytest.approx(norm_of(p.grad for p in trained(optimizer)), rel=1e-5)
-
-
 @EVERY_COUNT
 @EVERY_LEVEL
 def test_combined_gradients_of_torchs_optimizers_are_allocated_once(monkeypatch, level, groups):
@@ -129,38 +111,9 @@ def test_combined_gradients_of_torchs_optimizers_are_allocated_once(monkeypatch,
     optimizer.get_optimizer_combined_grad_masks()
     assert [flat.data_ptr() for flat in optimizer.get_optimizer_combined_grads()] == [f.data_ptr() for f in flats]
     assert len(made) == len(flats)
-    backward(model, optimizer)
+    block(model, optimizer)
     for flat, params in zip(flats, kinds_of(optimizer), strict=True):
         assert flat.norm().item() == pytest.approx(norm_of(p.grad for p in params), rel=1e-5)
-
-
-@EVERY_COUNT
-@EVERY_LEVEL
-def test_an_average_over_the_first_buffer_of_the_model(level, groups):
-    model, optimizer = start(level, groups=groups)
-    flat = optimizer.get_model_combined_params()[0]  # before the first step
-    ours = flat.to(torch.float32, copy=True)
-    params = [p for p in model.parameters() if p.requires_grad and p.dtype == flat.dtype]
-    theirs = double(params)
-    for number in range(5):
-        step(model, optimizer, number)
-        flat = optimizer.get_model_combined_params()[0]
-        ours.mul_(0.5).add_(flat, alpha=0.5)
-        theirs = [0.5 * a + 0.5 * p for a, p in zip(theirs, double(params), strict=True)]
-        if number == 2:
-            saved = io.BytesIO()
-            torch.save({"average": ours, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved)
-            step(model, optimizer, 100)  # of which loading leaves nothing
-            saved.seek(0)
-            loaded = torch.load(saved, map_location=DEVICE)
-            model.load_state_dict(loaded["model"])
-            optimizer.load_state_dict(loaded["optimizer"])
-            ours = loaded["average"]
-    flat = optimizer.get_model_combined_params()[0]
-    assert sum(p.numel() for p in params) == sum(p.numel() for p in trained(optimizer)) - 12 * (level in MASTERS)
-    for p, average in zip(params, theirs, strict=True):
-        found = ours[place_in(flat, p)].view(p.shape)
-        torch.testing.assert_close(found.double().cpu(), average, rtol=1e-5, atol=1e-6)
 
 
 @EVERY_COUNT
@@ -169,7 +122,7 @@ def test_a_step_that_a_script_takes_by_itself(level, groups):
     """Parameters, gradients and masks are laid out alike."""
     model, optimizer = start(level, groups=groups)
     for number in range(3):
-        backward(model, optimizer, number)
+        block(model, optimizer, number)
         params = trained(optimizer)
         expected = [p - LR * g for p, g in zip(double(params), double(p.grad for p in params), strict=True)]
         masks = optimizer.get_optimizer_combined_grad_masks()
@@ -183,34 +136,6 @@ def test_a_step_that_a_script_takes_by_itself(level, groups):
             rtol = 1e-6 if p.dtype == torch.float32 else torch.finfo(p.dtype).eps
             torch.testing.assert_close(p.detach().double().cpu(), want, rtol=rtol, atol=1e-7)
         optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("name", ["NpuFusedSGD", "NpuFusedAdam", "NpuFusedLamb"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_asking_changes_nothing(level, name):
-    def run(asks):
-        torch.manual_seed(0)
-        model = Net().to(DEVICE)
-        optimizer = getattr(optimizers, name)(model.groups(3), lr=0.01, weight_decay=0.1)
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
-        for number in range(6):
-            backward(model, optimizer, number)
-            if asks and number in (1, 2, 4):
-                optimizer.get_optimizer_combined_grads()
-                optimizer.get_model_combined_params()
-            optimizer.step()
-            optimizer.zero_grad()
-            if number == 2:
-                model.layers[3].requires_grad_(True)
-            if number == 3:
-                model.layers[0].weight.data = model.layers[0].weight.data.clone()
-        amp.shutdown()
-        return double(model.parameters()) + double(
-            v for p in trained(optimizer) for v in optimizer.state[p].values() if isinstance(v, torch.Tensor)
-        )
-
-    for found, want in zip(run(True), run(False), strict=True):
-        torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-7)
 
 
 def unfreeze(model, optimizer):
@@ -246,13 +171,13 @@ def remove(model, optimizer):
 def test_what_is_regrouped_is_combined_again(level, kind, change):
     model, optimizer = start(level, kind, momentum=0.5)
     for number in range(2):
-        backward(model, optimizer, number)
+        block(model, optimizer, number)
         optimizer.get_optimizer_combined_grads()
         optimizer.step()
         optimizer.zero_grad()
     change(model, optimizer)
     for number in range(2):
-        backward(model, optimizer, number)
+        block(model, optimizer, number)
         for flat, params in zip(optimizer.get_optimizer_combined_grads(), kinds_of(optimizer), strict=True):
             assert flat.norm().item() == pytest.approx(norm_of(p.grad for p in params), rel=1e-5)
             flat.zero_()
@@ -273,8 +198,7 @@ def test_another_dtype_has_a_buffer_of_its_own(level, kind):
     low = [nn.Parameter(torch.full((n,), float(n), device=DEVICE, dtype=torch.bfloat16)) for n in (2, 4)]
     groups = [{"params": params[:2]}, {"params": low[:1]}, {"params": [*params[2:], *low[1:]]}]
     optimizer = amp.initialize([], cls(groups, lr=1.0), opt_level=level, loss_scale=2.0, verbosity=0, **options)[1]
-    with amp.scale_loss(sum((p.float() * p.numel()).sum() for p in (*params, *low)), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(sum((p.float() * p.numel()).sum() for p in (*params, *low)), optimizer)
     flats = optimizer.get_optimizer_combined_grads()
     assert [(flat.dtype, flat.sum().item()) for flat in flats] == [
         (torch.float32, 9.0 + 25.0 + 49.0),
@@ -300,30 +224,6 @@ def give(params, *values):
         p.grad = None if value is None else torch.full_like(p, value)
 
 
-def test_without_amp():
-    params, optimizer = weights(4, momentum=0.0, groups=2)
-    (flat,) = optimizer.get_optimizer_combined_params()  # before there are gradients
-    average = flat.clone()
-    for _ in range(3):
-        give(params, 3.0, 4.0, None, 0.0)
-        (grads,) = optimizer.get_optimizer_combined_grads()
-        (masks,) = optimizer.get_model_combined_grad_masks()
-        assert masks.sum().item() == 9
-        grads.mul_(1.0 / grads.norm())
-        optimizer.step()
-        optimizer.zero_grad()
-        average.lerp_(optimizer.get_model_combined_params()[0], 0.5)
-    norm = (3 * 9.0 + 3 * 16.0) ** 0.5
-    ends = [1.0 - 3 * 3.0 / norm, 2.0 - 3 * 4.0 / norm, 3.0, 4.0]
-    for p, end, begin in zip(params, ends, (1.0, 2.0, 3.0, 4.0), strict=True):
-        assert p.tolist() == pytest.approx([end] * 3, abs=1e-6)
-        moved = end - begin
-        expected = begin + moved / 3 * (0.5 * 3 + 0.25 * 2 + 0.125 * 1)
-        assert average[place_in(optimizer.get_optimizer_combined_params()[0], p)].tolist() == pytest.approx(
-            [expected] * 3, abs=1e-6
-        )
-
-
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_gradient_that_is_none_counts_as_zeros(groups):
     params, optimizer = weights(2, groups=groups)
@@ -341,14 +241,14 @@ def test_a_gradient_that_is_none_counts_as_zeros(groups):
 def test_a_buffer_that_was_scaled_by_nan_serves_the_next_step(level, kind):
     """As by a script that clips to a norm which has overflowed: padding is in the buffer, too."""
     model, optimizer = start(level, kind, loss_scale="dynamic", dynamic_init_scale=64.0)
-    backward(model, optimizer)
+    block(model, optimizer)
     for flat in optimizer.get_optimizer_combined_grads():
         flat.mul_(float("nan"))
     optimizer.zero_grad()
     for number in range(2):
         step(model, optimizer, number)
         assert amp.last_step(optimizer).applied
-    backward(model, optimizer, 3)
+    block(model, optimizer, 3)
     assert all(flat.isfinite().all() for flat in optimizer.get_optimizer_combined_grads())
 
 
@@ -357,11 +257,11 @@ def test_a_buffer_that_was_scaled_by_nan_serves_the_next_step(level, kind):
 def test_buffers_that_a_script_keeps_have_the_gradients_of_every_block(level, kind):
     model, optimizer = start(level, kind, loss_scale=64.0)
     step(model, optimizer)
-    backward(model, optimizer)
+    block(model, optimizer)
     flats = optimizer.get_optimizer_combined_grads()
     optimizer.step()
     optimizer.zero_grad()
-    backward(model, optimizer, 1)
+    block(model, optimizer, 1)
     if kind != "fuse_unscale":  # gradients are scaled until the step, which reads them
         for flat in flats:
             flat.zero_()
@@ -376,7 +276,7 @@ def test_what_is_written_before_the_first_block_stays(level):
         for flat in flats:
             flat.fill_(0.25)
         model.layers[0].bias.fill_(2.0)
-    backward(model, optimizer)
+    block(model, optimizer)
     for p in trained(optimizer):
         assert set(p.flatten().tolist()) == {2.0 if p is model.layers[0].bias else 0.25}
 
@@ -435,13 +335,11 @@ def test_gradients_that_are_still_to_be_unscaled_are_not_shown(level, kind):
     twin, _ = start(level, kind)
     x = torch.ones(2, 4, device=DEVICE)
     optimizer.get_optimizer_combined_grads()
-    with amp.scale_loss(model(x).float().sum(), optimizer, delay_unscale=True) as scaled_loss:
-        scaled_loss.backward()
+    backward(model(x).float().sum(), optimizer, delay_unscale=True)
     for read in (optimizer.get_optimizer_combined_grads, optimizer.get_optimizer_combined_grad_masks):
         with pytest.raises(RuntimeError, match=r"delay_unscale=True.*before reading combined gradients, close a block"):
             read()
-    with amp.scale_loss(model(x).float().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(model(x).float().sum(), optimizer)
     shown = norm_of(optimizer.get_optimizer_combined_grads())
     (2.0 * twin(x).float().sum()).backward()
     assert shown == pytest.approx(norm_of([p.grad for p in twin.parameters() if p.grad is not None]), rel=2e-2)
@@ -624,8 +522,7 @@ class Swapped:
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(number)).to(DEVICE)
         loss = (self.model(x).float() @ self.sampled.t()).square().mean()
         other = self.other.param_groups[0]["params"][0]
-        with amp.scale_loss(loss + other.square().sum(), [optimizer, self.other]) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss + other.square().sum(), [optimizer, self.other])
         optimizer.step()
         self.other.step()
         with torch.no_grad():

@@ -5,6 +5,7 @@
 import pytest
 import torch
 from devices import DEVICE
+from small_programs import backward
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -67,8 +68,7 @@ def test_several_observers_hear_of_a_block_and_leave_in_any_order():
     model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.5), opt_level="O1", verbosity=0)
 
     def block():
-        with amp.scale_loss(model(torch.ones(1, 2, device=DEVICE)).sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(model(torch.ones(1, 2, device=DEVICE)).sum(), optimizer)
 
     first, second = Hears(), Hears()
     inspect.observe(first)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from devices import DEVICE, SIMULATOR, VENDOR, memory_of
 from optimizer_specs import SPECS
+from small_programs import initialize
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -35,9 +36,7 @@ def test_bytes_of_a_parameter_of_adam(level, fuse_unscale, expected, clip, monke
     model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)]).to(DEVICE)
     numel = sum(p.numel() for p in model.parameters())
     optimizer = optimizers.NpuFusedAdamW(model.parameters(), lr=1e-3)
-    model, optimizer = amp.initialize(
-        model, optimizer, opt_level=level, loss_scale=64.0, fuse_unscale=fuse_unscale, verbosity=0
-    )
+    model, optimizer = initialize(model, optimizer, level, fuse_unscale=fuse_unscale)
     peaks = []
     for i in range(3):
         torch.npu.reset_peak_memory_stats()
@@ -107,7 +106,7 @@ def test_a_training_takes_no_more_memory_than_torchs_own(level, clear, monkeypat
     model = Layers().to(DEVICE)
     numel, count = sum(p.numel() for p in model.parameters()), len(list(model.parameters()))
     optimizer = optimizers.NpuFusedAdamW(model.parameters(), lr=1e-3)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    model, optimizer = initialize(model, optimizer, level)
 
     def iteration():
         with amp.scale_loss(model(data), optimizer) as scaled_loss:

@@ -18,6 +18,7 @@ from small_programs import (
     levels,
     right_or_refused,
     start,
+    step_on,
     train_step,
     vector,
 )
@@ -30,12 +31,6 @@ HOST = torch.device("cpu")
 HOST_X = torch.tensor(X)
 MOVED = 10.0 - HOST_X
 ALL_KINDS = ("torch", "combine_grad", "fused", "fuse_unscale")
-
-
-def step_on(model, optimizer, x=HOST_X):
-    backward(model(x), optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 @kinds(ALL_KINDS)
@@ -74,11 +69,11 @@ def module_to(request):
 def test_a_model_that_is_moved_between_steps_keeps_its_momentum(level, kind):
     """torch's optimizers leave their state where it was, as without amp."""
     model, optimizer = start(Weights(10.0).cpu(), kind=kind, level=level, momentum=0.5)
-    step_on(model, optimizer)
+    step_on(model(HOST_X), optimizer)
     model.to(DEVICE)
     train_step(model, optimizer)
     model.to(HOST)
-    step_on(model, optimizer)
+    step_on(model(HOST_X), optimizer)
     assert_values(model.state_dict().values(), 10.0 - (1.0 + 1.5 + 1.75) * HOST_X)
 
 
@@ -88,7 +83,7 @@ def test_a_model_that_is_moved_between_steps_keeps_the_state_of_adam(level):
     model, optimizer = initialize(model, optimizers.NpuFusedAdam(model.parameters(), lr=0.125), level)
     reference = torch.optim.Adam(plain.parameters(), lr=0.125)
     for x in (HOST_X, HOST_X[[1, 0, 2]], HOST_X[[2, 1, 0]]):
-        step_on(model, optimizer, x.to(model.w[0].device))
+        step_on(model(x.to(model.w[0].device)), optimizer)
         plain(x).backward()
         reference.step()
         plain.zero_grad()
@@ -102,7 +97,7 @@ def test_a_part_that_is_moved_between_steps_is_trained_or_refused(level, kind):
     if kind == "torch":
         require("lists_of_devices")
     model, optimizer = start(Weights(10.0, 10.0).cpu(), kind=kind, level=level)
-    step_on(model, optimizer)
+    step_on(model(HOST_X), optimizer)
     model.w[1].data = model.w[1].data.to(DEVICE)
 
     def act():

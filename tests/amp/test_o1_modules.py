@@ -7,7 +7,6 @@ The reference is the same computation with the casts off, in float32.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from devices import DEVICE, needs
+from small_programs import backward
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_sequence
@@ -110,8 +110,7 @@ def test_parametrized_weights_train(name: str, shape: tuple[int, int]) -> None:
             assert a.dtype == FLOAT
             torch.testing.assert_close(a, b, rtol=5e-2, atol=5e-3)
         optimizer.zero_grad()
-        with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(model(x).float().square().mean(), optimizer)
         optimizer.step()
 
 
@@ -122,8 +121,7 @@ def test_a_cached_parametrization_is_shared_by_the_forwards_of_its_block() -> No
         got = gradients(model, lambda: model(x) + model(x))
     with amp.disable_casts():
         expected = gradients(model, lambda: model(x) + model(x))
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=5e-2, atol=5e-3)
+    torch.testing.assert_close(got, expected, rtol=5e-2, atol=5e-3)
 
 
 # ------------------------------------------------------------------------------------------------------- linear algebra
@@ -510,8 +508,7 @@ def test_a_weight_used_without_grad_first_still_gets_one() -> None:
     with amp.disable_casts():
         expected = gradients(model, lambda: model(x))
     assert len(got) == 3
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=5e-2, atol=5e-3)
+    torch.testing.assert_close(got, expected, rtol=5e-2, atol=5e-3)
 
 
 def test_a_generator_that_is_closed_inside_disable_casts() -> None:
@@ -526,17 +523,6 @@ def test_a_generator_that_is_closed_inside_disable_casts() -> None:
     assert next(generator) == FLOAT
     generator.close()
     assert (x @ x).dtype == HALF
-
-
-def test_initializing_at_another_level_switches_the_casts() -> None:
-    model, x = converted(nn.Linear(4, 4)), rand(2, 4)
-    assert model(x).dtype == HALF
-    amp.initialize(nn.Linear(1, 1).to(DEVICE), opt_level="O0", verbosity=0)
-    assert (model(x).dtype, (x @ x.T).dtype) == (HALF, FLOAT)  # the model keeps the level it was initialised at
-    o1()
-    assert model(x).dtype == (x @ x.T).dtype == HALF
-    low = amp.initialize(nn.Linear(4, 4).to(DEVICE), opt_level="O2", verbosity=0)
-    assert (low(x).dtype, low.weight.dtype, (x @ x.T).dtype) == (FLOAT, HALF, FLOAT)
 
 
 class Products(Dataset[Tensor]):
@@ -574,23 +560,3 @@ def test_matrix_exp_of_a_cast_model_computes_in_float(owner: Any, level: str) ->
     torch.testing.assert_close(given.grad.double(), wide.grad, rtol=tolerance, atol=0.0)
     amp.shutdown()
     assert owner.matrix_exp is call
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="of CPUs")
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_an_orthogonal_layer_of_a_cast_model_trains(level: str) -> None:
-    torch.manual_seed(0)
-    layer = orthogonal("matrix_exp")(nn.Linear(6, 6, bias=False))
-    twin, x = copy.deepcopy(layer), torch.randn(8, 6)
-    layer, optimizer = amp.initialize(
-        layer, torch.optim.SGD(layer.parameters(), lr=0.1), opt_level=level, loss_scale=64.0, verbosity=0
-    )
-    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
-    for _ in range(5):
-        with amp.scale_loss((layer(x) - x).square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        (twin(x) - x).square().mean().backward()
-        for stepped in (optimizer, plain):
-            stepped.step()
-            stepped.zero_grad()
-    torch.testing.assert_close(layer.weight.float(), twin.weight, rtol=0.0, atol=5e-3 if level == "O2" else 4e-2)

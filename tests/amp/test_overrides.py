@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from devices import DEVICE
+from small_programs import backward
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -46,8 +47,7 @@ def losses(model, optimizer, scaled):
         loss = nn.functional.mse_loss(model(x).float(), x.mean((1, 2, 3)).unsqueeze(1).expand(-1, 2))
         optimizer.zero_grad()
         if scaled:
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(loss, optimizer)
         else:
             loss.backward()
         optimizer.step()

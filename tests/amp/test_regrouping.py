@@ -46,16 +46,6 @@ def test_a_model_is_initialized_again_with_another_optimizer(level, shutdown, cl
     assert_values(amp.master_params(optimizer), EXACT - 2 * 2.0**-20)
 
 
-@both
-@levels(WITH_MASTERS)
-def test_after_shutdown_a_model_shows_its_masters(level, cls):
-    model = Weights(EXACT)
-    model, optimizer = initialize(model, cls(model.parameters(), lr=2.0**-20), level)
-    train_step(model, optimizer, ONES)
-    amp.shutdown()
-    assert_values(model.state_dict().values(), EXACT - 2.0**-20)
-
-
 class Backbone(nn.Module):
     """An earlier model with a new head."""
 

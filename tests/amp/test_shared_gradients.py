@@ -5,6 +5,7 @@
 import pytest
 import torch
 from devices import DEVICE
+from small_programs import backward
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor  # a subclass that has no memory but that of two inside
 
@@ -59,16 +60,13 @@ def test_autograd_leaves_two_gradients_in_one_memory():
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("classes", [[TORCH], [FUSED], [TORCH, TORCH], [TORCH, FUSED], [FUSED, TORCH]])
-@pytest.mark.parametrize(
-    "options", [{}, {"fuse_unscale": True}, {"loss_scale": "dynamic", "dynamic_init_scale": SCALE}]
-)
+@pytest.mark.parametrize("options", [{}, {"fuse_unscale": True}, DYNAMIC, {"combine_grad": True}])
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
 def test_each_is_unscaled_once(classes, level, options):
     model, made = make(classes, level, **options)
     for blocks in (1, 2):
         for _ in range(blocks):
-            with amp.scale_loss(loss_of(model), made) as scaled_loss:
-                scaled_loss.backward()
+            backward(loss_of(model), made)
         before = [p.detach().clone() for p in model]
         for optimizer in made:
             optimizer.step()
@@ -80,26 +78,17 @@ def test_each_is_unscaled_once(classes, level, options):
             optimizer.zero_grad()
 
 
-def test_with_combined_gradients_too():
-    model, made = make([TORCH], combine_grad=True)
-    with amp.scale_loss(loss_of(model), made) as scaled_loss:
-        scaled_loss.backward()
-    assert_grads(model, TRUE)
-
-
 @pytest.mark.parametrize("classes", [[TORCH], [TORCH, TORCH], [TORCH, FUSED], [FUSED, TORCH]])
 def test_those_of_a_backward_before_the_block_are_scaled_up_once(classes):
     model, made = make(classes)
     loss_of(model).backward()
-    with amp.scale_loss(loss_of(model), made) as scaled_loss:
-        scaled_loss.backward()
+    backward(loss_of(model), made)
     assert_grads(model, 2 * TRUE)
 
 
 def test_masters_take_them_over():
     model, made = make([TORCH], "O2")
-    with amp.scale_loss(loss_of(model).float(), made) as scaled_loss:
-        scaled_loss.backward()
+    backward(loss_of(model).float(), made)
     assert_grads(amp.master_params(made[0]), TRUE)
 
 

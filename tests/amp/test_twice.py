@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from devices import DEVICE, needs, require
+from small_programs import backward, step_on
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -47,10 +48,7 @@ def train(model, optimizer, steps=3, loss_id=0):
     for step in range(steps):
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step)).to(DEVICE)
         loss = (model(x).float() - x.sum(1, keepdim=True)).square().mean()
-        with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_on(loss, optimizer, loss_id=loss_id)
         losses.append(loss.item())
     return losses
 
@@ -86,8 +84,7 @@ def test_a_compiled_model_keeps_out_the_casts_of_a_later_initialize():
 def test_clipping_is_watched_for_the_optimizers_of_an_earlier_initialize(level):
     model, optimizer = make(level, fuse_unscale=True)
     make("O1")
-    with amp.scale_loss(model(torch.ones(2, 4, device=DEVICE)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(model(torch.ones(2, 4, device=DEVICE)).sum(), optimizer)
     with pytest.warns(RuntimeWarning, match="gradients that fuse_unscale=True keeps multiplied"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
