@@ -29,6 +29,7 @@ def pair():
         ({"dynamic_init_scale": -1}, ValueError, "dynamic_init_scale must be positive"),
         ({"num_losses": 0}, ValueError, "num_losses must be an integer >= 1, got 0"),
         ({"combine_grad": "yes"}, TypeError, "combine_grad must be True, False or None, got 'yes'"),
+        ({"fuse_unscale": "yes"}, TypeError, "fuse_unscale must be True, False or None, got 'yes'"),
         ({"cast_model_outputs": "half"}, TypeError, "cast_model_outputs must be a floating-point torch.dtype"),
     ],
 )

@@ -14,11 +14,9 @@ import torch
 from torch import nn
 from triton_interpreter import DEVICE, INTERPRETED, mend
 
-from apex_npu import amp, optimizers
 from apex_npu._extension import extension
 from apex_npu.distributed import clip_grad_norm_
-from apex_npu.fusion import flat_grads, fuse, grad_memory, grad_slots, packed_grads, set_grads
-from apex_npu.fusion.flat_buffer import FlatBuffer
+from apex_npu.fusion import flat_grads, fuse, grad_slots, packed_grads, set_grads
 from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, NONE, InPlace
 from apex_npu.ops import AddressTable, gather, multiply_, wide_dtype
 from apex_npu.ops.triton_kernels import plans
@@ -127,38 +125,6 @@ def test_clipping_writes_gradients_in_slots_and_nothing_between_them(dtype, bad,
     assert written == [p.numel() > 0 for p in params if p.grad is not None]
 
 
-def test_memory_that_gradients_own_between_steps(launched, monkeypatch):
-    monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0)
-    monkeypatch.setattr(grad_memory, "may_lend", lambda slot: True)
-    renew = FlatBuffer.renew
-
-    def poisoned(self):
-        renew(self)
-        self.flat.fill_(math.nan)  # padding is to be zero all the same
-
-    monkeypatch.setattr(FlatBuffer, "renew", poisoned)
-    ours, theirs = make_params(), make_params()
-    fused, plain = optimizers.NpuFusedAdam(ours, lr=0.1), torch.optim.Adam(theirs, lr=0.1)
-    kept = []
-    for step in range(4):
-        for params in (ours, theirs):
-            for i, p in enumerate(params):
-                grad = randn(p, 10 * step + i)
-                p.grad = grad if p.grad is None else p.grad.add_(grad)
-        (grads,) = fused.flat_grads()
-        fused.clip_optimizer_grad_norm_fused(math.inf)
-        check(ours, [p.grad for p in theirs], grads)
-        fused.step(), plain.step()
-        for p, q in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-        if step != 1:  # then gradients stay, and more are added to them
-            kept.append((ours[step].grad, theirs[step].grad.clone()))
-            fused.zero_grad(), plain.zero_grad()
-            assert not grads.has_buffer
-    assert all(torch.equal(grad, values) for grad, values in kept)
-    assert launched == [torch.float32] * 3
-
-
 def test_gradients_that_could_not_be_taken_stay(monkeypatch):
     """A GPU has no memory for the addresses: the gradients are as they were, and are taken later."""
     params = make_params()
@@ -205,23 +171,6 @@ def test_masters_take_what_is_widened_before_it_is_divided(source, launched):
     check(masters, [times(grad, 2.0**-16, torch.float32) for grad in kept], grads)
     assert [torch.equal(p.grad, grad) for p, grad in zip(sources, kept, strict=True)] == [True] * len(kept)
     assert launched == [source]
-
-
-def test_some_masters_take_theirs_and_the_others_keep_their_own(launched):
-    masters = make_params()
-    sources = [p if i % 2 else nn.Parameter(p.detach().half()) for i, p in enumerate(masters)]
-    grads = slots_of(masters)
-    own = give(masters)
-    grads.unscale_(0.5, None)
-    for p in masters[::2]:
-        p.grad = None
-    taken = give(sources[::2], torch.float16)
-    grads.take(sources, 0.25, slots=[0, 2, 6])
-    wanted = [times(own[i], 0.5) if i % 2 else None for i in range(len(masters))]
-    for i in (0, 2, 6):
-        wanted[i] = times(taken[i // 2], 0.25, torch.float32)
-    check(masters, wanted, grads)
-    assert launched == [torch.float32, torch.float16]
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -310,38 +259,6 @@ def test_gradients_in_other_slots_and_one_that_two_parameters_have(launched):
     check(params, wanted, grads)
 
 
-@pytest.mark.parametrize("found_inf", [None, torch.zeros(1, device=DEVICE)], ids=["multiplied", "checked"])
-def test_those_in_their_slots_are_multiplied_with_the_others(found_inf, launched):
-    params = make_params()
-    grads = slots_of(params)
-    before = give(params)
-    grads.gather()
-    for i in (1, 2, 5):
-        params[i].grad = before[i] = randn(params[i], 50 + i)
-    params[6].grad = before[6] = None
-    wanted = [None if grad is None else times(grad, SMALLER) for grad in before]
-    grads.unscale_(SMALLER, found_inf)
-    check(params, wanted, grads)
-    launched.clear()
-    grads.unscale_(1 / SMALLER, found_inf)
-    check(params, [None if grad is None else times(grad, 1 / SMALLER) for grad in wanted], grads)
-    assert launched == []  # all are in one piece
-
-
-def test_some_slots(launched):
-    params = make_params()
-    grads = slots_of(params)
-    before = give(params)
-    params[2].grad = None
-    assert grads.gather_times(0.5, range(1, 4)) == bytes([IN_BUFFER, NONE, IN_BUFFER])
-    assert grads.gather(range(6, 7)) == bytes([IN_BUFFER])
-    assert [state == IN_BUFFER for state in grads.states()] == [False, True, False, True, False, False, True]
-    grads.gather()
-    wanted = [times(grad, 0.5) if i in (1, 3) else grad for i, grad in enumerate(before)]
-    check(params, [*wanted[:2], None, *wanted[3:]], grads)
-    assert len(launched) == 3
-
-
 def test_what_is_looked_at_has_slots_and_room():
     params = make_params()
     grads = slots_of(params)
@@ -353,15 +270,6 @@ def test_what_is_looked_at_has_slots_and_room():
         known.addresses(params, params, views, 0, count, None, flat, room[1:])
     with pytest.raises(IndexError):
         known.addresses(params, params, views, 0, count, [7], flat, room)
-
-
-def test_nothing_is_launched_where_there_are_no_gradients(launched):
-    params = make_params()
-    grads = slots_of(params)
-    grads.unscale_(0.5, torch.zeros(1, device=DEVICE))
-    assert grads.gather() == bytes([NONE]) * len(params)
-    assert not grads.has_buffer
-    assert launched == []
 
 
 @pytest.mark.parametrize("spoil", [lambda g: g.double(), lambda g: g.to_sparse()], ids=["dtype", "sparse"])
@@ -383,19 +291,6 @@ def test_what_cannot_be_fused_is_refused_before_anything_is_written(spoil, launc
     assert not grads.flat.any()
 
 
-def test_a_gradient_that_is_kept_keeps_its_values():
-    params = make_params(shapes=[(5,), (6,)])
-    grads, kept = slots_of(params), []
-    for i in range(3):
-        give(params)
-        grads.unscale_(2.0**-i, None)
-        kept.append(params[0].grad.view(-1))
-        for p in params:
-            p.grad = None
-    for i, grad in enumerate(kept):
-        assert torch.equal(grad, randn(params[0], 0) * 2.0**-i)
-
-
 def test_memory_of_gradients_is_let_go_of_and_views_stay_the_same():
     params = make_params(shapes=[(5,), (6,)])
     grads, views = slots_of(params), []
@@ -409,15 +304,6 @@ def test_memory_of_gradients_is_let_go_of_and_views_stay_the_same():
         for p in params:
             p.grad = None
     assert views[0] == views[1]
-
-
-def test_a_shown_buffer_keeps_zeros_between_its_slots():
-    params = make_params(shapes=[(5,), (6,)])
-    grads = slots_of(params)
-    grads.show().fill_(7.0)
-    before = give(params)
-    grads.unscale_(0.5, None)
-    check(params, [times(grad, 0.5) for grad in before], grads)
 
 
 def test_a_capture_follows_no_addresses(monkeypatch, launched):
@@ -441,45 +327,10 @@ def test_without_a_compiler_torch_copies(monkeypatch, launched):
     assert launched == [None]
 
 
-@pytest.mark.parametrize("level", ["O0", "O2"])
-@pytest.mark.parametrize("options", [{}, {"fuse_unscale": True}], ids=["", "fuse_unscale"])
-def test_amp_trains_as_without_addresses(level, options, monkeypatch, launched):
-    def train(by_address):
-        monkeypatch.setattr(flat_grads, "takes_addresses", lambda slot: by_address)
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 2)).to(DEVICE)
-        optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1, momentum=0.9)
-        model, optimizer = amp.initialize(
-            model, optimizer, opt_level=level, loss_scale="dynamic", combine_grad=True, verbosity=0, **options
-        )
-        for i in range(4):
-            optimizer.zero_grad()
-            loss = (
-                model(torch.randn(5, 6, generator=torch.Generator().manual_seed(i)).to(DEVICE)).float().square().mean()
-            )
-            with amp.scale_loss(loss * (math.inf if i == 2 else 1.0), optimizer) as scaled:
-                scaled.backward()
-            optimizer.clip_optimizer_grad_norm_fused(0.5)
-            optimizer.step()
-        amp.shutdown()
-        return [p.detach().clone() for p in model.parameters()]
-
-    one, other = train(True), train(False)
-    assert launched
-    for a, b in zip(one, other, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
-
-
 @pytest.fixture
 def may_stay(monkeypatch):
     """Gradients of any size stay where autograd left them."""
     monkeypatch.setattr(grad_slots, "STAYS_NUMEL", 0)
-
-
-def alike(params, sources):
-    """Whether the gradients of both are in one memory, for each of those that have some."""
-    pairs = [(p.grad, q.grad) for p, q in zip(params, sources, strict=True) if p.grad is not None and p.numel()]
-    return [g.dtype == h.dtype and g.data_ptr() == h.data_ptr() for g, h in pairs]
 
 
 def test_packed_gradients_stay_where_they_are_until_they_are_gathered(monkeypatch):
@@ -523,3 +374,17 @@ def test_what_a_script_puts_beside_packed_gradients_is_multiplied_as_well(way, r
             multiply_(operand, torch.tensor(SMALLER, device=DEVICE))
     slots.gather()
     check(masters, [None if grad is None else times(grad, SMALLER, torch.float32) for grad in before], slots)
+
+
+def test_some_slots(launched):
+    params = make_params()
+    grads = slots_of(params)
+    before = give(params)
+    params[2].grad = None
+    assert grads.gather_times(0.5, range(1, 4)) == bytes([IN_BUFFER, NONE, IN_BUFFER])
+    assert grads.gather(range(6, 7)) == bytes([IN_BUFFER])
+    assert [state == IN_BUFFER for state in grads.states()] == [False, True, False, True, False, False, True]
+    grads.gather()
+    wanted = [times(grad, 0.5) if i in (1, 3) else grad for i, grad in enumerate(before)]
+    check(params, [*wanted[:2], None, *wanted[3:]], grads)
+    assert len(launched) == 3

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from devices import DEVICE
+from small_programs import backward, initialize
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -42,12 +43,9 @@ def test_gradients_that_autograd_left_in_one_memory_are_unscaled_and_clipped_onc
     a, b = (nn.Parameter(torch.full((8, 8), value, device=DEVICE)) for value in (1.0, 2.0))
     model = nn.ParameterList([a, b])
     groups = [{"params": [a, b]}] if together else [{"params": [a]}, {"params": [b]}]
-    model, optimizer = amp.initialize(
-        model, optimizers.NpuFusedSGD(groups, lr=1.0), opt_level="O1", loss_scale=128.0, verbosity=0
-    )
+    model, optimizer = initialize(model, optimizers.NpuFusedSGD(groups, lr=1.0), "O1", loss_scale=128.0)
     weight = torch.arange(64.0, device=DEVICE)
-    with amp.scale_loss(((a.view(-1) + b.view(-1)) * weight).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(((a.view(-1) + b.view(-1)) * weight).sum(), optimizer)
     for p in (a, b):
         torch.testing.assert_close(p.grad.view(-1), weight, rtol=0, atol=0)
     norm = optimizer.clip_optimizer_grad_norm_fused(1.0)
@@ -55,23 +53,10 @@ def test_gradients_that_autograd_left_in_one_memory_are_unscaled_and_clipped_onc
     torch.testing.assert_close((a.grad.square().sum() + b.grad.square().sum()).sqrt(), torch.ones((), device=DEVICE))
 
 
-def test_gradients_in_one_memory_are_clipped_once_without_amp():
-    a, b = (nn.Parameter(torch.zeros(8, 8, device=DEVICE)) for _ in range(2))
-    optimizer = optimizers.NpuFusedSGD([a, b], lr=1.0)
-    (a.view(-1) + b.view(-1)).sum().backward()
-    optimizer.clip_optimizer_grad_norm_fused(1.0)
-    optimizer.step()
-    # Each of the 128 elements has its share of a norm of 1.
-    for p in (a, b):
-        torch.testing.assert_close(p, torch.full_like(p, -(128**-0.5)))
-
-
 @pytest.mark.parametrize("numel", [4, 64], ids=["small", "large"])
 def test_unscaled_gradients_have_no_graph_that_is_still_scaled(numel):
     p = nn.Parameter(torch.full((numel,), 2.0, device=DEVICE))
-    _, optimizer = amp.initialize(
-        nn.ParameterList([p]), optimizers.NpuFusedSGD([p], lr=1.0), opt_level="O1", loss_scale=64.0, verbosity=0
-    )
+    _, optimizer = initialize(nn.ParameterList([p]), optimizers.NpuFusedSGD([p], lr=1.0), "O1")
     with amp.scale_loss((p**3).sum(), optimizer) as scaled_loss:
         scaled_loss.backward(create_graph=True)
     torch.testing.assert_close(p.grad, torch.full_like(p, 12.0), rtol=0, atol=0)

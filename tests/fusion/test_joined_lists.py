@@ -42,32 +42,6 @@ def check(flat, params, expected):
     assert not flat.flat.cpu()[~covered].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_gathered(dtype):
-    params = made(dtype=dtype)
-    flat = FlatGrads.apart(params)
-    for _ in range(2):
-        check(flat, params, give_gradients(params))
-
-
-@pytest.mark.parametrize("absent", [{0}, {59}, {7, 30}, set(range(0, 60, 2)), set(range(59)), set(range(60))], ids=len)
-def test_absent_gradients(absent):
-    params = made()
-    flat = FlatGrads.apart(params)
-    check(flat, params, give_gradients(params, lambda i, g: None if i in absent else g))
-
-
-@pytest.mark.parametrize("present", [{0}, {20, 21}, set(range(1, 60, 2))], ids=len)
-def test_those_in_their_slots_stay_there(present):
-    params = made()
-    flat = FlatGrads.apart(params)
-    check(flat, params, give_gradients(params))
-    kept = {i: params[i].grad for i in present}
-    expected = give_gradients(params, lambda i, g: kept.get(i, g))
-    check(flat, params, expected)
-    assert all(params[i].grad is grad for i, grad in kept.items())
-
-
 def test_gradients_of_other_layouts():
     params = made([(6, 8)] * 20) + [nn.Parameter(p.detach().t()) for p in made([(5, 3)] * 20)]
 

@@ -258,15 +258,6 @@ def test_autograd_goes_on():
     assert buffer[1:3].tolist() == [-2, -3]
 
 
-def test_slot_table_notices_what_moves():
-    params = [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(5))]
-    table = storage.SlotTable(params)
-    assert table.broken(params) == []
-    params[0].data = torch.zeros(2, 3)
-    params[2].data = params[2].data.half()
-    assert table.broken(params) == [0, 2]
-
-
 @pytest.mark.parametrize(
     "change",
     [
