@@ -7,12 +7,13 @@ Gradients overflow in some of them, and each has a learning rate of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import pytest
 import torch
 from captures import Capture
+from devices import DEVICE
 from torch import Tensor, nn
 
 from apex_npu import optimizers
@@ -35,6 +36,12 @@ RULES: dict[str, tuple[type[optimizers.FusedOptimizer], dict[str, Any]]] = {
     "Muon": (optimizers.NpuFusedMuon, {"use_muon": "auto"}),
     "SGD without momentum": (optimizers.NpuFusedSGD, {}),
 }
+# With those that cannot be captured.
+ALL_RULES = RULES | {
+    "FusedSGD": (optimizers.FusedSGD, {"momentum": 0.9}),
+    "BertAdam": (optimizers.NpuFusedBertAdam, {"max_grad_norm": 1.0}),
+    "NovoGrad": (optimizers.FusedNovoGrad, {"weight_decay": 0.1}),
+}
 FORMATS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bfloat16": (torch.float32, {"state_dtype": torch.bfloat16}),
     "int8": (torch.float32, {"state_dtype": "int8"}),
@@ -48,6 +55,24 @@ SOME[-1] = ("SGD without momentum", "stochastic")  # the only format that it has
 STEPS, CAPTURED, OVERFLOWS = 7, 3, (0, 1, 4)
 APPLIED = STEPS - len(OVERFLOWS)
 _SCALE = 4.0
+
+
+def make_params(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[nn.Parameter]:
+    """Three, the last of them transposed in memory."""
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randn(shape, generator=generator) for shape in [(37, 9), (5,), (64, 33)]]
+    made[2] = made[2].t()
+    return [nn.Parameter(t.to(dtype).to(DEVICE)) for t in made]
+
+
+def set_grads(params: Iterable[Tensor], seed: int, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype).to(p.device)
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 class Training:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from devices import DEVICE
-from small_programs import saved_and_loaded
+from encoded_steps import ALL_RULES, make_params, params_of, set_grads
+from small_programs import backward, step_on
 from torch import nn
 
 from apex_npu import amp, debug, optimizers
@@ -23,43 +24,13 @@ from apex_npu.optimizers.memory_choices import memory_choices
 DTYPES = [torch.bfloat16, torch.float16]
 # The distance of two values of parameters in [1, 2).
 SPACING = {torch.bfloat16: 2.0**-15, torch.float16: 2.0**-17}
-RULES = [
-    pytest.param(optimizers.NpuFusedAdam, {"amsgrad": True}, id="Adam"),
-    pytest.param(optimizers.NpuFusedAdamW, {"weight_decay": 0.1}, id="AdamW"),
-    pytest.param(optimizers.NpuFusedSGD, {}, id="SGD"),
-    pytest.param(optimizers.FusedSGD, {"momentum": 0.9}, id="FusedSGD"),
-    pytest.param(optimizers.NpuFusedRMSprop, {"momentum": 0.9, "centered": True}, id="RMSprop"),
-    pytest.param(optimizers.NpuFusedAdadelta, {}, id="Adadelta"),
-    pytest.param(optimizers.FusedAdagrad, {}, id="Adagrad"),
-    pytest.param(optimizers.FusedAdam, {}, id="FusedAdam"),
-    pytest.param(optimizers.NpuFusedLamb, {"weight_decay": 0.1}, id="LAMB"),
-    pytest.param(optimizers.NpuFusedAdamP, {"weight_decay": 0.1}, id="AdamP"),
-    pytest.param(optimizers.FusedNovoGrad, {}, id="NovoGrad"),
-    pytest.param(optimizers.NpuFusedMuon, {"use_muon": "auto"}, id="Muon"),
-]
+RULES = [pytest.param(*rule, id=name) for name, rule in ALL_RULES.items() if name not in ("BertAdam", "FusedLAMB")]
 PLAIN_SGD = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False, "step": 1}
-
-
-def make_params(dtype):
-    generator = torch.Generator().manual_seed(0)
-    made = [torch.randn(shape, generator=generator) for shape in [(37, 9), (5,), (64, 33)]]
-    made[2] = made[2].t()
-    return [nn.Parameter(t.to(dtype).to(DEVICE)) for t in made]
-
-
-def set_grads(params, seed):
-    generator = torch.Generator().manual_seed(seed)
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype).to(p.device)
 
 
 def masters_of(optimizer):
     state = optimizer.state_dict()["state"]
     return [state[index]["master_param"].cpu() for index in range(len(state))]
-
-
-def params_of(optimizer):
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def trained(rule, options, dtype, steps=3, **formats):
@@ -187,29 +158,6 @@ def test_every_rule_stays_near_its_float32_values(rule, options, dtype):
         assert stored.nbytes == p.numel()
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("kind", ["loaded", "deepcopied", "pickled"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rule", "options"), RULES)
-def test_training_resumes_bit_for_bit(rule, options, dtype, kind):
-    formats = {} if rule is optimizers.NpuFusedSGD else {"state_dtype": "int8"}
-    optimizer, params = trained(rule, options, dtype, **formats)
-    if kind == "loaded":
-        other, _ = trained(rule, options, dtype, steps=1, **formats)
-        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    elif kind == "deepcopied":
-        other = copy.deepcopy(optimizer)
-    else:
-        other = saved_and_loaded(optimizer)
-    copied = params_of(other)
-    for step in range(3, 5):
-        for held, stepped in ((params, optimizer), (copied, other)):
-            set_grads(held, step)
-            stepped.step()
-    assert all(map(torch.equal, params, copied))
-    assert all(map(torch.equal, masters_of(optimizer), masters_of(other)))
-
-
 @pytest.mark.parametrize("into", [True, "int8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_state_dict_has_the_values_in_float32(dtype, into):
@@ -224,20 +172,6 @@ def test_a_state_dict_has_the_values_in_float32(dtype, into):
     other.step()
     assert all(map(torch.equal, masters_of(optimizer), masters_of(other)))
     assert all(map(torch.equal, params, again))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_what_a_script_writes_is_the_value_to_within_half_a_last_bit(dtype):
-    optimizer, params = trained(optimizers.FusedAdam, {}, dtype)
-    with torch.no_grad():
-        params[0].fill_(3.0)
-    params[1].data = torch.ones_like(params[1])  # in other memory
-    optimizer.param_groups[0].update(lr=0.0)
-    for step in range(20):
-        set_grads(params, step)
-        optimizer.step()
-    assert torch.equal(params[0], torch.full_like(params[0], 3.0))
-    assert torch.equal(params[1], torch.ones_like(params[1]))
 
 
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan"), 0.0])
@@ -258,24 +192,16 @@ def test_values_without_neighbours(dtype, value):
 # amp
 
 
-def under_amp(steps=3, level="O5", rule=optimizers.NpuFusedAdamW, rule_options=None, **options):
+def under_amp(steps=3, rule_options=None, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 3)).to(DEVICE)
-    optimizer = rule(model.parameters(), lr=1e-3, **rule_options or {})
+    optimizer = optimizers.NpuFusedAdamW(model.parameters(), lr=1e-3, **rule_options or {})
     options = {"store_param_remainders": "int8", "fuse_unscale": True, "loss_scale": 64.0, **options}
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0, **options)
     for step in range(steps):
-        iterate(model, optimizer, step)
+        x = torch.randn(16, 20, generator=torch.Generator().manual_seed(step)).to(DEVICE)
+        step_on(model(x).float().square().mean(), optimizer)
     return model, optimizer
-
-
-def iterate(model, optimizer, step, value=None):
-    generator = torch.Generator().manual_seed(step)
-    batch = torch.randn(16, 20, generator=generator) if value is None else torch.full((16, 20), value)
-    optimizer.zero_grad()
-    with amp.scale_loss(model(batch.to(DEVICE)).float().square().mean(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
 
 
 def remainders_of(model, optimizer):
@@ -292,8 +218,7 @@ class TestUnderAmp:
         optimizer = optimizers.NpuFusedAdamW(model.parameters(), state_dtype="int8")
         options = {"loss_scale": 64.0, "fuse_unscale": True, "store_param_remainders": "int8", "verbosity": 0}
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, **options)
-        with amp.scale_loss(model(torch.ones(4, 512, device=DEVICE)).float().sum(), optimizer) as scaled:
-            scaled.backward()
+        backward(model(torch.ones(4, 512, device=DEVICE)).float().sum(), optimizer)
         optimizer.step()
         (param,) = model.parameters()
         state = [value for value in optimizer.state[param].values() if isinstance(value, EncodedView)]
@@ -301,32 +226,6 @@ class TestUnderAmp:
         assert counted == 7.0625
         (choice,) = [c for c in memory_choices(optimizer) if 'store_param_remainders="int8"' in c.name]
         assert choice.total == counted
-
-    @pytest.mark.parametrize("level", ["O2", "O5"])
-    @pytest.mark.parametrize("first", ["model", "optimizer"])
-    @pytest.mark.parametrize("rule", [optimizers.NpuFusedAdamW, optimizers.NpuFusedSGD])
-    def test_training_resumes_bit_for_bit(self, level, first, rule):
-        model, optimizer = under_amp(level=level, rule=rule)
-        saved = {"model": copy.deepcopy(model.state_dict()), "optimizer": copy.deepcopy(optimizer.state_dict())}
-        iterate(model, optimizer, 9)
-        expected = {name: value.clone() for name, value in model.state_dict().items()}
-        model, optimizer = under_amp(1, level=level, rule=rule)
-        for name in sorted(saved, key=first.__ne__):
-            {"model": model, "optimizer": optimizer}[name].load_state_dict(saved[name])
-        iterate(model, optimizer, 9)
-        assert {view.stored_dtype for view in remainders_of(model, optimizer)} == {torch.int8}
-        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
-
-    @pytest.mark.parametrize("level", ["O2", "O5"])
-    def test_a_skipped_step_changes_nothing(self, level):
-        model, optimizer = under_amp(level=level, loss_scale="dynamic")
-        iterate(model, optimizer, 3)
-        before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
-        iterate(model, optimizer, 4, value=float("inf"))
-        assert not amp.last_step(optimizer).applied
-        assert all(torch.equal(value, before[0][name]) for name, value in model.state_dict().items())
-        for index, entry in optimizer.state_dict()["state"].items():
-            assert all(torch.equal(value, before[1][index][name]) for name, value in entry.items())
 
     def test_the_value_of_a_model_is_at_most_a_spacing_away(self):
         torch.manual_seed(0)

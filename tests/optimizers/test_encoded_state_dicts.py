@@ -10,6 +10,8 @@ import io
 import pytest
 import torch
 from devices import DEVICE
+from encoded_steps import make_params, params_of, set_grads
+from small_programs import backward
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -31,18 +33,13 @@ BYTES_FORMATS = {"state_dtype": "int8", "store_param_remainders": "int8"}
 
 
 def make(dtype, formats, rule=optimizers.NpuFusedAdamW, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    made = [torch.randn(shape, generator=generator) for shape in [(37, 9), (5,), (64, 33)]]
-    made[2] = made[2].t()
-    params = [nn.Parameter(t.to(dtype).to(DEVICE)) for t in made]
+    params = make_params(dtype, seed)
     return rule(params, lr=1e-3, **formats), params
 
 
 def step(optimizer, params, seed, late=False):
-    generator = torch.Generator().manual_seed(seed)
-    for index, p in enumerate(params):
-        grad = torch.randn(p.shape, generator=generator).to(p.dtype).to(p.device)
-        p.grad = None if late and index == 1 else grad
+    set_grads(params, seed)
+    params[1].grad = None if late else params[1].grad
     optimizer.step()
 
 
@@ -121,7 +118,8 @@ def test_a_state_dict_shows_the_stored_tensors(dtype, formats):
 def test_files_have_a_quarter_of_the_bytes():
     param = nn.Parameter(torch.randn(1 << 16).to(BF16).to(DEVICE))
     optimizer = optimizers.FusedAdam([param], **BYTES_FORMATS)
-    step(optimizer, [param], 0)
+    set_grads([param], 0)
+    optimizer.step()
     _, plain = saved_to_file(optimizer.state_dict())
     _, encoded = saved_to_file(optimizer.state_dict(encoded=True))
     assert encoded / param.numel() == pytest.approx(3.0625, abs=0.1)
@@ -150,11 +148,11 @@ def test_float32_states_are_as_without_it():
 def test_each_kind_of_rule(rule):
     options = {"use_muon": "auto"} if rule is optimizers.NpuFusedMuon else {}
     optimizer, _ = make(BF16, BYTES_FORMATS | options, rule)
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = params_of(optimizer)
     for seed in range(2):
         step(optimizer, params, seed)
     other = copy.deepcopy(optimizer)
-    again = [p for group in other.param_groups for p in group["params"]]
+    again = params_of(other)
     step(other, again, 7)
     with torch.no_grad():
         for p, q in zip(again, params, strict=True):
@@ -188,8 +186,7 @@ def test_under_amp(level):
     def iterate(model, optimizer, seed):
         optimizer.zero_grad()
         batch = torch.randn(4, 20, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-        with amp.scale_loss(model(batch).float().square().mean(), optimizer) as scaled:
-            scaled.backward()
+        backward(model(batch).float().square().mean(), optimizer)
         optimizer.step()
 
     model, optimizer = start()
