@@ -55,20 +55,6 @@ def test_a_step_that_is_no_count_is_refused(count):
         optimizer.load_state_dict(state)
 
 
-def test_the_state_of_fused_adagrad_goes_on_in_torchs():
-    ours, theirs = parameter(), parameter()
-    first = optimizers.FusedAdagrad([ours], lr=0.1, eps=1e-10)
-    reference = torch.optim.Adagrad([theirs], lr=0.1, eps=1e-10)
-    for param, optimizer in ((ours, first), (theirs, reference)):
-        (param * vector(*X)).sum().backward()
-        optimizer.step()
-    second = torch.optim.Adagrad([ours], lr=0.1, eps=1e-10)
-    second.load_state_dict(first.state_dict())
-    second.step()
-    reference.step()
-    torch.testing.assert_close(ours, theirs)
-
-
 SAME_RULE = ("SGD", "Adam", "AdamW", "RMSprop", "Adadelta", *(["Muon"] if hasattr(torch.optim, "Muon") else []))
 
 

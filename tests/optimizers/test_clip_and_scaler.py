@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from optimizer_specs import SPECS
+from small_programs import backward, initialize
 from torch import nn
 
 from apex_npu import amp
@@ -85,9 +86,8 @@ def test_the_name_in_torch_npus_optimizers(level):
     model = nn.Linear(5, 7)
     optimizer = NpuFusedSGD(model.parameters(), lr=0.1)
     if level is not None:
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=16.0, verbosity=0)
-        with amp.scale_loss(model(torch.ones(3, 5)).float().square().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        model, optimizer = initialize(model, optimizer, level, loss_scale=16.0)
+        backward(model(torch.ones(3, 5)).float().square().sum(), optimizer)
     else:
         model(torch.ones(3, 5)).square().sum().backward()
     params = list(amp.master_params(optimizer))
@@ -100,30 +100,6 @@ def test_the_name_in_torch_npus_optimizers(level):
     assert optimizer.clip_model_grad_norm_fused(0.25, 3) <= 0.2505
 
 
-@pytest.mark.parametrize("combine_grad", [None, True])
-@pytest.mark.parametrize("make", [torch.optim.SGD, NpuFusedSGD])
-def test_combined_tensors(make, combine_grad):
-    model = nn.Linear(5, 7)
-    optimizer = make(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(
-        model, optimizer, opt_level="O1", loss_scale=16.0, combine_grad=combine_grad, verbosity=0
-    )
-    with amp.scale_loss(model(torch.ones(3, 5)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    grads, masks = optimizer.get_optimizer_combined_grads(), optimizer.get_model_combined_grad_masks()
-    if make is torch.optim.SGD and not combine_grad:
-        assert grads == masks == []
-        return
-    assert grads[0].numel() == masks[0].numel()
-    assert masks[0].sum().item() == 42
-    assert grads[0].sum().item() == pytest.approx(sum(p.grad.sum().item() for p in model.parameters()))
-    assert (grads[0] * (1 - masks[0])).count_nonzero() == 0
-    if make is NpuFusedSGD:
-        (flat,) = optimizer.get_model_combined_params()
-        flat.mul_(2)  # as handwritten moving averages do
-        assert model.weight.data_ptr() == flat.data_ptr()
-
-
 def test_torchs_own_clipping_works_on_slots():
     ours, theirs = make_params(), make_params()
     optimizers = NpuFusedAdam(ours), torch.optim.Adam(theirs)
@@ -134,8 +110,7 @@ def test_torchs_own_clipping_works_on_slots():
             nn.utils.clip_grad_norm_(params, 1.0)
             nn.utils.clip_grad_value_(params, 0.01)
             optimizer.step()
-    for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(p, q)
+    torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("unscale_first", [False, True])
@@ -168,6 +143,5 @@ def test_grad_scaler(spec, fused, unscale_first):
         if not overflow:
             reference.step()
         scales.append(scaler.get_scale())
-    for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     assert scales == [1024, 1024, 512, 512, 512, 256, 256, 256]

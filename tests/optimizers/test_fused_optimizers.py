@@ -31,7 +31,6 @@ from apex_npu.optimizers import (
     NpuFusedBertAdam,
     NpuFusedLamb,
     NpuFusedSGD,
-    shown_state,
 )
 
 pytestmark = pytest.mark.device
@@ -180,35 +179,6 @@ def test_an_eventful_training(spec, kwargs, dtype):
     steps(4)
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("through", ["optimizer", "model"])
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_zero_grad(spec, through, set_to_none):
-    """Losses are linear in the parameters: gradients are their factors on both sides, wherever the parameters are."""
-    models = [nn.ParameterList(make_params(seed=3, shapes=[(7, 5), (7,), (2, 7), (2,)])) for _ in range(2)]
-    optimizers = [
-        cls(model.parameters(), lr=0.05) for cls, model in zip((spec.cls, spec.reference), models, strict=True)
-    ]
-    sizes = largest(models[1])
-    for i in range(30):
-        generator = torch.Generator().manual_seed(1000 + i)
-        losses = [[torch.randn(p.shape, generator=generator).to(DEVICE) for p in models[0]] for _ in range(2)]
-        for model, optimizer in zip(models, optimizers, strict=True):
-            target = optimizer if through == "optimizer" else model
-            target.zero_grad(set_to_none=set_to_none)
-            for p in model:
-                if i and not set_to_none:
-                    assert p.grad is not None
-                    assert not p.grad.any()
-            for factors in losses:  # the second gradients are added to the first
-                sum((p * factor).sum() for p, factor in zip(model, factors, strict=True)).backward()
-            assert all(torch.equal(p.grad, a + b) for p, a, b in zip(model, *losses, strict=True))
-            optimizer.step()
-        sizes = largest(models[1], sizes)
-    assert_equal_params(list(models[0]), list(models[1]), spec.tolerance, floor=sizes)
-
-
 @for_all
 def test_state_dict_looks_like_torchs(pair):
     if not pair.spec.in_torch:
@@ -267,22 +237,6 @@ def test_loading_copies():
     assert all(torch.equal(loaded[key], expected[key]) for key in expected)
 
 
-def test_where_the_parameters_that_step_change_only_the_state_of_new_ones_is_shown(monkeypatch):
-    """As with a mixture of experts."""
-    show, shown = shown_state._show, []
-    monkeypatch.setattr(shown_state, "_show", lambda rule, slot: (shown.append(slot.position), show(rule, slot)))
-    ours, theirs = make_params(), make_params()
-    optimizer, reference = NpuFusedAdam(ours), torch.optim.Adam(theirs)
-    for step, skipped in enumerate([(0, 2), (0, 1), (1, 2), (2, 3), ()]):
-        for params, one in ((ours, optimizer), (theirs, reference)):
-            one.zero_grad()
-            set_grads(params, step, skipped)
-            one.step()
-    assert sorted(shown) == list(range(len(ours)))
-    assert_equal_params(ours, theirs, 1e-6)
-    assert_equal_states(optimizer.state_dict()["state"], reference.state_dict()["state"], 1e-6)
-
-
 @pytest.mark.pairwise
 @for_each_rule
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
@@ -329,19 +283,6 @@ def test_low_precision_is_updated_in_float32_and_rounded_once(spec, dtype):
             assert ((p.float() - q).abs() <= 0.51 * ulp + slack).all()
     for entry in optimizer.state_dict()["state"].values():
         assert all(v.dtype == torch.float32 for v in entry.values())
-
-
-def test_low_precision_state_survives_saving():
-    params = make_params(dtype=torch.float16)
-    optimizer = NpuFusedAdam(params, lr=1e-3)
-    for p in params:
-        p.grad = torch.full_like(p, 1e-3)
-    optimizer.step()
-    saved = copy.deepcopy(optimizer.state_dict())
-    assert 0 < saved["state"][0]["exp_avg_sq"].max() < 1e-8  # would be zero in float16
-    twin = NpuFusedAdam(make_params(dtype=torch.float16), lr=1e-3)
-    twin.load_state_dict(saved)
-    assert torch.equal(twin.state_dict()["state"][0]["exp_avg_sq"], saved["state"][0]["exp_avg_sq"])
 
 
 @needs("float64")
@@ -432,21 +373,6 @@ def test_a_write_between_forward_and_backward_is_noticed():
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
-
-
-@for_each_rule
-def test_hooks_and_schedulers(pair):
-    calls = []
-    for _, optimizer in pair.each():
-        optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
-        optimizer.register_step_post_hook(lambda *_: calls.append("post"))
-    schedulers = [torch.optim.lr_scheduler.StepLR(o, 3, 0.5) for o in pair.optimizers]
-    for i in range(9):
-        pair.step(i)
-        for scheduler in schedulers:
-            scheduler.step()
-    pair.check()
-    assert calls == ["pre", "post"] * 18
 
 
 def test_hooks_of_all_optimizers_are_called_once_each():
@@ -670,30 +596,6 @@ def test_step_counts_of_other_libraries(where, step):
         optimizer.step()
     assert_equal_params(ours, params)
     assert all(entry["step"].item() == 8 for entry in optimizer.state.values())
-
-
-def test_out_of_memory_while_fusing_changes_nothing(monkeypatch):
-    from apex_npu.fusion import flat_buffer
-
-    params = make_params()
-    optimizer = NpuFusedAdam(params)
-    set_grads(params, 0)
-    addresses = [p.data_ptr() for p in params]
-
-    def no_memory(*args, **kwargs):
-        raise RuntimeError("not enough memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(flat_buffer.torch, "zeros", no_memory)
-        with pytest.raises(torch.OutOfMemoryError, match=rf"needs 0.0 MiB on {DEVICE.type}.*nothing has been moved"):
-            optimizer.step()
-    assert [p.data_ptr() for p in params] == addresses
-    twins = make_params()
-    reference = torch.optim.Adam(twins)
-    set_grads(twins, 0)
-    optimizer.step()
-    reference.step()
-    assert_equal_params(params, twins)
 
 
 @pytest.mark.parametrize("answer", [True, "error"])

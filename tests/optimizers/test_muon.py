@@ -16,7 +16,6 @@ import torch
 from devices import DEVICE, SIMULATOR, needs_counts
 from torch import nn
 
-from apex_npu import amp
 from apex_npu.ops import aten_fused, newton_schulz
 from apex_npu.optimizers import NpuFusedAdamW, NpuFusedMuon
 
@@ -273,8 +272,7 @@ def test_groups_of_adamw_are_adamws():
         give(step, ours, theirs)
         optimizer.step()
         adamw.step()
-    for p, q in zip(ours[1:], theirs[1:], strict=True):
-        assert torch.equal(p, q)
+    torch.testing.assert_close(ours[1:], theirs[1:], rtol=0, atol=0)
     found, expected = optimizer.state_dict(), adamw.state_dict()
     for group, its in zip(found["param_groups"][1:], expected["param_groups"], strict=True):
         del group["params"], its["params"]
@@ -297,27 +295,6 @@ def test_auto_makes_two_groups():
     assert alone["use_muon"] is True
     (alone,) = NpuFusedMuon([{"params": params([(3,)])[0]}], use_muon="auto").param_groups
     assert alone["use_muon"] is False
-
-
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda o: o], ids=["deepcopy", "state dict"])
-def test_both_rules_survive_saving(again):
-    ends = []
-    for interrupted in (False, True):
-        given = with_others()
-        optimizer = NpuFusedMuon(given, lr=0.02, use_muon="auto")
-        for step in range(6):
-            if interrupted and step == 3:
-                saved = copy.deepcopy(optimizer.state_dict())
-                optimizer = again(optimizer)
-                given = sorted(
-                    (p for g in optimizer.param_groups for p in g["params"]), key=lambda p: p.shape != (8, 8)
-                )
-                given = [given[0], given[2], given[1], *given[3:]]
-                optimizer.load_state_dict(saved)
-            give(step, given)
-            optimizer.step()
-        ends.append(given)
-    assert all(map(torch.equal, *ends))
 
 
 def test_a_state_dict_of_the_other_rule_is_refused():
@@ -378,39 +355,6 @@ def test_a_nan_stays_in_its_matrix():
         optimizer.step()
     assert [bool(p.isnan().all()) for p in ours] == [i == 1 for i in range(len(ours))]
     assert [bool(p.isnan().any()) for p in ours] == [bool(q.isnan().any()) for q in theirs]
-
-
-@pytest.mark.parametrize("way", ["O2", "O5", "scaler", "fused scaler"])
-def test_a_nan_is_skipped(way):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6)).to(DEVICE)
-    x = torch.randn(4, 6, device=DEVICE)
-    optimizer = NpuFusedMuon(model.parameters(), lr=0.02, use_muon="auto", fuse_grad_scaler=way == "fused scaler")
-    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**8)
-    if "scaler" not in way:
-        model, optimizer = amp.initialize(model, optimizer, opt_level=way, loss_scale="dynamic", verbosity=0)
-    for step in range(4):
-        before = [p.detach().clone() for p in model.parameters()]
-        factor = math.nan if step == 2 else 1.0
-        optimizer.zero_grad()
-        loss = (
-            model(x.to(next(model.parameters()).dtype) if way in ("O2", "O5") else x).float().square().mean() * factor
-        )
-        if "scaler" in way:
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        else:
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-        same = [torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
-        assert (
-            all(same) if step == 2 else not (same[0] or same[4])
-        )  # the weights; bfloat16 may round others to the same
-        assert all(bool(p.isfinite().all()) for p in model.parameters())
-    steps = {float(entry["step"]) for entry in optimizer.state_dict()["state"].values() if "step" in entry}
-    assert steps == {3.0}
 
 
 def test_float32_where_there_are_no_bfloat16_products(monkeypatch):

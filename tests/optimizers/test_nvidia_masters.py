@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from devices import DEVICE
+from small_programs import backward
 from torch import nn
 
 from apex_npu import amp
@@ -62,21 +63,6 @@ def test_masters_go_the_way_of_float32_parameters(dtype, adam_w_mode):
     assert_rounded(params, masters_of(optimizer, params))
     for master, q in zip(masters_of(optimizer, params), wide, strict=True):
         torch.testing.assert_close(master, q.detach(), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", LOW)
-def test_small_steps_add_up(dtype):
-    """1 + 100 · 1e-4: each is less than half of what separates 1 from the next number."""
-    ends = []
-    for master_weights in (False, True):
-        param = nn.Parameter(torch.ones(5, dtype=dtype, device=DEVICE))
-        optimizer = FusedAdam([param], lr=1e-4, master_weights=master_weights)
-        for _ in range(100):
-            param.grad = -torch.ones_like(param)
-            optimizer.step()
-        ends.append(param.float().mean().item())
-    assert ends[0] == 1.0
-    assert ends[1] == pytest.approx(1.01, abs=torch.finfo(dtype).eps / 2)
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -152,8 +138,7 @@ def test_parameters_of_both_kinds_in_one_group():
     for seed in range(3):
         set_grads([*low, *twins], seed)
         plain.step()
-    for p, q in zip(wide, twins, strict=True):
-        assert torch.equal(p, q)
+    torch.testing.assert_close(wide, twins, rtol=0, atol=0)
     assert_rounded([*low, *wide], masters_of(optimizer, [*low, *wide]))
 
 
@@ -178,8 +163,7 @@ def test_amp_keeps_the_masters(level):
     model = nn.Linear(3, 2).to(DEVICE)
     optimizer = FusedAdam(model.parameters(), lr=0.01, master_weights=True)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    with amp.scale_loss(model(torch.ones(2, 3, device=DEVICE)).float().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(model(torch.ones(2, 3, device=DEVICE)).float().sum(), optimizer)
     optimizer.step()
     # In its state they are remainders; on an NPU they are beside it.
     assert all(set(entry) <= set(MASTERED) for entry in optimizer.state.values())
@@ -197,5 +181,4 @@ def test_gradients_that_are_scaled_are_divided_in_the_step():
         optimizer.grad_scale = torch.full((1,), scale, device=DEVICE)
         optimizer.step()
         ends.append(masters_of(optimizer, params))
-    for end, expected in zip(*ends, strict=True):
-        torch.testing.assert_close(end, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-6)

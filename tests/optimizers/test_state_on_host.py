@@ -14,6 +14,7 @@ import pytest
 import torch
 from devices import DEVICE, SIMULATOR, VENDOR, needs_counts
 from optimizer_specs import SPECS
+from small_programs import backward, initialize
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -232,9 +233,7 @@ def test_amp_steps_the_values_of_the_cpu(kind, level, fold):
     for device, options in ((DEVICE, {"state_device": "cpu"}), (torch.device("cpu"), {})):
         model = nn.ParameterList(parameters(device))
         optimizer = kind(model.parameters(), lr=1e-2, **options)
-        model, optimizer = amp.initialize(
-            model, optimizer, opt_level=level, loss_scale="dynamic", fuse_unscale=fold, verbosity=0
-        )
+        model, optimizer = initialize(model, optimizer, level, loss_scale="dynamic", fuse_unscale=fold)
         loss = torch.ones((), device=device, requires_grad=True)
         scales = []
         for step in range(6):
@@ -277,8 +276,7 @@ def test_amp_clips_and_resumes(fold):
         for step in steps:
             x = torch.randn(8, 9, generator=torch.Generator().manual_seed(step)).to(DEVICE)
             loss = model(x).float().square().mean()
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
+            backward(loss, optimizer)
             norms.append(float(optimizer.clip_optimizer_grad_norm_fused(0.01)))
             optimizer.step()
             optimizer.zero_grad()
@@ -329,8 +327,7 @@ def test_the_device_holds_parameters_and_gradients(fold, most, monkeypatch):
 
     def block():
         loss = sum(p.float().sum() for p in model)
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        backward(loss, optimizer)
 
     for _ in range(2):
         block()

@@ -5,6 +5,7 @@
 import pytest
 import torch
 from optimizer_specs import SPECS
+from small_programs import initialize
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -64,8 +65,8 @@ def test_a_step(cls, kwargs, shape, dtype):
 @pytest.mark.parametrize("cls", [optimizers.NpuFusedAdam, optimizers.NpuFusedLamb])
 def test_a_training_step_under_amp(cls, level, fuse_unscale, set_to_none):
     model = nn.ParameterList([nn.Parameter(torch.randn(NUMEL)), nn.Parameter(torch.randn(7))])
-    model, optimizer = amp.initialize(
-        model, cls(model.parameters(), lr=1e-3), opt_level=level, fuse_unscale=fuse_unscale, verbosity=0
+    model, optimizer = initialize(
+        model, cls(model.parameters(), lr=1e-3), level, loss_scale=None, fuse_unscale=fuse_unscale
     )
     params = list(model.parameters())
     grads = [torch.randn_like(p) for p in params]

@@ -79,24 +79,6 @@ def test_an_option_of_another_rule_is_refused(case: str) -> None:
     assert optimizer.state_dict()["state"][0]["step"] == 2
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours", "options"),
-    [
-        (torch.optim.AdamW, optimizers.NpuFusedAdam, {"weight_decay": 0.0}),
-        (torch.optim.AdamW, optimizers.NpuFusedAdamW, {"weight_decay": 0.1}),
-        (torch.optim.Adam, optimizers.NpuFusedAdam, {"weight_decay": 0.1, "maximize": True}),
-    ],
-)
-def test_the_same_rule_goes_on(theirs: Any, ours: Any, options: Any) -> None:
-    expected, reference = stepped(theirs, **options)
-    param = nn.Parameter(expected.detach().clone())
-    optimizer = ours([param], lr=0.3)
-    optimizer.load_state_dict(reference.state_dict())
-    step(param, optimizer)
-    step(expected, reference)
-    torch.testing.assert_close(param, expected)
-
-
 def test_a_groups_step_that_is_no_count_is_refused() -> None:
     _, optimizer = stepped(optimizers.FusedAdam)
     state = optimizer.state_dict()
