@@ -184,81 +184,6 @@ def accumulate(level, apart, kind, tolerance, **options):
     amp.shutdown()
 
 
-def several_models():
-    """As in a GAN: a block reduces the gradients of its own optimizers alone."""
-    rank = dist.get_rank()
-    one, two = mlp(), nn.Linear(2, 2).to(DEVICE)
-    free = nn.Linear(2, 2).to(DEVICE)  # in no optimizer
-    opts = [torch.optim.SGD(one.parameters(), lr=0.1), optimizers.NpuFusedAdam(two.parameters(), lr=0.1)]
-    (one, two, free), opts = start([one, two, free], opts, num_losses=2)
-    x = data(0, 0, rank)
-    for _ in range(2):
-        both = nn.Sequential(one, two)
-        expected = local_grads(both, loss_on(x))
-        backward(free(both(x)).square().mean() * 0 + loss_on(x)(both), opts[1], loss_id=1)
-        for p, local in zip(two.parameters(), expected[-2:], strict=True):
-            torch.testing.assert_close(p.grad.cpu().double(), average(local), rtol=1e-6, atol=1e-7)
-        for p, local in zip(one.parameters(), expected, strict=False):
-            torch.testing.assert_close(p.grad, local)  # of this process
-        one.zero_grad()
-        two.zero_grad()
-        backward(loss_on(x)(both), opts)
-        assert_averages(both, expected)
-        both.zero_grad()
-
-
-def changing_parameters():
-    for kind in (torch.optim.SGD, optimizers.NpuFusedSGD):
-        change_parameters(kind)
-        amp.shutdown()
-
-
-def change_parameters(kind):
-    rank = dist.get_rank()
-    model = mlp()
-    model[2].requires_grad_(False)
-    model, optimizer = start(model, kind(model.parameters(), lr=0.1))
-    x = data(0, 0, rank)
-
-    def check():
-        expected = local_grads(model, loss_on(x))
-        optimizer.zero_grad()
-        backward(loss_on(x)(model), optimizer)
-        for p, local in zip(model.parameters(), expected, strict=True):
-            if local is None:
-                assert p.grad is None
-            else:
-                torch.testing.assert_close(p.grad.cpu().double(), average(local), rtol=1e-6, atol=1e-7)
-        optimizer.step()
-
-    check()
-    check()
-    model[0].requires_grad_(False)  # frozen on the way
-    check()
-    model[2].requires_grad_(True)  # new to the reduction
-    check()
-    check()
-    model.append(nn.Linear(2, 2).to(DEVICE))
-    with torch.no_grad():
-        model[-1].weight.fill_(0.5)
-        model[-1].bias.zero_()
-    optimizer.add_param_group({"params": model[-1].parameters()})
-    check()
-    check()
-    model[0].weight.data = model[0].weight.data.clone()  # leaves its slot, on one rank or on all
-    if rank:
-        model[4].weight.data = model[4].weight.data.clone()
-    check()
-    # Frozen in the middle of an accumulation: what it has is averaged, and no more is added.
-    optimizer.zero_grad()
-    expected = local_grads(model, loss_on(x))[-1]
-    with amp.no_sync():
-        backward(loss_on(x)(model), optimizer)
-    model[-1].bias.requires_grad_(False)
-    backward(loss_on(x)(model), optimizer)
-    torch.testing.assert_close(model[-1].bias.grad.cpu().double(), average(expected), rtol=1e-6, atol=1e-7)
-
-
 def changing_parameters_within_an_accumulation():
     for level, tolerance in (("O0", {"rtol": 1e-6, "atol": 1e-7}), ("O2", {"rtol": 2e-2, "atol": 1e-3})):
         for kind in (torch.optim.SGD, optimizers.NpuFusedSGD):
@@ -307,23 +232,6 @@ def precision_of_averages():
     backward(model(torch.full((1, 4), tiny, device=DEVICE)).sum(), optimizer)
     (master,) = amp.master_params(optimizer)
     assert torch.equal(master.grad.cpu(), torch.full((1, 4), tiny))
-
-
-def held_scale():
-    for level, tolerance in (("O0", {"rtol": 1e-5, "atol": 1e-6}), ("O2", {"rtol": 2e-2, "atol": 1e-3})):
-        model = mlp()
-        loss = loss_on(data(0, 0, dist.get_rank()))
-        expected = local_grads(model, lambda m, loss=loss: 2 * loss(m))
-        optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=1.0)
-        model, optimizer = start(model, optimizer, level=level, loss_scale=64.0, fuse_unscale=True)
-        before = [p.detach().clone() for p in amp.master_params(optimizer)]
-        with amp.no_sync():
-            backward(loss(model), optimizer)
-        backward(loss(model), optimizer)
-        optimizer.step()
-        for p, old, local in zip(amp.master_params(optimizer), before, expected, strict=True):
-            torch.testing.assert_close((old - p).detach().cpu().double(), average(local), **tolerance)
-        amp.shutdown()
 
 
 def cleared_in_a_block():

@@ -13,14 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import average, backward, data, local_grads, loss_on, main, mlp, start
+from common import average, backward, data, local_grads, loss_on, main, mlp, step_on
 from devices import DEVICE
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
     get_state_dict,
-    set_optimizer_state_dict,
     set_state_dict,
 )
 
@@ -75,13 +73,6 @@ def ddp_without_extension():
         amp.shutdown()
 
 
-def train(model, optimizer, steps):
-    for step in steps:
-        backward(loss_on(data(step, 0, dist.get_rank()))(model), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @contextlib.contextmanager
 def common_folder():
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
@@ -90,41 +81,6 @@ def common_folder():
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder[0])
-
-
-def distributed_checkpoint():
-    """Training resumes bit for bit from what torch.distributed.checkpoint has saved."""
-    for level in ("O0", "O2"):
-        for kind in (optimizers.NpuFusedAdam, optimizers.NpuFusedSGD):
-            options = {"momentum": 0.9} if kind is optimizers.NpuFusedSGD else {}
-            with common_folder() as folder:
-                go_on_from_a_checkpoint(level, kind, options, folder)
-
-
-def go_on_from_a_checkpoint(level, kind, options, folder):
-    model = mlp()
-    model, optimizer = start(model, kind(model.parameters(), lr=0.01, **options), level=level)
-    train(model, optimizer, range(3))
-    dcp.save(state_of(model, optimizer), checkpoint_id=folder)
-    train(model, optimizer, range(3, 6))
-    expected = [p.detach().clone() for p in amp.master_params(optimizer)]
-    amp.shutdown()
-
-    model = mlp()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(2)
-    model, optimizer = start(model, kind(model.parameters(), lr=0.5, **options), level=level)
-    train(model, optimizer, range(1))  # there has to be state for dcp to load into
-    state = state_of(model, optimizer)
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    amp.load_state_dict(state["amp"])
-    train(model, optimizer, range(3, 6))
-    for p, value in zip(amp.master_params(optimizer), expected, strict=True):
-        assert torch.equal(p, value)
-    amp.shutdown()
 
 
 class Training:
@@ -146,9 +102,7 @@ class Training:
             if step == 1:
                 x[0, 0] = torch.inf  # a skipped step: the scale goes down, and up again later
             loss = self.model(x).float().square().mean()
-            backward(loss, self.optimizer)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            step_on(loss, self.optimizer)
 
     def values(self):
         """All state that training depends on, but for batch norm's statistics, which an inf has made invalid."""
@@ -210,22 +164,6 @@ def checkpoints_beside_ddp():
 
 def state_of(model, optimizer):
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
-
-
-def state_by_names():
-    """torch's names of parameters instead of numbers, on both sides."""
-    model = mlp()
-    optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=0.01)
-    loss_on(data(0, 0, 0))(model).backward()
-    optimizer.step()
-    state = get_optimizer_state_dict(model, optimizer)
-    twin = mlp()
-    other = optimizers.NpuFusedAdam(twin.parameters(), lr=0.5)
-    set_optimizer_state_dict(twin, other, state)
-    assert other.param_groups[0]["lr"] == 0.01
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        for name, value in optimizer.state[p].items():
-            assert torch.equal(other.state[q][name], value)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import processes
 import torch
 import torch.distributed as dist
 from devices import DEVICE
-from small_programs import backward  # noqa: F401 (for the workers)
+from small_programs import backward, step_on  # noqa: F401 (for the workers)
 from torch import nn
 
 from apex_npu import amp

@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import backward, data, loss_on, main, mlp
+from common import backward, data, loss_on, main, mlp, step_on
 from devices import DEVICE, memory_of
 from sharded_worker import IN_PLACE, Uneven, assert_same, whole
 from torch import nn
@@ -142,69 +142,52 @@ def eight_steps():
 
 
 def same_as_plain_torch():
-    """10 steps of AdamW at each level, with an overflow on one rank: a loop of plain torch with the same policy."""
+    """10 steps of AdamW at each level, with an overflow on one rank: a loop of plain torch with the same policy.
+
+    Optimizers of torch skip together, too.
+    """
     for level in LEVELS:
-        for options in ({}, {"fuse_unscale": True}) if level in ("O1", "O2") else ({},):
-            model, plain = sharded(level), sharded(level)
-            optimizer = optimizers.NpuFusedAdamW(model.parameters(), lr=1e-3)
-            other = torch.optim.AdamW(plain.parameters(), lr=1e-3)
-            dynamic = level in ("O1", "O2")
-            model, optimizer = start(
-                model, optimizer, level, **({"dynamic_init_scale": 2.0**8} if dynamic else {}), **options
-            )
-            autocast = {"O1": torch.float16, "O4": torch.bfloat16}.get(level)
-            scale = 2.0**8 if dynamic else 1.0
-            for step in range(10):
-                x = data(step, 0, dist.get_rank())
-                if dynamic and step == 5 and on_last_rank():
-                    x[0, 0] = torch.inf
-                backward(loss_on(x)(model), optimizer)
-                norm = optimizer.clip_optimizer_grad_norm_fused(0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-                assert amp.last_step(optimizer).applied == (not dynamic or step != 5)
-                if dynamic and step == 5:
-                    scale /= 2
-                    continue
-                casts = amp.disable_casts()
-                with casts, torch.autocast(DEVICE.type, autocast or torch.bfloat16, enabled=autocast is not None):
-                    loss = loss_on(x)(plain)
-                (loss * scale).backward()
-                for p in plain.parameters():
-                    if p.grad is not None:
-                        p.grad.div_(scale)
-                expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-                tolerance = 1e-5 if level == "O0" else 2e-3
-                torch.testing.assert_close(norm, whole(expected), rtol=tolerance, atol=tolerance)
-                other.step()
-                other.zero_grad()
-            tolerance = 1e-6 if level == "O0" else 1e-3
-            assert_same(model, plain, rtol=tolerance, atol=tolerance)
-            assert not dynamic or amp.state_dict()["loss_scaler0"]["loss_scale"] == scale
-            amp.shutdown()
+        train_beside_plain_torch(level, optimizers.NpuFusedAdamW, torch.optim.AdamW, 1e-3)
+        if level in ("O1", "O2"):
+            train_beside_plain_torch(level, optimizers.NpuFusedAdamW, torch.optim.AdamW, 1e-3, fuse_unscale=True)
+    train_beside_plain_torch("O1", torch.optim.SGD, torch.optim.SGD, 0.1)
 
 
-def torchs_optimizers():
-    """Under a dynamic scale they skip together, too."""
-    model, plain = sharded("O1"), sharded("O1")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = start(model, optimizer, "O1", dynamic_init_scale=2.0**8)
-    other = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for step in range(4):
+def train_beside_plain_torch(level, kind, plain_kind, lr, **options):
+    model, plain = sharded(level), sharded(level)
+    optimizer, other = kind(model.parameters(), lr=lr), plain_kind(plain.parameters(), lr=lr)
+    dynamic = level in ("O1", "O2")
+    model, optimizer = start(model, optimizer, level, **({"dynamic_init_scale": 2.0**8} if dynamic else {}), **options)
+    autocast = {"O1": torch.float16, "O4": torch.bfloat16}.get(level)
+    scale = 2.0**8 if dynamic else 1.0
+    for step in range(10):
         x = data(step, 0, dist.get_rank())
-        if step == 2 and on_last_rank():
+        if dynamic and step == 5 and on_last_rank():
             x[0, 0] = torch.inf
         backward(loss_on(x)(model), optimizer)
+        norm = optimizer.clip_optimizer_grad_norm_fused(0.5)
         optimizer.step()
-        assert amp.last_step(optimizer).applied == (step != 2)
         optimizer.zero_grad()
-        with amp.disable_casts(), torch.autocast(DEVICE.type, torch.float16):
+        assert amp.last_step(optimizer).applied == (not dynamic or step != 5)
+        if dynamic and step == 5:
+            scale /= 2
+            continue
+        casts = amp.disable_casts()
+        with casts, torch.autocast(DEVICE.type, autocast or torch.bfloat16, enabled=autocast is not None):
             loss = loss_on(x)(plain)
-        if step != 2:
-            loss.backward()
-            other.step()
-            other.zero_grad()
-    assert_same(model, plain, rtol=1e-3, atol=1e-3)
+        (loss * scale).backward()
+        for p in plain.parameters():
+            if p.grad is not None:
+                p.grad.div_(scale)
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        tolerance = 1e-5 if level == "O0" else 2e-3
+        torch.testing.assert_close(norm, whole(expected), rtol=tolerance, atol=tolerance)
+        other.step()
+        other.zero_grad()
+    tolerance = 1e-6 if level == "O0" else 1e-3
+    assert_same(model, plain, rtol=tolerance, atol=tolerance)
+    assert not dynamic or amp.state_dict()["loss_scaler0"]["loss_scale"] == scale
+    amp.shutdown()
 
 
 def norms_over_two_dimensions():
@@ -465,9 +448,7 @@ def moving_averages():
         ema = optimizers.FusedEMA(model, decay=0.5)
         expected = [p.full_tensor() for p in model.parameters()]
         for step in range(3):
-            backward(loss_on(data(step, 0, dist.get_rank()))(model), optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+            step_on(loss_on(data(step, 0, dist.get_rank()))(model), optimizer)
             own = [p.full_tensor() for p in model.parameters()]
             expected = [(a + b) / 2 for a, b in zip(expected, own, strict=True)]
             with torch.no_grad():
@@ -626,9 +607,7 @@ def scale_that_moves_while_gradients_are_held_back(mesh=None):
                 backward(loss_on(x)(model), given[0], loss_id=micro * second_loss)
                 (loss_on(x)(plain) * scale).backward()
                 for _ in range(2 if micro == second_loss == 0 else 0):
-                    backward(loss_on(x)(other), given[1])
-                    given[1].step()
-                    given[1].zero_grad()
+                    step_on(loss_on(x)(other), given[1])
             assert amp.state_dict()[f"loss_scaler{second_loss}"]["loss_scale"] != scale
             for p, q in zip(model.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(p.grad.full_tensor(), q.grad.full_tensor() / scale, rtol=1e-3, atol=1e-4)
@@ -795,9 +774,7 @@ def exceptions_while_units_reduce():
                         backward(loss_on(data(9, 0, dist.get_rank()))(one), optimizer)
                     Raising.error = None
                     assert all(p.grad is None for p in one.parameters())
-                backward(loss_on(data(step, 0, dist.get_rank()))(one), optimizer)
-                optimizer.step()
-                optimizer.zero_grad()
+                step_on(loss_on(data(step, 0, dist.get_rank()))(one), optimizer)
             models.append(one)
             amp.shutdown()
         assert_same(*models, rtol=0.0, atol=0.0)
@@ -959,9 +936,7 @@ def losses_of(model, optimizer, steps, rank):
     found = []
     for step in steps:
         loss = loss_on(data(step, 0, rank))(model)
-        backward(loss, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_on(loss, optimizer)
         found.append(float(loss))
     return found
 
@@ -1044,31 +1019,50 @@ def checkpoints(saved=SAVED):
             shutil.rmtree(back)
 
 
-def checkpoints_of_fewer():
-    """Of 4: what all have saved, all of them load, two of them, and each by itself; and all what one has saved."""
+def resumed_on_other_meshes(begin, steps, **near):
+    """What all have saved, all of them load, of 4 two of them, and each by itself; the latter.
 
-    def begin(model, lr=0.5):
-        return start(model, optimizers.FusedLAMB(model.parameters(), lr=lr), "O5")
-
-    folder, back = folder_of_all(), folder_of_all()
-    model, optimizer = begin(all_used("O5"), lr=0.01)
+    Args:
+        begin: Called with a model, and maybe the learning rate: both under amp.
+        steps: After the third.
+        near: How near losses are, but for those of the processes that have saved.
+    """
+    folder = folder_of_all()
+    model, optimizer = begin(all_used("O5"), lr=0.02)
     losses_of(model, optimizer, range(3), 0)
     dcp.save(state_of(model, optimizer), checkpoint_id=folder)
-    goes_on = losses_of(model, optimizer, range(3, 13), 0)
+    goes_on = losses_of(model, optimizer, steps, 0)
     amp.shutdown()
-    pairs = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("outer", "inner"))
-    for mesh in (None, pairs["inner"], pairs):  # all four, two by two, and two replicas of two parts
+    meshes = [None]
+    if dist.get_world_size() == 4:  # all four, two by two, and two replicas of two parts
+        pairs = replicas_of_parts()
+        meshes += [pairs["shard"], pairs]
+    for mesh in meshes:
         again, other = begin(all_used("O5", mesh))
         load(folder, again, other)
-        losses = losses_of(again, other, range(3, 13), 0)
-        assert losses == (goes_on if mesh is None else pytest.approx(goes_on, rel=1e-3, abs=1e-3))
+        losses = losses_of(again, other, steps, 0)
+        assert losses == (goes_on if mesh is None else pytest.approx(goes_on, **near))
         amp.shutdown()
     torch.manual_seed(1)
     alone = Uneven().to(DEVICE)
     alone.unused.requires_grad_(False)
     alone, other = begin(alone)
     load(folder, alone, other)
-    assert losses_of(alone, other, range(3, 13), 0) == pytest.approx(goes_on, rel=1e-3, abs=1e-3)
+    assert losses_of(alone, other, steps, 0) == pytest.approx(goes_on, **near)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+    return alone, other
+
+
+def checkpoints_of_fewer():
+    """And all load what one has saved."""
+
+    def begin(model, lr=0.5):
+        return start(model, optimizers.FusedLAMB(model.parameters(), lr=lr), "O5")
+
+    alone, other = resumed_on_other_meshes(begin, range(3, 13), rel=1e-3, abs=1e-3)
+    back = folder_of_all()
     if dist.get_rank() == 0:
         dcp.save(state_of(alone, other), checkpoint_id=back, no_dist=True)
     dist.barrier()
@@ -1079,7 +1073,6 @@ def checkpoints_of_fewer():
     assert losses_of(again, other, range(13, 15), 0) == pytest.approx(goes_on, rel=1e-3, abs=1e-3)
     dist.barrier()
     if dist.get_rank() == 0:
-        shutil.rmtree(folder)
         shutil.rmtree(back)
 
 

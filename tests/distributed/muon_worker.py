@@ -7,7 +7,6 @@ Run in several processes; the arguments are names of functions here.
 
 import copy
 import os
-import shutil
 import signal
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,22 +14,19 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from common import backward, data, loss_on, main, mlp
 from devices import DEVICE
 from fsdp_worker import (
     Twin,
     all_used,
-    folder_of_all,
-    load,
     losses_of,
     mesh_of_all,
     replicas_of_parts,
+    resumed_on_other_meshes,
     sharded,
     start,
-    state_of,
 )
-from sharded_worker import Uneven, whole
+from sharded_worker import whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -176,8 +172,7 @@ def small_batches():
         first = trained(given)
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(matrix_exchange, "_OWNED_NUMEL", 1)
-            for p, q in zip(first, trained(given), strict=True):
-                torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(first, [*trained(given)], rtol=1e-5, atol=1e-5)
 
 
 # Of models: matrices by Muon, and biases by AdamW.
@@ -323,30 +318,6 @@ def parts_like(param):
     return nn.Parameter(param.detach().clone())
 
 
-def grad_scalers():
-    """One that hands its scale over: all processes skip a step whose gradients have overflowed on one."""
-    model = sharded("O2")
-    twin = Twin(model, NpuFusedMuon, OPTIONS)
-    optimizer = NpuFusedMuon(model.parameters(), **OPTIONS, fuse_grad_scaler=True)
-    scaler = torch.amp.GradScaler(DEVICE.type, 2.0**8)
-    with float32_products():
-        for step in range(4):
-            x = data(step, 0, dist.get_rank())
-            if step == 2 and dist.get_rank() == 0:
-                x[0, 0] = torch.inf
-            scaler.scale(loss_on(x)(model)).backward()
-            if step != 2:
-                twin.take()
-                for q in twin.params:
-                    if q.grad is not None:
-                        q.grad.div_(scaler.get_scale())
-                twin.optimizer.step()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            twin.check(rtol=1e-5, atol=1e-5)
-
-
 def formats_of_momentum():
     """In fewer bytes it is near that in float32, and a state dict goes on."""
     found = {}
@@ -368,36 +339,12 @@ def formats_of_momentum():
 
 
 def checkpoints():
-    """Resumed bit for bit; by fewer processes, by one that is not sharded, and by torch.optim.Muon."""
-    folder = folder_of_all()
+    """Resumed bit for bit; by fewer processes, and by one that is not sharded."""
 
     def begin(model, lr=0.5):
         return start(model, NpuFusedMuon(model.parameters(), lr=lr, use_muon="auto"), "O5")
 
-    model, optimizer = begin(all_used("O5"), lr=0.02)
-    losses_of(model, optimizer, range(3), 0)
-    dcp.save(state_of(model, optimizer), checkpoint_id=folder)
-    goes_on = losses_of(model, optimizer, range(3, 8), 0)
-    amp.shutdown()
-    cuts = [None]
-    if dist.get_world_size() == 4:
-        pairs = replicas_of_parts()
-        cuts += [pairs["shard"], pairs]
-    for mesh in cuts:
-        again, other = begin(all_used("O5", mesh))
-        load(folder, again, other)
-        losses = losses_of(again, other, range(3, 8), 0)
-        assert losses == (goes_on if mesh is None else pytest.approx(goes_on, rel=5e-2, abs=5e-2))
-        amp.shutdown()
-    torch.manual_seed(1)
-    alone = Uneven().to(DEVICE)
-    alone.unused.requires_grad_(False)
-    alone, other = begin(alone)
-    load(folder, alone, other)
-    assert losses_of(alone, other, range(3, 8), 0) == pytest.approx(goes_on, rel=5e-2, abs=5e-2)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder)
+    resumed_on_other_meshes(begin, range(3, 8), rel=5e-2, abs=5e-2)
 
 
 def state_dicts_of_torch():

@@ -35,11 +35,8 @@ TOGETHER = {
         "recorded_order",
         "unusual_backwards",
         "accumulation",
-        "several_models",
-        "changing_parameters",
         "changing_parameters_within_an_accumulation",
         "precision_of_averages",
-        "held_scale",
         "cleared_in_a_block",
     ),
     # Processes agree, or fail together.
@@ -72,9 +69,7 @@ def test_distributed_data_parallel_and_distributed_checkpoints_work():
     run(
         "beside",
         "ddp_around_the_model",
-        "distributed_checkpoint",
         "checkpoints_beside_ddp",
-        "state_by_names",
     )
 
 
@@ -86,7 +81,6 @@ SHARDED = {
         "refusals",
         "private_names_of_torch_have_moved",
         "steps_leave_nothing",
-        "tied_parameters",
         "same_as_torch",
         "in_place_is_as_copied",
     ),
@@ -138,7 +132,6 @@ FSDP: dict[int, tuple[str, ...]] = {
         "exceptions_while_units_reduce",
         "adapters",
         "batch_norms",
-        "torchs_optimizers",
         "nvidias_distributed_optimizers",
         "checkpoints",
         "offloaded",
@@ -270,7 +263,6 @@ MORE_PROCESSES = {
         "backward.gradients_are_averages",
         "backward.recorded_order",
         "backward.accumulation",
-        "backward.several_models",
     ),
 }
 

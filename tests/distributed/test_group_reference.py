@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # while there is no group: its functions keep the default one as a default argument
 from devices import DEVICE, communication_backend
+from small_programs import backward
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -35,8 +36,7 @@ def set_up(**options):
 
 def step(model, optimizer):
     loss = model(torch.ones(2, 4, device=DEVICE)).float().sum()
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(loss, optimizer)
     optimizer.step()
 
 

@@ -20,7 +20,6 @@ CHECKS = {
         "repetition",
         "small_batches",
         "levels",
-        "grad_scalers",
         "bytes_on_the_wire",
         "refusals",
         "checkpoints",

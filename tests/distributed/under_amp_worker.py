@@ -22,16 +22,7 @@ import torch
 import torch.distributed as dist
 from devices import DEVICE
 from interrupting import Interrupt
-from small_programs import (
-    KINDS,
-    WITH_MASTERS,
-    Weights,
-    assert_values,
-    backward,
-    start,
-    values,
-    vector,
-)
+from small_programs import KINDS, WITH_MASTERS, Weights, assert_values, backward, start, step_on, values, vector
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -70,9 +61,7 @@ def own_input(rank):
 
 def train(model, optimizer, forward=None, steps=1):
     for _ in range(steps):
-        backward((forward or model)(own_input(dist.get_rank())), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_on((forward or model)(own_input(dist.get_rank())), optimizer)
 
 
 class Float32Backward(torch.autograd.Function):
@@ -112,13 +101,6 @@ def parallel(model, params=None, level="O1", kind="combine_grad"):
 
 
 # ---------------------------------------------------------------------------------------------------------- combine_ddp
-
-
-@check(("O1",), ("O2",))
-def gradients_are_averaged(level):
-    model, optimizer = parallel(Weights(10.0), level=level)
-    train(model, optimizer)
-    assert_equal(model, 8.0)
 
 
 @check(("O0", "fused"), ("O1", "combine_grad"), ("O1", "fused"), ("O2", "combine_grad"), ("O2", "fused"))
@@ -174,23 +156,18 @@ def send_weights(model):
 @check(*EXACT)
 def weights_are_broadcast_before_the_first_block(level, kind):
     """Nothing of the values that a process had itself is left in what is trained, whoever wrote, and what it wrote."""
-
-    def by_parameters(model, optimizer):
-        send_weights(model)
-
     found = []
-    for send in (by_parameters,):
-        for step_without_block in (False, True):
-            model, optimizer, exact = start_exact(own_value(level), level, kind)
-            send(model, optimizer)
-            if step_without_block:
-                (0.0 * model(own_input(0))).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            for _ in range(2):  # what the second finds has been trained
-                backward(0.0 * model(own_input(0)), optimizer)
-                found.append(gathered(exact()))
-            amp.shutdown()
+    for step_without_block in (False, True):
+        model, optimizer, exact = start_exact(own_value(level), level, kind)
+        send_weights(model)
+        if step_without_block:
+            (0.0 * model(own_input(0))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for _ in range(2):  # what the second finds has been trained
+            backward(0.0 * model(own_input(0)), optimizer)
+            found.append(gathered(exact()))
+        amp.shutdown()
     for ranks in found:
         for tensors in ranks:
             assert_values(tensors, ROUNDED[level], ROUNDED[level])
@@ -330,13 +307,6 @@ def shards_of_unequal_length_run(level):
 # --------------------------------------------------------------------------------------------- DistributedDataParallel
 
 
-@check(*[(level, kind) for level in ("O1", *WITH_MASTERS) for kind in ("torch", "fused")])
-def ddp_after_initialize(level, kind):
-    model, optimizer = start(Weights(10.0), kind=kind, level=level)
-    train(model, optimizer, DDP(model))
-    assert_equal(model, 8.0)
-
-
 @check(*[(level,) for level in WITH_MASTERS])
 def ddp_sends_what_has_no_master(level):
     """Frozen weights and buffers, of which the first process, or the other, has more than low precision holds."""
@@ -438,26 +408,17 @@ def an_interrupted_shutdown():
     assert n > 5
 
 
-def accumulate(level, kind, *, delay):
+@check(*[(level, kind) for level in ("O1", *WITH_MASTERS) for kind in ("torch", "fused", "fuse_unscale")])
+def no_sync_with_delay_unscale(level, kind):
     """One step over two blocks, the first of them where DDP does not synchronise."""
     model, optimizer = start(Weights(10.0), kind=kind, level=level)
     wrapped = DDP(model)
     x = own_input(dist.get_rank())
     with wrapped.no_sync():
-        backward(wrapped(x), optimizer, delay_unscale=delay)
+        backward(wrapped(x), optimizer, delay_unscale=True)
     backward(wrapped(x), optimizer)
     optimizer.step()
     assert_equal(model, 6.0)
-
-
-@check(*[(level, kind) for level in ("O1", *WITH_MASTERS) for kind in ("torch", "fused", "fuse_unscale")])
-def no_sync_with_delay_unscale(level, kind):
-    accumulate(level, kind, delay=True)
-
-
-@check(*[(level, kind) for level in ("O1", *WITH_MASTERS) for kind in ("torch", "fused", "fuse_unscale")])
-def no_sync(level, kind):
-    accumulate(level, kind, delay=False)
 
 
 @check(*[(level, kind) for level in ("O1", *WITH_MASTERS) for kind in ("torch", "fused")])
