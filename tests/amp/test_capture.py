@@ -238,10 +238,7 @@ def test_a_step_alone_that_goes_by_what_one_block_has_found_is_refused(fuse_unsc
     optimizer.step()
     block()
     before = [p.detach().clone() for p in model.parameters()]
-    with (
-        pytest.raises(RuntimeError, match="after a block outside of the capture, with a dynamic loss scale"),
-        Capture(),
-    ):
+    with pytest.raises(RuntimeError, match="block outside of the capture, with a dynamic"), Capture():
         optimizer.step()
     assert all(map(torch.equal, before, model.parameters()))
     optimizer.step()

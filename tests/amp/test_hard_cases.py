@@ -41,10 +41,8 @@ def grads(optimizer):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_nested_blocks_are_refused(level):
     model, optimizer = make(level)
-    with (
-        pytest.raises(RuntimeError, match="must not be nested"),
-        amp.scale_loss(torch.ones((), requires_grad=True), optimizer),
-    ):
+    loss = torch.ones((), requires_grad=True)
+    with pytest.raises(RuntimeError, match="must not be nested"), amp.scale_loss(loss, optimizer):
         block(model, optimizer)
     block(model, optimizer)
     assert grads(optimizer) == [[1, 1, 1]]
@@ -68,11 +66,8 @@ def test_a_gradient_that_cannot_be_scaled_up_changes_nothing():
     _, optimizer = amp.initialize(nn.Identity(), optimizer, **options)
     params[0].grad = torch.ones(3)
     params[1].grad = torch.ones(3, dtype=torch.float64).to_sparse()
-    with (
-        pytest.raises(RuntimeError, match="sparse gradient"),
-        amp.scale_loss(torch.ones((), requires_grad=True), optimizer),
-    ):
-        pass
+    with pytest.raises(RuntimeError, match="sparse gradient"):
+        backward(torch.ones((), requires_grad=True), optimizer)
     assert params[0].grad.tolist() == [1, 1, 1]
 
 

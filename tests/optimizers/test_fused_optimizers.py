@@ -436,9 +436,7 @@ def test_a_step_at_a_learning_rate_of_zero_moves_no_weight(spec, capturable):
 
 
 def test_dtypes_that_cannot_be_fused():
-    with pytest.raises(
-        TypeError, match=r"parameter 1 of shape \(3,\) is torch.complex64; fused optimizers take float32"
-    ):
+    with pytest.raises(TypeError, match=r"parameter 1 of shape \(3,\) is torch.complex64"):
         NpuFusedAdam([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3, dtype=torch.complex64))])
 
 

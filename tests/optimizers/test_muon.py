@@ -300,9 +300,7 @@ def test_auto_makes_two_groups():
 def test_a_state_dict_of_the_other_rule_is_refused():
     optimizer = NpuFusedMuon(params())
     before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(
-        ValueError, match="group 0 of this state dict is one of AdamW, and this optimizer's is one of Muon"
-    ):
+    with pytest.raises(ValueError, match="group 0 of this state dict is one of AdamW"):
         optimizer.load_state_dict(torch.optim.AdamW(params()).state_dict())
     assert optimizer.state_dict() == before
 
@@ -311,9 +309,7 @@ def test_a_state_dict_of_the_other_rule_is_refused():
 def test_only_matrices(shape):
     with pytest.raises(ValueError, match=r"Muon only supports 2D parameters whereas we found a parameter with size"):
         torch.optim.Muon(params([(2, 2), shape]))
-    with pytest.raises(
-        ValueError, match=r"NpuFusedMuon: Muon only supports 2D parameters whereas we found a parameter"
-    ):
+    with pytest.raises(ValueError, match="NpuFusedMuon: Muon only supports 2D parameters"):
         NpuFusedMuon(params([(2, 2), shape]))
     optimizer = NpuFusedMuon(params())
     for group in ({}, {"use_muon": "auto", "eps": -1.0}):

@@ -301,13 +301,7 @@ def test_a_whole_run_is_decoded_and_encoded_with_the_bits_of_the_reference(state
         (torch.zeros(9), None, 9, TypeError, "stored must be bfloat16, int8 or uint8, got Float"),
         (torch.zeros(9, dtype=torch.bfloat16), None, 8, ValueError, "of all 9 elements of table, got 9 and 8"),
         (torch.zeros(9, dtype=torch.int8), None, 9, ValueError, "stored is Char and has no 1 float32 scales"),
-        (
-            torch.zeros(9, dtype=torch.uint8),
-            torch.zeros(0),
-            9,
-            ValueError,
-            "stored is Byte and has no 1 float32 scales",
-        ),
+        (torch.zeros(9, dtype=torch.uint8), torch.zeros(0), 9, ValueError, "Byte and has no 1 float32 scales"),
     ],
 )
 def test_what_is_no_state_is_not_decoded(stored, scales, numel, error, message):
@@ -926,18 +920,10 @@ def test_masters_are_refused_where_an_optimizer_was_made_to_do_without(level):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (
-            {"state_dtype": torch.float16},
-            ValueError,
-            r"state_dtype must be torch.float32, torch.bfloat16 or 'int8', got",
-        ),
+        ({"state_dtype": torch.float16}, ValueError, "state_dtype must be .*, got torch.float16"),
         ({"state_dtype": "int4"}, ValueError, "got 'int4'"),
         ({"state_dtype": 8}, TypeError, "state_dtype must be .*, got 8"),
-        (
-            {"state_dtype": {"momentum": "int8"}},
-            ValueError,
-            "'momentum', which is not a state of this rule; it has exp_avg",
-        ),
+        ({"state_dtype": {"momentum": "int8"}}, ValueError, "'momentum', .* not a state of this rule"),
         ({"stochastic_rounding": 1}, TypeError, "stochastic_rounding must be True or False, got 1"),
     ],
 )
