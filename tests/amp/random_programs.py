@@ -55,7 +55,9 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Config:
+class Settings:
+    """How a program trains."""
+
     level: str
     rule: str  # sgd, or adam without averages
     how: str  # torch, combine_grad, fused, or float32: fused with store_param_remainders=False
@@ -64,14 +66,18 @@ class Config:
     momentum: float
     weight_decay: float
     hook: bool
-    groups: tuple  # for each optimizer its groups, of indices of parameters; those in none are frozen
-    averages: str = ""  # over two processes: combine_ddp, or DistributedDataParallel
 
     @property
     def remainders(self):
         """Whether the bits that 16-bit parameters lack are kept."""
         in_kernels = DEVICE.type != "npu" and extension is not None
         return self.level in WITH_MASTERS and self.how == "fused" and in_kernels
+
+
+@dataclass(frozen=True)
+class Config(Settings):
+    groups: tuple  # for each optimizer its groups, of indices of parameters; those in none are frozen
+    averages: str = ""  # over two processes: combine_ddp, or DistributedDataParallel
 
     @property
     def is_wide(self):
@@ -743,13 +749,20 @@ def program(seed, processes=1):
     return config, draw_operations(draw, config)
 
 
-def failure(config, operations):
-    """What differs, or None."""
-    try:
-        run(config, operations)
-    except Exception as error:
-        return error
-    return None
+def failure_of(run):
+    """A function that returns what differs in a program that it runs, or None."""
+
+    def failure(config, operations):
+        try:
+            run(config, operations)
+        except Exception as error:
+            return error
+        return None
+
+    return failure
+
+
+failure = failure_of(run)
 
 
 def minimise(config, operations, failure=failure):

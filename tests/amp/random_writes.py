@@ -38,6 +38,8 @@ from amp.random_programs import (
     Difference,
     Net,
     Plain,
+    Settings,
+    failure_of,
     grads_of,
     is_tie,
     minimise,
@@ -51,7 +53,6 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from apex_npu import amp, optimizers
-from apex_npu._extension import extension
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 TRANSPOSED = 3  # which parameters_to_vector and collectives do not take
@@ -71,22 +72,8 @@ EXPECTED = (
 
 
 @dataclass(frozen=True)
-class Config:
-    level: str
-    rule: str
-    how: str  # torch, combine_grad, fused, or float32: fused with store_param_remainders=False
-    fuse_unscale: bool
-    scale: float | str
-    momentum: float
-    weight_decay: float
-    hook: bool
+class Config(Settings):
     thirds: bool  # a buffer and a frozen parameter have values that half precision does not hold
-
-    @property
-    def remainders(self):
-        """Whether the bits that 16-bit parameters lack are kept."""
-        in_kernels = DEVICE.type != "npu" and extension is not None
-        return self.level in WITH_MASTERS and self.how == "fused" and in_kernels
 
     @property
     def counted_only(self):
@@ -618,13 +605,7 @@ def program(seed, level, writes):
     return config, draw_operations(draw, config, writes)
 
 
-def failure(config, operations):
-    """What differs, or None."""
-    try:
-        run(config, operations)
-    except Exception as error:
-        return error
-    return None
+failure = failure_of(run)
 
 
 def describe(seed, level, writes):
