@@ -120,7 +120,6 @@ _DOCUMENTED_LACK = {
 }
 # Likewise what the versions of torch_npu before 2.10 lack.
 _OLDER_LACK = {
-    "casting_lists": "torch_npu 2.6 copies a list to another dtype tensor by tensor",
     "fused_sgd": "this torch_npu has no kernel of torch's fused SGD, which came with 2.10",
 }
 _IS_OLDER = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10)
