@@ -27,6 +27,7 @@ from apex_npu.backends import is_capturing
 from apex_npu.backends.patching import Undo
 from apex_npu.backends.script_warnings import warn
 from apex_npu.distributed.torch_ddp import KnownDDPs, dtypes_of, follow_dtypes
+from apex_npu.fusion import set_grads
 from apex_npu.fusion.shards import is_sharded
 from apex_npu.ops import LOW_PRECISION
 
@@ -315,7 +316,7 @@ def module_snapshot(module: nn.Module) -> Callable[[], None]:
                 tensor.data = former
         for tensor, grad in grads:
             if tensor.grad is not grad:
-                tensor.grad = grad
+                set_grads([tensor], [grad])
         for entries, former_entries in hooks:
             entries.clear()
             entries.update(former_entries)

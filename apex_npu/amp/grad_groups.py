@@ -15,7 +15,7 @@ from torch import Tensor
 
 from apex_npu.backends import number_on
 from apex_npu.backends._torch_private import labelled
-from apex_npu.fusion import FlatGrads, any_grads, extent_numel, overlapping, wraps_tensors
+from apex_npu.fusion import FlatGrads, any_grads, extent_numel, overlapping, set_grads, wraps_tensors
 from apex_npu.fusion.grad_slots import InPlace
 from apex_npu.fusion.shards import local_part
 from apex_npu.ops import unscale_grads
@@ -172,8 +172,9 @@ def sparse_grad(grad: Tensor, dtype: torch.dtype) -> Tensor:
 def _sparse_values(param: Tensor) -> Tensor:
     """Coalesce the sparse gradient of ``param`` and return its values."""
     assert param.grad is not None
-    param.grad = sparse_grad(param.grad, param.grad.dtype)
-    return param.grad.values()
+    coalesced = sparse_grad(param.grad, param.grad.dtype)
+    set_grads([param], [coalesced])
+    return coalesced.values()
 
 
 def writable_grads(params: Iterable[Tensor]) -> list[Tensor]:
@@ -192,7 +193,7 @@ def writable_grads(params: Iterable[Tensor]) -> list[Tensor]:
     shared += [i for i, g in enumerate(grads) if not g.is_contiguous() and torch._debug_has_internal_overlap(g)]
     for i in shared:
         grad: Tensor = found[i].grad  # type: ignore[assignment]
-        found[i].grad = grad.detach().clone()
+        set_grads([found[i]], [grad.detach().clone()])
         grads[i] = local_part(found[i].grad) if grad.layout == torch.strided else _sparse_values(found[i])
     return grads
 
