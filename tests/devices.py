@@ -122,14 +122,20 @@ _DOCUMENTED_LACK = {
 _OLDER_LACK = {
     "fused_sgd": "this torch_npu has no kernel of torch's fused SGD, which came with 2.10",
 }
-_IS_OLDER = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10)
+# What torch lacks on a CPU.
+_OLDER_TORCH_LACK = {
+    "fully_shard": "fully_shard runs on a CPU since torch 2.7: its streams there have no events in 2.6",
+}
+_TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 _LACKING = {
     **(_VENDOR_LACKS if VENDOR else {}),
     **(_SATURATING_LACK if SATURATES else {}),
-    **(_OLDER_LACK if VENDOR and _IS_OLDER else {}),
+    **(_OLDER_LACK if VENDOR and _TORCH < (2, 10) else {}),
+    **(_OLDER_TORCH_LACK if DEVICE.type == "cpu" and _TORCH < (2, 7) else {}),
     **(_DOCUMENTED_LACK if VENDOR and os.environ.get("HOST_CANN_DTYPES") else {}),
 }
 _FEATURES = _VENDOR_LACKS.keys() | _SATURATING_LACK.keys() | _DOCUMENTED_LACK.keys() | _OLDER_LACK.keys()
+_FEATURES |= _OLDER_TORCH_LACK.keys()
 
 
 def _why_not(features: tuple[str, ...]) -> str:

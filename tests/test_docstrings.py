@@ -13,6 +13,7 @@ import inspect
 import pytest
 import torch
 import torch.distributed as dist
+from devices import require
 from torch import nn
 
 import apex_npu
@@ -68,6 +69,8 @@ def process_group():
 def test_examples_run(found, names, request):
     docstring = inspect.getdoc(found)
     assert "Example::" in docstring
+    if "fully_shard(" in docstring:
+        require("fully_shard")
     if "process group\n" in docstring:
         request.getfixturevalue("process_group")
     examples = doctest.DocTestParser().get_doctest(docstring, names, found.__qualname__, None, None)

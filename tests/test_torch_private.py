@@ -11,6 +11,7 @@ from pkgutil import resolve_name
 import pytest
 import torch
 import torch.distributed as dist
+from devices import needs, require
 from interrupting import Interrupt
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,6 +38,7 @@ def group_of_one():
 
 
 def unit_of_fsdp():
+    require("fully_shard")
     with group_of_one():
         unit = fully_shard(torch.nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
         unit(torch.ones(1, 2))
@@ -52,6 +54,9 @@ def parallel_module():
         return torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
 
 
+# Kept, because torch 2.6 reads memory of the result through its node.
+RESULT = Doubled.apply(torch.ones(1, requires_grad=True))
+
 # The meaning of "()".
 INSTANCES = {
     "torch.nn.Module": torch.nn.Module,
@@ -63,7 +68,7 @@ INSTANCES = {
     "torch.distributed.fsdp.FSDPStateContext": lambda: unit_of_fsdp()._get_fsdp_state()._state_ctx,
     "torch.distributed.fsdp.FSDPParamGroup": group_of_unit,
     "torch.distributed.fsdp.FSDPParam": lambda: group_of_unit().fsdp_params[0],
-    "torch.autograd.function.BackwardCFunction": lambda: Doubled.apply(torch.ones(1, requires_grad=True)).grad_fn,
+    "torch.autograd.function.BackwardCFunction": lambda: RESULT.grad_fn,
 }
 # Operators of ATen, see ``_torch_private``.
 OPERATORS = ("_foreach_", "_fused_", "_amp_foreach_", "_debug_has_internal_overlap")
@@ -180,6 +185,7 @@ def test_a_name_that_is_gone_fails_what_needs_it_alone(monkeypatch):
     assert not _torch_private.is_in_backward()
 
 
+@needs("fully_shard")
 @pytest.mark.parametrize(
     "name", ["_state_ctx", "_is_root", "iter_forward_root", "_partial_reduce_output", "unsharded_accumulated_grad"]
 )
@@ -207,6 +213,7 @@ def as_in_torch_2_15(monkeypatch, fsdp_param):
     monkeypatch.setattr(type(fsdp_param), "unsharded_accumulated_grad", found, raising=False)
 
 
+@needs("fully_shard")
 def test_a_gradient_that_fully_shard_holds_back_may_have_two_names(monkeypatch):
     """As from torch 2.15 on: it is brought to another loss scale once, and dropped after an exception."""
     with group_of_one():
