@@ -75,12 +75,14 @@ def test_refusals_leave_nothing(tree_2025, tmp_path):
     synthetic.write(tmp_path / "newer", newer)
     (tmp_path / "plain").mkdir()
     shutil.copytree(tree_2025, tmp_path / "plain apex", ignore=shutil.ignore_patterns(".git"))
+    shutil.copytree(tmp_path / "plain apex", tree_2025 / "inside")  # the commit of the checkout around is another's
     (tree_2025 / "README.md").write_text("edited\n")
     (tmp_path / "file").write_text("")
     there = sorted(path.name for path in tmp_path.iterdir())
     for source, ref, out, said in (
         ("an apex", None, "out", "an apex has changes that are not committed, as in README.md: "),
         ("an apex", "HEAD", "plain apex", "plain apex is no git checkout"),
+        ("an apex", "HEAD", "an apex/inside", "inside is no git checkout"),
         ("an apex", "99.99", "out", "has no commit, tag or branch '99.99'"),
         ("an apex", "2020", "out", "has no commit, tag or branch '4ef930c1"),
         ("newer", None, "out", f"does not fit {tmp_path}/out"),

@@ -210,8 +210,12 @@ def test_it_ends_quietly_if_nobody_reads_on(tree_2025):
 # ----------------------------------------------------------------------------------------------------------------- make
 
 
-def test_a_patch_is_made_from_a_checkout(tmp_path):
-    for folder, said in ((tmp_path / "nowhere", "is not a folder"), (tmp_path, "is no git checkout")):
+def test_a_patch_is_made_from_a_checkout(tmp_path, tree_2025):
+    for folder, said in (
+        (tmp_path / "nowhere", "is not a folder"),
+        (tmp_path, "is no git checkout"),
+        (tree_2025 / "apex", "is no git checkout"),
+    ):
         with pytest.raises(PipelineError, match=said):
             maintaining.make_patch(folder)
 

@@ -73,11 +73,12 @@ def clone(source: str, ref: str, target: Path) -> None:
 
 
 def commit_of(folder: Path, ref: str) -> str | None:
-    """Return the commit that ``ref`` names in the checkout in ``folder``, if any."""
-    for name in (ref, f"origin/{ref}"):
+    """Return the commit that ``ref`` names in the checkout in ``folder``, if any; not in one around ``folder``."""
+    options = ("--verify", "--quiet", "--end-of-options")
+    limits = {"GIT_ALLOW_PROTOCOL": "none", "GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
+    for name in ("HEAD",) if ref == "HEAD" else (ref, f"origin/{ref}"):
         try:
-            options = ("--verify", "--quiet", "--end-of-options")
-            return git(folder, "rev-parse", *options, f"{name}^{{commit}}", GIT_ALLOW_PROTOCOL="none").strip()
+            return git(folder, "rev-parse", *options, f"{name}^{{commit}}", **limits).strip()
         except PipelineError:
             continue
     return None
