@@ -27,7 +27,7 @@ from apex_npu.backends import is_capturing
 from apex_npu.backends.patching import Undo
 from apex_npu.backends.script_warnings import warn
 from apex_npu.distributed.torch_ddp import KnownDDPs, dtypes_of, follow_dtypes
-from apex_npu.fusion import set_grads
+from apex_npu.fusion import set_grads, wraps_tensors
 from apex_npu.fusion.shards import is_sharded
 from apex_npu.ops import LOW_PRECISION
 
@@ -279,11 +279,11 @@ def show_float32(model: nn.Module, *, keeps: bool) -> None:
     """Make state dicts and copies of ``model``, and of its submodules, float32; the modules share a new ``CopyLink``.
 
     Args:
-        model: A model that was cast to low precision.
+        model: A model that was cast to low precision. Modules that also belong to another such model are unchanged.
         keeps: Keep the float32 values of tensors without a master.
     """
     link = CopyLink(keeps)
-    for module in model.modules():
+    for module in (module for module in model.modules() if not is_cast(module)):
         module.register_state_dict_post_hook(_show_fp32)
         module.register_load_state_dict_pre_hook(_fill_masters)
         module.register_load_state_dict_post_hook(_follow_loaded)
@@ -312,7 +312,7 @@ def module_snapshot(module: nn.Module) -> Callable[[], None]:
 
     def put_back() -> None:
         for tensor, former in data:
-            if tensor.dtype != former.dtype:
+            if tensor.dtype != former.dtype or not _is_at(tensor, former):
                 tensor.data = former
         for tensor, grad in grads:
             if tensor.grad is not grad:
@@ -326,6 +326,10 @@ def module_snapshot(module: nn.Module) -> Callable[[], None]:
         _flatten(module)
 
     return put_back
+
+
+def _is_at(tensor: Tensor, data: Tensor) -> bool:
+    return wraps_tensors(tensor) or tensor.data_ptr() == data.data_ptr()
 
 
 def to_float32(module: nn.Module, values: Mapping[str, Tensor]) -> None:
@@ -403,7 +407,8 @@ def float32_copy(model: nn.Module, *, allow_rounded: bool = False) -> nn.Module:
             "torch.distributed.checkpoint.state_dict into a model that is not sharded"
         )
     low = [p for p in model.parameters() if p.dtype in LOW_PRECISION]
-    if low and not allow_rounded and not any(map(_exact_values, filter(None, map(copies_of, model.modules())))):
+    cast = list(filter(None, map(copies_of, model.modules())))
+    if low and not allow_rounded and not any(copies.link.keeps or _exact_values(copies) for copies in cast):
         raise RuntimeError(
             f"the weights of this {type(model).__name__} exist in {str(low[0].dtype).removeprefix('torch.')} alone, "
             "without float32 values, as at O3: a float32 copy has the rounded values. Pass allow_rounded=True to "

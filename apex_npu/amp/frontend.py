@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from apex_npu._extension import REBUILD, extension
 from apex_npu.amp.adoption import adopt, adopt_inside, optimizer_snapshot
 from apex_npu.amp.data_parallel import DataParallel
-from apex_npu.amp.float32_copies import module_snapshot, restore_float32, show_float32
+from apex_npu.amp.float32_copies import module_snapshot, own_tensors, restore_float32, show_float32
 from apex_npu.amp.float32_loop import Float32Loop
 from apex_npu.amp.fused_unscale import check_fusible
 from apex_npu.amp.kept_values import keep_values
@@ -214,9 +214,12 @@ def initialize(
         raise ValueError(f"num_losses must be an integer >= 1, got {num_losses!r}")
     model_list, optimizer_list = _listed(models, optimizers)
     scalers = [make_scaler(policy.loss_scale, options) for _ in range(num_losses)]
-    policy = replace(policy, enabled=enabled)
+    policy = replace(policy, enabled=bool(enabled))
     session = Session(
-        policy, scalers * enabled, verbosity if is_first_rank() else min(verbosity, 0), skip_alarm=skip_alarm
+        policy,
+        scalers if enabled else [],
+        verbosity if is_first_rank() else min(verbosity, 0),
+        skip_alarm=skip_alarm,
     )
     check_thread("amp.initialize")
     process_group, overflow_group = check_groups(policy, process_group, overflow_group, enabled=enabled)
@@ -341,12 +344,15 @@ def _set_up(
     try:
         undo.callback(_rebuild_reducers, ddps)
         with _together(policy, None if parallel is None else parallel.group):
-            for module in dict.fromkeys(module for model in models for module in model.modules()):
+            modules = dict.fromkeys(module for model in models for module in model.modules())
+            for module in modules:
                 undo.callback(module_snapshot(module))
             for model in models:
                 restore_float32(model)
             # The values before any cast. Masters use their memory.
-            before = {id(t): t.detach() for model in models for t in [*model.parameters(), *model.buffers()]}
+            tensors = [t for model in models for t in [*model.parameters(), *model.buffers()]]
+            tensors += [t for module in modules for _, t in own_tensors(module)]  # which a model may not list
+            before = {id(t): t.detach() for t in tensors}
             for model in models:
                 session.models.append(weakref.ref(convert_model(model, policy, casts.device_types, casts)))
                 if policy.model_dtype in LOW_PRECISION:

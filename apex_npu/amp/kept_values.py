@@ -47,6 +47,8 @@ def keep_values(models: Sequence[nn.Module], before: Mapping[int, Tensor], with_
     nbytes = 0
     for full_name, copies, name, tensor in _cast_tensors(models):
         value = before[id(tensor)]
+        if id(tensor) in with_master and not (tensor.dtype == torch.float16 and _has_inf(tensor)):
+            continue  # masters hold the value; bfloat16 has the range of float32
         overflows, vanishes, differs = _changes(tensor, value)
         dtype = str(tensor.dtype).removeprefix("torch.")
         is_buffer = name in copies.module._buffers
@@ -92,6 +94,11 @@ def _cast_tensors(models: Sequence[nn.Module]) -> Iterator[tuple[str, ModuleCopi
 
 
 @torch.no_grad()
+def _has_inf(tensor: Tensor) -> bool:
+    return bool(for_device(tensor.device).in_base_format(tensor.detach()).isinf().any())
+
+
+@torch.no_grad()
 def _changes(tensor: Tensor, value: Tensor) -> list[bool]:
     """Return whether in the cast ``tensor`` finite elements of ``value`` are inf, nonzero ones 0, or any differ."""
     # Weights in tiled formats use other operators, and some operators do not exist for them.
@@ -115,10 +122,13 @@ def check_averages() -> None:
         )
 
 
-def follow_broadcast(module: nn.Module, sent: Sequence[Tensor], group: Any, rank: int) -> None:
+def follow_broadcast(
+    adopted: Collection[Any], module: nn.Module, sent: Sequence[Tensor], group: Any, rank: int
+) -> None:
     """Set masters and kept values to those of the process whose rounded values DistributedDataParallel has broadcast.
 
     Args:
+        adopted: The optimizers of the session, which have the masters.
         module: The module inside DistributedDataParallel.
         sent: The parameters and buffers of the module that were broadcast.
         group: The process group.
@@ -127,22 +137,27 @@ def follow_broadcast(module: nn.Module, sent: Sequence[Tensor], group: Any, rank
     Raises:
         RuntimeError: ``check_averages`` raises it.
     """
+    rounded = {id(tensor): tensor for tensor in sent if tensor.dtype in LOW_PRECISION}
+    cast = {id(t): (copies, name) for _, copies, name, t in _cast_tensors([module])}
+    owners = {
+        key: [masters for masters in (o._amp_state.masters for o in adopted) if masters.has(tensor)]
+        for key, tensor in rounded.items()
+    }
+    if any(masters.swaps for found in owners.values() for masters in found):
+        check_averages()
     # One value for each tensor, known here or not: all processes must broadcast the same list.
-    values = {id(tensor): fp32_value(tensor, None) for tensor in sent if tensor.dtype in LOW_PRECISION}
-    cast = [(copies, name, t) for _, copies, name, t in _cast_tensors([module]) if id(t) in values]
-    for copies, name, tensor in cast:
-        latest = copies.link.masters_with(tensor)
-        if latest is not None and latest.swaps:
-            check_averages()
-        known = fp32_value(tensor, copies.kept.get(name)) if latest is None else latest.sent(tensor)
-        values[id(tensor)] = values[id(tensor)] if known is None else known
+    values = {}
+    for key, tensor in rounded.items():
+        copies, name = cast.get(key, (None, ""))
+        kept = None if copies is None else copies.kept.get(name)
+        known = owners[key][-1].sent(tensor) if owners[key] else None
+        values[key] = fp32_value(tensor, kept) if known is None else known
     broadcast_values(values.values(), group, rank)
-    for copies, name, tensor in cast:
-        found = [masters for masters in copies.link.masters if masters.has(tensor)]
-        for masters in found:
-            masters.load(tensor, values[id(tensor)])
-        if not found:
-            copies.load(name, tensor, values[id(tensor)])
-    for link in {copies.link for copies, _, _ in cast}:
-        for masters in link.masters:
-            masters.end_loading([tensor for _, _, tensor in cast])
+    for key, tensor in rounded.items():
+        copies, name = cast.get(key, (None, ""))
+        for masters in owners[key]:
+            masters.load(tensor, values[key])
+        if copies is not None and not owners[key]:
+            copies.load(name, tensor, values[key])
+    for optimizer in adopted:
+        optimizer._amp_state.masters.end_loading(list(rounded.values()))

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -246,7 +247,7 @@ class Session:
                 self._undo,
                 nn.parallel.distributed,
                 "_sync_module_states",
-                around_broadcast(before_broadcast, follow_broadcast),
+                around_broadcast(before_broadcast, partial(follow_broadcast, self.adopted)),
             )
         self._undo.callback(self.casts.undo)
         self.casts.enable(self.policy, self.patches)

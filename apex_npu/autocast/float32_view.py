@@ -35,6 +35,8 @@ def average_in_float32(undo: Undo) -> None:
 
     def in_float32(original: Callable[..., Any]) -> Callable[..., Any]:
         def update_parameters(self: AveragedModel, model: nn.Module) -> Any:
+            if not any(t.dtype in LOW_PRECISION for t in [*model.parameters(), *model.buffers()]):
+                return original(self, model)
             tensors = float32_tensors(model)
             params = [tensors[name] for name, _ in model.named_parameters()]
             buffers = [tensors[name] for name, _ in model.named_buffers()]

@@ -269,7 +269,8 @@ class CastForward:
         try:
             return call_marked(self.running, self._call_casting, args, kwargs)
         except RuntimeError as error:
-            if re.search(r"dtype|scalar type|type .*should be the same", str(error)):
+            is_cast = self.input_dtype is not None  # else amp was shut down meanwhile
+            if is_cast and re.search(r"dtype|scalar type|type .*should be the same", str(error)):
                 self._check_dtypes(error)
             raise
 

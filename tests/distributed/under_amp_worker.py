@@ -173,6 +173,28 @@ def weights_are_broadcast_before_the_first_block(level, kind):
             assert_values(tensors, ROUNDED[level], ROUNDED[level])
 
 
+@check(("O2", "torch"), ("O2", "fused"), ("O5", "torch"))
+def a_module_that_was_added_is_broadcast(level, kind):
+    """DistributedDataParallel sends its rounded weights, and amp the float32 values of these."""
+    rank = dist.get_rank()
+    cls, options = KINDS[kind]
+    model = nn.Sequential(nn.Linear(3, 3)).to(DEVICE)
+    model, optimizer = amp.initialize(
+        model, cls(model.parameters(), lr=0.01), opt_level=level, loss_scale=1.0, verbosity=0, **options
+    )
+    torch.manual_seed(rank)
+    model.append(nn.Linear(3, 1).to(DEVICE, next(model.parameters()).dtype))
+    optimizer.add_param_group({"params": [*model[1].parameters()]})
+    for _ in range(3):
+        backward(model(torch.randn(2, 3, device=DEVICE)).float().sum(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    DDP(model)
+    with amp.float32_params(optimizer):
+        found = gathered(model.parameters())
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 @check(*[case for case in EXACT if "remainders" not in case])
 def weights_are_broadcast_and_unfrozen_later(level, kind):
     model, optimizer, exact = start_exact(own_value(level), level, kind, params=slice(1))

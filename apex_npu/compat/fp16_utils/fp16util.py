@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
+from apex_npu.amp.float32_copies import module_snapshot
 from apex_npu.autocast.forward_cast import cast_own_parameters, cast_parameters, is_affine_batch_norm
+from apex_npu.backends.patching import Undo
 from apex_npu.compat.flattening import flatten, unflatten
 
 __all__ = [
@@ -55,7 +57,14 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     As in Apex, a batch norm without weights is cast, running statistics included. ``amp.initialize`` leaves both kinds
     in float32.
     """
-    cast_parameters(network, dtype, keeps=is_affine_batch_norm)
+    undo = Undo()
+    try:
+        for module in network.modules():
+            undo.callback(module_snapshot(module))
+        cast_parameters(network, dtype, keeps=is_affine_batch_norm)
+    except BaseException:
+        undo.close()
+        raise
     return network
 
 
