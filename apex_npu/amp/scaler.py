@@ -72,7 +72,9 @@ class DynamicScaleOptions:
 
 
 class LossScaler:
-    """A constant scale. It skips no step. The first overflow emits a warning, if checking for it costs nothing.
+    """A constant scale, and the interface of other scalers.
+
+    A constant scale skips no step. The first overflow emits a warning, if checking for it costs nothing.
 
     Attributes:
         dynamic: False: gradients need not be checked, so no step waits for the device.

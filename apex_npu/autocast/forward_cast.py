@@ -128,7 +128,7 @@ def convert_model(
         ambient: The ``Ambient`` of the model's casts; by default one of this thread.
 
     Returns:
-        The wrapper, which can remove itself. A model that nothing is cast for has none.
+        The wrapper; its ``undo`` removes it. A model for which nothing is cast does not get it.
     """
     inner = unwrapped_forward(model)
     if inner is None and isinstance(model, torch.jit.ScriptModule):

@@ -60,7 +60,6 @@ def test_a_count_beyond_the_window_still_grows():
 def test_static():
     scaler = make_scaler(128.0, DynamicScaleOptions())
     assert not scaler.dynamic
-    assert not scaler.dynamic
     with pytest.warns(RuntimeWarning, match=r"overflowed under the static loss scale 128\.0"):
         scaler.update(True)
     with warnings.catch_warnings():
