@@ -119,7 +119,8 @@ def use_one_thread_per_group() -> None:
 
     init = ProcessGroupGloo.__init__
 
-    def init_with_one_thread(group: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    # torch 2.14 also gives enable_reconfigure, which is False.
+    def init_with_one_thread(group: Any, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
         options = ProcessGroupGloo._Options()
         options._devices = [ProcessGroupGloo.create_default_device()]
         options._threads = 1

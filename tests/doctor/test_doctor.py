@@ -7,6 +7,7 @@ import importlib
 import itertools
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -240,7 +241,7 @@ def test_it_ends_quietly_if_nobody_reads_on():
 
 @pytest.mark.parametrize("command", ["doctor", "migrate --list-rules"])
 def test_commands_work_without_an_output(command):
-    command = f"{sys.executable} -m apex_npu {command} >&-"
+    command = f"{shlex.quote(sys.executable)} -m apex_npu {command} >&-"
     done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
     assert done.returncode in (0, 1)  # of doctor, if the machine lacks something
     assert "Traceback" not in done.stderr

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ import pytest
 from pipeline import synthetic
 from pipeline.environments import ROOT
 from pipeline.synthetic import git, snapshot
+from processes import HANG_TIMEOUT
 
 from apex_npu.compat.pipeline import PipelineError, eras, maintaining
 from apex_npu.compat.pipeline.patching import patch
@@ -121,12 +123,14 @@ def test_ctrl_c_leaves_the_tree_as_it_was_or_finished(tree_2025, tmp_path, rever
 def test_attributes_that_cannot_be_read_to_their_end_can_be_interrupted(tree_2025, number):
     os.mkfifo(tree_2025 / ".gitattributes")
     command = [sys.executable, "-m", "apex_npu", "patch", str(tree_2025)]
-    with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as process:
+    # A shell starts jobs in the background with SIGINT ignored.
+    take = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, preexec_fn=take) as process:
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(1)
         os.killpg(process.pid, number)
         try:
-            process.wait(10)
+            process.wait(HANG_TIMEOUT)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise
