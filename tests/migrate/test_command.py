@@ -147,6 +147,7 @@ def test_a_copy(tree, tmp_path):
         (("--write", "--out", "x", "."), "give one of them"),
         (("--out", "x", "a", "b"), "give one path"),
         (("--report", "a.txt", "."), "has no known format"),
+        (("--explain", "D999"), "no rule D999"),
         (("--out", "inner", "."), "inner exists"),
         (("--out", "inner/new", "."), "is inside"),
         (("link",), "is a link"),
@@ -164,11 +165,7 @@ def test_wrong_usage(tree, monkeypatch, capsys, arguments, words):
 
 @pytest.mark.parametrize(
     ("option", "value", "words"),
-    [
-        ("--select", "D,Q", "no rule or family Q"),
-        ("--to", "xpu", "not one of npu, portable"),
-        ("--explain", "D999", "'D999' is not one of D101, "),
-    ],
+    [("--select", "D,Q", "no rule or family Q"), ("--to", "xpu", "not one of npu, portable")],
 )
 def test_an_unknown_value_is_wrong_usage(option, value, words, tree, capsys):
     with pytest.raises(SystemExit, match="2"):

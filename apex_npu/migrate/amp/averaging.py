@@ -90,5 +90,5 @@ def _flows(
             yield from ((one, _stored(program, kept)) for one in node.args)
         function = functions.get(last_name(node.func))
         if function is not None:
-            inside = program.names.scope(function.body[0])
+            inside: object = program.names.scope(function.body[0])
             yield from ((value, {(inside, name)}) for name, value in given_to(function, node).items())

@@ -10,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-from apex_npu._cli.command_line import Commands, add_command, fail
+from apex_npu._cli.command_line import Commands, add_command, did_you_mean, fail
 from apex_npu._cli.tables import show
 from apex_npu.migrate.amp.check import LEVELS, arguments_of_initialize
 from apex_npu.migrate.engine.program import Options, count
@@ -31,6 +31,9 @@ def _run(options: argparse.Namespace) -> int:
             print("\n".join(f"{rule.id}  {rule.title}" for rule in RULES.values()))
             return 0
         if options.explain:
+            if options.explain not in RULES:
+                hint = did_you_mean(options.explain, RULES)
+                raise ValueError(f"there is no rule {options.explain}: --list-rules lists them{hint}")
             print(reports.explanation(RULES[options.explain]))
             return 0
         return _migrate(options)
@@ -88,15 +91,16 @@ def _migrate(options: argparse.Namespace) -> int:
         reports.write_report(options.report, [])
     own = [rule for path in options.rules for rule in read_rules(path)]
     own += [rule for path in options.api_list for rule in read_api_list(path)]
-    names = ("select", "ignore", "unsure", "force", "similar", "to", "amp", "model")
-    chosen = {name: getattr(options, name) for name in names}
-    given = Options(own=tuple(own), amp_args=options.amp_args or "", **chosen)
-    made = plan(paths, given, options.exclude, script)
+    given = {name: getattr(options, name) for name in ("unsure", "force", "similar", "to", "amp", "model")}
+    given |= {"own": tuple(own), "amp_args": options.amp_args or ""}
+    made = plan(paths, Options(options.select, options.ignore, **given), options.exclude, script)
     if options.report:
         try:
             Path(options.report).write_bytes(reports.write_report(options.report, made.findings))
         except OSError as error:
-            raise ValueError(f"{options.report} cannot be written ({error.strerror}): nothing is changed") from error
+            raise ValueError(
+                f"{options.report} cannot be written ({error.strerror}); nothing has been changed"
+            ) from error
     if options.diff:
         sys.stdout.write(reports.unified_diff(made))
     left = options.q or options.diff
@@ -129,16 +133,27 @@ def add_parser(commands: Commands) -> None:
     add("--amp", choices=LEVELS, help="add amp, or replace torch.amp by it, at this opt_level")
     add("--amp-args", type=_amp_args, metavar="'loss_scale=128.0'", help="more arguments of amp.initialize")
     add("--data-parallel", type=Path, metavar="MAIN", help="make a script for one card also train on several")
-    add("--model", metavar="NAME", help="with --data-parallel: the one model that is trained on several cards")
+    add(
+        "--model",
+        metavar="NAME",
+        default="",
+        help="with --data-parallel: the one model that is trained on several cards",
+    )
     add("--unsure", action="store_true", help="also apply unsure changes")
     add("--similar", action="store_true", help="also use counterparts that are only similar")
     add("--rules", action="append", metavar="FILE", help="add rules from a .toml or .json file (repeatable)")
     unsupported = "report uses of the names in a .json file (repeatable)"
     add("--api-list", action="append", metavar="FILE", help=unsupported)
     add("--report", metavar="FILE", help="write all findings to a .csv, .json or .sarif file")
-    add("--explain", metavar="RULE", choices=RULES, help="print a rule with its example")
+    add("--explain", metavar="RULE", help="print a rule with its example")
     add("--list-rules", action="store_true", help="print all rules")
-    add("--exclude", action="append", metavar="GLOB", help="skip paths, for instance '*/data/*' (repeatable)")
+    add(
+        "--exclude",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="skip paths, for instance '*/data/*' (repeatable)",
+    )
     add("--allow-dirty", action="store_true", help="with --write: also change files that are not committed in git")
     add("--backup", action="store_true", help="with --write: keep the old FILE as FILE.orig; allows the same files")
     add("--force", action="store_true", help="also change files that already name npu")

@@ -8,47 +8,54 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from json.decoder import scanstring  # type: ignore[attr-defined]
+from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any
 
 from apex_npu.migrate.engine.source import Edit, Source, UnreadableError, apply_edits
 from apex_npu.migrate.rewriting import Rewritten
 
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _ESCAPE = re.compile(r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\.|.", re.DOTALL)
 _SHELL = re.compile(r"[ \t]*[%!?]|.*\?[ \t]*$")
 _PYTHON_CELLS = re.compile(r"%%(time|timeit|capture|prun)\b")
 
 
+class _Text(str):
+    """A string of the JSON text, with the offset of its first character."""
+
+    start: int
+
+
+def _located(text: str, start: int, strict: bool = True) -> tuple[_Text, int]:
+    value, end = scanstring(text, start, strict)
+    located = _Text(value)
+    located.start = start
+    return located, end
+
+
 @dataclass(frozen=True)
 class _Piece:
-    """A string of a code cell's source, its offset in the program, and that of its first character in the file."""
+    """A string of a code cell's source, and its offset in the program."""
 
-    text: str
+    text: _Text
     start: int
     cell: int
-    place: int
 
     @property
     def end(self) -> int:
         return self.start + len(self.text)
 
 
-def _cells(text: str) -> Iterator[tuple[int, list[tuple[str, int]]]]:
-    """Yield the number of each code cell, from 1, and the strings of its source with their places in the file."""
-    literals = [*_STRING.finditer(text)]
-    numbers = map(str, range(len(literals)))
-
-    def string(number: str) -> str:
-        return str(json.loads(literals[int(number)][0]))
-
-    numbered = _STRING.sub(lambda _: json.dumps(next(numbers)), text)  # each string is its number in ``literals``
-    notebook = json.loads(numbered, object_pairs_hook=lambda pairs: {string(name): value for name, value in pairs})
-    for number, cell in enumerate(notebook["cells"], 1):
+def _cells(text: str) -> Iterator[tuple[int, list[_Text]]]:
+    """Yield the number of each code cell, from 1, and the strings of its source."""
+    decoder: Any = json.JSONDecoder()
+    decoder.parse_string = _located
+    decoder.scan_once = py_make_scanner(decoder)
+    for number, cell in enumerate(decoder.decode(text)["cells"], 1):
         source = cell.get("source", [])
-        if string(cell["cell_type"]) == "code":
-            given = source if isinstance(source, list) else [source]
-            pieces = [(string(one), literals[int(one)].start() + 1) for one in given]
-            first = pieces[0][0] if pieces else ""
+        if cell["cell_type"] == "code":
+            pieces = source if isinstance(source, list) else [source]
+            first = pieces[0] if pieces else ""
             if not first.startswith("%%") or _PYTHON_CELLS.match(first):
                 yield number, pieces
 
@@ -79,10 +86,10 @@ def rewrite_notebook(data: bytes, path: str, rewrite: Callable[[str], Rewritten]
     program = ""
     for number, texts in cells:
         at = len(program)
-        for one, place in texts:
-            pieces.append(_Piece(one, at, number, place))
+        for one in texts:
+            pieces.append(_Piece(one, at, number))
             at += len(one)
-        program += _python("".join(one for one, _ in texts)) + "\n"
+        program += _python("".join(texts)) + "\n"
     rewritten = rewrite(program)
     file, source = Source(text), Source(program)
     edits: list[Edit] = []
@@ -95,7 +102,7 @@ def rewrite_notebook(data: bytes, path: str, rewrite: Callable[[str], Rewritten]
         if not around:
             raise UnreadableError("F901", f"line {finding.line} of its program is in several strings")
         piece = around[0 if (finding.after or "").startswith("\n") else -1]
-        begin, stop = (_in_file(text, piece.place, at - piece.start) for at in (start, end))
+        begin, stop = (_in_file(text, piece.text, at - piece.start) for at in (start, end))
         if finding.status == "changed":
             edits.append(Edit(begin, stop, json.dumps(finding.after, ensure_ascii=False)[1:-1]))
         (line, column), (end_line, end_column) = file.place(begin), file.place(stop)
@@ -105,8 +112,9 @@ def rewrite_notebook(data: bytes, path: str, rewrite: Callable[[str], Rewritten]
     return Rewritten(apply_edits(text, edits).encode("utf-8") if edits else data, tuple(findings))
 
 
-def _in_file(text: str, place: int, offset: int) -> int:
-    """Return the offset in the JSON text of character number ``offset`` of the string whose first is at ``place``."""
+def _in_file(text: str, piece: _Text, offset: int) -> int:
+    """Return the offset in the JSON text of a string's character number ``offset``."""
+    at = piece.start
     for _ in range(offset):
-        place = _ESCAPE.match(text, place).end()  # type: ignore[union-attr]
-    return place
+        at = _ESCAPE.match(text, at).end()  # type: ignore[union-attr]
+    return at
