@@ -285,6 +285,28 @@ def gradients_are_multiplied():
         assert found_inf.item()
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def tied_parameters():
+    trained = []
+    for kind in (optimizers.NpuFusedAdamW, torch.optim.AdamW):
+        torch.manual_seed(0)
+        model = Tied().to(DEVICE)
+        fully_shard(model, mesh=init_device_mesh(DEVICE.type, (dist.get_world_size(),)))
+        train(model, kind(model.parameters(), lr=0.01), range(4))
+        assert model.first.weight is model.second.weight
+        trained.append(model)
+    assert_same(*trained)
+
+
 def checkpoints():
     for ours, theirs, options in RULES[:3]:
         folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
