@@ -70,7 +70,7 @@ def check_file(path: Path) -> bool:
     return TRIGGER.search(data) is not None and check_invariants(data, str(path))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_all_that_is_installed():
     with ProcessPoolExecutor(os.cpu_count(), get_context("forkserver")) as pool:
         assert sum(pool.map(check_file, sources("."), chunksize=50)) > 200
