@@ -217,8 +217,9 @@ def main(argv: list[str] | None = None) -> int:
     # gloo's threads are to end here, rather than with the interpreter, which they can abort (docs/distributed.md): when
     # nothing refers to the group. DistributedDataParallel does, and it is in reference cycles.
     gc.collect()
+    with_gloo = dist.get_backend() == "gloo"
     dist.destroy_process_group()
-    if args.engine in (None, "fully_shard") and device.type != "cuda":
+    if args.engine in (None, "fully_shard") and with_gloo:
         # torch's caches of DTensor keep the group: leave without the end of the interpreter.
         sys.stdout.flush()
         os._exit(0 if agree else 1)

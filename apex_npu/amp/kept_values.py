@@ -45,10 +45,15 @@ def keep_values(models: Sequence[nn.Module], before: Mapping[int, Tensor], with_
     stay: list[str] = []
     inexact: list[str] = []
     nbytes = 0
-    for full_name, copies, name, tensor in _cast_tensors(models):
+    cast = list(_cast_tensors(models))
+    # Masters hold the values of most tensors, so that one look is enough. bfloat16 has the range of float32.
+    suspects = [t for *_, t in cast if id(t) in with_master and t.dtype == torch.float16]
+    suspects = suspects if _any_inf(suspects) else []
+    unexamined = set(with_master).difference(map(id, suspects))
+    for full_name, copies, name, tensor in cast:
+        if id(tensor) in unexamined:
+            continue
         value = before[id(tensor)]
-        if id(tensor) in with_master and not (tensor.dtype == torch.float16 and _has_inf(tensor)):
-            continue  # masters hold the value; bfloat16 has the range of float32
         overflows, vanishes, differs = _changes(tensor, value)
         dtype = str(tensor.dtype).removeprefix("torch.")
         is_buffer = name in copies.module._buffers
@@ -94,8 +99,13 @@ def _cast_tensors(models: Sequence[nn.Module]) -> Iterator[tuple[str, ModuleCopi
 
 
 @torch.no_grad()
-def _has_inf(tensor: Tensor) -> bool:
-    return bool(for_device(tensor.device).in_base_format(tensor.detach()).isinf().any())
+def _any_inf(tensors: Sequence[Tensor]) -> bool:
+    """Return whether a value is inf. Waits once for each device."""
+    flags: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        values = for_device(tensor.device).in_base_format(tensor.detach())
+        flags.setdefault(tensor.device, []).append(values.isinf().any())
+    return any(bool(torch.stack(found).any()) for found in flags.values())
 
 
 @torch.no_grad()
