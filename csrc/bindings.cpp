@@ -14,7 +14,6 @@
 #include "combine_tensors/slot_table.h"
 #include "combine_tensors/write_table.h"
 #include "data_parallel/grad_arrivals.h"
-#include "data_parallel/shards.h"
 #include "fused_optim/codec_cpu.h"
 #include "fused_optim/gather_cpu.h"
 #include "fused_optim/grad_list.h"
@@ -60,7 +59,7 @@ using apex_npu::borrow;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 34;
+  m.attr("API") = 35;
 
   m.def("move_storages", &apex_npu::move_storages, py::arg("lists"), py::arg("src"), py::arg("offsets"),
         py::arg("copy_values"));
@@ -143,12 +142,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(
           "states",
           [](const apex_npu::GradSlots& slots, const py::sequence& params, const py::sequence& views, size_t first,
-             int in_place, int64_t least_numel) {
-            const auto found = slots.states(borrow(params), borrow(views), first,
-                                            static_cast<apex_npu::InPlace>(in_place), least_numel, &apex_npu::is_alone);
+             int in_place, int64_t least_numel, bool share_memory) {
+            const auto found =
+                slots.states(borrow(params), borrow(views), first, static_cast<apex_npu::InPlace>(in_place),
+                             least_numel, share_memory ? nullptr : &apex_npu::is_alone);
             return std::pair(py::bytes(found.states), found.to_gather);
           },
-          py::arg("params"), py::arg("views"), py::arg("first"), py::arg("in_place"), py::arg("least_numel"))
+          py::arg("params"), py::arg("views"), py::arg("first"), py::arg("in_place"), py::arg("least_numel"),
+          py::arg("share_memory"))
       .def(
           "grad_list",
           [](apex_npu::GradSlots& slots, const py::sequence& params, size_t first, int64_t numel, bool writable) {
@@ -192,21 +193,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             return states.has_value() ? std::optional(py::bytes(*states)) : std::nullopt;
           },
           py::arg("params"), py::arg("total_numel"));
-  py::class_<apex_npu::Shards>(m, "Shards")
-      .def(py::init<const py::type&, py::list, py::list>(), py::arg("cls"), py::arg("full_params"), py::arg("parts"))
-      .def("have_parts", &apex_npu::Shards::have_parts)
-      .def(
-          "hold_grads",
-          [](apex_npu::Shards& shards, const apex_npu::GradSlots& slots, int in_place) -> std::optional<py::bytes> {
-            const auto states = shards.hold_grads(slots, static_cast<apex_npu::InPlace>(in_place));
-            return states.has_value() ? std::optional(py::bytes(*states)) : std::nullopt;
-          },
-          py::arg("slots"), py::arg("in_place"))
-      .def("grad_list", &apex_npu::Shards::grad_list, py::arg("slots"), py::arg("first"), py::arg("count"),
-           py::arg("numel"))
-      .def("bring_grads", &apex_npu::Shards::bring_grads)
-      .def("return_grads", &apex_npu::Shards::return_grads)
-      .def("drop_grads", &apex_npu::Shards::drop_grads, py::arg("stepped"));
   m.def(
       "is_grad_list",
       [](const py::handle& tensor) {

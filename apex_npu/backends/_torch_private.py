@@ -139,12 +139,6 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
-def dtensor_slots() -> bool:
-    """Return whether the attributes of DTensor that the package reads can be read without a call in Python."""
-    cls: Any = torch.distributed.tensor.DTensor
-    return all(hasattr(getattr(cls, name, None), "__set__") for name in ("_local_tensor", "_spec"))
-
-
 def memory_of_shards() -> dict[int, list[Tensor]] | None:
     """Return ``id(parameter)`` → fully_shard's tensors over the memory of its part, for all sharded parameters.
 

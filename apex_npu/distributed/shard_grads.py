@@ -9,20 +9,19 @@ kernels read and write these views in place. For an NPU, they are gathered into 
 from __future__ import annotations
 
 import functools
-import sys
+import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from apex_npu._extension import extension
-from apex_npu.backends import is_capturing
-from apex_npu.backends._torch_private import dtensor_slots, memory_of_shards
+from apex_npu.backends._torch_private import memory_of_shards
 from apex_npu.backends.script_warnings import warn
 from apex_npu.fusion import FlatGrads
 from apex_npu.fusion.grad_slots import InPlace
-from apex_npu.fusion.shards import is_sharded, local_grad, local_part, sharded_like
+from apex_npu.fusion.many_tensors import drop_grads, grads_of, increment_versions, set_grads
+from apex_npu.fusion.shards import is_sharded, local_grads, local_part, local_parts, put_parts_inside
 
 
 def memory_of_parts(params: Sequence[Tensor]) -> dict[int, list[Tensor]]:
@@ -47,13 +46,13 @@ def wait_for_moved_parts(parts: Iterable[Tensor]) -> None:
 
 @functools.lru_cache(maxsize=1)
 def finds_parts() -> bool:
-    """Return whether the extension finds the parts of sharded parameters and their memory; warn once if not.
+    """Return whether the package finds the memory of sharded parameters; warn once if not.
 
-    Without the extension the result is False. Parts that are not found are stepped one by one, in place.
+    Without the extension the result is False. Parts whose memory is not found are stepped one by one, in place.
     """
     if extension is None:
         return False
-    found = dtensor_slots() and memory_of_shards() is not None
+    found = memory_of_shards() is not None
     if not found:
         warn(
             f"torch {torch.__version__} keeps the memory of sharded parameters in a place that this package does "
@@ -78,25 +77,22 @@ class ShardGrads(FlatGrads):
         """Replace ``grads``, which has no gradients yet. ``full_params`` are the parameters of its parts."""
         super().__init__(grads.params, grads.offsets, grads.total_numel)
         self.full_params, self.gathers_all, self.memory.lends = full_params, grads.gathers_all, grads.memory.lends
-        module: Any = sys.modules["torch.distributed.tensor"]
-        self._shards: Any = extension.Shards(module.DTensor, full_params, self.params)
-        self._holding: Any = self._shards if self.reads_in_place else None
-        self._holds = self._has_brought = False
+        self._brought: Sequence[Tensor] = ()  # the sharded parameters whose gradients the parts have now
 
     def have_parts(self) -> bool:
         """Return whether each sharded parameter still has its part inside."""
-        found: bool = self._shards.have_parts()
-        return found
+        return all(map(operator.is_, local_parts(self.full_params), self.params))
 
     def end_step(self) -> None:
         """Drop the gradients of the parts, and record that all parameters with a gradient have been stepped."""
-        self.drop(stepped=True)
+        increment_versions(list(self._brought))
+        self.drop()
 
-    def drop(self, *, stepped: bool = False) -> None:
-        """Drop the gradients of the parts; if ``stepped``, count that the parameters have been written."""
-        if self._holds or self._has_brought:
-            self._shards.drop_grads(stepped)
-        self._holds = self._has_brought = False
+    def drop(self) -> None:
+        """Drop the gradients of the parts."""
+        if self._brought:
+            drop_grads(self.params)
+        self._brought = ()
 
     def states(self, slots: range | None = None) -> bytes:
         """Return one byte per parameter, of all or of ``slots``: NONE, IN_BUFFER or ELSEWHERE."""
@@ -110,31 +106,31 @@ class ShardGrads(FlatGrads):
         self.drop()
 
     def _find(self, slots: range | None, in_place: InPlace, least_numel: int | None = None) -> tuple[bytes, list[int]]:
-        stays = in_place != InPlace.NO and not self.gathers_all and not (self._addressed and is_capturing())
-        if self._holding is not None and stays:
-            states = self._holding.hold_grads(self.memory.slots, in_place)
-            self._holds = states is not None
-            if states is not None:
-                return (states if slots is None else states[slots.start : slots.stop]), []
         self._bring()
         return super()._find(slots, in_place, least_numel)
 
     def _take_up(self) -> None:
-        if not self._has_brought:
+        if not self._brought:
             self._bring()
         super()._take_up()
 
     def _bring(self) -> None:
-        self._holds, self._has_brought = False, True
-        for i in self._shards.bring_grads():
-            part, full = self.params[i], self.full_params[i]
-            part.grad = grad = local_grad(full)
-            if grad is not None:
-                full.grad = sharded_like(grad, full)
+        """Give each part the tensor inside the gradient of its parameter."""
+        parts, params, found = self.params, self.full_params, local_grads(self.full_params)
+        grads = [grad for grad in found if grad is not None]
+        if len(grads) < len(found):
+            drop_grads(parts)
+            parts, params = ([t for t, grad in zip(p, found, strict=True) if grad is not None] for p in (parts, params))
+        set_grads(parts, grads)
+        self._brought = params
+
+    def _return(self) -> None:
+        """Put the gradients of the parts inside the gradients of the sharded parameters."""
+        put_parts_inside(grads_of(self.full_params), grads_of(self.params))
 
     def _gather(self, slots: range | None, states: bytes, to_gather: list[int]) -> bytes:
         found = super()._gather(slots, states, to_gather)
-        self._shards.return_grads()
+        self._return()
         return found
 
     def take(
@@ -146,16 +142,7 @@ class ShardGrads(FlatGrads):
     ) -> None:
         """Copy the gradients of ``sources`` into the slots, multiplied by ``inv_scale``, as ``FlatGrads`` does."""
         super().take(sources, inv_scale, found_inf, slots)
-        self._shards.return_grads()
-
-    def operand(self, slots: range, numel: int, *, writable: bool = True) -> Tensor:
-        """Return the gradients of consecutive ``slots`` for ``ops`` to read, as ``FlatGrads`` does."""
-        if not self._holds:
-            return super().operand(slots, numel, writable=writable)
-        listed: Tensor = self._holding.grad_list(self.memory.slots, slots.start, len(slots), numel)
-        if self._addressed is not None:
-            self._addressed.add_addresses(listed, slots)
-        return listed
+        self._return()
 
     def _operands(self, states: bytes) -> list[Tensor]:
         operands = super()._operands(states)

@@ -185,13 +185,13 @@ class FlatGrads:
         if self.is_shown or self.gathers_all or (self._addressed is not None and is_capturing()):
             in_place = InPlace.NO  # a replay would read the addresses of the capture
         if least_numel is None:
-            multiplied = in_place == InPlace.WRITE and self._addressed is None
+            multiplied = in_place == InPlace.WRITE and self._addressed is None and not self.is_sharded
             least_numel = grad_slots.WRITTEN_NUMEL if multiplied else grad_slots.STAYS_NUMEL
         params, views, first = self.params, self.memory.views or self.params, 0
         if slots is not None:
             first = slots.start
             params, views = params[first : slots.stop], views[first : slots.stop]
-        return self.memory.slots.states(params, views, first, in_place, least_numel)
+        return self.memory.slots.states(params, views, first, in_place, least_numel, self.is_sharded)
 
     def broken(self) -> list[int]:
         """Return the indices of parameters whose address, shape, dtype or device has changed since the plan."""

@@ -49,7 +49,13 @@ class GradSlots(Protocol):
         ...
 
     def states(
-        self, params: Sequence[Tensor], views: Sequence[Tensor], first: int, in_place: int, least_numel: int
+        self,
+        params: Sequence[Tensor],
+        views: Sequence[Tensor],
+        first: int,
+        in_place: int,
+        least_numel: int,
+        share_memory: bool,
     ) -> tuple[bytes, list[int]]:
         """Find the places of the gradients of ``params``, whose slots begin with number ``first``.
 
@@ -59,6 +65,7 @@ class GradSlots(Protocol):
             first: The slot of the first parameter.
             in_place: The access to gradients that stay ELSEWHERE, see ``InPlace``.
             least_numel: Only gradients of at least so many elements can stay elsewhere.
+            share_memory: Gradients may share memory, and stay to be written if no two of them overlap.
 
         Returns:
             One byte for each of ``params``, and the slots of ELSEWHERE gradients that cannot stay there.

@@ -12,11 +12,16 @@ import enum
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from apex_npu.fusion.many_tensors import grads_of
+
+_PART = attrgetter("_local_tensor")
 
 
 class Along(enum.Enum):
@@ -51,6 +56,14 @@ def local_part(tensor: Any) -> Tensor:
     return part
 
 
+def local_parts(sharded: Sequence[Any]) -> list[Tensor]:
+    """Return ``local_part`` of each DTensor."""
+    try:
+        return list(map(_PART, sharded))
+    except AttributeError:
+        return list(map(local_part, sharded))
+
+
 @torch.no_grad()
 def local_part_as(value: Any, like: Any) -> Tensor:
     """Return this process's part of ``value``, cut like ``like``; communicate if ``value`` is cut otherwise."""
@@ -74,6 +87,36 @@ def local_grad(param: Any) -> Tensor | None:
             f"{tuple(param.grad.shape)}; give it a DTensor, or None"
         )
     return local_part_as(param.grad, param)
+
+
+def local_grads(sharded: list[Any]) -> list[Tensor | None]:
+    """Return ``local_grad`` of each DTensor. Gradients that are cut in another way than their parameter are replaced.
+
+    Raises:
+        RuntimeError: ``local_grad`` raises it.
+    """
+    found: list[Any] = grads_of(sharded)
+    try:  # attributes without a call: there are thousands of gradients
+        return [
+            grad if grad is None else grad._local_tensor if grad._spec is param._spec else _grad_cut_like(param)
+            for param, grad in zip(sharded, found, strict=True)
+        ]
+    except AttributeError:  # of a plain gradient, or of this torch
+        return list(map(_grad_cut_like, sharded))
+
+
+def _grad_cut_like(param: Any) -> Tensor | None:
+    part = local_grad(param)
+    if part is not None and param.grad.placements != param.placements:
+        param.grad = sharded_like(part, param)
+    return part
+
+
+def put_parts_inside(sharded: Sequence[Any], parts: Sequence[Tensor | None]) -> None:
+    """Replace the tensor inside each DTensor by its part, or leave both as they are where they are None."""
+    for tensor, part in zip(sharded, parts, strict=True):
+        if part is not None and tensor._local_tensor is not part:
+            tensor._local_tensor = part
 
 
 def mesh_groups(param: Any, *, along: Along = Along.ALL) -> list[tuple[Any, str]]:

@@ -18,6 +18,19 @@ bool is_narrow(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at:
 
 bool is_float(at::ScalarType dtype) { return is_narrow(dtype) || dtype == at::kFloat || dtype == at::kDouble; }
 
+// Returns whether two of `grads` overlap. Each of them fills its memory.
+bool overlap(const Borrowed& grads) {
+  std::vector<std::pair<const char*, const char*>> ranges;
+  ranges.reserve(grads.size());
+  for (const at::Tensor* grad : grads) {
+    const char* begin = static_cast<const char*>(grad->storage().data()) + grad->storage_offset() * grad->itemsize();
+    if (grad->numel() > 0) ranges.emplace_back(begin, begin + grad->nbytes());
+  }
+  std::sort(ranges.begin(), ranges.end());
+  const auto overlaps_next = [](const auto& range, const auto& next) { return next.first < range.second; };
+  return std::adjacent_find(ranges.begin(), ranges.end(), overlaps_next) != ranges.end();
+}
+
 }  // namespace
 
 GradSlots::GradSlots(const std::vector<at::Tensor>& shapes, std::vector<int64_t> offsets,
@@ -64,6 +77,7 @@ GradStates GradSlots::states(const Borrowed& params, const Borrowed& views, size
                     "states: expected one view per parameter, and a slot for each, got ", views.size(), " views of ",
                     params.size(), " parameters from slot ", first, " on, of ", slots_.size());
   GradStates found{std::string(params.size(), static_cast<char>(GradState::NONE)), {}};
+  Borrowed sharing;
   look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
     if (!grad.defined()) return;
     const Slot& slot = slots_[first + i];
@@ -73,9 +87,19 @@ GradStates GradSlots::states(const Borrowed& params, const Borrowed& views, size
     }
     found.states[i] = static_cast<char>(GradState::ELSEWHERE);
     bool stays = slot.numel >= least_numel && can_stay(grad, first + i, in_place);
-    if (stays && in_place == InPlace::WRITE) stays = allocated_by_torch(grad) && is_alone(grad);
+    if (stays && in_place == InPlace::WRITE) {
+      if (is_alone == nullptr) sharing.push_back(&grad);
+      stays = is_alone == nullptr || (allocated_by_torch(grad) && is_alone(grad));
+    }
     if (!stays) found.to_gather.push_back(static_cast<int64_t>(first + i));
   });
+  if (overlap(sharing)) {
+    found.to_gather.clear();
+    for (size_t i = 0; i < params.size(); ++i) {
+      if (found.states[i] == static_cast<char>(GradState::ELSEWHERE))
+        found.to_gather.push_back(static_cast<int64_t>(first + i));
+    }
+  }
   return found;
 }
 
@@ -188,16 +212,6 @@ at::Tensor GradSlots::grad_list(const Borrowed& params, size_t first, int64_t nu
     if (grad.defined()) add_to(grads, grad, first + i, first);
   });
   return as_operand(std::move(grads), numel, slots_[first].dtype);
-}
-
-at::Tensor GradSlots::list_of(const Borrowed& grads, size_t first, int64_t numel, bool writable) const {
-  TORCH_CHECK_VALUE(!grads.empty() && first + grads.size() <= slots_.size(), "list_of: expected gradients of the ",
-                    slots_.size(), " slots, got ", grads.size(), " from slot ", first, " on");
-  GradList list(numel, grads.size(), writable, device_.value_or(c10::kCPU));
-  look_at_each(grads, prefetch_storage, [&](size_t i) {
-    if (grads[i]->defined()) list.add(*grads[i], slots_[first + i].offset - slots_[first].offset);
-  });
-  return as_operand(std::move(list), numel, slots_[first].dtype);
 }
 
 void GradSlots::add_to(GradList& grads, const at::Tensor& grad, size_t i, size_t first) const {

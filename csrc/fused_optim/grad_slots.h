@@ -54,7 +54,8 @@ class GradSlots {
   // Returns the states of `params`, whose slots begin with number `first` and have these `views`. A gradient can stay
   // ELSEWHERE to be read if it is on `device`, and has its slot's order of elements and its dtype (for a float32 slot
   // also a narrower one). It can stay to be written if it has its slot's dtype and is alone. Gradients of fewer
-  // elements than `least_numel` cannot stay.
+  // elements than `least_numel` cannot stay. Without `is_alone` gradients may share memory, and stay to be written if
+  // no two of them overlap.
   GradStates states(const Borrowed& params, const Borrowed& views, size_t first, InPlace in_place, int64_t least_numel,
                     IsAlone is_alone) const;
 
@@ -75,13 +76,6 @@ class GradSlots {
   GradAddresses addresses(const Borrowed& sources, const Borrowed& params, const Borrowed& views, size_t first,
                           const std::optional<std::vector<int64_t>>& chosen, const at::Tensor& flat,
                           const at::Tensor& addresses, IsAlone is_unused) const;
-
-  // Returns whether a gradient that is not in slot `i` can stay ELSEWHERE to be read, or written. Does not check
-  // whether it is alone.
-  bool can_stay(const at::Tensor& grad, size_t i, InPlace in_place) const;
-
-  // Does grad_list for given gradients. Each must be undefined or can_stay there, to be written if `writable`.
-  at::Tensor list_of(const Borrowed& grads, size_t first, int64_t numel, bool writable) const;
 
   // Takes the memory of `flat`, which contains the remembered views. Only the tensors in slots own it then.
   void let_go(const at::Tensor& flat) { lent_.emplace(flat); }
@@ -107,6 +101,9 @@ class GradSlots {
   // Returns whether a gradient in the slot may have the dtype: that of the slot, or for float32 also a narrower one.
   static bool may_be_of(at::ScalarType dtype, const Slot& slot);
   static bool has_order(const at::Tensor& grad, const Slot& slot);
+  // Returns whether a gradient that is not in slot `i` can stay ELSEWHERE to be read, or written. Does not check
+  // whether it is alone.
+  bool can_stay(const at::Tensor& grad, size_t i, InPlace in_place) const;
   bool is_readable(const at::Tensor& grad, const Slot& slot) const;
   void add_to(GradList& grads, const at::Tensor& grad, size_t slot, size_t first) const;
 

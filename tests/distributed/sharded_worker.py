@@ -223,14 +223,13 @@ def private_names_of_torch_have_moved():
     with pytest.MonkeyPatch.context() as patched:
         patched.delattr(torch.distributed._composable_state, "_module_state_mapping")
         assert shard_grads.memory_of_shards() is None
-    for name, value in (("dtensor_slots", False), ("memory_of_shards", None)):
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(shard_grads, name, lambda value=value: value)
-            shard_grads.finds_parts.cache_clear()
-            with pytest.warns(RuntimeWarning) as noted:
-                other = train_everything_copied(kind, options)
-        assert len([w for w in noted if "memory of sharded parameters in a place" in str(w.message)]) == 1
-        assert_equal(found, other)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(shard_grads, "memory_of_shards", lambda: None)
+        shard_grads.finds_parts.cache_clear()
+        with pytest.warns(RuntimeWarning) as noted:
+            other = train_everything_copied(kind, options)
+    assert len([w for w in noted if "memory of sharded parameters in a place" in str(w.message)]) == 1
+    assert_equal(found, other)
     shard_grads.finds_parts.cache_clear()
 
 
