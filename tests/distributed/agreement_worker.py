@@ -250,7 +250,7 @@ def copies():
     x = data(0, 0, rank)
     for _ in range(2):
         step_on(model(x).float().square().mean(), optimizer)
-    assert_equal_on_all(list(amp.master_params(optimizer)))
+    assert_equal_on_all([p.detach().clone() for p in amp.master_params(optimizer)])
 
 
 def overflow_in_a_micro_batch():
@@ -272,7 +272,7 @@ def overflow_in_a_micro_batch():
         backward(model(x).float().mean(), optimizer)
         optimizer.step()
         assert amp.last_step(optimizer).applied
-        assert_equal_on_all(list(amp.master_params(optimizer)))
+        assert_equal_on_all([p.detach().clone() for p in amp.master_params(optimizer)])
         amp.shutdown()
 
 
@@ -312,7 +312,7 @@ def saturating_devices():
         optimizer.step()
         assert amp.last_step(optimizer).applied == (step != 1)
         optimizer.zero_grad()
-    assert_equal_on_all(list(amp.master_params(optimizer)))
+    assert_equal_on_all([p.detach().clone() for p in amp.master_params(optimizer)])
 
 
 if __name__ == "__main__":

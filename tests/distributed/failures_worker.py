@@ -57,7 +57,7 @@ def raise_inside(level, failing_step, apart):
         if step == failing_step:
             assert all(p.grad is None for p in model.parameters())
         optimizer.zero_grad()
-    assert_equal_on_all(list(amp.master_params(optimizer)))
+    assert_equal_on_all([p.detach().clone() for p in amp.master_params(optimizer)])
     amp.shutdown()
 
 
