@@ -10,20 +10,23 @@ from typing import Any
 
 from torch import Tensor
 
+from apex_npu.amp.masters import Masters
+
 
 class Float32Loop(Iterator[Tensor]):
     """Yields parameters, each with float32 data until the next one is requested.
 
     A parameter that the model itself had in 16 bits keeps its data: NVIDIA's tests compare it in the loop with float16.
-    If a script leaves the loop early, the next forward, block, step or state dict ends it.
+    If a script leaves the loop early, the loop ends when the script drops this object, and at the latest at the next
+    forward, block, step or state dict.
     """
 
-    def __init__(self, params: Callable[[], list[Tensor]], masters: Any) -> None:
+    def __init__(self, params: Callable[[], list[Tensor]], masters: Masters) -> None:
         """Make the iterator.
 
         Args:
             params: Returns the parameters; called when the first one is requested.
-            masters: The ``Masters`` of their optimizer, or None.
+            masters: The masters of their optimizer.
         """
         self.params = params
         self._masters = masters
@@ -32,27 +35,27 @@ class Float32Loop(Iterator[Tensor]):
     def __next__(self) -> Tensor:
         """Return the next parameter."""
         if self._steps is None:
-            self._steps = self._loop()
+            params, masters = self.params(), self._masters
+            if masters.params():
+                masters.end_loop()
+                masters.loop = weakref.ref(self)
+            self._steps = _with_float32_data(params, masters)
         return next(self._steps)
-
-    def _loop(self) -> Iterator[Tensor]:
-        params, masters = self.params(), self._masters
-        if masters is None:
-            yield from params
-            return
-        masters.end_loop()
-        masters.loop = weakref.ref(self)
-        masters.uncast = [param for param in masters.uncast if masters.has(param)]  # others need not be kept
-        uncast = set(map(id, masters.uncast))
-        for param in params:
-            if masters.has(param) and id(param) not in uncast:
-                with masters.float32_data([param]):
-                    yield param
-            else:
-                yield param
 
     def close(self) -> None:
         """End the loop, and give the last parameter 16-bit data again."""
         steps: Any = self._steps
         if steps is not None:
             steps.close()
+
+
+# Not a method: its frame would refer to the loop, and only garbage collection would end a loop that is left early.
+def _with_float32_data(params: list[Tensor], masters: Masters) -> Iterator[Tensor]:
+    masters.uncast = [param for param in masters.uncast if masters.has(param)]  # others need not be kept
+    uncast = set(map(id, masters.uncast))
+    for param in params:
+        if masters.has(param) and id(param) not in uncast:
+            with masters.float32_data([param]):
+                yield param
+        else:
+            yield param

@@ -23,6 +23,7 @@ from apex_npu.amp.float32_copies import module_snapshot, own_tensors, restore_fl
 from apex_npu.amp.float32_loop import Float32Loop
 from apex_npu.amp.fused_unscale import check_fusible
 from apex_npu.amp.kept_values import keep_values
+from apex_npu.amp.masters import Masters
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, adopted_inside, inner_optimizer, state_of
 from apex_npu.amp.policy import OVERRIDES, Policy, resolve
 from apex_npu.amp.preconditions import (
@@ -444,7 +445,7 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
             state.drop_cleared(stepped)
         return [p for group in stepped.param_groups for p in group["params"]]
 
-    return Float32Loop(params, None if state is None else state.masters)
+    return Float32Loop(params, Masters() if state is None else state.masters)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from small_programs import (
     LEVELS,
     WITH_MASTERS,
     Weights,
+    X,
     assert_values,
     backward,
     initialize,
@@ -97,6 +98,19 @@ def test_an_average_written_through_the_state_dict_of_a_copy_moves(level):
                 mine.copy_(0.5 * mine + 0.5 * value)
     # From 1 step: half way to 2, and from there half way to 3.
     assert_values(twin.state_dict().values(), EXACT - 2.25 * STEP)
+
+
+@levels(LEVELS)
+@pytest.mark.parametrize("kind", ["torch", "fused"])
+@pytest.mark.parametrize("loop", [list, next], ids=["ended", "left early"])
+@copies
+def test_an_optimizer_is_copied_after_a_loop_over_master_params(how, loop, kind, level):
+    model, optimizer = start(Weights(1.0), kind=kind, level=level)
+    steps = amp.master_params(optimizer)
+    loop(steps)
+    model, optimizer = COPIES[how]((model, optimizer))
+    train_step(model, optimizer)
+    assert_values(model.state_dict().values(), 1.0 - torch.tensor(X))
 
 
 def average_of_steps(level, **options):

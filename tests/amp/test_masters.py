@@ -5,6 +5,7 @@
 Apex makes masters at the first ``scale_loss``, from what the model holds then, and overwrites later writes.
 """
 
+import gc
 import warnings
 
 import pytest
@@ -182,6 +183,28 @@ def test_a_loop_that_is_left_early_ends_with_what_follows(look, steps, level, ki
     assert_values([model.inner.w[0]], 0.25)
     train_step(model.train(), optimizer)
     assert_values([model.inner.w[0]], 0.125)
+
+
+@with_kinds
+@levels(WITH_MASTERS)
+def test_a_loop_that_is_dropped_ends_at_once(level, kind):
+    """Not by garbage collection, which may come while the optimizer is at work on the data."""
+    model, optimizer = start(Weights(1.0), kind=kind, level=level)
+    gc.disable()
+    try:
+        for _ in amp.master_params(optimizer):
+            break
+        assert model.w[0].dtype != torch.float32
+        first = next(amp.master_params(optimizer))
+        assert first.dtype != torch.float32
+        try:
+            for _ in amp.master_params(optimizer):
+                raise ValueError
+        except ValueError:
+            pass
+        assert model.w[0].dtype != torch.float32
+    finally:
+        gc.enable()
 
 
 @with_kinds
