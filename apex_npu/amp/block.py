@@ -20,6 +20,7 @@ from apex_npu.amp.step_decision import StepDecision
 from apex_npu.amp.widened_grads import WidenedGrads
 from apex_npu.backends._torch_private import disable_dynamo
 from apex_npu.fusion import any_grads, drop_grads
+from apex_npu.ops import LOW_PRECISION
 
 _DEVICE_TYPE = attrgetter("device.type")
 Work = list[tuple[AmpOptimizerState, list[GradGroup]]]
@@ -53,11 +54,8 @@ class BlockPart:
     def before_begin(self, block: Block) -> None:
         """Act before the existing gradients are brought to the loss scale."""
 
-    def begun(self, block: Block) -> None:
-        """Act after the existing gradients have been brought to the loss scale; backward follows."""
-
-    def multiplied(self, block: Block, scaled_loss: Tensor) -> None:
-        """Act on ``scaled_loss`` before the user gets it."""
+    def begun(self, block: Block, scaled_loss: Tensor) -> None:
+        """Act after the existing gradients have been brought to the loss scale; backward of ``scaled_loss`` follows."""
 
     def before_unscale(self, block: Block) -> None:
         """Act after backward has ended."""
@@ -90,11 +88,13 @@ class Block:
         delay: The work that is left to a later block; None: nothing. See ``scale_loss``.
         unscales: The block unscales gradients.
         decides: The block decides about the next step.
+        fuses: Gradients stay multiplied by the loss scale until the step.
     """
 
     delay: Delay | None = None
     unscales = True
     decides = True
+    fuses = False
 
     def __init__(self, args: BlockArgs, parts: Sequence[BlockPart] = (), delay: Delay | None = None) -> None:
         if delay is not None:
@@ -125,8 +125,8 @@ class Block:
             self.set_delay("no_sync")
 
     @disable_dynamo
-    def begin(self) -> None:
-        """Multiply existing gradients by the loss scale, so that backward adds gradients of the same scale."""
+    def begin(self, loss: Tensor) -> Tensor:
+        """Multiply existing gradients by the loss scale, and return ``loss`` multiplied by it."""
         for part in self.parts:
             part.before_begin(self)
         if len(self.groups) > 1:
@@ -135,7 +135,7 @@ class Block:
         try:
             for state, groups in self.work:
                 factor = self.scale / state.grad_scale
-                if state.widens and state.stage is Stage.UNSCALED:
+                if state.stage is Stage.UNSCALED and state.widens:
                     self._unscaled.add(id(state))
                 if state.decision is not None and state.decision.skip:
                     state.drop_overflowed()
@@ -143,28 +143,22 @@ class Block:
                 if state.stage in (Stage.DELAYED, Stage.LOCAL):
                     self._begin_delayed(state, groups)
                 for group in groups:
-                    if self._begin_group(group, factor):
+                    if group.begin_block(factor, fuses=self.fuses):
                         self._keep(state, group)
                     scaled.append((group, 1.0 / factor))
             self._end_with(Stage.SCALED, self.scale)
         except Exception:
             for group, factor in scaled:
-                self._abandon_group(group, factor)
+                group.abandon_block(factor, fuses=self.fuses)
             raise
         except BaseException:
             self.drop_all()  # an interrupt: only some are scaled
             raise
+        # In the dtype of the loss gradients could overflow on their way.
+        scaled_loss = (loss.float() if loss.dtype in LOW_PRECISION else loss) * self.scale
         for part in self.parts:
-            part.begun(self)
-
-    def multiplied(self, scaled_loss: Tensor) -> Tensor:
-        """Call the parts with ``scaled_loss`` and return it."""
-        for part in self.parts:
-            part.multiplied(self, scaled_loss)
+            part.begun(self, scaled_loss)
         return scaled_loss
-
-    def _begin_group(self, group: GradGroup, factor: float) -> bool:
-        return group.begin_block(factor)
 
     def _keep(self, state: AmpOptimizerState, group: GradGroup) -> None:
         """Keep gradients of a backward outside of blocks: this block's end checks and adds them."""
@@ -173,9 +167,6 @@ class Block:
             group.drop_kept()
         else:
             state.grads.unchecked = self._unchecked = True
-
-    def _abandon_group(self, group: GradGroup, factor: float) -> None:
-        group.abandon_block(factor)
 
     @disable_dynamo
     def end(self) -> None:
@@ -269,7 +260,7 @@ class Block:
 
     def _abandon_state(self, state: AmpOptimizerState, groups: list[GradGroup]) -> None:
         for group in groups:
-            group.abandon_block(1.0 / self.scale)
+            group.abandon_block(1.0 / self.scale, fuses=False)
         state.grad_scale = 1.0
         self._end_abandoned(state)
 
@@ -295,8 +286,9 @@ class Block:
 class UnscaledBlock(Block):
     """A block at a static loss scale of 1, without masters: gradients stay as backward computes them."""
 
-    def begin(self) -> None:
+    def begin(self, loss: Tensor) -> Tensor:
         self._end_with(Stage.SCALED)
+        return loss.float() if loss.dtype in LOW_PRECISION else loss * 1.0
 
     def _unscale(self) -> bool:
         self._end_with(Stage.UNSCALED)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
-from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, fused_groups, state_of
+from apex_npu.amp.masters import fused_groups
+from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, state_of
 from apex_npu.amp.scaler import LossScaler
 from apex_npu.backends import is_capturing
 

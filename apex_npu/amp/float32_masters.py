@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from apex_npu._extension import extension
-from apex_npu.amp.masters import Masters, fp32_value
+from apex_npu.amp.masters import Masters, fp32_value, fused_groups
 from apex_npu.amp.session import current, warn_once
 from apex_npu.backends import HostCopy, is_capturing
 from apex_npu.backends._torch_private import labelled
@@ -140,7 +140,8 @@ class Float32Masters(Masters):
 
     def find_new(self, optimizer: Any) -> bool:
         """Make values of parameters that a script has added; return ``are_new``."""
-        self.end_loop()
+        if self.loop is not None:
+            self.end_loop()
         self.take_assigned()
         return self.make(optimizer, keeps=False)
 
@@ -322,10 +323,11 @@ class Float32Masters(Masters):
             self._writes.note(self._params, *(() if buffers else (list(indices),)))
 
     @labelled("amp.copy_masters")
-    def end_step(self, groups: Sequence[FusedGroup]) -> None:
+    def end_step(self, optimizer: Any) -> None:
         """Round the values into the 16-bit data. After a skipped step they are as before, so this changes nothing."""
         if self._open or not self._params:
             return
+        groups = fused_groups(optimizer)
         if groups:
             self._lay_out(groups)
             self._round(self._loose, self._buffers)

@@ -29,37 +29,22 @@ class DeferringBlock(Block):
         ``may_defer``: the check may stay open after the block. It is False if processes decide together.
         """
         super().__init__(args, parts, delay)
-        self._fuses = any(state.policy.fuse_unscale for state in self.states)
+        self.fuses = any(state.policy.fuse_unscale for state in self.states)
         self._alone = may_defer
 
-    def begin(self) -> None:
+    def begin(self, loss: Tensor) -> Tensor:
         """Also warn of unscaled gradients that a backward outside of blocks has added to scaled ones."""
         for optimizer, state in zip(self.optimizers, self.states, strict=True):
             if state.pending is not None:
                 state.pending.look_for_unscaled(optimizer, state)
-        super().begin()
-
-    def _begin_group(self, group: GradGroup, factor: float) -> bool:
-        """Begin the block of ``group``. With ``fuse_unscale`` also scale the gradients set aside."""
-        if not self._fuses:
-            return super()._begin_group(group, factor)
-        keeps = group.begin_block(1.0)
-        group.scale_all_(factor)
-        return keeps
-
-    def _abandon_group(self, group: GradGroup, factor: float) -> None:
-        if not self._fuses:
-            super()._abandon_group(group, factor)
-            return
-        group.scale_all_(factor)
-        group.abandon_block(1.0)
+        return super().begin(loss)
 
     def _end_with(self, stage: Stage, grad_scale: float = 1.0) -> None:
-        if stage is Stage.SCALED and self._fuses:  # clip gradients left to the step before backward adds to them
+        if stage is Stage.SCALED and self.fuses:  # clip gradients left to the step before backward adds to them
             for state, groups in self.work:
                 state.pending.clip_now(groups)
         super()._end_with(stage, grad_scale)
-        if grad_scale != 1.0 and self._fuses and stage is not Stage.SCALED:
+        if grad_scale != 1.0 and self.fuses and stage is not Stage.SCALED:
             for state, groups in self.work:
                 # Nothing reads this while gradients are delayed.
                 state.pending.scaled = None if stage is Stage.DELAYED else ScaledGrads(groups)
@@ -71,7 +56,7 @@ class DeferringBlock(Block):
         found_inf = False
         if self.unscales:
             found_inf, check = self._bring()
-        self._end_with(STAGE_AFTER[self.delay], self.scale if self._fuses or not self.unscales else 1.0)
+        self._end_with(STAGE_AFTER[self.delay], self.scale if self.fuses or not self.unscales else 1.0)
         if check is not None:
             self.decides = False  # the check decides when it is resolved
             self.states[0].pending.check = self._session.open_checks[self._scaler] = check
@@ -81,10 +66,10 @@ class DeferringBlock(Block):
         """Bring gradients to the parameters; return whether one is inf or NaN, and the check if it is deferred."""
         may_defer = self._alone and self.decides and self.dynamic and len(self.work) == 1
         on_device = may_defer and supports_found_inf(self.optimizers[0])
-        leaves_open = may_defer and (self._fuses or on_device)
-        check = self.dynamic and self.decides and not (leaves_open and self._fuses)
-        scale = 1.0 if self._fuses else self.scale
-        flags = unscale(self.groups, scale, check=check, share=self._fuses and self._alone)
+        leaves_open = may_defer and (self.fuses or on_device)
+        check = self.dynamic and self.decides and not (leaves_open and self.fuses)
+        scale = 1.0 if self.fuses else self.scale
+        flags = unscale(self.groups, scale, check=check, share=self.fuses and self._alone)
         if leaves_open:
             for group in self.groups if check and self._unchecked else ():
                 group.check(flags[0])
@@ -119,11 +104,11 @@ class DeferringBlock(Block):
         return check
 
     def _abandon_state(self, state: AmpOptimizerState, groups: list[GradGroup]) -> None:
-        if not self._fuses:
+        if not self.fuses:
             super()._abandon_state(state, groups)
             return
         for group in groups:
-            group.abandon_block(1.0)
+            group.abandon_block(1.0, fuses=True)
         state.pending.scaled = ScaledGrads(groups)
         self._end_abandoned(state)
 

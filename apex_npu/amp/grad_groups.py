@@ -26,6 +26,7 @@ class GradGroup:
 
     Attributes:
         params: The parameters that the optimizer steps.
+        device: The device of all gradients.
         flat: The buffer with the gradients of ``params``; None: each has separate memory.
         edited: The text of a warning that ``step`` emits; empty: no warning.
         casts_in_backward: Autograd must cast gradients to the dtype of their parameter inside of a block.
@@ -37,14 +38,14 @@ class GradGroup:
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params = list(params)
+        self.device = self.params[0].device
 
-    @property
-    def device(self) -> torch.device:
-        """The device of all gradients."""
-        return self.params[0].device
-
-    def begin_block(self, factor: float) -> bool:
+    def begin_block(self, factor: float, *, fuses: bool) -> bool:
         """Multiply gradients by ``factor``, to the scale of the gradients that backward is about to add.
+
+        Args:
+            factor: The loss scale, or its quotient by the scale that the gradients have.
+            fuses: The new gradients stay multiplied after the block, so those set aside are multiplied, too.
 
         Returns:
             True if gradients that no block has checked are set aside.
@@ -57,15 +58,11 @@ class GradGroup:
         if factor != 1.0 and any_grads(self.params):
             self.scale_(factor)
 
-    def scale_all_(self, factor: float) -> None:
-        """Multiply all gradients by ``factor``, including those set aside."""
-        self.scale_sources_(factor)
-
     def begin_step(self) -> None:
         """Prepare the gradients for the step of an optimizer that has float32 values."""
 
-    def abandon_block(self, factor: float) -> None:
-        """After an exception in the block, multiply gradients by ``factor``."""
+    def abandon_block(self, factor: float, *, fuses: bool) -> None:
+        """After an exception in the block, undo ``begin_block`` with the inverse of its factor."""
         self.scale_sources_(factor)
 
     def note_delayed(self) -> None:

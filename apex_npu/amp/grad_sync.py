@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from apex_npu.amp.block import Block, BlockPart
@@ -174,7 +175,7 @@ class UnknownAverages(BlockPart):
         """Make the part. ``ddps`` are around models of the block."""
         self._ddps = ddps
 
-    def begun(self, block: Block) -> None:
+    def begun(self, block: Block, scaled_loss: Tensor) -> None:
         self._backward = LocalBackward(self._ddps, pending=bool(block.waited))
 
     def before_unscale(self, block: Block) -> None:

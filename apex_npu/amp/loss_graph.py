@@ -22,7 +22,6 @@ from apex_npu.amp.block import Block, BlockPart
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
 from apex_npu.amp.scaler import LossScaler
 from apex_npu.amp.session import Session, settings
-from apex_npu.backends._torch_private import disable_dynamo
 from apex_npu.backends.live_objects import instances_of
 from apex_npu.fusion import any_grads, drop_grads, grads_of, set_grads
 from apex_npu.ops import LOW_PRECISION
@@ -49,8 +48,7 @@ class FirstLook(BlockPart):
                 "of the model from its outputs, which are float32",
             )
 
-    @disable_dynamo
-    def multiplied(self, block: Block, scaled_loss: Tensor) -> None:
+    def begun(self, block: Block, scaled_loss: Tensor) -> None:
         """Record which of the losses backward starts from."""
         if block.scale != 1.0 and scaled_loss.requires_grad:
             scaled_loss.register_hook(self._scaled.append)
@@ -85,7 +83,7 @@ class Reaching(BlockPart):
         self._kept: list[Any] = []  # the other optimizers whose gradients are aside
         self._aside: list[tuple[list[Tensor], list[Tensor | None]]] = []
 
-    def begun(self, block: Block) -> None:
+    def begun(self, block: Block, scaled_loss: Tensor) -> None:
         """Set aside the existing gradients of other optimizers' 16-bit parameters, and mark all other optimizers."""
         own = {id(p) for group in block.groups for p in group.params}
         for other in self._others(block):

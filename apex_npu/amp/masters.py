@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import weakref
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_npu.fusion import FusedGroup
+from apex_npu.fusion import FusedGroup, HasFusedGroups
 
 
 class Masters:
@@ -27,7 +28,7 @@ class Masters:
             another process may send its rounded values.
         retired: The model was passed to another ``initialize``, or amp was shut down.
         uncast: Parameters that the model itself had in 16 bits. A loop over ``amp.master_params`` leaves their data.
-        loop: Returns the open loop over ``amp.master_params``, or None.
+        loop: A weak reference to the last loop over ``amp.master_params``; None: it has been ended.
     """
 
     swaps = False
@@ -36,7 +37,7 @@ class Masters:
         self.retired = retired
         self.own_values: list[Tensor] = []
         self.uncast: list[Tensor] = []
-        self.loop: Callable[[], Any] = _no_loop
+        self.loop: weakref.ref[Any] | None = None
 
     @property
     def are_new(self) -> bool:
@@ -108,8 +109,8 @@ class Masters:
     def begin_step(self, optimizer: Any) -> None:
         """Copy a script's writes to 16-bit parameters to the masters, before a step of ``optimizer``."""
 
-    def end_step(self, groups: Sequence[FusedGroup]) -> None:
-        """Round masters into the 16-bit data, after a step of an optimizer with these fused ``groups``."""
+    def end_step(self, optimizer: Any) -> None:
+        """Round masters into the 16-bit data, after a step of ``optimizer``."""
 
     def stepping(self) -> AbstractContextManager[None]:
         """Return the context for the optimizer's own step, in which parameters have the data that the step updates."""
@@ -128,7 +129,7 @@ class Masters:
 
     def end_loop(self) -> None:
         """End a loop over ``amp.master_params`` that a script has left early."""
-        loop, self.loop = self.loop(), _no_loop
+        loop, self.loop = None if self.loop is None else self.loop(), None
         if loop is not None:
             loop.close()
 
@@ -149,10 +150,6 @@ class Masters:
         return [group.param_flat for group in groups]
 
 
-def _no_loop() -> None:
-    """Return None, as a reference to a loop that has ended."""
-
-
 @torch.no_grad()
 def fp32_value(value: Tensor, master: Tensor | None) -> Tensor:
     """Return the low-precision ``value`` in float32: the elements of ``master`` that round to it, else widened ones."""
@@ -164,3 +161,8 @@ def fp32_value(value: Tensor, master: Tensor | None) -> Tensor:
     if value.is_cpu and torch.equal(rounded, value):  # on other devices this would wait
         return exact
     return torch.where(rounded == value, exact, value.float())
+
+
+def fused_groups(optimizer: Any) -> list[FusedGroup]:
+    """Return the groups that a fused optimizer has stepped; empty for other optimizers."""
+    return optimizer.fused_groups() if isinstance(optimizer, HasFusedGroups) else []

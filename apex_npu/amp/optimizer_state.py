@@ -31,7 +31,6 @@ from apex_npu.distributed.rank_progress import has_peers
 from apex_npu.distributed.torch_ddp import KnownDDPs, find_ddps
 from apex_npu.fusion import (
     FlatGrads,
-    FusedGroup,
     HasFusedGroups,
     are_same,
     by_kind,
@@ -306,8 +305,7 @@ class AmpOptimizerState:
                 link.load_written()
         if self.stage is not Stage.UNSCALED:
             warning = self._begin_without_block(optimizer)
-        if self.widens:
-            self.masters.begin_step(optimizer)
+        self.masters.begin_step(optimizer)
         if self.sync is not None:
             self.sync.check_averaged()
         for group in self.grad_groups(optimizer) if self.masters.swaps else self.grads.groups:
@@ -350,7 +348,7 @@ class AmpOptimizerState:
     def end_step(self, optimizer: Optimizer, check: Any = None) -> None:
         """Round masters into parameters and record the outcome; with ``check`` the device decides it."""
         try:
-            self.masters.end_step(fused_groups(optimizer))
+            self.masters.end_step(optimizer)
         except BaseException as error:
             # so that another step() does not step the same gradients again
             for group in optimizer.param_groups:
@@ -370,7 +368,7 @@ class AmpOptimizerState:
         """After ``error``, round masters into parameters if the own step has ``begun`` and may have written them."""
         interrupted = not isinstance(error, Exception)
         if begun or interrupted:
-            self.masters.end_step(fused_groups(optimizer))
+            self.masters.end_step(optimizer)
         if interrupted:  # no gradient may be stepped twice
             for group in optimizer.param_groups:
                 drop_grads(group["params"])
@@ -534,11 +532,6 @@ def _no_gradients(optimizer: Optimizer) -> str | None:
         f"{type(optimizer).__name__}.step() was called, but none of its parameters has a gradient: was backward() "
         "called, and after zero_grad() rather than before it?"
     )
-
-
-def fused_groups(optimizer: Any) -> list[FusedGroup]:
-    """Return the groups that a fused optimizer has stepped; empty for other optimizers."""
-    return optimizer.fused_groups() if isinstance(optimizer, HasFusedGroups) else []
 
 
 def inner_optimizer(optimizer: Any) -> Any:

@@ -142,24 +142,22 @@ class RemainderMasters(Masters):
 
     def find_new(self, optimizer: Any) -> bool:
         """End a loop over ``amp.master_params`` and take assigned data, before a block or a step."""
-        self.end_loop()
-        self.take_assigned()
+        if self.loop is not None:
+            self.end_loop()
+        if len(low_precision_of(self._stepped)) < len(self._stepped):
+            self.take_assigned()
         return False
 
     def take_assigned(self) -> None:
         """Use float32 data that a script has assigned to a 16-bit parameter as its master."""
-        optimizer = self._optimizer()
-        for group in [] if optimizer is None else optimizer.param_groups:
-            params = group["params"]
-            low = low_precision_of(params)
-            others = set(range(len(params))).difference(low) if len(low) < len(params) else ()
-            for param in map(params.__getitem__, others):
-                view = self._view(param)
-                if view is not None and id(param) not in self._open:
-                    value = param.data
-                    param.data = value.to(view.dtype)
-                    self.load(param, value)
-                    self.end_loading([param])
+        for index in set(range(len(self._stepped))).difference(low_precision_of(self._stepped)):
+            param = self._stepped[index]
+            view = self._view(param)
+            if view is not None and id(param) not in self._open:
+                value = param.data
+                param.data = value.to(view.dtype)
+                self.load(param, value)
+                self.end_loading([param])
 
     @property
     def are_new(self) -> bool:
@@ -209,8 +207,9 @@ class RemainderMasters(Masters):
         self._note_params([param for param in self._loaded if id(param) in ids])
         self._loaded = [param for param in self._loaded if id(param) not in ids]
 
-    def end_step(self, groups: Sequence[FusedGroup]) -> None:
+    def end_step(self, optimizer: Any) -> None:
         """Note that parameters and remainders belong together, since the step has written both."""
+        groups: list[FusedGroup] = optimizer.fused_groups()
         if self._groups != (fused := list(map(weakref.ref, groups))):
             for group in groups:
                 if group.own_states:

@@ -36,7 +36,6 @@ from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo, torch_profiler
 from apex_npu.distributed.torch_ddp import ddps_of, may_keep_grads, with_bucket_views
 from apex_npu.fusion.shards import groups_over
-from apex_npu.ops import LOW_PRECISION
 
 
 @contextmanager
@@ -114,9 +113,8 @@ def scale_loss(
     try:
         for observer in observers:
             observer.block_begins(loss, optimizers, loss_id, block.scale, session.scaler(loss_id).dynamic)
-        block.begin()
         # A reference here would keep the scaled loss, and the hooks that a script adds to it, alive.
-        yield block.multiplied((loss.float() if loss.dtype in LOW_PRECISION else loss) * block.scale)
+        yield block.begin(loss)
         for observer in observers:
             observer.backward_ended()
         block.end()
@@ -158,7 +156,7 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
         return UnscaledBlock(BlockArgs(session, listed, [(state, []) for state in states], scaler, loss_id))
     work: Work = []
     for optimizer, state in zip(listed, states, strict=True):
-        new = state.widens and state.masters.find_new(optimizer)
+        new = state.masters.find_new(optimizer)
         if new or optimizer not in session.adopted:
             session.register(optimizer, state)
             state.masters.end_following()

@@ -155,7 +155,7 @@ class WidenedGrads(GradGroup):
     def part(self, indices: Sequence[int]) -> GradGroup:
         return WidenedGrads(self._grads, [self._slots[i] for i in indices], self._aside)
 
-    def begin_block(self, factor: float) -> bool:
+    def begin_block(self, factor: float, *, fuses: bool) -> bool:
         """Set gradients aside, or scale delayed ones. Return True if some come from outside of blocks, unchecked."""
         if self._aside.delayed:
             self.scale_sources_(factor)
@@ -170,6 +170,8 @@ class WidenedGrads(GradGroup):
                     self._aside.grads[slot] = param.grad
             self._aside.unchecked = self._aside.grads.keys() & set(unchecked)
             drop_grads(self.params)
+        if fuses:
+            self._scale_aside_(factor)
         self._aside.is_open = True
         if self.casts_in_backward:
             self._accept(any_dtype=False)
@@ -180,10 +182,9 @@ class WidenedGrads(GradGroup):
             super().scale_(factor)  # in place: in the slots they would be float32, which backward cannot add to
 
     @torch.no_grad()
-    def scale_all_(self, factor: float) -> None:
+    def _scale_aside_(self, factor: float) -> None:
         if factor != 1.0 and self._aside.grads and not self._aside.are_zero:
             torch._foreach_mul_(list(self._aside.grads.values()), factor)
-        super().scale_all_(factor)
 
     @torch.no_grad()
     def clip_(self, coefficient: Tensor) -> None:
@@ -191,9 +192,11 @@ class WidenedGrads(GradGroup):
             grad.mul_(number_on(coefficient.reshape(()), grad.device))
         super().clip_(coefficient)
 
-    def abandon_block(self, factor: float) -> None:
+    def abandon_block(self, factor: float, *, fuses: bool) -> None:
         if self.casts_in_backward:
             self._accept(any_dtype=True)
+        if fuses:
+            self._scale_aside_(factor)
         if self._aside.delayed:
             self.scale_sources_(factor)
         else:

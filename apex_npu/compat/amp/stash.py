@@ -56,7 +56,7 @@ def set_grads_aside(groups: list[GradGroup]) -> Aside:
     aside: Aside = {}
     for group in groups:
         if isinstance(group, WidenedGrads):
-            group.begin_block(1.0)  # which it adds itself
+            group.begin_block(1.0, fuses=False)  # which it adds itself
         for param in group.params:
             if param.grad is not None:
                 # A fused optimizer's gradient is a view of a buffer, into which the next gradient is gathered.

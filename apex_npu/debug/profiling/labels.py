@@ -35,15 +35,12 @@ class LabelledBlock:
         self.scale: float = block.scale
         self._backward: record_function | None = None
 
-    def begin(self) -> None:
+    def begin(self, loss: Tensor) -> Tensor:
         with record_function("amp.scale_up"):
-            self._block.begin()
+            scaled_loss: Tensor = self._block.begin(loss)
         self._backward = record_function("amp.backward")
         self._backward.__enter__()
-
-    def multiplied(self, scaled_loss: Tensor) -> Tensor:
-        found: Tensor = self._block.multiplied(scaled_loss)
-        return found
+        return scaled_loss
 
     def end(self) -> None:
         self._end_backward()
