@@ -144,7 +144,6 @@ class WidenedGrads(GradGroup):
         for group in former:
             if isinstance(group, WidenedGrads):
                 aside = group._aside
-                self._aside.delayed |= aside.delayed
                 for slot, grad in aside.grads.items():
                     own = slot_of.get(id(group._grads.full_params[slot]))
                     if own is not None:

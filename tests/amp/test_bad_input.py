@@ -201,6 +201,14 @@ def test_load_state_dict():
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}}
 
 
+def test_of_several_scalers_all_are_loaded_or_none():
+    amp.initialize(*pair(), opt_level="O1", num_losses=2, verbosity=0)
+    before = amp.state_dict()
+    with pytest.raises(ValueError, match="Nothing has been loaded"):
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 3}, "loss_scaler1": {"loss_scale": 2.0}})
+    assert amp.state_dict() == before
+
+
 def test_last_step_of_a_stranger():
     _, optimizer = pair()
     with pytest.raises(RuntimeError, match=r"SGD was not passed to amp.initialize"):
