@@ -15,6 +15,7 @@ from apex_npu.optimizers.mixed_precision_lamb import FusedMixedPrecisionLamb
 from apex_npu.optimizers.muon import NpuFusedMuon
 from apex_npu.optimizers.novograd import FusedNovoGrad
 from apex_npu.optimizers.nvidia import FusedAdam, FusedLAMB, FusedSGD
+from apex_npu.optimizers.options import FusedOptions
 from apex_npu.optimizers.rmsprop import NpuFusedRMSprop
 from apex_npu.optimizers.rmsprop_tf import NpuFusedRMSpropTF
 from apex_npu.optimizers.schedules import WarmupLR
@@ -28,6 +29,7 @@ __all__ = [
     "FusedMixedPrecisionLamb",
     "FusedNovoGrad",
     "FusedOptimizer",
+    "FusedOptions",
     "FusedSGD",
     "Lamb",
     "NpuFusedAdadelta",

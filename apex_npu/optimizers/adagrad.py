@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
@@ -14,8 +13,8 @@ from typing_extensions import Unpack
 from apex_npu.fusion import Run
 from apex_npu.ops import Call, adagrad_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
-from apex_npu.optimizers.checks import OfTorch, check_bool, check_non_negative
-from apex_npu.optimizers.state_formats import Remainders, StateDtype
+from apex_npu.optimizers.checks import check_bool, check_non_negative
+from apex_npu.optimizers.options import FusedOptions
 
 # Options of torch.optim.Adagrad's groups. NVIDIA's optimizer has no arguments for them.
 _OF_TORCH = {"lr_decay": 0.0, "initial_accumulator_value": 0.0}
@@ -41,15 +40,7 @@ class FusedAdagrad(FusedOptimizer):
         weight_decay: L2 penalty, or decoupled decay.
         set_grad_none: Default of ``zero_grad(set_to_none=...)``.
         adagrad_w_mode: Decouple the decay.
-        capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
-        fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step. None:
-            the value of ``capturable``.
-        state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
-        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly;
-            ``"int8"``: keep 8 bits, rounded stochastically.
-        stochastic_rounding: Round updated bfloat16 parameters stochastically.
-        state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
-        of_torch: ``fused``, ``foreach`` and ``differentiable=False`` of torch's optimizer. No effect.
+        options: See ``FusedOptions``. ``fuse_grad_scaler`` is by default the value of ``capturable``.
 
     Raises:
         ValueError: A value is out of range.
@@ -75,15 +66,9 @@ class FusedAdagrad(FusedOptimizer):
         weight_decay: float = 0.0,
         set_grad_none: bool = True,
         adagrad_w_mode: bool = False,
-        *,
-        capturable: bool = False,
-        fuse_grad_scaler: bool | None = None,
-        state_dtype: StateDtype = None,
-        store_param_remainders: Remainders = False,
-        stochastic_rounding: bool = False,
-        state_device: torch.device | str | None = None,
-        **of_torch: Unpack[OfTorch],
+        **options: Unpack[FusedOptions],
     ) -> None:
+        options.setdefault("fuse_grad_scaler", None)
         defaults = {
             "lr": lr,
             "eps": eps,
@@ -91,18 +76,7 @@ class FusedAdagrad(FusedOptimizer):
             "adagrad_w_mode": adagrad_w_mode,
             **_OF_TORCH,
         }
-        super().__init__(
-            params,
-            defaults,
-            fuse_grad_scaler=fuse_grad_scaler,
-            capturable=capturable,
-            set_grad_none=set_grad_none,
-            state_dtype=state_dtype,
-            store_param_remainders=store_param_remainders,
-            stochastic_rounding=stochastic_rounding,
-            state_device=state_device,
-            **of_torch,
-        )
+        super().__init__(params, defaults, set_grad_none=set_grad_none, **options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore ``state``. Add torch's options, which the groups of Apex's FusedAdagrad lack."""

@@ -15,8 +15,8 @@ from typing_extensions import Unpack
 from apex_npu.fusion import Run
 from apex_npu.ops import Call, adam_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
-from apex_npu.optimizers.checks import OfTorch, check_adam, check_bool
-from apex_npu.optimizers.state_formats import Remainders, StateDtype
+from apex_npu.optimizers.checks import check_adam, check_bool
+from apex_npu.optimizers.options import FusedOptions
 
 
 class NpuFusedAdam(FusedOptimizer):
@@ -43,15 +43,8 @@ class NpuFusedAdam(FusedOptimizer):
         weight_decay: L2 penalty.
         amsgrad: Use the maximum of all v so far.
         maximize: Ascend the gradient instead.
-        fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
-        capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
-        state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
-        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly;
-            ``"int8"``: keep 8 bits, rounded stochastically.
-        stochastic_rounding: Round updated bfloat16 parameters stochastically.
-        state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
         decoupled_weight_decay: Must be False; ``NpuFusedAdamW`` has the decoupled decay.
-        of_torch: ``fused``, ``foreach`` and ``differentiable=False`` of torch's optimizer. No effect.
+        options: See ``FusedOptions``.
 
     Raises:
         ValueError: A value is out of range.
@@ -84,14 +77,8 @@ class NpuFusedAdam(FusedOptimizer):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
-        fuse_grad_scaler: bool = False,
-        capturable: bool = False,
-        state_dtype: StateDtype = None,
-        store_param_remainders: Remainders = False,
-        stochastic_rounding: bool = False,
-        state_device: torch.device | str | None = None,
         decoupled_weight_decay: bool = False,
-        **of_torch: Unpack[OfTorch],
+        **options: Unpack[FusedOptions],
     ) -> None:
         if decoupled_weight_decay:
             raise ValueError(f"{type(self).__name__}: decoupled_weight_decay=True requires NpuFusedAdamW; use it")
@@ -105,13 +92,7 @@ class NpuFusedAdam(FusedOptimizer):
                 "amsgrad": amsgrad,
                 "maximize": maximize,
             },
-            fuse_grad_scaler=fuse_grad_scaler,
-            capturable=capturable,
-            state_dtype=state_dtype,
-            store_param_remainders=store_param_remainders,
-            stochastic_rounding=stochastic_rounding,
-            state_device=state_device,
-            **of_torch,
+            **options,
         )
 
     def validate(self, group: ParamGroup) -> None:

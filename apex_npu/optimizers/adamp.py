@@ -11,6 +11,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from apex_npu.fusion import Run, row_count
 from apex_npu.fusion.shards import Along
@@ -19,7 +20,7 @@ from apex_npu.ops.reference import add_, bias_correction_of
 from apex_npu.ops.reference_segments import update_moments_
 from apex_npu.optimizers.base import ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, check_non_negative
-from apex_npu.optimizers.state_formats import Remainders, StateDtype
+from apex_npu.optimizers.options import FusedOptions
 from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts, alone
 
 
@@ -51,13 +52,7 @@ class NpuFusedAdamP(NormOptimizer):
         wd_ratio: Factor of the decay for projected parameters.
         nesterov: Nesterov momentum.
         maximize: Ascend the gradient instead.
-        fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
-        capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
-        state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
-        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly;
-            ``"int8"``: keep 8 bits, rounded stochastically.
-        stochastic_rounding: Round updated bfloat16 parameters stochastically.
-        state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
+        options: See ``FusedOptions``.
 
     Raises:
         ValueError: A value is out of range.
@@ -86,12 +81,7 @@ class NpuFusedAdamP(NormOptimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
-        fuse_grad_scaler: bool = False,
-        capturable: bool = False,
-        state_dtype: StateDtype = None,
-        store_param_remainders: Remainders = False,
-        stochastic_rounding: bool = False,
-        state_device: torch.device | str | None = None,
+        **options: Unpack[FusedOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -103,16 +93,7 @@ class NpuFusedAdamP(NormOptimizer):
             "nesterov": nesterov,
             "maximize": maximize,
         }
-        super().__init__(
-            params,
-            defaults,
-            fuse_grad_scaler=fuse_grad_scaler,
-            capturable=capturable,
-            state_dtype=state_dtype,
-            store_param_remainders=store_param_remainders,
-            stochastic_rounding=stochastic_rounding,
-            state_device=state_device,
-        )
+        super().__init__(params, defaults, **options)
 
     def validate(self, group: ParamGroup) -> None:
         """Check the hyper-parameters of ``group``."""

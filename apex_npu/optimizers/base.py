@@ -177,6 +177,10 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         check_of_torch(type(self).__name__, of_torch)
         check_bool("fuse_grad_scaler", fuse_grad_scaler is None or fuse_grad_scaler)
         check_bool("capturable", capturable)
+        if capturable and not self.supports_capture:
+            raise ValueError(
+                f"{type(self).__name__}: capturable=True: a CUDA graph cannot capture this rule; leave it out"
+            )
         check_bool("set_grad_none", set_grad_none)
         self.set_grad_none = set_grad_none
         self.capturable = capturable

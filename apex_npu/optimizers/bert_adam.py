@@ -6,16 +6,16 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from apex_npu.fusion import Run
 from apex_npu.ops import Call, adam_, segment_add_, segment_dot
 from apex_npu.optimizers.base import ParamGroup
 from apex_npu.optimizers.checks import as_number, check_half_open_interval, check_non_negative
+from apex_npu.optimizers.options import FusedOptions
 from apex_npu.optimizers.schedules import SCHEDULES, warmup_constant, warmup_cosine, warmup_linear, warmup_poly
-from apex_npu.optimizers.state_formats import Remainders, StateDtype
 from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts
 
 __all__ = ["SCHEDULES", "NpuFusedBertAdam", "warmup_constant", "warmup_cosine", "warmup_linear", "warmup_poly"]
@@ -49,12 +49,7 @@ class NpuFusedBertAdam(NormOptimizer):
         weight_decay: Decay added to the direction.
         max_grad_norm: Norm to which each parameter's gradient is clipped; no clipping if it is not positive.
         maximize: Ascend the gradient instead.
-        fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
-        state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
-        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly;
-            ``"int8"``: keep 8 bits, rounded stochastically.
-        stochastic_rounding: Round updated bfloat16 parameters stochastically.
-        state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
+        options: See ``FusedOptions``.
 
     Raises:
         ValueError: A value is out of range.
@@ -84,11 +79,7 @@ class NpuFusedBertAdam(NormOptimizer):
         max_grad_norm: float = -1,
         *,
         maximize: bool = False,
-        fuse_grad_scaler: bool = False,
-        state_dtype: StateDtype = None,
-        store_param_remainders: Remainders = False,
-        stochastic_rounding: bool = False,
-        state_device: torch.device | str | None = None,
+        **options: Unpack[FusedOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -102,15 +93,7 @@ class NpuFusedBertAdam(NormOptimizer):
             "max_grad_norm": max_grad_norm,
             "maximize": maximize,
         }
-        super().__init__(
-            params,
-            defaults,
-            fuse_grad_scaler=fuse_grad_scaler,
-            state_dtype=state_dtype,
-            store_param_remainders=store_param_remainders,
-            stochastic_rounding=stochastic_rounding,
-            state_device=state_device,
-        )
+        super().__init__(params, defaults, **options)
 
     def validate(self, group: ParamGroup) -> None:
         """Check the hyper-parameters of ``group``."""

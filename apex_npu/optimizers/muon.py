@@ -30,8 +30,8 @@ from apex_npu.ops import (
 )
 from apex_npu.optimizers.adamw import NpuFusedAdamW
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
-from apex_npu.optimizers.checks import OfTorch, as_number, check_bool, naming
-from apex_npu.optimizers.state_formats import Remainders, StateDtype
+from apex_npu.optimizers.checks import as_number, check_bool, naming
+from apex_npu.optimizers.options import FusedOptions
 
 # The defaults of groups with use_muon=False, which are AdamW's.
 _ADAMW: dict[str, Any] = {
@@ -97,14 +97,7 @@ class NpuFusedMuon(NpuFusedAdamW):
         use_muon: Default of groups without their own: True, False or "auto".
         split: Default of groups without their own: the numbers of rows of the matrices into which each matrix is
             divided. Their sum is the number of its rows. None: it is not divided.
-        fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
-        capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
-        state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
-        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly;
-            ``"int8"``: keep 8 bits, rounded stochastically.
-        stochastic_rounding: Round updated bfloat16 parameters stochastically.
-        state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
-        of_torch: ``fused``, ``foreach`` and ``differentiable=False`` of torch's optimizer. No effect.
+        options: See ``FusedOptions``.
 
     Raises:
         ValueError: A value is out of range, or a parameter of a group with ``use_muon=True`` is not a matrix.
@@ -142,13 +135,7 @@ class NpuFusedMuon(NpuFusedAdamW):
         *,
         use_muon: bool | Literal["auto"] = True,
         split: Sequence[int] | None = None,
-        fuse_grad_scaler: bool = False,
-        capturable: bool = False,
-        state_dtype: StateDtype = None,
-        store_param_remainders: Remainders = False,
-        stochastic_rounding: bool = False,
-        state_device: torch.device | str | None = None,
-        **of_torch: Unpack[OfTorch],
+        **options: Unpack[FusedOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -166,13 +153,7 @@ class NpuFusedMuon(NpuFusedAdamW):
             self,
             params,
             defaults,
-            fuse_grad_scaler=fuse_grad_scaler,
-            capturable=capturable,
-            state_dtype=state_dtype,
-            store_param_remainders=store_param_remainders,
-            stochastic_rounding=stochastic_rounding,
-            state_device=state_device,
-            **of_torch,
+            **options,
         )
 
     def update(self, run: Run, group: ParamGroup) -> None:

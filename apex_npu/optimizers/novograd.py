@@ -10,12 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from apex_npu.fusion import Run
 from apex_npu.ops import segment_add_, segment_dot, sgd_
 from apex_npu.optimizers.base import ParamGroup
 from apex_npu.optimizers.checks import as_number, check_adam, check_bool, check_no_amsgrad
-from apex_npu.optimizers.state_formats import Remainders, StateDtype
+from apex_npu.optimizers.options import FusedOptions
 from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts, alone
 
 
@@ -51,12 +52,7 @@ class FusedNovoGrad(NormOptimizer):
         norm_type: 2, or 0 for the largest absolute value.
         init_zero: Start v at 0.
         set_grad_none: Default of ``zero_grad(set_to_none=...)``.
-        fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
-        state_dtype: The dtype of ``exp_avg``: torch.bfloat16 or ``"int8"``. None: float32.
-        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly;
-            ``"int8"``: keep 8 bits, rounded stochastically.
-        stochastic_rounding: Round updated bfloat16 parameters stochastically.
-        state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
+        options: See ``FusedOptions``. ``state_dtype`` is that of ``exp_avg``.
 
     Raises:
         ValueError: A value is out of range.
@@ -88,12 +84,7 @@ class FusedNovoGrad(NormOptimizer):
         norm_type: int = 2,
         init_zero: bool = False,
         set_grad_none: bool = True,
-        *,
-        fuse_grad_scaler: bool = False,
-        state_dtype: StateDtype = None,
-        store_param_remainders: Remainders = False,
-        stochastic_rounding: bool = False,
-        state_device: torch.device | str | None = None,
+        **options: Unpack[FusedOptions],
     ) -> None:
         check_no_amsgrad("FusedNovoGrad", amsgrad)
         defaults = {
@@ -107,16 +98,7 @@ class FusedNovoGrad(NormOptimizer):
             "norm_type": norm_type,
             "init_zero": init_zero,
         }
-        super().__init__(
-            params,
-            defaults,
-            fuse_grad_scaler=fuse_grad_scaler,
-            set_grad_none=set_grad_none,
-            state_dtype=state_dtype,
-            store_param_remainders=store_param_remainders,
-            stochastic_rounding=stochastic_rounding,
-            state_device=state_device,
-        )
+        super().__init__(params, defaults, set_grad_none=set_grad_none, **options)
 
     def validate(self, group: ParamGroup) -> None:
         """Check the hyper-parameters of ``group``."""

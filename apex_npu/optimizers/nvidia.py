@@ -15,12 +15,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from apex_npu.fusion import Run
 from apex_npu.ops import LOW_PRECISION, Call, adam_, chunks
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, check_no_amsgrad, check_non_negative
 from apex_npu.optimizers.lamb import NpuFusedLamb, times
+from apex_npu.optimizers.options import FusedOptions
 from apex_npu.optimizers.sgd import NpuFusedSGD
 from apex_npu.optimizers.state_formats import Remainders, StateDtype
 from apex_npu.optimizers.whole_norms import NormOptimizer
@@ -247,13 +249,7 @@ class FusedSGD(NpuFusedSGD):
         wd_after_momentum: Decay after the momentum.
         materialize_master_grads: Accepted; it has no effect.
         set_grad_none: Default of ``zero_grad(set_to_none=...)``; False as in Apex.
-        capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
-        fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
-        state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
-        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly;
-            ``"int8"``: keep 8 bits, rounded stochastically.
-        stochastic_rounding: Round updated bfloat16 parameters stochastically.
-        state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
+        options: See ``FusedOptions``. ``fuse_grad_scaler`` is by default the value of ``capturable``.
 
     Raises:
         ValueError: A value is out of range.
@@ -278,14 +274,9 @@ class FusedSGD(NpuFusedSGD):
         wd_after_momentum: bool = False,
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
-        *,
-        capturable: bool = False,
-        fuse_grad_scaler: bool | None = None,
-        state_dtype: StateDtype = None,
-        store_param_remainders: Remainders = False,
-        stochastic_rounding: bool = False,
-        state_device: torch.device | str | None = None,
+        **options: Unpack[FusedOptions],
     ) -> None:
+        options.setdefault("fuse_grad_scaler", None)
         check_bool("materialize_master_grads", materialize_master_grads)
         defaults = {
             "lr": lr,
@@ -297,18 +288,7 @@ class FusedSGD(NpuFusedSGD):
             "wd_after_momentum": wd_after_momentum,
         }
         # Not NpuFusedSGD.__init__, whose arguments differ.
-        FusedOptimizer.__init__(
-            self,
-            params,
-            defaults,
-            fuse_grad_scaler=fuse_grad_scaler,
-            capturable=capturable,
-            set_grad_none=set_grad_none,
-            state_dtype=state_dtype,
-            store_param_remainders=store_param_remainders,
-            stochastic_rounding=stochastic_rounding,
-            state_device=state_device,
-        )
+        FusedOptimizer.__init__(self, params, defaults, set_grad_none=set_grad_none, **options)
 
     def validate(self, group: ParamGroup) -> None:
         """Check the hyper-parameters of ``group``."""
@@ -348,13 +328,7 @@ class FusedLAMB(NpuFusedLamb):
         max_grad_norm: Norm of all gradients above which they are scaled down. ``.grad`` is not written. The value of
             the constructor applies to all groups.
         use_nvlamb: Also adapt the steps of parameters without weight decay.
-        capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
-        fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
-        state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
-        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly;
-            ``"int8"``: keep 8 bits, rounded stochastically.
-        stochastic_rounding: Round updated bfloat16 parameters stochastically.
-        state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
+        options: See ``FusedOptions``. ``fuse_grad_scaler`` is by default the value of ``capturable``.
 
     Raises:
         ValueError: A value is out of range.
@@ -385,14 +359,9 @@ class FusedLAMB(NpuFusedLamb):
         set_grad_none: bool = True,
         max_grad_norm: float = 1.0,
         use_nvlamb: bool = False,
-        *,
-        capturable: bool = False,
-        fuse_grad_scaler: bool | None = None,
-        state_dtype: StateDtype = None,
-        store_param_remainders: Remainders = False,
-        stochastic_rounding: bool = False,
-        state_device: torch.device | str | None = None,
+        **options: Unpack[FusedOptions],
     ) -> None:
+        options.setdefault("fuse_grad_scaler", None)
         check_no_amsgrad("FusedLAMB", amsgrad)
         defaults = {
             "lr": lr,
@@ -406,18 +375,7 @@ class FusedLAMB(NpuFusedLamb):
             "use_nvlamb": use_nvlamb,
         }
         # Not NpuFusedLamb.__init__, whose arguments differ.
-        NormOptimizer.__init__(
-            self,
-            params,
-            defaults,
-            fuse_grad_scaler=fuse_grad_scaler,
-            capturable=capturable,
-            set_grad_none=set_grad_none,
-            state_dtype=state_dtype,
-            store_param_remainders=store_param_remainders,
-            stochastic_rounding=stochastic_rounding,
-            state_device=state_device,
-        )
+        NormOptimizer.__init__(self, params, defaults, set_grad_none=set_grad_none, **options)
 
     def validate(self, group: ParamGroup) -> None:
         """Check the hyper-parameters of ``group``."""

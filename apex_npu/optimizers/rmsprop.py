@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
@@ -14,8 +13,8 @@ from typing_extensions import Unpack
 from apex_npu.fusion import Run
 from apex_npu.ops import Call, rmsprop_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
-from apex_npu.optimizers.checks import OfTorch, check_bool, check_non_negative
-from apex_npu.optimizers.state_formats import Remainders, StateDtype
+from apex_npu.optimizers.checks import check_bool, check_non_negative
+from apex_npu.optimizers.options import FusedOptions
 
 
 class NpuFusedRMSprop(FusedOptimizer):
@@ -42,15 +41,7 @@ class NpuFusedRMSprop(FusedOptimizer):
         momentum: Momentum factor.
         centered: Normalise by the variance rather than the second moment.
         maximize: Ascend the gradient instead.
-        fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
-        capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
-        state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32. With
-            ``centered`` both averages stay float32.
-        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly;
-            ``"int8"``: keep 8 bits, rounded stochastically.
-        stochastic_rounding: Round updated bfloat16 parameters stochastically.
-        state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
-        of_torch: ``fused``, ``foreach`` and ``differentiable=False`` of torch's optimizer. No effect.
+        options: See ``FusedOptions``. With ``centered`` both averages stay float32.
 
     Raises:
         ValueError: A value is out of range.
@@ -81,13 +72,7 @@ class NpuFusedRMSprop(FusedOptimizer):
         centered: bool = False,
         *,
         maximize: bool = False,
-        fuse_grad_scaler: bool = False,
-        capturable: bool = False,
-        state_dtype: StateDtype = None,
-        store_param_remainders: Remainders = False,
-        stochastic_rounding: bool = False,
-        state_device: torch.device | str | None = None,
-        **of_torch: Unpack[OfTorch],
+        **options: Unpack[FusedOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -98,17 +83,7 @@ class NpuFusedRMSprop(FusedOptimizer):
             "centered": centered,
             "maximize": maximize,
         }
-        super().__init__(
-            params,
-            defaults,
-            fuse_grad_scaler=fuse_grad_scaler,
-            capturable=capturable,
-            state_dtype=state_dtype,
-            store_param_remainders=store_param_remainders,
-            stochastic_rounding=stochastic_rounding,
-            state_device=state_device,
-            **of_torch,
-        )
+        super().__init__(params, defaults, **options)
 
     def validate(self, group: ParamGroup) -> None:
         """Check the hyper-parameters of ``group``."""

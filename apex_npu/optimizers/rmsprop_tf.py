@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import check_bool, check_non_negative
+from apex_npu.optimizers.options import FusedOptions
 from apex_npu.optimizers.rmsprop import NpuFusedRMSprop
-from apex_npu.optimizers.state_formats import Remainders, StateDtype
 
 
 class NpuFusedRMSpropTF(NpuFusedRMSprop):
@@ -46,14 +46,7 @@ class NpuFusedRMSpropTF(NpuFusedRMSprop):
         lr_in_momentum: Multiply by ``lr`` before the momentum.
         init_square_avg: Initial value of s; Ascend's patch had 0.
         maximize: Ascend the gradient instead.
-        fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
-        capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
-        state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32. With
-            ``centered`` both averages stay float32.
-        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly;
-            ``"int8"``: keep 8 bits, rounded stochastically.
-        stochastic_rounding: Round updated bfloat16 parameters stochastically.
-        state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
+        options: See ``FusedOptions``. With ``centered`` both averages stay float32.
 
     Raises:
         ValueError: A value is out of range.
@@ -83,12 +76,7 @@ class NpuFusedRMSpropTF(NpuFusedRMSprop):
         *,
         init_square_avg: float = 1.0,
         maximize: bool = False,
-        fuse_grad_scaler: bool = False,
-        capturable: bool = False,
-        state_dtype: StateDtype = None,
-        store_param_remainders: Remainders = False,
-        stochastic_rounding: bool = False,
-        state_device: torch.device | str | None = None,
+        **options: Unpack[FusedOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -107,12 +95,7 @@ class NpuFusedRMSpropTF(NpuFusedRMSprop):
             self,
             params,
             defaults,
-            fuse_grad_scaler=fuse_grad_scaler,
-            capturable=capturable,
-            state_dtype=state_dtype,
-            store_param_remainders=store_param_remainders,
-            stochastic_rounding=stochastic_rounding,
-            state_device=state_device,
+            **options,
         )
 
     def validate(self, group: ParamGroup) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
@@ -14,8 +13,8 @@ from typing_extensions import Unpack
 from apex_npu.fusion import FusedGroup, Run
 from apex_npu.ops import Call, sgd_, sgd_list_, takes_sgd_lists
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
-from apex_npu.optimizers.checks import OfTorch, as_number, check_bool, check_non_negative
-from apex_npu.optimizers.state_formats import Remainders, StateDtype
+from apex_npu.optimizers.checks import as_number, check_bool, check_non_negative
+from apex_npu.optimizers.options import FusedOptions
 
 
 class NpuFusedSGD(FusedOptimizer):
@@ -39,14 +38,7 @@ class NpuFusedSGD(FusedOptimizer):
         weight_decay: L2 penalty.
         nesterov: Nesterov momentum; needs a momentum and no dampening.
         maximize: Ascend the gradient instead.
-        fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
-        capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
-        state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
-        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly;
-            ``"int8"``: keep 8 bits, rounded stochastically.
-        stochastic_rounding: Round updated bfloat16 parameters stochastically.
-        state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
-        of_torch: ``fused``, ``foreach`` and ``differentiable=False`` of torch's optimizer. No effect.
+        options: See ``FusedOptions``.
 
     Raises:
         ValueError: A value is out of range.
@@ -77,13 +69,7 @@ class NpuFusedSGD(FusedOptimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
-        fuse_grad_scaler: bool = False,
-        capturable: bool = False,
-        state_dtype: StateDtype = None,
-        store_param_remainders: Remainders = False,
-        stochastic_rounding: bool = False,
-        state_device: torch.device | str | None = None,
-        **of_torch: Unpack[OfTorch],
+        **options: Unpack[FusedOptions],
     ) -> None:
         super().__init__(
             params,
@@ -95,13 +81,7 @@ class NpuFusedSGD(FusedOptimizer):
                 "nesterov": nesterov,
                 "maximize": maximize,
             },
-            fuse_grad_scaler=fuse_grad_scaler,
-            capturable=capturable,
-            state_dtype=state_dtype,
-            store_param_remainders=store_param_remainders,
-            stochastic_rounding=stochastic_rounding,
-            state_device=state_device,
-            **of_torch,
+            **options,
         )
 
     def validate(self, group: ParamGroup) -> None:

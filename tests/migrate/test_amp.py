@@ -6,6 +6,7 @@ import inspect
 import json
 import runpy
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -241,7 +242,7 @@ def test_arguments_of_optimizers(name):
     own = inspect.signature(getattr(optimizers, ours)).parameters
     assert [one for one in own if own[one].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD] == places.split()
     assert [*torchs][: len(places.split())] == places.split()
-    assert own.keys() >= FUSED_KEYWORDS & torchs.keys()
+    assert own.keys() | get_type_hints(optimizers.FusedOptions).keys() >= FUSED_KEYWORDS & torchs.keys()
     for one in own.keys() & torchs.keys():
         assert own[one].default == torchs[one].default
 

@@ -25,8 +25,11 @@ def matrix():
     return nn.Parameter(parameter().detach()[None])
 
 
-ALL = {name: cls for name, cls in vars(optimizers).items() if isinstance(cls, type) and name != "FusedOptimizer"}
-FUSED = {name: cls for name, cls in ALL.items() if issubclass(cls, optimizers.FusedOptimizer)}
+FUSED = {
+    name: cls
+    for name, cls in vars(optimizers).items()
+    if isinstance(cls, type) and issubclass(cls, optimizers.FusedOptimizer) and cls is not optimizers.FusedOptimizer
+}
 
 
 @needs("inf")  # torch's GradScaler finds overflows by it
