@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from apex_npu._extension import extension
 from apex_npu.backends import numbers_on
 from apex_npu.backends._torch_private import labelled
 from apex_npu.distributed.buckets import (
@@ -31,7 +32,6 @@ from apex_npu.distributed.buckets import (
     plan_buckets,
     waits_little,
 )
-from apex_npu.distributed.grad_arrivals import grad_arrivals
 from apex_npu.distributed.group_reference import GroupReference
 from apex_npu.distributed.rank_progress import RankProgress
 from apex_npu.fusion.flat_grads import FlatGrads
@@ -157,7 +157,7 @@ class GradReducer:
         self._buckets: list[Bucket] = []
         self._cut()
         found = weakref.ref(self)  # a parameter may outlive its optimizer
-        self._arrivals = grad_arrivals(self.tensors, lambda full: _send_up_to(found(), full))
+        self._arrivals = extension.GradArrivals(self.tensors, lambda full: _send_up_to(found(), full))
         self._expected = [1] * len(self.tensors)
         self._planned = False
         self._recorded = False

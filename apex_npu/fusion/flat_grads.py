@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -191,7 +190,10 @@ class FlatGrads:
         if slots is not None:
             first = slots.start
             params, views = params[first : slots.stop], views[first : slots.stop]
-        return self.memory.slots.states(params, views, first, in_place, least_numel, self.is_sharded)
+        found: tuple[bytes, list[int]] = self.memory.slots.states(
+            params, views, first, in_place, least_numel, self.is_sharded
+        )
+        return found
 
     def broken(self) -> list[int]:
         """Return the indices of parameters whose address, shape, dtype or device has changed since the plan."""
@@ -389,8 +391,7 @@ class FlatGrads:
 
     def _find_packed(self) -> bytes | None:
         """Return the states if all gradients that exist are packed; else None, until ``pack`` is called again."""
-        slots: Any = self.memory.slots
-        found: bytes | None = slots.packed_states(self.params, self.total_numel)
+        found: bytes | None = self.memory.slots.packed_states(self.params, self.total_numel)
         self.is_packed = found is not None
         return found
 
@@ -474,7 +475,9 @@ class FlatGrads:
         """
         if self.is_packed:
             return self._packed_operand(slots, numel)
-        listed = self.memory.slots.grad_list(self.params[slots.start : slots.stop], slots.start, numel, writable)
+        listed: Tensor = self.memory.slots.grad_list(
+            self.params[slots.start : slots.stop], slots.start, numel, writable
+        )
         if self._addressed is not None:
             self._addressed.add_addresses(listed, slots)
         return listed

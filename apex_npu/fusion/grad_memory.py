@@ -15,7 +15,7 @@ from apex_npu._extension import extension
 from apex_npu.backends import is_capturing
 from apex_npu.fusion import packed_grads
 from apex_npu.fusion.flat_buffer import FlatBuffer
-from apex_npu.fusion.grad_slots import check_grad, grad_slots
+from apex_npu.fusion.grad_slots import check_grad
 from apex_npu.fusion.storage import SlotTable, move_out
 from apex_npu.ops import cats_lists, reads_listed
 
@@ -49,7 +49,9 @@ class GradMemory:
         self.shapes = [torch.empty_like(p, device="meta", dtype=dtype) for p in params]
         self.offsets = list(offsets)
         listed = bool(params) and reads_listed(params[0])
-        self.slots = grad_slots(self.shapes, self.offsets, params[0].device if listed else None)
+        # Only gradients on this device can stay elsewhere.
+        device = params[0].device if listed else None
+        self.slots: Any = extension.GradSlots(self.shapes, self.offsets, device)
         self.views: list[Tensor] = []
         self.view_table = SlotTable([])
         self.lends = bool(params) and may_lend(params[0]) and total_numel >= packed_grads.PACKED_NUMEL
@@ -97,15 +99,13 @@ class GradMemory:
         if is_capturing():  # a replay writes to the addresses of the capture
             self.lends = False
             return
-        slots: Any = self.slots
         self.is_lent, self.views = True, []  # first: after an interruption below, the buffer gets new memory
-        slots.let_go(self._buffer.flat)
+        self.slots.let_go(self._buffer.flat)
 
     def take_up(self) -> None:
         """Own the memory again, if it still exists and holds only gradients; else give it up."""
         assert self._buffer is not None
-        slots: Any = self.slots
-        views: list[Tensor] | None = slots.take_up(self.params, self._buffer.flat)
+        views: list[Tensor] | None = self.slots.take_up(self.params, self._buffer.flat)
         if views is not None:
             self.views, self.is_lent = views, False
 

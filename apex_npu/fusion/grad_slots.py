@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The places of many parameters' gradients, found in one call.
+"""The places of many parameters' gradients, which ``GradSlots`` (``csrc/fused_optim/grad_slots.h``) finds in one call.
 
 A gradient is NONE while ``param.grad is None``, IN_BUFFER while it is the view of its slot, and else ELSEWHERE. An
 ELSEWHERE gradient can stay there if its elements are in the slot's order, in CPU or GPU memory outside of all slots.
@@ -10,14 +10,11 @@ Kernels then read it in place, and it is not copied into its slot.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from enum import IntEnum
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from apex_npu._extension import extension
 from apex_npu.fusion.storage import is_slot
 from apex_npu.ops import LOW_PRECISION
 
@@ -39,98 +36,6 @@ class InPlace(IntEnum):
     NO = 0  # no gradient can stay
     READ = 1  # gradients of the slot's dtype, or 16-bit ones of a float32 slot, can stay
     WRITE = 2  # gradients of the slot's dtype can stay if they do not share their memory
-
-
-class GradSlots(Protocol):
-    """The slots of one flat buffer of gradients."""
-
-    def remember_views(self, views: Sequence[Tensor]) -> None:
-        """Record ``views``, one for each slot. A view that leaves its slot counts as ELSEWHERE."""
-        ...
-
-    def states(
-        self,
-        params: Sequence[Tensor],
-        views: Sequence[Tensor],
-        first: int,
-        in_place: int,
-        least_numel: int,
-        share_memory: bool,
-    ) -> tuple[bytes, list[int]]:
-        """Find the places of the gradients of ``params``, whose slots begin with number ``first``.
-
-        Args:
-            params: The parameters of consecutive slots.
-            views: The view of each of these slots.
-            first: The slot of the first parameter.
-            in_place: The access to gradients that stay ELSEWHERE, see ``InPlace``.
-            least_numel: Only gradients of at least so many elements can stay elsewhere.
-            share_memory: Gradients may share memory, and stay to be written if no two of them overlap.
-
-        Returns:
-            One byte for each of ``params``, and the slots of ELSEWHERE gradients that cannot stay there.
-        """
-        ...
-
-    def grad_list(self, params: Sequence[Tensor], first: int, numel: int, writable: bool) -> Tensor:
-        """Return the gradients of ``params``, whose slots begin with number ``first``, as one operand for ``ops``.
-
-        Args:
-            params: Parameters whose gradients are None, in their slots, or ELSEWHERE and can stay there.
-            first: The slot of the first parameter.
-            numel: The number of elements of the operand.
-            writable: The operand can be multiplied.
-        """
-        ...
-
-    def unscale(
-        self, params: list[Tensor], views: list[Tensor], factor: float, found_inf: Tensor | None, least_numel: int
-    ) -> bool:
-        """Multiply the gradients of ``params``, one for each slot, in one pass; see ``FlatGrads.unscale_``.
-
-        Returns:
-            False, with nothing written, if a gradient outside its slot can be neither written in place nor copied.
-        """
-        ...
-
-    def addresses(
-        self,
-        sources: Sequence[Tensor],
-        params: list[Tensor],
-        views: list[Tensor],
-        first: int,
-        last: int,
-        chosen: Sequence[int] | None,
-        flat: Tensor,
-        addresses: Tensor,
-    ) -> tuple[bytes, list[int], torch.dtype | None, bool]:
-        """Write the addresses of the gradients of ``sources`` into ``addresses``, for the slots ``first`` to ``last``.
-
-        Args:
-            sources: For each slot of the buffer, its parameter, or the model parameter that has the master's gradient.
-            params: For each slot of the buffer, its parameter.
-            views: For each slot of the buffer, its view.
-            first: The first slot to examine.
-            last: One past the last slot to examine.
-            chosen: Take only these of the slots; None: all.
-            flat: The buffer.
-            addresses: int64, on the host. For a gradient outside of ``flat`` with its slot's order of elements, it
-                gets the address that ``flat`` would have if the gradient were in its slot; for all others 0.
-
-        Returns:
-            One state for each examined slot; the ELSEWHERE slots without an address; the dtype of all gradients with an
-            address; and whether the views of all ELSEWHERE slots are in place and unused.
-        """
-        ...
-
-
-def grad_slots(shapes: Sequence[Tensor], offsets: Sequence[int], device: torch.device | None) -> GradSlots:
-    """Return the ``GradSlots`` of slots with the sizes, strides and dtype of ``shapes``.
-
-    Only gradients on ``device``, for which ``ops.reads_listed`` holds, can stay elsewhere.
-    """
-    slots: GradSlots = extension.GradSlots(shapes, offsets, device)
-    return slots
 
 
 def places_of(state: int, states: bytes) -> list[int]:

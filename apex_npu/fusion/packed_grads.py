@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.fusion.grad_copier import GradCopier
-from apex_npu.fusion.grad_slots import GradSlots, dispatches_in_python
+from apex_npu.fusion.grad_slots import dispatches_in_python
 from apex_npu.fusion.many_tensors import grads_of, set_grads
 from apex_npu.ops import LOW_PRECISION, cats_lists
 
@@ -25,7 +25,7 @@ PACKED_NUMEL = 1 << 23
 
 def pack_grads(
     params: Sequence[Tensor],
-    slots: GradSlots,
+    slots: Any,
     shapes: Sequence[Tensor],
     offsets: Sequence[int],
     total_numel: int,
@@ -34,7 +34,7 @@ def pack_grads(
 
     Args:
         params: The parameters.
-        slots: Their gradient slots.
+        slots: The ``GradSlots`` of their gradients.
         shapes: Tensors with the sizes and strides of the slots.
         offsets: For each slot, the number of elements before it.
         total_numel: The number of elements of the tensor, padding included.
@@ -47,11 +47,10 @@ def pack_grads(
     grads = [grad for grad in found if grad is not None]
     if not _can_be_packed(grads):
         return False
-    known: Any = slots
     # One launch also writes the zeros between neighbours.
     pads = len(indices) == len(shapes) and cats_lists(grads[0].device)
     flat = (torch.empty if pads else torch.zeros)(total_numel, dtype=grads[0].dtype, device=grads[0].device)
-    views = known.views_in(flat)
+    views = slots.views_in(flat)
     if len(indices) < len(views):
         views, params = ([tensors[i] for i in indices] for tensors in (views, params))
     GradCopier(flat, offsets, shapes, pads=pads).copy_in(indices, views, grads)

@@ -16,22 +16,30 @@
 
 namespace apex_npu {
 
-// Buckets are reported in order: the first n are full. apex_npu/distributed/grad_arrivals.py documents the interface.
+// Buckets are reported in order: the first n are full.
 class GradArrivals {
  public:
-  // `on_full(n)`: the first n buckets are full. It is called in the thread that added the last gradient. Two threads
-  // may call it at the same time and in any order.
+  // Watches `tensors` once `plan` and `begin` have been called; those that are not leaves, or not trained then, are
+  // skipped. `on_full(n)`: the first n buckets are full. It is called in the thread that added the last gradient. Two
+  // threads may call it at the same time and in any order. It must not keep this object alive.
   GradArrivals(std::vector<at::Tensor> tensors, std::function<void(int64_t)> on_full);
   ~GradArrivals();
   GradArrivals(const GradArrivals&) = delete;
   GradArrivals& operator=(const GradArrivals&) = delete;
 
+  // Sets the bucket of each tensor, and how often its gradient comes, from the next `begin` on.
   void plan(std::vector<int64_t> bucket_of, std::vector<int64_t> expected);
+  // Counts from 0. `deferred`: no bucket is reported as full, and no gradient is late.
   void begin(bool deferred);
+  // Stops counting.
   void end();
+  // Stops watching the tensors permanently.
   void close();
+  // Returns the numbers of the tensors in the order in which their gradients came, once for each time.
   std::vector<int64_t> order() const;
+  // Returns the number of times that the gradient of each tensor has come.
   std::vector<int64_t> counts() const;
+  // Returns the last tensor whose gradient came after its bucket was reported as full, or -1.
   int64_t late() const;
 
  private:

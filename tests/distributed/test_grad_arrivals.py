@@ -13,7 +13,6 @@ from devices import DEVICE, needs_extension
 from torch import nn
 
 from apex_npu._extension import extension
-from apex_npu.distributed.grad_arrivals import grad_arrivals
 
 pytestmark = needs_extension
 
@@ -33,7 +32,7 @@ def chain(count):
 
 def watch(params, bucket_of, *, expected=None, deferred=False):
     full = []
-    arrivals = grad_arrivals(params, full.append)
+    arrivals = extension.GradArrivals(params, full.append)
     arrivals.plan(bucket_of, expected or [1] * len(params))
     arrivals.begin(deferred)
     return arrivals, full
@@ -125,7 +124,7 @@ def test_what_a_full_bucket_raises_ends_backward_with_that_error():
     def fail(count):
         raise LookupError(f"{count} are full")
 
-    arrivals = grad_arrivals(params, fail)
+    arrivals = extension.GradArrivals(params, fail)
     arrivals.plan([2, 1, 0], [1, 1, 1])
     arrivals.begin(False)
     with pytest.raises(LookupError, match="1 are full"):
@@ -139,7 +138,7 @@ def test_parameters_may_outlive_what_counts():
 
     params, loss = chain(2)
     on_full = OnFull()
-    arrivals = grad_arrivals(params, on_full)
+    arrivals = extension.GradArrivals(params, on_full)
     arrivals.plan([1, 0], [1, 1])
     arrivals.begin(False)
     value, gone = loss(), weakref.ref(on_full)
