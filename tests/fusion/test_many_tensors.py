@@ -12,6 +12,7 @@ from torch import nn
 
 from apex_npu import optimizers
 from apex_npu._extension import extension
+from apex_npu.fusion import many_tensors, unfused
 from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.many_tensors import (
     WriteTable,
@@ -27,6 +28,17 @@ from apex_npu.fusion.many_tensors import (
     versions_of,
 )
 from apex_npu.fusion.storage import SlotTable
+
+
+FUNCTIONS = [name for name in many_tensors.__all__ if name in globals()]
+
+
+@pytest.fixture(autouse=True, params=[many_tensors, unfused], ids=["used here", "without the extension"])
+def _implementation(request, monkeypatch):
+    if request.param is unfused and request.node.get_closest_marker("skipif"):
+        pytest.skip("tests the extension")
+    for name in FUNCTIONS:
+        monkeypatch.setitem(globals(), name, getattr(request.param, name))
 
 
 def make(count=50):
