@@ -152,6 +152,15 @@ def refusals():
     return found
 
 
+def sparse(cls):
+    """What a step with a sparse gradient beside a dense one raises, and the parameters after it."""
+    params = [nn.Parameter(torch.ones(4, 3, device=DEVICE)) for _ in range(2)]
+    optimizer = cls(params, lr=0.1)
+    params[0].grad = torch.ones_like(params[0])
+    params[1].grad = torch.ones_like(params[1]).to_sparse()
+    return said(optimizer.step), [p.detach() for p in params]
+
+
 def profiled(cls):
     """The ranges of the library in a profile of a step."""
     params = make_params()
@@ -168,7 +177,8 @@ def main(path, given=None):
         warnings.simplefilter("ignore")
         levels = {case: train_level(*case) for case in CASES}
     names = {name: profiled(cls) for name, cls in NAMED.items()}
-    torch.save({"rules": rules, "continued": continued, "levels": levels, "refusals": refusals(), "names": names}, path)
+    found = {"rules": rules, "continued": continued, "levels": levels, "refusals": refusals(), "names": names}
+    torch.save({**found, "sparse": {name: sparse(cls) for name, cls in NAMED.items()}}, path)
 
 
 def without_extension(*command):
@@ -230,6 +240,14 @@ def test_what_needs_the_extension_names_the_command_that_builds_it(found):
             (raised,) = [text for text in texts if "combine_grad=True" in text]
         assert REBUILD in raised, name
     assert not any(raised or texts for raised, texts in found[0]["refusals"].values() if "combine_ddp" not in raised)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_sparse_gradient_is_refused_before_the_first_update(found, name):
+    ours, theirs = (part["sparse"][name] for part in found)
+    assert "parameter 1 of shape (4, 3) has a sparse gradient" in ours[0][0]
+    assert theirs[0] == ours[0]
+    assert all(torch.equal(p, torch.ones_like(p)) for p in (*ours[1], *theirs[1]))
 
 
 @pytest.mark.parametrize("name", NAMED)
