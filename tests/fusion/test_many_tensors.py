@@ -29,7 +29,6 @@ from apex_npu.fusion.many_tensors import (
 )
 from apex_npu.fusion.storage import SlotTable
 
-
 FUNCTIONS = [name for name in many_tensors.__all__ if name in globals()]
 
 
