@@ -27,7 +27,7 @@ def make_params(grads=True):
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e4])
-@pytest.mark.parametrize("absent", [(), (1,)])
+@pytest.mark.parametrize("absent", [(), (1,), range(1, len(SHAPES))], ids=["none", "one", "all but one"])
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_same_as_torch(norm_type, absent, max_norm):
     ours, theirs = make_params(), make_params()
