@@ -26,7 +26,7 @@ from torch import nn
 
 from apex_npu import ops, optimizers
 from apex_npu._extension import extension
-from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, NONE, InPlace, grad_slots
+from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, NONE, InPlace
 
 pytestmark = [
     pytest.mark.skipif(extension is None, reason="there is no extension"),
@@ -51,7 +51,8 @@ def place(grads, offsets, numel, dtype, *, writable=True):
     params = [nn.Parameter(torch.empty(0 if g is None else g.numel(), dtype=dtype)) for g in grads]
     for p, g in zip(params, grads, strict=True):
         set_grad(p, g)
-    return grad_slots([p.detach() for p in params], offsets, torch.device("cpu")).grad_list(params, 0, numel, writable)
+    slots = extension.GradSlots([p.detach() for p in params], offsets, torch.device("cpu"))
+    return slots.grad_list(params, 0, numel, writable)
 
 
 def set_grad(param, grad):
@@ -223,8 +224,8 @@ def test_profilers_and_anomaly_mode_can_look_on():
 def states(param, grad, in_place, view=None, slots=None):
     param.grad = grad
     shape = torch.empty_like(param, device="meta")
-    slots = slots or grad_slots([shape], [0], torch.device("cpu"))
-    (state,), to_gather = slots.states([param], [param if view is None else view], 0, in_place, 0)
+    slots = slots or extension.GradSlots([shape], [0], torch.device("cpu"))
+    (state,), to_gather = slots.states([param], [param if view is None else view], 0, in_place, 0, False)
     return state, to_gather
 
 
@@ -281,7 +282,7 @@ def test_none_and_in_buffer():
 def test_neither_operands_nor_slots_keep_gradients_for_good():
     param = nn.Parameter(torch.zeros(3))
     param.grad = torch.ones(3)
-    slots = grad_slots([torch.empty(3, device="meta")], [0], torch.device("cpu"))
+    slots = extension.GradSlots([torch.empty(3, device="meta")], [0], torch.device("cpu"))
     placed = slots.grad_list([param], 0, 3, False)
     grad = weakref.ref(param.grad)
     storage = param.grad.untyped_storage()
@@ -297,7 +298,7 @@ def test_neither_operands_nor_slots_keep_gradients_for_good():
 def test_what_is_listed_to_be_stepped_is_not_scaled():
     param, first = torch.zeros(3), torch.ones(3)
     param.grad = first
-    slots = grad_slots([param], [0], torch.device("cpu"))
+    slots = extension.GradSlots([param], [0], torch.device("cpu"))
     with pytest.raises(RuntimeError, match="listed to be read"):
         extension.scale_grad_list(slots.grad_list([param], 0, 3, False), 0.5, None)
     assert torch.equal(first, torch.ones(3))

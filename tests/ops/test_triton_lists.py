@@ -14,7 +14,6 @@ from triton_interpreter import DEVICE, mend
 
 from apex_npu import ops
 from apex_npu._extension import extension
-from apex_npu.fusion.grad_slots import grad_slots
 from apex_npu.ops import cuda, gather_cuda, grad_lists, segmented
 from apex_npu.ops.triton_kernels import launches, plans
 
@@ -59,7 +58,7 @@ def listed(dtypes, wide=F32, begin=0, numels=NUMELS, missing=(), writable=False)
         extension.set_grads([p], [grad])
         grads.append(p.grad)
         dense[offset : offset + numels[i]] = grad.double().cpu()
-    slots = grad_slots([torch.empty_like(p, device="meta") for p in params], offsets, THERE)
+    slots = extension.GradSlots([torch.empty_like(p, device="meta") for p in params], offsets, THERE)
     operand = slots.grad_list(params, 0, total, writable)
     grad_lists.ListedSlots(offsets, numels).add_addresses(operand)
     return operand, grads, dense.to(wide if len(set(dtypes)) > 1 else max(dtypes, key=lambda d: d.itemsize)).to(DEVICE)
@@ -215,7 +214,7 @@ def test_an_empty_slot_may_begin_where_another_does():
     params = [torch.zeros(numel, device=DEVICE) for numel in numels]
     for p in params:
         p.grad = torch.ones_like(p)
-    slots = grad_slots([torch.empty_like(p, device="meta") for p in params], offsets, THERE)
+    slots = extension.GradSlots([torch.empty_like(p, device="meta") for p in params], offsets, THERE)
     operand = slots.grad_list(params, 0, 64, False)
     grad_lists.ListedSlots(offsets, numels).add_addresses(operand)
     found = grad_lists.addresses_of(operand).on_device
@@ -249,7 +248,7 @@ def test_gradients_in_turn_at_two_places_are_sent_once(monkeypatch):
     monkeypatch.setattr(grad_lists, "number_on", lambda *args: sent.append(1) or number_on(*args))
     offsets, total = offsets_of(NUMELS)
     params = [torch.zeros(numel, device=DEVICE) for numel in NUMELS]
-    slots = grad_slots([torch.empty_like(p, device="meta") for p in params], offsets, THERE)
+    slots = extension.GradSlots([torch.empty_like(p, device="meta") for p in params], offsets, THERE)
     listed_slots = grad_lists.ListedSlots(offsets, NUMELS)
     places = [[torch.full_like(p, value) for p in params] for value in (1.0, 2.0)]
     for turn in range(6):
@@ -265,7 +264,7 @@ def test_gradients_in_turn_at_two_places_are_sent_once(monkeypatch):
 def test_what_was_planned_for_slots_takes_other_gradients_flags_and_factors():
     offsets, total = offsets_of(NUMELS)
     params = [torch.zeros(numel, device=DEVICE) for numel in NUMELS]
-    slots = grad_slots([torch.empty_like(p, device="meta") for p in params], offsets, THERE)
+    slots = extension.GradSlots([torch.empty_like(p, device="meta") for p in params], offsets, THERE)
     listed_slots = grad_lists.ListedSlots(offsets, NUMELS)
     factors = [0.5, torch.full((), 3.0, device=DEVICE), 1.0, 0.25, torch.full((), 2.0, device=DEVICE), 1.0]
     for turn, factor in enumerate(factors + factors):
