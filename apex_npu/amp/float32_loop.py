@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
@@ -17,8 +17,8 @@ class Float32Loop(Iterator[Tensor]):
     """Yields parameters, each with float32 data until the next one is requested.
 
     A parameter that the model itself had in 16 bits keeps its data: NVIDIA's tests compare it in the loop with float16.
-    If a script leaves the loop early, the loop ends when the script drops this object, and at the latest at the next
-    forward, block, step or state dict.
+    The current parameter has 16-bit data again when the script drops this object, and at the latest at the next
+    forward, block, step or state dict. If these are in the loop's body, the loop goes on with the next parameter.
     """
 
     def __init__(self, params: Callable[[], list[Tensor]], masters: Masters) -> None:
@@ -30,32 +30,30 @@ class Float32Loop(Iterator[Tensor]):
         """
         self.params = params
         self._masters = masters
-        self._steps: Iterator[Tensor] | None = None
+        self._left: Iterator[Tensor] | None = None
+        self._uncast: set[int] = set()
+        # Nothing that it refers to refers to this object: it ends when the script drops this object, rather than by
+        # garbage collection.
+        self._current: AbstractContextManager[None] | None = None
 
     def __next__(self) -> Tensor:
         """Return the next parameter."""
-        if self._steps is None:
-            params, masters = self.params(), self._masters
-            if masters.params():
-                masters.end_loop()
-                masters.loop = weakref.ref(self)
-            self._steps = _with_float32_data(params, masters)
-        return next(self._steps)
+        masters = self._masters
+        if self._left is None:
+            self._left = iter(self.params())
+            masters.uncast = [param for param in masters.uncast if masters.has(param)]  # others need not be kept
+            self._uncast = set(map(id, masters.uncast))
+        self.close()
+        param = next(self._left)
+        if masters.has(param) and id(param) not in self._uncast:
+            masters.end_loop()
+            masters.loop = weakref.ref(self)
+            self._current = masters.float32_data([param])
+            self._current.__enter__()
+        return param
 
     def close(self) -> None:
-        """End the loop, and give the last parameter 16-bit data again."""
-        steps: Any = self._steps
-        if steps is not None:
-            steps.close()
-
-
-# Not a method: its frame would refer to the loop, and only garbage collection would end a loop that is left early.
-def _with_float32_data(params: list[Tensor], masters: Masters) -> Iterator[Tensor]:
-    masters.uncast = [param for param in masters.uncast if masters.has(param)]  # others need not be kept
-    uncast = set(map(id, masters.uncast))
-    for param in params:
-        if masters.has(param) and id(param) not in uncast:
-            with masters.float32_data([param]):
-                yield param
-        else:
-            yield param
+        """Give the current parameter 16-bit data again."""
+        current, self._current = self._current, None
+        if current is not None:
+            current.__exit__(None, None, None)

@@ -90,6 +90,7 @@ class RemainderMasters(Masters):
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Keep the float32 value of a parameter for which the loaded state has no master."""
+        self.take_assigned()
         with self.stepping():
             shown = self._shown()
             unwritten = {param: view for param, view in shown.items() if not self._is_written(param, view)}
@@ -124,6 +125,7 @@ class RemainderMasters(Masters):
         try:
             yield
         finally:
+            self._note_params(shown)  # which the optimizer has written, with their remainders
             self._show_float32(shown)
 
     def _show_float32(self, params: list[Tensor]) -> None:
@@ -192,6 +194,8 @@ class RemainderMasters(Masters):
 
     def load(self, param: Tensor, value: Tensor) -> Tensor:
         """Write ``value`` to ``param`` and its remainder, and return the 16-bit data."""
+        if id(param) in self._open:
+            return value
         view = self._view(param)
         if view is not None:
             view.copy_(value)

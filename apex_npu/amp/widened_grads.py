@@ -189,6 +189,8 @@ class WidenedGrads(GradGroup):
     def clip_(self, coefficient: Tensor) -> None:
         for grad in self._aside.grads.values():
             grad.mul_(number_on(coefficient.reshape(()), grad.device))
+        if not self._aside.is_open:
+            self._widen()
         super().clip_(coefficient)
 
     def abandon_block(self, factor: float, *, fuses: bool) -> None:
@@ -215,7 +217,12 @@ class WidenedGrads(GradGroup):
 
     def begin_step(self) -> None:
         """Gather gradients for optimizers that are not fused, which require the dtype of the stepped parameter."""
-        if not self._aside.delayed and (isinstance(self._grads, LooseGrads) or self._grads.is_widened):
+        if isinstance(self._grads, LooseGrads) or self._grads.is_widened:
+            self._widen()
+
+    def _widen(self) -> None:
+        """Make gradients float32 that blocks have left in 16 bits for the step, which lose small ones when divided."""
+        if not self._aside.delayed:
             self._grads.gather()
 
     def drop_cleared(self) -> None:
@@ -327,6 +334,7 @@ class WidenedGrads(GradGroup):
     @torch.no_grad()
     def scale_(self, factor: float, found_inf: Tensor | None = None) -> None:
         if self.flat is None:
+            self._widen()
             super().scale_(factor, found_inf)
         else:
             self.flat.unscale_(factor, found_inf)

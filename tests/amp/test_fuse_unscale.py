@@ -4,8 +4,10 @@
 
 import contextlib
 import copy
+import gc
 import math
 import warnings
+import weakref
 
 import grad_ways
 import pytest
@@ -13,7 +15,7 @@ import torch
 from amp.test_random_programs import FOUND, run_found
 from devices import DEVICE, needs
 from optimizer_specs import SPECS
-from small_programs import backward, initialize, step_on
+from small_programs import Weights, X, assert_values, backward, initialize, start, step_on, vector
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -575,3 +577,54 @@ def test_gradients_outside_of_blocks_are_stepped(program, options):
     found, wanted = trained(**options), trained()
     assert all(p.any() for p in wanted)
     torch.testing.assert_close(found, wanted)
+
+
+READERS = {
+    "nothing": lambda model, optimizer: None,
+    "a hook": lambda model, optimizer: optimizer.register_step_pre_hook(lambda *_: None),
+    "combined gradients": lambda model, optimizer: optimizer.get_optimizer_combined_grads(),
+    "clipping": lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 2.0**20),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.nn.utils.clip_grad_norm_:RuntimeWarning")
+@pytest.mark.parametrize("reader", [*READERS, "AmpScaler"])
+@pytest.mark.parametrize("kind", ["torch", "combine_grad", "fused"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_gradients_that_float16_does_not_hold_are_stepped(level, kind, reader):
+    small = 2.0**-27  # half of the least that float16 holds, without the scale
+    model, optimizer = start(Weights(0.0), kind=kind, level=level, lr=2.0**20, loss_scale=2.0**16, fuse_unscale=True)
+    loss = model(vector(*X)) * small
+    if reader == "AmpScaler":
+        scaler = amp.AmpScaler(optimizer)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        assert_values([model.w[0].grad], torch.tensor(X) * small)
+        scaler.step(optimizer)
+    else:
+        if reader == "combined gradients" and kind != "fused":
+            pytest.skip("there are none, or only with combine_grad")
+        backward(loss, optimizer)
+        READERS[reader](model, optimizer)
+        optimizer.step()
+    assert_values(model.state_dict().values(), torch.tensor(X) * -small * 2.0**20)
+
+
+@gathered
+@pytest.mark.parametrize("fuse_unscale", [None, True])
+@pytest.mark.parametrize("kind", ["torch", "combine_grad", "fused"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_a_step_keeps_nothing_of_the_script_alive(level, kind, fuse_unscale):
+    model, optimizer = start(Weights(1.0), kind=kind, level=level, fuse_unscale=fuse_unscale, loss_scale="dynamic")
+
+    def iterate():
+        batch = vector(*X)
+        step_on(model(batch), optimizer)
+        return weakref.ref(batch)
+
+    iterate()
+    gc.disable()
+    try:
+        assert [iterate()() for _ in range(3)] == [None] * 3
+    finally:
+        gc.enable()

@@ -5,6 +5,7 @@
 Apex makes masters at the first ``scale_loss``, from what the model holds then, and overwrites later writes.
 """
 
+import contextlib
 import gc
 import warnings
 
@@ -205,6 +206,67 @@ def test_a_loop_that_is_dropped_ends_at_once(level, kind):
         assert model.w[0].dtype != torch.float32
     finally:
         gc.enable()
+
+
+IN_BODY = {
+    "forward": lambda model, optimizer: model(vector(*X)),
+    "state dict": lambda model, optimizer: model.state_dict(),
+    "optimizer's state dict": lambda model, optimizer: optimizer.state_dict(),
+    "block": lambda model, optimizer: backward(0.0 * model(vector(*X)), optimizer),
+    "another loop": lambda model, optimizer: [p.data.mul_(1.0) for p in amp.master_params(optimizer)],
+}
+
+
+@pytest.mark.pairwise
+@with_kinds
+@levels(WITH_MASTERS)
+@pytest.mark.parametrize("look", IN_BODY)
+def test_a_loop_whose_body_reads_the_model_goes_on(look, level, kind):
+    model, optimizer = start(Weights(1.0, 2.0, 3.0), kind=kind, level=level)
+    for count, p in enumerate(amp.master_params(optimizer)):
+        p.data.mul_(1.0 + 2.0**-20)
+        IN_BODY[look](model, optimizer)
+        assert model.w[count].dtype != torch.float32
+    assert_values(model.state_dict().values(), *(value * (1.0 + 2.0**-20) for value in (1.0, 2.0, 3.0)))
+
+
+@with_kinds
+@levels(WITH_MASTERS)
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_is_done_inside_of_float32_params_is_exact(nested, level, kind):
+    def inside(optimizer):
+        with amp.float32_params(optimizer), amp.float32_params(optimizer) if nested else contextlib.nullcontext():
+            yield
+
+    exact = 1.0 + 2.0**-20
+    model, optimizer = start(Weights(exact), kind=kind, level=level, lr=2.0**-18)
+    saved = {name: value + 2.0**-18 for name, value in model.state_dict().items()}
+    for _ in range(2):
+        backward(model(vector(*X)), optimizer)
+        for _ in inside(optimizer):
+            optimizer.step()
+        optimizer.zero_grad()
+    assert_values(model.state_dict().values(), exact - 2.0**-17 * MOVED)
+    for _ in inside(optimizer):
+        model.load_state_dict(saved)
+        assert_values(model.parameters(), exact + 2.0**-18)
+    assert_values(model.state_dict().values(), exact + 2.0**-18)
+    train_step(model, optimizer)
+    assert_values(model.state_dict().values(), exact + 2.0**-18 - 2.0**-18 * MOVED)
+
+
+@with_kinds
+@levels(WITH_MASTERS)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_assigned_float32_data_stays_when_the_optimizer_loads_its_state(steps, level, kind):
+    model, optimizer = start(Weights(1.0), kind=kind, level=level, momentum=0.5)
+    for _ in range(steps):
+        train_step(model, optimizer)
+    saved = optimizer.state_dict()
+    model.w[0].data = torch.full_like(model.w[0], 1.0 + 2.0**-20, dtype=torch.float32)
+    optimizer.load_state_dict(saved)
+    assert_values(model.state_dict().values(), 1.0 + 2.0**-20)
+    model(vector(*X))
 
 
 @with_kinds
