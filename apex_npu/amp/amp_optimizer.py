@@ -337,9 +337,12 @@ class AmpOptimizerMixin(OptimizerAccessors):
         return new_adopted, (type(self).__bases__[1],), state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore ``state``."""
+        """Restore ``state``, and make the copy known to the session."""
         super().__setstate__(state)
         self._amp_state.masters.belong_to(self)
+        session = current()
+        if session is not None:
+            session.adopted.add(self)
 
 
 class SharedGroupsMixin(AmpOptimizerMixin):

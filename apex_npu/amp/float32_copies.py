@@ -64,6 +64,8 @@ class CopyLink:
         self.showing: weakref.WeakSet[ModuleCopies] = weakref.WeakSet()
         self.copied = self.warned = False
         self._undo = Undo()
+        self._wrapped: list[weakref.ref[nn.Module]] = []
+        self._add: Callable[[nn.Module], object] | None = None
 
     def __reduce__(self) -> Any:
         """Copy as an object without masters."""
@@ -99,24 +101,33 @@ class CopyLink:
 
     def end_copy(self, module: nn.Module, values: Mapping[str, Tensor]) -> None:
         """Make ``module``, a complete copy, float32, unless its optimizer has been copied as well."""
+        takes_inputs = is_wrapped(module)
+        if takes_inputs and self._add is not None:
+            self._add(module)
+        elif takes_inputs:
+            self._wrapped.append(weakref.ref(module))
         if not self.copied and is_cast(module):
-            takes_inputs = is_wrapped(module)
             self._undo.callback(module_snapshot(module))
             to_float32(module, values)
             if takes_inputs:
                 module.register_forward_pre_hook(_widen_inputs, with_kwargs=True)
 
-    def mark_copied(self, known: KnownDDPs) -> None:
+    def mark_copied(self, known: KnownDDPs, add: Callable[[nn.Module], object] | None) -> None:
         """Note that an optimizer has been copied, and return modules that were made float32 to their level.
 
         Args:
             known: The DistributedDataParallel instances of this process, which average the gradients of the modules.
+            add: Called with each copied model, so that the session knows it; None: there is no session.
         """
-        self.copied = True
+        self.copied, self._add = True, add
         before = dtypes_of(known)
         self._undo.close()
         for ddp, dtypes in before:  # a copy that was made around the float32 module
             follow_dtypes(ddp, dtypes)
+        for module in [reference() for reference in self._wrapped]:
+            if add is not None and module is not None:
+                add(module)
+        self._wrapped.clear()
 
 
 @dataclass(eq=False)

@@ -130,7 +130,7 @@ class AmpOptimizerState:
             find_ddps(known)
         for link in self.links:
             link.masters.append(self.masters)
-            link.mark_copied(known)
+            link.mark_copied(known, None if session is None else session.add_copy)
 
     @property
     def widens(self) -> bool:

@@ -58,8 +58,9 @@ def scale_loss(
     ``step`` first reads them. With a fused optimizer that is ``capturable`` a GPU skips the step without a wait, and
     the host reads ``found_inf`` at the next block, or when the scale is read.
 
-    After an exception inside the block amp is usable, and gradients are as they were before the block. They are
-    unscaled, except with ``fuse_unscale``, and except those left by ``delay_unscale``, which remain to be checked. For
+    After an exception inside the block amp is usable. At O2 and O5, 16-bit parameters have their gradients from before
+    the block; gradients of float32 parameters, and those left by ``delay_unscale``, also have what the backward has
+    added. They are unscaled, except with ``fuse_unscale`` and ``delay_unscale``, and remain to be checked then. For
     models sharded by ``fully_shard``, an exception drops all gradients if it ends a backward early, or if gradients are
     held back for accumulation. The next block zeroes gradients whose step will be skipped, so that their overflow does
     not affect its scaler and other optimizers.

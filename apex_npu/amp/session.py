@@ -84,7 +84,7 @@ class Session:
         open_checks: For each scaler the ``OverflowCheck`` that its last block has left open.
         verbosity: 0 silent, 1 normal.
         patches: The functions for which users have registered casts.
-        adopted: The optimizers that were passed to ``initialize``, in this session and earlier ones.
+        adopted: The optimizers that were passed to ``initialize``, in this session and earlier ones, and their copies.
         models: The forwards of models that this session and earlier ones have converted.
         casts: O1's casts of functions.
         thread: The thread that called ``initialize``.
@@ -223,8 +223,14 @@ class Session:
             self.held = self.held or HeldGradients(())
             self.held.add(former.held)
 
+    def add_copy(self, model: nn.Module) -> None:
+        """Add ``model``, which a script has copied together with its optimizer."""
+        forward: CastForward = vars(model)["forward"]
+        forward.ambient = self.casts
+        self.models.append(weakref.ref(forward))
+
     def live_models(self) -> list[nn.Module]:
-        """Return the models that were passed to ``initialize`` and still exist."""
+        """Return the models that were passed to ``initialize``, or copied with their optimizers, and still exist."""
         return [forward.model for reference in self.models if (forward := reference()) is not None]
 
     def parameter_names(self) -> dict[Tensor, str]:
@@ -497,7 +503,6 @@ def before_forward() -> None:
     for copies in [] if _current is None else filter(None, map(copies_of, _current.live_models())):
         if copies.link.showing:
             copies.link.load_written()
-    for optimizer in [] if _current is None else list(_current.adopted):
-        masters = optimizer._amp_state.masters
-        masters.end_loop()
-        masters.take_assigned()
+        for masters in copies.link.masters:
+            masters.end_loop()
+            masters.take_assigned()

@@ -28,6 +28,7 @@ from small_programs import (
     step_on,
     train_step,
     values,
+    vector,
 )
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -111,6 +112,75 @@ def test_an_optimizer_is_copied_after_a_loop_over_master_params(how, loop, kind,
     model, optimizer = COPIES[how]((model, optimizer))
     train_step(model, optimizer)
     assert_values(model.state_dict().values(), 1.0 - torch.tensor(X))
+
+
+def copied(level, kind, how, trains, value):
+    """A copy of a model and its optimizer, maybe after a step."""
+    model, optimizer = COPIES[how](start(Weights(value), kind=kind, level=level))
+    if trains:
+        train_step(model, optimizer, (0.0, 0.0, 0.0))
+    return model, optimizer
+
+
+def for_copies(test):
+    for mark in (levels(WITH_MASTERS), kinds(("torch", "fused")), copies, pytest.mark.parametrize("trains", [0, 1])):
+        test = mark(test)
+    return test
+
+
+@for_copies
+def test_writes_to_the_state_dict_of_a_copy_are_its_weights(level, kind, how, trains):
+    model, optimizer = copied(level, kind, how, trains, 1.0)
+    model.state_dict()["w.0"].fill_(EXACT)
+    assert model(vector(1.0, 1.0, 1.0)).item() == 3.0
+    model.state_dict()["w.0"].fill_(2.0)
+    assert model(vector(1.0, 1.0, 1.0)).item() == 6.0
+    train_step(model, optimizer)
+    assert_values(model.state_dict().values(), 2.0 - torch.tensor(X))
+
+
+@for_copies
+def test_float32_data_that_is_assigned_to_a_copy_is_its_value(level, kind, how, trains):
+    model, _ = copied(level, kind, how, trains, 1.0)
+    model.w[0].data = torch.full_like(model.w[0], EXACT, dtype=torch.float32)
+    model(vector(*X))
+    assert model.w[0].dtype != torch.float32
+    assert_values(model.state_dict().values(), EXACT)
+
+
+@for_copies
+def test_a_loop_over_the_masters_of_a_copy_that_is_left_early_ends_with_the_next_forward(level, kind, how, trains):
+    model, optimizer = copied(level, kind, how, trains, EXACT)
+    steps = amp.master_params(optimizer)
+    next(steps)
+    model(vector(*X))
+    assert model.w[0].dtype != torch.float32
+
+
+@for_copies
+def test_weights_that_are_unfrozen_in_a_copy_begin_with_their_float32_values(level, kind, how, trains):
+    model = Weights(EXACT, EXACT)
+    model.w[1].requires_grad_(False)
+    model, optimizer = COPIES[how](start(model, kind=kind, level=level, lr=STEP))
+    if trains:
+        train_step(model, optimizer, (0.0, 0.0, 0.0))
+    model.w[1].requires_grad_(True)
+    train_step(model, optimizer)
+    assert_values(model.state_dict().values(), *[EXACT - STEP * torch.tensor(X)] * 2)
+    saved = {name: value + STEP for name, value in model.state_dict().items()}
+    model.load_state_dict(saved)
+    assert_values(model.state_dict().values(), *values(saved.values()))
+
+
+@for_copies
+def test_shutdown_makes_copies_float32(level, kind, how, trains):
+    model, optimizer = copied(level, kind, how, trains, EXACT)
+    amp.shutdown()
+    assert_values(model.parameters(), EXACT)
+    assert model.w[0].dtype == torch.float32
+    model(vector(*X)).backward()
+    with pytest.raises(RuntimeError, match=r"amp\.shutdown"):
+        optimizer.step()
 
 
 def average_of_steps(level, **options):
