@@ -15,7 +15,7 @@ from torch import Tensor
 
 from apex_npu.backends import number_on
 from apex_npu.backends._torch_private import labelled
-from apex_npu.fusion import FlatGrads, any_grads, extent_numel, overlapping, set_grads, wraps_tensors
+from apex_npu.fusion import FlatGrads, address_range, any_grads, overlapping, set_grads, wraps_tensors
 from apex_npu.fusion.grad_slots import InPlace
 from apex_npu.fusion.shards import local_part
 from apex_npu.ops import unscale_grads
@@ -199,10 +199,7 @@ def _span(grad: Tensor) -> tuple[int, int]:
     """Return the range of addresses from the first element to the last."""
     if type(grad) is not Tensor and wraps_tensors(grad):
         return -id(grad), 1 - id(grad)  # has no memory, but it may also be another parameter's gradient
-    begin = grad.data_ptr()
-    if grad.is_contiguous():
-        return begin, begin + grad.nbytes
-    return begin, begin + extent_numel(grad.size(), grad.stride()) * grad.element_size()
+    return address_range(grad)
 
 
 def separate(groups: Sequence[GradGroup]) -> None:

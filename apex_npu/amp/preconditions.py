@@ -22,7 +22,7 @@ from apex_npu.backends._torch_private import is_fake
 from apex_npu.backends.live_objects import instances_of
 from apex_npu.distributed.consistency import check_group
 from apex_npu.distributed.torch_ddp import obstacle_to_rebuilding
-from apex_npu.fusion import HasFusedGroups, extent_numel, overlapping, wraps_tensors
+from apex_npu.fusion import HasFusedGroups, address_range, overlapping, wraps_tensors
 from apex_npu.fusion.shards import is_sharded
 from apex_npu.ops import LOW_PRECISION
 
@@ -85,7 +85,7 @@ def check_memory(policy: Policy, models: list[nn.Module]) -> None:
 def _sharing_memory(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     """Yield the indices of pairs of ``tensors`` that have elements in common; columns of one matrix do not."""
     plain = [i for i, t in enumerate(tensors) if t.layout == torch.strided and not wraps_tensors(t)]
-    spans = [_span(tensors[i]) for i in plain]
+    spans = [address_range(tensors[i]) for i in plain]
     for k in overlapping(spans):
         for other, (begin, end) in enumerate(spans):
             if other != k and begin < spans[k][1] and spans[k][0] < end:
@@ -94,17 +94,12 @@ def _sharing_memory(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
                     yield i, j
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
-    begin = tensor.data_ptr()
-    return begin, begin + extent_numel(tensor.size(), tensor.stride()) * tensor.element_size()
-
-
 def _share_elements(a: Tensor, b: Tensor) -> bool:
     """Return whether ``a`` and ``b``, whose spans overlap, share elements; True if that is unclear."""
-    size, begin = a.element_size(), min(_span(a), _span(b))[0]
+    size, begin = a.element_size(), min(address_range(a), address_range(b))[0]
     if size != b.element_size() or (a.data_ptr() - b.data_ptr()) % size:
         return True
-    mask = torch.zeros((max(_span(a)[1], _span(b)[1]) - begin) // size, dtype=torch.bool, device="cpu")
+    mask = torch.zeros((max(address_range(a)[1], address_range(b)[1]) - begin) // size, dtype=torch.bool, device="cpu")
     shape = [1 if stride == 0 else n for n, stride in zip(a.size(), a.stride(), strict=True)]
     mask.as_strided(shape, a.stride(), (a.data_ptr() - begin) // size).fill_(True)
     return bool(mask.as_strided(b.size(), b.stride(), (b.data_ptr() - begin) // size).any())

@@ -4,13 +4,13 @@
 
 from apex_npu.fusion.combined import by_kind, check_combinable, combined
 from apex_npu.fusion.encoded_state import MASTER_PARAM, STORED_KEYS, EncodedView, encode_states, remainders_of
-from apex_npu.fusion.flat_buffer import FlatBuffer, Plan, fills_storage, plan
+from apex_npu.fusion.flat_buffer import FlatBuffer, Plan, address_range, fills_storage, plan
 from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.fused_group import FusedGroup, HasFusedGroups
 from apex_npu.fusion.fusing import fuse, fuse_combined, not_combinable, step_in_place
 from apex_npu.fusion.grad_clip import clip_coefficient
 from apex_npu.fusion.group_buffers import ModelParamBuffer
-from apex_npu.fusion.layout import extent_numel, is_dense, overlapping
+from apex_npu.fusion.layout import is_dense, overlapping
 from apex_npu.fusion.many_tensors import (
     WriteTable,
     any_grads,
@@ -49,6 +49,7 @@ __all__ = [
     "Plan",
     "Run",
     "WriteTable",
+    "address_range",
     "any_grads",
     "are_same",
     "by_kind",
@@ -58,7 +59,6 @@ __all__ = [
     "combined",
     "drop_grads",
     "encode_states",
-    "extent_numel",
     "fills_storage",
     "fuse",
     "fuse_combined",

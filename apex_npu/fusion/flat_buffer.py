@@ -30,6 +30,14 @@ logger = logging.getLogger("apex_npu")
 _ANNOUNCED = 2**20
 
 
+def address_range(tensor: Tensor) -> tuple[int, int]:
+    """Return the address of the first element of a dense ``tensor``, and that behind its last one."""
+    begin = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return begin, begin + tensor.nbytes
+    return begin, begin + extent_numel(tensor.size(), tensor.stride()) * tensor.element_size()
+
+
 def mib(nbytes: int) -> str:
     """Return ``nbytes`` as text, in MiB."""
     return f"{nbytes / 2**20:.1f} MiB"
