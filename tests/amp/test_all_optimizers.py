@@ -231,7 +231,9 @@ class Machine:
         nn.utils.clip_grad_norm_(list(amp.master_params(self.optimizer)), 0.1)
 
     def reload(self):
-        self.model.load_state_dict(self.model.state_dict())
+        shown = self.model.state_dict()
+        # A module that was added later shows 16-bit values, which would replace the float32 ones.
+        self.model.load_state_dict({k: v for k, v in shown.items() if not k.startswith("grown.")}, strict=False)
         self.optimizer.load_state_dict(self.optimizer.state_dict())
         amp.load_state_dict(amp.state_dict())
 
