@@ -15,7 +15,7 @@ from torch import Tensor
 from apex_npu.amp.float32_loop import Float32Loop
 from apex_npu.backends._torch_private import disable_dynamo, labelled
 from apex_npu.backends.patching import Undo
-from apex_npu.fusion import are_same
+from apex_npu.fusion import are_same, grads_of, low_precision_of
 
 _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_")
 SCALED_CLIPPED = (
@@ -107,3 +107,6 @@ def _check_clipped(
                 state.pending.clip_now(state.grad_groups(optimizer))
             if state.policy.fuse_unscale and state.grad_scale != 1.0:
                 warn_once(optimizer, SCALED_CLIPPED)
+            elif state.widens and low_precision_of([grad for grad in grads_of(params) if grad is not None]):
+                for group in state.grad_groups(optimizer):
+                    group.widen()

@@ -112,22 +112,25 @@ class CopyLink:
             if takes_inputs:
                 module.register_forward_pre_hook(_widen_inputs, with_kwargs=True)
 
-    def mark_copied(self, known: KnownDDPs, add: Callable[[nn.Module], object] | None) -> None:
+    def mark_copied(self, known: KnownDDPs) -> None:
         """Note that an optimizer has been copied, and return modules that were made float32 to their level.
 
         Args:
             known: The DistributedDataParallel instances of this process, which average the gradients of the modules.
-            add: Called with each copied model, so that the session knows it; None: there is no session.
         """
-        self.copied, self._add = True, add
+        self.copied = True
         before = dtypes_of(known)
         self._undo.close()
         for ddp, dtypes in before:  # a copy that was made around the float32 module
             follow_dtypes(ddp, dtypes)
-        for module in [reference() for reference in self._wrapped]:
-            if add is not None and module is not None:
+
+    def add_copies(self, add: Callable[[nn.Module], object]) -> None:
+        """Call ``add``, which makes a model known to the session, with each model that has been or will be copied."""
+        self._add = add
+        while self._wrapped:
+            module = self._wrapped.pop()()
+            if module is not None:
                 add(module)
-        self._wrapped.clear()
 
 
 @dataclass(eq=False)

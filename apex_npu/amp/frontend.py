@@ -442,6 +442,7 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
 
     def params() -> list[Tensor]:  # runs when the first parameter is requested
         if state is not None:
+            state.load_written()
             state.drop_cleared(stepped)
         return [p for group in stepped.param_groups for p in group["params"]]
 
@@ -467,6 +468,7 @@ def float32_params(optimizer: Optimizer) -> Iterator[None]:
     if state is None:
         yield
         return
+    state.load_written()
     state.masters.end_loop()
     with state.masters.float32_data():
         yield

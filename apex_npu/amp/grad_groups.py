@@ -58,6 +58,12 @@ class GradGroup:
         if factor != 1.0 and any_grads(self.params):
             self.scale_(factor)
 
+    def widen(self) -> None:
+        """Make 16-bit gradients float32 that blocks or scripts have left, unless ``delay_unscale`` has left them.
+
+        In 16 bits small ones would be lost when they are divided, and norms would be rounded.
+        """
+
     def begin_step(self) -> None:
         """Prepare the gradients for the step of an optimizer that has float32 values."""
 

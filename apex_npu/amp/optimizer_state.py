@@ -130,7 +130,9 @@ class AmpOptimizerState:
             find_ddps(known)
         for link in self.links:
             link.masters.append(self.masters)
-            link.mark_copied(known, None if session is None else session.add_copy)
+            link.mark_copied(known)
+            if session is not None:
+                link.add_copies(session.add_copy)
 
     @property
     def widens(self) -> bool:
@@ -143,6 +145,12 @@ class AmpOptimizerState:
         if self.pending is not None:
             self.pending.resolve()
         return self.decision is not None and self.decision.skip
+
+    def load_written(self) -> None:
+        """Load a script's writes to tensors of the models' state dicts, before the models are read."""
+        for link in self.links:
+            if link.showing:
+                link.load_written()
 
     def resolve(self) -> None:
         """Make all decisions that were left to the device or to the step."""
@@ -300,9 +308,7 @@ class AmpOptimizerState:
             RuntimeError: Gradients are scaled, are of one process alone, or come from blocks of other optimizers.
         """
         warning = None
-        for link in self.links:
-            if link.showing:
-                link.load_written()
+        self.load_written()
         if self.stage is not Stage.UNSCALED:
             warning = self._begin_without_block(optimizer)
         self.masters.begin_step(optimizer)

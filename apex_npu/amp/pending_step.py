@@ -32,8 +32,8 @@ def supports_found_inf(optimizer: Optimizer) -> bool:
     """Return whether a number on the device can make ``optimizer`` write nothing, at no extra cost."""
     # A skipped step must not call hooks.
     hooks = (
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
+        getattr(optimizer, "_optimizer_step_pre_hooks", None),  # wrappers may leave out Optimizer.__init__
+        getattr(optimizer, "_optimizer_step_post_hooks", None),
         torch_optimizer._global_optimizer_pre_hooks,
         torch_optimizer._global_optimizer_post_hooks,
     )
@@ -176,7 +176,8 @@ class PendingStep:
         divides = first is not None and _divides_in_update(optimizer, first.device)
         fuses = isinstance(optimizer, HasFusedGroups)
         # Code of the script reads the gradients.
-        are_read = bool(optimizer._optimizer_step_pre_hooks) or getattr(optimizer, "reads_param_grads", False)
+        names = ("_optimizer_step_pre_hooks", "reads_param_grads")
+        are_read = any(getattr(optimizer, name, None) for name in names)
         if not state.holds_scaled:
             return False
         coefficient = self.clip_coefficient

@@ -57,7 +57,12 @@ class RemainderMasters(Masters):
         return RemainderMasters, (), {"_copied": dict(self._unstepped), "uncast": self.uncast}
 
     def belong_to(self, optimizer: Any) -> None:
-        """Attach to ``optimizer``. The reference is weak, because models keep masters alive without the optimizer."""
+        """Attach to ``optimizer``. The reference is weak, because models keep masters alive without the optimizer.
+
+        A shallow copy of an optimizer has the masters of the original.
+        """
+        if self._optimizer() is not None:
+            return
         self._optimizer = weakref.ref(optimizer)
         copied, self._copied = self._copied, {}
         self.take_values({id(param): value for param, value in copied.items()})

@@ -206,6 +206,8 @@ class Session:
     def register(self, optimizer: Any, state: Any) -> None:
         """Register ``optimizer``, and link it with the models that it steps. New masters take their kept values."""
         self.adopted.add(optimizer)
+        for link in state.links:
+            link.add_copies(self.add_copy)
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for model in self.live_models():
             copies = copies_of(model)
@@ -226,8 +228,8 @@ class Session:
     def add_copy(self, model: nn.Module) -> None:
         """Add ``model``, which a script has copied together with its optimizer."""
         forward: CastForward = vars(model)["forward"]
-        forward.ambient = self.casts
-        self.models.append(weakref.ref(forward))
+        forward.ambient, forward.shield = self.casts, self.casts if self.casts.active else None
+        self.models = [*(reference for reference in self.models if reference() is not None), weakref.ref(forward)]
 
     def live_models(self) -> list[nn.Module]:
         """Return the models that were passed to ``initialize``, or copied with their optimizers, and still exist."""
@@ -503,6 +505,7 @@ def before_forward() -> None:
     for copies in [] if _current is None else filter(None, map(copies_of, _current.live_models())):
         if copies.link.showing:
             copies.link.load_written()
-        for masters in copies.link.masters:
-            masters.end_loop()
-            masters.take_assigned()
+    for optimizer in [] if _current is None else list(_current.adopted):
+        masters = optimizer._amp_state.masters
+        masters.end_loop()
+        masters.take_assigned()

@@ -215,7 +215,9 @@ def _casting(function: Callable[..., Any], kind: Kind, *, keep_casts: bool = Fal
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         device_types = _device_types()
         if device_types:
+            results = {"out": kwargs.pop("out")} if "out" in kwargs else {}  # which the function writes
             args, kwargs = _cast(kind, (args, kwargs), device_types)
+            kwargs |= results
         if keeps_casts or not device_types:
             return function(*args, **kwargs)
         with disable_casts():

@@ -190,7 +190,7 @@ class WidenedGrads(GradGroup):
         for grad in self._aside.grads.values():
             grad.mul_(number_on(coefficient.reshape(()), grad.device))
         if not self._aside.is_open:
-            self._widen()
+            self.widen()
         super().clip_(coefficient)
 
     def abandon_block(self, factor: float, *, fuses: bool) -> None:
@@ -218,10 +218,9 @@ class WidenedGrads(GradGroup):
     def begin_step(self) -> None:
         """Gather gradients for optimizers that are not fused, which require the dtype of the stepped parameter."""
         if isinstance(self._grads, LooseGrads) or self._grads.is_widened:
-            self._widen()
+            self.widen()
 
-    def _widen(self) -> None:
-        """Make gradients float32 that blocks have left in 16 bits for the step, which lose small ones when divided."""
+    def widen(self) -> None:
         if not self._aside.delayed:
             self._grads.gather()
 
@@ -334,7 +333,7 @@ class WidenedGrads(GradGroup):
     @torch.no_grad()
     def scale_(self, factor: float, found_inf: Tensor | None = None) -> None:
         if self.flat is None:
-            self._widen()
+            self.widen()
             super().scale_(factor, found_inf)
         else:
             self.flat.unscale_(factor, found_inf)

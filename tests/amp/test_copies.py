@@ -6,6 +6,7 @@ A model that is copied alone is float32, with the model's float32 values and wit
 """
 
 import copy
+import gc
 import io
 import pickle
 
@@ -181,6 +182,48 @@ def test_shutdown_makes_copies_float32(level, kind, how, trains):
     model(vector(*X)).backward()
     with pytest.raises(RuntimeError, match=r"amp\.shutdown"):
         optimizer.step()
+
+
+@levels(WITH_MASTERS)
+@copies
+def test_a_copy_that_is_loaded_before_initialize_is_known_after_its_first_block(how, level):
+    pair = start(Weights(1.0), level=level)
+    saved = pickle.dumps(pair)
+    amp.shutdown()
+    model, optimizer = COPIES[how](pickle.loads(saved))
+    start(Weights(1.0), level=level)
+    train_step(model, optimizer, (0.0, 0.0, 0.0))
+    model.state_dict()["w.0"].fill_(EXACT)
+    assert model(vector(1.0, 1.0, 1.0)).item() == 3.0
+    amp.shutdown()
+    assert_values(model.parameters(), EXACT)
+
+
+@levels(WITH_MASTERS)
+@pytest.mark.parametrize("kind", ["torch", "fused"])
+def test_a_shallow_copy_of_an_optimizer_leaves_its_masters(kind, level):
+    model, optimizer = start(Weights(EXACT), kind=kind, level=level)
+    copy.copy(optimizer)
+    gc.collect()
+    with amp.float32_params(optimizer):
+        assert_values(model.parameters(), EXACT)
+    train_step(model, optimizer)
+    assert_values(model.state_dict().values(), EXACT - torch.tensor(X))
+
+
+@copies
+@levels(("O0", *WITH_MASTERS))
+def test_copies_are_not_cast_under_another_models_o1(level, how):
+    """LayerNorm computes in float32 at O1."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)).to(DEVICE)
+    model, optimizer = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level)
+    x = torch.randn(4, 8, device=DEVICE)
+    step_on(model(x).float().sum(), optimizer)
+    other = nn.Linear(8, 8).to(DEVICE)
+    initialize(other, torch.optim.SGD(other.parameters(), lr=0.1), "O1")
+    if level != "O0":
+        twin, _ = COPIES[how]((model, optimizer))
+        assert torch.equal(twin(x), model(x))
 
 
 def average_of_steps(level, **options):

@@ -628,3 +628,24 @@ def test_a_step_keeps_nothing_of_the_script_alive(level, kind, fuse_unscale):
         assert [iterate()() for _ in range(3)] == [None] * 3
     finally:
         gc.enable()
+
+
+class Lookahead(torch.optim.Optimizer):
+    """With the attributes that published versions set, which do not call the constructor of their base class."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.defaults = optimizer, optimizer.defaults
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
+@gathered
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_wrapper_that_lacks_the_attributes_of_its_base_class(level):
+    model = Weights(10.0)
+    optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=1.0))
+    model, optimizer = initialize(model, optimizer, level, fuse_unscale=True)
+    step_on(model(vector(*X)), optimizer)
+    assert_values(model.state_dict().values(), 10.0 - torch.tensor(X))

@@ -208,6 +208,42 @@ def test_a_loop_that_is_dropped_ends_at_once(level, kind):
         gc.enable()
 
 
+def in_context(optimizer):
+    with amp.float32_params(optimizer):
+        yield from optimizer.param_groups[0]["params"]
+
+
+@with_kinds
+@levels(WITH_MASTERS)
+@pytest.mark.parametrize("float32", [in_context, amp.master_params])
+def test_a_write_to_the_state_dict_comes_before_float32_data(float32, level, kind):
+    model, optimizer = start(Weights(1.0), kind=kind, level=level)
+    model.state_dict()["w.0"].fill_(1.0 + 2.0**-20)
+    for p in float32(optimizer):
+        p.data.mul_(2.0)
+    assert_values(model.state_dict().values(), 2.0 + 2.0**-19)
+
+
+@levels(WITH_MASTERS)
+@pytest.mark.parametrize("kind", ["torch", "fused"])
+@pytest.mark.parametrize("by", ["a second initialize", "no optimizer"])
+def test_float32_weights_of_a_model_that_another_trains_stay_float32(by, level, kind):
+    model, optimizer = start(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(DEVICE), kind=kind, level=level)
+    if by == "no optimizer":
+        del optimizer
+        gc.collect()
+        model.float()
+        with pytest.raises(RuntimeError, match="have another dtype"):
+            model(vector(*X))
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+    else:
+        student = nn.Sequential(model[0], nn.Linear(3, 3)).to(DEVICE)
+        start(student, kind=kind, level="O1")
+        with contextlib.suppress(RuntimeError):  # the first model has weights of two dtypes now
+            model(vector(*X))
+        assert student[0].weight.dtype == torch.float32
+
+
 IN_BODY = {
     "forward": lambda model, optimizer: model(vector(*X)),
     "state dict": lambda model, optimizer: model.state_dict(),
