@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -266,7 +267,8 @@ class EncodedRun(Run):
         begin, _ = group.span(slots)
         segments = group.encoding.segments[slots.start : slots.stop]
         self._places = Places([segment._replace(begin=segment.begin - begin) for segment in segments])
-        self.state = self._state_in_float32
+        # Not a method of this object, which would refer to itself.
+        self.state = partial(_state_in_float32, self._of, self.stored)
 
     @property
     def encoding(self) -> RunEncoding:
@@ -295,13 +297,15 @@ class EncodedRun(Run):
         if not encoding.encodes_param:
             super().write_back(param)
 
-    def _state_in_float32(self, name: str) -> Tensor:
-        if name in self._group.encoding.formats:
-            raise TypeError(
-                f"{name!r} is stored in fewer bytes than float32, and only the rule's own op can read it: leave "
-                f"state_dtype out, or pass run.stored({name!r}) and run.encoding to that op"
-            )
-        return self.stored(name)
+
+def _state_in_float32(of: Callable[[], GroupBuffers | None], stored: Callable[[str], Tensor], name: str) -> Tensor:
+    group: Any = of()
+    if name in group.encoding.formats:
+        raise TypeError(
+            f"{name!r} is stored in fewer bytes than float32, and only the rule's own op can read it: leave "
+            f"state_dtype out, or pass run.stored({name!r}) and run.encoding to that op"
+        )
+    return stored(name)
 
 
 def remainders_of(optimizer: Any) -> dict[Tensor, EncodedView]:

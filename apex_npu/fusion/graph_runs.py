@@ -81,6 +81,9 @@ class _DeviceStepCounts(StepCounts):
             self._versions += view._version
         return view
 
+    def renew_views(self) -> None:
+        self._views, self._versions = {}, 0
+
     def set(self, index: int, count: float) -> None:
         self._buffer.flat[index] = count
         self._written = True

@@ -15,7 +15,7 @@ from apex_npu.fusion.flat_buffer import FlatBuffer, leave_private_formats, may_m
 from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.layout import Layout, Slot
 from apex_npu.fusion.own_grad import OwnGrad
-from apex_npu.fusion.storage import SlotTable, is_slot, release_previous, storage_numel
+from apex_npu.fusion.storage import SlotTable, is_slot, release_previous, storage_numel, storage_views
 from apex_npu.ops import wide_dtype
 
 
@@ -126,15 +126,28 @@ class GroupBuffers:
         state = self._states.get(name)
         if state is None and self.encoding is not None and name in self.encoding.formats:
             values, shown = self.encoding.new_state(self, name)
-            state = self._states[name] = _State(values, shown, 0.0)
+            state = self._states[name] = _State(values, shown, 0.0, scalar)
         if state is None:
             numel = len(self.params) if scalar else self.param_flat.numel()
             buffer = FlatBuffer(numel, self.state_dtype, self.param_flat.device)
             if initial:
                 buffer.flat.fill_(initial)
-            views = buffer.numbers() if scalar else buffer.views_like(self.params, self.grads.offsets)
-            state = self._states[name] = _State(buffer.flat, views, initial)
+            state = self._states[name] = _State(buffer.flat, [], initial, scalar)
+            self._renew_views(state)
         return state
+
+    def renew_views(self) -> None:
+        """Make new views of the states, since a script has given some of those that it was shown other memory."""
+        for name, state in self._states.items():
+            if self.encoding is None or name not in self.encoding.formats:
+                self._renew_views(state)
+
+    def _renew_views(self, state: _State) -> None:
+        if state.scalar:
+            like = [torch.empty((), device="meta")] * len(self.params)
+            state.views[:] = storage_views(state.flat, range(len(self.params)), like)
+        else:
+            state.views[:] = storage_views(state.flat, self.grads.offsets, self.params)
 
     def drop_state(self, name: str) -> None:
         """Drop the buffer of state ``name``, so that it gets a new one; views that were shown keep the values."""
@@ -176,11 +189,19 @@ class GroupBuffers:
 
 
 class _State(NamedTuple):
-    """One state of all parameters: its buffer, a view for each parameter, and the value that filled the buffer."""
+    """One state of all parameters.
+
+    Attributes:
+        flat: The buffer.
+        views: A view for each parameter.
+        initial: The value that filled the buffer.
+        scalar: It is one number for each parameter.
+    """
 
     flat: Tensor
     views: list[Tensor]
     initial: float
+    scalar: bool
 
 
 class ModelParamBuffer:

@@ -242,6 +242,10 @@ class StepCounts:
         self._numbers = self._numbers or self._buffer.numbers()
         return self._numbers[index]
 
+    def renew_views(self) -> None:
+        """Make new views, since a script has given some of those that it was shown other memory."""
+        self._numbers = []
+
     def set(self, index: int, count: float) -> None:
         """Set the count of one slot."""
         _FLOAT32.pack_into(self._bytes, index * _SIZE, count)

@@ -640,6 +640,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             list(map(self.state_names, groups)) == record.state_names
             and has_values(self.state, shown.entries)
             and hold_values(*shown.views)
+            and not shown.is_moved()
         )
 
     def _lists(self) -> list[list[Tensor]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from apex_npu.fusion import MASTER_PARAM, EncodedView, FusedGroup
 from apex_npu.fusion.shards import local_part_as, sharded_like
+from apex_npu.fusion.storage import SlotTable
 
 # The number of applied steps of a parameter, for a rule whose state dict has no `step`. A device may have skipped
 # steps, so the next step may still be the first. Random bits also depend on this number.
@@ -69,27 +70,35 @@ class ShownState:
         self.entries: list[dict[str, Any]] = []
         self.views: tuple[list[dict[str, Any]], list[str], list[Tensor]] = ([], [], [])
         self.shows_new = False
+        self._tensors: list[Tensor] = []
+        self._table = SlotTable([])
+
+    def is_moved(self) -> bool:
+        """Return True if a script has given a shown tensor other memory, as by ``v.data = v.data.to(device)``."""
+        return bool(self._table.broken(self._tensors))
 
     def adopt(self, rule: Rule, slots: Iterable[StateSlot]) -> None:
         """Copy ``state``, from any source, into the buffers, and replace it by views of them."""
-        slots = list(slots)
+        slots = [slot for slot in slots if _is_counted(rule, slot)]
+        if self.is_moved():
+            for fused in {id(slot.fused): slot.fused for slot in slots}.values():
+                fused.renew_views()
+                fused.runs.counts.renew_views()
         self.entries, self.views = [], ([], [], [])  # if memory runs out below, the next step copies again
-        for slot in slots:
-            if not _is_counted(rule, slot):
-                continue
-            entry = rule.state.get(slot.param, {})
-            count = _count_of(rule, slot, entry)
+        entries = [rule.state.get(slot.param, {}) for slot in slots]
+        counts = [_count_of(rule, slot, entry) for slot, entry in zip(slots, entries, strict=True)]
+        stepped = [(slot, entry) for slot, entry, count in zip(slots, entries, counts, strict=True) if count]
+        values = _values_apart(rule, stepped)
+        for slot, entry, count in zip(slots, entries, counts, strict=True):
             slot.fused.set_step(slot.position, count)
-            if not count:
-                if MASTER_PARAM in slot.names and entry.get(MASTER_PARAM) is not None:
-                    _adopt_master(rule, slot, entry)
-                continue
+            if not count and MASTER_PARAM in slot.names and entry.get(MASTER_PARAM) is not None:
+                _adopt_master(rule, slot, entry)
+        for slot, entry in stepped:
             for name in slot.names:
-                value = entry.get(name)
-                if value is None:
+                if entry.get(name) is None:
                     _reset(rule, slot, name)
-                    continue
-                _copied(_view(rule, slot, name), value, slot.param)
+                else:
+                    _copied(_view(rule, slot, name), values[id(slot.param), name], slot.param)
             _show(rule, slot)
         self.remember(rule, slots)
 
@@ -133,6 +142,8 @@ class ShownState:
         ]
         views = ([entry for entry, _, _ in rows], [name for _, name, _ in rows], [view for _, _, view in rows])
         self.entries, self.views, self.shows_new = entries, views, False
+        self._tensors = [view for view in views[2] if type(view) is Tensor]
+        self._table = SlotTable(self._tensors)
 
 
 def saved(rule: Rule, *, encoded: bool) -> dict[Any, Any]:
@@ -176,6 +187,20 @@ def _copied(view: Tensor, value: Any, param: Tensor) -> Tensor:
         # The state may have been encoded before, and not now.
         view.copy_(value.dequantize() if isinstance(value, EncodedView) and isinstance(view, Tensor) else value)
     return view
+
+
+def _values_apart(rule: Rule, stepped: list[tuple[StateSlot, dict[str, Any]]]) -> dict[tuple[int, str], Any]:
+    """Return the states by parameter and name. Those that a script has put there from other slots are copies."""
+    rows = [(slot, name, entry[name]) for slot, entry in stepped for name in slot.names if entry.get(name) is not None]
+    places = {id(_view(rule, slot, name)): (id(slot.param), name) for slot, name, _ in rows}
+    found = {}
+    for slot, name, value in rows:
+        place = id(slot.param), name
+        part: Any = local_part_as(value, slot.param)
+        if places.get(id(part), place) != place:
+            part = part.dequantize() if isinstance(part, EncodedView) else part.clone()
+        found[place] = part
+    return found
 
 
 def _view(rule: Rule, slot: StateSlot, name: str) -> Tensor:
