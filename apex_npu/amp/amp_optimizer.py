@@ -278,8 +278,10 @@ class AmpOptimizerMixin(OptimizerAccessors):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Return the optimizer's own value. If ``GradScaler.step`` reads it, warn that ``AmpScaler`` is needed."""
-        # Not by this frame, which would refer to itself: only garbage collection would free the callers' variables.
-        if isinstance(sys._getframe(1).f_locals.get("self"), GradScaler):
+        frame = inspect.currentframe()
+        caller = None if frame is None else frame.f_back
+        del frame  # which would refer to itself: only garbage collection would free the variables of all callers
+        if caller is not None and isinstance(caller.f_locals.get("self"), GradScaler):
             _name_amp_scaler(self)
         own, name = vars(self), "_step_supports_amp_scaling"
         supports: bool = own[name] if name in own else getattr(super(), name)
