@@ -255,6 +255,7 @@ class Truth(Script):
     Attributes:
         low: What the model has of each parameter.
         bound: For each parameter and element, how far its float32 value may be from this one.
+        drift: The largest ``bound`` so far. With weight decay it is also in the momentum, after ``bound`` is 0 again.
         written: For each parameter which elements have been written since the last step.
         kept: What buffers were before they were cast.
     """
@@ -270,6 +271,7 @@ class Truth(Script):
             self.model.half()
         self.low = [self.rounded(i) for i in range(PARAMS)]
         self.bound = [torch.zeros_like(p, dtype=torch.float32) for p in self.params]
+        self.drift = [bound.clone() for bound in self.bound]
         self.written = [torch.zeros_like(p, dtype=torch.bool) for p in self.params]
         widens = self.config.level in WITH_MASTERS
         self.amp = PlainAmp([self.optimizer], self.config.scale, 1, widens, self.config.fuse_unscale, lambda p: False)
@@ -287,11 +289,14 @@ class Truth(Script):
         self.amp.end([0], 0, None)
 
     def step_optimizer(self):
+        self.drift = list(map(torch.maximum, self.drift, self.bound))
         self.amp.step(0)
         if self.amp.applied[0]:
             self.round_all()
             for i in TRAINED:
                 self.written[i].fill_(False)
+                if self.config.momentum and self.config.weight_decay:
+                    self.bound[i] = torch.maximum(self.bound[i], 2.0**-6 * self.drift[i])
 
     def zero_grad(self, set_to_none):
         self.amp.zero_grad(0, set_to_none)
