@@ -20,7 +20,6 @@ from apex_npu.amp.step_decision import StepDecision
 from apex_npu.amp.widened_grads import WidenedGrads
 from apex_npu.backends._torch_private import disable_dynamo
 from apex_npu.fusion import any_grads, drop_grads
-from apex_npu.ops import LOW_PRECISION
 
 _DEVICE_TYPE = attrgetter("device.type")
 Work = list[tuple[AmpOptimizerState, list[GradGroup]]]
@@ -125,8 +124,8 @@ class Block:
             self.set_delay("no_sync")
 
     @disable_dynamo
-    def begin(self, loss: Tensor) -> Tensor:
-        """Multiply existing gradients by the loss scale, and return ``loss`` multiplied by it."""
+    def begin(self, scaled_loss: Tensor) -> Tensor:
+        """Multiply existing gradients by the loss scale, as the caller has done with the loss, and return the loss."""
         for part in self.parts:
             part.before_begin(self)
         if len(self.groups) > 1:
@@ -154,8 +153,6 @@ class Block:
         except BaseException:
             self.drop_all()  # an interrupt: only some are scaled
             raise
-        # In the dtype of the loss gradients could overflow on their way.
-        scaled_loss = (loss.float() if loss.dtype in LOW_PRECISION else loss) * self.scale
         for part in self.parts:
             part.begun(self, scaled_loss)
         return scaled_loss
@@ -286,9 +283,9 @@ class Block:
 class UnscaledBlock(Block):
     """A block at a static loss scale of 1, without masters: gradients stay as backward computes them."""
 
-    def begin(self, loss: Tensor) -> Tensor:
+    def begin(self, scaled_loss: Tensor) -> Tensor:
         self._end_with(Stage.SCALED)
-        return loss.float() if loss.dtype in LOW_PRECISION else loss * 1.0
+        return scaled_loss
 
     def _unscale(self) -> bool:
         self._end_with(Stage.UNSCALED)

@@ -32,12 +32,12 @@ class DeferringBlock(Block):
         self.fuses = any(state.policy.fuse_unscale for state in self.states)
         self._alone = may_defer
 
-    def begin(self, loss: Tensor) -> Tensor:
+    def begin(self, scaled_loss: Tensor) -> Tensor:
         """Also warn of unscaled gradients that a backward outside of blocks has added to scaled ones."""
         for optimizer, state in zip(self.optimizers, self.states, strict=True):
             if state.pending is not None:
                 state.pending.look_for_unscaled(optimizer, state)
-        return super().begin(loss)
+        return super().begin(scaled_loss)
 
     def _end_with(self, stage: Stage, grad_scale: float = 1.0) -> None:
         if stage is Stage.SCALED and self.fuses:  # clip gradients left to the step before backward adds to them

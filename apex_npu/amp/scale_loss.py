@@ -36,6 +36,7 @@ from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo, torch_profiler
 from apex_npu.distributed.torch_ddp import ddps_of, may_keep_grads, with_bucket_views
 from apex_npu.fusion.shards import groups_over
+from apex_npu.ops import LOW_PRECISION
 
 
 @contextmanager
@@ -115,7 +116,7 @@ def scale_loss(
         for observer in observers:
             observer.block_begins(loss, optimizers, loss_id, block.scale, session.scaler(loss_id).dynamic)
         # A reference here would keep the scaled loss, and the hooks that a script adds to it, alive.
-        yield block.begin(loss)
+        yield block.begin((loss.float() if loss.dtype in LOW_PRECISION else loss) * block.scale)
         for observer in observers:
             observer.backward_ended()
         block.end()

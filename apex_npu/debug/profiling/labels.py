@@ -35,9 +35,9 @@ class LabelledBlock:
         self.scale: float = block.scale
         self._backward: record_function | None = None
 
-    def begin(self, loss: Tensor) -> Tensor:
+    def begin(self, scaled_loss: Tensor) -> Tensor:
         with record_function("amp.scale_up"):
-            scaled_loss: Tensor = self._block.begin(loss)
+            self._block.begin(scaled_loss)
         self._backward = record_function("amp.backward")
         self._backward.__enter__()
         return scaled_loss
