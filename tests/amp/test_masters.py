@@ -233,15 +233,16 @@ def test_float32_weights_of_a_model_that_another_trains_stay_float32(by, level, 
         del optimizer
         gc.collect()
         model.float()
-        with pytest.raises(RuntimeError, match="have another dtype"):
-            model(vector(*X))
-        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        weights = list(model.parameters())
     else:
         student = nn.Sequential(model[0], nn.Linear(3, 3)).to(DEVICE)
         start(student, kind=kind, level="O1")
-        with contextlib.suppress(RuntimeError):  # the first model has weights of two dtypes now
-            model(vector(*X))
-        assert student[0].weight.dtype == torch.float32
+        weights = list(student.parameters())
+    with contextlib.suppress(
+        RuntimeError
+    ):  # of inputs and weights with different dtypes, where the device refuses them
+        model(vector(*X))
+    assert {p.dtype for p in weights} == {torch.float32}
 
 
 IN_BODY = {
