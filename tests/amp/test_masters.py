@@ -238,9 +238,7 @@ def test_float32_weights_of_a_model_that_another_trains_stay_float32(by, level, 
         student = nn.Sequential(model[0], nn.Linear(3, 3)).to(DEVICE)
         start(student, kind=kind, level="O1")
         weights = list(student.parameters())
-    with contextlib.suppress(
-        RuntimeError
-    ):  # of inputs and weights with different dtypes, where the device refuses them
+    with contextlib.suppress(RuntimeError):  # where the device refuses operands of two dtypes
         model(vector(*X))
     assert {p.dtype for p in weights} == {torch.float32}
 
