@@ -30,6 +30,11 @@ logger = logging.getLogger("apex_npu")
 _ANNOUNCED = 2**20
 
 
+def numbers_in(flat: Tensor) -> list[Tensor]:
+    """Return a 0-dim view of each element of ``flat``."""
+    return storage_views(flat, range(flat.numel()), [torch.empty((), device="meta")] * flat.numel())
+
+
 def address_range(tensor: Tensor) -> tuple[int, int]:
     """Return the address of the first element of a dense ``tensor``, and that behind its last one."""
     begin = tensor.data_ptr()
@@ -160,8 +165,7 @@ class FlatBuffer:
 
     def numbers(self) -> list[Tensor]:
         """Return a 0-dim view of each element."""
-        count = self.flat.numel()
-        return storage_views(self.flat, range(count), [torch.empty((), device="meta")] * count)
+        return numbers_in(self.flat)
 
     def adopt(
         self,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from apex_npu._extension import extension
-from apex_npu.fusion.flat_buffer import FlatBuffer, leave_private_formats, may_move
+from apex_npu.fusion.flat_buffer import FlatBuffer, leave_private_formats, may_move, numbers_in
 from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.layout import Layout, Slot
 from apex_npu.fusion.own_grad import OwnGrad
@@ -143,11 +143,8 @@ class GroupBuffers:
                 self._renew_views(state)
 
     def _renew_views(self, state: _State) -> None:
-        if state.scalar:
-            like = [torch.empty((), device="meta")] * len(self.params)
-            state.views[:] = storage_views(state.flat, range(len(self.params)), like)
-        else:
-            state.views[:] = storage_views(state.flat, self.grads.offsets, self.params)
+        made = numbers_in(state.flat) if state.scalar else storage_views(state.flat, self.grads.offsets, self.params)
+        state.views[:] = made
 
     def drop_state(self, name: str) -> None:
         """Drop the buffer of state ``name``, so that it gets a new one; views that were shown keep the values."""
