@@ -59,7 +59,7 @@ using apex_npu::borrow;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 35;
+  m.attr("API") = 36;
 
   m.def("move_storages", &apex_npu::move_storages, py::arg("lists"), py::arg("src"), py::arg("offsets"),
         py::arg("copy_values"));
@@ -88,12 +88,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("slots"), py::arg("grads"), py::arg("inv_scale"), py::arg("found_inf"), py::arg("adds") = false);
   m.def(
       "take_grads_cpu",
-      [](const py::sequence& sources, const py::sequence& params, const py::sequence& slots, double inv_scale,
+      [](const py::sequence& params, const py::sequence& slots, double inv_scale,
          const std::optional<at::Tensor>& found_inf) {
-        return apex_npu::take_grads_cpu(borrow(sources), borrow(params), borrow(slots), inv_scale, found_inf);
+        return apex_npu::take_grads_cpu(borrow(params), borrow(slots), inv_scale, found_inf);
       },
-      py::arg("sources"), py::arg("params"), py::arg("slots"), py::arg("inv_scale") = 1.0,
-      py::arg("found_inf") = py::none());
+      py::arg("params"), py::arg("slots"), py::arg("inv_scale") = 1.0, py::arg("found_inf") = py::none());
   // The arguments of kernels are passed by position.
   py::class_<apex_npu::Encoding>(m, "Encoding")
       .def(py::init<>())
@@ -166,33 +165,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("params"), py::arg("views"), py::arg("factor"), py::arg("found_inf"), py::arg("least_numel"))
       .def(
           "addresses",
-          [](const apex_npu::GradSlots& slots, const py::sequence& sources, const py::list& params,
-             const py::list& views, size_t first, size_t last, const std::optional<std::vector<int64_t>>& chosen,
-             const at::Tensor& flat, const at::Tensor& addresses) {
-            const auto to = borrow(params, first, last);
-            const auto found =
-                slots.addresses(sources.is(params) ? to : borrow(sources, first, last), to, borrow(views, first, last),
-                                first, chosen, flat, addresses, &apex_npu::is_unused);
+          [](const apex_npu::GradSlots& slots, const py::list& params, const py::list& views, size_t first, size_t last,
+             const std::optional<std::vector<int64_t>>& chosen, const at::Tensor& flat, const at::Tensor& addresses) {
+            const auto found = slots.addresses(borrow(params, first, last), borrow(views, first, last), first, chosen,
+                                               flat, addresses, &apex_npu::is_unused);
             return std::make_tuple(py::bytes(found.states), found.others, found.dtype, found.views_are_free);
           },
-          py::arg("sources"), py::arg("params"), py::arg("views"), py::arg("first"), py::arg("last"), py::arg("chosen"),
-          py::arg("flat"), py::arg("addresses"))
+          py::arg("params"), py::arg("views"), py::arg("first"), py::arg("last"), py::arg("chosen"), py::arg("flat"),
+          py::arg("addresses"))
       .def("let_go", &apex_npu::GradSlots::let_go, py::arg("flat"))
       .def(
           "take_up",
           [](apex_npu::GradSlots& slots, const py::sequence& params, const at::Tensor& flat) {
             return slots.take_up(borrow(params), flat);
           },
-          py::arg("params"), py::arg("flat"))
-      .def("views_in", &apex_npu::GradSlots::views_in, py::arg("flat"))
-      .def(
-          "packed_states",
-          [](const apex_npu::GradSlots& slots, const py::sequence& params,
-             int64_t total_numel) -> std::optional<py::bytes> {
-            const auto states = slots.packed_states(borrow(params), total_numel);
-            return states.has_value() ? std::optional(py::bytes(*states)) : std::nullopt;
-          },
-          py::arg("params"), py::arg("total_numel"));
+          py::arg("params"), py::arg("flat"));
   m.def(
       "is_grad_list",
       [](const py::handle& tensor) {

@@ -11,7 +11,7 @@ import torch
 from devices import DEVICE
 
 from apex_npu._extension import extension
-from apex_npu.fusion import flat_grads, grad_memory, grad_slots, packed_grads
+from apex_npu.fusion import FlatGrads, flat_grads, grad_memory, grad_slots
 from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.ops import gather
 
@@ -19,7 +19,7 @@ from apex_npu.ops import gather
 WAYS = {
     "cpu": ("left", "aliased", "addressed", "lent"),
     "cuda": ("aliased", "addressed", "lent"),
-}.get(DEVICE.type, ("packed", "lent"))
+}.get(DEVICE.type, ("joined", "lent"))
 
 
 def use(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
@@ -27,17 +27,17 @@ def use(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
 
     Args:
         monkeypatch: Undoes it.
-        way: ``gathered``; ``left`` where backward has put them; ``packed`` in 16 bits; ``aliased``, read in place by a
-            table of addresses; ``addressed``, gathered by such a table; ``lent``, which own the memory of slots.
+        way: ``gathered``; ``left`` where backward has put them; ``joined`` in a 16-bit copy; ``aliased``, read in place
+            by a table of addresses; ``addressed``, gathered by such a table; ``lent``, which own the memory of slots.
     """
     if way != "gathered" and extension is None:
         pytest.skip("without the extension gradients are gathered")
-    stays = way in ("left", "aliased")
+    stays = way in ("left", "aliased", "joined")
     if way in ("aliased", "addressed", "lent"):
         _take_addresses(monkeypatch)
-    monkeypatch.setattr(grad_slots, "STAYS_NUMEL", 0 if stays else sys.maxsize)
+    monkeypatch.setattr(FlatGrads, "gathers_all", not stays)
     monkeypatch.setattr(grad_slots, "WRITTEN_NUMEL", 0 if way == "left" else sys.maxsize)
-    monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0 if way in ("packed", "lent") else 1 << 23)
+    monkeypatch.setattr(grad_memory, "LENT_NUMEL", 0 if way == "lent" else 1 << 23)
     if way == "lent":
         monkeypatch.setattr(grad_memory, "may_lend", lambda slot: True)
         renew = FlatBuffer.renew

@@ -393,7 +393,7 @@ def _combined_grads(optimizer: Optimizer, state: AmpOptimizerState) -> list[Flat
             state.pending.unscale_now_(state, groups)
         for group in groups:
             group.drop_cleared()
-    return state.grads.combined(optimizer, state)
+    return state.grads.combined(optimizer, state.policy, state.masters)
 
 
 def _name_amp_scaler(optimizer: Optimizer) -> None:

@@ -3,7 +3,7 @@
 """``GradGroup``: gradients that are unscaled together.
 
 There is one class for gradients in separate memory, one for those in a flat buffer, and one for those that blocks widen
-(``widened_grads.py``). ``grad_layout.py`` chooses the class.
+(``widened_grads.py``). ``optimizer_grads.py`` chooses the class.
 """
 
 from __future__ import annotations

@@ -10,35 +10,24 @@ from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from apex_npu._cli import hooks
-from apex_npu._extension import require_extension
 from apex_npu.amp.accessors import OptimizerAccessors
 from apex_npu.amp.grad_groups import GradGroup
-from apex_npu.amp.grad_layout import combine_grads, make_grad_groups, trainable
 from apex_npu.amp.masters import Masters
+from apex_npu.amp.optimizer_grads import OptimizerGrads
 from apex_npu.amp.policy import Policy
-from apex_npu.amp.saturation import saturates
 from apex_npu.amp.session import current, warn_once
 from apex_npu.amp.step_decision import StepDecision, StepReport
-from apex_npu.amp.widened_grads import WidenedGrads
 from apex_npu.backends._torch_private import labelled
 from apex_npu.backends.failed_updates import half_updated, has_ended_queue
 from apex_npu.backends.patching import Undo
 from apex_npu.distributed.rank_progress import has_peers
 from apex_npu.distributed.torch_ddp import KnownDDPs, find_ddps
 from apex_npu.fusion import (
-    FlatGrads,
-    HasFusedGroups,
-    are_same,
-    by_kind,
-    combined,
     drop_grads,
 )
-from apex_npu.fusion.grad_memory import GradMemory
-from apex_npu.fusion.shards import meshes_of
 
 _PARAMS, _DEVICE = itemgetter("params"), attrgetter("device")
 
@@ -103,7 +92,7 @@ class AmpOptimizerState:
     decision: StepDecision | None = None
     report: StepReport | None = None
     masters: Masters = field(default_factory=Masters)
-    grads: OptimizerGrads = field(default_factory=lambda: OptimizerGrads())
+    grads: OptimizerGrads = field(default_factory=OptimizerGrads)
     pending: Any = None
     sync: Any = None
     legacy: Any = None
@@ -271,7 +260,7 @@ class AmpOptimizerState:
 
     def grad_groups(self, optimizer: Optimizer) -> list[GradGroup]:
         """Return the groups that bring the gradients of ``optimizer`` to its parameters."""
-        return self.grads.fit(optimizer, self)
+        return self.grads.fit(optimizer, self.policy, self.masters)
 
     def drop_cleared(self, optimizer: Optimizer | None = None) -> None:
         """Clear gradients set aside whose delayed gradient a script has cleared; with ``optimizer`` emit warnings."""
@@ -430,98 +419,6 @@ class AmpOptimizerState:
         for rare in (self.pending, self.sync, self.legacy):
             if rare is not None:
                 rare.clear()
-
-
-class OptimizerGrads:
-    """The gradient groups of one optimizer, and the state of its gradients.
-
-    Attributes:
-        groups: The gradient groups; made again when the parameters or their buffers change.
-        saturates: The gradients are on a device that saturates instead of giving inf.
-        meshes: The device meshes over which parameters are sharded.
-        special: ``saturates`` is true or there are ``meshes``, which an ordinary block does not handle.
-        lending: The gradient memory that is freed or reused between steps.
-        saturated: On a device that saturates: gradients have overflowed and have not been cleared.
-        unchecked: Gradients have been brought to the optimizer's parameters without a check for inf or NaN.
-        scaled_by: Names of other optimizers whose block has given gradients to parameters of this optimizer. They are
-            multiplied by the loss scale. Empty: there are no such gradients.
-    """
-
-    def __init__(self) -> None:
-        self.groups: list[GradGroup] = []
-        self.saturates = self.saturated = self.special = False
-        self.meshes: list[Any] = []
-        self.lending: list[GradMemory] = []
-        self.unchecked = False
-        self.scaled_by = ""
-        self._loose: list[Tensor] = []  # without a gradient buffer: scripts may move them one by one
-        self._devices: list[torch.device] = []
-        self._fitted_to: list[list[Any]] = []
-        self._own_flats: list[FlatGrads] = []
-
-    def fit(self, optimizer: Optimizer, state: AmpOptimizerState) -> list[GradGroup]:
-        """Return the groups for the current parameters and buffers of ``optimizer``."""
-        if isinstance(optimizer, HasFusedGroups):
-            flats = optimizer.flat_grads()
-        else:
-            flats = self._combined(optimizer, widens=state.widens) if state.policy.combine_grad else []
-        fitted_to: list[list[Any]] = [flats, *map(_PARAMS, optimizer.param_groups)]
-        fits = len(fitted_to) == len(self._fitted_to) and all(map(are_same, fitted_to, self._fitted_to))
-        if not fits or list(map(_DEVICE, self._loose)) != self._devices:
-            self._make(optimizer, state, flats)
-            self._fitted_to = [list(part) for part in fitted_to]
-        return self.groups
-
-    def _make(self, optimizer: Optimizer, state: AmpOptimizerState, flats: list[FlatGrads]) -> None:
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        fused = state.masters.swaps and bool(flats) and isinstance(optimizer, HasFusedGroups)
-        widened = set(map(id, params if fused else state.masters.params()))
-        groups = make_grad_groups(params, flats, widened)
-        for group in groups:
-            if isinstance(group, WidenedGrads):
-                group.adopt_from(self.groups)
-        self.saturates, self.meshes = saturates(groups), meshes_of(params)
-        self.special = self.saturates or bool(self.meshes)
-        memories = [group.flat.memory for group in groups if group.flat is not None]
-        self.lending = [memory for memory in memories if memory.lends]
-        self.groups = groups  # last, after they have adopted all gradients set aside
-        self._loose = [p for group in groups if group.flat is None for p in group.params]
-        self._devices = list(map(_DEVICE, self._loose))
-
-    def _combined(self, optimizer: Optimizer, *, widens: bool) -> list[FlatGrads]:
-        params = trainable(optimizer)
-        held = {id(p) for flat in self._own_flats for p in flat.params}
-        if held != {id(p) for p in params} or any(flat.broken() for flat in self._own_flats):
-            self._own_flats = combine_grads(params, self._own_flats, widens=widens)
-        return self._own_flats
-
-    def combined(self, optimizer: Any, state: AmpOptimizerState) -> list[FlatGrads]:
-        """Return the gradients of each combined buffer. Make the buffers if they do not exist yet."""
-        if isinstance(optimizer, HasFusedGroups):
-            flats = optimizer.combined_grads()
-        else:
-            flats = self._combined_own(optimizer, state)
-        self.fit(optimizer, state)  # replaces groups of former buffers
-        return flats
-
-    def _combined_own(self, optimizer: Any, state: AmpOptimizerState) -> list[FlatGrads]:
-        require_extension("a combined buffer")
-        flats = self._combined(optimizer, widens=state.widens) if state.policy.combine_grad else []
-        leading = {id(p) for p in optimizer.leading_params()}
-        found = combined(flats, leading)
-        if found is None:
-            optimizer.check_combining()
-            found = self._own_flats = [
-                flat
-                for kind in by_kind(trainable(optimizer), leading)
-                for flat in combine_grads(kind, [], widens=state.widens)
-            ]
-        return found
-
-    def forget(self, set_to_none: bool) -> None:
-        """Take note that gradients have been cleared."""
-        for group in self.groups:
-            group.forget(set_to_none)
 
 
 def _stands_still(optimizer: Optimizer) -> bool:

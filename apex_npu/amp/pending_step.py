@@ -136,7 +136,7 @@ class PendingStep:
         if self.check is None or self.clip_coefficient is not None or not state.holds_scaled:
             return
         groups = state.grad_groups(optimizer)
-        if any(_divides_in_update(optimizer, group.device) for group in groups) or any_packed(groups):
+        if any(_divides_in_update(optimizer, group.device) for group in groups) or _any_narrow(groups):
             return
 
         def look() -> list[Tensor]:
@@ -186,7 +186,7 @@ class PendingStep:
             first is None
             or are_read
             or not _takes_grad_scale(optimizer, first.device)
-            or (plain and not divides and not any_packed(state.grad_groups(optimizer)))
+            or (plain and not divides and not _any_narrow(state.grad_groups(optimizer)))
         ):
             self.unscale_now_(state, state.grad_groups(optimizer))
             return False
@@ -302,9 +302,9 @@ def _checked_norm(check: OverflowCheck, flats: list[FlatGrads], unfused: list[Te
     return norm
 
 
-def any_packed(groups: Sequence[GradGroup]) -> bool:
+def _any_narrow(groups: Sequence[GradGroup]) -> bool:
     """Return True if some gradients cannot be divided in place, because 16 bits would lose small ones."""
-    return any(group.flat is not None and group.flat.is_packed for group in groups)
+    return any(group.flat is not None and group.flat.stay_narrow() for group in groups)
 
 
 def _gather_joined(groups: Sequence[GradGroup]) -> None:

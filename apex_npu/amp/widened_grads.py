@@ -25,8 +25,6 @@ class LooseGrads:
     ``FlatGrads`` documents the members that both classes have.
     """
 
-    reads_in_place = True
-
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params = self.full_params = list(params)
         self._taken: dict[int, int] = {}  # the addresses of gradients that a block has widened
@@ -53,13 +51,7 @@ class LooseGrads:
         set_grads([self.params[i] for i in copied], [_widened(self.params[i]) for i in copied])
 
     @torch.no_grad()
-    def take(
-        self,
-        sources: Sequence[Tensor],
-        inv_scale: float = 1.0,
-        found_inf: Tensor | None = None,
-        slots: Sequence[int] | None = None,
-    ) -> None:
+    def take(self, inv_scale: float = 1.0, found_inf: Tensor | None = None, slots: Sequence[int] | None = None) -> None:
         """Widen the gradients of ``slots``, multiply them by ``inv_scale`` and check them."""
         chosen = range(len(self.params)) if slots is None else slots
         taken = [i for i in chosen if self.params[i].grad is not None]
@@ -287,12 +279,9 @@ class WidenedGrads(GradGroup):
             slots = [slot for slot in self._slots if slot not in self._aside.grads]
             self._add_to_aside(inv_scale, found_inf)
         if not share:
-            self._grads.take(self._grads.params, inv_scale, found_inf, slots)
-        else:
-            if slots is None and isinstance(self._grads, FlatGrads) and not self._grads.reads_in_place:
-                self._grads.pack()
-            if found_inf is not None:
-                self.check(found_inf)
+            self._grads.take(inv_scale, found_inf, slots)
+        elif found_inf is not None:
+            self.check(found_inf)
         self._aside.delayed = self._aside.is_open = False
 
     def _put_back_zeros(self, *, share: bool) -> None:

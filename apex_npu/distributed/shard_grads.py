@@ -133,15 +133,9 @@ class ShardGrads(FlatGrads):
         self._return()
         return found
 
-    def take(
-        self,
-        sources: Sequence[Tensor],
-        inv_scale: float = 1.0,
-        found_inf: Tensor | None = None,
-        slots: Sequence[int] | None = None,
-    ) -> None:
-        """Copy the gradients of ``sources`` into the slots, multiplied by ``inv_scale``, as ``FlatGrads`` does."""
-        super().take(sources, inv_scale, found_inf, slots)
+    def take(self, inv_scale: float = 1.0, found_inf: Tensor | None = None, slots: Sequence[int] | None = None) -> None:
+        """Copy the gradients into the slots, multiplied by ``inv_scale``, as ``FlatGrads`` does."""
+        super().take(inv_scale, found_inf, slots)
         self._return()
 
     def _operands(self, states: bytes) -> list[Tensor]:

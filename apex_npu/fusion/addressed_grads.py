@@ -39,12 +39,11 @@ class AddressedGrads:
     def take(
         self,
         flat: Tensor,
-        sources: Sequence[Tensor],
         slots: Sequence[int] | None,
         inv_scale: float,
         found_inf: Tensor | None,
     ) -> tuple[bytes, bool] | None:
-        """Copy the gradients of ``sources`` into ``slots`` of the buffer ``flat``; see ``FlatGrads.take``.
+        """Copy gradients into ``slots`` of the buffer ``flat``; see ``FlatGrads.take``.
 
         Returns:
             The states of the slots afterwards, and whether the caller must still multiply and check all gradients: if
@@ -57,7 +56,7 @@ class AddressedGrads:
         span = slots if isinstance(slots, range) else range(len(params))
         chosen = None if slots is None or slots is span else slots
         places = flat, self._table.addresses
-        look = partial(memory.slots.addresses, sources, params, memory.views, span.start, span.stop, chosen, *places)
+        look = partial(memory.slots.addresses, params, memory.views, span.start, span.stop, chosen, *places)
         states, others, dtype, views_are_free = look()
         if ELSEWHERE in states and not views_are_free:
             memory.free_views()
@@ -65,8 +64,8 @@ class AddressedGrads:
         apart = slots is None and IN_BUFFER in states and (inv_scale != 1.0 or found_inf is not None)
         if ELSEWHERE in states:
             scaling = (1.0, None) if apart else (inv_scale, found_inf)
-            grads = [grad for i in others if (grad := sources[i].grad) is not None]
-            grads = memory.readable(others, grads, sources) if others else []
+            grads = [grad for i in others if (grad := params[i].grad) is not None]
+            grads = memory.readable(others, grads) if others else []
             if dtype is not None and not self._table.take(dtype, *scaling, span):
                 return None
             if grads:

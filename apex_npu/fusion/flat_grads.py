@@ -17,7 +17,7 @@ from torch import Tensor
 from apex_npu._extension import extension
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import no_grad
-from apex_npu.fusion import grad_slots, packed_grads
+from apex_npu.fusion import grad_slots
 from apex_npu.fusion.addressed_grads import AddressedGrads
 from apex_npu.fusion.combined import check_combinable
 from apex_npu.fusion.flat_buffer import plan
@@ -28,6 +28,7 @@ from apex_npu.fusion.grad_slots import (
     IN_BUFFER,
     NONE,
     InPlace,
+    can_be_joined,
     check_grad,
     places_of,
     stay_elsewhere,
@@ -58,33 +59,28 @@ class FlatGrads:
         is_sharded: ``full_params`` are sharded parameters.
         offsets: For each parameter, the number of elements before its slot.
         total_numel: The number of elements of the buffer.
-        reads_lists: A rule can take ELSEWHERE gradients as a list, see ``gather_unless_listed``.
-        reads_in_place: Kernels read all ELSEWHERE gradients in place, in one call.
+        reads_in_place: Kernels read all ELSEWHERE gradients in place, in one call. If not, 16-bit
+            gradients of float32 slots can stay, and kernels read a copy of them in one 16-bit tensor.
         is_shown: A script has the buffer. Gradients are then always copied there, and padding may be written.
         gathers_all: Gradients are always copied into slots, because a CUDA graph has the slots' addresses, or because
             no kernel follows addresses.
-        may_pack: ``pack`` may pack gradients.
-        is_packed: Gradients have been packed; some may still be.
         is_widened: Slots are float32 and parameters have 16 bits.
         memory: The buffer, and the views of its slots.
     """
 
     is_sharded = False
     gathers_all = False
-    may_pack = False
-    is_packed = False
     is_widened = False
 
     def __init__(self, params: Sequence[Tensor], offsets: Sequence[int], total_numel: int) -> None:
         """Plan the slots, without memory; ``params`` share dtype and device."""
         self.params = self.full_params = list(params)
         self.offsets = list(offsets)
-        self.reads_lists = bool(self.params) and cats_lists(self.params[0].device)
         self.reads_in_place = bool(self.params) and reads_listed(self.params[0])
         self.is_shown = False
+        self._may_be_captured = bool(self.params) and self.params[0].device.type != "cpu"
         self._in_one_pass = bool(self.params) and gathers_in_one_pass(self.params[0])
         self.total_numel = total_numel
-        self._largest_numel = max((p.numel() for p in self.params), default=0)
         self.memory = GradMemory(self.params, self.offsets, total_numel)
         self._copier: GradCopier | None = None
         self._addressed = AddressedGrads(self.memory) if self.params and takes_addresses(self.params[0]) else None
@@ -175,17 +171,11 @@ class FlatGrads:
         """Return the states of ``slots``, and the slots to gather; see ``GradSlots.states``."""
         if self.memory.is_lent:
             self._take_up()
-        if in_place == InPlace.WRITE:
-            self.is_packed = False  # packed gradients are gathered, since they cannot be written in place
-        elif self.is_packed and in_place == InPlace.READ and not self.is_shown:
-            packed = self._find_packed()
-            if packed is not None:
-                return packed if slots is None else packed[slots.start : slots.stop], []
-        if self.is_shown or self.gathers_all or (self._addressed is not None and is_capturing()):
+        if self.is_shown or self.gathers_all or (self._may_be_captured and is_capturing()):
             in_place = InPlace.NO  # a replay would read the addresses of the capture
         if least_numel is None:
             multiplied = in_place == InPlace.WRITE and self._addressed is None and not self.is_sharded
-            least_numel = grad_slots.WRITTEN_NUMEL if multiplied else grad_slots.STAYS_NUMEL
+            least_numel = grad_slots.WRITTEN_NUMEL if multiplied else 0
         params, views, first = self.params, self.memory.views or self.params, 0
         if slots is not None:
             first = slots.start
@@ -193,6 +183,10 @@ class FlatGrads:
         found: tuple[bytes, list[int]] = self.memory.slots.states(
             params, views, first, in_place, least_numel, self.is_sharded
         )
+        states, to_gather = found
+        joins = in_place == InPlace.READ and not self.reads_in_place and self.dtype == torch.float32
+        if joins and IN_BUFFER not in states and can_be_joined([params[i - first].grad for i in to_gather]):
+            return states, []
         return found
 
     def broken(self) -> list[int]:
@@ -228,72 +222,56 @@ class FlatGrads:
                 been copied then.
         """
         at_once = self._addressed and in_place == InPlace.NO and not self.is_sharded and self.has_buffer
-        if at_once and (taken := self._take_by_address(self.params, slots)) is not None:
+        if at_once and (taken := self._take_by_address(slots)) is not None:
             return taken
         states, to_gather = self._find(slots, in_place)
         return self._gather(slots, states, to_gather) if to_gather else states
 
-    def gather_unless_listed(self) -> bytes:
-        """Gather, unless a rule can take all gradients as a list: then ELSEWHERE gradients stay there.
-
-        Requires ``reads_lists``. Gradients stay only if all have their slot's dtype and layout.
-        """
-        if self.is_packed:
-            return self.gather(in_place=InPlace.READ)
-        states, to_gather = self._find(None, InPlace.NO)
-        grads = map(_GRAD, map(self.params.__getitem__, to_gather))
-        fit = all(map(grad_slots.fits, grads, map(self.memory.shapes.__getitem__, to_gather)))
-        return states if fit else self._gather(None, states, to_gather)
-
     def _gather(self, slots: range | None, states: bytes, to_gather: list[int]) -> bytes:
         if self._addressed:
             stay = stay_elsewhere(states, to_gather)
-            taken = self._take_by_address(self.params, to_gather if stay else slots)
+            taken = self._take_by_address(to_gather if stay else slots)
             if taken is not None:
                 return with_state(IN_BUFFER, states, to_gather, 0 if slots is None else slots.start)
         if IN_BUFFER not in states and self._in_one_pass:
             all_of_them = slots is None and not stay_elsewhere(states, to_gather)
-            self.take(self.params, slots=None if all_of_them else to_gather)
+            self.take(slots=None if all_of_them else to_gather)
         else:
             params = [self.params[i] for i in to_gather]
-            grads = self.memory.readable(to_gather, list(map(_GRAD, params)), self.params)
+            grads = self.memory.readable(to_gather, list(map(_GRAD, params)))
             extension.set_grads(params, self._copy_in(to_gather, grads))
-        if slots is None:
-            self.is_packed = False
         return with_state(IN_BUFFER, states, to_gather, 0 if slots is None else slots.start)
 
     def _copy_in(self, indices: list[int], grads: list[Tensor]) -> list[Tensor]:
         """Copy ``grads`` into the slots ``indices``, and return the views of these."""
-        pads = self.reads_lists and len(indices) == len(self.params)  # the copy then also writes zeros
+        pads = cats_lists(self.device) and len(indices) == len(self.params)  # the copy then also writes zeros
         self._allocate(pads=pads)
         views = self.memory.views if pads and not self.memory.is_padded else self.views
         slots_of_them = [views[i] for i in indices]
         self._make_copier().copy_in(indices, slots_of_them, grads)
-        self.memory.is_padded = True  # last: after an interruption above, the next use writes the padding
+        self.memory.is_padded = True  # last: after an error above, the next use writes the padding
         return slots_of_them
+
+    def stay_narrow(self) -> bool:
+        """Return True if the step reads a 16-bit copy of 16-bit gradients, so that they need no float32 memory."""
+        states, to_gather = self._find(None, InPlace.READ)
+        return not self.reads_in_place and not to_gather and ELSEWHERE in states
 
     def gather_times(self, factor: float, slots: range) -> bytes:
         """Gather ``slots``, and multiply these gradients by ``factor``; in one pass if the device can."""
         states, to_gather = self._find(slots, InPlace.NO)
         if to_gather and IN_BUFFER not in states and (self._in_one_pass or self._addressed):
-            self.take(self.params, factor, slots=slots)
+            self.take(factor, slots=slots)
             return with_state(IN_BUFFER, states, to_gather, slots.start)
         states = self.gather(slots)
         if factor != 1.0 and IN_BUFFER in states:
             self.span(slots).mul_(factor)
         return states
 
-    def take(
-        self,
-        sources: Sequence[Tensor],
-        inv_scale: float = 1.0,
-        found_inf: Tensor | None = None,
-        slots: Sequence[int] | None = None,
-    ) -> None:
-        """Copy the gradients that ``sources`` have into the slots, multiplied by ``inv_scale``, in one pass.
+    def take(self, inv_scale: float = 1.0, found_inf: Tensor | None = None, slots: Sequence[int] | None = None) -> None:
+        """Copy the gradients into the slots, multiplied by ``inv_scale``, in one pass.
 
         Args:
-            sources: For each of ``params``, the tensor that has its gradient now.
             inv_scale: 1 / loss scale.
             found_inf: The argument of ``unscale_``.
             slots: The slots to fill; None: all.
@@ -302,28 +280,24 @@ class FlatGrads:
             RuntimeError: A gradient is sparse, not of its parameter's dtype, or a subclass such as DTensor; nothing has
                 been copied then.
         """
-        if self._addressed and self._take_by_address(sources, slots, inv_scale, found_inf) is not None:
+        if self._addressed and self._take_by_address(slots, inv_scale, found_inf) is not None:
             return
         taken = range(len(self.params)) if slots is None else slots
         if not self._in_one_pass:
-            self._take_batches(sources, taken, inv_scale, found_inf)
+            self._take_batches(taken, inv_scale, found_inf)
             return
-        given, params, views = sources, self.params, self.views
+        params, views = self.params, self.views
         if slots is not None:
-            given, params, views = ([tensors[i] for i in slots] for tensors in (given, params, views))
-        unfit = extension.take_grads_cpu(given, params, views, inv_scale, found_inf)
+            params, views = ([tensors[i] for i in slots] for tensors in (params, views))
+        unfit = extension.take_grads_cpu(params, views, inv_scale, found_inf)
         if unfit is not None:
             index = taken[unfit]
-            grad = sources[index].grad
-            check_grad(index, self.params[index], grad, self.dtype, own=sources[index] is self.params[index])
+            grad = self.params[index].grad
+            check_grad(index, self.params[index], grad, self.dtype)
             raise RuntimeError(f"parameter {index} has a gradient that cannot be fused: {grad!r}")
 
     def _take_by_address(
-        self,
-        sources: Sequence[Tensor],
-        slots: Sequence[int] | None,
-        inv_scale: float = 1.0,
-        found_inf: Tensor | None = None,
+        self, slots: Sequence[int] | None, inv_scale: float = 1.0, found_inf: Tensor | None = None
     ) -> bytes | None:
         """Do ``take`` by a kernel that follows addresses. If ``slots`` is None, also multiply gradients in slots.
 
@@ -336,34 +310,27 @@ class FlatGrads:
         flat = self.flat
         if self.is_shown:
             self.memory.clear_padding()
-        taken = self._addressed.take(flat, sources, slots, inv_scale, found_inf)
+        taken = self._addressed.take(flat, slots, inv_scale, found_inf)
         if taken is None:
             self._addressed, self.gathers_all = None, True
             return None
         states, apart = taken
         if apart:
             self._unscale_operands(states, inv_scale, found_inf)
-        if slots is None:
-            self.is_packed = False
         return states
 
     @no_grad
-    def pack(self) -> bool:
-        """Copy 16-bit gradients into one tensor, and make the gradients views of it, on any device.
-
-        This frees the memory of the former gradients. Only ``ops`` can read the tensor instead of the buffer;
-        ``gather`` converts the gradients to the dtype of the slots.
-
-        Returns:
-            False, with nothing changed, if this is not possible or would save too little memory.
-        """
-        if not self.may_pack or self.is_shown or self.total_numel < packed_grads.PACKED_NUMEL:
-            return False
-        memory = self.memory
-        self.is_packed = packed_grads.pack_grads(
-            self.params, memory.slots, memory.shapes, self.offsets, self.total_numel
-        )
-        return self.is_packed
+    def _joined(self, slots: range, numel: int) -> Tensor:
+        """Return a copy of the 16-bit gradients of ``slots``, 1-D with ``numel`` elements, and zeros between them."""
+        grads = [(i, grad) for i in slots if (grad := self.params[i].grad) is not None]
+        indices, found = [i - slots.start for i, _ in grads], [grad for _, grad in grads]
+        offsets = [offset - self.offsets[slots.start] for offset in self.offsets[slots.start : slots.stop]]
+        shapes = self.memory.shapes[slots.start : slots.stop]
+        pads = len(grads) == len(slots) and cats_lists(self.device)  # the copy then also writes the zeros
+        flat = (torch.empty if pads else torch.zeros)(numel, dtype=found[0].dtype, device=self.device)
+        views = [flat.as_strided(shapes[i].size(), shapes[i].stride(), offsets[i]) for i in indices]
+        GradCopier(flat, offsets, shapes, pads=pads).copy_in(indices, views, found)
+        return flat
 
     def sum_into_slots(self, held: Mapping[int, Tensor], inv_scale: float) -> Tensor | None:
         """Add the present 16-bit gradients times ``inv_scale`` to the slots, in few launches for any number of them.
@@ -380,26 +347,11 @@ class FlatGrads:
             return None
         if not views or any(views[i] is not grad for i, grad in held.items()):
             return None
-        memory = self.memory
-        if not packed_grads.pack_grads(self.params, memory.slots, memory.shapes, self.offsets, self.total_numel):
+        if not can_be_joined([grad for p in self.params if (grad := p.grad) is not None]):
             return None
-        packed = next(p.grad for p in self.params if p.grad is not None)
-        assert packed is not None
         flat = self.flat
-        flat.add_(packed_grads.packed_in(packed), alpha=inv_scale)
+        flat.add_(self._joined(range(len(self.params)), self.total_numel), alpha=inv_scale)
         return flat
-
-    def _find_packed(self) -> bytes | None:
-        """Return the states if all gradients that exist are packed; else None, until ``pack`` is called again."""
-        found: bytes | None = self.memory.slots.packed_states(self.params, self.total_numel)
-        self.is_packed = found is not None
-        return found
-
-    def _packed_operand(self, slots: range, numel: int) -> Tensor:
-        grad = self.params[slots.start].grad
-        assert grad is not None
-        flat = self.flat if grad.dtype == self.dtype else packed_grads.packed_in(grad)
-        return flat[self.offsets[slots.start] : self.offsets[slots.start] + numel]
 
     def unscale_(self, inv_scale: float, found_inf: Tensor | None) -> None:
         """Multiply all gradients, in place or while they are copied into their slots.
@@ -417,13 +369,12 @@ class FlatGrads:
         at_once = self._in_one_pass and inv_scale != 1.0 and views and not self.is_shown
         if not at_once or not slots.unscale(self.params, views, inv_scale, found_inf, grad_slots.WRITTEN_NUMEL):
             self._unscale_any(inv_scale, found_inf)
-        self.is_packed = False
 
     @no_grad
     def _unscale_any(self, inv_scale: float, found_inf: Tensor | None) -> None:
         """Do ``unscale_`` in several steps, for any device and any gradients."""
         if inv_scale == 1.0 and found_inf is None:
-            states, to_gather = self._find(None, InPlace.WRITE, grad_slots.STAYS_NUMEL)
+            states, to_gather = self._find(None, InPlace.WRITE, 0)
             if to_gather:
                 self._gather(None, states, to_gather)
             return
@@ -431,7 +382,7 @@ class FlatGrads:
         stay = stay_elsewhere(states, to_gather)
         in_one_call = stay and self.reads_in_place
         if to_gather and IN_BUFFER not in states and not in_one_call and takes_grads(self.params[0]):
-            self.take(self.params, inv_scale, found_inf, to_gather if stay else None)
+            self.take(inv_scale, found_inf, to_gather if stay else None)
             states = with_state(NONE, states, to_gather)  # these are done
         elif to_gather:
             states = self._gather(None, states, to_gather)
@@ -450,19 +401,13 @@ class FlatGrads:
         return self._copier
 
     @torch.no_grad()
-    def _take_batches(
-        self,
-        sources: Sequence[Tensor],
-        indices: Sequence[int],
-        inv_scale: float,
-        found_inf: Tensor | None,
-    ) -> None:
+    def _take_batches(self, indices: Sequence[int], inv_scale: float, found_inf: Tensor | None) -> None:
         """Do ``take`` on devices without a kernel that does it in one pass."""
-        given = list(map(_GRAD, sources))
+        given = list(map(_GRAD, self.params))
         there = [i for i in indices if given[i] is not None]
         if not there:
             return
-        grads = self.memory.readable(there, [given[i] for i in there], sources)
+        grads = self.memory.readable(there, [given[i] for i in there])
         slots_of_them = self._copy_in(there, grads)
         unscale_grads(list(map(self.span, self._make_copier().batches(there))), inv_scale, found_inf)
         extension.set_grads([self.params[i] for i in there], slots_of_them)
@@ -473,8 +418,8 @@ class FlatGrads:
         The operand is 1-D and has ``numel`` elements from the first slot on. If it has no memory, only ops can read it,
         and ``ops.multiply_`` can write it if it is ``writable``.
         """
-        if self.is_packed:
-            return self._packed_operand(slots, numel)
+        if not self.reads_in_place:
+            return self._joined(slots, numel)
         listed: Tensor = self.memory.slots.grad_list(
             self.params[slots.start : slots.stop], slots.start, numel, writable
         )
@@ -482,11 +427,8 @@ class FlatGrads:
             self._addressed.add_addresses(listed, slots)
         return listed
 
-    def _operand_of(self, index: int) -> Tensor:
-        return self.operand(range(index, index + 1), self.params[index].numel())
-
     def operands(self, in_place: InPlace) -> list[Tensor]:
-        """Return all gradients in few 1-D pieces: ``operand`` for those ELSEWHERE, and padded stretches of the buffer.
+        """Return all gradients in few 1-D pieces: one ``operand`` if some are ELSEWHERE, else stretches of the buffer.
 
         Args:
             in_place: READ if ``ops`` read the pieces, WRITE if ``ops.multiply_`` writes them.
@@ -501,12 +443,9 @@ class FlatGrads:
     def _operands(self, states: bytes) -> list[Tensor]:
         if self.is_shown:
             self.memory.clear_padding()
-        if ELSEWHERE in states and self.is_packed:
-            return [self.operand(slots, self._span_numel(slots)) for slots in stretches(states, ELSEWHERE)]
-        if ELSEWHERE in states and self.reads_in_place:
+        if ELSEWHERE in states:
             return [self.operand(range(len(self.params)), self.total_numel)]
-        spans = [self.span(slots) for slots in stretches(states)]
-        return [self._operand_of(i) for i in places_of(ELSEWHERE, states)] + spans
+        return [self.span(slots) for slots in stretches(states)]
 
     def gathered(self) -> list[Tensor]:
         """Gather all gradients, and return them as stretches of the buffer, padding included."""

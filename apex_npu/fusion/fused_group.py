@@ -77,11 +77,9 @@ class FusedGroup(GroupBuffers):
         """Wrap ``param_flat``, into which ``fuse`` has moved ``params``, as ``GroupBuffers`` does. Store ``runs``."""
         super().__init__(params, param_flat, offsets)
         self.runs = runs
-        if isinstance(self.grads, FlatGrads):
+        if isinstance(self.grads, FlatGrads) and isinstance(runs, GraphRuns):
             # A graph replays the addresses of its capture, so gradients must stay at their addresses.
-            self.grads.gathers_all = stays = isinstance(runs, GraphRuns)
-            self.grads.may_pack = param_flat.device.type != "cpu" and not stays
-            self.grads.memory.lends = self.grads.memory.lends and not stays
+            self.grads.gathers_all, self.grads.memory.lends = True, False
 
     def let_go(self) -> None:
         """Drop the views of the parameters' memory. They would prevent a move of parameters that numpy has seen."""

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from apex_npu._extension import extension
 from apex_npu.backends import is_capturing
-from apex_npu.fusion import packed_grads
 from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.grad_slots import check_grad
 from apex_npu.fusion.storage import SlotTable, move_out
 from apex_npu.ops import cats_lists, reads_listed
+
+# Buffers of at least this many elements are lent. A smaller float32 buffer takes at most 32 MiB, and is kept.
+LENT_NUMEL = 1 << 23
 
 _DTYPE, _LAYOUT, _DEVICE = map(attrgetter, ("dtype", "layout", "device"))
 
@@ -54,7 +56,7 @@ class GradMemory:
         self.slots: Any = extension.GradSlots(self.shapes, self.offsets, device)
         self.views: list[Tensor] = []
         self.view_table = SlotTable([])
-        self.lends = bool(params) and may_lend(params[0]) and total_numel >= packed_grads.PACKED_NUMEL
+        self.lends = bool(params) and may_lend(params[0]) and total_numel >= LENT_NUMEL
         self.is_sent = self.is_lent = self.is_padded = False
         self.params, self._total_numel = list(params), total_numel
         self._buffer: FlatBuffer | None = None
@@ -127,8 +129,8 @@ class GradMemory:
             shape = self.shapes[i]
             self.views[i] = self._buffer.view(self.offsets[i], shape.size(), shape.stride())
 
-    def readable(self, indices: Sequence[int], grads: list[Tensor], sources: Sequence[Tensor]) -> list[Tensor]:
-        """Return ``grads``, those of ``sources[i]`` for ``indices``, and clone those in slots, which will be written.
+    def readable(self, indices: Sequence[int], grads: list[Tensor]) -> list[Tensor]:
+        """Return ``grads``, those of the slots ``indices``, and clone those in slots, which will be written.
 
         Raises:
             RuntimeError: A gradient is sparse, not of its parameter's dtype, or a subclass such as DTensor.
@@ -138,7 +140,7 @@ class GradMemory:
         same_kind = set(map(_DTYPE, grads)) <= {self.shapes[0].dtype} and set(map(_DEVICE, grads)) <= {like.device}
         if not alike or not same_kind:
             for i, grad in zip(indices, grads, strict=True):
-                check_grad(i, self.params[i], grad, self.shapes[i].dtype, own=sources[i] is self.params[i])
+                check_grad(i, self.params[i], grad, self.shapes[i].dtype)
         if self.views and self._buffer is not None:  # else the copies go to new memory
             begin = self._buffer.flat.data_ptr()
             end = begin + self._buffer.flat.nbytes

@@ -10,19 +10,17 @@ Kernels then read it in place, and it is not copied into its slot.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
-from apex_npu.fusion.storage import is_slot
 from apex_npu.ops import LOW_PRECISION
 
 # The C++ extension uses the same values.
 NONE, IN_BUFFER, ELSEWHERE = 0, 1, 2
-# The least number of elements of a gradient that can stay elsewhere.
-STAYS_NUMEL = 0
-# The least number for gradients that are multiplied, or shared with masters. Smaller ones are multiplied while they are
+# The least number of elements of a gradient that is multiplied where it is. Smaller ones are multiplied while they are
 # copied into their slots, which is as fast, and leaves them in one piece for later operations.
 WRITTEN_NUMEL = 1 << 12
 
@@ -58,22 +56,9 @@ def with_state(state: int, states: bytes, slots: list[int], first: int = 0) -> b
     return bytes(changed)
 
 
-def stretches(states: bytes, state: int = IN_BUFFER) -> list[range]:
-    """Return the maximal ranges of slots that are in ``state``."""
-    return [range(*found.span()) for found in re.finditer(re.escape(bytes([state])) + b"+", states)]
-
-
-def fits(grad: Tensor, shape: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Return True if a gradient has its slot's layout, separate memory, and ``dtype`` (None: the dtype of its slot)."""
-    return (
-        grad.layout == torch.strided
-        and not dispatches_in_python(grad)
-        and not grad.requires_grad  # create_graph=True: writing it would falsify its graph
-        and not grad.is_neg()
-        and grad.dtype == (dtype or shape.dtype)
-        and grad.stride() == shape.stride()
-        and not is_slot(grad)  # the slot of another gradient, or of a parameter
-    )
+def stretches(states: bytes) -> list[range]:
+    """Return the maximal ranges of slots that are IN_BUFFER."""
+    return [range(*found.span()) for found in re.finditer(re.escape(bytes([IN_BUFFER])) + b"+", states)]
 
 
 def dispatches_in_python(tensor: Tensor) -> bool:
@@ -81,7 +66,19 @@ def dispatches_in_python(tensor: Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
-def check_grad(index: int, param: Tensor, grad: Tensor | None, dtype: torch.dtype, *, own: bool) -> None:
+def can_be_joined(grads: Sequence[Tensor | None]) -> bool:
+    """Return True if ``grads`` are plain tensors of one 16-bit dtype, which one 16-bit tensor can hold."""
+    return len({grad.dtype for grad in grads if grad is not None}) == 1 and all(
+        grad is not None
+        and grad.dtype in LOW_PRECISION
+        and grad.layout == torch.strided
+        and not grad.requires_grad
+        and not dispatches_in_python(grad)
+        for grad in grads
+    )
+
+
+def check_grad(index: int, param: Tensor, grad: Tensor | None, dtype: torch.dtype) -> None:
     """Require that the gradient of ``param``, number ``index``, can be fused.
 
     Args:
@@ -89,7 +86,6 @@ def check_grad(index: int, param: Tensor, grad: Tensor | None, dtype: torch.dtyp
         param: The parameter.
         grad: The gradient.
         dtype: The dtype of its slot.
-        own: The gradient is that of ``param`` itself, not of its model parameter, whose dtype may differ.
 
     Raises:
         RuntimeError: The gradient is sparse, of a dtype that the slot cannot hold, on another device than the
@@ -108,7 +104,7 @@ def check_grad(index: int, param: Tensor, grad: Tensor | None, dtype: torch.dtyp
             "amp.initialize, or the whole model by model.to(device)"
         )
     narrow = dtype == torch.float32 and grad.dtype in LOW_PRECISION
-    if own and grad.dtype != dtype and not narrow:
+    if grad.dtype != dtype and not narrow:
         raise RuntimeError(
             f"parameter {index} of shape {tuple(param.shape)} is {param.dtype} and has a gradient in {grad.dtype}, "
             "which cannot be fused; do not change its grad_dtype, or use the unfused optimizer"

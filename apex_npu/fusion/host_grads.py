@@ -116,7 +116,7 @@ class HostGrads(FlatGrads):
         present = [(i, grad) for i, grad in enumerate(grads_of(self.full_params)) if grad is not None]
         for i, grad in present:
             param = self.full_params[i]
-            check_grad(i, param, grad, torch.float32 if self.is_widened else param.dtype, own=True)
+            check_grad(i, param, grad, torch.float32 if self.is_widened else param.dtype)
         self._copy(self._writes.written(self.full_params))
         self._look_for_uncounted()
         drop_grads(self.params)  # those of a step that has failed before its end

@@ -23,8 +23,6 @@ class OwnGrad:
 
     index = 0
 
-    reads_lists = reads_in_place = is_packed = False
-
     def __init__(self, param: Tensor, full_param: Tensor | None = None) -> None:
         """Wrap the gradient of ``param``, this process's part of ``full_param``; None: it is not a part."""
         self.params, self.full_params, self.offsets = [param], [param if full_param is None else full_param], [0]
@@ -41,10 +39,8 @@ class OwnGrad:
         """Return ``states()``, after a check that the gradient can be stepped."""
         grad = self._grad()
         if grad is not None:
-            check_grad(self.index, self.params[0], grad, self.params[0].dtype, own=True)
+            check_grad(self.index, self.params[0], grad, self.params[0].dtype)
         return self.states()
-
-    gather_unless_listed = gather
 
     def operand(self, slots: range, numel: int, *, writable: bool = True) -> Tensor:
         """Return the gradient, 1-D, with its elements in the parameter's order; a copy if necessary."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.grad_slots import ELSEWHERE, NONE
 from apex_npu.fusion.group_buffers import GroupBuffers
-from apex_npu.ops import RunEncoding, Segments, is_grad_list
+from apex_npu.ops import RunEncoding, Segments
 from apex_npu.ops.reference_segments import segment_ids
 
 _T = TypeVar("_T")
@@ -67,8 +67,6 @@ class Run:
         self.params = group.params[slots.start : slots.stop]
         self.elsewhere = elsewhere
         begin, end = group.span(slots)
-        if elsewhere and len(slots) == 1 and not group.grads.reads_in_place:
-            end = begin + self.params[0].numel()  # its gradient has no padding
         self._span = slice(begin, end)
         self.param = group.param_flat[self._span]
         self.step: int | Tensor = 0
@@ -86,12 +84,6 @@ class Run:
         group = self._of()
         assert group is not None
         return group
-
-    @property
-    def is_listed(self) -> bool:
-        """True if a gradient is outside of its slot and rules can take the lists ``grads`` and ``states(name)``."""
-        grads = self._group.grads
-        return self.elsewhere and grads.reads_lists and not grads.is_packed
 
     def keep(self) -> None:
         """Keep results of ``remember`` alive after they are replaced, since a captured graph reads them."""
@@ -126,39 +118,21 @@ class Run:
         return self.scratch("param").copy_(self.param)
 
     @property
-    def grads(self) -> list[Tensor]:
-        """The gradients of ``params``, in any memory."""
-        return [p.grad for p in self.params if p.grad is not None]
-
-    def states(self, name: str) -> list[Tensor]:
-        """Return state ``name`` of each of ``params``."""
-        return self._group.state_views(name)[self.slots.start : self.slots.stop]
-
-    @property
     def scaled_grad(self) -> Tensor:
         """The undivided gradients, in their buffer or where autograd left them; read-only.
 
         The tensor may have no memory, so that only ops with a ``grad_scale``, and ``norm``, can read it.
         """
-        if self.elsewhere:
-            return self._grad_elsewhere()
+        if self.elsewhere:  # not kept, which would keep the memory of gradients
+            return self._group.grads.operand(self.slots, self.param.numel(), writable=False)
         if self._grad is None:
             self._grad = self._group.grads.flat[self._span]
         return self._grad
 
-    def _grad_elsewhere(self) -> Tensor:
-        """Return the operand of gradients outside their slots. The run does not keep it, which would keep memory."""
-        grads = self._group.grads
-        if grads.is_packed or not grads.reads_lists:
-            return grads.operand(self.slots, self.param.numel(), writable=False)
-        grads.gather(self.slots)
-        return grads.flat[self._span]
-
     @property
     def flat_grad(self) -> Tensor:
         """The undivided gradients, in memory that any operator can read; read-only."""
-        if self.elsewhere and (is_grad_list(grad := self.scaled_grad) or grad.dtype != self.param.dtype):
-            del grad
+        if self.elsewhere:
             self._group.grads.gather(self.slots)
             return self._group.grads.flat[self._span]
         return self.scaled_grad
@@ -339,11 +313,6 @@ class Runs:
             keys = [key and (key, chunk) for key, chunk in zip(keys, group.chunk_of, strict=True)]
         if group.encoding is not None:
             group.encoding.divide(keys)
-        grads = group.grads
-        in_one_piece = grads.reads_in_place or grads.reads_lists or grads.is_packed
-        for i, state in enumerate(states):
-            if state == ELSEWHERE and not in_one_piece:
-                keys[i] = i  # alone
         make = group.make_run or Run
         return [
             make(group, self.counts, slots, elsewhere=ELSEWHERE in states[slots.start : slots.stop])

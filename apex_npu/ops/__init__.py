@@ -3,7 +3,7 @@
 """Update rules on flat buffers. A device without a kernel of its own runs the reference."""
 
 import apex_npu.ops.kernels  # noqa: F401 -- fills the table of kernels
-from apex_npu.ops.aten_fused import joined, sgd_list_
+from apex_npu.ops.aten_fused import joined
 from apex_npu.ops.cuda import masks_writes, prepared
 from apex_npu.ops.dispatch import Call
 from apex_npu.ops.elementwise import adadelta_, adagrad_, adam_, rmsprop_, sgd_
@@ -31,7 +31,6 @@ from apex_npu.ops.newton_schulz import (
     orthogonalize_stack_,
     product_dtype,
 )
-from apex_npu.ops.npu import takes_sgd_lists
 from apex_npu.ops.reference import FLOATS, LOW_PRECISION, chunks, wide_dtype
 from apex_npu.ops.segmented import clip_coefficient, lamb_, norm, norm_to_clip, segment_add_, segment_dot
 from apex_npu.ops.segments import Segments
@@ -76,10 +75,8 @@ __all__ = [
     "segment_add_",
     "segment_dot",
     "sgd_",
-    "sgd_list_",
     "takes_addresses",
     "takes_grads",
-    "takes_sgd_lists",
     "unscale_grads",
     "wide_dtype",
 ]

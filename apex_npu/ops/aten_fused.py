@@ -116,7 +116,7 @@ def _shared(call: Call) -> tuple[Callable[..., None] | None, Any, Any]:
     step: Callable[..., None] | None = None
     if kernel is elementwise.sgd_.kernels.get("cpu"):
         plain = not options.pop("decoupled", False) and not options["dampening"]
-        step = sgd_list_ if plain else None
+        step = _step_sgd_lists if plain else None
     elif kernel is elementwise.adam_.kernels.get("cpu"):
         step = _step_adam_lists if options.pop("bias_correction", True) else None
     dtypes = [None if operand is None else operand.dtype for operand in operands] if step else []
@@ -126,17 +126,8 @@ def _shared(call: Call) -> tuple[Callable[..., None] | None, Any, Any]:
 
 
 @labelled("apex_npu::sgd_")
-def sgd_list_(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], *, step: int, **options: Any) -> None:
-    """Step lists of tensors as ``elementwise.sgd_`` does without a decoupled decay.
-
-    Args:
-        params: The parameters, updated in place.
-        grads: The gradients, with the sizes, strides and dtypes of the parameters.
-        buffers: The momentum buffers, updated in place, with the same; empty without momentum.
-        step: The number of this update, from 1.
-        options: The other options of the rule; ``dampening`` is 0 with ``nesterov``.
-    """
-    torch._fused_sgd_(params, grads, buffers, is_first_step=step == 1, **options)
+def _step_sgd_lists(params: list[Tensor], *others: list[Tensor], step: int, **options: Any) -> None:
+    torch._fused_sgd_(params, *others, is_first_step=step == 1, **options)
 
 
 @labelled("apex_npu::adam_")

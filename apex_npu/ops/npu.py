@@ -103,11 +103,6 @@ def kernel(rule: Rule[...], by_cann: Callable[..., None]) -> Callable[..., None]
     return rule.decoding(step)
 
 
-def takes_sgd_lists(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether ``aten_fused.sgd_list_`` steps parameters of ``dtype`` in one launch, however many there are."""
-    return device.type == "npu" and dtype == torch.float32 and works("_fused_sgd_", device)
-
-
 def sgd_(param: Tensor, grad: Tensor, momentum_buffer: Tensor | None, *args: Any, **options: Any) -> None:
     """Step ``elementwise.sgd_`` by CANN's kernel if it takes the operands, else by the reference."""
     # CANN's kernel requires momentum.

@@ -251,10 +251,6 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         """
         raise NotImplementedError(f"{type(self).__name__} must define update(run, group), or call(run, group)")
 
-    def takes_lists(self, group: ParamGroup, fused: FusedGroup) -> bool:
-        """Return True if ``update`` supports ``run.is_listed``, and lists save gathering the gradients of ``fused``."""
-        return False
-
     def learning_rate(self, run: Run, group: ParamGroup) -> float | Tensor:
         """Return ``group["lr"]``: a tensor if it is on the device and the optimizer is capturable, else a float."""
         lr: float | Tensor = group["lr"]
@@ -378,16 +374,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         # A gradient may alias a parameter, which is about to be written: it is copied unless it cannot alias one.
         in_place = InPlace.READ if self._all_in_slots else InPlace.WRITE
         for fused in self._fused.groups:
-            grads = fused.grads
-            if grads.reads_lists and self._all_in_slots and self._takes_lists(fused):
-                states = grads.gather_unless_listed()
-            else:
-                states = grads.gather(in_place=in_place)
-            found.append((fused, states))
+            found.append((fused, fused.grads.gather(in_place=in_place)))
         return found
-
-    def _takes_lists(self, fused: FusedGroup) -> bool:
-        return all(self.takes_lists(self.param_groups[index], fused) for index in {index for index, _ in fused.places})
 
     def _count(
         self,

@@ -111,16 +111,19 @@ class FusedEMA:
 
         Weights and their float32 values are written in place, so that fused and other optimizers are unaffected.
         """
-        written = [self._tensors(), float32_tensors(self.model)]
-        own = [{name: t.clone() for name, t in part.items()} for part in written]
+        reshard(self.model)
+        own = {name: t.clone() for name, t in float32_tensors(self.model).items()}
         try:
-            for part in written:
-                self._copy(self._averages, part)
+            self._write(self._averages)
             yield self.model
         finally:
             reshard(self.model)  # drops gathered weights, which are averages
-            for values, part in zip(own, written, strict=True):
-                self._copy(values, part)
+            self._write(own)
+
+    def _write(self, values: dict[str, Tensor]) -> None:
+        """Write float32 ``values`` to the model's tensors."""
+        self._copy(values, float32_tensors(self.model))
+        float32_tensors(self.model)  # loads what has been written to copies of 16-bit tensors
 
     def state_dict(self) -> dict[str, Any]:
         """Return ``{"decay": float, "averages": {name: tensor}}``, with the model's names."""

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from apex_npu.fusion import FusedGroup, Run
-from apex_npu.ops import Call, sgd_, sgd_list_, takes_sgd_lists
+from apex_npu.fusion import Run
+from apex_npu.ops import Call, sgd_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import as_number, check_bool, check_non_negative
 from apex_npu.optimizers.options import FusedOptions
@@ -98,21 +98,8 @@ class NpuFusedSGD(FusedOptimizer):
         """Return the name of the momentum buffer, if there is momentum."""
         return ("momentum_buffer",) if group["momentum"] else ()
 
-    def takes_lists(self, group: ParamGroup, fused: FusedGroup) -> bool:
-        """Return True on an NPU with momentum, if states are not encoded and the optimizer is not capturable."""
-        if not takes_sgd_lists(fused.param_flat.device, fused.param_flat.dtype) or self.capturable:
-            return False
-        if fused.encoding is not None:
-            return False
-        return bool(group["momentum"] > 0 and not group.get("wd_after_momentum", False))
-
     def call(self, run: Run, group: ParamGroup) -> Call:
         """Bind the op of the rule to ``run``, with its arguments."""
-        if run.is_listed and run.grad_scale is None and run.found_inf is None:
-            operands = (run.params, run.grads, run.states("momentum_buffer"))
-            numbers = {name: group[name] for name in ("momentum", "dampening", "weight_decay", "nesterov", "maximize")}
-            lr = as_number("lr of a parameter group", group["lr"])
-            return sgd_list_, operands, {"lr": lr, "step": int(run.step), **numbers}
         return sgd_.bind(
             run.param,
             run.scaled_grad,

@@ -79,29 +79,27 @@ void gather_cpu(const Borrowed& slots, const Borrowed& grads, double inv_scale,
   if (bad && found_inf.has_value()) *found_inf->mutable_data_ptr<float>() = 1.0f;
 }
 
-std::optional<size_t> take_grads_cpu(const Borrowed& sources, const Borrowed& params, const Borrowed& slots,
-                                     double inv_scale, const std::optional<at::Tensor>& found_inf) {
-  TORCH_CHECK_VALUE(sources.size() == params.size() && sources.size() == slots.size(),
-                    "take_grads: sources, params and slots must have one length");
+std::optional<size_t> take_grads_cpu(const Borrowed& params, const Borrowed& slots, double inv_scale,
+                                     const std::optional<at::Tensor>& found_inf) {
+  TORCH_CHECK_VALUE(params.size() == slots.size(), "take_grads: params and slots must have one length");
   Borrowed present;
   std::vector<at::Tensor> grads;  // held: freeing a gradient may run Python code that releases those that follow
   std::vector<size_t> indices;
-  present.reserve(sources.size());
-  grads.reserve(sources.size());
-  indices.reserve(sources.size());
+  present.reserve(params.size());
+  grads.reserve(params.size());
+  indices.reserve(params.size());
   std::optional<size_t> unfit;
-  look_at_grads(sources, [&](const at::Tensor& grad, size_t i) {
+  look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
     if (i + 2 * kAhead < slots.size()) prefetch_impl(*slots[i + 2 * kAhead]);
     if (!grad.defined() || unfit.has_value()) return;
-    const bool own = sources[i]->is_same(*params[i]);
     const bool narrow = slots[i]->scalar_type() == at::kFloat && grad.scalar_type() != at::kDouble;
-    if (!supported(grad) || (own && !narrow && grad.scalar_type() != slots[i]->scalar_type())) {
+    if (!supported(grad) || (!narrow && grad.scalar_type() != slots[i]->scalar_type())) {
       unfit = i;
       return;
     }
     present.push_back(slots[i]);
     // It may be in another gradient's slot, which is about to be written. With another dtype it is in another buffer.
-    const bool same_buffer = own && grad.scalar_type() == slots[i]->scalar_type() && is_slot(grad);
+    const bool same_buffer = grad.scalar_type() == slots[i]->scalar_type() && is_slot(grad);
     grads.push_back(same_buffer ? grad.clone() : grad);
     indices.push_back(i);
   });

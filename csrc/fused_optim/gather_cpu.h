@@ -20,12 +20,11 @@ namespace apex_npu {
 void gather_cpu(const Borrowed& slots, const Borrowed& grads, double inv_scale,
                 const std::optional<at::Tensor>& found_inf, bool adds = false);
 
-// Gathers the existing gradients of `sources` into `slots`, which become the gradients of `params`. The source of a
-// parameter is the tensor on which autograd leaves its gradient: for a master, the model's parameter.
+// Gathers the existing gradients of `params` into `slots`, which become their gradients.
 //
 // Returns the index of the first gradient that is not dense, or does not have the dtype that its parameter needs;
 // nothing has been written then. Returns nullopt if all gradients have been gathered.
-std::optional<size_t> take_grads_cpu(const Borrowed& sources, const Borrowed& params, const Borrowed& slots,
-                                     double inv_scale, const std::optional<at::Tensor>& found_inf);
+std::optional<size_t> take_grads_cpu(const Borrowed& params, const Borrowed& slots, double inv_scale,
+                                     const std::optional<at::Tensor>& found_inf);
 
 }  // namespace apex_npu

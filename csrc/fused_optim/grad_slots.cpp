@@ -16,8 +16,6 @@ namespace {
 
 bool is_narrow(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
 
-bool is_float(at::ScalarType dtype) { return is_narrow(dtype) || dtype == at::kFloat || dtype == at::kDouble; }
-
 // Returns whether two of `grads` overlap. Each of them fills its memory.
 bool overlap(const Borrowed& grads) {
   std::vector<std::pair<const char*, const char*>> ranges;
@@ -146,13 +144,13 @@ bool GradSlots::unscale(const Borrowed& params, const Borrowed& views, double fa
   return true;
 }
 
-GradAddresses GradSlots::addresses(const Borrowed& sources, const Borrowed& params, const Borrowed& views, size_t first,
+GradAddresses GradSlots::addresses(const Borrowed& params, const Borrowed& views, size_t first,
                                    const std::optional<std::vector<int64_t>>& chosen, const at::Tensor& flat,
                                    const at::Tensor& addresses, IsAlone is_unused) const {
-  const size_t count = sources.size();
-  TORCH_CHECK_VALUE(params.size() == count && views.size() == count && first + count <= slots_.size(),
-                    "addresses: expected one parameter and view per source, and a slot for each, got ", params.size(),
-                    " and ", views.size(), " of ", count, " from slot ", first, " on, of ", slots_.size());
+  const size_t count = params.size();
+  TORCH_CHECK_VALUE(views.size() == count && first + count <= slots_.size(),
+                    "addresses: expected one view per parameter, and a slot for each, got ", views.size(), " of ",
+                    count, " from slot ", first, " on, of ", slots_.size());
   TORCH_CHECK_VALUE(addresses.is_cpu() && addresses.is_contiguous() &&
                         addresses.numel() == static_cast<int64_t>(slots_.size()) && places_.has_value(),
                     "addresses: expected room for ", slots_.size(), " numbers, and views, got ", addresses.numel());
@@ -164,7 +162,7 @@ GradAddresses GradSlots::addresses(const Borrowed& sources, const Borrowed& para
   for (int64_t slot : chosen.value_or(std::vector<int64_t>())) is_chosen.at(static_cast<size_t>(slot)) = true;
   const auto begin = reinterpret_cast<intptr_t>(flat.const_data_ptr());
   const auto end = begin + static_cast<intptr_t>(flat.nbytes());
-  look_at_grads(sources, [&](const at::Tensor& grad, size_t i) {
+  look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
     const size_t slot = first + i;
     if (i + 2 * kAhead < count) prefetch_impl(*views[i + 2 * kAhead]);
     if (i + kAhead < count) prefetch_storage(*views[i + kAhead]->unsafeGetTensorImpl());
@@ -178,8 +176,7 @@ GradAddresses GradSlots::addresses(const Borrowed& sources, const Borrowed& para
     found.states[i] = static_cast<char>(GradState::ELSEWHERE);
     if (!intact || !is_unused(view)) found.views_are_free = false;
     const at::ScalarType dtype = grad.scalar_type();
-    const bool fits = sources[i]->is_same(*params[i]) ? may_be_of(dtype, slots_[slot]) : is_float(dtype);
-    if (fits && dtype == found.dtype.value_or(dtype) && grad.device() == view.device() &&
+    if (may_be_of(dtype, slots_[slot]) && dtype == found.dtype.value_or(dtype) && grad.device() == view.device() &&
         has_order(grad, slots_[slot])) {
       const auto size = static_cast<int64_t>(grad.itemsize());
       // Not data_ptr(), which would copy copy-on-write memory.
@@ -238,41 +235,6 @@ std::optional<std::vector<at::Tensor>> GradSlots::take_up(const Borrowed& params
     if (!views[i].defined()) views[i] = storage_view(flat, slots_[i].offset, slots_[i].sizes, slots_[i].strides);
   }
   return views;
-}
-
-std::vector<at::Tensor> GradSlots::views_in(const at::Tensor& flat) const {
-  std::vector<at::Tensor> views;
-  views.reserve(slots_.size());
-  for (const Slot& slot : slots_) {
-    views.push_back(flat.variable_data());
-    views.back().unsafeGetTensorImpl()->set_sizes_and_strides(slot.sizes, slot.strides, slot.offset);
-  }
-  return views;
-}
-
-std::optional<std::string> GradSlots::packed_states(const Borrowed& params, int64_t total_numel) const {
-  TORCH_CHECK_VALUE(params.size() == slots_.size(), "packed_states: expected one parameter for each of ", slots_.size(),
-                    " slots, got ", params.size());
-  std::string states(params.size(), static_cast<char>(GradState::NONE));
-  const c10::StorageImpl* storage = nullptr;
-  at::ScalarType dtype = at::kFloat;
-  bool packed = true;
-  look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
-    if (!packed || !grad.defined()) return;
-    packed = grad.layout() == c10::kStrided && grad.has_storage() && !grad.is_neg() &&
-             !grad.unsafeGetTensorImpl()->is_python_dispatch();
-    if (!packed) return;
-    if (storage == nullptr) {
-      storage = grad.storage().unsafeGetStorageImpl();
-      dtype = grad.scalar_type();
-      packed = is_narrow(dtype) && storage->nbytes() == static_cast<size_t>(total_numel) * grad.element_size();
-    }
-    packed = packed && grad.storage().unsafeGetStorageImpl() == storage && grad.scalar_type() == dtype &&
-             grad.storage_offset() == slots_[i].offset && grad.sizes() == at::IntArrayRef(slots_[i].sizes) &&
-             grad.strides() == at::IntArrayRef(slots_[i].strides);
-    states[i] = static_cast<char>(GradState::ELSEWHERE);
-  });
-  return packed ? std::optional(std::move(states)) : std::nullopt;
 }
 
 }  // namespace apex_npu

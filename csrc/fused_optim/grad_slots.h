@@ -36,7 +36,7 @@ class GradList;
 
 // The places of gradients for a kernel on another device than the CPU.
 struct GradAddresses {
-  std::string states;                   // one GradState for the gradient of each source
+  std::string states;                   // one GradState for each parameter
   std::vector<int64_t> others;          // the slots of ELSEWHERE gradients without an address
   std::optional<at::ScalarType> dtype;  // of all gradients with an address
   bool views_are_free;                  // the views of all ELSEWHERE slots may become gradients
@@ -69,11 +69,11 @@ class GradSlots {
   bool unscale(const Borrowed& params, const Borrowed& views, double factor, const std::optional<at::Tensor>& found_inf,
                int64_t least_numel, IsAlone is_alone, IsAlone is_unused) const;
 
-  // Finds the gradients of `sources`, whose slots in the buffer `flat` begin with number `first`. `params` are the
-  // sources themselves, or their masters. If a gradient has its slot's order of elements and is not in the buffer,
-  // addresses[slot] (int64, one for each slot, on the host) becomes the address of the buffer if the gradient were in
-  // its slot; else 0. With `chosen`, slots that are not among these are NONE.
-  GradAddresses addresses(const Borrowed& sources, const Borrowed& params, const Borrowed& views, size_t first,
+  // Finds the gradients of `params`, whose slots in the buffer `flat` begin with number `first`. If a gradient has its
+  // slot's order of elements and is not in the buffer, addresses[slot] (int64, one for each slot, on the host) becomes
+  // the address of the buffer if the gradient were in its slot; else 0. With `chosen`, slots that are not among these
+  // are NONE.
+  GradAddresses addresses(const Borrowed& params, const Borrowed& views, size_t first,
                           const std::optional<std::vector<int64_t>>& chosen, const at::Tensor& flat,
                           const at::Tensor& addresses, IsAlone is_unused) const;
 
@@ -83,13 +83,6 @@ class GradSlots {
   // The inverse: gives `flat` its memory back, and returns a view for each slot: the gradient of the slot's parameter,
   // or a new view. Returns nullopt, and gives up the memory, if it has been freed or slots have other tensors.
   std::optional<std::vector<at::Tensor>> take_up(const Borrowed& params, const at::Tensor& flat);
-
-  // Returns views of `flat`, which may have any dtype, at the offsets of the slots. Each has its own version counter.
-  std::vector<at::Tensor> views_in(const at::Tensor& flat) const;
-
-  // Returns the states of `params`, one for each slot, if all existing gradients are views by `views_in` of one 16-bit
-  // tensor of `total_numel` elements. They are ELSEWHERE. Else returns nullopt.
-  std::optional<std::string> packed_states(const Borrowed& params, int64_t total_numel) const;
 
  private:
   struct Slot {

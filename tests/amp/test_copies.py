@@ -60,14 +60,23 @@ def test_fused_ema_averages_float32_values(kind, level):
     assert_values(ema.state_dict()["averages"].values(), EXACT - 1.5 * STEP)
 
 
+# The last ones are halfway between two numbers of float16, and of bfloat16.
+@pytest.mark.parametrize("average", [EXACT + STEP, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 1 + 2.0**-8, 1 + 3 * 2.0**-8])
 @levels(WITH_MASTERS)
-def test_what_is_saved_while_averages_are_swapped_in_is_exact(level):
-    model, _ = trained(level)
+@kinds(("torch", "fused"))
+@pytest.mark.filterwarnings("error")
+def test_averages_are_swapped_in_and_out_exactly(kind, level, average):
+    model, optimizer = trained(level, kind)
+    own = EXACT - STEP
     ema = optimizers.FusedEMA(model, decay=0.5)
-    ema.load_state_dict({"decay": 0.5, "averages": {"w.0": torch.full((3,), EXACT + STEP)}})
-    with ema.swapped():
-        saved = model.state_dict()["w.0"].clone()
-    assert_values([saved], EXACT + STEP)
+    ema.load_state_dict({"decay": 0.5, "averages": {"w.0": torch.full((3,), average)}})
+    for _ in range(2):
+        with ema.swapped():
+            assert_values([model.state_dict()["w.0"]], average)
+            torch.testing.assert_close(model.w[0].detach().float().cpu(), torch.full((3,), average), rtol=2**-8, atol=0)
+        train_step(model, optimizer, (1.0, 1.0, 1.0))
+        own -= STEP
+        assert_values([model.state_dict()["w.0"]], own)
 
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model))}

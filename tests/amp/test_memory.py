@@ -13,7 +13,7 @@ from torch import nn
 
 from apex_npu import amp, optimizers
 from apex_npu._extension import extension
-from apex_npu.fusion import packed_grads
+from apex_npu.fusion import grad_memory
 from apex_npu.optimizers.memory_choices import memory_choices
 
 pytestmark = pytest.mark.skipif(SIMULATOR is None or VENDOR, reason="the stand-in has an allocator that counts")
@@ -30,7 +30,7 @@ def allocated(base, numel):
 def test_bytes_of_a_parameter_of_adam(level, fuse_unscale, expected, clip, monkeypatch):
     if fuse_unscale and extension is None:
         pytest.skip("Python gives float32 masters no gradients of another dtype")
-    monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0)
+    monkeypatch.setattr(grad_memory, "LENT_NUMEL", 0)
     gc.collect()
     base = torch.npu.memory_allocated()
     model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)]).to(DEVICE)
@@ -96,7 +96,7 @@ def torchs_recipe(level, data):
 @pytest.mark.parametrize("clear", ["optimizer.zero_grad", "model.zero_grad"])
 @pytest.mark.parametrize("level", ["O0", "O2", "O5"])
 def test_a_training_takes_no_more_memory_than_torchs_own(level, clear, monkeypatch):
-    monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0)
+    monkeypatch.setattr(grad_memory, "LENT_NUMEL", 0)
     data = torch.randn(1024, 128, device=DEVICE)
     gc.collect()
     base = torch.npu.memory_allocated()
@@ -128,7 +128,7 @@ def test_a_training_takes_no_more_memory_than_torchs_own(level, clear, monkeypat
 def test_where_a_rule_widens_gradients_its_masters_gradients_are_counted(cls, options, monkeypatch):
     if extension is None:
         pytest.skip("Python gives float32 masters no gradients of another dtype")
-    monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0)
+    monkeypatch.setattr(grad_memory, "LENT_NUMEL", 0)
     model = nn.Linear(64, 64).to(DEVICE)
     optimizer = cls(model.parameters(), lr=1e-3, **options)
     (counted,) = [c.gradient - 2 for c in memory_choices(optimizer) if c.name == "O2, O5, fuse_unscale=True"]

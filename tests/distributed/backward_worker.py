@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from apex_npu import amp, optimizers
-from apex_npu.fusion import packed_grads
+from apex_npu.fusion import grad_memory
 
 
 def gradients_are_averages():
@@ -236,7 +236,7 @@ def precision_of_averages():
 
 def cleared_in_a_block():
     """Gradients that a script drops while they are sent: collectives go on in memory that nothing else gets."""
-    least, packed_grads.PACKED_NUMEL = packed_grads.PACKED_NUMEL, 0  # on a device gradients own it between steps
+    least, grad_memory.LENT_NUMEL = grad_memory.LENT_NUMEL, 0  # on a device gradients own it between steps
     try:
         model = mlp()
         optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
@@ -259,7 +259,7 @@ def cleared_in_a_block():
             if optimizer.flat_grads()[0].memory.lends:
                 assert not optimizer.flat_grads()[0].has_buffer
     finally:
-        packed_grads.PACKED_NUMEL = least
+        grad_memory.LENT_NUMEL = least
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from apex_npu import amp, optimizers
 from apex_npu.contrib.optimizers import DistributedFusedAdam, DistributedFusedLAMB
 from apex_npu.distributed import shard_grads
 from apex_npu.distributed.fully_sharded import reshard
-from apex_npu.fusion import FlatGrads, packed_grads
+from apex_npu.fusion import FlatGrads, grad_memory
 from apex_npu.fusion.shards import local_part
 
 NORM_RULES = [
@@ -302,7 +302,7 @@ def gathered_gradients_stay_scaled():
 
 def memory_beside_torchs():
     """Of a device, over a training whose activations fill it: what torch.optim.AdamW takes, and padding."""
-    packed_grads.PACKED_NUMEL = 0
+    grad_memory.LENT_NUMEL = 0
     rows = torch.randn(2048, 128, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(dist.get_rank()))
 
     def peak(level, kind, **options):

@@ -16,9 +16,9 @@ from triton_interpreter import DEVICE, INTERPRETED, mend
 
 from apex_npu._extension import extension
 from apex_npu.distributed import clip_grad_norm_
-from apex_npu.fusion import flat_grads, fuse, grad_slots, packed_grads, set_grads
-from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, NONE, InPlace
-from apex_npu.ops import AddressTable, gather, multiply_, wide_dtype
+from apex_npu.fusion import FlatGrads, flat_grads, fuse, grad_slots
+from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, NONE
+from apex_npu.ops import AddressTable, gather, wide_dtype
 from apex_npu.ops.triton_kernels import plans
 
 if extension is None:
@@ -44,8 +44,8 @@ def launched(monkeypatch):
         return take(flat, chunks, addresses, dtype, *args, **options)
 
     monkeypatch.setattr(plans, "take_addressed", noted)
-    for limit in ("STAYS_NUMEL", "WRITTEN_NUMEL"):  # else gradients stay where they are
-        monkeypatch.setattr(grad_slots, limit, 1 << 60)
+    monkeypatch.setattr(FlatGrads, "gathers_all", True)
+    monkeypatch.setattr(grad_slots, "WRITTEN_NUMEL", 1 << 60)
     if INTERPRETED:
         mend(monkeypatch)
         for module in (flat_grads, gather):
@@ -114,6 +114,7 @@ def test_clipping_writes_gradients_in_slots_and_nothing_between_them(dtype, bad,
         params[0].grad[7] = bad
     before = [None if p.grad is None else p.grad.clone() for p in params]
     grads.gather()
+    monkeypatch.setattr(FlatGrads, "gathers_all", False)
     versions = [p.grad._version for p in params if p.grad is not None]
     monkeypatch.setattr(grads.memory, "clear_padding", None)  # a launch of its own
     norm = clip_grad_norm_([grads], [], 2.0)
@@ -160,16 +161,16 @@ def test_a_copy_keeps_the_bits(dtype, launched):
     assert launched == [dtype]
 
 
-@pytest.mark.parametrize("source", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_masters_take_what_is_widened_before_it_is_divided(source, launched):
-    masters, sources = make_params(), make_params(source)
-    grads, found_inf = slots_of(masters), torch.zeros(1, device=DEVICE)
-    for i, p in enumerate(sources):
+@pytest.mark.parametrize("source", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_are_widened_before_they_are_divided(source, launched):
+    params = make_params(source)
+    grads, found_inf = slots_of(params), torch.zeros(1, device=DEVICE)
+    grads.widen()
+    for i, p in enumerate(params):
         p.grad = randn(p, i) * 1e-4
-    kept = [p.grad.clone() for p in sources]
-    grads.take(sources, 2.0**-16, found_inf)
-    check(masters, [times(grad, 2.0**-16, torch.float32) for grad in kept], grads)
-    assert [torch.equal(p.grad, grad) for p, grad in zip(sources, kept, strict=True)] == [True] * len(kept)
+    kept = [p.grad.clone() for p in params]
+    grads.take(2.0**-16, found_inf)
+    check(params, [times(grad, 2.0**-16, torch.float32) for grad in kept], grads)
     assert launched == [source]
 
 
@@ -226,7 +227,7 @@ def test_layouts(launched):
     before = [p.grad.resolve_neg().clone() for p in params]
     places = [p.grad.data_ptr() - 4 * grads.offsets[i] for i, p in enumerate(params)]
     read = torch.zeros(len(params), dtype=torch.int64)
-    found = grads.memory.slots.addresses(params, params, grads.views, 0, len(params), None, grads.flat, read)
+    found = grads.memory.slots.addresses(params, grads.views, 0, len(params), None, grads.flat, read)
     assert found[1:] == ([1, 3, 4], torch.float32, True)
     assert read.tolist() == [places[0], 0, places[2], 0, 0]
     grads.unscale_(SMALLER, found_inf)
@@ -265,11 +266,11 @@ def test_what_is_looked_at_has_slots_and_room():
     known, flat, views, count = grads.memory.slots, grads.flat, grads.views, len(params)
     room = torch.zeros(count, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"expected items \[2, 8\), got 7"):
-        known.addresses(params, params, views, 2, 8, None, flat, room)
+        known.addresses(params, views, 2, 8, None, flat, room)
     with pytest.raises(ValueError, match="expected room for 7 numbers, and views, got 6"):
-        known.addresses(params, params, views, 0, count, None, flat, room[1:])
+        known.addresses(params, views, 0, count, None, flat, room[1:])
     with pytest.raises(IndexError):
-        known.addresses(params, params, views, 0, count, [7], flat, room)
+        known.addresses(params, views, 0, count, [7], flat, room)
 
 
 @pytest.mark.parametrize("spoil", [lambda g: g.double(), lambda g: g.to_sparse()], ids=["dtype", "sparse"])
@@ -325,55 +326,6 @@ def test_without_a_compiler_torch_copies(monkeypatch, launched):
         grads.unscale_(SMALLER, found_inf)
         check(params, [times(grad, SMALLER) for grad in before], grads)
     assert launched == [None]
-
-
-@pytest.fixture
-def may_stay(monkeypatch):
-    """Gradients of any size stay where autograd left them."""
-    monkeypatch.setattr(grad_slots, "STAYS_NUMEL", 0)
-
-
-def test_packed_gradients_stay_where_they_are_until_they_are_gathered(monkeypatch):
-    monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0)
-    masters, sources = make_params(), make_params(torch.bfloat16)
-    slots = slots_of(masters)
-    slots.may_pack = True
-    wanted = [grad.float() for grad in give(sources)]
-    _ = slots.views  # the float32 buffer is there, as after gradients have been shown
-    set_grads(masters, [p.grad for p in sources])
-    assert slots.pack()
-    assert set(slots.gather(in_place=InPlace.READ)) == {ELSEWHERE}
-    assert {p.grad.dtype for p in masters} == {torch.bfloat16}
-    assert set(slots.gather()) == {IN_BUFFER}
-    for p, grad in zip(masters, wanted, strict=True):
-        assert torch.equal(p.grad, grad)
-
-
-@pytest.mark.parametrize("way", ["unscaling", "clipping"])
-@pytest.mark.parametrize("replaced", [(2,), (1, 2, 3), (0, 1, 2, 3)], ids=str)
-@pytest.mark.parametrize("missing", [False, True])
-@pytest.mark.usefixtures("may_stay")
-def test_what_a_script_puts_beside_packed_gradients_is_multiplied_as_well(way, replaced, missing, monkeypatch):
-    monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0)
-    shapes = [(40,), (41,), (4, 5), (42,)]
-    masters, sources = make_params(shapes=shapes), make_params(torch.float16, shapes=shapes)
-    slots = slots_of(masters)
-    slots.may_pack = True
-    before = give(sources)
-    set_grads(masters, before)
-    if missing:
-        masters[0].grad = before[0] = None
-    assert slots.pack()
-    for i in replaced:
-        masters[i].grad = randn(masters[i], 10 + i)
-        before[i] = masters[i].grad.clone()
-    if way == "unscaling":
-        slots.unscale_(SMALLER, None)
-    else:
-        for operand in slots.operands(InPlace.WRITE):
-            multiply_(operand, torch.tensor(SMALLER, device=DEVICE))
-    slots.gather()
-    check(masters, [None if grad is None else times(grad, SMALLER, torch.float32) for grad in before], slots)
 
 
 def test_some_slots(launched):

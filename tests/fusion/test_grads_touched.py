@@ -17,7 +17,6 @@ from apex_npu.fusion import grad_slots
 
 @pytest.fixture(autouse=True)
 def large_is_small(monkeypatch):
-    monkeypatch.setattr(grad_slots, "STAYS_NUMEL", 16)
     monkeypatch.setattr(grad_slots, "WRITTEN_NUMEL", 16)
 
 

@@ -4,7 +4,6 @@
 
 import gc
 import math
-import sys
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from small_programs import initialize
 from torch import nn
 
 from apex_npu import amp, optimizers
-from apex_npu.fusion import grad_slots, packed_grads
+from apex_npu.fusion import FlatGrads, grad_memory
 from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.grad_copier import GradCopier
 from apex_npu.ops import AddressTable
@@ -30,8 +29,8 @@ SHAPES = [(300, 7), (5,), (64, 33), (1,), (0,), (17,)]
 @pytest.fixture(autouse=True)
 def _of_any_size(monkeypatch):
     """Buffers of few elements are lent, too, and what new memory holds is nan; no gradient stays where it is."""
-    monkeypatch.setattr(packed_grads, "PACKED_NUMEL", 0)
-    monkeypatch.setattr(grad_slots, "STAYS_NUMEL", sys.maxsize)
+    monkeypatch.setattr(grad_memory, "LENT_NUMEL", 0)
+    monkeypatch.setattr(FlatGrads, "gathers_all", True)
     renew = FlatBuffer.renew
 
     def poisoned(self):

@@ -188,28 +188,25 @@ def test_subclasses_are_unscaled_by_their_own_code(inv_scale, bad):
 
 
 def test_taking_gradients_in_one_call():
-    """Of masters from their model parameters, of others from themselves; what has none keeps its own."""
     if not gathers_in_one_pass(torch.ones(1, device=DEVICE)):
         pytest.skip("there is no one-pass kernel here")
     from apex_npu._extension import extension
 
     take_grads = extension.take_grads_cpu
 
-    params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(3)]
-    sources = [torch.nn.Parameter(torch.zeros(3, dtype=torch.float16)), params[1], params[2]]
-    sources[0].grad = torch.full((3,), 8.0, dtype=torch.float16)
-    sources[1].grad = torch.full((3,), 16.0)
+    params = [torch.nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in (torch.float16, *2 * [torch.float32])]
+    params[0].grad = torch.full((3,), 8.0, dtype=torch.float16)
+    params[1].grad = torch.full((3,), 16.0)
     slots = [torch.zeros(3) for _ in params]
-    assert take_grads(sources, params, slots, 0.5) is None
+    assert take_grads(params, slots, 0.5) is None
     assert params[0].grad is slots[0]
     assert params[1].grad is slots[1]
     assert params[2].grad is None
     assert [s.tolist() for s in slots] == [[4.0] * 3, [8.0] * 3, [0.0] * 3]
-    assert sources[0].grad.dtype == torch.float16  # left where it was
     # An unsuitable one is refused before anything is written.
     params[2].grad = torch.ones(3).to_sparse()
-    assert take_grads(params, params, slots, 0.5) == 2
+    assert take_grads(params, slots, 0.5) == 2
     assert slots[1].tolist() == [8.0] * 3
     params[2].grad = TwoTensor(torch.ones(3), torch.ones(3))
-    assert take_grads(params, params, slots, 0.5) == 2
+    assert take_grads(params, slots, 0.5) == 2
     assert slots[1].tolist() == [8.0] * 3

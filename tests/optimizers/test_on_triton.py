@@ -14,7 +14,7 @@ from small_programs import initialize
 from triton_interpreter import INTERPRETED, mend
 
 from apex_npu import amp
-from apex_npu.fusion import flat_grads, fused_group, fusing, grad_slots
+from apex_npu.fusion import FlatGrads, flat_grads, fused_group, fusing, grad_slots
 from apex_npu.fusion.graph_runs import GraphRuns, _DeviceStepCounts
 from apex_npu.fusion.run import Runs, StepCounts
 from apex_npu.ops import cpu, elementwise, encoded_calls, segmented
@@ -41,8 +41,8 @@ def where(request):
 def launched(where, monkeypatch):
     """The names of the kernels that have run, on the CPU."""
     mend(monkeypatch)
-    for limit in ("STAYS_NUMEL", "WRITTEN_NUMEL"):
-        monkeypatch.setattr(grad_slots, limit, 0 if where == "listed" else sys.maxsize)
+    monkeypatch.setattr(FlatGrads, "gathers_all", where != "listed")
+    monkeypatch.setattr(grad_slots, "WRITTEN_NUMEL", 0 if where == "listed" else sys.maxsize)
     if where == "listed":
         monkeypatch.setattr(flat_grads, "takes_addresses", lambda slot: True)
     names = []
@@ -249,9 +249,9 @@ def test_scaled_gradients_are_read_where_backward_has_left_them(spec, clip, leve
     if where == "gathered":
         pytest.skip("nothing is read in place")
 
-    def train(stays_numel):
+    def train(gathers_all):
         launched.clear()
-        monkeypatch.setattr(grad_slots, "STAYS_NUMEL", stays_numel)
+        monkeypatch.setattr(FlatGrads, "gathers_all", gathers_all)
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(6, 40), torch.nn.LayerNorm(40), torch.nn.Linear(40, 3))
         model, optimizer = initialize(
@@ -280,9 +280,9 @@ def test_scaled_gradients_are_read_where_backward_has_left_them(spec, clip, leve
         amp.shutdown()
         return result, set(launched)
 
-    read, used = train(0)
+    read, used = train(False)
     assert "listed_square_parts" in used
-    torch.testing.assert_close(read, train(sys.maxsize)[0], rtol=0, atol=0)
+    torch.testing.assert_close(read, train(True)[0], rtol=0, atol=0)
 
 
 ENCODED = [spec for spec in SPECS if getattr(spec.cls, "encodable_states", ())]

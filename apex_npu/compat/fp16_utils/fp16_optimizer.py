@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from apex_npu.amp.grad_groups import GradGroup
-from apex_npu.amp.grad_layout import make_grad_groups
+from apex_npu.amp.optimizer_grads import make_grad_groups
 from apex_npu.amp.optimizer_state import inner_optimizer
 from apex_npu.compat.amp.scaler import LossScaler
 from apex_npu.compat.amp.stash import Aside, set_grads_aside, unscale_and_add
