@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices import needs, require
-from interrupting import Interrupt
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -255,15 +254,3 @@ def test_the_policy_names_the_dtype_of_reductions_whose_default_depends_on_the_t
 def test_the_policy_of_a_level_that_computes_in_float32_leaves_reductions_in_it(level):
     assert amp.fsdp_policy(level) == MixedPrecisionPolicy()
     assert amp.fsdp_policy(level, torch.bfloat16) == MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-
-
-def test_an_interrupt_anywhere_in_no_grad_leaves_gradients_enabled():
-    function = _torch_private.no_grad(torch.is_grad_enabled)
-    with Interrupt(sys.maxsize, "_torch_private.py") as interrupt:
-        assert not function()
-    for n in range(1, interrupt.count + 1):
-        with Interrupt(n, "_torch_private.py"):
-            function()
-        enabled = torch.is_grad_enabled()
-        torch.set_grad_enabled(True)
-        assert enabled, n

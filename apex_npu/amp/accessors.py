@@ -8,12 +8,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from torch.optim import Optimizer
 
 from apex_npu.autocast.casting import CastHandle
-from apex_npu.backends.patching import Undo, patch_attribute
+from apex_npu.backends.patching import patch_attribute
 
 
 class OptimizerAccessors(Optimizer):
@@ -32,7 +33,7 @@ def add_accessors(accessors: type) -> None:
             setattr(OptimizerAccessors, name, value)
 
 
-def step_without(casts: CastHandle, undo: Undo) -> None:
+def step_without(casts: CastHandle, undo: ExitStack) -> None:
     """Disable ``casts`` in the own ``step`` of adopted optimizers. amp evaluates closures before that, with casts on.
 
     Args:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable
+from contextlib import ExitStack
 from itertools import chain
 from typing import Any
 
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from apex_npu.amp.float32_loop import Float32Loop
 from apex_npu.backends._torch_private import disable_dynamo, labelled
-from apex_npu.backends.patching import Undo
 from apex_npu.fusion import are_same, grads_of, low_precision_of
 
 _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_")
@@ -25,7 +25,7 @@ SCALED_CLIPPED = (
 )
 
 
-def watch_clipping(undo: Undo, adopted: Collection[Any], warn_once: Callable[[Any, str], None]) -> None:
+def watch_clipping(undo: ExitStack, adopted: Collection[Any], warn_once: Callable[[Any, str], None]) -> None:
     """Wrap torch's clipping functions, including names that a script has already imported.
 
     Args:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,7 +25,6 @@ from apex_npu.autocast.containers import cast_inputs
 from apex_npu.autocast.forward_cast import is_wrapped, remove_wrapper, unwrapped_forward
 from apex_npu.autocast.submodule_cast import CastInputs
 from apex_npu.backends import is_capturing
-from apex_npu.backends.patching import Undo
 from apex_npu.backends.script_warnings import warn
 from apex_npu.distributed.torch_ddp import KnownDDPs, dtypes_of, follow_dtypes
 from apex_npu.fusion import set_grads, wraps_tensors
@@ -63,7 +63,7 @@ class CopyLink:
         self.masters: list[Masters] = []
         self.showing: weakref.WeakSet[ModuleCopies] = weakref.WeakSet()
         self.copied = self.warned = False
-        self._undo = Undo()
+        self._undo = ExitStack()
         self._wrapped: list[weakref.ref[nn.Module]] = []
         self._add: Callable[[nn.Module], object] | None = None
 
@@ -86,18 +86,13 @@ class CopyLink:
             masters.end_loop()
 
     def add(self, model: nn.Module, masters: Masters) -> None:
-        """Add ``masters``. New masters first take the float32 values that ``model`` keeps of their parameters.
-
-        A value is kept until the masters have been added, so that the next call can continue after an interrupt.
-        """
+        """Add ``masters``. New masters first take the float32 values that ``model`` keeps of their parameters."""
         cast = filter(None, map(copies_of, model.modules() if masters.are_new else ()))
         kept = [(copies, name, copies.module._parameters.get(name)) for copies in cast for name in copies.kept]
         taken = [(copies, name, param) for copies, name, param in kept if param is not None and masters.has(param)]
-        masters.take_values({id(param): fp32_value(param, copies.kept[name]) for copies, name, param in taken})
+        masters.take_values({id(param): fp32_value(param, copies.kept.pop(name)) for copies, name, param in taken})
         if masters not in self.masters:
             self.masters.append(masters)
-        for copies, name, _ in taken:
-            del copies.kept[name]
 
     def end_copy(self, module: nn.Module, values: Mapping[str, Tensor]) -> None:
         """Make ``module``, a complete copy, float32, unless its optimizer has been copied as well."""
@@ -364,13 +359,10 @@ def to_float32(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     own, forward = vars(module), unwrapped_forward(module)
     if is_wrapped(module):
         own.pop("_replicate_for_data_parallel", None)
-    own.pop("__deepcopy__", None)
-    # Last, with no call in between at which an interrupt could arrive: a module with neither attribute is not
-    # restored again.
-    own["forward"] = forward
-    del own["__reduce_ex__"]
-    if forward is None:
-        del own["forward"]
+    for name in ("forward", "__deepcopy__", "__reduce_ex__"):
+        own.pop(name, None)
+    if forward is not None:
+        own["forward"] = forward
 
 
 def _remove_hooks(module: nn.Module, is_ours: Callable[[Any], bool]) -> None:

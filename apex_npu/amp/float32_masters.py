@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -129,7 +128,7 @@ class Float32Masters(Masters):
         known_dtypes = dict(zip(map(id, self._params), self._dtypes, strict=True))
         dtypes = [known_dtypes.get(id(p), p.dtype) for p in params]
         self.own_values = [*self.own_values, *new]
-        self._params, self._values, self._dtypes = params, made, dtypes  # at once, also for an interrupt
+        self._params, self._values, self._dtypes = params, made, dtypes
         self._is_new = self._is_new or bool(new)
         buffers = self._buffers
         self._forget_memory_of_values()
@@ -273,17 +272,17 @@ class Float32Masters(Masters):
             finally:
                 self._open -= 1
             return
-        own = vars(self)
-        at_end: Iterable[tuple[str, Any]] = [("_open", 0)]
         self._open = 1  # before the first parameter has float32 data: other threads call models of the session
         try:
             low = swap_data(self._params, self._values)
-            # If a script gives a parameter other float32 data, that becomes its value.
-            at_end = chain(zip(["_values"], map(swap_data, [self._params], [low]), strict=True), at_end)
             self._values = []  # a fused optimizer frees memory that it moves values from, if no other tensor has it
-            yield
+            try:
+                yield
+            finally:
+                # If a script gives a parameter other float32 data, that becomes its value.
+                self._values = swap_data(self._params, low)
         finally:
-            own.update(at_end)  # one call, which no interrupt can divide
+            self._open = 0
 
     @contextmanager
     def float32_data(self, params: Sequence[Tensor] | None = None) -> Iterator[None]:

@@ -49,7 +49,6 @@ from apex_npu.amp.step_decision import APPLIED, StepReport
 from apex_npu.amp.user_casts import registered_patches
 from apex_npu.autocast.forward_cast import convert_model
 from apex_npu.backends._torch_private import onednn_computes
-from apex_npu.backends.patching import Undo
 from apex_npu.backends.script_warnings import warn
 from apex_npu.distributed import GroupReference, ReduceOptions
 from apex_npu.distributed.consistency import Description, broadcast_values, describe, failing_together
@@ -340,7 +339,7 @@ def _set_up(
     policy = session.policy
     casts = session.casts
     parallel = session.data_parallel
-    undo = Undo()
+    undo = ExitStack()
     undo.callback(_keep_remainders())
     try:
         undo.callback(_rebuild_reducers, ddps)
@@ -375,7 +374,7 @@ def _set_up(
         _rebuild_reducers(ddps)
         install(session)
     except BaseException:
-        if current() is not session:  # after the last change, an interrupt undoes nothing
+        if current() is not session:  # an error after the last change undoes nothing
             undo.close()
         raise
 

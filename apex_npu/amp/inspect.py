@@ -9,7 +9,7 @@ module keeps no state. Optimizers are passed as to ``scale_loss``: one or severa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from apex_npu.amp.session import settings as settings
 from apex_npu.amp.step_decision import StepDecision, StepReport
 from apex_npu.amp.user_casts import registered_patches
 from apex_npu.autocast.forward_cast import Ambient, convert_model
-from apex_npu.backends.patching import Undo, patch_attribute
+from apex_npu.backends.patching import patch_attribute
 from apex_npu.distributed.torch_ddp import ddps_of
 
 
@@ -135,7 +135,7 @@ def report_of(optimizer: Any) -> StepReport | None:
     return None if state is None else state.report
 
 
-def patch_step(undo: Undo, around: Callable[[Any], Any]) -> None:
+def patch_step(undo: ExitStack, around: Callable[[Any], Any]) -> None:
     """Replace ``step`` of all optimizers of amp by ``around(step)``, until ``undo`` is closed."""
     patch_attribute(undo, AmpOptimizerMixin, "step", around)
 

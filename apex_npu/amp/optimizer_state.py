@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import attrgetter, itemgetter
@@ -22,7 +23,6 @@ from apex_npu.amp.session import current, warn_once
 from apex_npu.amp.step_decision import StepDecision, StepReport
 from apex_npu.backends._torch_private import labelled
 from apex_npu.backends.failed_updates import half_updated, has_ended_queue
-from apex_npu.backends.patching import Undo
 from apex_npu.distributed.rank_progress import has_peers
 from apex_npu.distributed.torch_ddp import KnownDDPs, find_ddps
 from apex_npu.fusion import (
@@ -174,7 +174,7 @@ class AmpOptimizerState:
             )
         self.policy = policy
 
-    def retire(self, undo: Undo | None = None) -> None:
+    def retire(self, undo: ExitStack | None = None) -> None:
         """Drop the masters, so that a step does not write the model, whose parameters another optimizer steps now.
 
         Args:

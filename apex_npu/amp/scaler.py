@@ -136,7 +136,6 @@ class DynamicLossScaler(LossScaler):
         # >= rather than ==: a count resumed from a run with a longer window must still grow.
         elif not found_inf and good_steps >= options.growth_interval:
             scale, good_steps = min(scale * options.growth_factor, options.max_scale), 0
-        # One statement, so that no interrupt comes in between.
         self.found_inf, self.scale, self.good_steps, self._overflows_in_a_row = found_inf, scale, good_steps, overflows
         if found_inf and before >= 1.0 > scale:
             self.warn_once(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from apex_npu.autocast.casting import CastHandle
 from apex_npu.autocast.float32_view import average_in_float32
 from apex_npu.autocast.forward_cast import CastForward
 from apex_npu.autocast.monkey_patches import compute_matrix_exp_in_float32
-from apex_npu.backends.patching import Patch, Undo, patch_attribute
+from apex_npu.backends.patching import Patch, patch_attribute
 from apex_npu.backends.script_warnings import warn
 from apex_npu.distributed.fully_sharded import HeldGradients, units_of
 from apex_npu.distributed.group_reference import GroupReference
@@ -120,7 +120,7 @@ class Session:
     open_checks: dict[LossScaler, Any] = field(default_factory=dict)
     reached: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = field(default_factory=weakref.WeakKeyDictionary)
     spare_flags: dict[torch.device, Tensor] = field(default_factory=dict)
-    _undo: Undo = field(default_factory=Undo)
+    _undo: ExitStack = field(default_factory=ExitStack)
     _warned: weakref.WeakKeyDictionary[Any, set[str]] = field(default_factory=weakref.WeakKeyDictionary)
 
     def check_sharded_before(self) -> None:
@@ -283,19 +283,16 @@ class Session:
         self._undo.callback(call)
 
     def undo(self) -> None:
-        """Undo ``enable``. If an interrupt stops it, the next call completes it."""
+        """Undo ``enable``."""
         self._undo.close()
 
     def restore_models(self) -> None:
-        """Make models float32 again, and update the DistributedDataParallel instances around them.
-
-        After an interrupt ``undo`` completes the part that has begun, and another call does the rest.
-        """
-        for ddp, dtypes in dtypes_of(self.ddps):
-            self._undo.callback(follow_dtypes, ddp, dtypes)
-        for reference in self.models:
-            self._undo.callback(_restore, reference)
-        self._undo.close()
+        """Make models float32 again, and update the DistributedDataParallel instances around them."""
+        with ExitStack() as following:
+            for ddp, dtypes in dtypes_of(self.ddps):
+                following.callback(follow_dtypes, ddp, dtypes)
+            for reference in reversed(self.models):
+                _restore(reference)
 
     def _check_averaged_once(self, module: nn.Module) -> None:
         """Raise if DistributedDataParallel wraps parameters whose gradients combine_ddp averages.
@@ -361,7 +358,7 @@ def install(session: Session) -> None:
         own = list(session.adopted)
         params = [p for model in session.live_models() for p in model.parameters()]
         replaced = [state for state in states if any(map(state.masters.has, params))]
-        undo = Undo()
+        undo = ExitStack()
         try:
             for state in replaced:
                 state.retire(undo)
@@ -369,7 +366,7 @@ def install(session: Session) -> None:
                 former.undo()  # first, because patches of two sessions must be nested
                 session.continue_from(former)
             session.enable()
-            _current = session  # last: if an interrupt prevents it, everything is undone
+            _current = session
         except BaseException:
             undo.close()
             session.undo()
@@ -377,7 +374,7 @@ def install(session: Session) -> None:
                 former.undo()
                 former.enable()
             raise
-        for optimizer in own:  # link with models of the former session; after an interrupt the first block does this
+        for optimizer in own:  # link with models of the former session
             session.register(optimizer, optimizer._amp_state)
 
 
@@ -474,7 +471,7 @@ def shutdown() -> None:
             for optimizer in former.adopted:
                 if optimizer._amp_state.masters.params():
                     optimizer._amp_state.retire()
-        _current = None  # last: after an interrupt another call completes it
+        _current = None  # last: after an error another call completes it
 
 
 def disable_casts() -> AbstractContextManager[Any]:

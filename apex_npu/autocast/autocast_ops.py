@@ -9,6 +9,7 @@ operators are in ``monkey_patches.py``.
 from __future__ import annotations
 
 import warnings
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from apex_npu.backends._torch_private import (
     operators_with_kernel,
     privateuse1_device_type,
 )
-from apex_npu.backends.patching import Undo
 
 _AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU"}
 
@@ -56,7 +56,7 @@ def _has_op(name: str) -> bool:
     return hasattr(getattr(torch.ops.aten, packet_name, None), overload or "default")
 
 
-def install_dispatch_overlay(undo: Undo, device_type: str) -> None:
+def install_dispatch_overlay(undo: ExitStack, device_type: str) -> None:
     """Register a kernel for each operator that Apex casts and autocast for ``device_type`` does not.
 
     Args:

@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from apex_npu.autocast.forward_cast import Ambient, without_autocast
 from apex_npu.autocast.monkey_patches import install_attribute_overlay
 from apex_npu.autocast.submodule_cast import TRACED
 from apex_npu.backends._torch_private import checkpoint_frame, data_worker
-from apex_npu.backends.patching import Patch, Undo, patch_attribute
+from apex_npu.backends.patching import Patch, patch_attribute
 
 
 class CastHandle(Ambient):
@@ -47,7 +46,7 @@ class CastHandle(Ambient):
 
     def __init__(self, device_types: Sequence[str] = (), before_forward: Callable[[], object] = lambda: None) -> None:
         super().__init__(device_types, before_forward)
-        self._undo = Undo()
+        self._undo = ExitStack()
 
     def enable(self, policy: CastPolicy, patches: Sequence[Patch] = ()) -> None:
         """Switch the casts on, or do nothing if the policy has no such casts. After a failure call ``undo``.
@@ -94,26 +93,27 @@ class CastHandle(Ambient):
                     self.inside.remove(TRACED)
             return
         thread_id = threading.get_ident()
-        leaving = map(self.inside.remove, [thread_id])
-        ending = chain(leaving, self._restoring())
-        try:
-            self.inside.append(thread_id)  # inside try, so that an interrupt after it is undone
+        with self._switched_off():
             torch.set_autocast_cache_enabled(True)  # for a region inside, as without O1
+            self.inside.append(thread_id)
+            try:
+                yield
+            finally:
+                self.inside.remove(thread_id)
+
+    @contextmanager
+    def _switched_off(self) -> Iterator[None]:
+        """Switch autocast off, and restore its state at the end, unless ``undo`` has done so."""
+        enabled = list(map(torch.is_autocast_enabled, self.device_types))
+        caches = torch.is_autocast_cache_enabled()
+        try:
             self._switch_off()
             yield
         finally:
-            list(ending if self.active else leaving)  # after an undo there is nothing else to restore
-
-    def _restoring(self) -> Iterator[None]:
-        """Return an iterator that restores autocast's current state when it is exhausted.
-
-        Exhausting it is one call that no interrupt can divide, unlike a function of this class.
-        """
-        enabled = list(map(torch.is_autocast_enabled, self.device_types))
-        return chain(
-            map(torch.set_autocast_enabled, self.device_types, enabled),
-            map(torch.set_autocast_cache_enabled, [torch.is_autocast_cache_enabled()]),
-        )
+            if self.active:
+                for device_type, is_on in zip(self.device_types, enabled, strict=True):
+                    torch.set_autocast_enabled(device_type, is_on)
+                torch.set_autocast_cache_enabled(caches)
 
     def _switch_off(self) -> None:
         for device_type in self.device_types:
@@ -142,15 +142,10 @@ class CastHandle(Ambient):
 
     def _without_autocast(self, run_backward: Callable[..., Any]) -> Callable[..., Any]:
         def engine_run_backward(*args: Any, **kwargs: Any) -> Any:
-            restoring = self._restoring()
-            try:
-                self._switch_off()
+            with self._switched_off():
                 if not self.inside:
                     return run_backward(*args, **kwargs)
                 return self.call_as_if(False, run_backward, *args, **kwargs)
-            finally:
-                if self.active:
-                    list(restoring)
 
         return engine_run_backward
 
@@ -172,16 +167,13 @@ class CastHandle(Ambient):
             inside = self.active and getattr(function, "_apex_npu_inside", False)
             call = partial(self.call_as_if, True, apply) if inside else apply
             remembered = getattr(function, "_apex_npu_autocast", ()) if self.active else ()
-            restore = Undo()
-            try:
+            with ExitStack() as restore:
                 if remembered:
                     restore.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
                     torch.set_autocast_cache_enabled(False)
                 for device_type, dtype in remembered:
                     _set_autocast(restore, device_type, dtype)
                 return call(function, *args)
-            finally:
-                restore.close()
 
         return apply_with_autocast
 
@@ -193,7 +185,7 @@ class CastHandle(Ambient):
         return init_remembering
 
 
-def _set_autocast(undo: Undo, device_type: str, dtype: torch.dtype) -> None:
+def _set_autocast(undo: ExitStack, device_type: str, dtype: torch.dtype) -> None:
     undo.callback(torch.set_autocast_dtype, device_type, torch.get_autocast_dtype(device_type))
     undo.callback(torch.set_autocast_enabled, device_type, torch.is_autocast_enabled(device_type))
     torch.set_autocast_dtype(device_type, dtype)

@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from apex_npu.backends.patching import Undo, patch_attribute
+from apex_npu.backends.patching import patch_attribute
 from apex_npu.ops import LOW_PRECISION
 
 
@@ -26,7 +27,7 @@ def float32_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**tensors, **{name: shown[name] for name in low if name in shown}}
 
 
-def average_in_float32(undo: Undo) -> None:
+def average_in_float32(undo: ExitStack) -> None:
     """Make torch's ``AveragedModel``, a float32 copy of a model that amp has cast, average float32 values.
 
     Args:

@@ -75,14 +75,15 @@ class Ambient:
     def call_as_if(self, inside: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function`` in this thread with ``is_inside()`` temporarily equal to ``inside``."""
         thread_id = threading.get_ident()
-        here, there = [thread_id] * self.inside.count(thread_id), [thread_id] * inside
-        entering = chain(map(self.inside.remove, here), map(self.inside.append, there))
-        leaving = chain(map(self.inside.remove, there), map(self.inside.append, here))
+        count = self.inside.count(thread_id)
+        if inside:
+            return call_marked(self.inside, function, *args, **kwargs)
+        for _ in range(count):
+            self.inside.remove(thread_id)
         try:
-            list(entering)  # inside try, so that an interrupt after it is undone
             return function(*args, **kwargs)
         finally:
-            list(leaving)
+            self.inside += [thread_id] * count
 
 
 @contextmanager

@@ -3,13 +3,14 @@
 """Names of torch that are patched as attributes while O1 is on, since patching a single operator is not enough.
 
 The patches act only if autocast is enabled for the tensor's device, so switching autocast off switches them off. The
-patch of ``matrix_exp`` is for models that are cast instead. Each function registers its undo on the given ``Undo``.
+patch of ``matrix_exp`` is for models that are cast instead. Each function registers its undo on an ``ExitStack``.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -17,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from apex_npu.autocast import cast_lists
-from apex_npu.backends.patching import Undo, patch_attribute
+from apex_npu.backends.patching import patch_attribute
 from apex_npu.ops import LOW_PRECISION
 
 Function = Callable[..., Any]
 
 
-def install_attribute_overlay(undo: Undo, device_types: tuple[str, ...], *, allow_banned: bool) -> None:
+def install_attribute_overlay(undo: ExitStack, device_types: tuple[str, ...], *, allow_banned: bool) -> None:
     """Patch the names for which patching a single operator is not enough.
 
     Args:
@@ -52,7 +53,7 @@ def install_attribute_overlay(undo: Undo, device_types: tuple[str, ...], *, allo
     patch_attribute(undo, Tensor, "cpu", functools.partial(_widening_cpu, low_precision))
 
 
-def compute_matrix_exp_in_float32(undo: Undo) -> None:
+def compute_matrix_exp_in_float32(undo: ExitStack) -> None:
     """Make ``matrix_exp`` of float16 and bfloat16 CPU tensors compute in float32, since torch gives NaN or garbage.
 
     Orthogonal parametrizations call it. Other functions of linear algebra are correct there, or refuse these dtypes.

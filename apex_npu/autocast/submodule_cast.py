@@ -24,14 +24,14 @@ TRACED = -1
 def call_marked(threads: list[int], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``function``. Meanwhile ``threads`` has an entry for this thread; its append and remove are atomic."""
     if torch.compiler.is_compiling():
+        threads.append(TRACED)
         try:
-            threads.append(TRACED)
             return function(*args, **kwargs)
         finally:
             threads.pop()  # dynamo of torch 2.6 cannot trace list.remove
     thread_id = threading.get_ident()
+    threads.append(thread_id)
     try:
-        threads.append(thread_id)  # inside try, so that an interrupt after it is undone
         return function(*args, **kwargs)
     finally:
         threads.remove(thread_id)

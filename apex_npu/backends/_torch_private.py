@@ -280,8 +280,8 @@ def no_grad(function: _F) -> _F:
     @functools.wraps(function)
     def without_grad(*args: Any, **kwargs: Any) -> Any:
         before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
         try:
-            torch._C._set_grad_enabled(False)  # inside of try, so that an interrupt right after it is undone, too
             return function(*args, **kwargs)
         finally:
             torch._C._set_grad_enabled(before)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
@@ -19,7 +20,6 @@ from apex_npu.amp.inspect import optimizers, patch_step, policy, settings
 from apex_npu.amp.policy import Policy, resolve
 from apex_npu.autocast.cast_policy import CastPolicy
 from apex_npu.backends._torch_private import dispatch_modes
-from apex_npu.backends.patching import Undo
 from apex_npu.debug.comparison.check_operators import check_operators
 from apex_npu.debug.comparison.record import record
 from apex_npu.debug.gradient_range.measure import gradient_range
@@ -184,7 +184,7 @@ class ScriptSteps:
         self._count = 0
         self._leader: int | None = None
         self._is_first_rank = True
-        self._undo = Undo()
+        self._undo = ExitStack()
         patch_step(self._undo, self._counting)
         if any(part.first == 0 for part in parts):
             self._undo.callback(on_forward(self._forward_begins).remove)

@@ -46,7 +46,7 @@ class DDPWatch:
         self._handle: Any = None
 
     def open(self) -> None:
-        """Begin to watch; after an interruption, ``close`` undoes the part that was done."""
+        """Begin to watch."""
         self._is_open = True
         self._handle = register_module_module_registration_hook(self._note)
 

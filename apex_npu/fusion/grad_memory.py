@@ -101,7 +101,7 @@ class GradMemory:
         if is_capturing():  # a replay writes to the addresses of the capture
             self.lends = False
             return
-        self.is_lent, self.views = True, []  # first: after an interruption below, the buffer gets new memory
+        self.is_lent, self.views = True, []  # first: after an error below, the buffer gets new memory
         self.slots.let_go(self._buffer.flat)
 
     def take_up(self) -> None:
@@ -120,7 +120,7 @@ class GradMemory:
     def move_out(self, indices: Sequence[int]) -> None:
         """Move former gradients that are still referenced out of their slots, before others are written there."""
         for i in indices:
-            move_out(self.views[i])  # first: after an interruption here, the view is found as lost
+            move_out(self.views[i])  # first: after an error here, the view is found as lost
             self._renew_views([i])
 
     def _renew_views(self, indices: Sequence[int]) -> None:

@@ -638,7 +638,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     def _fuse_again(self, *, for_step: bool) -> None:
         if is_capturing():  # parameters would move now, but their values only when the graph is replayed
             raise refusal(type(self).__name__, "its parameters or its state have changed since the previous step")
-        # If an interrupt stops what follows, the next call repeats it, because new buffers may have no state yet.
+        # After an error in what follows the next call repeats it, because new buffers may have no state yet.
         changed, self._all_fused = not self._all_fused, False
         self._fused.capturable = self.capturable
         with naming(type(self).__name__):

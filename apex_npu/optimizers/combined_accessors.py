@@ -102,7 +102,7 @@ class CombinedAccessors(HasFusedGroups):
         self._end_fusing()
 
     def _release_groups(self) -> None:
-        self._all_fused = False  # so that the next step fuses again if an interrupt follows
+        self._all_fused = False  # so that the next step fuses again if an error follows
         self._fused.release()
 
     def get_optimizer_combined_params(self) -> list[Tensor]:

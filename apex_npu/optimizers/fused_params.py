@@ -98,7 +98,7 @@ class FusedParams:
         state_names: list[tuple[str, ...]],
         report: Callable[[int, list[Tensor]], None],
     ) -> bool:
-        """Update the groups for the current ``lists``. After an error or an interrupt the attributes are unchanged.
+        """Update the groups for the current ``lists``. After an error the attributes are unchanged.
 
         Args:
             lists: The parameter lists of ``param_groups``.
@@ -148,7 +148,6 @@ class FusedParams:
         hosted = _host_grads(groups, full_params, in_chunks=self._in_chunks) if copies else []
         for group in groups:
             _number(group, place_of)
-        # All at once: an interrupt between two of them would leave parameters that no later call steps, or twice.
         self.groups, self.unfused, self.full_params = groups, unfused, full_params
         self.shards, self.hosted, self._copies = [*shards, *hosted], hosted, copies
         self.listed, self._params, self.state_names, self._moving = listed, parts, state_names, set()
@@ -233,7 +232,7 @@ class FusedParams:
             if not found and None not in kinds and (len(kinds) == 1 or self._combined):
                 groups.append(group)
                 continue
-            # Parameters that an interrupted call has moved are in no group.
+            # Parameters that a failed call has moved are in no group.
             others = [p for p in map(group.params.__getitem__, found) if id(p) not in self._moving]
             taken = [p for p in others if is_slot(p) and id(p) in kind_of]
             groups.extend(step_in_place(p, capturable=self.capturable) for p in taken)

@@ -123,8 +123,8 @@ class ShownState:
         """
         for slot in slots:
             entry = rule.state.get(slot.param)
-            if entry and _COUNT not in entry and slot.fused.runs.counts.is_new(slot.position):
-                for name in {"step", *slot.names}.difference(slot.fused.own_states):
+            if entry and slot.fused.runs.counts.is_new(slot.position):
+                for name in {"step", _COUNT, *slot.names}.difference(slot.fused.own_states):
                     entry.pop(name, None)
                 if not entry:
                     del rule.state[slot.param]

@@ -21,7 +21,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices import DEVICE
-from interrupting import Interrupt
 from small_programs import KINDS, WITH_MASTERS, Weights, assert_values, backward, start, step_on, values, vector
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -409,26 +408,6 @@ def a_failure_inside_of_ddp():
     assert all(p.dtype == torch.float32 for p in model.parameters())
     wrapped(own_input(dist.get_rank())).backward()
     assert_values([p.grad for p in model.parameters()], 2.0)
-
-
-@check()
-def an_interrupted_shutdown():
-    """Of two models the parameters become float32, and are averaged as such, wherever an interrupt comes."""
-    ended = False
-    n = 0
-    while not ended:
-        n += 3  # places, of about sixty
-        models = [Weights(10.0), Weights(10.0)]
-        wrappers = list(map(DDP, amp.initialize(models, opt_level="O2", verbosity=0)))
-        with Interrupt(n, "torch_ddp.py") as interrupt:
-            amp.shutdown()
-        ended = interrupt.at is None
-        amp.shutdown()
-        for wrapped in wrappers:
-            wrapped(own_input(dist.get_rank())).backward()
-        assert all(p.dtype == torch.float32 for model in models for p in model.parameters())
-        assert_values([p.grad for model in models for p in model.parameters()], 2.0, 2.0)
-    assert n > 5
 
 
 @check(*[(level, kind) for level in ("O1", *WITH_MASTERS) for kind in ("torch", "fused", "fuse_unscale")])

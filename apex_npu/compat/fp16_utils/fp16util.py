@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from torch.nn.utils import clip_grad_norm_
 
 from apex_npu.amp.float32_copies import module_snapshot
 from apex_npu.autocast.forward_cast import cast_own_parameters, cast_parameters, is_affine_batch_norm
-from apex_npu.backends.patching import Undo
 from apex_npu.compat.flattening import flatten, unflatten
 
 __all__ = [
@@ -57,7 +57,7 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     As in Apex, a batch norm without weights is cast, running statistics included. ``amp.initialize`` leaves both kinds
     in float32.
     """
-    undo = Undo()
+    undo = ExitStack()
     try:
         for module in network.modules():
             undo.callback(module_snapshot(module))

@@ -5,17 +5,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from apex_npu.backends.patching import Undo, patch_attribute
+from apex_npu.backends.patching import patch_attribute
 
 
 def follow_grad_scalers(
-    undo: Undo, scales: Callable[[Any, float], object], unscaled: Callable[[Optimizer], object]
+    undo: ExitStack, scales: Callable[[Any, float], object], unscaled: Callable[[Optimizer], object]
 ) -> None:
     """Report the calls of GradScalers to ``scales`` and ``unscaled`` until ``undo`` is closed.
 

@@ -5,13 +5,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from types import TracebackType
 
 import torch
 from torch import nn
 
 from apex_npu.amp.inspect import leave, observe, policy
-from apex_npu.backends.patching import Undo
 from apex_npu.debug.comparison.grad_scalers import follow_grad_scalers
 from apex_npu.debug.comparison.recorded import Recorded
 from apex_npu.debug.comparison.recorder import Recorder
@@ -69,7 +69,7 @@ class record(WatchingContext):
         if not os.access(self.path if os.path.exists(self.path) else folder, os.W_OK) or os.path.isdir(self.path):
             raise PermissionError(f"record cannot write {self.path!r}: pass a file in a folder that can be written to")
         self._samples = samples
-        self._undo = Undo()
+        self._undo = ExitStack()
 
     def __enter__(self) -> Recorded:
         given = self.models_to_watch()
