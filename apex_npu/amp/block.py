@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from apex_npu.amp.grad_groups import GradGroup, any_raised, look_for_overflow, separate, unscale
-from apex_npu.amp.optimizer_state import OF_OTHER_BLOCKS, AmpOptimizerState, Stage
+from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
 from apex_npu.amp.saturation import clear_saturation, read_and_clear_saturation
 from apex_npu.amp.scaler import LossScaler
 from apex_npu.amp.session import Session
@@ -128,6 +128,9 @@ class Block:
         """Multiply existing gradients by the loss scale, as the caller has done with the loss, and return the loss."""
         for part in self.parts:
             part.before_begin(self)
+        for optimizer, (state, groups) in zip(self.optimizers, self.work, strict=True):
+            if state.grads.scaled_by:
+                state.drop_scaled_by_others(optimizer, groups)
         if len(self.groups) > 1:
             separate(self.groups)
         scaled: list[tuple[GradGroup, float]] = []
@@ -142,8 +145,8 @@ class Block:
                 if state.stage in (Stage.DELAYED, Stage.LOCAL):
                     self._begin_delayed(state, groups)
                 for group in groups:
-                    if group.begin_block(factor, fuses=self.fuses):
-                        self._keep(state, group)
+                    if group.begin_block(factor, fuses=self.fuses):  # this block's end checks them, too
+                        state.grads.unchecked = self._unchecked = True
                     scaled.append((group, 1.0 / factor))
             self._end_with(Stage.SCALED, self.scale)
         except Exception:
@@ -156,14 +159,6 @@ class Block:
         for part in self.parts:
             part.begun(self, scaled_loss)
         return scaled_loss
-
-    def _keep(self, state: AmpOptimizerState, group: GradGroup) -> None:
-        """Keep gradients of a backward outside of blocks: this block's end checks and adds them."""
-        if state.grads.scaled_by:
-            group.edited = OF_OTHER_BLOCKS
-            group.drop_kept()
-        else:
-            state.grads.unchecked = self._unchecked = True
 
     @disable_dynamo
     def end(self) -> None:
@@ -288,7 +283,9 @@ class UnscaledBlock(Block):
         return scaled_loss
 
     def _unscale(self) -> bool:
-        self._end_with(Stage.UNSCALED)
+        held = self._session.held
+        waits = held is not None and not set(map(id, held.params())).isdisjoint(map(id, self._stepped()))
+        self._end_with(Stage.LOCAL if waits else Stage.UNSCALED)
         return False
 
     def abandon(self, error: BaseException) -> None:

@@ -77,9 +77,6 @@ class GradGroup:
     def drop_cleared(self) -> None:
         """Clear the gradients set aside of parameters whose delayed gradient a script has cleared."""
 
-    def drop_kept(self) -> None:
-        """Drop the gradients that ``begin_block`` has set aside and that no block has checked."""
-
     def forget(self, set_to_none: bool) -> None:
         """Take note that the gradients of all parameters have been cleared."""
 

@@ -14,12 +14,15 @@ from torch import Tensor, nn
 from apex_npu._extension import REBUILD, extension
 from apex_npu.amp.float32_copies import ModuleCopies, copies_of, low_tensors
 from apex_npu.amp.masters import fp32_value
+from apex_npu.amp.scaler import LossScaler
 from apex_npu.backends import for_device
 from apex_npu.distributed.consistency import broadcast_values
 from apex_npu.ops import LOW_PRECISION
 
 # The number of bytes above which kept values are announced.
 _ANNOUNCED = 2**30
+# The entries of the state dict of a loss scaler.
+_OF_SCALER = ("loss_scale", "unskipped", "overflows_in_a_row")
 
 
 def keep_values(models: Sequence[nn.Module], before: Mapping[int, Tensor], with_master: Collection[int]) -> list[str]:
@@ -118,6 +121,13 @@ def _changes(tensor: Tensor, value: Tensor) -> list[bool]:
     return changes
 
 
+def _scales_of(scalers: Sequence[LossScaler], sent: Sequence[Tensor]) -> Tensor:
+    """Return the state of ``scalers``, a row for each, on the device of ``sent``."""
+    states = [scaler.state_dict() for scaler in scalers]
+    rows = [[float(state.get(name, 0)) for name in _OF_SCALER] for state in states]
+    return torch.tensor(rows, dtype=torch.float32, device=sent[0].device if sent else None)
+
+
 @torch.no_grad()
 def check_averages() -> None:
     """Require the C++ extension, which keeps DistributedDataParallel's hooks while parameters have float32 data.
@@ -133,12 +143,20 @@ def check_averages() -> None:
 
 
 def follow_broadcast(
-    adopted: Collection[Any], module: nn.Module, sent: Sequence[Tensor], group: Any, rank: int
+    adopted: Collection[Any],
+    scalers: Sequence[LossScaler],
+    module: nn.Module,
+    sent: Sequence[Tensor],
+    group: Any,
+    rank: int,
 ) -> None:
-    """Set masters and kept values to those of the process whose rounded values DistributedDataParallel has broadcast.
+    """Set masters, kept values and dynamic loss scales to those of the process whose values were broadcast.
+
+    At the end of DistributedDataParallel's ``join``, processes may have run blocks alone, which have changed the scale.
 
     Args:
         adopted: The optimizers of the session, which have the masters.
+        scalers: The loss scalers of the session.
         module: The module inside DistributedDataParallel.
         sent: The parameters and buffers of the module that were broadcast.
         group: The process group.
@@ -162,7 +180,13 @@ def follow_broadcast(
         kept = None if copies is None else copies.kept.get(name)
         known = owners[key][-1].sent(tensor) if owners[key] else None
         values[key] = fp32_value(tensor, kept) if known is None else known
-    broadcast_values(values.values(), group, rank)
+    for optimizer in adopted:
+        optimizer._amp_state.resolve()
+    scales = _scales_of(scalers, sent)
+    broadcast_values([*values.values(), scales], group, rank)
+    for scaler, numbers in zip(scalers, scales.tolist(), strict=True):
+        if scaler.dynamic:
+            scaler.load_state_dict(dict(zip(_OF_SCALER, numbers, strict=True)))
     for key, tensor in rounded.items():
         copies, name = cast.get(key, (None, ""))
         for masters in owners[key]:

@@ -23,6 +23,7 @@ from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
 from apex_npu.amp.scaler import LossScaler
 from apex_npu.amp.session import Session, settings
 from apex_npu.backends.live_objects import instances_of
+from apex_npu.distributed.torch_ddp import looking_at_all, with_bucket_views
 from apex_npu.fusion import any_grads, drop_grads, grads_of, set_grads
 from apex_npu.ops import LOW_PRECISION
 
@@ -75,21 +76,26 @@ class Reaching(BlockPart):
 
     These gradients stay multiplied by the loss scale of this block. They are marked until they are cleared, or until a
     block of their own optimizer ends. If an optimizer's 16-bit parameters already have gradients, they keep these, and
-    the new ones are dropped.
+    the new ones are dropped. The same applies to parameters beside those of the block in a DistributedDataParallel with
+    ``find_unused_parameters``, whose reducer requires gradients of the parameter's dtype, or none.
     """
 
     def __init__(self, session: Session) -> None:
-        self._reached = session.reached
+        self._session = session
         self._kept: list[Any] = []  # the other optimizers whose gradients are aside
         self._aside: list[tuple[list[Tensor], list[Tensor | None]]] = []
 
     def begun(self, block: Block, scaled_loss: Tensor) -> None:
         """Set aside the existing gradients of other optimizers' 16-bit parameters, and mark all other optimizers."""
         own = {id(p) for group in block.groups for p in group.params}
-        for other in self._others(block):
+        overwritten = with_bucket_views(self._session.ddps)  # by this backward, where gradients are views of buckets
+        for other in dict.fromkeys([*self._others(block), *self._beside(block, own)]):
             state, params = other._amp_state, [p for p in _params_of(other) if id(p) not in own]
-            if state.widens and any_grads(params) and state.stage not in (Stage.SCALED, Stage.DELAYED):
-                self._aside.append((params, grads_of(params)))
+            if state.widens and any_grads(params) and state.stage is not Stage.SCALED:
+                grads = grads_of(params)
+                if overwritten:
+                    grads = [None if grad is None else grad.detach().clone() for grad in grads]
+                self._aside.append((params, grads))
                 self._kept.append(other)
                 drop_grads(params)
                 state.grads.scaled_by = ""
@@ -115,8 +121,18 @@ class Reaching(BlockPart):
         self._aside = []
 
     def _others(self, block: Block) -> list[Any]:
-        others = {o for optimizer in block.optimizers for o in self._reached.get(optimizer, ())}
+        others = {o for optimizer in block.optimizers for o in self._session.reached.get(optimizer, ())}
         return [other for other in others if other._amp_state not in block.states]
+
+    def _beside(self, block: Block, own: set[int]) -> list[Any]:
+        """Return the other optimizers of parameters whose gradients the reducer of the block's model looks at."""
+        looking = [ddp for ddp in looking_at_all(self._session.ddps) if own & set(map(id, ddp.module.parameters()))]
+        looked_at = {id(p) for ddp in looking for p in ddp.module.parameters()}
+        return [
+            other
+            for other in (self._session.adopted if looking else ())
+            if other._amp_state not in block.states and looked_at & _gets_gradients(other)
+        ]
 
     def _mark(self, block: Block) -> None:
         if block.scale != 1.0:

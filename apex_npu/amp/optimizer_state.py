@@ -298,6 +298,8 @@ class AmpOptimizerState:
         """
         warning = None
         self.load_written()
+        if self.grads.scaled_by:
+            self._check_not_scaled_by_others(optimizer, f"{type(optimizer).__name__}.step()")
         if self.stage is not Stage.UNSCALED:
             warning = self._begin_without_block(optimizer)
         self.masters.begin_step(optimizer)
@@ -323,7 +325,8 @@ class AmpOptimizerState:
         if self.stage is Stage.LOCAL:
             raise RuntimeError(
                 "the gradients are those of this process alone: the last scale_loss was inside of "
-                "DistributedDataParallel.no_sync(); before step(), close one outside of it, or call zero_grad()"
+                "DistributedDataParallel.no_sync(), or after fully_shard's set_requires_gradient_sync(False); before "
+                "step(), close one without them, or call zero_grad()"
             )
         if self.stage is not Stage.READY:
             return None
@@ -331,14 +334,31 @@ class AmpOptimizerState:
         if self.masters.own_values:
             self.forget_own_values()
         has_grads = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
-        if has_grads and self.grads.scaled_by:
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.step() was called with gradients that no amp.scale_loss block of this "
-                f"optimizer has unscaled: a block that was given {self.grads.scaled_by} alone also reaches its "
-                "parameters, and leaves their gradients multiplied by the loss scale. Pass all optimizers that the "
-                "loss reaches to scale_loss, as a list, or call zero_grad() and then backward() in a separate block"
-            )
         return OUTSIDE_BLOCKS if has_grads and self.policy.loss_scale == "dynamic" else None
+
+    def _check_not_scaled_by_others(self, optimizer: Optimizer, caller: str) -> None:
+        """Raise if there are gradients, to which a block of other optimizers has added scaled ones."""
+        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            raise RuntimeError(
+                f"{caller} was called with gradients of {type(optimizer).__name__} that no block of it has unscaled: "
+                f"a block that was given {self.grads.scaled_by} alone also reaches its parameters, and leaves their "
+                "gradients multiplied by the loss scale. Pass all optimizers that the loss reaches to scale_loss, as a "
+                "list, or call zero_grad() and then backward() in a separate block"
+            )
+
+    def drop_scaled_by_others(self, optimizer: Optimizer, groups: list[GradGroup]) -> None:
+        """Before a block, drop the gradients of blocks of other optimizers. The next step emits a warning.
+
+        Raises:
+            RuntimeError: They have been added to gradients of a block of ``optimizer``.
+        """
+        if self.stage is not Stage.READY:
+            self._check_not_scaled_by_others(optimizer, "amp.scale_loss")
+        for group in groups:
+            if group.has_grads():
+                drop_grads(group.params)
+                group.forget(set_to_none=True)
+                group.edited = OF_OTHER_BLOCKS
 
     def end_step(self, optimizer: Optimizer, check: Any = None) -> None:
         """Round masters into parameters and record the outcome; with ``check`` the device decides it."""

@@ -28,13 +28,13 @@ from apex_npu.amp.block import (
 from apex_npu.amp.capture import check_block
 from apex_npu.amp.fused_unscale import DeferringBlock, check_fusible
 from apex_npu.amp.grad_sync import Agreement, BucketViews, UnknownAverages
-from apex_npu.amp.loss_graph import FirstLook, Reaching, warn_of_dtypes
+from apex_npu.amp.loss_graph import FirstLook, Reaching, check_optimizers, warn_of_dtypes
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, adopted_inside, inner_optimizer
 from apex_npu.amp.session import Session, require, settings
 from apex_npu.amp.sharding import HeldBack
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo, torch_profiler
-from apex_npu.distributed.torch_ddp import ddps_of, may_keep_grads, with_bucket_views
+from apex_npu.distributed.torch_ddp import ddps_of, looking_at_all, may_keep_grads, with_bucket_views
 from apex_npu.fusion.shards import groups_over
 from apex_npu.ops import LOW_PRECISION
 
@@ -168,6 +168,8 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
         work = _without_repeats(work)
     args = BlockArgs(session, listed, work, scaler, loss_id)
     ordinary = ordinary and not (capturing or session.ddps or session.reached)
+    if len(session.adopted) > len(states):
+        ordinary = ordinary and not _wait_for_steps(session, states)
     return Block(args) if ordinary else _special_block(args, loss, optimizers, delay)
 
 
@@ -216,7 +218,9 @@ def _special_block(args: BlockArgs, loss: Tensor, given: Any, delay: Delay | Non
     first = any(state.report is None for state in states)
     if first:
         parts.append(FirstLook(session, loss, args.scaler))
-    if first or session.reached:
+    elif _wait_for_steps(session, states):  # which a loss may have begun to reach
+        check_optimizers(session, loss, args.optimizers, args.scaler.scale)
+    if first or session.reached or looking_at_all(session.ddps):
         parts.append(Reaching(session))
     if ddps:
         parts.append(UnknownAverages(ddps))
@@ -246,6 +250,13 @@ def _special_block(args: BlockArgs, loss: Tensor, given: Any, delay: Delay | Non
     return Block(args, parts, delay)
 
 
+def _wait_for_steps(session: Session, states: Sequence[AmpOptimizerState]) -> bool:
+    """Return True if optimizers other than those of ``states`` have gradients of a block, and have not stepped yet."""
+    return any(
+        o._amp_state.stage not in (Stage.READY, Stage.SCALED) and o._amp_state not in states for o in session.adopted
+    )
+
+
 def _open_states(session: Session) -> list[AmpOptimizerState]:
     """Return the states of optimizers whose blocks are open."""
     states = [optimizer._amp_state for optimizer in session.adopted]
@@ -261,10 +272,8 @@ def _may_keep_grads(session: Session, work: Work) -> list[Any]:
 
 
 def _with_bucket_views(session: Session, work: Work) -> list[Any]:
-    """Return the DistributedDataParallel instances whose buckets hold gradients that are read after this block."""
+    """Return the DistributedDataParallel instances around the block's models whose buckets hold gradients."""
     known = with_bucket_views(session.ddps) if session.ddps else []
-    if not known or not any(state.pending is not None for state, _ in work):
-        return []
     return ddps_of(known, [p for _, groups in work for group in groups for p in group.params])
 
 

@@ -255,7 +255,7 @@ class Session:
                 self._undo,
                 nn.parallel.distributed,
                 "_sync_module_states",
-                around_broadcast(before_broadcast, partial(follow_broadcast, self.adopted)),
+                around_broadcast(before_broadcast, partial(follow_broadcast, self.adopted, self.scalers)),
             )
         self._undo.callback(self.casts.undo)
         self.casts.enable(self.policy, self.patches)

@@ -254,11 +254,6 @@ class WidenedGrads(GradGroup):
             else:
                 aside[slot].zero_()
 
-    def drop_kept(self) -> None:
-        for slot in self._aside.unchecked:
-            del self._aside.grads[slot]
-        self._aside.unchecked = set()
-
     def has_grads(self) -> bool:
         return bool(self._aside.grads) or any_grads(self.params)
 

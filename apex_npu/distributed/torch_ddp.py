@@ -145,6 +145,11 @@ def with_bucket_views(known: KnownDDPs) -> KnownDDPs:
     return [ref for ref in known if (ddp := ref()) is not None and getattr(ddp, "gradient_as_bucket_view", False)]
 
 
+def looking_at_all(known: KnownDDPs) -> list[DistributedDataParallel]:
+    """Return the instances in ``known`` whose reducer looks at the gradients of all parameters in each backward."""
+    return [ddp for ddp in _alive(known) if getattr(ddp, "find_unused_parameters", False)]
+
+
 def rebuild_buckets(ddp: Any) -> None:
     """Make ``ddp`` rebuild its buckets now, instead of in its next forward.
 

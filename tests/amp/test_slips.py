@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from devices import DEVICE
-from small_programs import KINDS, LEVELS, backward, values
+from small_programs import KINDS, LEVELS, WITH_MASTERS, backward, values
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -148,9 +148,10 @@ def test_a_loss_through_a_model_that_has_blocks_of_its_own(level):
         train(loss, second)
 
 
-def test_gradients_that_the_block_of_another_optimizer_has_left_are_no_part_of_a_step():
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_that_the_block_of_another_optimizer_has_left_are_no_part_of_a_step(level):
     """They are multiplied by the loss scale of another block."""
-    _, (first, second), loss = start("O2", count=2)
+    _, (first, second), loss = start(level, count=2)
     results = []
     for clear in (True, False):
         second.zero_grad()
@@ -163,6 +164,36 @@ def test_gradients_that_the_block_of_another_optimizer_has_left_are_no_part_of_a
             results.append([p.grad.clone() for p in amp.master_params(first)])
         first.zero_grad()
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("cls", [SGD, FUSED])
+@pytest.mark.parametrize("warms_up", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_loss_that_reaches_gradients_that_wait_for_their_step(level, warms_up, cls):
+    """16-bit parameters keep the gradients of their own block; for float32 ones, blocks and steps are refused."""
+    models, (first, second), loss = start(level, cls, count=2, loss_scale=8.0)
+    if warms_up:  # the first losses of the second optimizer do not reach the parameters of the first
+        train(lambda: loss(last=1), first)
+        train(lambda: models[1](X.to(models[1].weight.dtype)).float().sum(), second)
+    backward(loss(last=1), first)
+    before = [p.grad.clone() for p in models[0].parameters()]
+    values = [p.detach().clone() for p in models[0].parameters()]
+    backward(loss(), second)
+    if level in WITH_MASTERS:
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(models[0].parameters(), before, strict=True))
+        first.step()
+        for p, value, grad in zip(models[0].parameters(), values, before, strict=True):
+            torch.testing.assert_close(p.detach().float(), value.float() - 0.5 * grad, rtol=2**-7, atol=2**-8)
+    else:
+        with pytest.raises(RuntimeError, match="alone also reaches"):
+            first.step()
+        with pytest.raises(RuntimeError, match="alone also reaches"):
+            backward(loss(last=1), first)
+        assert all(map(torch.equal, models[0].parameters(), values))
+        first.zero_grad()
+        backward(loss(last=1), first)
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(models[0].parameters(), before, strict=True))
+    second.step()
 
 
 def test_an_optimizer_that_amp_does_not_know():

@@ -541,9 +541,8 @@ def accumulates_at(mesh, level, **options):
     model, optimizer = start(model, optimizers.FusedLAMB(model.parameters(), lr=0.01), level, **options)
 
     def between():
-        if level == "O2":
-            with pytest.raises(RuntimeError, match="set_requires_gradient_sync"):
-                optimizer.step()
+        with pytest.raises(RuntimeError, match="set_requires_gradient_sync"):
+            optimizer.step()
 
     for step in range(7):
         scale = 2.0 ** (6 + step // 2) if level == "O2" else options.get("loss_scale", 1.0)

@@ -594,6 +594,127 @@ def a_wrapper_that_is_loaded_without_amp():
     assert_values([param.grad], 2.0)
 
 
+# ------------------------------------------------------------------------------------------------- several optimizers
+
+
+class Product(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.w = nn.Parameter(torch.full((3,), value, device=DEVICE))
+
+    def forward(self, x):
+        return self.w * x
+
+
+@check(*itertools.product(("O1", *WITH_MASTERS), ("fused", "torch"), ("plain", "views", "no_sync")))
+def a_loss_that_reaches_the_parameters_of_another_optimizer(level, kind, way):
+    """Gradients of blocks of the other one are its own alone, whether or not they wait for a later block."""
+    models = [Product(1.0), Product(2.0)]
+    pair = [KINDS[kind][0](m.parameters(), lr=1 / 16) for m in models]
+    options = {"opt_level": level, "loss_scale": 8.0, "num_losses": 2, "verbosity": 0}
+    models, (of_first, of_second) = amp.initialize(models, pair, **options)
+    first, second = (DDP(m, gradient_as_bucket_view=way == "views") for m in models)
+    x, count = own_input(dist.get_rank()), 2 if way == "no_sync" else 1
+    found, expected, refusals = [], [[1.0, 2.0]], []
+    for _ in range(3):
+        for micro in range(count):
+            with contextlib.ExitStack() as stack:
+                if micro < count - 1:
+                    stack.enter_context(first.no_sync()), stack.enter_context(second.no_sync())
+                try:
+                    backward(second(x).float().sum(), of_second, loss_id=0)
+                except RuntimeError as error:
+                    refusals.append(str(error))
+                backward(second(first(x)).float().sum(), of_first, loss_id=1)
+        try:
+            of_second.step()
+        except RuntimeError as error:  # gradients of float32 parameters are not set aside
+            refusals.append(str(error))
+        of_first.step()
+        of_first.zero_grad(), of_second.zero_grad()
+        found.append([m.state_dict()["w"].mean().item() for m in models])
+        a, b = expected[-1]
+        expected.append([a - count * 2.0 * b / 16, b - (count * 2.0 / 16 if level in WITH_MASTERS else 0.0)])
+    assert ["alone also reaches" in text for text in refusals] == [True] * (0 if level in WITH_MASTERS else 3 * count)
+    assert found == expected[1:]
+
+
+@check(*[(level,) for level in WITH_MASTERS])
+def float32_gradients_in_bucket_views_of_another_optimizer_are_kept(level):
+    torch.manual_seed(0)
+    models = [nn.Linear(3, 3).to(DEVICE), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to(DEVICE)]
+    pair = [torch.optim.SGD(m.parameters(), lr=0.0) for m in models]
+    options = {"opt_level": level, "loss_scale": 8.0, "num_losses": 2, "verbosity": 0}
+    models, (of_first, of_second) = amp.initialize(models, pair, **options)
+    first, second = (DDP(m, gradient_as_bucket_view=True, broadcast_buffers=False) for m in models)
+    x, grads = torch.randn(8, 3).to(DEVICE), []
+    for _ in range(3):
+        backward(second(x).float().square().sum(), of_second, loss_id=0)
+        grads += values([p.grad for p in models[1].parameters()])
+        backward(second(first(x)).float().sum() * 3, of_first, loss_id=1)
+        grads += values([p.grad for p in models[1].parameters()])
+        of_second.step(), of_first.step()
+        of_second.zero_grad(), of_first.zero_grad()
+    for i in range(0, len(grads), 8):
+        for before, after in zip(grads[i : i + 4], grads[i + 4 : i + 8], strict=True):
+            torch.testing.assert_close(after.float(), before.float(), rtol=0, atol=0)
+
+
+@check(*itertools.product(("O0", "O1", *WITH_MASTERS), ("fused", "torch")))
+def a_block_for_each_optimizer_of_one_wrapper(level, kind):
+    """A reducer that looks for unused parameters also looks at the gradients of the other optimizer."""
+    model = Weights(4.0, 4.0)
+    pair = [KINDS[kind][0]([p], lr=1.0) for p in model.w]
+    model, pair = amp.initialize(model, pair, opt_level=level, loss_scale=8.0, num_losses=2, verbosity=0)
+    wrapped = DDP(model, find_unused_parameters=True)
+    for _ in range(2):
+        for i, optimizer in enumerate(pair):
+            backward(wrapped(own_input(dist.get_rank()), only=[i]), optimizer, loss_id=i)
+        for optimizer in pair:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    for found in gathered(model.parameters()):
+        assert_values(found, 0.0, 0.0)
+
+
+@check(*itertools.product(WITH_MASTERS, ("fused", "torch"), (False, True)))
+def small_gradients_are_accumulated_in_bucket_views(level, kind, views):
+    model = Product(0.0)
+    optimizer = KINDS[kind][0](model.parameters(), lr=1.0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=2.0**16, verbosity=0)
+    wrapped, sums = DDP(model, gradient_as_bucket_view=views), []
+    for _ in range(2):
+        for factor in (2.0**-26, 2.0**-20):
+            backward(wrapped(torch.ones(3, device=DEVICE)).float().sum() * factor, optimizer)
+        sums += values([model.w.grad * 2.0**26])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [one.tolist() for one in sums] == [[65.0] * 3] * 2
+
+
+@check(*itertools.product(("O1", *WITH_MASTERS), ("fused", "torch"), ("overflow", "growth")))
+def uneven_inputs_with_a_dynamic_scale(level, kind, event):
+    """After DDP's join the processes have one loss scale, though one of them has run more blocks."""
+    model, optimizer = start(
+        Weights(100.0), kind=kind, level=level, loss_scale="dynamic", dynamic_init_scale=64.0, scale_window=3
+    )
+    wrapped, rank, moved, scales = DDP(model), dist.get_rank(), [], []
+    extra = [1.0] if event == "growth" else [float("inf")]
+    for _ in range(3):
+        with wrapped.join():
+            for value in [1.0, 1.0] + extra * rank:
+                step_on(wrapped(vector(*[value] * 3)), optimizer)
+        before = model.state_dict()["w.0"].clone()
+        step_on(wrapped(own_input(rank)), optimizer)
+        moved += values([before - model.state_dict()["w.0"]])
+        scales.append(amp.state_dict()["loss_scaler0"])
+    everywhere = [None] * 2
+    dist.all_gather_object(everywhere, scales)
+    for found in moved:
+        assert_values([found], 2.0)
+    assert everywhere[0] == everywhere[1]
+
+
 WRAPPINGS = ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True})
 
 
