@@ -146,39 +146,28 @@ class _Loops:
 
     def kind(self, node: ast.Name) -> str:
         """Return what a name is, by the innermost loop that binds it."""
-        names = self._program.names
-        home = names.scope(node).find(node.id)
-        below: ast.AST = node
-        inner: ast.AST = node
-        for at in self._program.around(node) if home is not None else ():
-            loops: Sequence[ast.For | ast.comprehension] = ()
-            if isinstance(at, ast.For):
-                loops = [at] if inner in at.body and names.scope(at) is home else []
-            elif home is not None and at is home.node:
-                loops = getattr(at, "generators", [])
-                if inner in loops:  # its iterable is evaluated before it binds a name
-                    loops = loops[: loops.index(inner) + (below is not getattr(inner, "iter", None))]
+        scope, inner = self._program.names.scope, node
+        home = scope(node).find(node.id)
+        for at in self._program.around(node):
+            loops = [at] if isinstance(at, ast.For) and inner is not at.iter else getattr(at, "generators", [])
             for loop in reversed(loops):
-                if any(getattr(one, "id", "") == node.id for one in ast.walk(loop.target)):
-                    if (loop, node.id) not in self._known:
-                        taken = (
-                            "" if self._is_bound_again(loop, node.id) else self._taken(loop.target, loop.iter, node.id)
-                        )
-                        self._known[loop, node.id] = taken
-                    return self._known[loop, node.id]
-            below, inner = inner, at
+                if any(scope(one).find(node.id) is home for one in _named(loop.target, node.id)):
+                    return self._bound_by(loop, node.id)
+            inner = at
         return ""
 
-    def _is_bound_again(self, loop: ast.For | ast.comprehension, name: str) -> bool:
-        """Return whether the block of a loop gives ``name`` another value."""
-        names, block = self._program.names, loop.body if isinstance(loop, ast.For) else []
-        found = (one for part in block for one in ast.walk(part) if isinstance(one, ast.Name) and one.id == name)
-        return any(
-            isinstance(one.ctx, ast.Store)
-            and names.scope(one).find(name) is names.scope(loop).find(name)
-            and not isinstance(self._program.parent(one), ast.AugAssign)
-            for one in found
-        )
+    def _bound_by(self, loop: ast.For | ast.comprehension, name: str) -> str:
+        """Return what a loop binds ``name`` to; "" if its block gives the name another value."""
+        if (loop, name) not in self._known:
+            self._known[loop, name] = ""  # ends the recursion of a comprehension that binds a name twice
+            scope, parent = self._program.names.scope, self._program.parent
+            named = [one for part in getattr(loop, "body", []) for one in _named(part, name)]
+            stored = [
+                one for one in named if isinstance(one.ctx, ast.Store) and not isinstance(parent(one), ast.AugAssign)
+            ]
+            if not any(scope(one).find(name) is scope(loop).find(name) for one in stored):
+                self._known[loop, name] = self._taken(loop.target, loop.iter, name)
+        return self._known[loop, name]
 
     def _taken(self, target: ast.expr, iterable: ast.expr, name: str) -> str:
         """Return what ``name`` in the target of a loop takes from an iterable."""
@@ -218,6 +207,11 @@ class _Loops:
                     return "weight"
                 return "group" if called.attr == "param_groups" and not is_call else ""
         return ""
+
+
+def _named(node: ast.AST, name: str) -> Iterator[ast.Name]:
+    """Yield the places in ``node`` that use or bind ``name``."""
+    return (one for one in ast.walk(node) if isinstance(one, ast.Name) and one.id == name)
 
 
 def _parts(node: ast.expr) -> Iterator[ast.expr]:
