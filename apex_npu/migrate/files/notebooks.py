@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any
@@ -31,19 +31,6 @@ def _located(text: str, start: int, strict: bool = True) -> tuple[_Text, int]:
     located = _Text(value)
     located.start = start
     return located, end
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A string of a code cell's source, and its offset in the program."""
-
-    text: _Text
-    start: int
-    cell: int
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.text)
 
 
 def _cells(text: str) -> Iterator[tuple[int, list[_Text]]]:
@@ -82,12 +69,12 @@ def rewrite_notebook(data: bytes, path: str, rewrite: Callable[[str], Rewritten]
         cells = list(_cells(text))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise UnreadableError("F901", f"the file is not a notebook ({type(error).__name__}: {error})") from None
-    pieces: list[_Piece] = []
+    pieces: list[tuple[int, int, _Text]] = []  # the number of the cell, the offset in the program, and the string
     program = ""
     for number, texts in cells:
         at = len(program)
         for one in texts:
-            pieces.append(_Piece(one, at, number))
+            pieces.append((number, at, one))
             at += len(one)
         program += _python("".join(texts)) + "\n"
     rewritten = rewrite(program)
@@ -98,16 +85,16 @@ def rewrite_notebook(data: bytes, path: str, rewrite: Callable[[str], Rewritten]
         start = source.line_start(finding.line) + finding.column - 1
         end = source.line_start(finding.end_line) + finding.end_column - 1
         # A text inserted between two pieces belongs to the piece whose line it continues.
-        around = [piece for piece in pieces if piece.start <= start and end <= piece.end and piece.text]
+        around = [one for one in pieces if one[1] <= start and end <= one[1] + len(one[2]) and one[2]]
         if not around:
             raise UnreadableError("F901", f"line {finding.line} of its program is in several strings")
-        piece = around[0 if (finding.after or "").startswith("\n") else -1]
-        begin, stop = (_in_file(text, piece.text, at - piece.start) for at in (start, end))
+        cell, first, piece = around[0 if (finding.after or "").startswith("\n") else -1]
+        begin, stop = (_in_file(text, piece, at - first) for at in (start, end))
         if finding.status == "changed":
             edits.append(Edit(begin, stop, json.dumps(finding.after, ensure_ascii=False)[1:-1]))
         (line, column), (end_line, end_column) = file.place(begin), file.place(stop)
         places: dict[str, Any] = {"line": line, "column": column, "end_line": end_line, "end_column": end_column}
-        message = f"cell {piece.cell}" + (f": {finding.message}" if finding.message else "")
+        message = f"cell {cell}" + (f": {finding.message}" if finding.message else "")
         findings.append(replace(finding, path=path, message=message, **places))
     return Rewritten(apply_edits(text, edits).encode("utf-8") if edits else data, tuple(findings))
 
