@@ -127,10 +127,6 @@ class NoOpHandle(AmpHandle):
     def __init__(self) -> None:
         super().__init__(None, has_cache=False)
 
-    def is_active(self) -> bool:
-        """Return False."""
-        return False
-
     def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
         """Yield ``loss`` as it is."""
         return nullcontext(loss)
