@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from apex_npu.migrate.amp import check as amp
+from apex_npu.migrate.engine.names import imported
 from apex_npu.migrate.engine.program import Draft, Finding, Options, Program
 from apex_npu.migrate.engine.source import Source, UnreadableError, tree_of
 from apex_npu.migrate.parallel import convert as data_parallel
@@ -218,8 +219,7 @@ def _speaks_of_npu(program: Program, *, ours: bool) -> int | None:
     else:
         places += [node for node in program.every(ast.Attribute) if node.attr in ("npu", "is_npu")]
         for node in program.every(ast.Import, ast.ImportFrom):
-            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names]
-            places += [node] if any(module.partition(".")[0] == "torch_npu" for module in modules) else []
+            places += [node] if any(name.partition(".")[0] == "torch_npu" for name in imported(node)) else []
     return min((program.source.span(node)[0] for node in places), default=None)
 
 

@@ -9,15 +9,16 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from apex_npu.migrate.engine.program import Finding, Program
+from apex_npu.migrate.engine.names import imported
+from apex_npu.migrate.engine.program import Finding, Program, UnclearError
 from apex_npu.migrate.rules import weights
 from apex_npu.migrate.rules.tables import TRAINERS
 from apex_npu.migrate.rules.targets import UNNAMED
 
 from .averaging import averaged
-from .initialize import Insertion, place_of, put_initialize
+from .initialize import place_of, put_initialize
 from .losses import clip, float_input, float_inputs, put_checkpoints, scale
-from .training import UnclearError, all_or_none
+from .training import Training
 
 LEVELS = ("O1", "O2", "O4", "O5")
 _OURS = re.compile(r"apex(_npu)?\.amp(\..*)?|apex(_npu)?\.fp16_utils(\..*)?")
@@ -41,8 +42,8 @@ def check(program: Program) -> None:
     if has_amp is not None:
         program.note("A350", has_amp, "the program already uses amp")
         return
-    put: list[Insertion] = []
-    all_or_none(program, lambda: put.append(_reported(program)), ["amp"])
+    put: list[Training] = []
+    program.all_or_none(lambda: put.append(_reported(program)), ["amp"])
     for one in put:
         if one.casts_model and one.made:
             models = {model for made in one.made for model in made.models}
@@ -96,17 +97,15 @@ def drop_covered(program: Program) -> None:
 def _has_amp(program: Program) -> ast.stmt | None:
     """Return the first import of Apex's or apex_npu's amp, or the first statement that uses it."""
     for node in program.every(ast.Import, ast.ImportFrom):
-        before = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-        modules = [before + alias.name for alias in node.names] + [before.rstrip(".")]
-        if not getattr(node, "level", 0) and any(map(_OURS.fullmatch, modules)):
+        if any(map(_OURS.fullmatch, imported(node))):
             return node
     used = next((node for node in program.every(ast.Attribute) if _OURS.fullmatch(program.dotted(node))), None)
     return None if used is None else program.statement_of(used)
 
 
-def _reported(program: Program) -> Insertion:
+def _reported(program: Program) -> Training:
     """Report all findings and changes. Return what they need to know."""
-    put = Insertion(program)
+    put = Training(program)
     torch_amp = put.torch_amp
     _check_libraries(put)
     if put.made:
@@ -114,7 +113,7 @@ def _reported(program: Program) -> Insertion:
     elif torch_amp.enabled or torch_amp.is_bfloat16:
         first = next(iter([*torch_amp.made, *(block for block, _ in torch_amp.blocks)]))
         raise UnclearError(first, "A355", "its settings belong to amp.initialize, which is in another file")
-    torch_amp.report(put.amp, put.removed)
+    torch_amp.report(put.amp)
     for backward in put.backwards:
         scale(put, backward)
     for call in put.calls:
@@ -129,7 +128,7 @@ def _reported(program: Program) -> Insertion:
     return put
 
 
-def _check_libraries(put: Insertion) -> None:
+def _check_libraries(put: Training) -> None:
     program = put.program
     by_hand = next(averaged(program), None)
     if by_hand is not None:

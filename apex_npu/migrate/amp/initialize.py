@@ -6,63 +6,20 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from apex_npu.migrate.engine.program import PARALLEL, Program
+from apex_npu.migrate.engine.program import PARALLEL, UnclearError
 from apex_npu.migrate.engine.syntax import method_of, text
-from apex_npu.migrate.rules.targets import name_of, torch_name
+from apex_npu.migrate.rules.targets import torch_name
 
-from .torch_amp import TorchAmp
-from .training import MOVES, Made, Training, UnclearError
+from .training import MOVES, Made, Training
 
 # The arguments of ``amp.initialize`` that make processes average their gradients; ``{}`` is the name of torch.
 COMBINE = "combine_grad=True, combine_ddp={}.distributed.is_initialized()"
-_OF_BFLOAT16 = {"O1": "O4", "O2": "O5"}
-
-
-class Insertion(Training):
-    """The training loop of a file to which amp is added, and what the changes need to know.
-
-    Raises:
-        UnclearError: The rules cannot find out something that they need.
-    """
-
-    def __init__(self, program: Program) -> None:
-        self.torch_amp = TorchAmp(program)
-        super().__init__(program, self.torch_amp.scalers)
-        self.source = program.source
-        self.level = program.options.amp
-        if self.torch_amp.is_bfloat16:
-            self.level = _OF_BFLOAT16.get(self.level, self.level)
-        self.casts_model = self.level in ("O2", "O5")
-        self.removed: dict[int, list[ast.stmt]] = {}
-        self.amp = name_of(program, "amp") or ""
-
-    @property
-    def combines(self) -> bool:
-        """True if amp averages gradients over processes: every optimizer is fused, and amp is always enabled."""
-        options = self.program.options
-        given = "combine_" in options.amp_args
-        if options.data_parallel != "main" or self.torch_amp.enabled or given:
-            return False
-        fused = {one.start for one in self.program.drafts if one.rule == "O501" and one.status == "changed"}
-        calls = [one.call for one in self.made]
-        made = {self.source.span(call.func)[0]: self.program.dotted(call.func) for call in calls}
-        starts = {start for start, name in made.items() if not name.startswith("apex_npu.optimizers.NpuFused")}
-        left = any(one.rule == "O501" and one.status == "refused" for one in self.program.drafts)
-        return starts <= fused and not left and options.has("O501")
-
-    def put_after(self, rule: str, anchor: ast.stmt, statements: list[str], links: Iterable[str] = ()) -> None:
-        """Insert the lines ``statements`` after the statement ``anchor``."""
-        if self.torch_amp.holds(anchor):
-            raise UnclearError(anchor, "A355", "it is inside of autocast, which is removed")
-        self.program.change(rule, self.program.lines(anchor, statements), links=links)
-
-
 _WRAPPER = re.compile(r"(torch|apex|apex_npu)\..*(DistributedDataParallel|DataParallel)|torch\.compile")
 
 
-def put_initialize(put: Insertion) -> None:
+def put_initialize(put: Training) -> None:
     """Insert the call of ``amp.initialize`` for all models and optimizers of the file."""
     program, place = put.program, place_of(put)
     made: dict[str, Made] = {one.target: one for one in put.made}
@@ -88,7 +45,7 @@ def put_initialize(put: Insertion) -> None:
     put.put_after("A301", place, [call], links)
 
 
-def place_of(put: Insertion) -> ast.stmt:
+def place_of(put: Training) -> ast.stmt:
     """Return the statement that ``initialize`` follows: the last optimizer's, or the ``if`` that picks an optimizer."""
     made, program = sorted(put.made, key=lambda one: put.offset(one.call)), put.program
     last = made[-1].statement
@@ -113,7 +70,7 @@ def place_of(put: Insertion) -> ast.stmt:
     return common
 
 
-def _check_bound(put: Insertion, place: ast.stmt, switch: ast.expr) -> None:
+def _check_bound(put: Training, place: ast.stmt, switch: ast.expr) -> None:
     """Refuse if the names in ``enabled`` have no value yet where ``initialize`` is called."""
     for name in {node.id for node in ast.walk(switch) if isinstance(node, ast.Name)}:
         home = put.program.names.scope(place).find(name)
@@ -124,7 +81,7 @@ def _check_bound(put: Insertion, place: ast.stmt, switch: ast.expr) -> None:
             raise UnclearError(place, "A355", f"{put.torch_amp.enabled} has no value yet where the optimizer is made")
 
 
-def _is_wrapped(put: Insertion, model: str, place: ast.stmt) -> bool:
+def _is_wrapped(put: Training, model: str, place: ast.stmt) -> bool:
     """Return whether a model may be wrapped in DistributedDataParallel at ``place``."""
     wraps = []
     for node in put.program.every(ast.Assign):
@@ -141,7 +98,7 @@ def _is_wrapped(put: Insertion, model: str, place: ast.stmt) -> bool:
     return bool(wraps)
 
 
-def check_moves(put: Insertion, models: list[str], place: ast.stmt) -> None:
+def check_moves(put: Training, models: list[str], place: ast.stmt) -> None:
     """Refuse models that move after their optimizers are made."""
     for call in put.calls:
         owner, method = method_of(call)
@@ -150,7 +107,7 @@ def check_moves(put: Insertion, models: list[str], place: ast.stmt) -> None:
             raise UnclearError(call, "A352", f"{owner} is moved or cast after its optimizer is made: do that before")
 
 
-def _check_loaded(put: Insertion, place: ast.stmt) -> None:
+def _check_loaded(put: Training, place: ast.stmt) -> None:
     """Refuse optimizers that are loaded or stepped before ``initialize``."""
     end = put.source.span(place)[1]
     for call in put.calls:

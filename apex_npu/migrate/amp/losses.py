@@ -6,19 +6,18 @@ from __future__ import annotations
 
 import ast
 
-from apex_npu.migrate.engine.program import Program
+from apex_npu.migrate.engine.program import Program, UnclearError
 from apex_npu.migrate.engine.source import Edit
 from apex_npu.migrate.engine.syntax import argument, method_of, text
 from apex_npu.migrate.rules.targets import replaced
 
-from .initialize import Insertion
-from .training import MOVES, Backward, UnclearError
+from .training import MOVES, Backward, Training
 
 _NOT_SAVED = "amp.state_dict() is not saved with it: resumed training starts with the initial loss scale"
 _NOT_LOADED = "amp.load_state_dict() is not called with it: training starts with the initial loss scale"
 
 
-def scale(put: Insertion, backward: Backward) -> None:
+def scale(put: Training, backward: Backward) -> None:
     """Put a block of ``scale_loss`` around a backward."""
     program, source, call, statement = put.program, put.source, backward.call, backward.statement
     assert isinstance(call.func, ast.Attribute)
@@ -42,7 +41,7 @@ def scale(put: Insertion, backward: Backward) -> None:
     program.report(rule, "changed", (start, dot), edits)
 
 
-def clip(put: Insertion, call: ast.Call) -> None:
+def clip(put: Training, call: ast.Call) -> None:
     """Let the program clip the gradients of ``amp.master_params``."""
     lists = argument(call, 0, "parameters")
     model, method = method_of(lists) if isinstance(lists, ast.Call) else ("", "")
@@ -60,7 +59,7 @@ def clip(put: Insertion, call: ast.Call) -> None:
         raise UnclearError(call, "A354", "the optimizer is unclear: clip the gradients of amp.master_params(optimizer)")
 
 
-def float_inputs(put: Insertion, call: ast.Call) -> None:
+def float_inputs(put: Training, call: ast.Call) -> None:
     """Cast the input of each call of a BCELoss to float32. BCELoss rejects half precision."""
     program, at = put.program, _user(put.program, call)
     if isinstance(at, ast.Call):
@@ -82,7 +81,7 @@ def float_inputs(put: Insertion, call: ast.Call) -> None:
         float_input(put, one)
 
 
-def float_input(put: Insertion, call: ast.Call) -> None:
+def float_input(put: Training, call: ast.Call) -> None:
     """Cast the input of ``binary_cross_entropy`` to float32 at levels where it may be half precision."""
     if put.casts_model:
         return  # outputs of the model are float32
@@ -109,7 +108,7 @@ def _user(program: Program, call: ast.Call) -> ast.AST | None:
     return parent if not isinstance(parent, ast.Call) or parent.func is at else None
 
 
-def put_checkpoints(put: Insertion) -> None:
+def put_checkpoints(put: Training) -> None:
     """Save and load the state of amp beside that of each optimizer."""
     done: set[object] = set()
     optimizers = put.targets | put.cleared
@@ -134,7 +133,7 @@ def put_checkpoints(put: Insertion) -> None:
                 put.program.note("A305", call, _NOT_LOADED)
 
 
-def _save(put: Insertion, call: ast.Call, parent: ast.AST | None) -> None:
+def _save(put: Training, call: ast.Call, parent: ast.AST | None) -> None:
     """Save ``amp.state_dict()`` beside the state of an optimizer, unless the program saved that of a GradScaler."""
     if put.torch_amp.scalers:
         return

@@ -8,12 +8,11 @@ import ast
 import re
 from collections.abc import Iterator
 
-from apex_npu.migrate.engine.program import Program
+from apex_npu.migrate.engine.names import imported
+from apex_npu.migrate.engine.program import Program, UnclearError
 from apex_npu.migrate.engine.source import Edit, apply_edits, without
 from apex_npu.migrate.engine.syntax import constant, given_to, keywords, text
 from apex_npu.migrate.rules.targets import replaced
-
-from .training import UnclearError, check_own_lines
 
 _PREFIX = r"torch(_npu)?\.(cuda\.|npu\.)?(amp\.)?(autocast_mode\.|grad_scaler\.)?"
 _AUTOCAST, _SCALER = re.compile(_PREFIX + "autocast"), re.compile(_PREFIX + "GradScaler")
@@ -37,6 +36,7 @@ class TorchAmp:
     def __init__(self, program: Program) -> None:
         self.program, self.is_bfloat16, self.enabled = program, False, ""
         self.switch: ast.expr | None = None
+        self._removed: dict[int, list[ast.stmt]] = {}  # the removed statements by the id of their block
         uses = [*program.loaded()]
         self.made = [self._made(node) for node in uses if _SCALER.fullmatch(program.dotted(node))]
         self.scalers = frozenset(text(statement.targets[0]) for statement in self.made)
@@ -129,14 +129,11 @@ class TorchAmp:
         written = " ".join(written.split()) if "\n" in written else written
         return f"({written})" if isinstance(self.switch, (ast.Compare, ast.BoolOp)) else written, links
 
-    def report(self, amp: str, removed: dict[int, list[ast.stmt]]) -> None:
-        """Report the changes, except for ``scaler.scale(loss).backward()``, which ``losses.scale`` changes.
-
-        ``removed`` collects the removed statements by the id of their block.
-        """
+    def report(self, amp: str) -> None:
+        """Report the changes, except for ``scaler.scale(loss).backward()``, which ``losses.scale`` changes."""
         program = self.program
         for made in self.made:
-            self._remove("T401", made, removed)
+            self._remove("T401", made)
         for node in self.uses:
             method = program.parent(node)
             call = None if method is None else program.parent(method)
@@ -148,7 +145,7 @@ class TorchAmp:
             if not isinstance(call, ast.Call) or call.func is not method:
                 raise UnclearError(node, "A355", "the scaler is passed on")
             if name in ("update", "unscale_") and isinstance(statement, ast.Expr):
-                self._remove("T404", statement, removed)
+                self._remove("T404", statement)
             elif name == "step":
                 (start, end), (first, last) = program.source.span(call), program.source.span(call.args[0])
                 edits = [Edit(start, first, ""), Edit(last, end, ".step()")]
@@ -159,17 +156,16 @@ class TorchAmp:
                 raise UnclearError(node, "A355", f"amp has no counterpart of the scaler's {name}, as it is used here")
         for block, item in self.blocks:
             self._remove_item(block, item)
-        for imported in program.every(ast.ImportFrom):
-            names = [f"{imported.module}.{alias.name}" for alias in imported.names]
-            moved = not imported.level and all(_AUTOCAST.fullmatch(name) or _SCALER.fullmatch(name) for name in names)
-            if moved and program.has_own_lines(imported):
-                self._remove("T401", imported, removed)
+        for statement in program.every(ast.ImportFrom):
+            moved = all(_AUTOCAST.fullmatch(name) or _SCALER.fullmatch(name) for name in imported(statement))
+            if moved and program.has_own_lines(statement):
+                self._remove("T401", statement)
 
-    def _remove(self, rule: str, statement: ast.stmt, removed: dict[int, list[ast.stmt]]) -> None:
+    def _remove(self, rule: str, statement: ast.stmt) -> None:
         program, source = self.program, self.program.source
-        check_own_lines(program, statement, "A353")
+        program.check_own_lines(statement, "A353")
         body = program.body_of(statement)
-        gone = removed.setdefault(id(body), [])
+        gone = self._removed.setdefault(id(body), [])
         gone.append(statement)
         start, end = source.span(statement)
         if len(gone) == len(body):

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 from apex_npu.migrate.engine.names import Scope
-from apex_npu.migrate.engine.program import Program
+from apex_npu.migrate.engine.program import Program, UnclearError
 from apex_npu.migrate.engine.syntax import argument, constant, given_to, method_of, text
+from apex_npu.migrate.rules.targets import name_of
+
+from .torch_amp import TorchAmp
 
 _OPTIMIZER = re.compile(
     r"torch\.optim\.((?!lr_scheduler|swa_utils)\w+\.)?[A-Z]\w*|apex(_npu)?\.optimizers\.(?!WarmupLR|FusedEMA)(\w+\.)?[A-Z]\w*"
@@ -23,36 +26,7 @@ MOVES = ("to", "cuda", "npu", "half", "float", "double", "bfloat16", "type")
 _OF_MODULES = (*MOVES[:5], "parameters", "named_parameters", "modules", "children", "eval")
 _NOT_WHOLE = "the model is {}: amp needs a whole model that has a name"
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
-
-
-class UnclearError(Exception):
-    """A reason not to add amp: the node, the id of the rule that reports it, and the message."""
-
-    def __init__(self, node: ast.expr | ast.stmt, rule: str, reason: str) -> None:
-        super().__init__(reason)
-        self.node, self.rule, self.reason = node, rule, reason
-
-
-def all_or_none(program: Program, apply: Callable[[], None], links: Sequence[str], rule: str = "") -> None:
-    """Call ``apply``, and link the changes that it reports.
-
-    If it raises UnclearError, report only that, with the first link. An error of another family gets ``rule``.
-    """
-    before = len(program.drafts)
-    try:
-        apply()
-    except UnclearError as error:
-        del program.drafts[before:]
-        own = error.rule if error.rule[0] == (rule or error.rule)[0] else rule
-        program.refuse(own, error.node, error.reason, links[:1])
-    else:
-        program.drafts[before:] = [replace(one, links=one.links.union(links)) for one in program.drafts[before:]]
-
-
-def check_own_lines(program: Program, statement: ast.stmt, rule: str) -> None:
-    """Refuse a statement that shares its line with another one."""
-    if not program.has_own_lines(statement):
-        raise UnclearError(statement, rule, "the statement shares its line: put it on a line of its own")
+_OF_BFLOAT16 = {"O1": "O4", "O2": "O5"}
 
 
 @dataclass(frozen=True)
@@ -79,21 +53,50 @@ class Backward:
 
 
 class Training:
-    """The optimizers that a program makes, and its calls of ``backward`` with the steps that follow each.
+    """The training loop of a file: its optimizers with their models, its backwards with their steps, its torch.amp.
 
     Raises:
         UnclearError: The rules cannot find out which model, optimizer or step belongs to which.
     """
 
-    def __init__(self, program: Program, scalers: frozenset[str]) -> None:
-        self.program, self.scalers = program, scalers
+    def __init__(self, program: Program) -> None:
+        self.program, self.source = program, program.source
+        self.torch_amp = TorchAmp(program)
+        self.scalers = self.torch_amp.scalers
+        self.level = program.options.amp
+        if self.torch_amp.is_bfloat16:
+            self.level = _OF_BFLOAT16.get(self.level, self.level)
+        self.casts_model = self.level in ("O2", "O5")
+        self.amp = name_of(program, "amp") or ""
         self.calls = [*program.every(ast.Call)]
+        # Calls of ``amp.initialize`` that the program already has.
+        self.initializing = [call for call in self.calls if _INITIALIZE.fullmatch(program.dotted(call.func))]
         self.cleared = {method_of(call)[0] for call in self._methods("zero_grad")} - {""}
         self.made = [self._made(call) for call in self.calls if _OPTIMIZER.fullmatch(program.dotted(call.func))]
         self.targets = {one.target for one in self.made}
         self._check_made()
         self.backwards = list(self._backwards())
         self._follow_steps()
+
+    @property
+    def combines(self) -> bool:
+        """True if amp averages gradients over processes: every optimizer is fused, and amp is always enabled."""
+        options = self.program.options
+        given = "combine_" in options.amp_args
+        if options.data_parallel != "main" or self.torch_amp.enabled or given:
+            return False
+        fused = {one.start for one in self.program.drafts if one.rule == "O501" and one.status == "changed"}
+        calls = [one.call for one in self.made]
+        made = {self.source.span(call.func)[0]: self.program.dotted(call.func) for call in calls}
+        starts = {start for start, name in made.items() if not name.startswith("apex_npu.optimizers.NpuFused")}
+        left = any(one.rule == "O501" and one.status == "refused" for one in self.program.drafts)
+        return starts <= fused and not left and options.has("O501")
+
+    def put_after(self, rule: str, anchor: ast.stmt, statements: list[str], links: Iterable[str] = ()) -> None:
+        """Insert the lines ``statements`` after the statement ``anchor``."""
+        if self.torch_amp.holds(anchor):
+            raise UnclearError(anchor, "A355", "it is inside of autocast, which is removed")
+        self.program.change(rule, self.program.lines(anchor, statements), links=links)
 
     def _methods(self, name: str) -> Iterator[ast.Call]:
         return (call for call in self.calls if isinstance(call.func, ast.Attribute) and call.func.attr == name)
@@ -108,7 +111,7 @@ class Training:
             raise UnclearError(call, "A353", "LBFGS computes gradients inside of step, which amp does not support")
         if not isinstance(statement, ast.Assign) or len(statement.targets) != 1 or not text(statement.targets[0]):
             raise UnclearError(call, "A351", "the optimizer is not assigned to a name: assign it first")
-        check_own_lines(program, statement, "A351")
+        program.check_own_lines(statement, "A351")
         if any(isinstance(one, _LOOPS) for one in program.around(call)):
             raise UnclearError(call, "A351", "an optimizer is made in a loop: make it outside of the loop")
         parts = tuple(dict.fromkeys(self._parts(call)))
@@ -177,8 +180,7 @@ class Training:
 
     def _given_back(self, one: Made) -> int:
         """Return how often the result of ``amp.initialize`` is assigned to the optimizer's name."""
-        calls = [call for call in self.calls if _INITIALIZE.fullmatch(self.program.dotted(call.func))]
-        statements = [at for at in map(self.program.parent, calls) if isinstance(at, ast.Assign)]
+        statements = [at for at in map(self.program.parent, self.initializing) if isinstance(at, ast.Assign)]
         targets = [node for at in statements for target in at.targets for node in ast.walk(target)]
         return sum(text(node) == one.target and self.is_same(one, node) for node in targets)
 
@@ -200,7 +202,7 @@ class Training:
             assert isinstance(call.func, ast.Attribute)
             if self.program.dotted(call.func) or not isinstance(statement, ast.Expr):
                 raise UnclearError(call, "A353", "amp needs loss.backward() as a statement by itself")
-            check_own_lines(self.program, statement, "A353")
+            self.program.check_own_lines(statement, "A353")
             yield Backward(call, statement)
 
     def _follow_steps(self) -> None:

@@ -179,6 +179,12 @@ def module_of(node: ast.ImportFrom) -> str:
     return "." * node.level + (node.module or "")
 
 
+def imported(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """Return the full names that a statement imports, as it writes them."""
+    before = f"{module_of(node)}{'.' if node.module else ''}" if isinstance(node, ast.ImportFrom) else ""
+    return [before + alias.name for alias in node.names]
+
+
 def _could_be_module(node: ast.expr) -> bool:
     return isinstance(root_of(node), ast.Name) or (isinstance(node, ast.Constant) and node.value is None)
 

@@ -8,7 +8,7 @@ import ast
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, overload
 
@@ -115,6 +115,14 @@ class Options:
         return by_option.get(rule[0], chosen)
 
 
+class UnclearError(Exception):
+    """A reason to make none of the changes that belong together: the node, the id of the rule, and the message."""
+
+    def __init__(self, node: ast.expr | ast.stmt, rule: str, reason: str) -> None:
+        super().__init__(reason)
+        self.node, self.rule, self.reason = node, rule, reason
+
+
 class Program:
     """One file: its text, its syntax tree, its names, and the reports of the rules so far (``drafts``).
 
@@ -157,6 +165,11 @@ class Program:
         end = self.source.span(statement)[1]
         after = self.source.text[end : self.source.line_end(statement.end_lineno or 0)].strip()
         return not self.source.indent(statement).strip() and (not after or after.startswith("#"))
+
+    def check_own_lines(self, statement: ast.stmt, rule: str) -> None:
+        """Raise an UnclearError for a statement that shares its line with another one."""
+        if not self.has_own_lines(statement):
+            raise UnclearError(statement, rule, "the statement shares its line: put it on a line of its own")
 
     def is_argument(self, node: ast.AST, name: str) -> bool:
         """Return whether ``name`` is an argument of a function around ``node`` and has no other binding there."""
@@ -218,6 +231,21 @@ class Program:
     def refuse(self, rule: str, place: Place, message: str, links: Iterable[str] = ()) -> None:
         """Report what is left for a person, with the reason."""
         self.report(rule, "refused", place, message=message, links=links)
+
+    def all_or_none(self, apply: Callable[[], None], links: Sequence[str], rule: str = "") -> None:
+        """Call ``apply``, and link the changes that it reports.
+
+        If it raises UnclearError, report only that, with the first link. An error of another family gets ``rule``.
+        """
+        before = len(self.drafts)
+        try:
+            apply()
+        except UnclearError as error:
+            del self.drafts[before:]
+            own = error.rule if error.rule[0] == (rule or error.rule)[0] else rule
+            self.refuse(own, error.node, error.reason, links[:1])
+        else:
+            self.drafts[before:] = [replace(one, links=one.links.union(links)) for one in self.drafts[before:]]
 
     def _reported_span(self, node: ast.expr | ast.stmt | ast.alias) -> tuple[int, int]:
         around = self._fstring(node)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from apex_npu.migrate.amp.check import why_left
-from apex_npu.migrate.engine.names import Names, module_of
+from apex_npu.migrate.engine.names import Names, imported, module_of
 from apex_npu.migrate.engine.program import Finding
 from apex_npu.migrate.engine.source import tree_of
 from apex_npu.migrate.engine.syntax import last_name
@@ -61,11 +61,8 @@ def _closure(path: Path, imports: Mapping[Path, set[Path]]) -> set[Path]:
 def _imports(path: Path, data: bytes, programs: Mapping[Path, bytes]) -> Iterator[Path]:
     """Yield the files among ``programs`` that a file imports from its own folder or the folders above."""
     for node in ast.walk(tree_of(data)):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom):
-            module = module_of(node)
-            names = [module, *(f"{module}{'.' if node.module else ''}{alias.name}" for alias in node.names)]
-        for name in names:
+        names = imported(node) if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        for name in [module_of(node), *names] if isinstance(node, ast.ImportFrom) else names:
             found = next((option for option in _files(path, name) if option in programs), None)
             if found is not None and found != path:
                 yield found

@@ -10,9 +10,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from apex_npu.migrate.amp.initialize import COMBINE, Insertion, check_moves, place_of
-from apex_npu.migrate.amp.training import UnclearError, all_or_none, check_own_lines
-from apex_npu.migrate.engine.program import PARALLEL, Program
+from apex_npu.migrate.amp.initialize import COMBINE, check_moves, place_of
+from apex_npu.migrate.amp.training import Training
+from apex_npu.migrate.engine.program import PARALLEL, Program, UnclearError
 from apex_npu.migrate.engine.source import Edit
 from apex_npu.migrate.engine.syntax import argument, constant, is_told, keywords, last_name, method_of, text
 from apex_npu.migrate.rules.targets import replaced, target_of, torch_name
@@ -37,7 +37,7 @@ def check(program: Program) -> None:
         convert = _convert if role == "main" else _convert_part
         has_amp = any("amp" in draft.links for draft in program.drafts)
         links = [PARALLEL, "amp"] if has_amp and role == "main" else [PARALLEL]
-        all_or_none(program, lambda: convert(program), links, "P604")
+        program.all_or_none(lambda: convert(program), links, "P604")
 
 
 def _convert(program: Program) -> None:
@@ -48,7 +48,7 @@ def _convert(program: Program) -> None:
     first, torch = next(iter([*program.tree.body, *ast.parse("pass").body])), torch_name(program)
     if torch is None:
         raise UnclearError(first, "P601", "torch is not imported by its name at the top level")
-    put = Insertion(program)
+    put = Training(program)
     if not put.made:
         raise UnclearError(first, "P604", "no optimizer is made here, so the model is unclear")
     model = program.options.model
@@ -191,7 +191,7 @@ def _start(program: Program) -> ast.stmt:
     raise UnclearError(program.tree.body[-1], "P601", "the file has no statement that runs when it is started")
 
 
-def _sample(put: Insertion, torch: str) -> None:
+def _sample(put: Training, torch: str) -> None:
     """Give each process a part of the training data."""
     program = put.program
     loaders = Loaders(put)
@@ -257,7 +257,7 @@ def _sample_one(program: Program, call: ast.Call, torch: str) -> None:
     program.report("P602", "changed", call.func)  # a comment that keeps the name keeps all
 
 
-def _average(put: Insertion, torch: str) -> None:
+def _average(put: Training, torch: str) -> None:
     """Average gradients over the processes: by amp if it is added with fused optimizers, else by torch's DDP."""
     if put.combines:
         call = next((draft for draft in put.program.drafts if draft.rule == "A301"), None)
@@ -280,16 +280,15 @@ def _average(put: Insertion, torch: str) -> None:
     put.put_after("P604", place, lines)
 
 
-def _initialized(put: Insertion) -> ast.stmt | None:
+def _initialized(put: Training) -> ast.stmt | None:
     """Return the statement of the program that already calls ``amp.initialize``, or None."""
-    for call in put.calls:
-        dotted = put.program.dotted(call.func)
-        if dotted in ("apex.amp.initialize", "apex_npu.amp.initialize"):
-            statement = put.program.statement_of(call)
-            if isinstance(statement, (ast.Assign, ast.Expr)) and statement.value is call:
-                return statement
-            raise UnclearError(call, "P604", "amp.initialize is part of another statement: make it one of its own")
-    return None
+    if not put.initializing:
+        return None
+    call = put.initializing[0]
+    statement = put.program.statement_of(call)
+    if isinstance(statement, (ast.Assign, ast.Expr)) and statement.value is call:
+        return statement
+    raise UnclearError(call, "P604", "amp.initialize is part of another statement: make it one of its own")
 
 
 def _guard_saves(program: Program) -> None:
@@ -304,7 +303,7 @@ def _guard_saves(program: Program) -> None:
         if _is_open(program, node):
             raise UnclearError(node, "P605", "torch.save gets an open file, which every process opens: pass the path")
         start = program.source.span(statement)[0]
-        check_own_lines(program, statement, "P605")
+        program.check_own_lines(statement, "P605")
         header = f"if not {torch}.distributed.is_initialized() or {torch}.distributed.get_rank() == 0:"
         written = program.put_into(statement, header)
         program.report("P605", "changed", (start, start), [Edit(start, start, written)])

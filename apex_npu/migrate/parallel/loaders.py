@@ -7,9 +7,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from apex_npu.migrate.amp.initialize import Insertion
-from apex_npu.migrate.amp.training import UnclearError
-from apex_npu.migrate.engine.program import Program
+from apex_npu.migrate.amp.training import Training
+from apex_npu.migrate.engine.program import Program, UnclearError
 from apex_npu.migrate.engine.syntax import argument, constant, keywords, text
 
 _LOADER = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
@@ -76,7 +75,7 @@ class Loaders:
     loaders. ``epochs`` has the loops over epochs, each with the name that the loader has there.
     """
 
-    def __init__(self, put: Insertion) -> None:
+    def __init__(self, put: Training) -> None:
         self.put, self.program = put, put.program
         program = put.program
         self._all = [call for call in put.calls if program.dotted(call.func) in _LOADER]

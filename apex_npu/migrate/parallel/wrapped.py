@@ -7,10 +7,9 @@ from __future__ import annotations
 import ast
 import re
 
-from apex_npu.migrate.amp.initialize import Insertion
-from apex_npu.migrate.amp.training import UnclearError
+from apex_npu.migrate.amp.training import Training
 from apex_npu.migrate.engine.names import Scope
-from apex_npu.migrate.engine.program import Program
+from apex_npu.migrate.engine.program import Program, UnclearError
 from apex_npu.migrate.engine.syntax import argument, constant, text
 from apex_npu.migrate.rules.targets import replaced, torch_name
 
@@ -31,7 +30,7 @@ _OTHERS = re.compile(r"(^|_)opt|sched|scaler|state|dict|checkpoint|ckpt", re.IGN
 class Wrapped:
     """One model of a program, named as where its optimizer is made, and the expressions that refer to it."""
 
-    def __init__(self, put: Insertion, model: str) -> None:
+    def __init__(self, put: Training, model: str) -> None:
         self.put, self.program, self.model = put, put.program, model
         self._known: dict[tuple[str, Scope | None], bool] = {}
 

@@ -11,6 +11,7 @@ import ast
 from collections.abc import Sequence
 from pathlib import PurePath
 
+from apex_npu.migrate.engine.names import imported
 from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.source import Edit, without
 from apex_npu.migrate.engine.syntax import constant, is_told, keywords, text
@@ -89,8 +90,8 @@ def check_imports(program: Program, path: str) -> None:
 
 def _is_unused(program: Program, node: ast.Import | ast.ImportFrom, alias: ast.alias, edits: Sequence[Edit]) -> bool:
     """Return whether ``edits`` replace all uses of a name that is imported from torch."""
-    module = f"{node.module}." if isinstance(node, ast.ImportFrom) and not node.level else ""
-    if not f"{module}{alias.name}".startswith("torch.") or (alias.asname is None and isinstance(node, ast.Import)):
+    name = imported(node)[node.names.index(alias)]
+    if not name.startswith("torch.") or (alias.asname is None and isinstance(node, ast.Import)):
         return False
     bound = alias.asname or alias.name
     home = program.names.scope(node).find(bound)
