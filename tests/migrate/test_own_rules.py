@@ -215,7 +215,7 @@ def test_rules_of_both_forms(tmp_path):
         ("r.json", '{"rename": [{"old": "a", "nwe": "b"}]}', "number 1: unknown key 'nwe'; allowed are new, old"),
         ("r.json", '{"rename": [{"old": "a"}]}', "number 1: the key 'new' is missing"),
         ("r.json", '{"rename": [{"old": "a", "new": 1}]}', "new must be a string, got 1"),
-        ("r.json", '{"rename": [{"old": "a b", "new": "b"}]}', "old must be a name such as"),
+        ("r.json", '{"rename": [{"old": "a b", "new": "b"}]}', "a name must be written as mylib.function"),
         ("r.json", '{"rename": [{"old": "a", "new": ".b"}]}', "both methods"),
         ("r.json", '{"rename": [{"old": "a", "new": "a.b"}]}', "a second run would change it again"),
         ("r.json", '{"argument": [{"call": "a", "new": "1"}]}', "one of position and keyword"),

@@ -24,43 +24,51 @@ from .targets import replaced
 _NAME = re.compile(r"\.?[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
-def _check_name(key: str, name: object) -> None:
+@dataclass(frozen=True)
+class OwnRule:
+    """A rule of the user for ``name``: the full name of an import or, with a dot before it, the name of a method."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+
+
+def _check_name(name: object) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ValueError(f"{key} must be a name such as mylib.function or .method, got {name!r}")
+        raise ValueError(f"a name must be written as mylib.function or .method, got {name!r}")
 
 
 @dataclass(frozen=True)
-class Rename:
-    """Rename ``old``, the full name of an import, to ``new``. With a dot before them, both are names of methods."""
+class Rename(OwnRule):
+    """Rename ``name`` to ``new``."""
 
-    old: str
     new: str
 
     def __post_init__(self) -> None:
-        _check_name("old", self.old)
-        _check_name("new", self.new)
-        if self.old.startswith(".") != self.new.startswith("."):
+        super().__post_init__()
+        _check_name(self.new)
+        if self.name.startswith(".") != self.new.startswith("."):
             raise ValueError("old and new are both methods (with a dot before them), or neither is")
-        if f"{self.new}.".startswith(f"{self.old}."):
+        if f"{self.new}.".startswith(f"{self.name}."):
             raise ValueError("new begins with old: a second run would change it again")
 
     @property
     def is_beside(self) -> bool:
         """True if both names are in the same module."""
-        return self.old.rpartition(".")[0] == self.new.rpartition(".")[0]
+        return self.name.rpartition(".")[0] == self.new.rpartition(".")[0]
 
 
 @dataclass(frozen=True)
-class Argument:
-    """Replace the value that calls of ``call`` pass for an argument. Calls that do not pass it stay the same."""
+class Argument(OwnRule):
+    """Replace the value that calls of ``name`` pass for an argument. Calls that do not pass it stay the same."""
 
-    call: str
     new: str
     position: int | None = None
     keyword: str | None = None
 
     def __post_init__(self) -> None:
-        _check_name("call", self.call)
+        super().__post_init__()
         if (self.position is None) == (self.keyword is None):
             raise ValueError("give one of position and keyword")
         if self.position is not None and (type(self.position) is not int or self.position < 0):
@@ -72,28 +80,18 @@ class Argument:
 
 
 @dataclass(frozen=True)
-class Refuse:
+class Refuse(OwnRule):
     """Refuse all uses of a name. ``listed`` is True if it comes from ``--api-list``."""
 
-    name: str
     why: str
     listed: bool = False
 
-    def __post_init__(self) -> None:
-        _check_name("name", self.name)
-
 
 @dataclass(frozen=True)
-class Keep:
+class Keep(OwnRule):
     """Change no use of a name."""
 
-    name: str
 
-    def __post_init__(self) -> None:
-        _check_name("name", self.name)
-
-
-OwnRule = Rename | Argument | Refuse | Keep
 # The rules for rewriting the examples of R801 to R804 and D170.
 EXAMPLES: tuple[OwnRule, ...] = (
     Rename("mylib.to_cuda", "mylib.to_npu"),
@@ -104,13 +102,13 @@ EXAMPLES: tuple[OwnRule, ...] = (
 )
 # The tables of a file: the kind of their rules, and the field for each key. The last three have Ascend's form.
 _TABLES: dict[str, tuple[type[OwnRule], dict[str, str]]] = {
-    "rename": (Rename, {"new": "new", "old": "old"}),
-    "argument": (Argument, {"call": "call", "keyword": "keyword", "new": "new", "position": "position"}),
+    "rename": (Rename, {"new": "new", "old": "name"}),
+    "argument": (Argument, {"call": "name", "keyword": "keyword", "new": "new", "position": "position"}),
     "refuse": (Refuse, {"name": "name", "why": "why"}),
     "keep": (Keep, {"name": "name"}),
-    "ArgsModifyRule": (Argument, {"func_name": "call", "arg_idx": "position", "arg_new": "new"}),
-    "FuncNameModifyRule": (Rename, {"old_name": "old", "new_name": "new"}),
-    "ModuleNameModifyRule": (Rename, {"old_name": "old", "new_name": "new", "parent_module": "parent"}),
+    "ArgsModifyRule": (Argument, {"func_name": "name", "arg_idx": "position", "arg_new": "new"}),
+    "FuncNameModifyRule": (Rename, {"old_name": "name", "new_name": "new"}),
+    "ModuleNameModifyRule": (Rename, {"old_name": "name", "new_name": "new", "parent_module": "parent"}),
 }
 _OPTIONAL = ("keyword", "position", "parent_module")
 
@@ -189,7 +187,7 @@ def _rule(place: str, table: str, entry: Any) -> OwnRule:
     given = {names[key]: value for key, value in entry.items()}
     parent = given.pop("parent", "")
     if table.endswith("NameModifyRule"):  # a module below its parent, or a function; one without a module is a method
-        for name in ("old", "new"):
+        for name in ("name", "new"):
             if parent or "." not in given[name]:
                 given[name] = f"{parent}.{given[name]}"
     try:
@@ -200,8 +198,7 @@ def _rule(place: str, table: str, entry: Any) -> OwnRule:
 
 def concerns(data: bytes, rules: tuple[OwnRule, ...]) -> bool:
     """Return whether a file contains the name of one of ``rules``."""
-    names = (vars(rule).get("old") or vars(rule).get("call") or vars(rule)["name"] for rule in rules)
-    return any(name.rpartition(".")[2].encode() in data for name in names)
+    return any(rule.name.rpartition(".")[2].encode() in data for rule in rules)
 
 
 def check(program: Program) -> None:
@@ -268,7 +265,7 @@ def _refuse(program: Program, rule: Refuse) -> None:
 
 def _argument(program: Program, rule: Argument) -> None:
     new = ast.unparse(ast.parse(rule.new.strip(), mode="eval"))
-    for node, _ in _uses(program, rule.call):
+    for node, _ in _uses(program, rule.name):
         call = program.parent(node)
         if not isinstance(call, ast.Call) or call.func is not node:
             continue
@@ -283,26 +280,24 @@ def _argument(program: Program, rule: Argument) -> None:
 
 
 def _rename(program: Program, rule: Rename) -> None:
-    links, last = [f"own {rule.old}"], rule.new.rpartition(".")[2]
-    is_method = rule.old.startswith(".")
-    for node, span in _uses(program, rule.old):
+    links, last = [f"own {rule.name}"], rule.new.rpartition(".")[2]
+    is_method = rule.name.startswith(".")
+    for node, span in _uses(program, rule.name):
         if isinstance(node, ast.Name):
             continue  # the import is changed instead
-        if is_method or (rule.is_beside and node.attr == rule.old.rpartition(".")[2]):
+        if is_method or (rule.is_beside and node.attr == rule.name.rpartition(".")[2]):
             program.report("R801", "changed", span, [program.rename(node, last)], links=links)
-        elif program.rename(node, "") is None:
-            program.report("R801", "changed", span, [None], links=links)
         else:
             _replace(program, node, rule, links)
-    for imported, name in () if is_method else _imports(program, rule.old):
+    for imported, name in () if is_method else _imports(program, rule.name):
         _rename_import(program, imported, name, rule, links)
 
 
 def _rename_import(
     program: Program, node: ast.alias | ast.ImportFrom, name: str, rule: Rename, links: list[str]
 ) -> None:
-    """Rename the import of ``name``, which is ``rule.old`` or a part of it."""
-    statement, below, refusal = program.parent(node), rule.new + name[len(rule.old) :], ""
+    """Rename the import of ``name``, which is ``rule.name`` or a name below it."""
+    statement, below, refusal = program.parent(node), rule.new + name[len(rule.name) :], ""
     module, _, last = rule.new.rpartition(".")
     if isinstance(node, ast.ImportFrom):  # from old import x
         program.report("R801", "changed", node, [program.rename_module(node, below)], links=links)
@@ -318,7 +313,7 @@ def _rename_import(
         edit = Edit(*program.source.span(node), f"{below} as {asname}")
     else:  # import old.part
         edit = Edit(*program.source.span(node), below)
-        if not rule.is_beside or "." not in rule.old:
+        if not rule.is_beside or "." not in rule.name:
             refusal = f"import it under a name (as), so that {below} can replace it"
     place = node if refusal else (edit.start, edit.end)
     program.report("R801", "changed", place, [edit], links=links, refusal=refusal)
@@ -335,7 +330,8 @@ def _replace(program: Program, node: ast.Attribute, rule: Rename, links: list[st
     taken = any(one not in (root, module) for one in bound) or (not bound and program.names.is_taken(root))
     is_left = not module or taken or (not bound and anchor is None)
     refusal = f"import {module or rule.new} at the top level first" if is_left else ""
-    program.report("R801", "changed", node, [replaced(program, node, rule.new)], links=links, refusal=refusal)
-    if not refusal and not bound and anchor is not None:
+    edit = program.rename(node, "") and replaced(program, node, rule.new)
+    program.report("R801", "changed", node, [edit], links=links, refusal=refusal)
+    if edit and not refusal and not bound and anchor is not None:
         program.names.module.bindings[root] = [root]
         program.change("R801", program.lines(anchor, [f"import {module}"]), links=links)
