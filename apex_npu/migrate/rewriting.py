@@ -196,22 +196,11 @@ def _respect_npu(program: Program, unsure: set[int]) -> None:
     If only ``unsure`` changes remain, these rules may have made the file's npu code, and the file is not refused.
     """
     changes = _device_changes(program)
-    ours = unsure.issuperset(draft.start for draft in changes)
-    place = None if program.options.force or not changes else _speaks_of_npu(program, ours=ours)
-    if place is not None:
-        line = program.source.place(place)[0]
-        message = f"the file already names npu (line {line}): try it as it is, or pass --force (run: --force-files)"
-        _leave_file(program, "D159", changes[0].start, message)
-
-
-def _speaks_of_npu(program: Program, *, ours: bool) -> int | None:
-    """Return the first offset at which the program names an NPU, or None.
-
-    With ``ours``, names that these rules write without ``--unsure`` do not count.
-    """
+    if program.options.force or not changes:
+        return
     texts = [one for one in program.every(ast.Constant) if re.fullmatch(r"npu(:\d+)?", str(one.value))]
     places: list[ast.expr | ast.stmt] = [*texts]
-    if ours:
+    if unsure.issuperset(draft.start for draft in changes):
         devices = strings.Devices(program)
         for text in texts:
             devices.follow(text)
@@ -220,7 +209,10 @@ def _speaks_of_npu(program: Program, *, ours: bool) -> int | None:
         places += [node for node in program.every(ast.Attribute) if node.attr in ("npu", "is_npu")]
         for node in program.every(ast.Import, ast.ImportFrom):
             places += [node] if any(name.partition(".")[0] == "torch_npu" for name in imported(node)) else []
-    return min((program.source.span(node)[0] for node in places), default=None)
+    if places:
+        line = min(node.lineno for node in places)
+        message = f"the file already names npu (line {line}): try it as it is, or pass --force (run: --force-files)"
+        _leave_file(program, "D159", changes[0].start, message)
 
 
 def _add_first_lines(program: Program) -> None:

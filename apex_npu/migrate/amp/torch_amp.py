@@ -65,7 +65,7 @@ class TorchAmp:
 
     def _made(self, node: ast.expr) -> ast.Assign:
         call = self.program.parent(node)
-        statement = None if call is None else self.program.parent(call)
+        statement = self.program.parent(call)
         if not isinstance(call, ast.Call) or not isinstance(statement, ast.Assign) or not text(statement.targets[0]):
             raise UnclearError(node, "A355", "the scaler is not assigned to a name")
         settings = keywords(call).keys() - {"device", "enabled"}
@@ -76,8 +76,8 @@ class TorchAmp:
 
     def _block(self, node: ast.expr) -> tuple[ast.With, ast.withitem]:
         call = self.program.parent(node)
-        item = None if call is None else self.program.parent(call)
-        block = None if item is None else self.program.parent(item)
+        item = self.program.parent(call)
+        block = self.program.parent(item)
         if not isinstance(call, ast.Call) or not isinstance(item, ast.withitem) or not isinstance(block, ast.With):
             raise UnclearError(node, "A355", "autocast is not used in a with statement")
         if item.optional_vars is not None or keywords(call).keys() - {"device_type", "dtype", "enabled"}:
@@ -136,8 +136,8 @@ class TorchAmp:
             self._remove("T401", made)
         for node in self.uses:
             method = program.parent(node)
-            call = None if method is None else program.parent(method)
-            statement = None if call is None else program.parent(call)
+            call = program.parent(method)
+            statement = program.parent(call)
             name = method.attr if isinstance(method, ast.Attribute) else ""
             if node in self.passed:
                 program.report("T407", "changed", node, [replaced(program, node, "None")])

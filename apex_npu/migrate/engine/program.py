@@ -253,12 +253,8 @@ class Program:
 
     def _fstring(self, node: ast.AST) -> ast.JoinedStr | None:
         """Return the outermost f-string around ``node`` if Python may give wrong places inside it, else None."""
-        found = None
-        at: ast.AST | None = None if _EXACT_FSTRINGS else self.parent(node)
-        while isinstance(at, (ast.expr, ast.keyword, ast.comprehension)):
-            found = at if isinstance(at, ast.JoinedStr) else found
-            at = self.parent(at)
-        return found
+        found = [] if _EXACT_FSTRINGS else [one for one in self.around(node) if isinstance(one, ast.JoinedStr)]
+        return found[-1] if found else None
 
     def _is_exact(self, node: ast.AST) -> bool:
         """Return whether the place of ``node`` is right: the text there parses to an equal node."""

@@ -123,7 +123,7 @@ def _torch_cuda(program: Program, node: ast.Attribute | ast.Name, parts: list[st
         program.report("D151", "changed", node, target_of(program).name(program, node, parts), _RANGES, links)
     elif not parts and (target is None or program.dotted(target) != "torch.cuda"):
         program.refuse("D153", node, LOOKED_UP.format("torch.cuda"), links)
-    elif answer and (failing := _failing_use(program, node, parts)):
+    elif answer and program.is_called(node) and (failing := _failing_use(program, parent, parts)):
         program.refuse("D156", node, f"{answer}, and {failing}", links)
     else:
         is_type = bool(parts) and parts[0].endswith(("Tensor", "Storage"))
@@ -133,9 +133,10 @@ def _torch_cuda(program: Program, node: ast.Attribute | ast.Name, parts: list[st
             program.note("D156", node, answer)
 
 
-def _failing_use(program: Program, node: ast.expr, parts: list[str]) -> str:
+def _failing_use(program: Program, call: ast.AST | None, parts: list[str]) -> str:
     """Return how the program uses a result that differs on npu, such that it would fail; "" if no such use is found."""
-    for value, parent in _uses_of(program, program.parent(node)):
+    assert isinstance(call, ast.Call)
+    for value, parent in _uses_of(program, call):
         line = f"(line {value.lineno}): check for the feature instead, as by is_bf16_supported(), or remove the check"
         if parts == ["get_device_properties"]:
             if isinstance(parent, ast.Attribute) and parent.attr not in tables.NPU_PROPERTIES:
@@ -145,13 +146,11 @@ def _failing_use(program: Program, node: ast.expr, parts: list[str]) -> str:
     return ""
 
 
-def _uses_of(program: Program, node: ast.AST | None) -> Iterator[tuple[ast.expr, ast.AST | None]]:
-    """Yield the call ``node`` and the uses of names that its result is assigned to, each with its parent."""
-    if not isinstance(node, ast.Call):
-        return
-    at: ast.AST | None = node
+def _uses_of(program: Program, call: ast.Call) -> Iterator[tuple[ast.expr, ast.AST | None]]:
+    """Yield a call and the uses of names that its result is assigned to, each with its parent."""
+    at: ast.AST | None = call
     names: set[str] = set()
-    while at is node or isinstance(at, (ast.IfExp, ast.BoolOp, ast.NamedExpr)):
+    while at is call or isinstance(at, (ast.IfExp, ast.BoolOp, ast.NamedExpr)):
         assert isinstance(at, ast.expr)
         names |= {at.target.id} if isinstance(at, ast.NamedExpr) else set()
         yield at, program.parent(at)
@@ -159,7 +158,7 @@ def _uses_of(program: Program, node: ast.AST | None) -> Iterator[tuple[ast.expr,
     names |= {text(target) for target in getattr(at, "targets", [])} - {""}
     for one in program.loaded() if names else ():
         if text(one) in names:
-            scopes = [program.names.scope(each).find(text(one).partition(".")[0]) for each in (one, node)]
+            scopes = [program.names.scope(each).find(text(one).partition(".")[0]) for each in (one, call)]
             if scopes[0] is scopes[1] or "." in text(one):
                 yield one, program.parent(one)
 
