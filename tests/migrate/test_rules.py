@@ -16,7 +16,7 @@ from apex_npu.migrate import rewrite
 from apex_npu.migrate.files import reports
 from apex_npu.migrate.rules import apex
 from apex_npu.migrate.rules.catalogue import RULES
-from apex_npu.migrate.rules.tables import NPU_PROPERTIES, PROFILER_NAMES, RENAMED, SAME_NAMES, SIMILAR, SUBMODULES
+from apex_npu.migrate.rules.tables import NPU_PROPERTIES, PROFILER_NAMES, RENAMED, SAME_NAMES, SUBMODULES
 
 CASES = sorted(golden.CASES.glob("*.txt"))
 
@@ -73,13 +73,13 @@ def test_names_of_torch_cuda():
 
 
 def test_names_that_are_similar():
-    assert all(hasattr(torch.cuda.nvtx, name) for name in SIMILAR["nvtx"][1])
+    assert all(hasattr(torch.cuda.nvtx, name) for name in SUBMODULES["nvtx"])
     for name in PROFILER_NAMES:
         assert name.partition(".")[0] in vars(torch.profiler)
     if VENDOR:
         import torch_npu
 
-        assert all(callable(getattr(torch_npu.npu.mstx, name)) for name in SIMILAR["nvtx"][1])
+        assert all(callable(getattr(torch_npu.npu.mstx, name)) for name in SUBMODULES["nvtx"])
         for name in PROFILER_NAMES.values():
             assert attrgetter(name)(torch_npu.profiler)
 

@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from apex_npu.migrate.amp.training import Training
 from apex_npu.migrate.engine.program import Program, UnclearError
 from apex_npu.migrate.engine.syntax import argument, constant, keywords, text
+from apex_npu.migrate.rules.tables import DATA_LOADERS
 
-_LOADER = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 # Functions around a loader that yield its batches, and functions that yield the numbers of epochs.
 _AROUND = frozenset({"enumerate", "tqdm", "track", "notebook_tqdm", "iter"})
 _NUMBERED = frozenset({"range", "trange"})
-
 
 ELSEWHERE = "the backward is in another file than the DataLoader"
 UNSEEDED = "each process draws other numbers: call manual_seed before, or pass a generator (random_state)"
@@ -78,7 +77,7 @@ class Loaders:
     def __init__(self, put: Training) -> None:
         self.put, self.program = put, put.program
         program = put.program
-        self._all = [call for call in put.calls if program.dotted(call.func) in _LOADER]
+        self._all = [call for call in put.calls if program.dotted(call.func) in DATA_LOADERS]
         for node in program.every(ast.Name, ast.Attribute):
             if program.dotted(node).endswith(".IterableDataset"):
                 raise UnclearError(node, "P602", "let the IterableDataset yield a part of the data in each process")

@@ -22,7 +22,6 @@ from .targets import OTHER_NAMES, replaced, target_of, torch_import
 
 _DATA_PARALLEL = re.compile(r"torch\.nn\.(parallel\.)?(data_parallel\.)?(DataParallel|data_parallel)")
 _PROFILERS = ("torch.autograd.profiler.profile", "torch.profiler.profile", "torch.profiler.profiler.profile")
-_LOADERS = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 _ACTIVITY = "torch.profiler.ProfilerActivity.CUDA"
 _IF_TRUE = 'write use_device="npu" if it is true, and remove the argument if not'
 _USE_ACTIVITIES = "pass activities instead of use_cuda"
@@ -44,9 +43,8 @@ def missing(parts: list[str], *, similar: bool = False) -> str | None:
 
     With ``similar``, a counterpart that is only similar counts as well.
     """
-    if similar and parts and parts[0] in SIMILAR:
-        return ".".join(parts[:2]) if len(parts) > 1 and parts[1] not in SIMILAR[parts[0]][1] else None
     known = tables.SAME_NAMES.union(tables.RENAMED, tables.SUBMODULES)
+    known -= frozenset() if similar else SIMILAR.keys()
     for count, part in enumerate(parts, 1):
         name = ".".join(parts[:count])
         if part not in known:
@@ -216,7 +214,7 @@ def _call(program: Program, node: ast.Call) -> None:
         for one in node.args[:2]:
             if match(pattern, str(constant(one))):
                 program.refuse("D153", node, LOOKED_UP.format(repr(constant(one))))
-    if dotted in _LOADERS:
+    if dotted in tables.DATA_LOADERS:
         given = keywords(node)
         if constant(given.get("pin_memory", ast.Constant(False))):
             program.note("N701", given["pin_memory"], "it works on npu; remove it if the host runs out of memory")
@@ -249,7 +247,7 @@ def _import(program: Program, node: ast.Import) -> None:
         parts, start = alias.name.split(".")[2:], program.source.span(alias)[0]
         refusal = _import_refusal(program, [parts], alias if alias.asname else None)
         is_similar = bool(parts) and parts[0] in SIMILAR
-        below = [SIMILAR[parts[0]][0]] if is_similar else parts
+        below = [OTHER_NAMES.get(part, part) for part in parts]
         new = ".".join(["torch_npu.npu", *below]) if below and alias.asname else "torch.npu"
         end = start + len(alias.name)
         edit = Edit(start, end, new) if program.source.text[start:end] == alias.name else None

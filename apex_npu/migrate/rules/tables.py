@@ -29,9 +29,10 @@ SUBMODULES = {
     "amp": frozenset({"autocast", "GradScaler", "custom_fwd", "custom_bwd", "autocast_mode", "grad_scaler"}),
     "amp.autocast_mode": frozenset({"autocast", "custom_fwd", "custom_bwd"}),
     "amp.grad_scaler": frozenset({"GradScaler"}),
+    "nvtx": frozenset({"mark", "range_end", "range_pop", "range_push", "range_start"}),
 } | dict.fromkeys(("graphs", "memory", "random", "streams"), SAME_NAMES.union(RENAMED))
-# Modules of torch.cuda with a similar module, its name, and the names in both; ``--similar`` changes them.
-SIMILAR = {"nvtx": ("mstx", frozenset({"mark", "range_end", "range_pop", "range_push", "range_start"}))}
+# Those that are only similar, and their names there. ``--similar`` changes them.
+SIMILAR = {"nvtx": "mstx"}
 # Names of torch.profiler, and the similar names of torch_npu.profiler.
 _SAME_IN_PROFILER = (
     "ProfilerAction ProfilerActivity.CPU profile schedule supported_activities tensorboard_trace_handler"
@@ -94,6 +95,7 @@ _OF_DEVICE = """
 # Callables that take a device, and its position from 0. DEVICE_KEYWORDS has the keywords.
 DEVICE_ARGUMENTS = {f"torch.{name}": 0 for name in _OF_DEVICE.split()} | {"torch.jit.load": 1, "torch.load": 1}
 DEVICE_KEYWORDS = frozenset({"map_location"})  # and all that contain "device"
+DATA_LOADERS = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 # Environment variables.
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "ASCEND_RT_VISIBLE_DEVICES"}
 # Prefixes of settings that have no effect on npu.

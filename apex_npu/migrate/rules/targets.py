@@ -21,7 +21,7 @@ _ACCELERATOR_NAMES = frozenset({"device_count", "is_available"})
 _CPU_NAMES = frozenset(
     {"current_device", "current_stream", "Event", "set_device", "stream", "Stream", "StreamContext", "synchronize"}
 )
-OTHER_NAMES = RENAMED | {name: new for name, (new, _) in SIMILAR.items()}
+OTHER_NAMES = RENAMED | SIMILAR
 # Names in portable code. Without an accelerator, the first is "cpu", the device to compute on. The second is then
 # "cuda": the functions of torch.cuda also work without a GPU, and a comparison with "cuda" is false as before.
 _ACCELERATOR, _OR_CUDA = "ACCELERATOR", "ACCELERATOR_OR_CUDA"

@@ -146,7 +146,8 @@ class _Loops:
 
     def kind(self, node: ast.Name) -> str:
         """Return what a name is, by the innermost loop that binds it."""
-        scope, inner = self._program.names.scope, node
+        inner: ast.AST = node
+        scope = self._program.names.scope
         home = scope(node).find(node.id)
         for at in self._program.around(node):
             loops = [at] if isinstance(at, ast.For) and inner is not at.iter else getattr(at, "generators", [])
