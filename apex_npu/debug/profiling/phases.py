@@ -7,6 +7,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 STEP = "ProfilerStep#"
@@ -239,32 +240,15 @@ def _segments(step: Event, events: Iterable[Event]) -> Iterator[tuple[float, flo
         for e in events
         if e.name.startswith(_LABELS) and e.thread == step.thread and step.begin <= e.begin and e.end <= step.end
     ]
-    labels.sort(key=lambda e: (e.begin, -e.end))
+    labels.sort(key=lambda e: (e.begin, -e.end))  # the innermost last
     # Data is loaded between forwards, before and after gradients are cleared.
     marks = [e for e in labels if not e.name.startswith(_CLEARING)]
-    begins = [e.begin for e in marks]
-    open_ones: list[Event] = []
-    now = step.begin
-
-    def until(time: float) -> Iterator[tuple[float, float, str]]:
-        nonlocal now
-        if time > now:
-            following = marks[i] if (i := bisect.bisect_left(begins, time)) < len(marks) else None
-            before = following is not None and following.name == "amp.forward"
-            name = _named(open_ones[-1].name) if open_ones else BEFORE_FORWARD if before else ELSEWHERE
-            yield now, time, name
-            now = time
-
-    for label in labels:
-        while open_ones and open_ones[-1].end <= label.begin:
-            yield from until(open_ones[-1].end)
-            open_ones.pop()
-        yield from until(label.begin)
-        open_ones.append(label)
-    while open_ones:
-        yield from until(open_ones[-1].end)
-        open_ones.pop()
-    yield from until(step.end)
+    times = sorted({step.begin, step.end, *(time for e in labels for time in (e.begin, e.end))})
+    for begin, end in pairwise(times):
+        around = [e for e in labels if e.begin <= begin and end <= e.end]
+        following = next((e.name for e in marks if e.begin >= end), "")
+        before = BEFORE_FORWARD if following == "amp.forward" else ELSEWHERE
+        yield begin, end, _named(around[-1].name) if around else before
 
 
 def _named(label: str) -> str:
