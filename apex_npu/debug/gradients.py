@@ -1,16 +1,12 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``bad_gradients``: finds the gradients of an optimizer that are not finite, with few launches."""
+"""``bad_gradients``: finds the gradients of an optimizer that are not finite."""
 
 from __future__ import annotations
 
 import logging
-import math
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,13 +17,11 @@ from apex_npu.amp.inspect import gradients, parameter_names, policy, policy_of, 
 from apex_npu.amp.policy import Policy
 from apex_npu.debug.overflow.explain import watch_next_iteration
 from apex_npu.debug.text import listed
+from apex_npu.debug.watching.operators import count_bad, is_finite, ranges_of
 from apex_npu.fusion.shards import local_part
-from apex_npu.ops import Segments, as_real, segment_dot
+from apex_npu.ops import as_real
 
 logger = logging.getLogger("apex_npu.amp")
-
-# Approximately how many elements are joined: joining all would take memory that training needs.
-_BATCH = 1 << 24
 
 
 def adopted_policy(optimizer: Optimizer, caller: str) -> Policy:
@@ -48,8 +42,8 @@ def adopted_policy(optimizer: Optimizer, caller: str) -> Policy:
 def bad_gradients(optimizer: Optimizer) -> dict[str, tuple[int, int]]:
     """Return the gradients of ``optimizer`` that are not finite.
 
-    Call it after a skipped step and before the gradients are cleared. It takes few launches, and copies some of the
-    gradients at a time. It warns if there is no gradient at all, as after ``zero_grad``.
+    Call it after a skipped step and before the gradients are cleared. It warns if there is no gradient at all, as after
+    ``zero_grad``.
 
     Returns:
         A dict from the parameter's name to the numbers of its gradient's elements that are nan and inf.
@@ -84,20 +78,21 @@ def find_bad_gradients(optimizer: Optimizer) -> tuple[dict[str, tuple[int, int]]
     Returns:
         A dict from the parameter's name to the numbers of elements that are nan and inf, and the number of gradients.
     """
-    name_of = names_of()
     present = list(gradients_in(optimizer))
-    counts: dict[str, tuple[int, int]] = {}
-    for (param, _, _), (nans, infs) in zip(present, _counts([grad for _, grad, _ in present]), strict=True):
-        if nans or infs:
-            name = name_of(param)
-            counts[name if name not in counts else f"{name} ({len(counts)})"] = (nans, infs)
-    return counts, len(present)
+    names = names_of([param for param, _, _ in present])
+    grads = [grad for _, grad, _ in present]
+    bad = [(name, g) for name, g, ends in zip(names, grads, ranges_of(grads), strict=True) if not is_finite(ends)]
+    return {name: count_bad(grad) for name, grad in bad}, len(present)
 
 
-def names_of() -> Callable[[Tensor], str]:
-    """Return a function that names a parameter: by the models of the session, or by its shape."""
-    names = parameter_names()
-    return lambda param: names.get(param) or f"a parameter of shape {tuple(param.shape)}"
+def names_of(params: Sequence[Tensor]) -> list[str]:
+    """Return the name of each parameter, by the models of the session, or by its shape; all names differ."""
+    known = parameter_names()
+    found: dict[str, None] = {}
+    for param in params:
+        name = known.get(param) or f"a parameter of shape {tuple(param.shape)}"
+        found[name if name not in found else f"{name} ({len(found)})"] = None
+    return list(found)
 
 
 def gradients_in(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor, float]]:
@@ -105,32 +100,6 @@ def gradients_in(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor, float]]
     for param, grad, scale in gradients(optimizer):
         if grad is not None and grad.layout == torch.strided and grad.numel():
             yield param, as_real(grad) if grad.is_complex() else local_part(grad), scale
-
-
-def _counts(grads: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Count the elements of each gradient that are nan and inf; gradients are joined to take few launches."""
-    batches: dict[Any, list[int]] = {}
-    elements: Counter[Any] = Counter()
-    for i, grad in enumerate(grads):
-        kind = grad.device, grad.dtype
-        batches.setdefault((kind, elements[kind] // _BATCH), []).append(i)
-        elements[kind] += grad.numel()
-    found: dict[int, tuple[int, int]] = {}
-    for batch in batches.values():
-        joined = torch.cat([grads[i].reshape(-1) for i in batch])
-        lengths = [grads[i].numel() for i in batch]
-        segments = Segments.of([0, *accumulate(lengths[:-1])], lengths, joined.numel(), joined.device)
-        if not math.isfinite(joined.norm()):  # a sum of squares overflows earlier than its terms
-            sums = zip(_sums_of(joined.isnan(), segments), _sums_of(joined.isinf(), segments), strict=True)
-            found.update(zip(batch, ((int(nans), int(infs)) for nans, infs in sums), strict=True))
-    return [found.get(i, (0, 0)) for i in range(len(grads))]
-
-
-def _sums_of(flags: Tensor, segments: Segments) -> list[float]:
-    """Count the set elements of ``flags`` in each segment."""
-    ones = flags.float()
-    sums: list[float] = segment_dot(ones, ones, *segments).tolist()
-    return sums
 
 
 def explain_skip(optimizer: Optimizer, report: StepReport, alarms: bool, is_verbose: bool) -> None:

@@ -69,7 +69,7 @@ class _Probe(Observer):
         ranges = _fill(self._found, measured, scale, 2.0 ** -exponent_of(scale))
         missed = [s for s, g in zip(sources, grads, strict=True) if g is None]
         if missed:
-            shown = listed(list(map(names_of(), missed)))
+            shown = listed(names_of(missed))
             self._note(
                 f"not measured: {shown}, which this loss does not use, or uses only inside reentrant checkpoints"
             )
@@ -102,12 +102,10 @@ def _fill(
     found: GradientRange, grads: Sequence[tuple[Tensor, Tensor]], scale: float, factor: float
 ) -> list[ParameterRange]:
     """Add the gradients of parameters to ``found``, unscaled by ``factor``; return their ranges."""
-    name_of, ranges = names_of(), []
+    ranges = []
     found.scale = scale
-    for (source, _), row in zip(grads, exponent_census([grad for _, grad in grads], factor), strict=True):
-        name = name_of(source)
-        if name in found.parameters:
-            name = f"{name} ({len(found.parameters)})"
+    names = names_of([source for source, _ in grads])
+    for name, row in zip(names, exponent_census([grad for _, grad in grads], factor), strict=True):
         one = found.parameters[name] = ParameterRange(name, row, exponent_of(scale), found.dtype)
         if found.probe is not None and not one.zeros:  # nothing can be lost, also if the larger scale overflows
             one.set_lost(np.zeros_like(row))

@@ -18,7 +18,7 @@ from apex_npu.backends import for_device
 from apex_npu.debug.overflow.causes import OF_ANOTHER_PROCESS, Finding, Scale, find_causes, without_operator
 from apex_npu.debug.overflow.report import OverflowReport, Overflows, note_skip
 from apex_npu.debug.text import name_of
-from apex_npu.debug.watching.operators import followed, is_finite, vanishing_number_in
+from apex_npu.debug.watching.operators import count_bad, followed, is_finite, vanishing_number_in
 from apex_npu.debug.watching.places import Names
 from apex_npu.debug.watching.trail import Trail
 from apex_npu.ops import LOW_PRECISION
@@ -149,7 +149,7 @@ class Finder(Observer):
         bad = [pair for pair, ends in zip(grads, ranges, strict=True) if not is_finite(ends)]
         report.gradients, report.operators = len(grads), self.trail.stream.calls
         for i, (source, grad) in enumerate(bad):
-            report.parameters[self._name_of(i, source)] = (int(grad.isnan().sum()), int(grad.isinf().sum()))
+            report.parameters[self._name_of(i, source)] = count_bad(grad)
         return grads, bad
 
     def _advised(self, cause: Finding) -> Finding:

@@ -222,3 +222,8 @@ def _read_ends(tensor: Tensor, low: Tensor, high: Tensor) -> None:
 def is_finite(ends: tuple[float, float]) -> bool:
     """Return whether the tensor with this range is finite."""
     return all(map(math.isfinite, ends))
+
+
+def count_bad(tensor: Tensor) -> tuple[int, int]:
+    """Return the numbers of elements of ``tensor`` that are nan and inf."""
+    return int(tensor.isnan().sum()), int(tensor.isinf().sum())
