@@ -645,16 +645,6 @@ def test_an_output_that_the_model_keeps_does_not_keep_earlier_ones():
         assert [one() for one in batches[:-1]] == [None] * 3
 
 
-def test_an_iteration_without_a_step_is_no_part_of_the_next():
-    model, optimizer = set_up(Squares, "O1", torch.optim.SGD)
-    with amp.debug.find_overflow(model, replay=True) as found:
-        backward(model(good_batch()).float().mean(), optimizer)
-        optimizer.zero_grad(set_to_none=False)  # and no step
-        backward(model(bad_batch()).float().mean(), optimizer)
-        optimizer.step()
-    assert len(found.reports) == 1
-
-
 # ---- arguments and outputs that depend on each other -----------------------------------------------------------------
 
 

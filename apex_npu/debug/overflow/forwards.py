@@ -105,23 +105,20 @@ class Forward:
             stack.enter_context(_values_kept(self._module))
             stack.enter_context(self._state.put_back())
             stack.enter_context(torch.enable_grad())
-            here = _autocast_of(self._autocast)
             for device_type, state in self._autocast.items():
-                if state != here[device_type]:
-                    stack.enter_context(torch.autocast(device_type, *state))
+                stack.enter_context(torch.autocast(device_type, *state))
             if casts is not None:
                 call = functools.partial(casts.call_as_if, self._casts_around, call)
             yield call, inputs
 
     def _call(self, args: Any, kwargs: Any) -> Any:
-        return self._module(*args, **kwargs)
+        return self._module(*args, **kwargs)  # its frame tells that no line of the user's calls the model
 
 
 @contextmanager
 def _values_kept(model: nn.Module) -> Iterator[None]:
     """Restore the memory and the values of parameters, and of buffers of ``torch.jit``, after the block."""
-    scripted = (module for module in model.modules() if isinstance(module, torch.jit.ScriptModule))
-    tensors = dict.fromkeys([*model.parameters(), *(buffer for module in scripted for buffer in module.buffers())])
+    tensors = dict.fromkeys([*model.parameters(), *model.buffers()])
     known = [(tensor, tensor.data, tensor.detach().clone()) for tensor in tensors]
     try:
         yield
@@ -152,16 +149,6 @@ class _Hook:
         return _Hook, ()
 
 
-class _Open(ModuleStack):
-    """The followed modules whose forward runs in this thread, each with its ``Forward`` if the call is kept.
-
-    Attributes:
-        paused: Whether no calls of this thread are kept.
-    """
-
-    paused = False
-
-
 class Forwards:
     """A store of the inputs of models, kept for as long as the graph of their outputs lives.
 
@@ -179,7 +166,7 @@ class Forwards:
         self._models: list[weakref.ref[nn.Module]] = []
         self._hooks: list[Any] = []
         self.failed: str | None = None
-        self._open = _Open()
+        self._open = ModuleStack()  # each module with its ``Forward`` if the call is kept
         self._numbers = itertools.count()
 
     @property
@@ -215,16 +202,15 @@ class Forwards:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Keep no calls of this thread within the block, as models are called again."""
-        self.close_interrupted()
-        self._open.paused = True
+        self._open.calls = [(nn.Module(), None)]  # as within another forward
         try:
             yield
         finally:
-            self._open.paused = False
+            self.close_interrupted()
 
     def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         forward, here = None, self._open
-        keeps = not (here.calls or here.paused or self.failed) and any(module is model for model in self.models)
+        keeps = not (here.calls or self.failed) and any(module is model for model in self.models)
         if keeps and torch.is_grad_enabled() and not is_capturing():
             place = calling_line(3)  # past the hook and torch's code that calls it
             try:

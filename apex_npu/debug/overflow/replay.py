@@ -65,20 +65,6 @@ class Block:
     dynamic: bool
     params: list[Tensor]
     runs: list[Run] = field(default_factory=list)
-    _left: tuple[Tensor, int] | None = None
-
-    def note_gradients(self) -> None:
-        """Remember the gradients of the block, which are complete."""
-        first = next((grad for grad in self._gradients() if grad is not None), None)
-        self._left = None if first is None else (first, first._version)
-
-    def is_cleared(self) -> bool:
-        """Return whether the block's gradients have been dropped or written since, as by ``zero_grad``."""
-        left = self._left
-        return left is None or left[0]._version != left[1] or all(grad is not left[0] for grad in self._gradients())
-
-    def _gradients(self) -> list[Tensor | None]:
-        return [param.grad for param in self.params]
 
 
 class Replayer(Observer):
@@ -123,11 +109,7 @@ class Replayer(Observer):
 
     def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
         self._forwards.close_interrupted()
-        block = Block(loss_id, loss.detach(), stepped(optimizers), scale, dynamic, parameters(optimizers))
-        before = self._of(block.optimizers)
-        if before and before[-1].is_cleared():  # without a step
-            self.release(self._drop(block.optimizers))
-        self._block = block
+        self._block = Block(loss_id, loss.detach(), stepped(optimizers), scale, dynamic, parameters(optimizers))
 
     def backward_ended(self) -> None:
         if self._block is not None:
@@ -136,8 +118,6 @@ class Replayer(Observer):
                 self.release([old])
 
     def block_ended(self) -> None:
-        if self._block is not None:
-            self._block.note_gradients()
         self._block = None
 
     def _gradient_arrived(self, forward: Forward, i: int, gradient: Tensor) -> None:
@@ -153,12 +133,9 @@ class Replayer(Observer):
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.release(self._drop([optimizer]))
 
-    def _of(self, optimizers: Sequence[Optimizer]) -> list[Block]:
-        return [block for block in self._pending if any(one is o for one in block.optimizers for o in optimizers)]
-
     def _drop(self, optimizers: Sequence[Optimizer]) -> list[Block]:
         """Remove the blocks of ``optimizers`` from those that are kept, and return them."""
-        theirs = self._of(optimizers)
+        theirs = [block for block in self._pending if any(one is o for one in block.optimizers for o in optimizers)]
         self._pending = [block for block in self._pending if block not in theirs]
         return theirs
 
