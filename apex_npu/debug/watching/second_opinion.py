@@ -35,34 +35,14 @@ def _linear_backward(x: Tensor, grad: Tensor, weight: Tensor, output_mask: Seque
     return list(compress((grad @ weight, grads.T @ x.reshape(-1, x.shape[-1]), grads.sum(0)), output_mask))
 
 
-def _batch_norm(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    exponential_average_factor: float,
-    epsilon: float,
-) -> list[Tensor]:
-    averages = running_mean, running_var, training, exponential_average_factor, epsilon
+def _batch_norm(*args: Any) -> list[Tensor]:
     # The last result is cuDNN's memory for backward.
-    return [*torch.native_batch_norm(input, weight, bias, *averages), torch.empty(0, dtype=torch.uint8)]
+    return [*torch.native_batch_norm(*args), torch.empty(0, dtype=torch.uint8)]
 
 
-def _batch_norm_backward(
-    input: Tensor,
-    grad_output: Tensor,
-    weight: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    save_mean: Tensor | None,
-    save_var: Tensor | None,  # 1 / sqrt(variance + epsilon)
-    epsilon: float,
-    reserveSpace: Tensor,
-) -> list[Tensor]:
-    saved = running_mean, running_var, save_mean, save_var, True, epsilon, [True] * 3
-    return list(torch.ops.aten.native_batch_norm_backward(grad_output, input, weight, *saved))
+def _batch_norm_backward(x: Tensor, grad: Tensor, weight: Tensor, *saved: Any) -> list[Tensor]:
+    *statistics, eps, _ = saved  # the last one is the memory of forward
+    return list(torch.ops.aten.native_batch_norm_backward(grad, x, weight, *statistics, True, eps, [True] * 3))
 
 
 # Operators that the host has under another name or as several operators; a dispatch mode is below autograd.
