@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any
@@ -108,29 +108,19 @@ def calling_line(frames: int = 2) -> Place | Caller | None:
     frame: Any = inspect.currentframe()
     for _ in range(frames):
         frame = frame.f_back
+    found: Place | None = None  # a line in a package, for which the script's line is not found yet
     while frame is not None:
         code = frame.f_code
         kind = _kind_of(code.co_filename, code.co_name)
         if kind is True:
-            script = _script_line(frame.f_back) if code.co_filename.startswith(_PACKAGES) else None
-            return Place(code.co_filename, frame.f_lineno, code.co_name, script)
-        if kind is not False:
-            return kind
+            place = Place(code.co_filename, frame.f_lineno, code.co_name)
+            if not code.co_filename.startswith(_PACKAGES):
+                return place if found is None else replace(found, script=place)
+            found = found or place
+        elif kind is Caller.ENGINE or (kind is not False and found is None):
+            return found or kind
         frame = frame.f_back
-    return None
-
-
-def _script_line(frame: Any) -> Place | None:
-    """Return the innermost line outside of packages in ``frame`` and its callers; None if backward called them."""
-    while frame is not None:
-        file, function = frame.f_code.co_filename, frame.f_code.co_name
-        kind = _kind_of(file, function)
-        if kind is Caller.ENGINE:
-            return None
-        if kind is True and not file.startswith(_PACKAGES):
-            return Place(file, frame.f_lineno, function)
-        frame = frame.f_back
-    return None
+    return found
 
 
 def _plain(name: str) -> str:
