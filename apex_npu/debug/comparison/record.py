@@ -44,9 +44,8 @@ class record(WatchingContext):
         TypeError: One of ``models`` is not a module.
         ValueError: ``samples`` is not positive; no model is given, and amp has none; or another context watches.
         FileNotFoundError: The folder of ``path`` does not exist.
-        PermissionError: The file cannot be written.
-        RuntimeError: A CUDA graph is being captured. Or, at the end, a dispatch mode that was entered before was left
-            within the context, which ended the record.
+        RuntimeError: A CUDA graph is being captured. Or, at the end, the file cannot be written, or a dispatch mode
+            that was entered before was left within the context, which ended the record.
 
     Example::
 
@@ -62,12 +61,11 @@ class record(WatchingContext):
         super().__init__(models)
         if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
             raise ValueError(f"samples must be a positive integer, or None to keep all elements, got {samples!r}")
-        self.path = path_of_rank(os.fspath(path))
+        rank = own_rank()
+        self.path = f"{os.fspath(path)}.rank{rank}" if rank else os.fspath(path)
         folder = os.path.dirname(os.path.abspath(self.path))
         if not os.path.isdir(folder):
             raise FileNotFoundError(f"record cannot write {self.path!r}: there is no folder {folder!r}; make it first")
-        if not os.access(self.path if os.path.exists(self.path) else folder, os.W_OK) or os.path.isdir(self.path):
-            raise PermissionError(f"record cannot write {self.path!r}: pass a file in a folder that can be written to")
         self._samples = samples
         self._undo = ExitStack()
 
@@ -124,9 +122,3 @@ def _is_compiled(module: nn.Module) -> bool:
     """Return whether ``torch.compile(module)`` or ``module.compile()`` has compiled ``module``."""
     inner = getattr(module, "_orig_mod", None)
     return isinstance(inner, nn.Module) or getattr(module, "_compiled_call_impl", None) is not None
-
-
-def path_of_rank(path: str) -> str:
-    """Return ``path``, with the rank appended in all processes but the first."""
-    rank = own_rank()
-    return f"{path}.rank{rank}" if rank else path

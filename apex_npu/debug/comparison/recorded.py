@@ -126,17 +126,11 @@ class Recorded:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the iteration to ``path``, in a form that ``torch.load(path, weights_only=True)`` reads.
 
-        An existing file is unchanged until the new one is complete.
-
         Raises:
             OSError: The file cannot be written.
             RuntimeError: The file cannot be written, as reported by torch's writer.
         """
-        target = os.path.realpath(path)
-        written = f"{target}.tmp" if os.path.isfile(target) else target  # not beside a device, such as /dev/null
-        torch.save({"kind": _KIND, "format": _FORMAT, **asdict(self)}, written)
-        if written != target:
-            os.replace(written, target)
+        torch.save({"kind": _KIND, "format": _FORMAT, **asdict(self)}, path)
 
 
 def load(path: str | os.PathLike[str]) -> Recorded:
