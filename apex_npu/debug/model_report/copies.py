@@ -5,8 +5,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections import UserList
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType, ModuleType
@@ -92,7 +90,7 @@ def _copied(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def every_tensor(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Yield the tensors of ``value`` in containers, dataclasses and attributes of objects, but not in modules."""
+    """Yield the tensors of ``value`` in containers and attributes of objects, but not in modules."""
     seen = set() if seen is None else seen
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
@@ -108,10 +106,8 @@ def _parts(value: Any) -> list[Any]:
         return []
     if isinstance(value, Mapping):
         return list(value.values())
-    if isinstance(value, (list, tuple, set, UserList)):  # of classes that tree_leaves does not know
+    if isinstance(value, (list, tuple, set)):  # of classes that tree_leaves does not know
         return list(value)
-    if dataclasses.is_dataclass(value):
-        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     return list(getattr(value, "__dict__", {}).values())
 
 

@@ -103,9 +103,9 @@ def report(
             stack.enter_context(torch.autocast(device_type, enabled=False))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        sizes = {level: usual_sizes(model) if optimizer is None else sizes_of(optimizer, model) for level in policies}
+        sizes = usual_sizes(model) if optimizer is None else sizes_of(optimizer, model)
         try:
-            results = [_try(p, device_types, model, given, loss, sizes[level]) for level, p in policies.items()]
+            results = [_try(policy, device_types, model, given, loss, sizes) for policy in policies.values()]
         except _Refused:
             raise
         except Exception as error:
