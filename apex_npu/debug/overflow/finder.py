@@ -60,7 +60,7 @@ class Finder(Observer):
 
     def attach(self) -> None:
         """Begin to watch."""
-        self.trail.attach()
+        self.trail.stream.attach()
 
     def detach(self) -> None:
         """Stop watching."""

@@ -58,13 +58,9 @@ class Trail(Consumer):
         self._lineage: Lineage[Result] = Lineage()
         self._gradients: Lineage[str] = Lineage()
         self._arguments: dict[int, str] = {}
+        self._note_gradients()
 
     # ---- blocks and modules ----------------------------------------------------------------------------------------
-
-    def attach(self) -> None:
-        """Begin to watch."""
-        self._note_gradients()
-        self.stream.attach()
 
     def begin_block(self, scale: float, gradients: Sequence[tuple[str, Tensor]]) -> None:
         """Handle the start of a block: the loss is multiplied with ``scale``; ``gradients`` exist, each with a name."""
