@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from apex_npu.amp import StepReport
 from apex_npu.debug.overflow.report import OverflowReport
-from apex_npu.distributed.rank_progress import store_for
+from apex_npu.distributed.rank_progress import has_peers, store_for
 
 _LENGTH = 4096
 _PATIENCE_SECONDS = 10.0
@@ -40,7 +40,7 @@ class Ranks:
         is_cause = any(
             c.operator != "none" for report in reports for c in report.causes if report.reproduced is not False
         )
-        store = self._store()
+        store = store_for("explain_overflows") if has_peers() else None
         if store is None:
             return own, is_cause
         # All processes skip the same steps: each has counted the same number, and all that watch have explained the
@@ -56,12 +56,6 @@ class Ranks:
         others = [f"rank {rank}\n{textwrap.indent(text[1:], '  ')}" for rank, text in told.items()]
         first = own or "the gradients of this process are finite; the step was skipped because of another process"
         return "\n\n".join([first, *others]), any(text[0] == "1" for text in told.values())
-
-    @staticmethod
-    def _store() -> Any:
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-            return None
-        return store_for("explain_overflows")
 
     @staticmethod
     def _ask(store: Any, key: str) -> dict[int, str]:
