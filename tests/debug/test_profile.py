@@ -3,9 +3,8 @@
 """The ranges that profilers see, and the table of where the time of a step goes."""
 
 import json
-import threading
 from collections import Counter
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from small_programs import backward
 from apex_npu import amp, optimizers
 from apex_npu.amp import amp_optimizer
 from apex_npu.amp.session import settings
-from apex_npu.debug.profiling import labels, phases
+from apex_npu.debug.profiling import phases
 from apex_npu.debug.profiling.phases import Event, Kernel, Steps, summarize
 from apex_npu.debug.profiling.profile import advice_of
 
@@ -151,29 +150,6 @@ def test_nothing_stays_where_no_block_follows_another_profiler(end):
         with torch.no_grad():
             model.loss()
     assert settings.labels is None
-    assert hooks_of_torch() == before
-
-
-def test_threads_that_find_a_profiler_at_once_make_one_set_of_ranges(monkeypatch):
-    made, both = [], threading.Barrier(2)
-
-    class Slow(labels.Labels):
-        def __init__(self):
-            made.append(self)
-            with suppress(threading.BrokenBarrierError):
-                both.wait(timeout=0.1)  # both are here at once, unless one waits for the other
-            super().__init__()
-
-    monkeypatch.setattr(labels, "Labels", Slow)
-    before = hooks_of_torch()
-    with torch.profiler.profile(activities=CPU_ONLY):
-        threads = [threading.Thread(target=labels.follow_profiler) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    labels.follow_profiler()
-    assert len(made) == 1
     assert hooks_of_torch() == before
 
 

@@ -8,7 +8,6 @@ are those of the parts of a block, and of the forward of models, for which an or
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,9 +21,6 @@ from apex_npu.amp.inspect import settings
 from apex_npu.backends._torch_private import ranges, torch_profiler
 from apex_npu.debug.watching.opening import is_of_amp
 from apex_npu.debug.watching.places import ModuleStack
-
-# Held while the one ``Labels`` is created or closed, as blocks of several threads may do this.
-_lock = threading.Lock()
 
 
 class LabelledBlock:
@@ -74,11 +70,10 @@ class Labels:
 
     def close_unless_used(self) -> None:
         """Stop opening ranges, unless a profiler is on or ``profiler_ranges`` is open."""
-        with _lock:
-            if settings.labels is self and not ranges.kept and not torch_profiler._is_profiler_enabled:
-                settings.labels = None
-                for hook in self._hooks:
-                    hook.remove()
+        if settings.labels is self and not ranges.kept and not torch_profiler._is_profiler_enabled:
+            settings.labels = None
+            for hook in self._hooks:
+                hook.remove()
 
     # ---- forward ---------------------------------------------------------------------------------------------------
 
@@ -105,12 +100,10 @@ class Labels:
 
 def follow_profiler() -> None:
     """Open ranges if a profiler is on, and close them if not; ``scale_loss`` calls this when that has changed."""
-    with _lock:
-        labels = settings.labels
-        if labels is None and torch_profiler._is_profiler_enabled:
-            settings.labels = Labels()
-    if labels is not None:
-        labels.close_unless_used()
+    if settings.labels is not None:
+        settings.labels.close_unless_used()
+    elif torch_profiler._is_profiler_enabled:
+        settings.labels = Labels()
 
 
 @contextmanager
@@ -125,12 +118,10 @@ def profiler_ranges() -> Iterator[None]:
         >>> with amp.debug.profiler_ranges():
         ...     output = model(input)
     """
-    with _lock:
-        labels = settings.labels = settings.labels or Labels()
-        ranges.kept += 1
+    labels = settings.labels = settings.labels or Labels()
+    ranges.kept += 1
     try:
         yield
     finally:
-        with _lock:
-            ranges.kept -= 1
+        ranges.kept -= 1
         labels.close_unless_used()
