@@ -116,13 +116,14 @@ def find_causes(targets: Sequence[Call], scale: Scale) -> list[Finding]:
         path = _path(call, reached)
         findings = [_of_leaf(call, leaf, path) for leaf in call.leaves] or [_of_call(call, path, scale)]
         for finding in findings:
-            key = _identity(finding)
+            key = identity_of(finding)
             if key not in found or call.index < found[key][0]:
                 found[key] = (call.index, finding)
     return [f for _, f in sorted(found.values(), key=lambda item: (ORDER.index(item[1].kind), item[0]))]
 
 
-def _identity(finding: Finding) -> Any:
+def identity_of(finding: Finding) -> Any:
+    """Return a key that is equal for findings of the same cause."""
     if finding.kind == "stale":  # if one gradient is, most are
         return finding.kind
     if finding.kind in ("data", "weights"):

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from apex_npu.amp import StepReport, inspect
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import dispatch_modes
+from apex_npu.debug.overflow.causes import identity_of
 from apex_npu.debug.overflow.finder import Finder
 from apex_npu.debug.overflow.ranks import Ranks
 from apex_npu.debug.overflow.replay import Block, Replayer
@@ -46,7 +47,7 @@ class Explainer(inspect.Observer):
         self._error: BaseException | None = None
         self._ranks = Ranks()
         self._row = 0
-        self._last: list[tuple[Any, ...]] = []
+        self._last: list[Any] = []
         self._repeated = 0
         self._optimizers: Any = None
         self._loss: Tensor | None = None
@@ -158,7 +159,7 @@ class Explainer(inspect.Observer):
     def _log(self, text: str, reports: Sequence[OverflowReport]) -> None:
         """Log ``text``, or only count it if the causes are those of the previous table."""
         self._left = None if self._left is None else self._left - 1
-        causes = [cause for report in reports for cause in report.identity()]
+        causes = [identity_of(cause) for report in reports for cause in report.causes]
         if causes and causes == self._last:
             self._repeated += 1
             return

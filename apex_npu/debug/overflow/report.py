@@ -17,7 +17,6 @@ from apex_npu.debug.text import count, fitted, listed, where_of
 
 _WIDTH = 12
 _SHOWN = 5
-_DETAILS = ("kind", "phase", "module", "operator", "file", "line", "tensor")
 
 
 @dataclass
@@ -78,10 +77,6 @@ class OverflowReport:
             some = "; ".join(f"{why} ({count})" for why, count in list(self.not_measured.items())[:_SHOWN])
             lines.append(f"not measured: {some}")
         return fitted("\n".join([*lines, *self.notes]), _WIDTH)
-
-    def identity(self) -> list[tuple[Any, ...]]:
-        """Return a key that is equal for reports of the same causes."""
-        return [tuple(getattr(cause, name) for name in _DETAILS) for cause in self.causes]
 
     def _gradients(self) -> str:
         if not self.gradients:
