@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -51,7 +50,6 @@ class Recorder(Consumer, Observer):
         self._samples = Samples(samples)
         self._tensors = list({id(tensor): tensor for tensor in names.tensors}.values())
         self._calls: Counter[frozenset[Any]] = Counter()
-        self._lock = threading.RLock()
         self._made: Lineage[bool] = Lineage()  # whether it descends from the loss times its scale
         self._optimizers: list[Optimizer] = []
         self._is_averaged = False
@@ -266,11 +264,10 @@ class Recorder(Consumer, Observer):
         held = held_of(tensor)
         if held is None or not (is_measurable(held) or known["kind"] == "random"):
             return
-        with self._lock:
-            key = frozenset(known.items())
-            known |= {"call": self._calls[key], "place": str(place or ""), "source": place.source if place else ""}
-            try:
-                self.recorded.rows.append(row_of(held, self._samples, scale, known))
-                self._calls[key] += 1
-            except (RuntimeError, NotImplementedError, MemoryError) as error:  # such as for float8, which has no norm
-                self.stream.not_measured[f"{known['operator']}: {first_line(error)}"] += 1
+        key = frozenset(known.items())
+        known |= {"call": self._calls[key], "place": str(place or ""), "source": place.source if place else ""}
+        try:
+            self.recorded.rows.append(row_of(held, self._samples, scale, known))
+            self._calls[key] += 1
+        except (RuntimeError, NotImplementedError, MemoryError) as error:  # such as for float8, which has no norm
+            self.stream.not_measured[f"{known['operator']}: {first_line(error)}"] += 1

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html import escape
 from statistics import median
@@ -145,9 +145,10 @@ class Comparison:
         return self.to_text()
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write a self-contained page with all rows into a file."""
+        """Write a self-contained page with the text, all rows and their lines of code into a file."""
+        title, text = f"{self.names[1]} beside {self.names[0]}", "\n".join(lines_of(self, len(self.rows), places=True))
         with open(path, "w", encoding="utf-8") as file:
-            file.write(_html_of(self))
+            file.write(_PAGE.format(title=escape(title), text=escape(text)))
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the errors of all rows into a file, ``.png`` or another format of matplotlib.
@@ -252,19 +253,22 @@ def _rows_to_show(comparison: Comparison, count: int) -> list[ComparedRow]:
     return [row for row in comparison.rows if id(row) in shown]
 
 
-def _lines_before(comparison: Comparison) -> list[str]:
-    """Return the lines before the table."""
-    return [*comparison.notes, *verdict_of(comparison), "", *summary_of(comparison)]
+def lines_of(comparison: Comparison, count: int, *, places: bool = False) -> Iterator[str]:
+    """Yield the lines of the whole text, with ``count`` rows; that of the first row that diverges is marked.
 
-
-def lines_of(comparison: Comparison, count: int) -> Iterator[str]:
-    """Yield the lines of the whole text, with ``count`` rows; that of the first row that diverges is marked."""
+    Args:
+        comparison: The comparison.
+        count: The number of rows.
+        places: Whether the line of code follows each row.
+    """
+    yield from (*comparison.notes, *verdict_of(comparison), "", *summary_of(comparison))
     shown = _rows_to_show(comparison, count)
-    yield from _lines_before(comparison)
     if shown:
-        yield ""
-        for line, row in zip(aligned([HEAD, *(row.cells() for row in shown)], left=5), (None, *shown), strict=True):
-            yield line + ("  ← first" if row is not None and row is comparison.first else "")
+        head, *lines = aligned([HEAD, *(row.cells() for row in shown)], left=5)
+        yield from ("", head)
+        for line, row in zip(lines, shown, strict=True):
+            place = f"  {row.place}  {row.source}".rstrip() if places else ""
+            yield line + place + ("  ← first" if row is comparison.first else "")
     if len(shown) < len(comparison.rows):
         yield f"and {len(comparison.rows) - len(shown)} more; --html and to_html show all"
 
@@ -274,36 +278,10 @@ _PAGE = """<!DOCTYPE html>
 <head>
 <meta charset="utf-8">
 <title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 15px/1.45 system-ui, sans-serif; }}
-pre {{ white-space: pre-wrap; }}
-td, th {{ padding: .2rem .6rem; text-align: left; white-space: nowrap; }}
-.first {{ background: #f668; }}
-</style>
+<style>:root {{ color-scheme: light dark; }}</style>
 </head>
 <body>
 <pre>{text}</pre>
-<table>
-{table}
-</table>
 </body>
 </html>
 """
-
-
-def _html_of(comparison: Comparison) -> str:
-    """Return the page: the lines before the table, and the table of all rows, with the line of code."""
-
-    def line(cells: Sequence[str], tag: str, kind: str = "") -> str:
-        return f"<tr{kind}>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
-
-    table = [line((*HEAD, "line"), "th")]
-    for row in comparison.rows:
-        kind = ' class="first"' if row is comparison.first else ""
-        table.append(line((*row.cells(), f"{row.place}  {row.source}"), "td", kind))
-    return _PAGE.format(
-        title=escape(f"{comparison.names[1]} beside {comparison.names[0]}"),
-        text=escape("\n".join(_lines_before(comparison))),
-        table="\n".join(table),
-    )

@@ -147,7 +147,7 @@ class Finder(Observer):
         grads = [(source, local) for source, grad in gradients if (local := followed(grad)) is not None]
         ranges = self.trail.ranges_of([grad for _, grad in grads])
         bad = [pair for pair, ends in zip(grads, ranges, strict=True) if not is_finite(ends)]
-        report.gradients, report.operators = len(grads), self.trail.stream.calls
+        report.gradients = len(grads)
         for i, (source, grad) in enumerate(bad):
             report.parameters[self._name_of(i, source)] = count_bad(grad)
         return grads, bad
@@ -163,6 +163,7 @@ class Finder(Observer):
         """Fill ``report`` from ``gradients`` and from ``results``, the final results of forward such as the loss."""
         trail, overflows = self.trail, self.trail.overflows
         grads, bad = self.count(report, gradients)
+        report.operators = trail.stream.calls
         bad_results = [result for result in results if result.numel() and not is_finite(trail.ranges_of([result])[0])]
         starts = bad_results or [grad for _, grad in bad]
         if overflows.saturates:  # overflowed values are finite there

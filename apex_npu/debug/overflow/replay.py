@@ -214,9 +214,7 @@ class Replayer(Observer):
             for why, count in found.not_measured.items():
                 report.not_measured[why] = report.not_measured.get(why, 0) + count
             report.operators += found.operators
-        operators = report.operators
         finder.count(report, list(sums.items()))
-        report.operators = operators
         report.notes += dict.fromkeys(notes)
         report.causes = _of_one_forward(causes) or [_of_sum(name) for name in list(report.parameters)[:1]]
 
