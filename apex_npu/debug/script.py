@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 
-from apex_npu.amp.inspect import optimizers, patch_step, policy, settings
+from apex_npu.amp.inspect import patch_step, policy, settings
 from apex_npu.amp.policy import Policy, resolve
 from apex_npu.autocast.cast_policy import CastPolicy
 from apex_npu.backends._torch_private import dispatch_modes
@@ -95,11 +95,8 @@ class GradientRangePart(Part):
     _found: object = "--gradient-range: no optimizer of amp has stepped"
 
     def before_step(self, optimizer: Optimizer) -> None:
-        others = len(optimizers()) - 1
         try:
-            self._found = found = gradient_range(optimizer)
-            if others > 0:
-                found.notes.append(f"measured for the optimizer that steps first; {others} more are not measured")
+            self._found = gradient_range(optimizer)
         except RuntimeError as error:
             self._found = error
 

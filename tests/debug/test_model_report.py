@@ -447,7 +447,6 @@ def test_gradients_that_the_loss_reaches_stay(had):
 
     found = amp.debug.report(model, x, loss=loss, levels=("O0", "O2"))
     assert [None if p.grad is None else (id(p.grad), bits(p.grad)) for p in every] == before
-    assert any("uses weight of the model itself" in note for note in found.notes)
     # The gradients of the copy count.
     assert found.levels["O2"].memory.gradients == {torch.float32: 4 * 15}
     found = amp.debug.report(model, x, loss=lambda y: criterion(y.float()).mean(), levels="O2")
@@ -457,9 +456,8 @@ def test_gradients_that_the_loss_reaches_stay(had):
 def test_gradients_that_forward_reaches_stay():
     model = nn.Linear(4, 3).to(DEVICE)
     model.forward = lambda x: F.linear(x, model.weight)
-    found = amp.debug.report(model, torch.ones(2, 4, device=DEVICE), levels="O0")
+    amp.debug.report(model, torch.ones(2, 4, device=DEVICE), levels="O0")
     assert model.weight.grad is None
-    assert any("uses weight of the model itself" in note for note in found.notes)
 
 
 def test_gradients_stay_where_backward_fails():

@@ -11,7 +11,6 @@ from debug import healthy
 from debug.test_check_operators import Spoil
 from debug.test_profile import iterate, set_up_gpt
 from debug.test_watching import hooks_of_torch, set_up
-from devices import DEVICE
 from small_programs import backward
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 from torch.utils.flop_counter import FlopCounterMode
@@ -97,17 +96,6 @@ def test_a_second_process_says_nothing_though_its_process_group_is_gone(capsys, 
         iterate(model, optimizer)
     steps.end()
     assert capsys.readouterr().out == ""
-
-
-def test_other_optimizers_are_not_measured_and_that_is_said(capsys):
-    models = [torch.nn.Linear(8, 1).to(DEVICE) for _ in range(2)]
-    made = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    _, made = amp.initialize(models, made, opt_level="O1", loss_scale=2.0, verbosity=0)
-    ScriptSteps([GradientRangePart(0, 1)])
-    for model, optimizer in zip(models, made, strict=True):
-        backward(model(torch.ones(2, 8, device=DEVICE)).float().sum(), optimizer)
-        optimizer.step()
-    assert "measured for the optimizer that steps first; 1 more are not measured" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

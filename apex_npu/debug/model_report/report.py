@@ -118,23 +118,16 @@ def report(
         type(model).__name__,
         sum(p.numel() for p in model.parameters()),
         [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors],
-        {one.level: one for one, _ in results},
+        {one.level: one for one in results},
         choices_of(optimizer),
     )
     if loss is None:
         found.notes.append("no loss function was given, so none is counted")
-    uncounted = {name for one, _ in results for name in one.tally.uncounted}
+    uncounted = {name for one in results for name in one.tally.uncounted}
     if uncounted:
         found.notes.append(f"FLOPs of {', '.join(sorted(uncounted))} are not counted: there is no formula for them")
-    if not all(reached for _, reached in results):
+    if not all(any(function.phase == "backward" for function in one.tally.calls) for one in results):
         found.notes.append("nothing that the model returns requires a gradient: only forward is counted")
-    reached = {id(tensor) for _, leaves in results for tensor in leaves}
-    used = next((name for name, p in model.named_parameters() if id(p) in reached), None)
-    if used is not None:
-        found.notes.append(
-            f"the loss function or forward uses {used} of the model itself instead of the copy at each level: what "
-            "is computed from it is not what the level would compute"
-        )
     return found
 
 
@@ -159,12 +152,8 @@ def _try(
     given: Any,
     loss: Callable[[Any], Tensor] | None,
     sizes: Sizes,
-) -> tuple[LevelReport, list[Tensor]]:
-    """Run one forward and backward of a copy of ``model``, with the casts of ``policy``.
-
-    Returns:
-        The report of the level, and the tensors that backward gives gradients to.
-    """
+) -> LevelReport:
+    """Run one forward and backward of a copy of ``model``, with the casts of ``policy``."""
     tally = Tally()
     with (
         without_gradients(model.parameters()) as remove,
@@ -174,11 +163,10 @@ def _try(
         with tally.counting(made, list(every_tensor((args, kwargs)))):
             outputs = made(*args, **kwargs)
             ends = _ends(outputs, loss)
-            leaves = leaves_of_graph(ends)
-            remove(leaves)
+            remove(leaves_of_graph(ends))
             torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
         memory = measure(made, policy, sizes)
-    return LevelReport(policy.opt_level, tally, memory), leaves
+    return LevelReport(policy.opt_level, tally, memory)
 
 
 def _ends(outputs: Any, loss: Callable[[Any], Tensor] | None) -> list[Tensor]:
