@@ -75,17 +75,12 @@ class Scale:
     dynamic: bool
 
 
-# Pairs of ``why`` and ``advice``.
-OF_ANOTHER_PROCESS = (
-    "this process has sent finite values and received values that are not finite: another process has overflowed",
-    "look at the tables of the other processes",
-)
-
 DIVIDE_LOSSES = (
     "divide each loss by the number of backward passes that are accumulated, or use O1, whose gradients are float32, "
     "or O5"
 )
-_OF_LEAVES = {
+# Pairs of ``why`` and ``advice``.
+SENTENCES: dict[Kind, tuple[str, str]] = {
     "weights": (
         "{name} held inf or nan before the iteration began",
         "look at the step that wrote it: a learning rate that is too large, a checkpoint that holds it already, an "
@@ -101,8 +96,18 @@ _OF_LEAVES = {
         "since, zero_grad() is missing",
     ),
     "constant": (
-        "the code makes a tensor of inf or nan here",
-        "use a large finite number instead, or keep it out of what the loss depends on",
+        "the code uses inf or nan here, and it reaches the loss or a gradient",
+        "use a large finite number instead, such as torch.finfo(dtype).min in a mask (the softmax of a row that is all "
+        "masked is nan), or keep it out of what the loss depends on",
+    ),
+    "written": (
+        "the gradient was finite when backward ended, and was changed in the block after it",
+        "look at the code of the block after backward(), which sees gradients multiplied with the loss scale: do that "
+        "after the block",
+    ),
+    "ranks": (
+        "this process has sent finite values and received values that are not finite: another process has overflowed",
+        "look at the tables of the other processes",
     ),
 }
 
@@ -152,7 +157,7 @@ def without_operator(kind: Kind, phase: str, of: Tensor, tensor: str | None, why
 
 
 def _of_leaf(call: Call, leaf: Leaf, path: tuple[str, ...]) -> Finding:
-    why, advice = _OF_LEAVES[leaf.kind]
+    why, advice = SENTENCES[leaf.kind]
     why = why.format(name=leaf.name, reader="backward" if call.phase == "backward" else "line")
     found: dict[str, Any] = {"dtype": name_of(leaf.dtype), "shape": leaf.shape, "tensor": leaf.name}
     return Finding(kind=leaf.kind, why=why, advice=advice, **found, **_common(call, path))
@@ -271,20 +276,8 @@ def _why_and_advice(kind: Kind, call: Call, scale: Scale, value: float | None, f
                 f"its inputs are finite, but its result is not; it could not be repeated in float64 ({reason})",
                 "compute it in float32 to see whether the dtype is too small",
             )
-        case "written":
-            return (
-                "the gradient was finite when backward ended, and was changed in the block after it",
-                "look at the code of the block after backward(), which sees gradients multiplied with the loss scale: "
-                "do that after the block",
-            )
-        case "constant":
-            return (
-                "the code passes inf or nan to it, and this reaches the loss or a gradient",
-                "use a large finite number instead, such as torch.finfo(dtype).min in a mask (the softmax of a row "
-                "that is all masked is nan), or keep it out of what the loss depends on",
-            )
-        case _:  # "ranks"; causes of the other kinds are leaves
-            return OF_ANOTHER_PROCESS
+        case _:
+            return SENTENCES[kind]
 
 
 def _times(call: Call, value: float | None) -> str:

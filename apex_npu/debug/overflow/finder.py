@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from apex_npu.amp import StepReport
 from apex_npu.amp.inspect import Observer, are_averaged, gradients, loss_scale, optimizers, stepped
 from apex_npu.backends import for_device
-from apex_npu.debug.overflow.causes import OF_ANOTHER_PROCESS, Finding, Scale, find_causes, without_operator
+from apex_npu.debug.overflow.causes import SENTENCES, Finding, Scale, find_causes, without_operator
 from apex_npu.debug.overflow.report import OverflowReport, Overflows, note_skip
 from apex_npu.debug.text import name_of
 from apex_npu.debug.watching.operators import count_bad, followed, is_finite, vanishing_number_in
@@ -213,5 +213,5 @@ def _of_average(cause: Finding) -> Finding:
     """Return ``cause``, or a cause of kind ``"ranks"`` if DistributedDataParallel has written its gradient."""
     if cause.phase != "block" or cause.file is not None or cause.kind not in ("data", "written"):
         return cause
-    why, advice = OF_ANOTHER_PROCESS
+    why, advice = SENTENCES["ranks"]
     return replace(cause, kind="ranks", tensor=None, why=why, advice=advice)

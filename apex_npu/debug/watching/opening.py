@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -48,15 +47,11 @@ class WatchingContext:
         Raises:
             TypeError: One of ``models`` is not a module.
         """
-        self._name = type(self).__name__
+        caller = type(self).__name__
         for model in models:
             if not isinstance(model, nn.Module):
-                raise TypeError(f"{self._name}: models must be torch.nn.Module objects, got {type(model).__name__}")
+                raise TypeError(f"{caller}: models must be torch.nn.Module objects, got {type(model).__name__}")
         self._models = models
-
-    def __enter__(self) -> Any:
-        """Begin to watch."""
-        raise NotImplementedError
 
     def models_to_watch(self) -> list[nn.Module]:
         """Return the models to watch.
@@ -65,7 +60,7 @@ class WatchingContext:
             ValueError: There is no model, or another context watches already.
             RuntimeError: A CUDA graph is being captured.
         """
-        caller = self._name
+        caller = type(self).__name__
         if is_capturing():
             raise RuntimeError(
                 f"{caller} was entered while a CUDA graph is captured, and the host cannot read what its operators "

@@ -113,10 +113,12 @@ def calling_line(frames: int = 2) -> Place | Caller | None:
         code = frame.f_code
         kind = _kind_of(code.co_filename, code.co_name)
         if kind is True:
-            place = Place(code.co_filename, frame.f_lineno, code.co_name)
-            if not code.co_filename.startswith(_PACKAGES):
-                return place if found is None else replace(found, script=place)
-            found = found or place
+            in_package = code.co_filename.startswith(_PACKAGES)
+            if found is None or not in_package:
+                place = Place(code.co_filename, frame.f_lineno, code.co_name)
+                if not in_package:
+                    return place if found is None else replace(found, script=place)
+                found = place
         elif kind is Caller.ENGINE or (kind is not False and found is None):
             return found or kind
         frame = frame.f_back
