@@ -39,7 +39,7 @@ def test_a_wheel_without_the_extension(tmp_path, era):
     assert "Requires-Dist: torch>=2.6\n" in metadata
 
 
-@pytest.mark.slow
+@pytest.mark.sweep  # it compiles the extension again
 def test_a_wheel_with_the_extension_is_for_one_python_and_hardened(tmp_path):
     if not can_compile():
         pytest.skip("no compiler")
