@@ -37,7 +37,7 @@ def use(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
         _take_addresses(monkeypatch)
     monkeypatch.setattr(FlatGrads, "gathers_all", not stays)
     monkeypatch.setattr(grad_slots, "WRITTEN_NUMEL", 0 if way == "left" else sys.maxsize)
-    monkeypatch.setattr(grad_memory, "LENT_NUMEL", 0 if way == "lent" else 1 << 23)
+    monkeypatch.setattr(grad_memory, "LENT_NUMEL", 0 if way in ("joined", "lent") else 1 << 23)
     if way == "lent":
         monkeypatch.setattr(grad_memory, "may_lend", lambda slot: True)
         renew = FlatBuffer.renew

@@ -17,7 +17,7 @@ from torch import Tensor
 from apex_npu._extension import extension
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import no_grad
-from apex_npu.fusion import grad_slots
+from apex_npu.fusion import grad_memory, grad_slots
 from apex_npu.fusion.addressed_grads import AddressedGrads
 from apex_npu.fusion.combined import check_combinable
 from apex_npu.fusion.flat_buffer import plan
@@ -185,6 +185,7 @@ class FlatGrads:
         )
         states, to_gather = found
         joins = in_place == InPlace.READ and not self.reads_in_place and self.dtype == torch.float32
+        joins = joins and self.total_numel >= grad_memory.LENT_NUMEL  # else fewer launches gather them
         if joins and IN_BUFFER not in states and can_be_joined([params[i - first].grad for i in to_gather]):
             return states, []
         return found
