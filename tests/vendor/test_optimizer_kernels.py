@@ -89,7 +89,7 @@ ON_VIEWS = {**GATHERED, **CORRECTED, "aclnnSubs": 1, "aclnnApplyAdamWV2": 1}
         (NpuFusedBertAdam, {}, WHOLE),
         (NpuFusedLamb, {}, LAMB),
         (FusedAdam, {}, WHOLE),
-        pytest.param(NpuFusedSGD, {"momentum": 0.9}, {"aclnnFusedSgd": 1}, marks=needs("fused_sgd")),
+        pytest.param(NpuFusedSGD, {"momentum": 0.9}, {**GATHERED, "aclnnFusedSgd": 1}, marks=needs("fused_sgd")),
         (NpuFusedSGD, {}, {**GATHERED, "aclnnInplaceAdd": 1}),
     ],
 )

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""SGD steps gradients where they are, by CANN's kernel for lists: as torch.optim.SGD on the CPU, whatever they are."""
+"""SGD by CANN's kernel on the vendor's torch_npu, as torch.optim.SGD on the CPU, for gradients of any kind."""
 
 import pytest
 import torch
