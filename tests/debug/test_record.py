@@ -3,6 +3,7 @@
 """What ``amp.debug.record`` keeps of an iteration, and that the iteration is the same with it."""
 
 import copy
+import dataclasses
 import math
 
 import pytest
@@ -93,6 +94,38 @@ def test_the_numbers_are_those_of_torch(scale, tmp_path):
     assert recorded.device == DEVICE.type
     assert "aten::mul" not in [row.operator for row in recorded.rows]  # by the loss scale
     assert row_of(recorded, "operator", "forward", "").source == "return self.out(self.fc(x).relu())"
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+    loss: torch.Tensor | None = None
+
+
+class Wrapping(torch.nn.Module):
+    def __init__(self, wrap):
+        super().__init__()
+        self.inner, self.wrap = Small(), wrap
+
+    def forward(self, x):
+        return self.wrap(self.inner(x))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "unwrap"),
+    [
+        (lambda y: {"loss": None, "logits": y}, lambda out: out["logits"]),
+        (Output, lambda out: out.logits),
+        (lambda y: [{"a": (y,)}], lambda out: out[0]["a"][0]),
+    ],
+)
+def test_results_of_modules_are_kept_in_containers(wrap, unwrap, tmp_path):
+    model = Wrapping(wrap).to(DEVICE)
+    with amp.debug.record(tmp_path / "a.pt", model) as recorded:
+        unwrap(model(torch.ones(5, 6, device=DEVICE))).sum().backward()
+    for phase in ("forward", "backward"):
+        outer, inner = (row_of(recorded, "module", phase, name) for name in ("", "inner"))
+        assert outer.norm == inner.norm > 0
 
 
 def test_a_file_is_read_without_code(tmp_path):

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import bisect
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -148,11 +149,13 @@ def events_of(profiler: Any) -> tuple[list[Event], list[Kernel]]:
         for e in profiler.events() or ()
         if e.device_type.name != "CPU" and not e.name.startswith((STEP, *_LABELS))
     ]
+    unmatched: defaultdict[str, deque[Kernel]] = defaultdict(deque)
+    for kernel in kernels:
+        unmatched[kernel.name].append(kernel)
     for event in profiler.events() if kernels else ():  # a kernel counts where it is launched
         for launched in event.kernels:
-            match = next((k for k in kernels if k.name == launched.name and k.launched == k.begin), None)
-            if match is not None:
-                match.launched = event.time_range.start
+            if unmatched[launched.name]:
+                unmatched[launched.name].popleft().launched = event.time_range.start
     return events, kernels
 
 
