@@ -128,7 +128,6 @@ def _scales_of(scalers: Sequence[LossScaler], sent: Sequence[Tensor]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float32, device=sent[0].device if sent else None)
 
 
-@torch.no_grad()
 def check_averages() -> None:
     """Require the C++ extension, which keeps DistributedDataParallel's hooks while parameters have float32 data.
 

@@ -8,7 +8,7 @@ import collections.abc as container_abcs
 from collections.abc import Callable
 from typing import Any
 
-from apex_npu.amp.frontend import master_params
+from apex_npu.amp.optimizer_functions import master_params
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.scaler import DynamicScaleOptions
 from apex_npu.amp.session import Session, current, settings
