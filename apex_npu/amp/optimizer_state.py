@@ -25,9 +25,7 @@ from apex_npu.backends._torch_private import labelled
 from apex_npu.backends.failed_updates import half_updated, has_ended_queue
 from apex_npu.distributed.rank_progress import has_peers
 from apex_npu.distributed.torch_ddp import KnownDDPs, find_ddps
-from apex_npu.fusion import (
-    drop_grads,
-)
+from apex_npu.fusion import drop_grads
 
 _PARAMS, _DEVICE = itemgetter("params"), attrgetter("device")
 

@@ -15,16 +15,7 @@ from torch.optim import Optimizer
 
 from apex_npu._cli import hooks
 from apex_npu.amp.accessors import OptimizerAccessors
-from apex_npu.amp.block import (
-    Block,
-    BlockArgs,
-    BlockPart,
-    Captured,
-    Delay,
-    Saturation,
-    UnscaledBlock,
-    Work,
-)
+from apex_npu.amp.block import Block, BlockArgs, BlockPart, Captured, Delay, Saturation, UnscaledBlock, Work
 from apex_npu.amp.capture import check_block
 from apex_npu.amp.fused_unscale import DeferringBlock, check_fusible
 from apex_npu.amp.grad_sync import Agreement, BucketViews, UnknownAverages

@@ -22,13 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from apex_npu.autocast.cast_lists import MODEL_FLOATS
 from apex_npu.autocast.cast_policy import CastPolicy
 from apex_npu.autocast.containers import cast_floating, cast_inputs
-from apex_npu.autocast.submodule_cast import (
-    ModelRef,
-    call_marked,
-    is_marked,
-    unwatch_submodules,
-    watch_submodules,
-)
+from apex_npu.autocast.submodule_cast import ModelRef, call_marked, is_marked, unwatch_submodules, watch_submodules
 from apex_npu.backends.script_warnings import warn
 from apex_npu.ops import LOW_PRECISION
 

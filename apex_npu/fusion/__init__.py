@@ -28,13 +28,7 @@ from apex_npu.fusion.many_tensors import (
 )
 from apex_npu.fusion.own_grad import OwnGrad
 from apex_npu.fusion.run import Run, row_count
-from apex_npu.fusion.storage import (
-    change_data_ptr,
-    is_slot,
-    storage_numel,
-    storage_view,
-    wraps_tensors,
-)
+from apex_npu.fusion.storage import change_data_ptr, is_slot, storage_numel, storage_view, wraps_tensors
 
 __all__ = [
     "MASTER_PARAM",

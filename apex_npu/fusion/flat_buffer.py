@@ -14,13 +14,7 @@ from torch import Tensor
 
 from apex_npu.backends import for_device
 from apex_npu.fusion.layout import Layout, Slot, extent_numel, gaps_between, plan_slots
-from apex_npu.fusion.storage import (
-    aliases_follow,
-    has_unnamed_aliases,
-    move_storages,
-    storage_view,
-    storage_views,
-)
+from apex_npu.fusion.storage import aliases_follow, has_unnamed_aliases, move_storages, storage_view, storage_views
 from apex_npu.ops import cat_into, cats_lists
 
 logger = logging.getLogger("apex_npu")

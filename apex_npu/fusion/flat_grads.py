@@ -37,14 +37,7 @@ from apex_npu.fusion.grad_slots import (
 )
 from apex_npu.fusion.many_tensors import increment_versions
 from apex_npu.fusion.storage import SlotTable
-from apex_npu.ops import (
-    cats_lists,
-    gathers_in_one_pass,
-    reads_listed,
-    takes_addresses,
-    takes_grads,
-    unscale_grads,
-)
+from apex_npu.ops import cats_lists, gathers_in_one_pass, reads_listed, takes_addresses, takes_grads, unscale_grads
 
 _GRAD = attrgetter("grad")
 

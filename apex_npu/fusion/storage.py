@@ -18,12 +18,7 @@ from apex_npu.backends._torch_private import storage_use_count, wraps_tensors
 from apex_npu.backends.script_warnings import warn
 
 if extension is None:
-    from apex_npu.fusion.unfused import (
-        SlotTable,
-        is_slot,
-        storage_view,
-        storage_views,
-    )
+    from apex_npu.fusion.unfused import SlotTable, is_slot, storage_view, storage_views
 else:
     from apex_npu._C import (  # type: ignore[assignment]
         SlotTable,

@@ -24,13 +24,7 @@ from apex_npu.ops.gather import (
     unscale_grads,
 )
 from apex_npu.ops.grad_lists import ListedSlots, is_grad_list
-from apex_npu.ops.newton_schulz import (
-    Matrices,
-    new_directions,
-    orthogonalize_,
-    orthogonalize_stack_,
-    product_dtype,
-)
+from apex_npu.ops.newton_schulz import Matrices, new_directions, orthogonalize_, orthogonalize_stack_, product_dtype
 from apex_npu.ops.reference import FLOATS, LOW_PRECISION, chunks, wide_dtype
 from apex_npu.ops.segmented import clip_coefficient, lamb_, norm, norm_to_clip, segment_add_, segment_dot
 from apex_npu.ops.segments import Segments

@@ -56,13 +56,7 @@ from apex_npu.optimizers.failed_steps import end_failed_step
 from apex_npu.optimizers.fused_params import FusedParams
 from apex_npu.optimizers.scaler_argument import grad_scaler_of, handing_over
 from apex_npu.optimizers.shown_state import ShownState, StateSlot, saved
-from apex_npu.optimizers.state_dicts import (
-    check_encodable,
-    check_state_dict,
-    copy_loaded,
-    with_ranges,
-    without_tensors,
-)
+from apex_npu.optimizers.state_dicts import check_encodable, check_state_dict, copy_loaded, with_ranges, without_tensors
 from apex_npu.optimizers.state_formats import Remainders, StateDtype, StateFormats
 
 logger = logging.getLogger("apex_npu")

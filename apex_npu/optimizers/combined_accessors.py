@@ -12,13 +12,7 @@ from torch import Tensor
 from apex_npu._extension import require_extension
 from apex_npu.backends._torch_private import disable_dynamo, labelled
 from apex_npu.distributed import clip_grad_norm_
-from apex_npu.fusion import (
-    FusedGroup,
-    HasFusedGroups,
-    by_kind,
-    combined,
-    fuse_combined,
-)
+from apex_npu.fusion import FusedGroup, HasFusedGroups, by_kind, combined, fuse_combined
 from apex_npu.optimizers.fused_params import FusedParams
 
 

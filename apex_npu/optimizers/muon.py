@@ -19,15 +19,7 @@ from typing_extensions import Unpack
 from apex_npu.distributed import MatrixExchange, MatrixPart
 from apex_npu.fusion import Run, are_same
 from apex_npu.fusion.shards import is_sharded, local_part, matrix_cuts
-from apex_npu.ops import (
-    Call,
-    Matrices,
-    new_directions,
-    orthogonalize_,
-    orthogonalize_stack_,
-    product_dtype,
-    sgd_,
-)
+from apex_npu.ops import Call, Matrices, new_directions, orthogonalize_, orthogonalize_stack_, product_dtype, sgd_
 from apex_npu.optimizers.adamw import NpuFusedAdamW
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import as_number, check_bool, naming

@@ -7,16 +7,7 @@ import copy
 import pytest
 import torch
 from devices import DEVICE
-from small_programs import (
-    LEVELS,
-    WITH_MASTERS,
-    Weights,
-    assert_values,
-    backward,
-    initialize,
-    levels,
-    train_step,
-)
+from small_programs import LEVELS, WITH_MASTERS, Weights, assert_values, backward, initialize, levels, train_step
 from torch import nn
 
 from apex_npu import amp, optimizers

@@ -8,15 +8,7 @@ import warnings
 import pytest
 import torch
 from devices import DEVICE
-from small_programs import (
-    LEVELS,
-    Weights,
-    initialize,
-    levels,
-    start,
-    train_step,
-    vector,
-)
+from small_programs import LEVELS, Weights, initialize, levels, start, train_step, vector
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from apex_npu import amp, optimizers

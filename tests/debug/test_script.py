@@ -21,14 +21,7 @@ from apex_npu.amp.amp_optimizer import AmpOptimizerMixin
 from apex_npu.amp.session import settings
 from apex_npu.backends._torch_private import dispatch_modes
 from apex_npu.debug.comparison.recorded import load
-from apex_npu.debug.script import (
-    CheckOperatorsPart,
-    GradientRangePart,
-    ProfilePart,
-    RecordPart,
-    ScriptSteps,
-    look,
-)
+from apex_npu.debug.script import CheckOperatorsPart, GradientRangePart, ProfilePart, RecordPart, ScriptSteps, look
 from apex_npu.debug.watching.stream import Stream
 
 

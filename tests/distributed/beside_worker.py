@@ -17,10 +17,7 @@ from common import average, backward, data, local_grads, loss_on, main, mlp, ste
 from devices import DEVICE
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.checkpoint.state_dict import (
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from apex_npu import amp, optimizers
 

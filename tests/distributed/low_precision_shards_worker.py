@@ -16,11 +16,7 @@ from common import backward, data, loss_on, main, mlp
 from fsdp_worker import RULES, folder_of_all, mesh_of_all, on_last_rank, start
 from sharded_worker import whole
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from apex_npu import amp, optimizers

@@ -9,19 +9,7 @@ import weakref
 import pytest
 import torch
 from devices import DEVICE
-from kernel_cases import (
-    ADAM,
-    BF16,
-    F16,
-    F32,
-    F64,
-    MIXES,
-    RULES,
-    covered,
-    name_of,
-    operands_for,
-    segments_of,
-)
+from kernel_cases import ADAM, BF16, F16, F32, F64, MIXES, RULES, covered, name_of, operands_for, segments_of
 from torch import nn
 
 from apex_npu import ops, optimizers

@@ -15,12 +15,7 @@ from torch.optim import Optimizer
 from apex_npu.amp.inspect import check_incoming, check_thread, trial
 from apex_npu.amp.policy import OPT_LEVELS, Policy, resolve
 from apex_npu.backends._torch_private import tree_leaves
-from apex_npu.debug.model_report.copies import (
-    every_tensor,
-    fake_copies,
-    leaves_of_graph,
-    without_gradients,
-)
+from apex_npu.debug.model_report.copies import every_tensor, fake_copies, leaves_of_graph, without_gradients
 from apex_npu.debug.model_report.memory import Sizes, choices_of, measure, sizes_of, usual_sizes
 from apex_npu.debug.model_report.table import LevelReport, ModelReport
 from apex_npu.debug.model_report.tally import Tally

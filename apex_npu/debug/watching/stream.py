@@ -26,14 +26,7 @@ from apex_npu.backends._torch_private import (
 )
 from apex_npu.debug.text import first_line
 from apex_npu.debug.watching.calls import Call, NotReplayedError, Phase
-from apex_npu.debug.watching.operators import (
-    Arguments,
-    Execution,
-    Operator,
-    call_operator,
-    followed,
-    operator_of,
-)
+from apex_npu.debug.watching.operators import Arguments, Execution, Operator, call_operator, followed, operator_of
 from apex_npu.debug.watching.places import Caller, ModuleStack, Names, Place, calling_line
 
 # The number of forward calls that are remembered, because their backward refers to them.
