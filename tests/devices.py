@@ -126,16 +126,23 @@ _OLDER_LACK = {
 _OLDER_TORCH_LACK = {
     "fully_shard": "fully_shard runs on a CPU since torch 2.7: its streams there have no events in 2.6",
 }
+# What came with a release of torch.
+_NEWER_TORCH = {
+    "names_of_torch_cuda": ((2, 10), "torch.cuda lacks names that migrate knows before torch 2.10"),
+    "onnx_export": ((2, 13), "to_onnx needs torch 2.13"),
+    "torch_muon": ((2, 9), "torch.optim has no Muon before torch 2.9"),
+}
 _TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 _LACKING = {
     **(_VENDOR_LACKS if VENDOR else {}),
     **(_SATURATING_LACK if SATURATES else {}),
     **(_OLDER_LACK if VENDOR and _TORCH < (2, 10) else {}),
     **(_OLDER_TORCH_LACK if DEVICE.type == "cpu" and _TORCH < (2, 7) else {}),
+    **{feature: why for feature, (release, why) in _NEWER_TORCH.items() if release > _TORCH},
     **(_DOCUMENTED_LACK if VENDOR and os.environ.get("HOST_CANN_DTYPES") else {}),
 }
 _FEATURES = _VENDOR_LACKS.keys() | _SATURATING_LACK.keys() | _DOCUMENTED_LACK.keys() | _OLDER_LACK.keys()
-_FEATURES |= _OLDER_TORCH_LACK.keys()
+_FEATURES |= _OLDER_TORCH_LACK.keys() | _NEWER_TORCH.keys()
 
 
 def _why_not(features: tuple[str, ...]) -> str:

@@ -21,6 +21,7 @@ import pytest
 import report
 import suite
 import torch
+from devices import require
 from rounds import RESULTS, Spread, Stopwatch, in_turns, read_csv, steps_in_turns, write_csv
 from torch import nn
 from workloads import WORKLOADS, Bench, Gradients, numel
@@ -244,6 +245,8 @@ def test_gradients_are_the_same_in_every_step_though_steps_write_them():
 
 @pytest.mark.parametrize("comparison", measure.COMPARISONS)
 def test_every_variant_runs(comparison):
+    if "Muon" in comparison:
+        require("torch_muon")
     bench = Bench(CPU, WORKLOADS["tiny"]())
     # Builds of minutes; inductor fails in a folder with a space.
     left_out = {"DeepSpeed", "torch compiled", "torch compiled, one tensor"}

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from covering import on_one_device
-from devices import DEVICE
+from devices import DEVICE, require
 from example_runs import differences, level, stopped_after
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
@@ -192,7 +192,7 @@ def test_a_progress_bar_on_a_terminal(run, capsys, monkeypatch):
 
 
 def test_export(run, main, tmp_path):
-    pytest.importorskip("apex_npu.export.onnx", reason="apex_npu.export is not there")
+    require("onnx_export")
     for package in ("onnx", "onnxscript"):
         pytest.importorskip(package, reason=f"{package} is not installed")
     runtime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from devices import DEVICE, needs
+from devices import DEVICE, needs, require
 from torch import nn
 
 from apex_npu import amp, export, optimizers
@@ -25,6 +25,7 @@ LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 def needs_onnx():
     if DEVICE.type != "cpu":
         pytest.skip("a file is the same whatever the device that its model was on")
+    require("onnx_export")
     packages = ("onnx", "onnxscript", "onnxruntime")
     return [pytest.importorskip(name, reason=f"{name} is not installed") for name in packages]
 

@@ -10,7 +10,7 @@ from typing import get_type_hints
 
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, require
 from migrate import golden
 
 from apex_npu import amp, optimizers
@@ -237,6 +237,8 @@ def test_sharding_in_another_file_is_seen(tmp_path):
 
 @pytest.mark.parametrize("name", FUSED)
 def test_arguments_of_optimizers(name):
+    if name == "Muon":
+        require("torch_muon")
     ours, places = FUSED[name]
     torchs = inspect.signature(getattr(torch.optim, name)).parameters
     own = inspect.signature(getattr(optimizers, ours)).parameters

@@ -24,6 +24,7 @@ from apex_npu.backends._torch_private import (
     without_cudnn,
 )
 from apex_npu.debug.watching.operators import call_operator, operator_of
+from apex_npu.fusion import drop_grads, set_grads
 
 # The buffers that batch norms write, although the schemas of some do not declare it.
 _STATISTICS = ("running_mean", "running_var")
@@ -126,8 +127,9 @@ def without_gradients(tensors: Iterable[Tensor]) -> Iterator[Callable[[Iterable[
         remove(tensors)
         yield remove
     finally:
-        for tensor, grad in former.values():
-            tensor.grad = grad
+        drop_grads([tensor for tensor, _ in former.values()])
+        held = [(tensor, grad) for tensor, grad in former.values() if grad is not None]
+        set_grads([tensor for tensor, _ in held], [grad for _, grad in held])  # float32 ones of 16-bit tensors, too
 
 
 def nodes_of(roots: Iterable[Any]) -> set[Any]:
