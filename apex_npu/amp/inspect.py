@@ -169,14 +169,6 @@ def _states(given: Any) -> list[tuple[Optimizer, AmpOptimizerState]]:
     return [(one, state) for one in stepped(given) if (state := state_of(one)) is not None]
 
 
-def averages(given: Any) -> bool:
-    """Return whether blocks of these optimizers average gradients over processes as they end (``combine_ddp``)."""
-    session = current()
-    if session is None or session.no_sync_depth > 0:
-        return False
-    return any(state.averages for _, state in _states(given))
-
-
 def are_averaged(params: Sequence[Tensor]) -> bool:
     """Return whether amp or DistributedDataParallel averages the gradients of ``params`` over processes."""
     session = current()

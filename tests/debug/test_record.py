@@ -10,8 +10,8 @@ import pytest
 import torch
 from debug import healthy
 from debug.test_watching import SKIPPED, hooks_of_torch, nothing_changes, set_up
-from devices import DEVICE
-from small_programs import backward
+from devices import DEVICE, needs
+from small_programs import KINDS, LEVELS, Weights, backward
 from torch.utils.flop_counter import FlopCounterMode
 
 from apex_npu import amp, optimizers
@@ -82,8 +82,7 @@ def test_the_numbers_are_those_of_torch(scale, tmp_path):
         for found, true in ((row.norm, value.norm()), (row.low, value.min()), (row.high, value.max())):
             assert found == pytest.approx(float(true), rel=1e-5, abs=1e-6)
         assert row.zeros == int((value == 0).sum())
-        in_backward = key[1] != "forward"
-        assert row.scale == ((scale or 1.0) if in_backward else 1.0)
+        assert row.scale == ((scale or 1.0) if key[1] == "backward" else 1.0)  # a block has unscaled the gradients
     assert [(h.name, h.shape) for h in recorded.batch] == [("argument 0 of Small", (5, 6))]
     names = ["fc.weight", "fc.bias", "out.weight"]
     assert [held.name for held in recorded.weights] == names
@@ -295,6 +294,40 @@ def test_gradients_with_a_block_and_without(tmp_path):
             expected = parameter.grad.cpu().double().flatten()
             torch.testing.assert_close(found.pop(f"models[{i}].{name}").exact, expected)
     assert not found
+
+
+def recorded_weight(path, level, kind, inputs, **options):
+    """The row of the gradient of a weight, whose blocks have the gradients ``inputs``, at the loss scale 16."""
+    make, given = KINDS[kind]
+    model = Weights(1.0)
+    optimizer = make(model.parameters(), lr=1.0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=16.0, verbosity=0, **given)
+    with amp.debug.record(path, model) as recorded:
+        for x in inputs[:-1]:
+            backward(model(torch.tensor(x, device=DEVICE)), optimizer, **options)
+        backward(model(torch.tensor(inputs[-1], device=DEVICE)), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    (row,) = (row for row in recorded.rows if row.kind == "gradient")
+    return row
+
+
+@pytest.mark.parametrize("delays", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_several_blocks_are_their_sums(kind, level, delays, tmp_path):
+    inputs = [[1.0, 2.0, -4.0], [8.0, 0.5, 4.0], [16.0, 1.0, 1.0]]
+    row = recorded_weight(tmp_path / "a.pt", level, kind, inputs, delay_unscale=delays)
+    assert row.exact.tolist() == [25.0, 3.5, 1.0]
+    assert (row.low, row.high, row.zeros) == (1.0, 25.0, 0)
+
+
+@needs("inf")
+@pytest.mark.filterwarnings("ignore:gradients have overflowed under the static loss scale")
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_a_block_that_overflows(kind, tmp_path):
+    row = recorded_weight(tmp_path / "a.pt", "O2", kind, [[1.0, 1.0, 1.0], [2.0, 6e4, 0.0]])
+    assert row.exact.tolist() == [3.0, math.inf, 1.0]
 
 
 @pytest.mark.filterwarnings("ignore:Complex modules are a new feature")

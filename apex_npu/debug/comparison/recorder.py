@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex_npu.amp.inspect import Observer, averages, float32_of, gradients, stepped
+from apex_npu.amp.inspect import Observer, float32_of, gradients, stepped
 from apex_npu.backends._torch_private import autograd_node
 from apex_npu.debug.comparison.recorded import Held, Kind, Recorded, Samples, digest_of, on_host, row_of
 from apex_npu.debug.text import first_line, name_of
@@ -52,7 +52,6 @@ class Recorder(Consumer, Observer):
         self._calls: Counter[frozenset[Any]] = Counter()
         self._made: Lineage[bool] = Lineage()  # whether it descends from the loss times its scale
         self._optimizers: list[Optimizer] = []
-        self._is_averaged = False
         self._losses: list[Tensor] = []
         self._scaling: list[Call] = []
         self._scale_of_rest = 1.0  # of gradients that no block and no GradScaler has unscaled
@@ -100,19 +99,14 @@ class Recorder(Consumer, Observer):
     # ---- what amp calls --------------------------------------------------------------------------------------------
 
     def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
-        self._optimizers, self._is_averaged = stepped(optimizers), averages(optimizers)
+        self._optimizers = stepped(optimizers)
         self.recorded.scale, self._losses, self._scaling = scale, [loss], []
         self.stream.set_block(scale)
 
-    def backward_ended(self) -> None:
-        if not self._is_averaged:
-            with torch.no_grad():
-                self._note_parameters(gradients(self._optimizers))
-
     def block_ended(self) -> None:
-        if self._is_averaged:  # the block has waited for the averages, and has unscaled them
-            with torch.no_grad():
-                self._note_parameters(gradients(self._optimizers))
+        # Inside the block, gradients lack those of earlier blocks and the averages over processes.
+        with torch.no_grad():
+            self._note_parameters(gradients(self._optimizers))
         self._optimizers, self._losses = [], []
         self.stream.set_block(1.0)
 
