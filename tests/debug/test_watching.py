@@ -5,10 +5,12 @@
 import copy
 import functools
 import json
+import math
 import os
 import random
 import subprocess
 import sys
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -181,6 +183,31 @@ def test_nested(outer, inner):
         with pytest.raises(ValueError, match="is open already"), inner(model):
             pass
     assert hooks_of_torch() == before
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("context", [*CONTEXTS, functools.partial(amp.debug.find_overflow, replay=True)])
+def test_scripted_modules(context, whole):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        model = torch.jit.script(torch.nn.Linear(8, 8)).to(DEVICE)
+    model = model if whole else torch.nn.Sequential(model, torch.nn.Linear(8, 8)).to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"loss_scale": "dynamic", "dynamic_init_scale": 8.0}
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0, **options)
+    for skips in (True, False):
+        before = [p.detach().clone() for p in model.parameters()]
+        with context(model) as found:
+            loss = model(torch.ones(2, 8, device=DEVICE)).float().sum()
+            optimizer.zero_grad()
+            backward(loss * (math.inf if skips else 1.0), optimizer)
+            optimizer.step()
+        assert amp.last_step(optimizer).applied is not skips
+        assert all(torch.equal(p, old) is skips for p, old in zip(model.parameters(), before, strict=True))
+        if skips and context is amp.debug.find_overflow:
+            assert [cause.kind for cause in found.causes] == ["constant"]
+    assert amp.debug.report(model, torch.ones(2, 8, device=DEVICE)).levels["O1"].tally.flops
 
 
 def test_without_amp():

@@ -182,6 +182,8 @@ class Forwards:
         self.end()
         self._models = [weakref.ref(model) for model in models]
         for model in models:
+            if isinstance(model, torch.jit.ScriptModule):
+                continue  # it takes no hooks
             before, after = _Hook(self._forward_begins), _Hook(self._forward_ended)
             self._hooks += [
                 model.register_forward_pre_hook(before, prepend=True, with_kwargs=True),

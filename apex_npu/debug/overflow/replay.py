@@ -32,8 +32,8 @@ from apex_npu.fusion.shards import local_part
 _MOST_BLOCKS = 256
 NO_FORWARD = (
     "no forward was kept whose outputs received gradients in the block. Only calls of the model itself, "
-    "model(input), are kept, if they begin inside the context, are not compiled as a whole, and return tensors in "
-    "lists, tuples, dicts or dataclasses"
+    "model(input), are kept, if they begin inside the context, are not compiled as a whole by torch.compile or "
+    "torch.jit, and return tensors in lists, tuples, dicts or dataclasses"
 )
 
 

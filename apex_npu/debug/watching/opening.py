@@ -17,7 +17,7 @@ from apex_npu.debug.watching.stream import Stream
 def inside_of(model: nn.Module) -> nn.Module:
     """Return the model inside wrappers of DistributedDataParallel, DataParallel and torch.compile."""
     while True:
-        compiled = vars(model).get("_modules", {}).get("_orig_mod")
+        compiled = dict(model.named_children()).get("_orig_mod")
         if isinstance(model, (DataParallel, DistributedDataParallel)):
             model = model.module
         elif isinstance(compiled, nn.Module):
