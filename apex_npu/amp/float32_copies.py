@@ -288,11 +288,14 @@ def show_float32(model: nn.Module, *, keeps: bool) -> None:
     """Make state dicts and copies of ``model``, and of its submodules, float32; the modules share a new ``CopyLink``.
 
     Args:
-        model: A model that was cast to low precision. Modules that also belong to another such model are unchanged.
+        model: A model that was cast to low precision. Modules that also belong to another such model are unchanged, and
+            so are those of torch.jit, which have no tensors here and take no hooks.
         keeps: Keep the float32 values of tensors without a master.
     """
     link = CopyLink(keeps)
-    for module in (module for module in model.modules() if not is_cast(module)):
+    for module in model.modules():
+        if is_cast(module) or isinstance(module, torch.jit.ScriptModule):
+            continue
         module.register_state_dict_post_hook(_show_fp32)
         module.register_load_state_dict_pre_hook(_fill_masters)
         module.register_load_state_dict_post_hook(_follow_loaded)

@@ -33,6 +33,7 @@ from apex_npu.amp.preconditions import (
     check_memory,
     check_nothing_averages,
     check_options,
+    check_scripted,
 )
 from apex_npu.amp.scaler import DynamicScaleOptions, make_scaler
 from apex_npu.amp.session import Session, check_thread, current, install, require
@@ -156,8 +157,9 @@ def initialize(
     Raises:
         RuntimeError: The level is unknown, or an override contradicts it. A model is already in half precision or
             wrapped for parallel training, or an optimizer is already initialized. A weight would become inf in
-            float16, or is cast and shares its memory with another. With combine_ddp: there is no process group yet,
-            processes have different models or optimizers, or a process has failed.
+            float16, or is cast and shares its memory with another or belongs to a module of torch.jit. With
+            combine_ddp: there is no process group yet, processes have different models or optimizers, or a process has
+            failed.
         TypeError: An argument has the wrong type.
         ValueError: A number is out of range.
 
@@ -230,6 +232,7 @@ def initialize(
             if policy.fuse_unscale:
                 check_fusible(optimizers if isinstance(optimizers, list) else [optimizers])
             check_devices(session.casts.device_types, model_list)
+            check_scripted(policy, model_list)
             check_memory(policy, model_list)
             if policy.combine_ddp:
                 check_nothing_averages(model_list, ddps)

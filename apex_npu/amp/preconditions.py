@@ -65,6 +65,20 @@ def changes_dtypes(policy: Policy, model: nn.Module) -> bool:
     return any(map(is_cast, model.modules())) or (policy.model_dtype is not None and dtypes != {policy.model_dtype})
 
 
+def check_scripted(policy: Policy, models: list[nn.Module]) -> None:
+    """Raise for modules of torch.jit whose weights would be cast, since they take no hooks for float32 values."""
+    for model in models if policy.model_dtype in LOW_PRECISION else ():
+        for name, module in model.named_modules():
+            has_floats = any(tensor.is_floating_point() for _, tensor in own_tensors(module))
+            if isinstance(module, torch.jit.ScriptModule) and has_floats:
+                raise RuntimeError(
+                    f"{name or 'the model'} is a {type(module).__name__} of torch.jit: opt_level {policy.opt_level} "
+                    "casts its weights, and cannot show their float32 values in its state dict. Pass the model as it "
+                    "was before torch.jit, and script amp.float32_copy(model) after training; or use O1 or O4, which "
+                    "cast no weights"
+                )
+
+
 def check_memory(policy: Policy, models: list[nn.Module]) -> None:
     """Raise if trained parameters share memory with other tensors, since a cast would end the sharing."""
     named: dict[int, tuple[str, Tensor]] = {}

@@ -180,6 +180,67 @@ def test_models_without_values(model, says):
         amp.initialize(model, opt_level="O2", verbosity=0)
 
 
+class PartlyScripted(nn.Module):
+    """A module of ``torch.jit`` among others."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(4, 8), inner, nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.last(self.inner(self.first(x)))
+
+
+def scripted(module):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        return torch.jit.script(module)
+
+
+def trained_gradients(model, level):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = initialize(model, optimizer, level, loss_scale=8.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(model(torch.linspace(-1, 1, 12, device=DEVICE).view(3, 4)).float().square().mean(), optimizer)
+        optimizer.step()
+    found = [p.grad for p in model.parameters()]
+    amp.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("level", ["O0", "O1"])  # torch.jit differentiates for one dtype of autocast in a process
+def test_scripted_modules_train_like_others(level, whole):
+    def made(script):
+        torch.manual_seed(0)
+        inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+        model = PartlyScripted(inner if whole else script(inner)).to(DEVICE)
+        return script(model) if whole else model
+
+    expected, found = trained_gradients(made(lambda module: module), level), trained_gradients(made(scripted), level)
+    assert len(found) == 6
+    for grad, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(grad, other, rtol=1e-2 if level != "O0" else 1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_scripted_weights_are_not_cast(level):
+    model = PartlyScripted(scripted(nn.Sequential(nn.Linear(8, 8), nn.ReLU())))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match=r"inner\.0 is a .* of torch\.jit: opt_level O\d casts .* or use O1 or O4"):
+        initialize(model, optimizer, level)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert all(grad.isfinite().all() for grad in trained_gradients(model, "O1"))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_scripted_modules_without_weights(level):
+    model = PartlyScripted(scripted(nn.ReLU())).to(DEVICE)
+    assert all(grad.dtype == torch.float32 and grad.isfinite().all() for grad in trained_gradients(model, level))
+    assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
+
+
 USES = {
     "clip": lambda model, optimizer: optimizer.clip_optimizer_grad_norm_fused(0.01),
     "clip by torch": lambda model, optimizer: nn.utils.clip_grad_value_(amp.master_params(optimizer), 10.0),
