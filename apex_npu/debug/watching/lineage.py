@@ -4,7 +4,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -13,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from apex_npu.debug.watching.operators import held
 
 Writer = TypeVar("Writer")
+_BEGIN = attrgetter("begin")
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,62 @@ def span_of(tensor: Tensor) -> Span:
     return Span(begin, begin + count * size, count == tensor.numel())
 
 
+@dataclass(frozen=True)
+class _Write(Generic[Writer]):
+    """A write of a span of a storage, and the number of writes of the storage before it."""
+
+    span: Span
+    order: int
+    writer: Writer
+
+    @property
+    def begin(self) -> int:
+        """The first byte."""
+        return self.span.begin
+
+
+class _Writes(Generic[Writer]):
+    """The writes of one storage.
+
+    Each list has the writes of spans with lengths below ``2**n`` and not below ``2**(n - 1)``, by their begin, so that
+    a binary search finds those near a span, also if an earlier write covers the whole storage.
+    """
+
+    def __init__(self) -> None:
+        self._lists: dict[int, list[_Write[Writer]]] = {}
+        self._count = 0
+
+    def add(self, span: Span, writer: Writer) -> None:
+        """Add a write, which replaces the writes within ``span`` if that is dense."""
+        if span.dense:
+            for writes in self._lists.values():
+                near = _between(writes, span.begin, span.end)
+                writes[near] = [write for write in writes[near] if write.span not in span]
+        writes = self._lists.setdefault((span.end - span.begin).bit_length(), [])
+        insort(writes, _Write(span, self._count, writer), key=_BEGIN)
+        self._count += 1
+
+    def overlapping(self, span: Span) -> list[Writer]:
+        """Return the writers of bytes of ``span``, oldest first."""
+        found = [write for writes, near in self._near(span) for write in writes[near] if write.span.overlaps(span)]
+        return [write.writer for write in sorted(found, key=lambda write: write.order)]
+
+    def forget(self, span: Span) -> None:
+        """Remove the writes of bytes of ``span``."""
+        for writes, near in self._near(span):
+            writes[near] = [write for write in writes[near] if not write.span.overlaps(span)]
+
+    def _near(self, span: Span) -> Iterator[tuple[list[_Write[Writer]], slice]]:
+        """Yield each list with the slice in which writes may overlap ``span``."""
+        for n, writes in self._lists.items():
+            yield writes, _between(writes, span.begin - 2**n, span.end)
+
+
+def _between(writes: Sequence[_Write[Writer]], begin: int, end: int) -> slice:
+    """Return the slice of sorted ``writes`` that begin at ``begin`` or later, and before ``end``."""
+    return slice(bisect_left(writes, begin, key=_BEGIN), bisect_left(writes, end, key=_BEGIN))
+
+
 class Lineage(Generic[Writer]):
     """The writers of the bytes of each storage.
 
@@ -53,7 +113,7 @@ class Lineage(Generic[Writer]):
 
     def __init__(self) -> None:
         """Start with no storage."""
-        self._storages: dict[int, tuple[StorageWeakRef, list[tuple[Span, Writer]]]] = {}
+        self._storages: dict[int, tuple[StorageWeakRef, _Writes[Writer]]] = {}
         self._until_swept = 1024
 
     def write(self, tensor: Tensor, writer: Writer) -> None:
@@ -64,29 +124,23 @@ class Lineage(Generic[Writer]):
         span, reference = span_of(local), StorageWeakRef(local.untyped_storage())
         if reference.cdata not in self._storages:
             self._sweep()
-        _, spans = self._storages.setdefault(reference.cdata, (reference, []))
-        if span.dense:
-            spans[:] = [(other, w) for other, w in spans if other not in span]
-        spans.append((span, writer))
+        _, writes = self._storages.setdefault(reference.cdata, (reference, _Writes()))
+        writes.add(span, writer)
 
     def writers(self, tensor: Tensor) -> list[Writer]:
         """Return the known writers of bytes of ``tensor``, oldest first."""
         local = held(tensor)
-        if local is None:
-            return []
-        span, spans = span_of(local), self._spans(local)
-        return [writer for other, writer in spans if other.overlaps(span)]
+        return [] if local is None else self._writes(local).overlapping(span_of(local))
 
     def forget(self, tensor: Tensor) -> None:
         """Remove the writers of ``tensor``, because an operator that is not watched has written to it."""
         local = held(tensor)
         if local is not None:
-            span, spans = span_of(local), self._spans(local)
-            spans[:] = [(other, writer) for other, writer in spans if not other.overlaps(span)]
+            self._writes(local).forget(span_of(local))
 
-    def _spans(self, local: Tensor) -> list[tuple[Span, Writer]]:
+    def _writes(self, local: Tensor) -> _Writes[Writer]:
         known = self._storages.get(local.untyped_storage()._cdata)
-        return [] if known is None else known[1]
+        return _Writes() if known is None else known[1]
 
     def _sweep(self) -> None:
         self._until_swept -= 1
