@@ -44,6 +44,9 @@ from apex_npu.ops import LOW_PRECISION
 class Observer:
     """An observer of blocks and steps. Packages above amp override its methods, which do nothing."""
 
+    def session_begins(self) -> None:
+        """Act after ``initialize`` has converted its models, if this observer is that of ``settings``."""
+
     def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
         """Act before a ``scale_loss`` block with these arguments and this loss scale begins."""
 
@@ -376,6 +379,8 @@ def install(session: Session) -> None:
             raise
         for optimizer in own:  # link with models of the former session
             session.register(optimizer, optimizer._amp_state)
+        for observer in session.observers:
+            observer.session_begins()
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from apex_npu.backends._torch_private import dispatch_modes
 from apex_npu.debug.overflow.causes import identity_of
 from apex_npu.debug.overflow.finder import Finder
 from apex_npu.debug.overflow.ranks import Ranks
-from apex_npu.debug.overflow.replay import Block, Replayer
+from apex_npu.debug.overflow.replay import NO_FORWARD, Block, Replayer
 from apex_npu.debug.overflow.report import OverflowReport
 from apex_npu.debug.text import count
 from apex_npu.debug.watching.operators import followed
@@ -43,6 +43,7 @@ class Explainer(inspect.Observer):
         self._after, self._left, self._once = after, times, once
         self._finder: Finder | None = None
         self._replayer = Replayer() if replay else None
+        self._replays = replay
         self._start: Any = None
         self._error: BaseException | None = None
         self._ranks = Ranks()
@@ -57,11 +58,13 @@ class Explainer(inspect.Observer):
 
     # ---- what amp calls --------------------------------------------------------------------------------------------
 
+    def session_begins(self) -> None:
+        self._guarded(self.keep_forwards)
+
     def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
         self._error = sys.exc_info()[1]
         self._guarded(self._settle)
         self._loss, self._optimizers, self._is_dynamic = loss.detach(), optimizers, dynamic
-        self._guarded(self.keep_forwards)
         for watching in self._watching():
             self._guarded(watching.block_begins, loss, optimizers, loss_id, scale, dynamic)
 
@@ -205,6 +208,8 @@ class Explainer(inspect.Observer):
             return f"{seen}; {count(self.tables, 'table')} above"
         if not (self.skips or self.applied):
             return f"{seen}: all losses were finite, and nothing has overflowed"
+        if self._replays and self._after == 1:
+            return f"{seen}; none was explained: {NO_FORWARD}; and the iteration after it was finite"
         return (
             f"{seen}; none was explained: this needs {self._after} in a row, and a further iteration that is not "
             "finite. --explain-overflows=1 --replay explains the first skipped step itself"
