@@ -17,8 +17,7 @@ from apex_npu.amp.inspect import gradients, parameter_names, policy, policy_of, 
 from apex_npu.amp.policy import Policy
 from apex_npu.debug.overflow.explain import watch_next_iteration
 from apex_npu.debug.text import listed
-from apex_npu.debug.watching.operators import count_bad, is_finite, ranges_of
-from apex_npu.fusion.shards import local_part
+from apex_npu.debug.watching.operators import count_bad, gradient_values, is_finite, ranges_of
 from apex_npu.ops import as_real
 
 logger = logging.getLogger("apex_npu.amp")
@@ -98,8 +97,9 @@ def names_of(params: Sequence[Tensor]) -> list[str]:
 def gradients_in(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor, float]]:
     """Yield those of ``amp.inspect.gradients`` whose elements can be read, as real tensors of this process's part."""
     for param, grad, scale in gradients(optimizer):
-        if grad is not None and grad.layout == torch.strided and grad.numel():
-            yield param, as_real(grad) if grad.is_complex() else local_part(grad), scale
+        values = None if grad is None else gradient_values(grad)
+        if values is not None and values.layout == torch.strided and values.numel():
+            yield param, as_real(values) if values.is_complex() else values, scale
 
 
 def explain_skip(optimizer: Optimizer, report: StepReport, alarms: bool, is_verbose: bool) -> None:

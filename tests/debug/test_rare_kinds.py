@@ -3,6 +3,7 @@
 """What is rare: gradients that are changed after backward, operators without float64, other processes, advice."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -324,3 +325,83 @@ def test_two_models_and_a_block_for_each_loss():
         optimizer.zero_grad()
     assert [report.loss_id for report in found.reports] == [0, 1]
     iterate(first, optimizer)
+
+
+# ---- sparse gradients ------------------------------------------------------------------------------------------------
+
+
+class Table(torch.nn.Module):
+    """An embedding, for which ``gradient`` replaces the gradients of the four rows that are read; one is read twice."""
+
+    def __init__(self, gradient, sparse):
+        super().__init__()
+        self.rows, self.gradient = torch.nn.Embedding(6, 2, sparse=sparse), gradient
+
+    def forward(self, x):
+        found = self.rows(torch.tensor([1, 2, 2, 4], device=x.device))
+        found.register_hook(lambda grad: grad * self.gradient.to(grad))
+        return found
+
+
+# The gradients of the row that is read twice are finite, and their sum is not.
+BAD = torch.tensor([[1.0, 2.0], [4e4, 1.0], [4e4, 1.0], [math.nan, math.inf]])
+
+
+def set_up_table(sparse, gradient=BAD, level="O3", scale=1.0, **options):
+    model = Table(gradient, sparse).to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = {"loss_scale": "dynamic", "dynamic_init_scale": scale, "verbosity": 0, **options}
+    return amp.initialize(model, optimizer, opt_level=level, **given)
+
+
+def loss_of(model):
+    return model(torch.zeros(1, device=DEVICE)).float().sum()
+
+
+@needs("inf")
+@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_gradients_of_an_embedding_that_are_not_finite(sparse, replay):
+    model, optimizer = set_up_table(sparse)
+    with amp.debug.find_overflow(model, replay=replay) as found:
+        backward(loss_of(model), optimizer)
+        optimizer.step()
+    assert model.rows.weight.grad.is_sparse is sparse
+    assert found.parameters == amp.debug.bad_gradients(optimizer) == {"rows.weight": (1, 2)}
+    assert found.reports[0].gradients == 1
+    assert "written" not in [cause.kind for cause in found.causes]
+    assert amp.debug.gradient_range(optimizer)["rows.weight"].nonfinite == 3
+    if replay:
+        assert "run again as it was, its gradients are the same, bit for bit" in str(found)
+
+
+@pytest.mark.parametrize("probe", [None, 2.0**8])
+def test_the_range_of_a_sparse_gradient(probe):
+    def measured(sparse):
+        gradient = 2.0 ** torch.tensor([[-30.0, -20.0], [-1.0, 0.0], [-1.0, 0.0], [-25.0, -40.0]])
+        model, optimizer = set_up_table(sparse, gradient)
+        with amp.debug.gradient_range(optimizer, probe=probe) if probe else nullcontext() as found:
+            backward(loss_of(model), optimizer)
+        found = (found or amp.debug.gradient_range(optimizer))["rows.weight"]
+        amp.shutdown()
+        return found
+
+    dense, sparse = measured(False), measured(True)
+    assert (dense.elements, sparse.elements) == (12, 6)  # of three of six rows
+    assert dense.zeros - sparse.zeros == 6
+    for name in ("nonfinite", "nonzero", "lossy", "normal", "lost"):
+        assert getattr(sparse, name) == getattr(dense, name), name
+    assert (sparse.lossy, sparse.normal) == (1, 2)
+
+
+@needs("inf")
+def test_a_sparse_gradient_that_a_static_scale_applies(caplog):
+    model, optimizer = set_up_table(True, loss_scale=1.0)
+    amp.debug.explain_overflows(after=1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(loss_of(model), optimizer)
+        optimizer.step()
+        torch.nn.init.ones_(model.rows.weight)  # what the step has written would be a cause, too
+    amp.debug.explain_overflows(None)
+    assert "1 of 1 gradients are not finite (rows.weight)" in caplog.text

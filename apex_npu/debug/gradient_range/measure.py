@@ -21,9 +21,8 @@ from apex_npu.debug.gradient_range.report import ZERO, GradientRange, ParameterR
 from apex_npu.debug.gradients import adopted_policy, gradients_in, names_of
 from apex_npu.debug.text import listed
 from apex_npu.debug.watching.kept_state import KeptState
-from apex_npu.debug.watching.operators import is_measurable
+from apex_npu.debug.watching.operators import gradient_values, is_measurable
 from apex_npu.debug.watching.stream import Stream
-from apex_npu.fusion.shards import local_part
 from apex_npu.ops import LOW_PRECISION
 
 
@@ -90,7 +89,7 @@ class _Probe(Observer):
 def _gradients(loss: Tensor, sources: Sequence[Tensor]) -> list[Tensor | None]:
     with torch.enable_grad():
         grads = torch.autograd.grad(loss, sources, retain_graph=True, allow_unused=True)
-    return [None if grad is None else local_part(grad.detach()) for grad in grads]
+    return [None if grad is None else gradient_values(grad) for grad in grads]
 
 
 def _overflowed(grad: Tensor) -> bool:

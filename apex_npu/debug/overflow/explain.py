@@ -23,7 +23,7 @@ from apex_npu.debug.overflow.ranks import Ranks
 from apex_npu.debug.overflow.replay import NO_FORWARD, Block, Replayer
 from apex_npu.debug.overflow.report import OverflowReport
 from apex_npu.debug.text import count
-from apex_npu.debug.watching.operators import followed
+from apex_npu.debug.watching.operators import followed, gradient_values
 from apex_npu.debug.watching.stream import on_forward
 from apex_npu.distributed.rank_progress import is_first_rank
 
@@ -89,8 +89,9 @@ class Explainer(inspect.Observer):
         is_bad = self._loss is not None and not bool(self._loss.isfinite().all())
         self._loss, self._undecided = None, []
         if not is_bad and not self._is_dynamic:
-            grads = (followed(p.grad) for p in inspect.parameters(self._optimizers) if p.grad is not None)
-            is_bad = not all(grad is None or bool(grad.isfinite().all()) for grad in grads)
+            grads = [p.grad for p in inspect.parameters(self._optimizers) if p.grad is not None]
+            values = (followed(gradient_values(grad)) for grad in grads)
+            is_bad = not all(value is None or bool(value.isfinite().all()) for value in values)
         if not is_bad:
             self._row = 0
             return

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from apex_npu.amp import StepReport
 from apex_npu.amp.inspect import Observer, are_averaged, gradients, loss_scale, optimizers, stepped
 from apex_npu.backends import for_device
-from apex_npu.debug.overflow.causes import SENTENCES, Finding, Scale, find_causes, without_operator
+from apex_npu.debug.overflow.causes import SENTENCES, Finding, Kind, Scale, find_causes, without_operator
 from apex_npu.debug.overflow.report import OverflowReport, Overflows, note_skip
 from apex_npu.debug.text import name_of
-from apex_npu.debug.watching.operators import count_bad, followed, is_finite, vanishing_number_in
+from apex_npu.debug.watching.operators import count_bad, followed, gradient_values, is_finite, vanishing_number_in
 from apex_npu.debug.watching.places import Names
 from apex_npu.debug.watching.trail import Trail
 from apex_npu.ops import LOW_PRECISION
@@ -27,6 +27,17 @@ OF_STATIC_SCALE = (
     "look at the iterations before: under a static loss scale steps are applied whatever their gradients are. "
     'loss_scale="dynamic" skips such steps, so that their cause is found; explain_overflows(replay=True), or --replay, '
     "finds it in the first of them"
+)
+# The phase, the reason and the advice where no operator is known.
+_OF_WRITTEN = (
+    "block",
+    "no watched operator has made this gradient not finite: other code has written it, or it is from before",
+    "look at the code of the block that writes gradients, and at gradients that were not cleared",
+)
+_OF_SPARSE = (
+    "backward",
+    "the gradient is sparse, and operators on sparse tensors are not examined",
+    "run the step again with find_overflow(replay=True), or use sparse=False for an iteration",
 )
 # Pairs of a parameter and its gradient.
 Gradients = list[tuple[Tensor, Tensor]]
@@ -144,13 +155,18 @@ class Finder(Observer):
 
     def count(self, report: OverflowReport, gradients: Gradients) -> tuple[Gradients, Gradients]:
         """Record in ``report`` which of ``gradients`` are not finite; return the readable ones, and the bad ones."""
-        grads = [(source, local) for source, grad in gradients if (local := followed(grad)) is not None]
-        ranges = self.trail.ranges_of([grad for _, grad in grads])
-        bad = [pair for pair, ends in zip(grads, ranges, strict=True) if not is_finite(ends)]
+        grads, values = [], []
+        for source, grad in gradients:
+            local = followed(gradient_values(grad))
+            if local is not None:
+                grads.append((source, grad))
+                values.append(local)
+        ranges = self.trail.ranges_of(values)
+        bad = [i for i, ends in enumerate(ranges) if not is_finite(ends)]
         report.gradients = len(grads)
-        for i, (source, grad) in enumerate(bad):
-            report.parameters[self._name_of(i, source)] = count_bad(grad)
-        return grads, bad
+        for k, i in enumerate(bad):
+            report.parameters[self._name_of(k, grads[i][0])] = count_bad(values[i])
+        return grads, [grads[i] for i in bad]
 
     def _advised(self, cause: Finding) -> Finding:
         """Add to ``cause``, weights that are not finite, what is known of the step that wrote them."""
@@ -182,13 +198,11 @@ class Finder(Observer):
             advice = "open find_overflow before the forward that the loss comes from"
             report.causes = [without_operator("data", "forward", bad_results[0], "the loss", why, advice)]
         elif not report.causes and bad:
-            why = (
-                "no watched operator has made this gradient not finite: other code has written it, or it is from before"
-            )
-            advice = "look at the code of the block that writes gradients, and at gradients that were not cleared"
-            source = bad[0][0]
+            source, grad = bad[0]
+            kind: Kind = "written" if grad.layout == torch.strided else "unknown"
+            phase, why, advice = _OF_SPARSE if kind == "unknown" else _OF_WRITTEN
             name = trail.names.of_tensor(source)
-            report.causes = [without_operator("written", "block", source, name, why, advice)]
+            report.causes = [without_operator(kind, phase, source, name, why, advice)]
         if are_averaged([source for source, _ in gradients]):
             report.causes = [_of_average(cause) for cause in report.causes]
         report.not_measured = dict(trail.stream.not_measured) if report.overflowed else {}

@@ -24,9 +24,9 @@ from apex_npu.debug.overflow.forwards import Forward, Forwards, outputs_of
 from apex_npu.debug.overflow.report import OverflowReport, Overflows, note_skip
 from apex_npu.debug.text import described
 from apex_npu.debug.watching.calls import NotReplayedError
+from apex_npu.debug.watching.operators import gradient_values
 from apex_npu.debug.watching.stream import Stream
 from apex_npu.debug.watching.trail import GIVEN
-from apex_npu.fusion.shards import local_part
 
 # The maximum number of blocks over which gradients may be accumulated.
 _MOST_BLOCKS = 256
@@ -331,9 +331,9 @@ def _compared(blocks: Sequence[Block], totals: dict[Tensor, Tensor]) -> tuple[st
         again = totals.get(param)
         if grad is None or again is None:
             is_same &= grad is again
-            is_bad_alike &= all(one is None or bool(local_part(one).isfinite().all()) for one in (grad, again))
+            is_bad_alike &= all(one is None or bool(gradient_values(one).isfinite().all()) for one in (grad, again))
             continue
-        now, again = local_part(grad).float(), local_part(again).float()
+        now, again = gradient_values(grad).float(), gradient_values(again).float()
         bad += not bool(again.isfinite().all())
         is_bad_alike &= torch.equal(now.isfinite(), again.isfinite())
         is_same &= any(_are_equal(now, scaled) for scaled in (again, again * (1.0 / scale)))

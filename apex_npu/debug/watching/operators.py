@@ -196,6 +196,12 @@ def followed(tensor: Any) -> Tensor | None:
     return local if local is not None and (local.dtype.is_floating_point or local.dtype.is_complex) else None
 
 
+def gradient_values(grad: Tensor) -> Tensor:
+    """Return the part of ``grad`` in this process; of a sparse one the values, with each index once."""
+    local = local_part(grad.detach())
+    return local.coalesce().values() if local.layout == torch.sparse_coo else local
+
+
 def ranges_of(tensors: Sequence[Tensor]) -> list[tuple[float, float]]:
     """Return the smallest and the largest element of each tensor, or nan for both if it contains nan.
 

@@ -274,7 +274,8 @@ class Trail(Consumer):
 
     def bad_writers(self, tensor: Tensor) -> list[Call]:
         """Return the known calls that made ``tensor`` not finite."""
-        return [result.call for result in self._lineage.writers(tensor) if result.is_bad is not False]
+        memory = tensor._values() if tensor.layout == torch.sparse_coo else tensor
+        return [result.call for result in self._lineage.writers(memory) if result.is_bad is not False]
 
     def leaf(self, tensor: Tensor) -> Leaf:
         """Return the ``Leaf`` of ``tensor``, which is not finite and which no call has written."""
