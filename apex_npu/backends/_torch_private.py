@@ -83,6 +83,8 @@ NAMES: dict[str, str] = {
     # Fake tensors
     "torch._C._get_cudnn_enabled": "torch.backends.cudnn.flags sets and restores other settings, too",
     "torch._C._set_cudnn_enabled": "torch.backends.cudnn.flags sets and restores other settings, too",
+    "torch._C._get_mkldnn_enabled": "torch.backends.mkldnn.flags sets and restores other settings, too",
+    "torch._C._set_mkldnn_enabled": "torch.backends.mkldnn.flags sets and restores other settings, too",
     "torch._subclasses.fake_tensor.FakeTensorMode": "sizes and dtypes of results, without computing or allocating them",
     "torch._subclasses.fake_tensor.FakeTensor": "recognizes a tensor that has only a size and a dtype",
     "torch._subclasses.fake_tensor.FakeCopyMode": "deepcopy of a model under FakeTensorMode, without its memory",
@@ -414,14 +416,19 @@ def fake_modes() -> tuple[Any, Any]:
 
 
 @contextmanager
-def without_cudnn() -> Iterator[None]:
-    """Run recurrent layers as products and cells: a fake forward of cuDNN's leaves out a result that backward needs."""
-    enabled = torch._C._get_cudnn_enabled()
+def without_fused_rnns() -> Iterator[None]:
+    """Run recurrent layers as products and cells, not as layers of cuDNN and oneDNN, whose fake forwards are wrong.
+
+    That of cuDNN leaves out a result that backward needs, and that of oneDNN returns an empty workspace.
+    """
+    cudnn, onednn = torch._C._get_cudnn_enabled(), torch._C._get_mkldnn_enabled()
     torch._C._set_cudnn_enabled(False)
+    torch._C._set_mkldnn_enabled(False)
     try:
         yield
     finally:
-        torch._C._set_cudnn_enabled(enabled)
+        torch._C._set_cudnn_enabled(cudnn)
+        torch._C._set_mkldnn_enabled(onednn)
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -763,17 +763,45 @@ def test_an_lstm_is_counted_as_its_products():
     assert "no FLOPs stay in float32 at O2" in str(found)
 
 
-def test_cudnn_is_off_in_the_report_alone():
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="other devices have fused layers of their own")
+@pytest.mark.parametrize("make", [nn.LSTM, nn.GRU])
+def test_what_recurrent_layers_save(make):
+    steps, batch, hidden = 5, 4, 16
+    layer, x = make(hidden, hidden), torch.randn(steps, batch, hidden)
+    found = amp.debug.report(layer, x, loss=lambda y: y[0].mean(), levels=("O0", "O5"))
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), x)}
+    storages = {}
+
+    def pack(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    unfused = torch.backends.mkldnn.flags(enabled=False)
+    with unfused, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x)[0].mean()
+    expected = sum(storage.nbytes() for address, storage in storages.items() if address not in known)
+    single, half = (sum(level.tally.saved.values()) for level in found.levels.values())
+    assert single == expected > steps * batch * 3 * hidden * 4  # three or four gates of each step
+    assert 0.4 < half / single < 0.7
+
+
+@pytest.mark.parametrize("library", [torch.backends.cudnn, torch.backends.mkldnn])
+def test_fused_recurrent_layers_are_off_in_the_report_alone(library):
+    is_enabled = {
+        torch.backends.cudnn: torch._C._get_cudnn_enabled,
+        torch.backends.mkldnn: torch._C._get_mkldnn_enabled,
+    }[library]
+
     class Noted(nn.Module):
         def forward(self, x):
-            seen.append(torch.backends.cudnn.enabled)
+            seen.append(is_enabled())
             return x * 2
 
     seen, x = [], torch.randn(2, device=DEVICE, requires_grad=True)
     for enabled in (True, False):
-        with torch.backends.cudnn.flags(enabled=enabled):
+        with library.flags(enabled=enabled):
             amp.debug.report(Noted(), x, levels="O0")
-            assert torch.backends.cudnn.enabled == enabled
+            assert is_enabled() == enabled
     assert seen == [False, False]
 
 

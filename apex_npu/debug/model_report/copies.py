@@ -21,7 +21,7 @@ from apex_npu.backends._torch_private import (
     is_fake,
     tree_leaves,
     tree_map,
-    without_cudnn,
+    without_fused_rnns,
 )
 from apex_npu.debug.watching.operators import call_operator, operator_of
 from apex_npu.fusion import drop_grads, set_grads
@@ -68,7 +68,7 @@ class _WriteNothingReal(TorchDispatchMode):
 def fake_copies(model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
     """Yield copies of ``model`` and ``batch`` without values; results in the block have no values either."""
     fake, copying = fake_modes()
-    with without_cudnn(), fake:
+    with without_fused_rnns(), fake:
         with copying, _EqualMasters():
             made = float32_copy(model, allow_rounded=True)
         with _WriteNothingReal(fake):
