@@ -29,7 +29,7 @@ from apex_npu.debug.profiling.profile import profile
 from apex_npu.debug.text import count
 from apex_npu.debug.watching.opening import is_of_amp
 from apex_npu.debug.watching.stream import Stream, on_forward
-from apex_npu.distributed.rank_progress import is_first_rank
+from apex_npu.distributed.rank_progress import LastRank
 
 _OPENS = "the script itself opens find_overflow, check_operators or record"
 
@@ -180,7 +180,7 @@ class ScriptSteps:
         self._parts = list(parts)
         self._count = 0
         self._leader: int | None = None
-        self._is_first_rank = True
+        self._rank = LastRank()
         self._undo = ExitStack()
         patch_step(self._undo, self._counting)
         if any(part.first == 0 for part in parts):
@@ -192,7 +192,7 @@ class ScriptSteps:
             if self._leader not in (None, id(optimizer)):
                 return original(optimizer, *args, **kwargs)
             self._leader = id(optimizer)
-            self._is_first_rank = is_first_rank()  # the process group may no longer exist at the end
+            self._rank.update()
             self._begin(None, None)
             for part in self._parts:
                 if part.begun and not part.failed:
@@ -236,7 +236,7 @@ class ScriptSteps:
         else:
             said = part.failed or part.end(part.last <= self._count)
         # Most processes that a script starts do not train, such as data loaders.
-        if self._is_first_rank and (self._count or parent_process() is None):
+        if not self._rank.rank and (self._count or parent_process() is None):
             print(said, flush=True)
 
     def end(self) -> None:
@@ -252,18 +252,22 @@ class FirstForward:
 
     def __init__(self) -> None:
         """Begin to wait for that call."""
+        self._rank = LastRank()
         hook = torch_module.register_module_forward_hook(self._forward_ended, with_kwargs=True)
         self._remove = hook.remove
         self._exit = Finalize(None, self._script_ended, exitpriority=0)  # as in ScriptSteps
 
     def _forward_ended(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Report after the forward, so that tensors in the model's caches have values."""
+        if torch.compiler.is_compiling():
+            return
+        self._rank.update()
         own = policy()
-        if torch.compiler.is_compiling() or own is None or not own.enabled:
+        if own is None or not own.enabled:
             return
         if torch.is_grad_enabled() and is_of_amp(module):
             self.end()
-            if is_first_rank():
+            if not self._rank.rank:
                 self._report(own, module, args, kwargs)
 
     def _report(self, own: Policy, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -289,7 +293,7 @@ class FirstForward:
 
     def _script_ended(self) -> None:
         self.end()
-        if is_first_rank() and (policy() is not None or parent_process() is None):
+        if not self._rank.rank and (policy() is not None or parent_process() is None):
             print(
                 "--model-report: the script has ended before a model of amp.initialize was called for training, "
                 "outside of compiled functions, in this process",

@@ -25,6 +25,23 @@ def is_first_rank() -> bool:
     return own_rank() == 0
 
 
+class LastRank:
+    """The rank of this process, also after its process group has been destroyed, as at the end of a script.
+
+    Attributes:
+        rank: The rank when ``update`` was last called while there was a process group; 0 before that.
+    """
+
+    def __init__(self) -> None:
+        """Note the rank in the present process group, if there is one."""
+        self.rank = own_rank()
+
+    def update(self) -> None:
+        """Note the rank again; without a process group, keep the last one."""
+        if dist.is_available() and dist.is_initialized():
+            self.rank = dist.get_rank()
+
+
 def has_peers() -> bool:
     """Return whether torch.distributed has other processes."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

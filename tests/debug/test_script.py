@@ -7,11 +7,13 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from debug import healthy
 from debug.test_check_operators import Spoil
 from debug.test_profile import iterate, set_up_gpt
 from debug.test_watching import hooks_of_torch, set_up
 from small_programs import backward
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -21,7 +23,15 @@ from apex_npu.amp.amp_optimizer import AmpOptimizerMixin
 from apex_npu.amp.session import settings
 from apex_npu.backends._torch_private import dispatch_modes
 from apex_npu.debug.comparison.recorded import load
-from apex_npu.debug.script import CheckOperatorsPart, GradientRangePart, ProfilePart, RecordPart, ScriptSteps, look
+from apex_npu.debug.script import (
+    CheckOperatorsPart,
+    FirstForward,
+    GradientRangePart,
+    ProfilePart,
+    RecordPart,
+    ScriptSteps,
+    look,
+)
 from apex_npu.debug.watching.stream import Stream
 
 
@@ -81,14 +91,32 @@ def test_a_script_without_amp_is_told_so(kind, capsys):
     )
 
 
-def test_a_second_process_says_nothing_though_its_process_group_is_gone(capsys, monkeypatch):
-    model, optimizer = set_up_gpt(steps=0)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_first_process_prints_though_its_process_group_is_gone(rank, capsys):
+    amp.debug.explain_overflows(after=1)
     steps = ScriptSteps([ProfilePart(0, 9), GradientRangePart(5, 6)])
-    with monkeypatch.context() as patch:
-        patch.setattr("apex_npu.debug.script.is_first_rank", lambda: False)
+    waiting = FirstForward()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+    try:
+        model, optimizer = set_up_gpt(steps=0)
+        with torch.no_grad():
+            model.loss()  # not a forward for training, which would be reported on
+        waiting._remove()
         iterate(model, optimizer)
+    finally:
+        dist.destroy_process_group()
     steps.end()
-    assert capsys.readouterr().out == ""
+    waiting._script_ended()
+    settings.observer.end_script(True)
+    printed = capsys.readouterr()
+    amp.debug.explain_overflows(None)
+    if rank:
+        assert printed.out == printed.err == ""
+    else:
+        assert "1 step of " in printed.out
+        assert "--gradient-range: the script has ended after 1 step" in printed.out
+        assert "--model-report: the script has ended" in printed.out
+        assert "--explain-overflows: 1 block, 0 skipped steps" in printed.err
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from apex_npu.debug.overflow.report import OverflowReport
 from apex_npu.debug.text import count
 from apex_npu.debug.watching.operators import followed, gradient_values
 from apex_npu.debug.watching.stream import on_forward
-from apex_npu.distributed.rank_progress import is_first_rank
+from apex_npu.distributed.rank_progress import LastRank
 
 logger = logging.getLogger("apex_npu.debug")
 
@@ -46,7 +46,7 @@ class Explainer(inspect.Observer):
         self._replays = replay
         self._start: Any = None
         self._error: BaseException | None = None
-        self._ranks = Ranks()
+        self._ranks, self._rank = Ranks(), LastRank()
         self._row = 0
         self._last: list[Any] = []
         self._repeated = 0
@@ -63,6 +63,7 @@ class Explainer(inspect.Observer):
 
     def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
         self._error = sys.exc_info()[1]
+        self._rank.update()
         self._guarded(self._settle)
         self._loss, self._optimizers, self._is_dynamic = loss.detach(), optimizers, dynamic
         for watching in self._watching():
@@ -196,7 +197,7 @@ class Explainer(inspect.Observer):
             return
         self._guarded(self._settle)
         self.close()
-        if is_first_rank() and (self.blocks or says_nothing):
+        if not self._rank.rank and (self.blocks or says_nothing):
             print(f"--explain-overflows: {self._summary()}", file=sys.stderr, flush=True)
 
     def _summary(self) -> str:

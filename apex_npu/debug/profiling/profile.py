@@ -18,7 +18,7 @@ from apex_npu.backends._torch_private import torch_profiler
 from apex_npu.debug.profiling.labels import profiler_ranges
 from apex_npu.debug.profiling.phases import BEFORE_FORWARD, ELSEWHERE, OperatorTime, Phase, Steps, events_of, summarize
 from apex_npu.debug.text import aligned, count
-from apex_npu.distributed.rank_progress import own_rank
+from apex_npu.distributed.rank_progress import LastRank
 
 _SHOWN = 10
 # No advice is given for a smaller share of a step, in percent.
@@ -76,7 +76,7 @@ class profile:
                 os.makedirs(self._folder, exist_ok=True)
             except OSError as error:
                 raise type(error)(f"trace must be a folder, or the path of a new one: {error}") from error
-        self._done = self._rank = 0
+        self._done, self._rank = 0, LastRank()
         self._profiler: Any = None
         self._ranges: AbstractContextManager[None] | None = None
         self._keep(Steps(0, 0.0))
@@ -98,7 +98,7 @@ class profile:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Profiler won't be using warmup")  # steps have run before
             schedule = torch.profiler.schedule(wait=0, warmup=0, active=self._steps, repeat=1)
-        self._done, self._rank = 0, own_rank()
+        self._done, self._rank = 0, LastRank()
         profiler = torch.profiler.profile(activities=activities, schedule=schedule, record_shapes=True, acc_events=True)
         profiler.start()
         self._profiler, self._ranges = profiler, profiler_ranges()
@@ -108,7 +108,7 @@ class profile:
     def step(self) -> None:
         """Mark the end of a step; call it after ``optimizer.step()``, once in each iteration."""
         if self._profiler is not None:
-            self._rank = own_rank()  # the process group may no longer exist at the end
+            self._rank.update()
             self._done += 1
             if self._done < self._steps:
                 self._profiler.step()
@@ -132,7 +132,7 @@ class profile:
         # The part after the last full step does not count as a step, unless there is nothing else.
         self._keep(summarize(*events_of(profiler), complete=self._done or None))
         if self._folder is not None:
-            write = torch.profiler.tensorboard_trace_handler(self._folder, worker_name=f"rank{self._rank}")
+            write = torch.profiler.tensorboard_trace_handler(self._folder, worker_name=f"rank{self._rank.rank}")
             write(profiler)
 
     def __str__(self) -> str:
