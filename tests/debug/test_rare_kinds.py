@@ -327,6 +327,52 @@ def test_two_models_and_a_block_for_each_loss():
     iterate(first, optimizer)
 
 
+# ---- what no dtype holds ---------------------------------------------------------------------------------------------
+
+
+@needs("inf")
+@pytest.mark.parametrize(("exponent", "wider"), [(12.0, True), (80.0, True), (100.0, False)])
+def test_a_result_that_no_dtype_holds_is_not_for_a_wider_one(exponent, wider):
+    def exp(h):
+        return torch.exp(h * 0 + exponent)  # the largest bfloat16 is exp(88.7)
+
+    model, optimizer = small("O2", exp)
+    found = watched(model, optimizer, lambda model, scaled_loss: scaled_loss.backward())
+    (cause,) = found.causes
+    assert (cause.kind, cause.operator, cause.dtype) == ("overflow", "aten::exp", "float16")
+    assert cause.true_value == pytest.approx(math.exp(exponent), rel=0.1)
+    assert ("float()" in cause.advice, "bfloat16" in cause.advice) == (wider, wider)
+    assert "scale" in cause.advice
+
+
+@needs("inf")
+@pytest.mark.parametrize(("factor", "wider"), [(1e10, True), (1e38, True), (1e41, False)])
+def test_a_gradient_that_no_dtype_holds_is_not_for_a_wider_one(factor, wider):
+    def run(h):
+        h.register_hook(lambda grad: grad * factor)
+        return h * 1.0
+
+    found = watched(*small("O2", run), lambda model, scaled_loss: scaled_loss.backward())
+    (cause,) = found.causes
+    assert (cause.kind, cause.operator, cause.dtype) == ("gradient", "aten::mul", "float16")
+    assert ("float32" in cause.advice, "bfloat16" in cause.advice) == (wider, wider)
+    assert "scale the loss down" in cause.advice
+
+
+@needs("inf")
+@pytest.mark.parametrize(("level", "coefficient", "wider"), [("O0", 6e37, False), ("O3", 1e4, True)])
+def test_a_sum_that_no_dtype_holds_is_not_for_a_wider_one(level, coefficient, wider):
+    model, optimizer = small(level, dynamic_init_scale=1.0)
+    with amp.debug.find_overflow(model) as found:
+        for _ in range(2):
+            y = model(planted.batch(4, 8, value=1.0)).float()
+            backward(((y - y.detach()) * coefficient).sum(), optimizer)  # each gradient is 4 times the coefficient
+    (cause,) = found.causes
+    assert (cause.kind, cause.operator) == ("accumulation", "aten::add_")
+    assert "divide each loss" in cause.advice
+    assert ("O1" in cause.advice) == wider
+
+
 # ---- sparse gradients ------------------------------------------------------------------------------------------------
 
 

@@ -75,10 +75,8 @@ class Scale:
     dynamic: bool
 
 
-DIVIDE_LOSSES = (
-    "divide each loss by the number of backward passes that are accumulated, or use O1, whose gradients are float32, "
-    "or O5"
-)
+_DIVIDE = "divide each loss by the number of backward passes that are accumulated"
+DIVIDE_LOSSES = f"{_DIVIDE}, or use O1, whose gradients are float32, or O5"
 # Pairs of ``why`` and ``advice``.
 SENTENCES: dict[Kind, tuple[str, str]] = {
     "weights": (
@@ -245,23 +243,26 @@ def _why_and_advice(kind: Kind, call: Call, scale: Scale, value: float | None, f
     settles = f"the scale will settle near {_power(fits)}" if fits else "the scale will settle"
     match kind:
         case "overflow":
-            return _of_overflow(call, _times(call, value))
+            return _of_overflow(call, value)
         case "underflow":
             return _of_underflow(call)
         case "math":
             return _of_math(call)
         case "gradient":
             divided = f", even divided by the loss scale {scale.value:g}" if scale.value > 1.0 else ""
-            return (
-                f"{_times(call, value)}{divided}",
+            wider = (
                 "compute this operator in float32 (amp.register_float_function, amp.disable_casts()) or in bfloat16 "
-                "(O4, O5); or scale the loss down, as by a mean in place of a sum",
+                "(O4, O5); or "
+                if _helps_wider(call, value, scale.value)
+                else "no dtype of training holds it: "
             )
+            return f"{_times(call, value)}{divided}", f"{wider}scale the loss down, as by a mean in place of a sum"
         case "accumulation":
             is_settled = fits is not None and fits >= 1.0 and scale.dynamic
+            divide = DIVIDE_LOSSES if _helps_wider(call, value) else _DIVIDE
             return (
                 f"both gradients are finite, their sum is not: {_times(call, value)}",
-                f"nothing now: {settles}. For a larger one {DIVIDE_LOSSES}" if is_settled else DIVIDE_LOSSES,
+                f"nothing now: {settles}. For a larger one {divide}" if is_settled else divide,
             )
         case "scale":
             dynamic = 'use loss_scale="dynamic"' + (f", or at most {_power(fits)}" if fits else "")
@@ -289,11 +290,16 @@ def _times(call: Call, value: float | None) -> str:
     return f"the true value is {value:.3g}, {value / limit:.2g} times the largest {name}"
 
 
-def _of_overflow(call: Call, times: str) -> tuple[str, str]:
-    why = f"{times}; no loss scale helps: it is in forward"
-    if call.dtype != torch.float16:
-        held = f"no dtype of training holds more than {name_of(call.dtype)}"
-        return why, f"{held}: scale the inputs down, or normalize them"
+def _helps_wider(call: Call, value: float | None, scale: float = 1.0) -> bool:
+    """Return whether float32 and bfloat16 hold ``value`` divided by ``scale``, a result that has overflowed."""
+    return call.dtype == torch.float16 and (value is None or value / scale <= torch.finfo(torch.bfloat16).max)
+
+
+def _of_overflow(call: Call, value: float | None) -> tuple[str, str]:
+    why = f"{_times(call, value)}; no loss scale helps: it is in forward"
+    if not _helps_wider(call, value):
+        held = "it" if call.dtype == torch.float16 else f"more than {name_of(call.dtype)}"
+        return why, f"no dtype of training holds {held}: scale the inputs down, or normalize them"
     if "_norm" in call.operator:
         advice = (
             "a row without variance is divided by the root of eps: an eps of 1e-5 or more keeps 1 / sqrt(eps) within "
