@@ -118,6 +118,17 @@ def test_the_scale_after_the_last_of_several_blocks():
     assert [s["loss_scale"] for s in amp.state_dict().values()] == [4.0, 8.0]
 
 
+@needs("inf")
+def test_columns_of_a_table_are_apart():
+    model, optimizer = set_up("O3", dynamic_init_scale=16.0)
+    with amp.debug.find_overflow(model) as found:
+        for _ in range(2):
+            backward(model, optimizer, 40.0)  # gradients of 16 · 18 · 40 · 4 = 46080
+    (cause, *_) = found.causes
+    assert cause.kind == "accumulation"
+    assert any(line.startswith("accumulation  backward  ") for line in str(found).splitlines())
+
+
 # ---- exceptions ------------------------------------------------------------------------------------------------------
 
 

@@ -108,7 +108,7 @@ def _lines_of(cause: Finding) -> list[str]:
         operator = f"{cause.operator} in {cause.node}"
     what = f"{cause.dtype} {list(cause.shape)}" if cause.dtype else ""
     tensor = f" {cause.tensor}" if cause.tensor else ""
-    first = f"{cause.kind:{_WIDTH}}{cause.phase}  {where_of(cause.module)}  {operator}  {what}{tensor}"
+    first = f"{cause.kind:{_WIDTH - 2}}  {cause.phase}  {where_of(cause.module)}  {operator}  {what}{tensor}"
     lines = [first.rstrip()]
     if cause.place:
         lines.append(f"{'line':{_WIDTH}}{cause.place}  {cause.source}".rstrip())
