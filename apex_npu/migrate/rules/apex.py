@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
+from collections.abc import Iterable
 from pathlib import Path
 
 from apex_npu.compat import MODULES
@@ -18,11 +19,17 @@ _PACKAGE = Path(__file__).parents[2]
 
 
 @functools.cache
-def exports(module: str) -> frozenset[str]:
-    """Return the public names of a module of this package. They are read from its source, which is not imported."""
+def _body(module: str) -> list[ast.stmt]:
+    """Return the statements of a module of this package. They are read from its source, which is not imported."""
     path = _PACKAGE.joinpath(*module.split(".")[1:])
     file = path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
-    body = ast.parse(file.read_text(encoding="utf-8")).body
+    return ast.parse(file.read_text(encoding="utf-8")).body
+
+
+@functools.cache
+def exports(module: str) -> frozenset[str]:
+    """Return the public names of a module of this package."""
+    body = _body(module)
     for node in body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return frozenset(ast.literal_eval(node.value))
@@ -30,23 +37,44 @@ def exports(module: str) -> frozenset[str]:
     return frozenset(name for name in names if not name.startswith("_"))
 
 
-def _top_names() -> frozenset[str]:
-    """Return the names that ``import apex_npu as apex`` gives as ``apex.name``. Others are in another place here."""
-    return exports("apex_npu") | {"apex", "apex_C", "change_data_ptr"}
+def _is_public(module: str) -> bool:
+    return module in MODULES and "._" not in module
 
 
-def _lacking(name: str) -> str | None:
-    """Return the part of a dotted apex name that is missing here or private; None if all of it exists."""
-    parts = name.split(".")
-    for count, part in enumerate(parts, 1):
-        start = ".".join(parts[:count])
-        if part.startswith("__"):
+def _has(module: str, name: str) -> bool:
+    """Return whether the new module of an old one has the old one's ``name`` as an attribute."""
+    ours, old = MODULES[module], f"{module}.{name}"
+    if module == "apex" or old not in MODULES:
+        return name in exports(ours)
+    # A submodule in the same place here is an attribute of its package if the package imports from it.
+    imports = (node.module for node in _body(ours) if isinstance(node, ast.ImportFrom))
+    return MODULES[old] == f"{ours}.{name}" and MODULES[old] in imports
+
+
+def _lacking(module: str, names: Iterable[str]) -> str | None:
+    """Return the first of ``names``, each an attribute of the one before, that is private or missing in new modules.
+
+    The first is an attribute of the old ``module``. Return None if nothing is missing.
+    """
+    for name in names:
+        if name.startswith("__"):
             return None
-        if part.startswith("_"):
-            return start
-        if start not in MODULES:
-            return None if part in exports(MODULES[".".join(parts[: count - 1])]) else start
+        old = f"{module}.{name}"
+        if name.startswith("_") or not _has(module, name):
+            return old
+        if old not in MODULES:
+            return None
+        module = old
     return None
+
+
+def _place(module: str, name: str) -> tuple[str, str]:
+    """Return the new module that has ``name`` of an old module, and its name there; empty strings if there is none."""
+    if name == "*" or _lacking(module, [name]) is None:
+        return MODULES[module], name
+    old = f"{module}.{name}"
+    package, _, last = (MODULES[old] if _is_public(old) else "").rpartition(".")
+    return package, last
 
 
 def _refuse(program: Program, node: ast.expr | ast.stmt | ast.alias, name: str, links: list[str]) -> None:
@@ -64,15 +92,15 @@ def _import(program: Program, node: ast.Import) -> None:
     for alias in node.names:
         if not _is_apex(alias.name):
             continue
-        parts, span = alias.name.split("."), program.source.span(alias)
-        links = [f"name {alias.asname or parts[0]}"]
-        missing = _lacking(alias.name)
-        if missing is not None or (alias.asname is None and (len(parts) > 2 or parts[-1] not in _top_names())):
-            _refuse(program, alias, missing or alias.name, links)
+        (top, *below), span = alias.name.split("."), program.source.span(alias)
+        links = [f"name {alias.asname or top}"]
+        # Without "as", the statement binds the package, which has only some modules as attributes.
+        if not _is_public(alias.name) or (not alias.asname and (len(below) > 1 or _lacking(top, below))):
+            _refuse(program, alias, alias.name, links)
             continue
         # apex_C and change_data_ptr are top-level modules; the others are attributes of the package.
-        ours = MODULES[alias.name] if alias.asname or parts[0] != "apex" else "apex_npu"
-        program.report("X201", "changed", span, [Edit(*span, f"{ours} as {alias.asname or parts[0]}")], links=links)
+        ours = MODULES[alias.name] if alias.asname or top != "apex" else "apex_npu"
+        program.report("X201", "changed", span, [Edit(*span, f"{ours} as {alias.asname or top}")], links=links)
 
 
 def _import_from(program: Program, node: ast.ImportFrom) -> None:
@@ -80,18 +108,23 @@ def _import_from(program: Program, node: ast.ImportFrom) -> None:
     if node.level or not _is_apex(module):
         return
     links = [f"name {alias.asname or alias.name}" for alias in node.names]
-    star = any(alias.name == "*" for alias in node.names)
-    names = [module] if star else [f"{module}.{alias.name}" for alias in node.names]
-    missing = [found for found in map(_lacking, names) if found is not None]
-    if module == "apex":
-        missing += [f"apex.{alias.name}" for alias in node.names if alias.name not in _top_names()]
-    if star and not missing:
-        unknown = program.names.unbound() - exports(MODULES[module]) - set(dir(builtins)) - {"__file__", "__path__"}
-        missing += [f"{module}.{name}" for name in sorted(unknown)]
+    if not _is_public(module):
+        return _refuse(program, node, module, links)
+    places = {alias.name: _place(module, alias.name) for alias in node.names}
+    missing = [name for name, (package, _) in places.items() if not package]
+    if "*" in places:
+        known = {name for name in exports(MODULES[module]) if not _lacking(module, [name])}
+        missing = sorted(program.names.unbound() - known - set(dir(builtins)) - {"__file__", "__path__"})
     if missing:
-        _refuse(program, node, missing[0], links)
-    else:
-        program.report("X201", "changed", node, [program.rename_module(node, MODULES[module])], links=links)
+        return _refuse(program, node, f"{module}.{missing[0]}", links)
+    packages = {package for package, _ in places.values()}
+    edits = [program.rename_module(node, min(packages))]
+    for alias in node.names:
+        name = places[alias.name][1]
+        if name != alias.name:
+            edits.append(Edit(*program.source.span(alias), f"{name} as {alias.asname or alias.name}"))
+    apart = "apex_npu has these names in several modules: import each in a statement of its own"
+    program.report("X201", "changed", node, edits, links=links, refusal=apart if len(packages) > 1 else "")
 
 
 def _use(program: Program, node: ast.Attribute) -> None:
@@ -100,12 +133,11 @@ def _use(program: Program, node: ast.Attribute) -> None:
     if not dotted.startswith("apex.") or isinstance(program.parent(node), ast.Attribute):
         return
     root = root_of(node)
-    imported, top = program.dotted(root), dotted.split(".")[1]
-    missing = _lacking(dotted)
-    if missing is None and imported == "apex" and top not in _top_names():
-        missing = f"apex.{top}"
-    if missing is not None and isinstance(root, ast.Name) and imported in MODULES:
-        _refuse(program, node, missing, [f"name {root.id}"])
+    imported = program.dotted(root)
+    if isinstance(root, ast.Name) and imported in MODULES:
+        missing = _lacking(imported, dotted.removeprefix(f"{imported}.").split("."))
+        if missing is not None:
+            _refuse(program, node, missing, [f"name {root.id}"])
 
 
 HANDLERS = {ast.Import: _import, ast.ImportFrom: _import_from, ast.Attribute: _use}
