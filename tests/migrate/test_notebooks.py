@@ -50,6 +50,39 @@ def test_only_code_changes(tmp_path, style):
     assert plan([path]).files == ()
 
 
+LIKE_COMMANDS = [
+    "x = x.cuda()  # on the GPU, right?\n",
+    "print('%s has %d devices'\n      % (torch.cuda.get_device_name(), torch.cuda.device_count()))\n",
+    "for i in range(3):  # enough?\n    x = x.cuda()\n",
+    "total = x.cuda().sum() \\\n    % 7\n",
+    'text = """\n%s?\n!s\n""" + str(x.cuda())\n',
+    "'what? =%s' % x.cuda()\n",
+]
+COMMANDS = [
+    "!nvidia-smi 'cuda\n",
+    "files = !ls \\\n  cuda\n",
+    "files[0] = %sql cuda (\n",
+    "for i in range(3):\n    %env CUDA_VISIBLE_DEVICES=0\n",
+    "x.cuda?\n",
+    "print(x.cuda(),\n      2)??\n",
+    "?x.cuda\n",
+]
+
+
+def planned_cell(tmp_path, source):
+    (tmp_path / "n.ipynb").write_text(notebook([("code", "import torch\nx = torch.ones(2)"), ("code", source)]))
+    made = plan([tmp_path])
+    assert {finding.status for finding in made.findings} == {"changed"}
+    return json.loads(made.files[0].after)["cells"][1]["source"]
+
+
+@pytest.mark.parametrize("code", LIKE_COMMANDS)
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_only_commands_stay(tmp_path, code, command):
+    changed = code.replace("cuda", "npu")
+    assert planned_cell(tmp_path, code + command + code) == changed + command + changed
+
+
 @pytest.mark.parametrize(
     ("text", "rule"),
     [

@@ -12,11 +12,20 @@ from json.decoder import scanstring  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any
 
-from apex_npu.migrate.engine.source import Edit, Source, UnreadableError, apply_edits
+from apex_npu.migrate.engine.source import Edit, Source, UnreadableError, apply_edits, parse
 from apex_npu.migrate.rewriting import Rewritten
 
 _ESCAPE = re.compile(r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\.|.", re.DOTALL)
-_SHELL = re.compile(r"[ \t]*[%!?]|.*\?[ \t]*$")
+# A command for IPython or the shell, at the start of a logical line or after ``name =``, which is the group.
+_COMMAND = re.compile(r"([ \t]*(?:[^\W\d][\w., \t]*(?:\[[^\]\n]*\])?[ \t]*=[ \t]*)?)[%!?](?:.*\\\r?\n)*.*")
+# Strings, comments, and a backslash with what it escapes are one token each.
+_TOKEN = re.compile(
+    r"""(\"{3}|'{3})(?:\\.|(?!\1).)*(?:\1|\Z) | "(?:\\.|[^"\\\n])*" | '(?:\\.|[^'\\\n])*' | \#[^\n]*
+    | \\(?:\r\n|.) | .""",
+    re.DOTALL | re.VERBOSE,
+)
+_VISIBLE = re.compile(r"\S")
+_DEPTHS = dict.fromkeys("([{", 1) | dict.fromkeys(")]}", -1)
 _PYTHON_CELLS = re.compile(r"%%(time|timeit|capture|prun)\b")
 
 
@@ -48,14 +57,32 @@ def _cells(text: str) -> Iterator[tuple[int, list[_Text]]]:
 
 
 def _python(cell: str) -> str:
-    """Return ``cell`` with spaces in place of notebook and shell commands."""
-    lines, goes_on = [], False
-    for line in cell.splitlines(keepends=True):
-        body = line.rstrip("\r\n")
-        goes_on = (goes_on or bool(_SHELL.match(body))) and bool(body)
-        lines.append(" " * len(body) + line[len(body) :] if goes_on else line)
-        goes_on = goes_on and body.endswith("\\")
-    return "".join(lines)
+    """Return ``cell`` with a number and spaces in place of each command for IPython or the shell.
+
+    A command begins a logical line, follows ``name =``, or is a logical line that ends in ``?``.
+    """
+    try:
+        parse(cell)
+    except UnreadableError:
+        pass
+    else:
+        return cell
+    at = start = depth = 0  # start: of the logical line
+    commands = []
+    while at < len(cell):
+        command = _COMMAND.match(cell, at) if at == start else None
+        token: Any = command or _TOKEN.match(cell, at)
+        at = token.end()
+        if command or token[0] == "?":
+            commands.append((command.end(1) if command else start, at))
+        depth += _DEPTHS.get(token[0], 0)
+        if token[0] == "\n" and depth <= 0:
+            start, depth = at, 0
+    for begin, end in commands:
+        text = cell[begin:end]
+        indent = text[: len(text) - len(text.lstrip())]
+        cell = cell[:begin] + indent + "0" + _VISIBLE.sub(" ", text[len(indent) + 1 :]) + cell[end:]
+    return cell
 
 
 def rewrite_notebook(data: bytes, path: str, rewrite: Callable[[str], Rewritten]) -> Rewritten:
