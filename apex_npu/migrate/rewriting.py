@@ -13,7 +13,7 @@ from typing import Any
 from apex_npu.migrate.amp import check as amp
 from apex_npu.migrate.engine.names import imported
 from apex_npu.migrate.engine.program import Draft, Finding, Options, Program
-from apex_npu.migrate.engine.source import Source, UnreadableError, tree_of
+from apex_npu.migrate.engine.source import Edit, Source, UnreadableError, tree_of
 from apex_npu.migrate.parallel import convert as data_parallel
 from apex_npu.migrate.rules import apex, device, fused, own, strings, weights
 from apex_npu.migrate.rules.tables import TRAINERS
@@ -50,6 +50,7 @@ class Rewritten:
 
     source: str | bytes
     findings: tuple[Finding, ...]
+    edits: tuple[Edit, ...] = ()  # those of the old text that give the new one
 
 
 def rewrite(source: str | bytes, path: str = "train.py", options: Options | None = None) -> Rewritten:
@@ -99,7 +100,7 @@ def rewrite_part(source: str | bytes, path: str, options: Options) -> Rewritten:
         new = program.source.encode(text) if isinstance(source, bytes) else text
     except UnreadableError as error:
         return Rewritten(source, (unreadable(path, error),))
-    return Rewritten(new, tuple(findings))
+    return Rewritten(new, tuple(findings), tuple(program.edits()))
 
 
 def examined(source: str | bytes, options: Options, path: str = "") -> Program:

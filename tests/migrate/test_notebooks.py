@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from apex_npu.migrate import plan
+from apex_npu.migrate import Options, plan, rewrite
 
 CELLS = [
     ("code", ["%matplotlib inline\n", "!pip install \\\n", "  torch\n", "import torch"]),
@@ -36,7 +36,7 @@ def test_only_code_changes(tmp_path, style):
     new = json.loads(made.files[0].after)
     expected = json.loads(before)
     cells = expected["cells"]
-    cells[0]["source"][3] = "import torch\nimport torch_npu  # noqa: F401"
+    cells[0]["source"][3:] = ["import torch\n", "import torch_npu  # noqa: F401"]
     cells[2]["source"] = cells[2]["source"].replace("cuda", "npu")
     cells[4]["source"][1] = "y = x.npu()\n"
     assert new == expected
@@ -67,6 +67,55 @@ COMMANDS = [
     "print(x.cuda(),\n      2)??\n",
     "?x.cuda\n",
 ]
+
+
+SEVERAL_LINES = """import torch
+from torch.cuda.amp import (
+    autocast,
+    GradScaler,  # \u00e9
+)
+from torch.optim import (
+    AdamW,
+)
+from apex.optimizers import (FusedSGD,
+                             FusedAdam)
+
+model = torch.nn.Linear(2, 2).cuda()
+opt = torch.optim.AdamW(
+    model.parameters(),
+    lr=1e-3,
+    fused=True,
+)
+scaler = GradScaler()
+for i in range(2):
+    opt.zero_grad()
+    with autocast():
+        loss = model(
+            torch.ones(4, 2).cuda()
+        ).square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(opt)
+    scaler.update()
+print("\u00e9")
+from torch.optim import SGD"""
+
+
+@pytest.mark.parametrize("style", [{"indent": 1}, {"indent": None, "ensure_ascii": False}, {"indent": "\t"}])
+@pytest.mark.parametrize("options", [Options(), Options(amp="O1")], ids=["", "amp"])
+def test_changes_of_several_lines(tmp_path, style, options):
+    lines = SEVERAL_LINES.splitlines(keepends=True)
+    for source in (lines, SEVERAL_LINES, [SEVERAL_LINES], [*SEVERAL_LINES]):
+        (tmp_path / "n.ipynb").write_text(notebook([("code", source), ("code", [])], **style), encoding="utf-8")
+        made = plan([tmp_path], options)
+        new = made.files[0].after.decode()
+        program = rewrite(SEVERAL_LINES, options=options).source
+        found = json.loads(new)["cells"][0]["source"]
+        assert "".join(found) == program
+        assert program.count("npu") > 3
+        assert isinstance(found, type(source))
+        if source is lines:
+            assert found == program.splitlines(keepends=True)
+            assert new == notebook([("code", found), ("code", [])], **style)
 
 
 def planned_cell(tmp_path, source):

@@ -358,9 +358,13 @@ class Program:
         """Return the drafts with the status "changed"."""
         return [draft for draft in self.drafts if draft.status == "changed"]
 
+    def edits(self) -> list[Edit]:
+        """Return the edits of the drafts with the status "changed"."""
+        return [edit for draft in self.changes() for edit in draft.edits]
+
     def rewritten(self) -> str:
         """Return the new text. Raise an UnreadableError if it does not parse or differs elsewhere from the old one."""
-        edits = [edit for draft in self.changes() for edit in draft.edits]
+        edits = self.edits()
         text = apply_edits(self.source.text, edits)
         if not same_elsewhere(self.source, self.tree, edits, text):
             raise UnreadableError("F909", NOT_THE_SAME)

@@ -1,6 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Notebooks. Their code cells are rewritten as one program. All other bytes of the JSON text stay the same."""
+"""Notebooks. Their code cells are rewritten as one program. All other bytes of the JSON text stay the same.
+
+The source of a cell is a string, or a list of strings, as Jupyter writes it: one for each line.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +33,21 @@ _PYTHON_CELLS = re.compile(r"%%(time|timeit|capture|prun)\b")
 
 
 class _Text(str):
-    """A string of the JSON text, with the offset of its first character."""
+    """A string of the JSON text, with the offsets of its first character and of its closing quote."""
 
     start: int
+    end: int
 
 
 def _located(text: str, start: int, strict: bool = True) -> tuple[_Text, int]:
     value, end = scanstring(text, start, strict)
     located = _Text(value)
-    located.start = start
+    located.start, located.end = start, end - 1
     return located, end
 
 
-def _cells(text: str) -> Iterator[tuple[int, list[_Text]]]:
-    """Yield the number of each code cell, from 1, and the strings of its source."""
+def _cells(text: str) -> Iterator[tuple[int, list[_Text], str]]:
+    """Yield the number of each code cell, from 1, the strings of its source, and the text between two of its lines."""
     decoder: Any = json.JSONDecoder()
     decoder.parse_string = _located
     decoder.scan_once = py_make_scanner(decoder)
@@ -53,7 +57,17 @@ def _cells(text: str) -> Iterator[tuple[int, list[_Text]]]:
             pieces = source if isinstance(source, list) else [source]
             first = pieces[0] if pieces else ""
             if not first.startswith("%%") or _PYTHON_CELLS.match(first):
-                yield number, pieces
+                yield number, pieces, _between(text, source)
+
+
+def _between(text: str, source: _Text | list[_Text]) -> str:
+    """Return the JSON text between two lines of a cell: nothing if its source is one string."""
+    if isinstance(source, str) or not source:
+        return ""
+    if len(source) > 1:
+        return text[source[0].end : source[1].start]
+    start = source[0].start - 1
+    return f'",{text[text.rindex("[", 0, start) + 1 : start] or " "}"'
 
 
 def _python(cell: str) -> str:
@@ -96,29 +110,35 @@ def rewrite_notebook(data: bytes, path: str, rewrite: Callable[[str], Rewritten]
         cells = list(_cells(text))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise UnreadableError("F901", f"the file is not a notebook ({type(error).__name__}: {error})") from None
-    pieces: list[tuple[int, int, _Text]] = []  # the number of the cell, the offset in the program, and the string
+    pieces: list[tuple[int, str, int, _Text]] = []  # cell, text between lines, offset in the program, string
     program = ""
-    for number, texts in cells:
+    for number, texts, between in cells:
         at = len(program)
         for one in texts:
-            pieces.append((number, at, one))
+            pieces.append((number, between, at, one))
             at += len(one)
         program += _python("".join(texts)) + "\n"
     rewritten = rewrite(program)
+
+    def located(start: int, end: int) -> tuple[int, str, int, int]:
+        cell, between, at, first = [one for one in pieces if one[2] <= start][-1]
+        *_, to, last = [one for one in pieces if one[0] == cell and one[2] <= end][-1]
+        # The newline after the last line of a cell is not in the notebook.
+        if start > at + len(first) or end > to + len(last) + 1:
+            raise UnreadableError("F901", f"line {source.place(start)[0]} of its program is in several cells")
+        return cell, between, _in_file(text, first, start - at), _in_file(text, last, min(end - to, len(last)))
+
     file, source = Source(text), Source(program)
-    edits: list[Edit] = []
+    edits = []
+    for edit in rewritten.edits:
+        _, between, begin, stop = located(edit.start, edit.end)
+        lines = [json.dumps(line, ensure_ascii=text.isascii())[1:-1] for line in edit.text.split("\n")]
+        edits.append(Edit(begin, stop, f"\\n{between}".join(lines)))
     findings = []
     for finding in rewritten.findings:
         start = source.line_start(finding.line) + finding.column - 1
         end = source.line_start(finding.end_line) + finding.end_column - 1
-        # A text inserted between two pieces belongs to the piece whose line it continues.
-        around = [one for one in pieces if one[1] <= start and end <= one[1] + len(one[2]) and one[2]]
-        if not around:
-            raise UnreadableError("F901", f"line {finding.line} of its program is in several strings")
-        cell, first, piece = around[0 if (finding.after or "").startswith("\n") else -1]
-        begin, stop = (_in_file(text, piece, at - first) for at in (start, end))
-        if finding.status == "changed":
-            edits.append(Edit(begin, stop, json.dumps(finding.after, ensure_ascii=False)[1:-1]))
+        cell, _, begin, stop = located(start, end)
         (line, column), (end_line, end_column) = file.place(begin), file.place(stop)
         places: dict[str, Any] = {"line": line, "column": column, "end_line": end_line, "end_column": end_column}
         message = f"cell {cell}" + (f": {finding.message}" if finding.message else "")

@@ -100,7 +100,7 @@ class Rewriter(importlib.abc.MetaPathFinder):
             try:
                 program = examined(data, options)
                 self.findings += program.findings(path)
-                edits = [edit for draft in program.changes() for edit in draft.edits]
+                edits = program.edits()
                 tree = ast.parse(program.rewritten())
                 added = sorted(program.source.place(edit.start)[0] for edit in edits if "\n" in edit.text)
                 _without_lines(tree, added)
