@@ -111,21 +111,23 @@ def _with_steps(part: Part, to: str) -> tuple[dict[str, Any], list[str]]:
     groups = [dict(group) for group in part.value["param_groups"]]
     for number, group in enumerate(groups):
         entries = [state[index] for index in group["params"] if state.get(index)]
+        for entry in entries:
+            if "step" in group and "step" not in entry:
+                entry["step"] = torch.tensor(float(_count(group["step"])), dtype=torch.float32)
+                said["copied the steps of the groups to the states"] = None
         steps = {_count(entry["step"]) for entry in entries if "step" in entry}
-        if "step" in group:
-            for entry in entries:
-                if "step" not in entry:
-                    entry["step"] = torch.tensor(float(_count(group["step"])), dtype=torch.float32)
-                    said["copied the steps of the groups to the states"] = None
-        elif len(steps) == 1 and to == "apex":
-            group["step"] = steps.pop()
-            said["copied the steps of the states to the groups"] = None
-        elif len(steps) > 1 and to == "apex":
+        if len(steps) > 1 and to == "apex":
             raise ValueError(
                 f"{part.name}: the parameters of group {number} have taken {min(steps)} to {max(steps)} steps, but "
                 "NVIDIA's optimizers count one number for a group. apex_npu's optimizers load the checkpoint as it "
                 "is"
             )
+        if steps and to == "apex":
+            # torch.optim keeps the step that a group was loaded with, and increments only those of the states.
+            old, step = group.get("step"), steps.pop() + group.get("step_offset", 0)
+            if old is None or _count(old) != step:
+                group["step"] = torch.full_like(old, step) if isinstance(old, Tensor) else step
+                said["copied the steps of the states to the groups"] = None
         for entry in entries:
             if to == "torch" and entry.pop("master_param", None) is not None:
                 said["removed float32 masters: torch.optim steps the model's own parameters"] = None

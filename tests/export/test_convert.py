@@ -79,6 +79,35 @@ def test_unequal_steps_have_no_form_in_nvidias():
         convert({"optimizer": optimizer.state_dict()}, "apex")
 
 
+def test_a_step_that_torch_leaves_in_a_group_is_renewed_for_nvidia():
+    first = torch.optim.AdamW(params(), **OPTIONS)
+    train(first, range(3))
+    converted, _ = convert(as_nvidia(first.state_dict()), "torch")
+    second = torch.optim.AdamW(params(), **OPTIONS)
+    second.load_state_dict(converted)
+    train(second, range(3, 6))
+    left = second.state_dict()
+    assert left["param_groups"][0]["step"] == 3
+    back, changes = convert(left, "apex")
+    assert back["param_groups"][0]["step"] == 6
+    assert changes == ["checkpoint: copied the steps of the states to the groups"]
+    assert left["param_groups"][0]["step"] == 3  # the one that was given is as it was
+    assert convert(back, "apex") == (back, [])
+    left["state"][1]["step"].fill_(5.0)
+    with pytest.raises(ValueError, match=r"group 0 .*5 to 6 steps"):
+        convert(left, "apex")
+
+
+def test_a_step_that_a_group_begins_with_counts():
+    optimizer = optimizers.FusedMixedPrecisionLamb(params(), step=4)
+    train(optimizer, range(2))
+    state = optimizer.state_dict()
+    assert convert(state, "apex") == (state, [])
+    state["param_groups"][0]["step"] = torch.tensor([5], dtype=torch.int32)
+    renewed = convert(state, "apex")[0]["param_groups"][0]["step"]
+    assert (renewed.item(), renewed.dtype, renewed.shape) == (6, torch.int32, (1,))
+
+
 def test_masters_are_taken_out_for_torch():
     held = [torch.nn.Parameter(param.detach().bfloat16()) for param in params()]
     optimizer = optimizers.FusedAdam(held, master_weights=True)
