@@ -18,6 +18,7 @@ from apex_npu.ops import LOW_PRECISION, Call
 from apex_npu.optimizers.base import ParamGroup
 from apex_npu.optimizers.checks import as_number, check_no_amsgrad
 from apex_npu.optimizers.nvidia import FusedLAMB, on_masters
+from apex_npu.optimizers.state_dicts import count_in_group
 from apex_npu.optimizers.state_formats import StateDtype
 from apex_npu.optimizers.whole_norms import NormOptimizer
 
@@ -138,6 +139,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             state_dict = {**state_dict, "param_groups": groups}
         super().load_state_dict(state_dict)
         for group in self.param_groups:
+            count_in_group(self, group)
             _put_beside(group)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from apex_npu.optimizers.checks import check_adam, check_bool, check_no_amsgrad,
 from apex_npu.optimizers.lamb import NpuFusedLamb, times
 from apex_npu.optimizers.options import FusedOptions
 from apex_npu.optimizers.sgd import NpuFusedSGD
+from apex_npu.optimizers.state_dicts import count_in_group
 from apex_npu.optimizers.state_formats import Remainders, StateDtype
 from apex_npu.optimizers.whole_norms import NormOptimizer
 
@@ -155,6 +156,16 @@ class FusedAdam(FusedOptimizer):
         if not (group["master_weights"] and any(map(_is_mastered, group["params"]))):
             return ("exp_avg", "exp_avg_sq")
         return ("exp_avg", "exp_avg_sq", "master_param")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this optimizer, of NVIDIA's, or of torch.optim's Adam or AdamW.
+
+        Raises:
+            ValueError: Groups, parameters, shapes or hyper-parameters do not fit; the optimizer is unchanged.
+        """
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            count_in_group(self, group)
 
     def state_dict(self, *, encoded: bool = False) -> dict[str, Any]:
         """Return the state dict. If a group's step count is on the device, it is an int32 tensor, as in Apex.

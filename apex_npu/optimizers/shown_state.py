@@ -235,12 +235,10 @@ def _is_counted(rule: Rule, slot: StateSlot) -> bool:
 
 def _count_of(rule: Rule, slot: StateSlot, entry: dict[str, Any]) -> float:
     """Return the step count of the state ``entry``; for a rule without a count, 0 before the first step, else 1."""
+    if rule.shows_step(slot.group):
+        return float(entry.get("step", 0.0))
     names = rule.state_names(slot.group)
     has_state = any(entry.get(name) is not None for name in names)
-    if rule.shows_step(slot.group):
-        # NVIDIA's optimizers keep one count for the whole group.
-        count: Any = entry.get("step", slot.group.get("step", 0) if has_state else 0)
-        return float(count)
     if names or not slot.fused.counts_always:
         return float(entry.get(_COUNT, 1.0)) if has_state else 0.0
     return float(entry.get(_COUNT, 0.0))  # the count is the only state

@@ -119,7 +119,32 @@ def copy_loaded(optimizer: Any, state_dict: dict[str, Any]) -> None:
                 optimizer.state.get(param, {}).pop(MASTER_PARAM, None)
     for param, name, value in copies_of_loaded(optimizer, state_dict):
         optimizer.state[param][name] = value
+    for group in optimizer.param_groups:
+        _take_step(optimizer, group)
     optimizer.state_formats.take_masters(optimizer.state)
+
+
+def _take_step(optimizer: Any, group: dict[str, Any]) -> None:
+    """Copy the step count of ``group``, where NVIDIA's optimizers keep it, to the states that have none.
+
+    It is then removed from the group, because only some optimizers update it there.
+    """
+    if "step" not in group or not optimizer.shows_step(group):
+        return
+    for param in group["params"]:
+        entry = optimizer.state.get(param, {})
+        if any(entry.get(name) is not None for name in optimizer.state_names(group)):
+            entry.setdefault("step", torch.tensor(float(group["step"])))
+    if "step" not in optimizer.group_defaults(group):
+        del group["step"]
+
+
+def count_in_group(optimizer: Any, group: dict[str, Any]) -> None:
+    """Set the step count of ``group``, as NVIDIA's optimizers keep it, to the largest one of its states."""
+    entries = [optimizer.state.get(param, {}) for param in group["params"]]
+    counts = [int(entry["step"]) for entry in entries if entry.get("step") is not None]
+    if counts:
+        group["step"] = max(counts) + group.get("step_offset", 0)
 
 
 def copies_of_loaded(optimizer: Any, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, str, Any]]:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """State dicts of torch.optim: continued, or refused where their options ask for another rule."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -85,6 +86,38 @@ def test_a_groups_step_that_is_no_count_is_refused() -> None:
     state["param_groups"][0]["step"] = 1.5
     with pytest.raises(ValueError, match=r"'step' of a group is 1\.5, not a count"):
         optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("saved_by", ["NVIDIA", "torch"])
+@pytest.mark.parametrize(
+    "cls",
+    [
+        optimizers.FusedAdam,
+        optimizers.FusedLAMB,
+        optimizers.FusedMixedPrecisionLamb,
+        optimizers.NpuFusedAdamW,
+        optimizers.NpuFusedLamb,
+    ],
+)
+def test_a_groups_step_count_is_not_kept_beside_newer_ones(cls: Any, saved_by: str) -> None:
+    """NVIDIA's optimizers save only that of the group. torch.optim loads it, and does not increment it."""
+    source_param, source = stepped(cls)
+    saved = copy.deepcopy(source.state_dict())
+    if saved_by == "NVIDIA":
+        saved["param_groups"][0]["step"] = int(saved["state"][0].pop("step"))
+    else:
+        saved["param_groups"][0]["step"] = 1
+    param = nn.Parameter(source_param.detach().clone())
+    optimizer = cls([param], lr=0.3)
+    optimizer.load_state_dict(saved)
+    for count in (2, 3):
+        state = optimizer.state_dict()
+        assert state["state"][0]["step"] == count
+        assert state["param_groups"][0].get("step", count) == count
+        assert ("step" in state["param_groups"][0]) == ("step" in source.state_dict()["param_groups"][0])
+        step(param, optimizer)
+        step(source_param, source)
+        assert torch.equal(param, source_param)
 
 
 @pytest.mark.parametrize("numbers", [range(200), range(1000, 1200), range(199, -1, -1)], ids=str)
