@@ -5,9 +5,12 @@
 import json
 
 import pytest
+from migrate import golden
 
 from apex_npu.migrate import Options, plan, rewrite
 
+# --data-parallel takes no notebooks.
+CASES = [case for case in sorted(golden.CASES.glob("*.txt")) if not case.stem.startswith("parallel")]
 CELLS = [
     ("code", ["%matplotlib inline\n", "!pip install \\\n", "  torch\n", "import torch"]),
     ("markdown", ["Uses `cuda`: x.cuda()\n"]),
@@ -118,6 +121,16 @@ def test_changes_of_several_lines(tmp_path, style, options):
             assert new == notebook([("code", found), ("code", [])], **style)
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.stem)
+def test_a_cell_becomes_what_a_file_becomes(tmp_path, case):
+    before, after, _ = golden.parts(case)
+    path = tmp_path / "n.ipynb"
+    path.write_text(notebook([("code", before.splitlines(keepends=True))]), encoding="utf-8")
+    made = plan([path], golden.options_of(before))
+    new = made.files[0].after if made.files else path.read_bytes()
+    assert "".join(json.loads(new)["cells"][0]["source"]) == after
+
+
 def planned_cell(tmp_path, source):
     (tmp_path / "n.ipynb").write_text(notebook([("code", "import torch\nx = torch.ones(2)"), ("code", source)]))
     made = plan([tmp_path])
@@ -139,7 +152,9 @@ def test_only_commands_stay(tmp_path, code, command):
         ('{"cells": [1], "cuda": 2}', "F901"),
         ('{"cells": "cuda"}', "F901"),
         ("[" * 100_000 + '"cuda"', "F901"),
+        (notebook([("code", ["x\n", "y.cuda()\n", 1])]), "F901"),
         (notebook([("code", "x = ("), ("code", "y.cuda()")]), "F901"),
+        (notebook([("code", "from apex.optimizers import ("), ("code", "FusedAdam)  # cuda")]), "F901"),
     ],
 )
 def test_what_is_no_notebook(tmp_path, text, rule):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
@@ -27,7 +28,6 @@ _TOKEN = re.compile(
     | \\(?:\r\n|.) | .""",
     re.DOTALL | re.VERBOSE,
 )
-_VISIBLE = re.compile(r"\S")
 _DEPTHS = dict.fromkeys("([{", 1) | dict.fromkeys(")]}", -1)
 _PYTHON_CELLS = re.compile(r"%%(time|timeit|capture|prun)\b")
 
@@ -55,14 +55,13 @@ def _cells(text: str) -> Iterator[tuple[int, list[_Text], str]]:
         source = cell.get("source", [])
         if cell["cell_type"] == "code":
             pieces = source if isinstance(source, list) else [source]
-            first = pieces[0] if pieces else ""
-            if not first.startswith("%%") or _PYTHON_CELLS.match(first):
+            if pieces and (not pieces[0].startswith("%%") or _PYTHON_CELLS.match(pieces[0])):
                 yield number, pieces, _between(text, source)
 
 
 def _between(text: str, source: _Text | list[_Text]) -> str:
     """Return the JSON text between two lines of a cell: nothing if its source is one string."""
-    if isinstance(source, str) or not source:
+    if isinstance(source, str):
         return ""
     if len(source) > 1:
         return text[source[0].end : source[1].start]
@@ -75,11 +74,8 @@ def _python(cell: str) -> str:
 
     A command begins a logical line, follows ``name =``, or is a logical line that ends in ``?``.
     """
-    try:
+    with suppress(UnreadableError):
         parse(cell)
-    except UnreadableError:
-        pass
-    else:
         return cell
     at = start = depth = 0  # start: of the logical line
     commands = []
@@ -95,7 +91,7 @@ def _python(cell: str) -> str:
     for begin, end in commands:
         text = cell[begin:end]
         indent = text[: len(text) - len(text.lstrip())]
-        cell = cell[:begin] + indent + "0" + _VISIBLE.sub(" ", text[len(indent) + 1 :]) + cell[end:]
+        cell = cell[:begin] + indent + "0" + re.sub(r"\S", " ", text[len(indent) + 1 :]) + cell[end:]
     return cell
 
 
@@ -105,28 +101,27 @@ def rewrite_notebook(data: bytes, path: str, rewrite: Callable[[str], Rewritten]
     Raises:
         UnreadableError: The file is not a notebook.
     """
+    # For each character of the program its cell, its offset in the JSON text, and the text between two lines there.
+    places: list[tuple[int, int, str]] = []
+    program = ""
     try:
         text = data.decode("utf-8")
-        cells = list(_cells(text))
+        for number, pieces, between in _cells(text):
+            for piece in pieces:
+                places += [(number, at, between) for at in _offsets(text, piece)]
+            places.append((number, pieces[-1].end, between))
+            program += _python("".join(pieces)) + "\n"
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise UnreadableError("F901", f"the file is not a notebook ({type(error).__name__}: {error})") from None
-    pieces: list[tuple[int, str, int, _Text]] = []  # cell, text between lines, offset in the program, string
-    program = ""
-    for number, texts, between in cells:
-        at = len(program)
-        for one in texts:
-            pieces.append((number, between, at, one))
-            at += len(one)
-        program += _python("".join(texts)) + "\n"
     rewritten = rewrite(program)
 
     def located(start: int, end: int) -> tuple[int, str, int, int]:
-        cell, between, at, first = [one for one in pieces if one[2] <= start][-1]
-        *_, to, last = [one for one in pieces if one[0] == cell and one[2] <= end][-1]
-        # The newline after the last line of a cell is not in the notebook.
-        if start > at + len(first) or end > to + len(last) + 1:
+        cell, begin, between = places[min(start, len(places) - 1)]
+        # The newline after a cell is not in the notebook.
+        last = end if end < len(places) and places[end][0] == cell else end - 1
+        if places[last][0] != cell:
             raise UnreadableError("F901", f"line {source.place(start)[0]} of its program is in several cells")
-        return cell, between, _in_file(text, first, start - at), _in_file(text, last, min(end - to, len(last)))
+        return cell, between, begin, places[last][1]
 
     file, source = Source(text), Source(program)
     edits = []
@@ -140,15 +135,15 @@ def rewrite_notebook(data: bytes, path: str, rewrite: Callable[[str], Rewritten]
         end = source.line_start(finding.end_line) + finding.end_column - 1
         cell, _, begin, stop = located(start, end)
         (line, column), (end_line, end_column) = file.place(begin), file.place(stop)
-        places: dict[str, Any] = {"line": line, "column": column, "end_line": end_line, "end_column": end_column}
+        new: dict[str, Any] = {"line": line, "column": column, "end_line": end_line, "end_column": end_column}
         message = f"cell {cell}" + (f": {finding.message}" if finding.message else "")
-        findings.append(replace(finding, path=path, message=message, **places))
+        findings.append(replace(finding, path=path, message=message, **new))
     return Rewritten(apply_edits(text, edits).encode("utf-8") if edits else data, tuple(findings))
 
 
-def _in_file(text: str, piece: _Text, offset: int) -> int:
-    """Return the offset in the JSON text of a string's character number ``offset``."""
+def _offsets(text: str, piece: _Text) -> Iterator[int]:
+    """Yield the offset in the JSON text of each character of a string."""
     at = piece.start
-    for _ in range(offset):
+    while at < piece.end:
+        yield at
         at = _ESCAPE.match(text, at).end()  # type: ignore[union-attr]
-    return at
