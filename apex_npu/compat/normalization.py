@@ -82,9 +82,9 @@ def mixed_dtype_fused_rms_norm_affine(
 
 
 def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float) -> Tensor:
-    """RMS norm times ``weight``, if given, in the dtype of ``weight``."""
+    """RMS norm times ``weight``, if given, in the dtype of ``weight``; without it at least in float32."""
     if weight is None:
-        return fused_rms_norm(input, normalized_shape, eps)
+        return fused_rms_norm(input.to(torch.promote_types(input.dtype, torch.float32)), normalized_shape, eps)
     return mixed_dtype_fused_rms_norm_affine(input, weight, normalized_shape, eps)
 
 

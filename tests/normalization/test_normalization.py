@@ -88,6 +88,8 @@ def test_functions_understand_both_orders_of_arguments():
     ):
         torch.testing.assert_close(output, expected)
     torch.testing.assert_close(normalization.manual_rms_norm(x, (7,), None, 1e-6), rms_norm(x, 7, 1e-6).float())
+    half = x.half()  # Apex multiplies by the float32 root of the mean square
+    torch.testing.assert_close(normalization.manual_rms_norm(half, (7,), None, 1e-6), rms_norm(half, 7, 1e-6).float())
 
 
 @pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
