@@ -428,7 +428,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             self._fused.drop_parts()
         elif extension is None or not self._zero_slots():
             for grads in self._flat_grads:
-                if grads.is_shown:  # a script has the buffer, which then has the zeros, too
+                if grads.is_shown and not grads.broken():  # a script has the buffer, which then has the zeros, too
                     grads.gather()
             if not self._zero_in_place():
                 super().zero_grad(set_to_none)

@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
-from devices import DEVICE, needs
+from devices import DEVICE, needs, needs_extension
 from lockstep import assert_equal_params
 from optimizer_specs import SPECS
 from torch import nn
 
-from apex_npu.optimizers import NpuFusedAdam
+from apex_npu.optimizers import NpuFusedAdam, NpuFusedSGD
 
 pytestmark = pytest.mark.device
 
@@ -261,6 +261,33 @@ def test_another_default_device(spec):
                 for p, g in zip(params, grads, strict=True):
                     p.grad = g.clone()
                 optimizer.step()
+        ends.append(params)
+    for p, q in zip(*ends, strict=True):
+        assert torch.equal(p, q)
+
+
+@needs_extension
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float64, marks=needs("float64"))], ids=str)
+def test_gradients_are_cleared_in_the_dtype_that_they_have_after_their_buffer_was_shown(dtype, set_to_none):
+    ends = []
+    for cls in (NpuFusedSGD, torch.optim.SGD):
+        params = [nn.Parameter(torch.linspace(-1, 1, n, device=DEVICE)) for n in (5, 17)]
+        optimizer = cls(params, lr=0.5)
+        for p in params:
+            p.grad = torch.full_like(p, 0.25)
+        if cls is NpuFusedSGD:
+            assert [grad.dtype for grad in optimizer.get_optimizer_combined_grads()] == [torch.float32]
+        optimizer.step()
+        for p in params:  # as module.to(dtype) does
+            grad, p.grad = p.grad, None
+            p.data = p.data.to(dtype)
+            p.grad = grad.to(dtype)
+        optimizer.zero_grad(set_to_none=set_to_none)
+        assert {None if p.grad is None else p.grad.dtype for p in params} == {None if set_to_none else dtype}
+        for p in params:
+            p.square().sum().backward()
+        optimizer.step()
         ends.append(params)
     for p, q in zip(*ends, strict=True):
         assert torch.equal(p, q)
