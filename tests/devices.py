@@ -13,6 +13,8 @@ import gc
 import importlib
 import importlib.util
 import os
+import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -176,6 +178,16 @@ def needs_counts(*features: str) -> pytest.MarkDecorator:
     """Skip a test that counts launches where nothing counts them, or where ``features`` are lacking."""
     reason = _why_not(features) or ("" if SIMULATOR is not None else "launches are counted on a simulated NPU")
     return pytest.mark.skipif(bool(reason), reason=reason)
+
+
+def are_dropped(*references: weakref.ref) -> bool:
+    """Whether all objects are gone. Autograd's thread of a device drops the last graph after backward has returned."""
+    for _ in range(500):
+        gc.collect()
+        if all(reference() is None for reference in references):
+            return True
+        time.sleep(0.01)
+    return False
 
 
 def memory_of(iteration: Callable[[], object]) -> tuple[int, int]:

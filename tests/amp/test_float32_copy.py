@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from devices import DEVICE, needs
+from devices import DEVICE, are_dropped, needs
 from small_programs import backward
 from torch import nn
 
@@ -199,8 +199,7 @@ def test_masters_live_as_long_as_the_model(level, options):
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     assert all(torch.equal(states(model)[name], value) for name, value in values.items())
     del model, optimizer
-    gc.collect()
-    assert [reference() for reference in held] == [None] * 3
+    assert are_dropped(*held)
 
 
 def test_an_optimizer_that_comes_later_takes_what_is_kept():

@@ -3,7 +3,6 @@
 """Orders of calls that are legal, or refused, and once went wrong."""
 
 import contextlib
-import gc
 import itertools
 import math
 import re
@@ -12,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from devices import DEVICE, needs, require
+from devices import DEVICE, are_dropped, needs, require
 from small_programs import LEVELS, WITH_MASTERS, backward, initialize
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -96,8 +95,7 @@ def test_models_are_not_kept_alive(level, options):
         optimizer.step()
         alive.append(weakref.ref(model))
         del model, optimizer
-    gc.collect()
-    assert [ref() is None for ref in alive] == [True] * 3
+    assert are_dropped(*alive)
     make(level)
     assert len(amp.session.current().models) == 1
 
@@ -212,6 +210,9 @@ def trained_gradients(model, level):
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("level", ["O0", "O1"])  # torch.jit differentiates for one dtype of autocast in a process
 def test_scripted_modules_train_like_others(level, whole):
+    if level == "O1" and DEVICE.type == "npu":
+        pytest.skip("torch.jit does not differentiate scripted code under the autocast of an NPU")
+
     def made(script):
         torch.manual_seed(0)
         inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
@@ -226,12 +227,12 @@ def test_scripted_modules_train_like_others(level, whole):
 
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
 def test_scripted_weights_are_not_cast(level):
-    model = PartlyScripted(scripted(nn.Sequential(nn.Linear(8, 8), nn.ReLU())))
+    model = PartlyScripted(scripted(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(RuntimeError, match=r"inner\.0 is a .* of torch\.jit: opt_level O\d casts .* or use O1 or O4"):
         initialize(model, optimizer, level)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert all(grad.isfinite().all() for grad in trained_gradients(model, "O1"))
+    assert all(grad.isfinite().all() for grad in trained_gradients(model, "O0"))
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])

@@ -5,13 +5,11 @@
 import copy
 import dataclasses
 import functools
-import gc
 import io
 import math
 import pickle
 import random
 import threading
-import time
 import warnings
 import weakref
 from collections import Counter
@@ -25,7 +23,7 @@ from debug import healthy, planted, planted_more
 from debug.test_explain import tables
 from debug.test_find_overflow import CASES, saturating_chip  # noqa: F401
 from debug.test_watching import hooks_of_torch, iterate, set_up, train
-from devices import DEVICE, needs
+from devices import DEVICE, are_dropped, needs
 from small_programs import backward
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
@@ -386,8 +384,8 @@ def test_what_is_kept_is_let_go():
         step()
         model(good_batch())  # a forward without backward
         step()
-        gc.collect()
-        assert [one() for one in kept] == [None, None]
+        assert len(kept) == 2
+        assert are_dropped(*kept)
         with torch.no_grad():
             model(good_batch())
         with pytest.raises(KeyError), amp.scale_loss(model(good_batch()).float().mean(), optimizer):
@@ -408,13 +406,7 @@ def test_a_model_that_is_dropped_is_let_go(bad):
             optimizer.step()
         return weakref.ref(model)
 
-    dropped = training()
-    for _ in range(500):  # autograd's thread of a device lets its last graph go after backward has returned
-        gc.collect()
-        if dropped() is None:
-            break
-        time.sleep(0.01)
-    assert dropped() is None
+    assert are_dropped(training())
 
 
 def test_a_forward_of_another_thread_is_kept_while_a_step_is_run_again():
@@ -647,8 +639,7 @@ def test_an_output_that_the_model_keeps_does_not_keep_earlier_ones():
             batches.append(weakref.ref(batch))
             model(batch)
         del batch
-        gc.collect()
-        assert [one() for one in batches[:-1]] == [None] * 3
+        assert are_dropped(*batches[:-1])
 
 
 # ---- arguments and outputs that depend on each other -----------------------------------------------------------------
@@ -822,8 +813,7 @@ def test_states_that_iterations_hand_on_do_not_keep_each_other():
             optimizer.step()
             h.detach_()
         del batch
-        gc.collect()
-        assert [one() for one in batches[:-1]] == [None] * 3
+        assert are_dropped(*batches[:-1])
 
 
 def test_shutdown_ends_it():
@@ -835,8 +825,7 @@ def test_shutdown_ends_it():
     kept = weakref.ref(batch)
     del batch
     amp.shutdown()
-    gc.collect()
-    assert kept() is None
+    assert are_dropped(kept)
     assert not any(any(pair) for pair in hooks_of(model))
 
 
