@@ -17,19 +17,14 @@ from apex_npu.amp.inspect import gradients, parameter_names, policy, policy_of, 
 from apex_npu.amp.policy import Policy
 from apex_npu.debug.overflow.explain import watch_next_iteration
 from apex_npu.debug.text import listed
-from apex_npu.debug.watching.operators import count_bad, gradient_values, is_finite, ranges_of
+from apex_npu.debug.watching.operators import count_bad, followed, gradient_values, is_finite, ranges_of
 from apex_npu.ops import as_real
 
 logger = logging.getLogger("apex_npu.amp")
 
 
 def adopted_policy(optimizer: Optimizer, caller: str) -> Policy:
-    """Return the policy of ``optimizer``.
-
-    Raises:
-        RuntimeError: ``optimizer`` was not passed to ``amp.initialize``, or ``enabled=False`` was; the message names
-            ``caller``.
-    """
+    """Return the policy of ``optimizer``; raise an error that names ``caller`` if amp does not manage it."""
     own, current = policy_of(optimizer), policy()
     if own is None:
         if current is not None and not current.enabled:
@@ -72,11 +67,7 @@ def bad_gradients(optimizer: Optimizer) -> dict[str, tuple[int, int]]:
 
 @torch.no_grad()
 def find_bad_gradients(optimizer: Optimizer) -> tuple[dict[str, tuple[int, int]], int]:
-    """Find the gradients that are not finite, as backward or the last block has left them; waits for the device.
-
-    Returns:
-        A dict from the parameter's name to the numbers of elements that are nan and inf, and the number of gradients.
-    """
+    """Return the numbers of nan and inf in each gradient that is not finite, and the number of all gradients."""
     present = list(gradients_in(optimizer))
     names = names_of([param for param, _, _ in present])
     grads = [grad for _, grad, _ in present]
@@ -97,8 +88,8 @@ def names_of(params: Sequence[Tensor]) -> list[str]:
 def gradients_in(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor, float]]:
     """Yield those of ``amp.inspect.gradients`` whose elements can be read, as real tensors of this process's part."""
     for param, grad, scale in gradients(optimizer):
-        values = None if grad is None else gradient_values(grad)
-        if values is not None and values.layout == torch.strided and values.numel():
+        values = None if grad is None else followed(gradient_values(grad))
+        if values is not None:
             yield param, as_real(values) if values.is_complex() else values, scale
 
 

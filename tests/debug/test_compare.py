@@ -24,7 +24,7 @@ from apex_npu import amp
 from apex_npu.__main__ import main
 from apex_npu.backends._torch_private import autograd_node
 from apex_npu.debug.comparison.compare import difference, line_up
-from apex_npu.debug.comparison.recorded import Row, Samples, load
+from apex_npu.debug.comparison.recorded import Row, load, samples_of
 from apex_npu.debug.comparison.report import ComparedRow
 
 
@@ -209,7 +209,7 @@ def test_an_element_that_no_file_keeps_is_seen(value, short_files, tmp_path):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             returned = func(*args, **(kwargs or {}))
             if func._schema.name == "aten::gelu":
-                kept = Samples(16).of(torch.arange(returned.numel())).tolist()
+                kept = samples_of(torch.arange(returned.numel()), 16).tolist()
                 returned.view(-1)[next(i for i in range(returned.numel()) if i not in kept)] = value
             return returned
 

@@ -129,7 +129,7 @@ def test_a_batch_norm_of_a_gpu(training):
         return Execution(func, operator_of(func), None, (args, {}), (args, {}), results)
 
     forward = executed("cudnn_batch_norm", (x, weight, bias, *averages, training, 0.1, 1e-3), ())
-    results = second_opinion.call_wide(forward, forward.before)
+    results = second_opinion.call_on_host(forward, forward.before)
     torch.testing.assert_close(results[0], expected.detach(), rtol=1e-12, atol=1e-12)
     assert all(torch.equal(t, k) for t, k in zip(averages, kept, strict=True))
     assert len(results) == len(forward.func._schema.returns) == 4
@@ -142,7 +142,7 @@ def test_a_batch_norm_of_a_gpu(training):
     args = (x, grad, weight, *averages, *results[1:3], 1e-3, *results[3:])
     backward = executed("cudnn_batch_norm_backward", args, ())
     exact = torch.autograd.grad(expected, wide, grad.double())
-    for got, true in zip(second_opinion.call_wide(backward, backward.before), exact, strict=True):
+    for got, true in zip(second_opinion.call_on_host(backward, backward.before), exact, strict=True):
         torch.testing.assert_close(got, true, rtol=1e-10, atol=1e-12)
 
 

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from apex_npu import amp, optimizers
 from apex_npu.amp.session import current
 from apex_npu.backends._torch_private import dispatch_modes
-from apex_npu.debug.comparison.recorded import Samples, digest_of, load, on_host
+from apex_npu.debug.comparison.recorded import digest_of, load, on_host, samples_of
 from apex_npu.debug.watching.stream import Stream
 
 
@@ -139,13 +139,13 @@ def test_a_file_is_read_without_code(tmp_path):
 
 def test_samples_are_the_same_elements_of_each_tensor_of_a_size():
     values = torch.arange(1000.0)
-    chosen = Samples(100).of(values)
+    chosen = samples_of(values, 100)
     assert chosen.shape == (100,)
-    assert torch.equal(Samples(100).of(2 * values.view(10, 100)), 2 * chosen)
-    assert torch.equal(Samples(100).of(values.view(10, 100).t().contiguous().t()), chosen)  # by indices, not by memory
+    assert torch.equal(samples_of(2 * values.view(10, 100), 100), 2 * chosen)
+    assert torch.equal(samples_of(values.view(10, 100).t().contiguous().t(), 100), chosen)  # by indices, not by memory
     assert not torch.equal(chosen % 100, chosen % 100 * 0 + chosen[0] % 100)  # not a column
-    assert torch.equal(Samples(1000).of(values), values)
-    assert torch.equal(Samples(None).of(values), values)
+    assert torch.equal(samples_of(values, 1000), values)
+    assert torch.equal(samples_of(values, None), values)
 
 
 def test_how_many_elements_are_kept(tmp_path):
@@ -340,7 +340,7 @@ def test_views_that_are_conjugated_or_negated_later(tmp_path):
     assert [held.digest for held in recorded.batch] == [digest_of(x.conj_physical())]
     module = row_of(recorded, "module", "forward", "")
     torch.testing.assert_close(torch.view_as_complex(module.exact.view(-1, 2)), model(x.conj()).flatten().cdouble())
-    assert torch.equal(Samples(None).of(on_host(x.conj().imag)), x.conj_physical().imag.flatten())
+    assert torch.equal(samples_of(on_host(x.conj().imag), None), x.conj_physical().imag.flatten())
 
 
 def test_the_default_device_is_not_that_of_samples(tmp_path):
@@ -353,7 +353,7 @@ def test_the_default_device_is_not_that_of_samples(tmp_path):
     finally:
         torch.set_default_device(None)
     assert {held.values.device.type for held in recorded.weights} == {"cpu"}
-    assert torch.equal(recorded.weights[0].values, Samples(5).of(model.weight))
+    assert torch.equal(recorded.weights[0].values, samples_of(model.weight, 5))
     assert recorded.left_out == {}
 
 

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from apex_npu.backends import for_device
-from apex_npu.backends._torch_private import autocast_disabler, tree_map
+from apex_npu.backends._torch_private import tree_map
 from apex_npu.debug.text import first_line, fitted, name_of, where_of
 from apex_npu.debug.watching.calls import Call, Located
 from apex_npu.debug.watching.opening import WatchingContext
-from apex_npu.debug.watching.operators import Execution, followed, results_of, tensors_in
+from apex_npu.debug.watching.operators import Execution, followed, tensors_in
 from apex_npu.debug.watching.places import Names
-from apex_npu.debug.watching.second_opinion import call_wide, function_of_host, widen
+from apex_npu.debug.watching.second_opinion import call_on_host, copied, widen
 from apex_npu.debug.watching.stream import Consumer, Stream
 
 # The CPU's own kernel is called for errors above the first number, in units of the coarsest dtype's eps. An operator is
@@ -127,7 +127,7 @@ class Check(Consumer):
             return
         results = ran.results()
         compared = [(i, local) for i, t in enumerate(results) if (local := followed(t)) is not None]
-        why = self._why_not(ran) if compared else _kind_of(results)
+        why = self._why_not(ran, results, bool(compared))
         begin = time.perf_counter()
         if not why:
             try:
@@ -140,7 +140,11 @@ class Check(Consumer):
             self.found.left_out[why] += 1
         self._left -= time.perf_counter() - begin
 
-    def _why_not(self, ran: Execution) -> str:
+    def _why_not(self, ran: Execution, results: Sequence[Tensor], are_read: bool) -> str:
+        if not are_read:
+            if any(t.dtype.is_floating_point or t.dtype.is_complex for t in results if t.numel()):
+                return "sparse, nested, or of another class of tensors"
+            return "integers or truth values" if any(t.numel() for t in results) else "without a result"
         if ran.is_random:
             return "random"
         if ran.operator.is_collective:
@@ -148,12 +152,11 @@ class Check(Consumer):
         return f"no time left of seconds={self._seconds:g}" if self._left <= 0.0 else ""
 
     def _compare(self, call: Call, ran: Execution, compared: Sequence[tuple[int, Tensor]]) -> None:
-        exact = call_wide(ran, ran.before)
+        exact = call_on_host(ran, ran.before)
         dtypes = {t.dtype for _, v in ran.operands() for t in tensors_in(v)} | {t.dtype for _, t in compared}
         eps = max(torch.finfo(d).eps for d in dtypes if d.is_floating_point or d.is_complex)
-        errors = [(_error(exact[i], result) / eps, i) for i, result in compared]
+        error, i = max((_error(exact[k], result) / eps, k) for k, result in compared)
         self.found.checked += 1
-        error, i = max(errors)
         host_error = None
         if error > _USUAL:
             terms = _magnitudes(ran)
@@ -161,7 +164,7 @@ class Check(Consumer):
             # The smallest divisor of the error: kernels sum half-precision numbers in float32.
             floors = {k: float(terms[k].norm()) * min(finest / eps, 1.0) if terms else 0.0 for k, _ in compared}
             error, i = max((_error(exact[k], result, floors[k]) / eps, k) for k, result in compared)
-            host = _call_on_host(ran)
+            host = call_on_host(ran, ran.before, copied)
             host_error = max(_error(exact[k], host[k], floors[k]) / eps for k, _ in compared)
         result = dict(compared)[i]
         self.found.errors.append(
@@ -174,13 +177,6 @@ class Check(Consumer):
                 host_error=host_error,
             )
         )
-
-
-def _kind_of(results: Sequence[Tensor]) -> str:
-    """Return the reason why ``results`` are not compared."""
-    if any(t.dtype.is_floating_point or t.dtype.is_complex for t in results if t.numel()):
-        return "sparse, nested, or of another class of tensors"
-    return "integers or truth values" if any(t.numel() for t in results) else "without a result"
 
 
 def _magnitudes(ran: Execution) -> list[Tensor]:
@@ -196,20 +192,7 @@ def _magnitudes(ran: Execution) -> list[Tensor]:
 
     args, kwargs = tree_map(magnitude, ran.before)
     named = {name: abs(value) if name in ("alpha", "beta") else value for name, value in kwargs.items()}
-    return [t.abs() for t in call_wide(ran, (args, named))]
-
-
-def _call_on_host(ran: Execution) -> list[Tensor]:
-    """Call the operator on the host in the arguments' dtypes, on copies."""
-
-    def placed(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.detach().cpu().clone()  # the kernel may write more than it declares
-        return torch.device("cpu") if isinstance(value, torch.device) else value
-
-    args, kwargs = tree_map(placed, ran.before)
-    with torch.no_grad(), autocast_disabler()():
-        return results_of(ran.operator, function_of_host(ran)(*args, **kwargs), (args, kwargs))
+    return [t.abs() for t in call_on_host(ran, (args, named))]
 
 
 def _error(exact: Tensor, result: Tensor, floor: float = 0.0) -> float:

@@ -59,20 +59,19 @@ def compare(
         >>> print(c)  # doctest: +SKIP
     """
     paths = [os.fspath(path) for path in (reference, candidate, *([] if floor is None else [floor]))]
-    records = [load(path) for path in paths]
-    first, second = records[:2]
-    for other, path in zip(records[1:], paths[1:], strict=True):
+    first, *others = records = [load(path) for path in paths]
+    second = others[0]
+    for other, path in zip(others, paths[1:], strict=True):
         check_comparable(first, other, (paths[0], path))
     if floor is not None and records[2].level != second.level:
         raise ValueError(
             f"floor={paths[2]} was recorded at level {records[2].level or 'none'}, but {paths[1]} at "
             f"{second.level or 'none'}: record the floor at the level of the candidate"
         )
-    matched = [line_up(first.rows, other.rows) for other in records[1:]]
-    differing: list[str] = []
-    for other, path, rows in zip(records[1:], paths[1:], matched, strict=True):
-        differing += [f"{path}: {text}" for text in what_differs(first, other, rows)]
-    for path, rows, other in zip(paths[1:], matched, records[1:], strict=True):
+    matched = [line_up(first.rows, other.rows) for other in others]
+    compared = list(zip(others, paths[1:], matched, strict=True))
+    differing = [f"{path}: {text}" for other, path, rows in compared for text in what_differs(first, other, rows)]
+    for other, path, rows in compared:
         if not differing and not any(other.rows[i].kind in ("operator", "module") for i in rows):
             raise ValueError(f"no operator and no module of {path} is in {paths[0]}: was the same iteration recorded?")
     found = _differences(first, second, matched[0])
@@ -102,15 +101,9 @@ def _differences(reference: Recorded, other: Recorded, matched: Mapping[int, int
 
 
 def _set_floor(row: ComparedRow, floor: ComparedRow, before: float) -> float:
-    """Set the ``floor``, the ``ratio`` and the ``resolution`` of ``row``.
+    """Set the ``floor``, the ``ratio`` and the ``resolution`` of ``row`` by the same row of the floor.
 
-    Args:
-        row: The row to write.
-        floor: The same row of the floor.
-        before: The floor of the last row that has enough elements for one.
-
-    Returns:
-        The value of ``before`` for the next row.
+    ``before`` is the relative error of the last floor with enough elements; return it for the next row.
     """
     row.floor = floor.relative
     if math.isinf(floor.kept.value):  # no error is larger

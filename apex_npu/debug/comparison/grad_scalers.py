@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
@@ -18,19 +17,15 @@ from apex_npu.backends.patching import patch_attribute
 def follow_grad_scalers(
     undo: ExitStack, scales: Callable[[Any, float], object], unscaled: Callable[[Optimizer], object]
 ) -> None:
-    """Report the calls of GradScalers to ``scales`` and ``unscaled`` until ``undo`` is closed.
+    """Report calls of GradScalers until ``undo`` is closed.
 
-    Args:
-        undo: The object that receives the callbacks which end this.
-        scales: A function of the loss or losses given to ``scale``, and the scale; called before the multiplication.
-        unscaled: A function of the optimizer whose gradients ``unscale_`` has divided.
+    ``scales`` is called with the losses given to ``scale`` and with the scale, before the multiplication, and
+    ``unscaled`` with the optimizer whose gradients ``unscale_`` has divided.
     """
 
     def telling_scale(original: Any) -> Any:
         def scale(scaler: GradScaler, outputs: Any) -> Any:
-            if scaler.is_enabled() and isinstance(
-                outputs, (Tensor, list, tuple)
-            ):  # not an iterator, which is read once
+            if scaler.is_enabled() and not isinstance(outputs, Iterator):  # which is read once
                 scales(outputs, scaler.get_scale())
             return original(scaler, outputs)
 

@@ -38,18 +38,13 @@ def check_comparable(reference: Recorded, other: Recorded, names: tuple[str, str
 
 
 def what_differs(reference: Recorded, other: Recorded, matched: Mapping[int, int]) -> list[str]:
-    """Return the differences between the two iterations, in words; empty if they are the same.
-
-    Args:
-        reference: The record of one iteration.
-        other: The record of the other iteration.
-        matched: The indices of rows of ``other``, each with the index of the same row of ``reference``.
-    """
+    """Return the differences between two iterations, in words; ``matched`` is the result of ``line_up`` for them."""
     found = []
     batch = list(_batch(reference.batch, other.batch))
     if batch:
         found.append(f"the batch differs: {listed(batch)}")
-    weights = [held.name for mine, held in zip(_sorted(reference), _sorted(other), strict=True) if _differ(mine, held)]
+    mine, theirs = (sorted(one.weights, key=lambda held: held.name) for one in (reference, other))
+    weights = [held.name for own, held in zip(mine, theirs, strict=True) if _differ(own, held)]
     if weights:
         found.append(f"the weights differ: {listed(weights)}; load the same state_dict in both")
     known = set(matched.values())
@@ -65,10 +60,6 @@ def what_differs(reference: Recorded, other: Recorded, matched: Mapping[int, int
         hint = "set dropout to 0 in both runs, or on the same device the same seed"
         found.append(f"the results of random operators differ: {listed(drawn)}; {hint}")
     return found
-
-
-def _sorted(recorded: Recorded) -> list[Held]:
-    return sorted(recorded.weights, key=lambda held: held.name)
 
 
 def _batch(reference: list[Held], other: list[Held]) -> Iterator[str]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from types import TracebackType
 
 import torch
 from torch import nn
@@ -102,9 +101,7 @@ class record(WatchingContext):
         leave(self._recorder)
         return stream.detach()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         was_open = self.stream is not None
         is_complete = self.leave()
         if was_open and kind is None:

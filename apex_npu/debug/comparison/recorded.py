@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from dataclasses import asdict, dataclass, field
@@ -165,25 +166,19 @@ def load(path: str | os.PathLike[str]) -> Recorded:
     return recorded
 
 
-class Samples:
-    """The choice of the elements of a tensor that are kept; it depends only on the tensor's size."""
+def samples_of(tensor: Tensor, count: int | None) -> Tensor:
+    """Return a copy of ``count`` elements of ``tensor``, on the host, chosen by its size alone; None: of all."""
+    flat = tensor.detach().reshape(-1)
+    size = flat.numel()
+    if count is None or size <= count:
+        return flat.clone()
+    return flat[_chosen(size, count)]
 
-    def __init__(self, count: int | None) -> None:
-        """Choose at most ``count`` elements; None chooses all."""
-        self._count = count
-        self._indices: dict[int, Tensor] = {}
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return a copy of the chosen elements of ``tensor``, which is on the host."""
-        flat = tensor.detach().reshape(-1)
-        size = flat.numel()
-        if self._count is None or size <= self._count:
-            return flat.clone()
-        if size not in self._indices:
-            generator = torch.Generator("cpu").manual_seed(size)
-            chosen = torch.randint(size, (self._count,), generator=generator, device="cpu")
-            self._indices[size] = chosen.sort().values
-        return flat[self._indices[size]]
+@functools.lru_cache(maxsize=256)
+def _chosen(size: int, count: int) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(size)
+    return torch.randint(size, (count,), generator=generator, device="cpu").sort().values
 
 
 def as_real(tensor: Tensor) -> Tensor:
@@ -202,7 +197,12 @@ def digest_of(tensor: Tensor) -> str:
     return hashlib.blake2b(host.view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
 
 
-def row_of(tensor: Tensor, samples: Samples, scale: float, known: dict[str, Any]) -> Row:
+def held_as(name: str, tensor: Tensor, values: Tensor | None = None) -> Held:
+    """Return ``tensor`` as a ``Held`` with ``name`` and ``values``."""
+    return Held(name, tuple(tensor.shape), name_of(tensor.dtype), digest_of(tensor), values)
+
+
+def row_of(tensor: Tensor, samples: int | None, scale: float, known: dict[str, Any]) -> Row:
     """Return the row of ``tensor``; ``known`` has the attributes about where it is computed."""
     host = on_host(tensor)
     real = as_real(host.reshape(-1))
@@ -217,6 +217,6 @@ def row_of(tensor: Tensor, samples: Samples, scale: float, known: dict[str, Any]
         low=low,
         high=high,
         zeros=real.numel() - int(real.count_nonzero()),
-        values=samples.of(host),
+        values=samples_of(host, samples),
         **known,
     )

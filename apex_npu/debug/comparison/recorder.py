@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 from apex_npu.amp.inspect import Observer, float32_of, gradients, stepped
 from apex_npu.backends._torch_private import autograd_node
-from apex_npu.debug.comparison.recorded import Held, Kind, Recorded, Samples, digest_of, on_host, row_of
-from apex_npu.debug.text import first_line, name_of
+from apex_npu.debug.comparison.recorded import Kind, Recorded, held_as, on_host, row_of, samples_of
+from apex_npu.debug.text import first_line
 from apex_npu.debug.watching.calls import Call
 from apex_npu.debug.watching.lineage import Lineage
-from apex_npu.debug.watching.operators import Execution, followed, is_measurable, tensors_in
+from apex_npu.debug.watching.operators import Execution, followed, tensors_in
 from apex_npu.debug.watching.operators import held as held_of
 from apex_npu.debug.watching.places import Caller, Names, Place, begins_within
 from apex_npu.debug.watching.stream import Consumer, Stream
@@ -47,7 +47,6 @@ class Recorder(Consumer, Observer):
         """Record models with ``names``, and at most ``samples`` elements of a tensor; None keeps all."""
         self.names, self.stream = names, Stream(names, self)
         self.recorded = Recorded(samples)
-        self._samples = Samples(samples)
         self._tensors = list({id(tensor): tensor for tensor in names.tensors}.values())
         self._calls: Counter[frozenset[Any]] = Counter()
         self._made: Lineage[bool] = Lineage()  # whether it descends from the loss times its scale
@@ -64,18 +63,16 @@ class Recorder(Consumer, Observer):
         for tensor in self._tensors:
             held = held_of(float32_of(tensor) if tensor.requires_grad else tensor)
             if held is not None:
-                name = self.names.of_tensor(tensor) or ""
                 host = on_host(held)
-                values = self._samples.of(host)
-                dtype = name_of(host.dtype)
-                self.recorded.weights.append(Held(name, tuple(host.shape), dtype, digest_of(host), values))
+                self.recorded.weights.append(
+                    held_as(self.names.of_tensor(tensor) or "", host, samples_of(host, self.recorded.samples))
+                )
 
     def note_end(self) -> None:
         """Keep the buffers as the iteration has left them, and the gradients that belong to no block."""
         known = {row.module for row in self.recorded.rows if row.kind == "gradient"}
         others = [t for t in self._tensors if t.is_leaf and self.names.of_tensor(t) not in known]
-        scales = (1.0 if id(t) in self._unscaled else self._scale_of_rest for t in others)
-        self._note_parameters([(t, t.grad, scale) for t, scale in zip(others, scales, strict=True)])
+        self._note_parameters([(t, t.grad, 1.0 if id(t) in self._unscaled else self._scale_of_rest) for t in others])
         for tensor in self._tensors:
             if not isinstance(tensor, nn.Parameter):
                 self._keep_last("buffer", tensor, tensor)
@@ -143,24 +140,15 @@ class Recorder(Consumer, Observer):
         is_draw = is_random and (
             operator.plain in _DRAWS or not any(tensor.dtype.is_floating_point for _, tensor in ran.tensors_read())
         )
+        known: dict[str, Any] = {"phase": call.phase, "module": call.module, "operator": operator.name}
+        # The result of a collective is not complete yet; operators that read it wait.
+        is_left_out = operator.makes_tensor or operator.is_collective or operator.plain in _LEFT_OUT
         for i, tensor in enumerate(ran.own_results()):
             self._made.write(tensor, is_scaled)
-            held = held_of(tensor)
-            if held is None or operator.makes_tensor or operator.plain in _LEFT_OUT:
-                continue
-            if operator.is_collective:  # not complete yet; operators that read it wait
-                continue
-            is_number = is_measurable(held)
-            drawn = is_random and (is_draw or held.dtype in _MASKS)
-            if is_number or drawn:
-                scale = self.stream.scale if is_scaled and is_number else 1.0
-                known: dict[str, Any] = {
-                    "phase": call.phase,
-                    "module": call.module,
-                    "operator": operator.name,
-                    "result": i,
-                }
-                self._keep(held, scale, call.place, kind="random" if drawn else "operator", **known)
+            if not is_left_out:
+                drawn = is_random and (is_draw or tensor.dtype in _MASKS)
+                scale = self.stream.scale if is_scaled and followed(tensor) is not None else 1.0
+                self._keep(tensor, scale, call.place, kind="random" if drawn else "operator", result=i, **known)
 
     def _is_scaling(self, call: Call, ran: Execution) -> bool:
         """Return whether ``call`` multiplies the loss with its scale, or is the backward of that call."""
@@ -183,7 +171,7 @@ class Recorder(Consumer, Observer):
         """
         for _, tensor in ran.tensors_read():
             held = held_of(tensor)
-            if held is not None and not is_measurable(held):
+            if held is not None and followed(held) is None:
                 continue
             writers = self._made.writers(tensor)
             is_known = bool(writers) or (held is not None and self.names.of_memory(held) is not None)
@@ -210,19 +198,18 @@ class Recorder(Consumer, Observer):
     def _note_given(self, name: str, held: Tensor) -> None:
         """Keep ``held``, which no operator has written, as part of the batch unless it belongs to a model."""
         if self.names.of_memory(held) is None and not self._is_of_parameter(held):
-            self.recorded.batch.append(Held(name, tuple(held.shape), name_of(held.dtype), digest_of(held)))
+            self.recorded.batch.append(held_as(name, held))
         self._made.write(held, False)
 
     def _is_of_parameter(self, held: Tensor) -> bool:
         """Return whether ``held`` is in a gradient or master: scripts measure these, and amp may have moved them."""
-        wide = [(tensor, float32_of(tensor)) for tensor in self._tensors if tensor.is_leaf]
-        known = (
-            local
-            for t, w in wide
-            for one in (t.grad, w, w.grad)
-            if one is not None and (local := held_of(one)) is not None
-        )
-        return any(begins_within(held, local) for local in known)
+        for tensor in self._tensors:
+            wide = float32_of(tensor)
+            of_tensor = (tensor.grad, wide, wide.grad) if tensor.is_leaf else ()
+            known = (held_of(one) for one in of_tensor if one is not None)
+            if any(local is not None and begins_within(held, local) for local in known):
+                return True
+        return False
 
     # ---- modules ---------------------------------------------------------------------------------------------------
 
@@ -255,13 +242,13 @@ class Recorder(Consumer, Observer):
 
     def _keep(self, tensor: Tensor, scale: float = 1.0, place: Place | None = None, **known: Any) -> None:
         """Add the row of ``tensor``, with the factor ``scale``; ``known``: kind, phase, module, operator, result."""
-        held = held_of(tensor)
-        if held is None or not (is_measurable(held) or known["kind"] == "random"):
+        held = held_of(tensor) if known["kind"] == "random" else followed(tensor)
+        if held is None:
             return
         key = frozenset(known.items())
         known |= {"call": self._calls[key], "place": str(place or ""), "source": place.source if place else ""}
         try:
-            self.recorded.rows.append(row_of(held, self._samples, scale, known))
+            self.recorded.rows.append(row_of(held, self.recorded.samples, scale, known))
             self._calls[key] += 1
         except (RuntimeError, NotImplementedError, MemoryError) as error:  # such as for float8, which has no norm
             self.stream.not_measured[f"{known['operator']}: {first_line(error)}"] += 1

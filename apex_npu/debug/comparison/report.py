@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html import escape
 from statistics import median
 from typing import NamedTuple
 
-from apex_npu.debug.comparison.recorded import TensorRow
+from apex_npu.debug.comparison.recorded import Kind, TensorRow
 from apex_npu.debug.text import aligned, listed, new_figure, where_of
 
 HEAD = ("phase", "module", "operator", "shape", "dtype", "error", "floor", "ratio", "largest", "cosine")
@@ -139,16 +140,17 @@ class Comparison:
 
     def to_text(self, rows: int = 20) -> str:
         """Return the text that ``print`` shows, with at most ``rows`` rows."""
-        return "\n".join(lines_of(self, rows))
+        return "\n".join([*self.notes, *self._verdict(), "", *self._summary(), *self._table(rows)])
 
     def __str__(self) -> str:
         return self.to_text()
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write a self-contained page with the text, all rows and their lines of code into a file."""
-        title, text = f"{self.names[1]} beside {self.names[0]}", "\n".join(lines_of(self, len(self.rows), places=True))
+        rows = self._table(len(self.rows), places=True)
+        text = "\n".join([*self.notes, *self._verdict(), "", *self._summary(), *rows])
         with open(path, "w", encoding="utf-8") as file:
-            file.write(_PAGE.format(title=escape(title), text=escape(text)))
+            file.write(_PAGE.format(title=escape(self._title()), text=escape(text)))
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the errors of all rows into a file, ``.png`` or another format of matplotlib.
@@ -175,111 +177,94 @@ class Comparison:
         axes.margins(y=0.15)
         axes.set_xlabel("rows in the order of execution")
         axes.set_ylabel("relative error")
-        axes.set_title(f"{self.names[1]} beside {self.names[0]}", parse_math=False)
+        axes.set_title(self._title(), parse_math=False)
         axes.legend(loc="best", fontsize="small")
         figure.savefig(path)
+
+    def _title(self) -> str:
+        return f"{self.names[1]} beside {self.names[0]}"
+
+    def _verdict(self) -> list[str]:
+        """Return what differs, and where the runs diverge, if they do."""
+        if self.differing:
+            return [*self.differing, "no operator is blamed: these iterations do not compute the same"]
+        first = self.first
+        if first is not None:
+            lines = [
+                f"they diverge at  {first}",
+                f"its error is {_short(first.relative)}, {_short(first.ratio or 0.0)} times what the floor explains; "
+                f"resolution here {_short(first.resolution or 0.0)}",
+            ]
+            shares = [
+                f"{100 * share:.3g} % {text}"
+                for share, text in (
+                    (first.nonfinite, "inf or nan"),
+                    (first.saturated, "at the largest number of the dtype"),
+                    (first.new_zeros, "0 where the reference is not"),
+                )
+                if share
+            ]
+            if math.isinf(first.relative) and not first.nonfinite:
+                lines.append(
+                    "elements that are inf or nan in only one of the two are not among those that the files keep"
+                )
+            return lines + ([f"of its elements: {', '.join(shares)}"] if shares else [])
+        if len(self.names) < 3:
+            trusted = "a record of the candidate's level on a trusted device"
+            return [f"no verdict: pass floor=, {trusted}, to tell which errors are usual"]
+        judged = [row for row in self.rows if row.is_judged]
+        seen = [
+            f"{phase} {_short(median(row.resolution or 0.0 for row in judged if row.phase == phase))}"
+            for phase in dict.fromkeys(row.phase for row in judged)
+        ]
+        resolution = "the resolution, the relative error that would be detected in half of the rows"
+        return [f"no row diverges; {resolution}: {', '.join(seen)}"]
+
+    def _summary(self) -> Iterator[str]:
+        """Yield the lines about the files and the number of matched rows."""
+        width = max(map(len, self.names))
+        roles = ("reference", "candidate", "floor")
+        for role, name, about in zip(roles, self.names, self.about, strict=False):
+            yield f"{role:9}  {name:{width}}  {about}"
+        counts = Counter(row.kind for row in self.rows)
+        yield f"matched: {', '.join(f'{counts[kind]} {plural}' for kind, plural in _PLURAL.items())}"
+        for side, titles in self.unmatched.items():
+            if titles:
+                yield f"only in the {side}, or more often: {listed(titles, '; ')}"
+
+    def _table(self, count: int, *, places: bool = False) -> Iterator[str]:
+        """Yield the ``count`` rows with the largest ratio, or error without a floor; ``places``: with lines of code."""
+
+        def size(row: ComparedRow) -> tuple[bool, float]:
+            return row is self.first, row.relative if row.ratio is None else row.ratio
+
+        largest = {id(row) for row in sorted(self.rows, key=size, reverse=True)[:count]}
+        shown = [row for row in self.rows if id(row) in largest]
+        if shown:
+            head, *lines = aligned([HEAD, *(row.cells() for row in shown)], left=5)
+            yield from ("", head)
+            for line, row in zip(lines, shown, strict=True):
+                place = f"  {row.place}  {row.source}".rstrip() if places else ""
+                yield line + place + ("  ← first" if row is self.first else "")
+        if len(shown) < len(self.rows):
+            yield f"and {len(self.rows) - len(shown)} more; --html and to_html show all"
 
 
 def _short(value: float) -> str:
     return f"{value:.2e}" if value and (abs(value) < 0.01 or abs(value) >= 1e4) else f"{value:.3g}"
 
 
-def verdict_of(comparison: Comparison) -> list[str]:
-    """Return what differs, and where the runs diverge, if they do."""
-    if comparison.differing:
-        return [*comparison.differing, "no operator is blamed: these iterations do not compute the same"]
-    first = comparison.first
-    if first is not None:
-        lines = [
-            f"they diverge at  {first}",
-            f"its error is {_short(first.relative)}, {_short(first.ratio or 0.0)} times what the floor explains; "
-            f"resolution here {_short(first.resolution or 0.0)}",
-        ]
-        shares = [
-            f"{100 * share:.3g} % {text}"
-            for share, text in (
-                (first.nonfinite, "inf or nan"),
-                (first.saturated, "at the largest number of the dtype"),
-                (first.new_zeros, "0 where the reference is not"),
-            )
-            if share
-        ]
-        if math.isinf(first.relative) and not first.nonfinite:
-            lines.append("elements that are inf or nan in only one of the two are not among those that the files keep")
-        return lines + ([f"of its elements: {', '.join(shares)}"] if shares else [])
-    if len(comparison.names) < 3:
-        trusted = "a record of the candidate's level on a trusted device"
-        return [f"no verdict: pass floor=, {trusted}, to tell which errors are usual"]
-    judged = [row for row in comparison.rows if row.is_judged]
-    seen = [
-        f"{phase} {_short(median(row.resolution or 0.0 for row in judged if row.phase == phase))}"
-        for phase in dict.fromkeys(row.phase for row in judged)
-    ]
-    resolution = "the resolution, the relative error that would be detected in half of the rows"
-    return [f"no row diverges; {resolution}: {', '.join(seen)}"]
-
-
-def summary_of(comparison: Comparison) -> list[str]:
-    """Return the lines about the files and the number of matched rows."""
-    roles = ("reference", "candidate", "floor")
-    width = max(map(len, comparison.names))
-    lines = [
-        f"{role:9}  {name:{width}}  {about}"
-        for role, name, about in zip(roles, comparison.names, comparison.about, strict=False)
-    ]
-    kinds = [(kind, sum(row.kind == kind for row in comparison.rows)) for kind in _plural]
-    lines.append(f"matched: {', '.join(f'{count} {_plural[kind]}' for kind, count in kinds)}")
-    for side, titles in comparison.unmatched.items():
-        if titles:
-            lines.append(f"only in the {side}, or more often: {listed(titles, '; ')}")
-    return lines
-
-
-_plural = {
+_PLURAL: dict[Kind, str] = {
     "operator": "results of operators",
     "module": "outputs of modules",
     "gradient": "gradients of parameters",
     "buffer": "buffers",
 }
-
-
-def _rows_to_show(comparison: Comparison, count: int) -> list[ComparedRow]:
-    """Return the ``count`` rows with the largest ratio, or without a floor the largest error, in execution order."""
-
-    def size(row: ComparedRow) -> tuple[bool, float]:
-        return row is comparison.first, row.relative if row.ratio is None else row.ratio
-
-    shown = {id(row) for row in sorted(comparison.rows, key=size, reverse=True)[:count]}
-    return [row for row in comparison.rows if id(row) in shown]
-
-
-def lines_of(comparison: Comparison, count: int, *, places: bool = False) -> Iterator[str]:
-    """Yield the lines of the whole text, with ``count`` rows; that of the first row that diverges is marked.
-
-    Args:
-        comparison: The comparison.
-        count: The number of rows.
-        places: Whether the line of code follows each row.
-    """
-    yield from (*comparison.notes, *verdict_of(comparison), "", *summary_of(comparison))
-    shown = _rows_to_show(comparison, count)
-    if shown:
-        head, *lines = aligned([HEAD, *(row.cells() for row in shown)], left=5)
-        yield from ("", head)
-        for line, row in zip(lines, shown, strict=True):
-            place = f"  {row.place}  {row.source}".rstrip() if places else ""
-            yield line + place + ("  ← first" if row is comparison.first else "")
-    if len(shown) < len(comparison.rows):
-        yield f"and {len(comparison.rows) - len(shown)} more; --html and to_html show all"
-
-
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
-<head>
 <meta charset="utf-8">
 <title>{title}</title>
 <style>:root {{ color-scheme: light dark; }}</style>
-</head>
 <body>
 <pre>{text}</pre>
 </body>

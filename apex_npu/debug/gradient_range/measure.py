@@ -19,9 +19,9 @@ from apex_npu.amp.policy import Policy
 from apex_npu.backends import for_device
 from apex_npu.debug.gradient_range.report import ZERO, GradientRange, ParameterRange, exponent_census, exponent_of
 from apex_npu.debug.gradients import adopted_policy, gradients_in, names_of
-from apex_npu.debug.text import listed
+from apex_npu.debug.text import first_line, listed
 from apex_npu.debug.watching.kept_state import KeptState
-from apex_npu.debug.watching.operators import gradient_values, is_measurable
+from apex_npu.debug.watching.operators import followed, gradient_values
 from apex_npu.debug.watching.stream import Stream
 from apex_npu.ops import LOW_PRECISION
 
@@ -57,12 +57,14 @@ class _Probe(Observer):
         wide = loss.float() if loss.dtype in LOW_PRECISION else loss
         try:
             grads = _gradients(wide * scale, sources)
-            measured = [(s, g) for s, g in zip(sources, grads, strict=True) if g is not None and is_measurable(g)]
+            measured = [
+                (s, g) for s, g in zip(sources, grads, strict=True) if g is not None and followed(g) is not None
+            ]
             if not measured:
                 raise RuntimeError("autograd.grad reaches no parameter, as inside a reentrant checkpoint")
             larger = _gradients(wide * (scale * self._factor), sources)
         except RuntimeError as error:  # such as a checkpoint that only backward() may enter
-            self._note(f"the lost elements could not be measured: {str(error).splitlines()[0]}")
+            self._note(f"the lost elements could not be measured: {first_line(error)}")
             self._measures_end = True
             return
         ranges = _fill(self._found, measured, scale, 2.0 ** -exponent_of(scale))
@@ -169,7 +171,7 @@ def _dtype_of(policy: Policy) -> torch.dtype:
 def _measure_present(found: GradientRange, optimizer: Optimizer) -> None:
     decision = decision_of(optimizer)
     scale = loss_scale(0) if decision is None else decision.scale_before
-    grads = [found for found in gradients_in(optimizer) if is_measurable(found[1])]
+    grads = list(gradients_in(optimizer))
     if not grads:
         raise RuntimeError(
             "gradient_range found no gradient: call it after a scale_loss block, before step() and zero_grad(); or "

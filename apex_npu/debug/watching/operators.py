@@ -175,11 +175,6 @@ def vanishing_number_in(value: Any, dtype: torch.dtype) -> float | None:
     return None
 
 
-def is_measurable(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` has strided floating memory of its own, not empty, whose range can be read."""
-    return followed(tensor) is tensor
-
-
 def held(tensor: Any) -> Tensor | None:
     """Return ``tensor``, or its part in this process; None if its elements cannot be read."""
     if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:  # skip the call for plain tensors

@@ -84,7 +84,7 @@ def widen(value: Any) -> Any:
 def ask(ran: Execution, *, saturated: bool = False) -> Opinion:
     """Call an operator again in float64; ``saturated``: whether any result may stand for inf or nan."""
     try:
-        return _compare(call_wide(ran, ran.before), ran.results(), saturated)
+        return _compare(call_on_host(ran, ran.before), ran.results(), saturated)
     except _FAILURES as error:
         return Opinion(reason=described(error))
 
@@ -96,7 +96,7 @@ def stays_bad(ran: Execution, mended: set[int]) -> bool | None:
         return widen(value).nan_to_num(0.0, 0.0, 0.0) if id(value) in mended else value
 
     try:
-        results = call_wide(ran, tree_map(placed, ran.before))
+        results = call_on_host(ran, tree_map(placed, ran.before))
     except _FAILURES:
         return None
     return not all(bool(t.isfinite().all()) for t in results if t.dtype.is_floating_point)
@@ -105,31 +105,32 @@ def stays_bad(ran: Execution, mended: set[int]) -> bool | None:
 def largest_of(ran: Execution) -> float:
     """Return the largest magnitude of the results in float64; 0 if they cannot be computed."""
     try:
-        return max((float(t.abs().max()) for t in call_wide(ran, ran.before) if t.numel()), default=0.0)
+        return max((float(t.abs().max()) for t in call_on_host(ran, ran.before) if t.numel()), default=0.0)
     except _FAILURES:
         return 0.0
 
 
-def function_of_host(ran: Execution) -> Callable[..., Any]:
-    """Return a function that computes on the host what the operator of ``ran`` computes."""
-    function: Callable[..., Any] = _OF_DEVICES.get(ran.operator.name, ran.func)
-    return function
+def copied(value: Any) -> Any:
+    """Convert an argument for an operator that computes on the host in the same dtypes; see ``widen``."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
-def call_wide(ran: Execution, given: Arguments) -> list[Tensor]:
-    """Call the operator of ``ran`` in float64 on the host, with ``given`` copied there."""
+def call_on_host(ran: Execution, given: Arguments, convert: Callable[[Any], Any] = widen) -> list[Tensor]:
+    """Call the operator of ``ran`` on the host, in float64 or as ``convert`` makes it, with ``given`` copied there."""
     (args, kwargs), operator = given, ran.operator
-    named = {name: tree_map(widen, value) for name, value in kwargs.items() if name not in ("generator", "pin_memory")}
-    placed = [tree_map(widen, value) for value in args]
+    named = {n: tree_map(convert, value) for n, value in kwargs.items() if n not in ("generator", "pin_memory")}
+    placed = [tree_map(convert, value) for value in args]
     for i, name in enumerate(operator.arguments[: len(placed)]):
-        if name == "half_to_float":  # the result stays float64
+        if name == "half_to_float" and convert is widen:  # the result stays float64
             placed[i] = False
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(autocast_disabler()())
         if operator.is_random:
             stack.enter_context(torch.random.fork_rng(devices=[]))
-        returned = function_of_host(ran)(*placed, **named)
+        returned = _OF_DEVICES.get(operator.name, ran.func)(*placed, **named)
     return results_of(operator, returned, (tuple(placed), named))
 
 
