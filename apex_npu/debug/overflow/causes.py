@@ -116,8 +116,9 @@ def find_causes(targets: Sequence[Call], scale: Scale) -> list[Finding]:
     ends = [call for call in reached if call.leaves or not call.causes]
     found: dict[Any, tuple[int, Finding]] = {}
     for call in ends:
-        path = _path(call, reached)
-        findings = [_of_leaf(call, leaf, path) for leaf in call.leaves] or [_of_call(call, path, scale)]
+        forward = None if call.forward is None else call.forward.operator
+        known = {**call.described(), "forward_operator": forward, "node": call.node, "path": _path(call, reached)}
+        findings = [_of_leaf(leaf, call.phase, known) for leaf in call.leaves] or [_of_call(call, known, scale)]
         for finding in findings:
             key = identity_of(finding)
             if key not in found or call.index < found[key][0]:
@@ -143,25 +144,20 @@ def _path(call: Call, reached: dict[Call, Call | None]) -> tuple[str, ...]:
     return tuple(operators)
 
 
-def _common(call: Call, path: tuple[str, ...]) -> dict[str, Any]:
-    forward = None if call.forward is None else call.forward.operator
-    return {**call.described(), "forward_operator": forward, "node": call.node, "path": path}
-
-
 def without_operator(kind: Kind, phase: str, of: Tensor, tensor: str | None, why: str, advice: str) -> Finding:
     """Return a cause without a known operator: ``of`` is not finite, and is named ``tensor``."""
     found: dict[str, Any] = {"kind": kind, "phase": phase, "module": None, "operator": "none", "tensor": tensor}
     return Finding(**found, dtype=name_of(of.dtype), shape=tuple(of.shape), why=why, advice=advice)
 
 
-def _of_leaf(call: Call, leaf: Leaf, path: tuple[str, ...]) -> Finding:
+def _of_leaf(leaf: Leaf, phase: str, known: dict[str, Any]) -> Finding:
     why, advice = SENTENCES[leaf.kind]
-    why = why.format(name=leaf.name, reader="backward" if call.phase == "backward" else "line")
+    why = why.format(name=leaf.name, reader="backward" if phase == "backward" else "line")
     found: dict[str, Any] = {"dtype": name_of(leaf.dtype), "shape": leaf.shape, "tensor": leaf.name}
-    return Finding(kind=leaf.kind, why=why, advice=advice, **found, **_common(call, path))
+    return Finding(kind=leaf.kind, why=why, advice=advice, **found, **known)
 
 
-def _of_call(call: Call, path: tuple[str, ...], scale: Scale) -> Finding:
+def _of_call(call: Call, known: dict[str, Any], scale: Scale) -> Finding:
     limit = torch.finfo(call.dtype).max if call.dtype is not None and call.dtype.is_floating_point else None
     opinion = call.opinion
     true_value = None if opinion is None or math.isnan(opinion.largest) else opinion.largest
@@ -182,7 +178,7 @@ def _of_call(call: Call, path: tuple[str, ...], scale: Scale) -> Finding:
         fits_scale=fits,
         why=why,
         advice=advice,
-        **_common(call, path),
+        **known,
     )
 
 
@@ -341,5 +337,5 @@ def _of_underflow(call: Call) -> tuple[str, str]:
     )
 
 
-def _power(value: float | None) -> str:
-    return "" if value is None else f"2^{round(math.log2(value))}"
+def _power(value: float) -> str:
+    return f"2^{round(math.log2(value))}"

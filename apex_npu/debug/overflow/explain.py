@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Sequence
 from multiprocessing import parent_process
@@ -18,9 +19,9 @@ from apex_npu.amp import StepReport, inspect
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import dispatch_modes
 from apex_npu.debug.overflow.causes import identity_of
-from apex_npu.debug.overflow.finder import Finder
+from apex_npu.debug.overflow.finder import Finder, present
 from apex_npu.debug.overflow.ranks import Ranks
-from apex_npu.debug.overflow.replay import NO_FORWARD, Block, Replayer
+from apex_npu.debug.overflow.replay import NO_FORWARD, Replayer
 from apex_npu.debug.overflow.report import OverflowReport
 from apex_npu.debug.text import count
 from apex_npu.debug.watching.operators import followed, gradient_values
@@ -38,8 +39,8 @@ class Explainer(inspect.Observer):
     iteration is watched. An error while watching is logged and ends it; training goes on.
     """
 
-    def __init__(self, after: int, times: int | None, *, once: bool = False, replay: bool = False) -> None:
-        """Watch after ``after`` skips in a row, for at most ``times`` tables; ``once``: watch one iteration only."""
+    def __init__(self, after: float, times: int, *, once: bool = False, replay: bool = False) -> None:
+        """Watch after ``after`` skips in a row, for at most ``times`` tables; ``once``: only one iteration."""
         self._after, self._left, self._once = after, times, once
         self._finder: Finder | None = None
         self._replayer = Replayer() if replay else None
@@ -59,7 +60,8 @@ class Explainer(inspect.Observer):
     # ---- what amp calls --------------------------------------------------------------------------------------------
 
     def session_begins(self) -> None:
-        self._guarded(self.keep_forwards)
+        if self._replayer is not None and inspect.policy() is not None:
+            self._guarded(self._replayer.follow, inspect.models())
 
     def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
         self._error = sys.exc_info()[1]
@@ -78,7 +80,7 @@ class Explainer(inspect.Observer):
             self._guarded(watching.block_ended)
         if self._finder is not None and sys.exc_info()[1] is not self._error:  # an exception has ended the block
             self.end()
-        if not self._once and sys.exc_info()[1] is self._error and not is_capturing():
+        if sys.exc_info()[1] is self._error and not is_capturing():
             self._guarded(self._look_at_block)
 
     def _watching(self) -> list[inspect.Observer]:
@@ -90,8 +92,7 @@ class Explainer(inspect.Observer):
         is_bad = self._loss is not None and not bool(self._loss.isfinite().all())
         self._loss, self._undecided = None, []
         if not is_bad and not self._is_dynamic:
-            grads = [p.grad for p in inspect.parameters(self._optimizers) if p.grad is not None]
-            values = (followed(gradient_values(grad)) for grad in grads)
+            values = (followed(gradient_values(grad)) for _, grad in present(self._optimizers))
             is_bad = not all(value is None or bool(value.isfinite().all()) for value in values)
         if not is_bad:
             self._row = 0
@@ -115,11 +116,11 @@ class Explainer(inspect.Observer):
         self.applied += 1
         self._row += 1
         finder, replayer = self._finder, self._replayer
-        reports = [] if finder is None else [report for report in finder.found.reports if report.overflowed]
+        found = [] if finder is None else finder.found.reports
         is_due = self._row >= self._after and self._left != 0
-        if not reports and is_due and replayer is not None:
-            reports = [report for report in replayer.explain_pending(self._optimizers) if report.overflowed]
-        if reports:
+        if is_due and replayer is not None and not any(report.overflowed for report in found):
+            found = replayer.explain_pending(self._optimizers)
+        if reports := [report for report in found if report.overflowed]:
             self.end()
             self._log("\n\n".join(map(str, reports)), reports)
         elif is_due:
@@ -133,25 +134,17 @@ class Explainer(inspect.Observer):
             self._guarded(finder.step_skipped, report)
             self.end()
             self._guarded(self._tell, report, finder.found.reports)
-        is_due = not self._once and report.skips_in_a_row >= self._after and self._left != 0
-        kept: Sequence[Block] | None = []
-        if self._replayer is not None:
-            kept = self._replayer.take(report)
-            if self._left == 0:
-                self.close()
-            elif is_due and finder is None and kept and any(block.runs for block in kept):
-                self._guarded(self._run_again, self._replayer, kept, report)
-                return
-            else:
-                self._replayer.release(kept or [])
-        if is_due and kept is not None:
-            self.arm()
-
-    def _run_again(self, replayer: Replayer, kept: Sequence[Block], skip: StepReport) -> None:
-        is_told = self._tell(skip, replayer.explain(kept, skip))
+        is_due = report.skips_in_a_row >= self._after and self._left != 0
+        is_told, replayer = False, self._replayer
+        if replayer is not None:
+            kept = replayer.take(report)
+            is_told = kept is None  # when another optimizer of the block has skipped its step
+            if kept and is_due and finder is None and any(block.runs for block in kept):
+                is_told = self._guarded(lambda: self._tell(report, replayer.explain(kept, report)))
+            replayer.release(kept or [])
         if self._left == 0:
             self.close()
-        elif not is_told:
+        elif is_due and not is_told:
             self.arm()
 
     def _tell(self, skip: StepReport, reports: Sequence[OverflowReport]) -> bool:
@@ -163,7 +156,7 @@ class Explainer(inspect.Observer):
 
     def _log(self, text: str, reports: Sequence[OverflowReport]) -> None:
         """Log ``text``, or only count it if the causes are those of the previous table."""
-        self._left = None if self._left is None else self._left - 1
+        self._left -= 1
         causes = [identity_of(cause) for report in reports for cause in report.causes]
         if causes and causes == self._last:
             self._repeated += 1
@@ -177,11 +170,6 @@ class Explainer(inspect.Observer):
         if self._repeated:
             logger.warning("the cause above was found again in %s", count(self._repeated, "later iteration"))
         self._repeated = 0
-
-    def keep_forwards(self) -> None:
-        """Keep the inputs of the session's models from now on, with ``replay``."""
-        if self._replayer is not None and inspect.policy() is not None:
-            self._replayer.follow(inspect.models())
 
     def close(self) -> None:
         """Stop watching and keeping."""
@@ -228,7 +216,7 @@ class Explainer(inspect.Observer):
         """Stop watching."""
         finder, self._finder = self._finder, None
         if finder is not None:
-            finder.detach()
+            finder.stream.detach()
         if self._start is not None:
             self._start.remove()
             self._start = None
@@ -251,14 +239,14 @@ class Explainer(inspect.Observer):
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         finder = self._finder = Finder(inspect.models())
-        stream = finder.trail.stream
+        stream = finder.stream
         stream.make_way, stream.when_over = self.end, self._over
-        finder.attach()
+        stream.attach()
         stream.enter_module(module, args)
 
-    def _guarded(self, call: Any, *args: Any) -> None:
+    def _guarded(self, call: Any, *args: Any) -> Any:
         try:
-            call(*args)
+            return call(*args)
         except Exception:
             logger.exception("an iteration could not be watched; training is not affected")
             self.end()
@@ -290,20 +278,20 @@ def explain_overflows(after: int | None = 2, times: int = 20, *, replay: bool = 
         valid = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         if not valid and not (name == "after" and value is None):
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    for known in {id(o): o for o in (inspect.settings.observer, *inspect.observers())}.values():
+    for known in (inspect.settings.observer, *inspect.observers()):
         if isinstance(known, Explainer):
             known.close()
             inspect.leave(known)
     inspect.settings.observer = explainer = None if after is None else Explainer(after, times, replay=replay)
     if explainer is not None:
         inspect.observe(explainer)
-        explainer.keep_forwards()
+        explainer.session_begins()
 
 
 def watch_next_iteration() -> None:
     """Watch the next iteration of the current session if nothing else watches it, and log the findings."""
     if not inspect.observers():
-        explainer = Explainer(after=1, times=1, once=True)
+        explainer = Explainer(after=math.inf, times=1, once=True)
         inspect.observe(explainer)
         explainer.arm()
 

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from torch import nn
 
 from apex_npu.amp.inspect import leave, observe, policy
@@ -64,18 +62,22 @@ class find_overflow(WatchingContext):
         if self._replay and policy() is None:
             raise RuntimeError("find_overflow(replay=True) repeats steps of amp: call amp.initialize first")
         models = self.models_to_watch()
-        finder = self._finder = Replayer(models) if self._replay else Finder(models)
+        finder = self._finder = Replayer() if self._replay else Finder(models)
         observe(finder)
-        finder.attach()
+        if isinstance(finder, Replayer):
+            finder.follow(models)
+        else:
+            finder.stream.attach()
         return finder.found
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         finder, self._finder = self._finder, None
         if finder is None:
             return
-        finder.detach()
+        if isinstance(finder, Replayer):
+            finder.detach()
+            leave(finder)
+            return
+        finder.stream.detach()
         leave(finder)
-        if isinstance(finder, Finder):
-            finder.examine_rest(interrupted=kind is not None)
+        finder.examine_rest(interrupted=kind is not None)

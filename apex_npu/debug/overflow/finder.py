@@ -54,6 +54,7 @@ class Finder(Observer):
     Attributes:
         found: The reports.
         trail: The record of the operators that were watched.
+        stream: The stream of these operators.
         dynamic: Whether the loss scale of the block is dynamic.
     """
 
@@ -64,18 +65,11 @@ class Finder(Observer):
         params = [p for model in models for p in model.parameters()]
         devices = [d for d in dict.fromkeys(p.device for p in params) if d.type != "meta" and for_device(d).saturates()]
         self.trail = Trail(Names(models), devices)
+        self.stream = self.trail.stream
         self._loss: Tensor | None = None
         self._optimizers: list[Optimizer] = []
         self._report: OverflowReport | None = None
         self.dynamic = False
-
-    def attach(self) -> None:
-        """Begin to watch."""
-        self.trail.stream.attach()
-
-    def detach(self) -> None:
-        """Stop watching."""
-        self.trail.stream.detach()
 
     # ---- what amp calls --------------------------------------------------------------------------------------------
 
@@ -91,7 +85,7 @@ class Finder(Observer):
         report = self._report
         if report is None or self._loss is None:
             return
-        self.trail.stream.suspended = True
+        self.stream.suspended = True
         with torch.no_grad():
             if self._loss.numel() == 1:
                 report.loss = float(self._loss)
@@ -102,11 +96,11 @@ class Finder(Observer):
     def block_ended(self) -> None:
         report = self._report
         if report is not None and all(known is not report for known in self.found.reports):
-            self.trail.stream.suspended = True
+            self.stream.suspended = True
             self._examine_interrupted(report)
         self.trail.end_block([grad for _, grad in present(self._optimizers)])
         self._loss, self._report, self._optimizers = None, None, []
-        self.trail.stream.suspended = False
+        self.stream.suspended = False
 
     def step_skipped(self, report: StepReport) -> None:
         note_skip(self.found.reports, report)
@@ -124,25 +118,22 @@ class Finder(Observer):
 
     def examine_rest(self, interrupted: bool) -> None:
         """Make a report of what no block has reported, also if an exception has ``interrupted`` the iteration."""
-        if not self.found.reports:
-            self._examine_without_block()
-        if interrupted and not self.found.causes:
-            self._examine_interrupted(OverflowReport())
-
-    def _examine_without_block(self) -> None:
-        report, params = OverflowReport(), [p for model in self._models for p in model.parameters()]
+        params = [p for model in self._models for p in model.parameters()]
         gradients: Gradients = [(p, p.grad) for p in params if p.grad is not None]
-        if gradients:
+        if gradients and not self.found.reports:  # there was no block
+            report = OverflowReport()
             with torch.no_grad():
                 self.examine(report, [], gradients)
             self.found.reports.append(report)
+        if interrupted and not self.found.causes:
+            self._examine_interrupted(OverflowReport())
 
     def _examine_interrupted(self, report: OverflowReport) -> None:
         """Fill ``report`` from the last result that was not finite, if an exception came before the gradients."""
         told = max((known.operators for known in self.found.reports), default=0)
         last = [call for call in list(self.trail.bad)[-1:] if call.index >= told]
         if last:
-            report.operators = self.trail.stream.calls
+            report.operators = self.stream.calls
             with torch.no_grad():
                 report.causes = find_causes(last, Scale(report.scale, self.dynamic))
             report.notes.append(
@@ -155,18 +146,13 @@ class Finder(Observer):
 
     def count(self, report: OverflowReport, gradients: Gradients) -> tuple[Gradients, Gradients]:
         """Record in ``report`` which of ``gradients`` are not finite; return the readable ones, and the bad ones."""
-        grads, values = [], []
-        for source, grad in gradients:
-            local = followed(gradient_values(grad))
-            if local is not None:
-                grads.append((source, grad))
-                values.append(local)
-        ranges = self.trail.ranges_of(values)
-        bad = [i for i, ends in enumerate(ranges) if not is_finite(ends)]
-        report.gradients = len(grads)
-        for k, i in enumerate(bad):
-            report.parameters[self._name_of(k, grads[i][0])] = count_bad(values[i])
-        return grads, [grads[i] for i in bad]
+        local = [followed(gradient_values(grad)) for _, grad in gradients]
+        read = [(pair, values) for pair, values in zip(gradients, local, strict=True) if values is not None]
+        ranges = self.trail.ranges_of([values for _, values in read])
+        bad = [one for one, ends in zip(read, ranges, strict=True) if not is_finite(ends)]
+        report.gradients = len(read)
+        report.parameters = {self._name_of(i, pair[0]): count_bad(values) for i, (pair, values) in enumerate(bad)}
+        return [pair for pair, _ in read], [pair for pair, _ in bad]
 
     def _advised(self, cause: Finding) -> Finding:
         """Add to ``cause``, weights that are not finite, what is known of the step that wrote them."""
@@ -179,7 +165,7 @@ class Finder(Observer):
         """Fill ``report`` from ``gradients`` and from ``results``, the final results of forward such as the loss."""
         trail, overflows = self.trail, self.trail.overflows
         grads, bad = self.count(report, gradients)
-        report.operators = trail.stream.calls
+        report.operators = self.stream.calls
         bad_results = [result for result in results if result.numel() and not is_finite(trail.ranges_of([result])[0])]
         starts = bad_results or [grad for _, grad in bad]
         if overflows.saturates:  # overflowed values are finite there
@@ -205,7 +191,7 @@ class Finder(Observer):
             report.causes = [without_operator(kind, phase, source, name, why, advice)]
         if are_averaged([source for source, _ in gradients]):
             report.causes = [_of_average(cause) for cause in report.causes]
-        report.not_measured = dict(trail.stream.not_measured) if report.overflowed else {}
+        report.not_measured = dict(self.stream.not_measured) if report.overflowed else {}
 
 
 def _vanished_eps() -> str:

@@ -8,7 +8,7 @@ import functools
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import tree_map
 from apex_npu.debug.model_report.copies import every_tensor
 from apex_npu.debug.text import described
+from apex_npu.debug.watching.calls import NotReplayedError
 from apex_npu.debug.watching.kept_state import KeptState
 from apex_npu.debug.watching.places import ModuleStack, Place, calling_line
 
@@ -45,24 +46,31 @@ class Forward:
         self._versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
         self._state: KeptState | None = KeptState([module], [t.device for t in (*module.parameters(), *tensors)])
         self._is_differentiated = False
-        self._autocast = _autocast_of({"cpu", *(t.device.type for t in tensors if t.device.type != "meta")})
+        caches = torch.is_autocast_cache_enabled()
+        self._autocast = {
+            kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), caches)
+            for kind in {"cpu", *(t.device.type for t in tensors if t.device.type != "meta")}
+        }
         casts = ambient()
         self._casts_around = casts is not None and casts.is_inside()
         self._handles: list[Any] = []
 
-    def why_not(self) -> str | None:
-        """Return why another call would change state or give another result; None if the call can be repeated."""
+    def check_repeatable(self) -> None:
+        """Check that another call would change no state and give the same result.
+
+        Raises:
+            NotReplayedError: It would not, for the reason in the message.
+        """
         if self._state is None:
-            return "another optimizer has stepped with its gradients"
+            raise NotReplayedError("another optimizer has stepped with its gradients")
         if self._is_differentiated:
-            return "its gradients were differentiated (create_graph=True), as for a gradient penalty"
+            raise NotReplayedError("its gradients were differentiated (create_graph=True), as for a gradient penalty")
         for i, (tensor, version) in enumerate(self._versions):
             if tensor._version != version:
-                return (
+                raise NotReplayedError(
                     f"tensor {i} of its arguments, of shape {list(tensor.shape)}, has been written in place since, "
                     "by the model or by the script"
                 )
-        return None
 
     def ended(self, outputs: Sequence[Tensor], arrived: Callable[[Forward, int, Tensor], None]) -> None:
         """Note the returned ``outputs``; backward then calls ``arrived`` with each output's index and gradient."""
@@ -86,8 +94,7 @@ class Forward:
     def as_it_was(self) -> Iterator[tuple[Callable[[], Any], list[Tensor]]]:
         """Restore random numbers, buffers and autocast as before the call; afterwards the present state returns.
 
-        Returns:
-            From ``with``: a function that calls the model, and the arguments that require a gradient.
+        Yield a function that calls the model, and the arguments that require a gradient.
         """
         inputs: list[Tensor] = []
 
@@ -98,7 +105,7 @@ class Forward:
             return inputs[-1]
 
         args, kwargs = tree_map(leaf, self._given)
-        call: Callable[[], Any] = functools.partial(self._call, args, kwargs)
+        call: Callable[[], Any] = functools.partial(self._module, *args, **kwargs)
         casts = ambient()
         assert self._state is not None
         with ExitStack() as stack:
@@ -110,9 +117,6 @@ class Forward:
             if casts is not None:
                 call = functools.partial(casts.call_as_if, self._casts_around, call)
             yield call, inputs
-
-    def _call(self, args: Any, kwargs: Any) -> Any:
-        return self._module(*args, **kwargs)  # its frame tells that no line of the user's calls the model
 
 
 @contextmanager
@@ -127,12 +131,6 @@ def _values_kept(model: nn.Module) -> Iterator[None]:
             for tensor, data, value in known:
                 tensor.data = data
                 data.copy_(value)
-
-
-def _autocast_of(device_types: Iterable[str]) -> dict[str, tuple[torch.dtype, bool, bool]]:
-    """Return for each device type autocast's dtype, whether it is on, and whether it caches weights."""
-    caches = torch.is_autocast_cache_enabled()
-    return {kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), caches) for kind in device_types}
 
 
 class _Hook:
@@ -157,11 +155,7 @@ class Forwards:
     """
 
     def __init__(self, gradient_arrived: Callable[[Forward, int, Tensor], None]) -> None:
-        """Create a store that follows no model yet.
-
-        Args:
-            gradient_arrived: A function that backward calls with the forward, the index of the output and its gradient.
-        """
+        """Create an empty store; backward calls ``gradient_arrived`` with forward, index of output, and gradient."""
         self._gradient_arrived = gradient_arrived
         self._models: list[weakref.ref[nn.Module]] = []
         self._hooks: list[Any] = []

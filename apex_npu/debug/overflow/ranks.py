@@ -30,11 +30,7 @@ class Ranks:
         self._asks = True
 
     def explain(self, skip: StepReport, reports: Sequence[OverflowReport]) -> tuple[str, bool]:
-        """Explain the skipped step by the tables of this process, or by those of the processes with a cause.
-
-        Returns:
-            The tables, empty if there are none; and whether they say where to look.
-        """
+        """Return the tables of this process, or of the processes with a cause, and whether they say where to look."""
         own = "\n\n".join(str(report) for report in reports if report.overflowed or report.notes)
         causes = [cause for report in reports for cause in report.causes]
         is_cause = any(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +37,8 @@ NO_FORWARD = (
 )
 
 
-class Run(NamedTuple):
-    """One forward of a block, and the gradients that backward has passed to its outputs, by output index."""
-
-    forward: Forward
-    gradients: dict[int, Tensor]
+# One forward of a block, and the gradients that backward has passed to its outputs, by output index.
+Run: TypeAlias = tuple[Forward, dict[int, Tensor]]
 
 
 @dataclass(eq=False)
@@ -54,7 +51,6 @@ class Block:
         optimizers: The block's optimizers.
         scale: The loss scale.
         dynamic: Whether the loss scale is dynamic.
-        params: The parameters that the optimizers step.
         runs: The forwards, in the order of backward.
     """
 
@@ -63,7 +59,6 @@ class Block:
     optimizers: list[Optimizer]
     scale: float
     dynamic: bool
-    params: list[Tensor]
     runs: list[Run] = field(default_factory=list)
 
 
@@ -74,10 +69,9 @@ class Replayer(Observer):
         found: The reports of the skipped steps that ``step_skipped`` has been called for.
     """
 
-    def __init__(self, models: Sequence[nn.Module] = ()) -> None:
-        """Create a replayer that keeps the forwards of ``models`` once it is attached."""
+    def __init__(self) -> None:
+        """Create a replayer that follows no model yet."""
         self.found = Overflows("no step was skipped while this was open")
-        self._models = models
         self._forwards = Forwards(self._gradient_arrived)
         self._pending: list[Block] = []
         self._block: Block | None = None
@@ -94,28 +88,24 @@ class Replayer(Observer):
             known = weakref.ref(self)
             at_end(lambda: replayer.detach() if (replayer := known()) is not None else None)
 
-    def attach(self) -> None:
-        """Begin to keep forwards."""
-        self.follow(self._models)
-
     def detach(self) -> None:
         """Stop keeping forwards, and release those of blocks; others live as long as the graph of their outputs."""
         self._forwards.end()
         self.release(self._pending)
-        self._block = self._taken = None
+        self._pending, self._block, self._taken = [], None, None
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
     def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
         self._forwards.close_interrupted()
-        self._block = Block(loss_id, loss.detach(), stepped(optimizers), scale, dynamic, parameters(optimizers))
+        self._block = Block(loss_id, loss.detach(), stepped(optimizers), scale, dynamic)
 
     def backward_ended(self) -> None:
         if self._block is not None:
             self._pending.append(self._block)
-            for old in self._pending[:-_MOST_BLOCKS]:
-                self.release([old])
+            if len(self._pending) > _MOST_BLOCKS:
+                self.release([self._pending.pop(0)])
 
     def block_ended(self) -> None:
         self._block = None
@@ -124,11 +114,12 @@ class Replayer(Observer):
         block = self._block
         if block is None:
             return
-        run = next((run for run in block.runs if run.forward is forward and i not in run.gradients), None)
-        if run is None:
-            run = Run(forward, {})
-            block.runs.append(run)
-        run.gradients[i] = gradient
+        known = (given for kept, given in block.runs if kept is forward and i not in given)
+        given = next(known, None)
+        if given is None:
+            given = {}
+            block.runs.append((forward, given))
+        given[i] = gradient
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.release(self._drop([optimizer]))
@@ -141,10 +132,9 @@ class Replayer(Observer):
 
     def release(self, blocks: Sequence[Block]) -> None:
         """Release all that is kept of ``blocks``."""
-        self._pending = [block for block in self._pending if block not in blocks]
         for block in blocks:
-            for run in block.runs:
-                run.forward.release()
+            for forward, _ in block.runs:
+                forward.release()
 
     # ---- what is run again -----------------------------------------------------------------------------------------
 
@@ -152,11 +142,7 @@ class Replayer(Observer):
         self.found.reports += self.explain(self.take(report) or [], report)
 
     def take(self, skip: StepReport) -> list[Block] | None:
-        """Remove and return the blocks whose gradients the skipped step would have taken.
-
-        Returns:
-            The blocks; None if they were taken when another optimizer of theirs skipped its step.
-        """
+        """Remove and return the blocks of a skipped step; None if another optimizer of theirs has done so before."""
         blocks = self._drop([o for block in self._pending if block.loss_id == skip.loss_id for o in block.optimizers])
         which = skip.loss_id, skip.scale_before, skip.scale_after
         if not blocks and self._taken == which:
@@ -171,13 +157,12 @@ class Replayer(Observer):
 
     def explain(self, blocks: Sequence[Block], skip: StepReport) -> list[OverflowReport]:
         """Run the forwards and backwards of the ``blocks`` of a skipped step again; return a report for each block."""
-        reports = [OverflowReport(loss_id=block.loss_id, scale=block.scale) for block in blocks]
         totals: dict[Tensor, Tensor] = {}
         reproduced: bool | None = None
         with torch.no_grad(), Stream.none_watches(), without_modes():
+            losses = [float(block.loss) if block.loss.numel() == 1 else None for block in blocks]
+            reports = [OverflowReport(b.loss_id, loss, b.scale) for b, loss in zip(blocks, losses, strict=True)]
             try:
-                for block, report in zip(blocks, reports, strict=True):
-                    report.loss = float(block.loss) if block.loss.numel() == 1 else None
                 for block, report in zip(blocks, reports, strict=True):
                     self._replay(block, report, totals)
                 note, reproduced = _compared(blocks, totals)
@@ -196,20 +181,18 @@ class Replayer(Observer):
         if not block.runs:
             failed = self._forwards.failed
             raise NotReplayedError(NO_FORWARD if failed is None else f"its forward could not be kept: {failed}")
-        for run in block.runs:
-            reason = run.forward.why_not()
-            if reason is not None:
-                raise NotReplayedError(reason)
+        for forward, _ in block.runs:
+            forward.check_repeatable()
         causes: list[tuple[int, Finding]] = []
         notes: list[str] = []
         sums: dict[Tensor, Tensor] = {}
-        for run in block.runs:
+        for forward, given in block.runs:
             found = OverflowReport(scale=block.scale)
-            finder, gradients = self._run(block, run, found)
+            finder, gradients = self._run(block, forward, given, found)
             for source, gradient in gradients:
                 for total in (sums, totals):
                     total[source] = gradient if source not in total else total[source] + gradient
-            causes += [(run.forward.number, cause) for cause in found.causes]
+            causes += [(forward.number, cause) for cause in found.causes]
             notes += found.notes
             for why, count in found.not_measured.items():
                 report.not_measured[why] = report.not_measured.get(why, 0) + count
@@ -218,20 +201,22 @@ class Replayer(Observer):
         report.notes += dict.fromkeys(notes)
         report.causes = _of_one_forward(causes) or [_of_sum(name) for name in list(report.parameters)[:1]]
 
-    def _run(self, block: Block, run: Run, found: OverflowReport) -> tuple[Finder, Gradients]:
+    def _run(
+        self, block: Block, forward: Forward, recorded: dict[int, Tensor], found: OverflowReport
+    ) -> tuple[Finder, Gradients]:
         """Run one forward and its backward again, and fill ``found``; return the finder and the gradients."""
-        sources = [param for param in block.params if param.requires_grad]
-        with run.forward.as_it_was() as (call, inputs), self._forwards.paused():
+        sources = [param for param in parameters(block.optimizers) if param.requires_grad]
+        with forward.as_it_was() as (call, inputs), self._forwards.paused():
             finder = Finder(self._forwards.models)
-            finder.dynamic, stream, overflows = block.dynamic, finder.trail.stream, finder.trail.overflows
-            stream.scale, stream.is_replay, stream.caller = block.scale, True, run.forward.place
-            overflows.take()
+            finder.dynamic, stream, overflows = block.dynamic, finder.stream, finder.trail.overflows
+            stream.scale, stream.is_replay, stream.caller = block.scale, True, forward.place
+            overflows.read()
             was_raised, overflows.raised = overflows.raised, False
-            finder.attach()
+            stream.attach()
             try:
                 outputs = outputs_of(call())
                 gradients = [*sources, *inputs]
-                given = _begin_backward(outputs, run)
+                given = _begin_backward(outputs, recorded)
                 grads = torch.autograd.grad(
                     [output for output, _ in given], gradients, [grad for _, grad in given], allow_unused=True
                 )
@@ -243,7 +228,7 @@ class Replayer(Observer):
                 stream.suspended = True
                 overflows.read()
                 overflows.raised = was_raised
-                finder.detach()
+                stream.detach()
         known = {id(source) for source in sources}
         return finder, [(source, gradient) for source, gradient in pairs if id(source) in known]
 
@@ -259,15 +244,15 @@ def _of_one_forward(causes: Sequence[tuple[int, Finding]]) -> list[Finding]:
     return [cause for number, cause in forward or named or causes if number == chosen]
 
 
-def _begin_backward(outputs: Sequence[Tensor], run: Run) -> list[tuple[Tensor, Tensor]]:
+def _begin_backward(outputs: Sequence[Tensor], gradients: dict[int, Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Return the outputs where backward begins, and their gradients.
 
     An output that others are computed from, such as logits of a loss, receives its gradient during backward. A hook
     then replaces it with the recorded one, which includes what the script has added.
     """
-    if max(run.gradients) >= len(outputs):
+    if max(gradients) >= len(outputs):
         raise NotReplayedError("the model returns other outputs than before")
-    pairs = [(outputs[i], gradient) for i, gradient in run.gradients.items()]
+    pairs = [(outputs[i], gradient) for i, gradient in gradients.items()]
     graphs: list[Any] = [output.grad_fn for output, _ in pairs]
     before = [nodes_of(node for node, _ in graph.next_functions if node is not None) for graph in graphs]
     given = []
@@ -342,24 +327,18 @@ def _compared(blocks: Sequence[Block], totals: dict[Tensor, Tensor]) -> tuple[st
         return (
             "run again, its gradients are finite: the cause is in other processes, in gradients from before, in a "
             "state that is not kept, or in what the loss is computed from besides the models' outputs. Watch an "
-            "iteration: find_overflow without replay",
-            False,
-        )
+            "iteration: find_overflow without replay"
+        ), False
     if is_same:
         same = "its gradients are the same, bit for bit" if is_told else "all of its gradients are nan, as they were"
-        return f"run again as it was, {same}", True
-    if is_bad_alike:
-        return (
-            "run again as it was, the same elements of its gradients are not finite; others were clipped, averaged or "
-            "added to since",
-            True,
+    elif is_bad_alike:
+        same = "the same elements of its gradients are not finite; others were clipped, averaged or added to since"
+    else:
+        same = (
+            "other elements of its gradients are not finite than in the skipped step: these were clipped, averaged or "
+            "added to since, or the causes above are not all. Watch an iteration: find_overflow without replay"
         )
-    return (
-        "run again as it was, other elements of its gradients are not finite than in the skipped step: these were "
-        "clipped, averaged or added to since, or the causes above are not all. Watch an iteration: find_overflow "
-        "without replay",
-        False,
-    )
+    return f"run again as it was, {same}", is_same or is_bad_alike
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:

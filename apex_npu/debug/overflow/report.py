@@ -5,11 +5,9 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from apex_npu.amp import StepReport
 from apex_npu.debug.overflow.causes import Finding
@@ -173,7 +171,8 @@ class Overflows:
         Returns:
             The JSON text.
         """
-        text = json.dumps({"format": 1, "reports": [_plain(asdict(report)) for report in self.reports]}, indent=2)
+        found = json.dumps({"format": 1, "reports": list(map(asdict, self.reports))})
+        text = json.dumps(json.loads(found, parse_constant=lambda number: str(float(number))), indent=2)
         if path is not None:
             with open(path, "w", encoding="utf-8") as file:
                 file.write(text + "\n")
@@ -188,13 +187,3 @@ def note_skip(reports: Sequence[OverflowReport], skip: StepReport) -> None:
     deciding = (r for r in reversed(reports) if (r.loss_id, r.scale) == (skip.loss_id, skip.scale_before))
     if (report := next(deciding, None)) is not None:
         report.scale_after, report.skips_in_a_row = skip.scale_after, skip.skips_in_a_row
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return [_plain(item) for item in value]
-    return value

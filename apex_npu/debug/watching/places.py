@@ -36,7 +36,7 @@ _AMP = tuple(_TORCH + part for part in ("nn/utils/clip_grad.py", "amp/grad_scale
     _OWN + part for part in ("amp", "fusion", "distributed", "debug")
 )
 # Code that calls a model itself, such as for a replay: the lines of its operators are found elsewhere.
-_CALLING_MODELS = (_OWN + "debug/overflow/forwards.py", _OWN + "debug/model_report/report.py")
+_CALLING_MODELS = (_OWN + "debug/overflow/replay.py", _OWN + "debug/model_report/report.py")
 # These files call the user's functions or belong to the graph.
 _PART_OF_THE_GRAPH = tuple(_OWN + part for part in ("amp/scale_loss.py", "amp/user_casts.py"))
 
@@ -100,11 +100,7 @@ def _kind_of(file: str, function: str) -> Caller | bool:
 
 
 def calling_line(frames: int = 2) -> Place | Caller | None:
-    """Return the innermost line of the user's that called the operator; None if there is no such line.
-
-    Args:
-        frames: The number of frames to skip; 2 if a dispatch mode asks.
-    """
+    """Return the innermost line of the user's, after ``frames`` frames, that called the operator; None without one."""
     frame: Any = inspect.currentframe()
     for _ in range(frames):
         frame = frame.f_back
@@ -194,11 +190,7 @@ class ModuleStack(threading.local):
         self.calls.append((module, own))
 
     def pop(self, module: nn.Module) -> Any:
-        """Remove ``module``, whose forward has ended, and the modules inside it that an exception ended.
-
-        Returns:
-            The object of ``module``; None if it is not there.
-        """
+        """Remove ``module``, whose forward has ended, and those inside it; return its object, or None."""
         for i in reversed(range(len(self.calls))):
             begun, own = self.calls[i]
             if begun is module:

@@ -29,28 +29,17 @@ class Saturation:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         """Set the ``devices`` that saturate; empty if none does."""
         self._devices: list[tuple[torch.device, Backend]] = [(device, for_device(device)) for device in devices]
-        self._is_ours = False
         self.saturates = bool(devices)
         self.raised = False
         self.constants: list[Call] = []
 
-    def take(self) -> None:
-        """Clear the flag before an operator, and remember its value for amp."""
-        if not self._is_ours:
-            self.read()
-            self._is_ours = True
-
     def read(self) -> bool:
-        """Return whether the flag is raised, and clear it."""
-        raised = [device for device, backend in self._devices if backend.overflow_flag(device)]
-        for device in raised:
-            for_device(device).clear_overflow_flag(device)
-        self.raised |= bool(raised)
-        return bool(raised)
-
-    def leave(self) -> None:
-        """Note that operators which are not watched follow and may raise the flag for amp."""
-        self._is_ours = False
+        """Return whether the flag is raised, clear it, and remember it for amp."""
+        raised = [backend.overflow_flag(device) for device, backend in self._devices]
+        if any(raised):
+            self.raised = True
+            self.clear()
+        return any(raised)
 
     def hand_back(self) -> None:
         """Raise the flag if an operator has raised it since amp last cleared it."""
@@ -58,7 +47,6 @@ class Saturation:
             self.raised = False
             for device, _ in self._devices:
                 torch.full((1,), 65504.0, dtype=torch.float16, device=device).mul_(2)
-        self._is_ours = False
 
     def clear(self) -> None:
         """Clear the flag, because a diagnostic operator may have raised it."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -92,7 +92,7 @@ class Trail(Consumer):
                     name = self.names.of_module(module) or type(module).__name__
                     self._arguments[tensor.untyped_storage()._cdata] = f"argument {i} of {name}"
         if self.overflows.saturates:  # nothing spreads: find the inputs that are not finite before the first operator
-            self.overflows.take()
+            self.overflows.read()
             with torch.no_grad():
                 given = (followed(tensor) for tensor in [*self.names.tensors, *tensors_in(args)])
                 unwritten = [t for t in given if t is not None and not self._lineage.writers(t)]
@@ -101,10 +101,9 @@ class Trail(Consumer):
     # ---- operators -------------------------------------------------------------------------------------------------
 
     def before(self) -> None:
-        self.overflows.take()
+        self.overflows.read()
 
     def passed_over(self, ran: Execution) -> None:
-        self.overflows.leave()
         for name, value in ran.operands():
             for tensor in tensors_in(value) if name in ran.operator.written else ():
                 self._lineage.forget(tensor)
@@ -121,16 +120,15 @@ class Trail(Consumer):
                 self.stream.not_measured[f"{operator.name}: {tensor.layout}, {type(tensor).__name__}"] += 1
         if not measured:
             return
-        found: list[tuple[Tensor, bool | None, float]] = []
+        found: list[tuple[Tensor, bool | None, float]] = [(tensor, None, math.nan) for tensor in measured]
         zeros = all_zero = False
-        if operator.is_collective:  # its result is not there yet
-            found = [(tensor, None, math.nan) for tensor in measured]
-        else:
-            for tensor, (low, high) in zip(measured, self.ranges_of(measured), strict=True):
-                bad = saturated or not is_finite((low, high))
-                found.append((tensor, bad, max(abs(low), abs(high))))
-                zeros |= low == 0.0 or high == 0.0
-            all_zero = not any(largest for _, _, largest in found)
+        if not operator.is_collective:  # whose result is not there yet
+            ranges = self.ranges_of(measured)
+            found = [
+                (tensor, saturated or not is_finite(ends), max(map(abs, ends)))
+                for tensor, ends in zip(measured, ranges, strict=True)
+            ]
+            zeros, all_zero = any(0.0 in ends for ends in ranges), not any(largest for _, _, largest in found)
         first = next((tensor for tensor, bad, _ in found if bad), found[0][0])
         call.dtype, call.shape = first.dtype, tuple(first.shape)
         if self.overflows.saturates:
@@ -191,19 +189,14 @@ class Trail(Consumer):
                 return Vanished(what, call.dtype, call.operator, call.place)
         return None
 
-    def _written_before(self, ran: Execution) -> Iterator[list[Result]]:
-        """Yield the writers of each tensor that an operator reads."""
-        for _, tensor in ran.tensors_read():
-            yield self._lineage.writers(tensor)
-
     def _vanished_before(self, ran: Execution) -> Vanished | None:
         """Return the reason why an input is 0, if it was rounded to 0."""
-        every = (result.call.vanished for results in self._written_before(ran) for result in results)
-        return next((vanished for vanished in every if vanished is not None), None)
+        calls = (result.call for _, tensor in ran.tensors_read() for result in self._lineage.writers(tensor))
+        return next((call.vanished for call in calls if call.vanished is not None), None)
 
     def _vanished_result(self, call: Call, ran: Execution) -> Vanished | None:
         """Return the result itself, if no input is 0 everywhere and the result is nonzero in float64."""
-        inputs = list(self._written_before(ran))
+        inputs = [self._lineage.writers(tensor) for _, tensor in ran.tensors_read()]
         if not inputs or not all(results and results[-1].largest for results in inputs):
             return None
         largest = largest_of(ran)
@@ -233,27 +226,21 @@ class Trail(Consumer):
         earlier = ran._replace(given=ran.before).tensors_read()
         for (name, tensor), (_, values) in zip(ran.tensors_read(), earlier, strict=True):
             local, read = followed(tensor), followed(values)
-            if local is not None and read is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
-                found = self._find_input(call, name, local, read)
-                if found is not None:
-                    bad.append(found._replace(value=values))
+            if local is None or read is None or id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            low, high = self.ranges_of([read])[0]
+            holds_inf = not is_finite((low, high))
+            # On a saturating device, a value that has overflowed is finite.
+            writers = self.bad_writers(local) if self.overflows.saturates or holds_inf else []
+            if writers or holds_inf:
+                bad.append(Input(values, writers, [] if writers else [self.leaf(local)]))
+            else:
+                own = self.names.of_memory(local)
+                call.inputs.append((f"{name} ({own})" if own else name, low, high))
         for one in self._to_blame(bad, ran):
             call.causes += [writer for writer in one.writers if writer not in call.causes]
             call.leaves += [leaf for leaf in one.leaves if leaf not in call.leaves]
-
-    def _find_input(self, call: Call, name: str, tensor: Tensor, values: Tensor) -> Input | None:
-        low, high = self.ranges_of([values])[0]
-        holds_inf = not is_finite((low, high))
-        # On a saturating device, a value that has overflowed is finite.
-        writers = self.bad_writers(tensor) if self.overflows.saturates or holds_inf else []
-        if writers:
-            return Input(values, writers, [])
-        if holds_inf:
-            return Input(values, [], [self.leaf(tensor)])
-        own = self.names.of_memory(tensor)
-        call.inputs.append((f"{name} ({own})" if own else name, low, high))
-        return None
 
     def _to_blame(self, bad: list[Input], ran: Execution) -> list[Input]:
         """Return the inputs that make the result not finite; beside an overflowed gradient, -inf in a mask does not."""
