@@ -107,8 +107,8 @@ class GradientRangePart(Part):
 class WatchingPart(Part):
     """A part that opens a watching context, and leaves it when the script opens one itself."""
 
-    def make(self) -> check_operators | record:
-        """Create the context."""
+    def make(self) -> Any:
+        """Create the context, a ``check_operators`` or ``record``."""
         raise NotImplementedError
 
     def begin(self, module: nn.Module | None, args: Any) -> None:
@@ -117,16 +117,12 @@ class WatchingPart(Part):
                 f"the first forward is called inside another dispatch mode, {type(dispatch_modes()[-1]).__name__}: "
                 "choose a later step, or remove that mode"
             )
-        self._context = context = self.make()
-        self._found: Any = context.__enter__()
-        assert context.stream is not None
-        context.stream.make_way = context.leave
+        self._context = self.make()
+        self._found = self._context.__enter__()
+        stream = self._context.stream  # None when the script has entered a watching context of its own
+        stream.make_way = self._context.leave
         if module is not None:
-            context.stream.enter_module(module, args)
-
-    def has_made_way(self) -> bool:
-        """Return whether the script has entered a watching context of its own."""
-        return self._context.stream is None
+            stream.enter_module(module, args)
 
 
 class CheckOperatorsPart(WatchingPart):
@@ -138,7 +134,7 @@ class CheckOperatorsPart(WatchingPart):
         return check_operators()
 
     def end(self, is_complete: bool) -> object:
-        why = f"\n{self.option} has ended because {_OPENS}" if self.has_made_way() else ""
+        why = f"\n{self.option} has ended because {_OPENS}" if self._context.stream is None else ""
         self._context.leave()
         return f"{self._found}{why}"
 
@@ -157,19 +153,19 @@ class RecordPart(WatchingPart):
         return record(self._path)
 
     def end(self, is_complete: bool) -> object:
-        context = self._context
-        assert isinstance(context, record)
-        why = _OPENS if self.has_made_way() else "" if is_complete else "the script ended before the step did"
+        why = "" if is_complete else "the script ended before the step did"
+        if self._context.stream is None:
+            why = _OPENS
         try:
             if why:
-                context.leave()
+                self._context.leave()
             else:
-                context.__exit__(None, None, None)
+                self._context.__exit__(None, None, None)
         except (RuntimeError, OSError) as error:  # for example, the disk is full
             why = str(error)
         if why:
             return f"{self.option}: no file is written: {why}"
-        return f"{self.option}: step {self.first} is in {context.path}, {len(self._found.rows)} tensors"
+        return f"{self.option}: step {self.first} is in {self._context.path}, {len(self._found.rows)} tensors"
 
 
 class ScriptSteps:
@@ -263,9 +259,7 @@ class FirstForward:
             return
         self._rank.update()
         own = policy()
-        if own is None or not own.enabled:
-            return
-        if torch.is_grad_enabled() and is_of_amp(module):
+        if own is not None and own.enabled and torch.is_grad_enabled() and is_of_amp(module):
             self.end()
             if not self._rank.rank:
                 self._report(own, module, args, kwargs)

@@ -75,11 +75,6 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
 def fitted(text: str, indent: int = 4) -> str:
     """Wrap the lines of ``text`` at spaces to the width of the terminal, and indent continuations by ``indent``."""
     columns = max(shutil.get_terminal_size((_COLUMNS, 24)).columns, 2 * indent + 20)
-    wrapper = textwrap.TextWrapper(
-        columns,
-        subsequent_indent=" " * indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-        replace_whitespace=False,
-    )
-    return "\n".join("\n".join(wrapper.wrap(line)) if len(line) > columns else line for line in text.split("\n"))
+    wrapper = textwrap.TextWrapper(columns, subsequent_indent=" " * indent, replace_whitespace=False)
+    wrapper.break_long_words = wrapper.break_on_hyphens = False
+    return "\n".join(wrapper.fill(line) if len(line) > columns else line for line in text.split("\n"))

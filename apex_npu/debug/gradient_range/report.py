@@ -31,17 +31,10 @@ _NAMED = 5
 
 
 def exponent_census(tensors: Sequence[Tensor], factor: float = 1.0) -> Counts:
-    """Count the binary exponents of the elements of ``tensors``, times ``factor``, as float32.
+    """Count the binary exponents of the elements of real ``tensors``, times ``factor``, as float32, in 256 columns.
 
     Element x is counted in column ``127 + floor(log2 |x|)``. Subnormal numbers of float32 are counted in column 1,
     zeros in column 0, inf and nan in column 255. The call waits for the device.
-
-    Args:
-        tensors: Strided real tensors of any floating dtype.
-        factor: A number that the elements are multiplied with.
-
-    Returns:
-        The counts, int64, of shape (len(tensors), 256).
     """
     counts: Counts = np.zeros((len(tensors), 256), dtype=np.int64)
     for row, tensor in zip(counts, tensors, strict=True):
@@ -171,8 +164,47 @@ class GradientRange:
 
     @property
     def advice(self) -> str:
-        """The advice which loss scale suffices."""
-        return advice_of(self)
+        """The advice which loss scale suffices, in a sentence or two."""
+        total, present = self.total, exponent_of(self.scale)
+        bad = [one.name for one in self.parameters.values() if one.nonfinite]
+        if bad:
+            return f"{listed(bad)} have inf or nan, so that this step is skipped: amp.debug.find_overflow tells why"
+        if self.dtype is not torch.float16:
+            why = "bfloat16 has the range of float32" if self.dtype is torch.bfloat16 else ""
+            return f"{self.level} needs no loss scale: {why or f'its gradients are {name_of(self.dtype)}'}"
+        lost = ""
+        if known := total.true_nonzero - total.nonzero:
+            lost = f"; {_percent(known, total.elements)} of all elements are zero for lack of range, and lost"
+        elif total.lost == 0 and total.zeros:
+            lost = "; the zeros are true ones: they stay at a larger scale"
+        if self.probe is not None and self.unknown:
+            lost += f"; what is lost of {listed(self.unknown)} is unknown"
+        smallest, largest = total.smallest_scale, total.largest_scale
+        if largest is None:
+            fits = (
+                ""
+                if smallest is None
+                else f": a static loss scale of 2^{smallest + _MARGIN} would do, or a dynamic one"
+            )
+            return f"all gradients are zero{lost}{fits}"
+        assert smallest is not None
+        if smallest > largest:
+            needed = _largest(self.dtype) - _smallest(self.dtype) + 1 + smallest - largest
+            return (
+                f"no loss scale fits: the gradients need {needed} binades, and float16 has 30. Use O4 or O5, whose "
+                f"bfloat16 has the range of float32, or keep {listed(_lossy_at(self, largest))} in float32{lost}"
+            )
+        static = min(max(smallest, 0) + _MARGIN, largest)
+        if smallest <= present <= largest:
+            text = f"the loss scale fits; a static one of 2^{static} would do, too, and a dynamic one is fine"
+        else:
+            size = "small" if present < smallest else "large"
+            text = f"the loss scale is too {size}: a static one of 2^{static} would do, or a dynamic one"
+        if static > present:
+            text += "; above the present one, gradients inside of the model may overflow before those of parameters do"
+        if small := _lossy_at(self, static):
+            text += f"; {listed(small)} would need a larger one, or float32"
+        return text + lost
 
     def shares(self) -> dict[str, float]:
         """Return for ``scalars`` the shares that are zero, lossy, not finite and, if known for all, lost."""
@@ -274,10 +306,9 @@ def _histogram(total: ParameterRange) -> Iterator[str]:
     limit = _smallest(total.dtype) - total.scale_exponent
     top = limit + -(-(high + 1 - limit) // width) * width  # rows end at the limit
     rows = []
-    while top > low:
-        of_row = slice(max(top - width + BIAS, FIRST), min(max(top + BIAS, FIRST), NONFINITE))
-        rows.append((top - width, top, int(total.counts[of_row].sum()), int(total.lost_counts[of_row].sum())))
-        top -= width
+    for end in range(top, low, -width):
+        of_row = slice(max(end - width + BIAS, FIRST), min(max(end + BIAS, FIRST), NONFINITE))
+        rows.append((end - width, end, int(total.counts[of_row].sum()), int(total.lost_counts[of_row].sum())))
     most = max(here + lost for _, _, here, lost in rows)
     names = [f"2^{begin} to 2^{end}" for begin, end, _, _ in rows]
     for name, (_, end, here, lost) in zip(names, rows, strict=True):
@@ -312,48 +343,6 @@ def _scales(total: ParameterRange) -> Iterator[str]:
         f"lossy{' or lost' * lost} at a loss scale of {' · '.join(cells)} (of those that are not zero"
         f"{', or lost' * lost})"
     )
-
-
-def advice_of(found: GradientRange) -> str:
-    """Return the advice which loss scale suffices, in a sentence or two."""
-    total, present = found.total, exponent_of(found.scale)
-    bad = [one.name for one in found.parameters.values() if one.nonfinite]
-    if bad:
-        return f"{listed(bad)} have inf or nan, so that this step is skipped: amp.debug.find_overflow tells why"
-    if found.dtype is not torch.float16:
-        why = "bfloat16 has the range of float32" if found.dtype is torch.bfloat16 else ""
-        return f"{found.level} needs no loss scale: {why or f'its gradients are {name_of(found.dtype)}'}"
-    lost = ""
-    if known := total.true_nonzero - total.nonzero:
-        lost = f"; {_percent(known, total.elements)} of all elements are zero for lack of range, and lost"
-    elif total.lost == 0 and total.zeros:
-        lost = "; the zeros are true ones: they stay at a larger scale"
-    if found.probe is not None and found.unknown:
-        lost += f"; what is lost of {listed(found.unknown)} is unknown"
-    smallest, largest = total.smallest_scale, total.largest_scale
-    if largest is None:
-        would = (
-            "" if smallest is None else f": a static loss scale of 2^{smallest + _MARGIN} would do, or a dynamic one"
-        )
-        return f"all gradients are zero{lost}{would}"
-    assert smallest is not None
-    if smallest > largest:
-        needed = _largest(found.dtype) - _smallest(found.dtype) + 1 + smallest - largest
-        return (
-            f"no loss scale fits: the gradients need {needed} binades, and float16 has 30. Use O4 or O5, whose "
-            f"bfloat16 has the range of float32, or keep {listed(_lossy_at(found, largest))} in float32{lost}"
-        )
-    static = min(max(smallest, 0) + _MARGIN, largest)
-    if smallest <= present <= largest:
-        text = f"the loss scale fits; a static one of 2^{static} would do, too, and a dynamic one is fine"
-    else:
-        size = "small" if present < smallest else "large"
-        text = f"the loss scale is too {size}: a static one of 2^{static} would do, or a dynamic one"
-    if static > present:
-        text += "; above the present one, gradients inside of the model may overflow before those of parameters do"
-    if small := _lossy_at(found, static):
-        text += f"; {listed(small)} would need a larger one, or float32"
-    return text + lost
 
 
 def _lossy_at(found: GradientRange, exponent: int) -> list[str]:

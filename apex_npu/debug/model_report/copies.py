@@ -38,15 +38,11 @@ class _EqualMasters(TorchFunctionMode):
 
 
 class _WriteNothingReal(TorchDispatchMode):
-    """A mode in which operators write fakes of real tensors, such as a teacher's statistics or averages of a loss.
-
-    Args:
-        fake: The mode of the fakes, which encloses this one.
-    """
+    """A mode in which operators write fakes of real tensors, such as a teacher's statistics or averages of a loss."""
 
     def __init__(self, fake: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._fake = fake
+        self._fake = fake  # the mode of the fakes, which encloses this one
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operator = operator_of(func)

@@ -23,11 +23,7 @@ _PRODUCTS = re.compile(
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int | None:
-    """Return the FLOPs of a call of ``func``, an ``OpOverload``.
-
-    Returns:
-        The FLOPs; 0 if it computes no product; None if it computes products, or may, and has no formula.
-    """
+    """Return the FLOPs of a call of ``func``, an ``OpOverload``; None if it may compute products and has no formula."""
     name = func.overloadpacket.__name__
     for same in (name, name.removesuffix("_")):
         packet = getattr(getattr(torch.ops, func.namespace), same, None)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,32 +38,16 @@ class Memory:
     states: dict[str, int] = field(default_factory=dict)
 
 
-class StateSize(NamedTuple):
-    """The state that an optimizer keeps for a parameter.
-
-    Attributes:
-        elements: The number of elements in the dtype of the stepped tensor.
-        others: The bytes of all else, such as a count of steps.
-    """
-
-    elements: int = 0
-    others: int = 0
-
-
 # The numbers of state tensors that are shown if no optimizer is given, without counts of steps.
 USUAL = {"SGD with momentum": 1, "Adam": 2}
 
-Sizes = dict[str, dict[str, StateSize]]
+# For each optimizer and parameter, by names: the elements of the state in the dtype of the stepped tensor, and the
+# bytes of all else, such as a count of steps.
+Sizes = dict[str, dict[str, tuple[int, int]]]
 
 
 def measure(model: nn.Module, policy: Policy, sizes: Sizes) -> Memory:
-    """Return the memory of ``model``, converted for ``policy``, after a backward.
-
-    Args:
-        model: A copy of the model; its tensors may have only sizes.
-        policy: The policy of the level.
-        sizes: The state sizes of each optimizer by the names of parameters, as ``sizes_of`` returns them.
-    """
+    """Return the memory of ``model``, converted for ``policy``, after a backward; its tensors may have only sizes."""
     found = Memory(states=dict.fromkeys(sizes, 0))
     for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
         found.parameters[tensor.dtype] += tensor.nbytes
@@ -77,7 +61,8 @@ def measure(model: nn.Module, policy: Policy, sizes: Sizes) -> Memory:
             found.gradients[stepped] += _bytes_of(name, param.grad) // param.dtype.itemsize * stepped.itemsize
         for optimizer, of in sizes.items():
             if name in of:
-                found.states[optimizer] += of[name].elements * stepped.itemsize + of[name].others
+                elements, others = of[name]
+                found.states[optimizer] += elements * stepped.itemsize + others
     return found
 
 
@@ -92,7 +77,7 @@ def _bytes_of(name: str, grad: Tensor) -> int:
 def usual_sizes(model: nn.Module) -> Sizes:
     """Return the state sizes of SGD with momentum and of Adam."""
     named = list(model.named_parameters())
-    return {title: {name: StateSize(n * p.numel()) for name, p in named} for title, n in USUAL.items()}
+    return {title: {name: (n * p.numel(), 0) for name, p in named} for title, n in USUAL.items()}
 
 
 def sizes_of(optimizer: Optimizer, model: nn.Module) -> Sizes:
@@ -126,7 +111,7 @@ def choices_of(optimizer: Optimizer | None) -> list[MemoryChoice]:
     return memory_choices(own) if isinstance(own, FusedOptimizer) else []
 
 
-def _size(param: Tensor, state: dict[str, Any]) -> StateSize:
+def _size(param: Tensor, state: dict[str, Any]) -> tuple[int, int]:
     # The float32 values of 16-bit parameters are counted as such.
     own = tree_leaves({name: value for name, value in state.items() if name != MASTER_PARAM})
     elements = others = 0
@@ -136,4 +121,4 @@ def _size(param: Tensor, state: dict[str, Any]) -> StateSize:
             elements += value.numel()
         else:
             others += value.nbytes
-    return StateSize(elements, others)
+    return elements, others

@@ -19,7 +19,7 @@ from apex_npu.debug.model_report.copies import every_tensor, fake_copies, leaves
 from apex_npu.debug.model_report.memory import Sizes, choices_of, measure, sizes_of, usual_sizes
 from apex_npu.debug.model_report.table import LevelReport, ModelReport
 from apex_npu.debug.model_report.tally import Tally
-from apex_npu.debug.text import described
+from apex_npu.debug.text import described, name_of
 from apex_npu.debug.watching.kept_state import KeptState
 from apex_npu.debug.watching.opening import inside_of
 from apex_npu.fusion.shards import is_sharded
@@ -112,7 +112,7 @@ def report(
     found = ModelReport(
         type(model).__name__,
         sum(p.numel() for p in model.parameters()),
-        [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors],
+        [f"{name_of(t.dtype)} {list(t.shape)}" for t in tensors],
         {one.level: one for one in results},
         choices_of(optimizer),
     )

@@ -20,15 +20,9 @@ from apex_npu.debug.watching.places import Names
 from apex_npu.debug.watching.stream import Consumer, Stream
 
 # These operators take only sizes and a dtype from a tensor, or only move the data that they read.
-_NO_FUNCTIONS = {"clone", "_unsafe_view"} | {
-    "ones_like",
-    "zeros_like",
-    "full_like",
-    "rand_like",
-    "randn_like",
-    "new_zeros",
-    "new_ones",
-    "new_full",
+_NO_FUNCTIONS = {
+    *("clone", "_unsafe_view", "ones_like", "zeros_like", "full_like", "rand_like", "randn_like"),
+    *("new_zeros", "new_ones", "new_full"),
 }
 _CASTS = ("aten::_to_copy", "aten::copy_")
 
@@ -124,13 +118,16 @@ class _Counting(Consumer):
         operator, results = ran.operator, list(tensors_in(ran.returned))
         if not results:
             return
-        named = [(name, t) for name, value in ran.operands() for t in tensors_in(value)]
-        operands = [t for _, t in named]
+        operands = [t for _, value in ran.operands() for t in tensors_in(value)]
         moved = sum(t.numel() * t.element_size() for t in {id(t): t for t in (*operands, *results)}.values())
         self._tally.bytes_moved += moved
         if operator.name in _CASTS and operands:
-            if operands[-1].dtype != results[0].dtype:
-                self._note_cast(operands[-1], results[0].dtype, moved)
+            source, cast = operands[-1], (operands[-1].dtype, results[0].dtype)
+            if cast[0] != cast[1] and all(dtype.is_floating_point for dtype in cast):
+                self._tally.casts[cast] += 1
+                self._tally.cast_bytes[cast] += moved
+                if (name := self._names.of_tensor(source)) is not None:
+                    self._tally.cast_weights[name] = None
             return
         floating = [t for t in (*results, *operands) if t.dtype.is_floating_point or t.dtype.is_complex]
         if (
@@ -148,11 +145,3 @@ class _Counting(Consumer):
                 self._tally.uncounted[operator.name.removeprefix("aten::")] = None
             elif flops:
                 self._tally.flops[function] += flops
-
-    def _note_cast(self, source: Tensor, target: torch.dtype, moved: int) -> None:
-        if source.dtype.is_floating_point and target.is_floating_point:
-            self._tally.casts[source.dtype, target] += 1
-            self._tally.cast_bytes[source.dtype, target] += moved
-            name = self._names.of_tensor(source)
-            if name is not None:
-                self._tally.cast_weights[name] = None

@@ -9,7 +9,7 @@ are those of the parts of a block, and of the forward of models, for which an or
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -27,34 +27,29 @@ class LabelledBlock:
     """A block with three ranges: for its work before backward, for backward, and for its work afterwards."""
 
     def __init__(self, block: Any) -> None:
-        self._block = block
+        self._block, self._backward = block, ExitStack()
         self.scale: float = block.scale
-        self._backward: record_function | None = None
 
     def begin(self, scaled_loss: Tensor) -> Tensor:
         with record_function("amp.scale_up"):
             self._block.begin(scaled_loss)
-        self._backward = record_function("amp.backward")
-        self._backward.__enter__()
+        self._backward.enter_context(record_function("amp.backward"))
         return scaled_loss
 
     def end(self) -> None:
-        self._end_backward()
+        self._backward.close()
         with record_function("amp.unscale_and_check"):
             self._block.end()
 
     def abandon(self, error: BaseException) -> None:
-        self._end_backward()
+        self._backward.close()
         self._block.abandon(error)
-
-    def _end_backward(self) -> None:
-        backward, self._backward = self._backward, None
-        if backward is not None:
-            backward.__exit__(None, None, None)
 
 
 class Labels:
     """The ranges of blocks and forwards, from its creation until it is closed."""
+
+    around = LabelledBlock  # what scale_loss makes of its block
 
     def __init__(self) -> None:
         """Open ranges from now on."""
@@ -63,10 +58,6 @@ class Labels:
             torch_module.register_module_forward_pre_hook(self.enter_module),
             torch_module.register_module_forward_hook(self._leave, always_call=True),
         ]
-
-    def around(self, block: Any) -> LabelledBlock:
-        """Return ``block`` with ranges."""
-        return LabelledBlock(block)
 
     def close_unless_used(self) -> None:
         """Stop opening ranges, unless a profiler is on or ``profiler_ranges`` is open."""

@@ -177,13 +177,7 @@ def _transfers(node: Any) -> tuple[bool, bool]:
 
 
 def summarize(events: Sequence[Event], kernels: Sequence[Kernel] = (), complete: int | None = None) -> Steps:
-    """Distribute the time of steps over their phases.
-
-    Args:
-        events: The events, with a range ``ProfilerStep#…`` for each step.
-        kernels: The kernels of devices.
-        complete: The number of first steps to count; None counts all.
-    """
+    """Distribute the time of steps, which are ranges ``ProfilerStep#…``, over phases; count the first ``complete``."""
     steps = sorted((e for e in events if e.name.startswith(STEP)), key=lambda e: e.begin)[:complete]
     if not steps:
         return Steps(0, 0.0)
@@ -251,12 +245,7 @@ def _segments(step: Event, events: Iterable[Event]) -> Iterator[tuple[float, flo
         around = [e for e in labels if e.begin <= begin and end <= e.end]
         following = next((e.name for e in marks if e.begin >= end), "")
         before = BEFORE_FORWARD if following == "amp.forward" else ELSEWHERE
-        yield begin, end, _named(around[-1].name) if around else before
-
-
-def _named(label: str) -> str:
-    """Return the phase of a label; all buckets are one phase."""
-    return label.partition("[")[0]
+        yield begin, end, around[-1].name.partition("[")[0] if around else before  # all buckets are one phase
 
 
 def _busy(kernels: Sequence[Kernel], begin: float, end: float) -> float:

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -78,7 +77,7 @@ class profile:
                 raise type(error)(f"trace must be a folder, or the path of a new one: {error}") from error
         self._done, self._rank = 0, LastRank()
         self._profiler: Any = None
-        self._ranges: AbstractContextManager[None] | None = None
+        self._ranges = ExitStack()
         self._keep(Steps(0, 0.0))
 
     def _keep(self, found: Steps) -> None:
@@ -101,8 +100,8 @@ class profile:
         self._done, self._rank = 0, LastRank()
         profiler = torch.profiler.profile(activities=activities, schedule=schedule, record_shapes=True, acc_events=True)
         profiler.start()
-        self._profiler, self._ranges = profiler, profiler_ranges()
-        self._ranges.__enter__()
+        self._profiler = profiler
+        self._ranges.enter_context(profiler_ranges())
         return self
 
     def step(self) -> None:
@@ -115,20 +114,15 @@ class profile:
             else:
                 self._end()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._end()
 
     def _end(self) -> None:
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
-        try:
+        with self._ranges:
             profiler.stop()
-        finally:
-            if self._ranges is not None:
-                self._ranges.__exit__(None, None, None)
         # The part after the last full step does not count as a step, unless there is nothing else.
         self._keep(summarize(*events_of(profiler), complete=self._done or None))
         if self._folder is not None:
