@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 import apex_npu
 from apex_npu import _extension
+from apex_npu.backends import for_device
 from apex_npu.compat.apex_name import names_taken
 from apex_npu.doctor.precision import LAYERS, native_dtypes, speed_of_low_precision
 from apex_npu.doctor.rounds import processor
@@ -61,15 +62,7 @@ class Finding:
     remedy: str = ""  # the action that helps
 
 
-@dataclass(frozen=True)
-class Section:
-    """Findings under one heading."""
-
-    title: str
-    findings: list[Finding]
-
-
-def examine() -> list[Section]:
+def examine() -> dict[str, list[Finding]]:
     """Examine the extension, versions, devices and their kernels, torch.distributed and the name ``apex``.
 
     Also list the bytes that a parameter takes with each choice of level and format, for Adam.
@@ -77,15 +70,15 @@ def examine() -> list[Section]:
     Nothing is changed. Small trial computations run on the devices, which takes a few seconds.
     """
     torch_npu = _import_torch_npu()
-    return [
-        Section("C++ extension", [_extension_state()]),
-        Section("Versions", [*_versions(), *_torch_npu(torch_npu)]),
-        Section("Devices", list(_devices())),
-        Section("Kernels", list(_kernels())),
-        Section("Memory of a parameter", list(_memory())),
-        Section("Several processes", list(_collectives())),
-        Section("The name apex", list(_apex())),
-    ]
+    return {
+        "C++ extension": [_extension_state()],
+        "Versions": [*_versions(), *_torch_npu(torch_npu)],
+        "Devices": list(_devices()),
+        "Kernels": list(_kernels()),
+        "Memory of a parameter": list(_memory()),
+        "Several processes": list(_collectives()),
+        "The name apex": list(_apex()),
+    }
 
 
 # --- versions --------------------------------------------------------------------------------------------------------
@@ -226,8 +219,6 @@ def _accelerator(module: Any, index: int) -> str:
 
 
 def _overflow() -> str:
-    from apex_npu.backends import for_device
-
     saturates = for_device(torch.device("npu")).saturates()
     return "saturates: a sticky flag says so, and amp reads it" if saturates else "gives inf and NaN"
 

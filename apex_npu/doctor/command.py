@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from apex_npu._cli.command_line import Commands, add_command
 from apex_npu._cli.tables import show
 
 if TYPE_CHECKING:
-    from apex_npu.doctor.checks import Section
+    from apex_npu.doctor.checks import Finding
 
 _WIDTH = 110
 _MARKS = {"ok": " ", "note": "·", "broken": "✗"}
@@ -33,9 +33,9 @@ def _run(options: argparse.Namespace) -> int:
         print(f"apex_npu: {error}: torch 2.6 or newer is needed, see https://pytorch.org", file=sys.stderr)
         return 1
     sections = examine()
-    broken = sum(finding.state is State.BROKEN for section in sections for finding in section.findings)
+    broken = sum(finding.state is State.BROKEN for findings in sections.values() for finding in findings)
     if options.json:
-        report = {section.title: [asdict(finding) for finding in section.findings] for section in sections}
+        report = {title: [asdict(finding) for finding in findings] for title, findings in sections.items()}
         print(json.dumps({"broken": broken, "sections": report}, indent=2))
     else:
         _show(sections)
@@ -43,19 +43,19 @@ def _run(options: argparse.Namespace) -> int:
     return 1 if broken else 0
 
 
-def _show(sections: Sequence[Section]) -> None:
-    width = max(len(finding.name) for section in sections for finding in section.findings)
-    for number, section in enumerate(sections):
-        lines = ["", section.title] if number else [section.title]
+def _show(sections: Mapping[str, Sequence[Finding]]) -> None:
+    width = max(len(finding.name) for findings in sections.values() for finding in findings)
+    for number, (title, findings) in enumerate(sections.items()):
+        lines = ["", title] if number else [title]
         rows, styles = [], []
-        for finding in section.findings:
+        for finding in findings:
             mark = _MARKS[finding.state.value]
             first = f"{mark} {finding.name:{width}}  "
             text = finding.value + (f" → {finding.remedy}" if finding.remedy else "")
             lines += textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=" " * len(first)) or [first]
             rows.append((mark, finding.name, finding.value, finding.remedy))
             styles.append(_STYLES[finding.state.value])
-        show(lines, ("", "", "", ""), rows, title=section.title, styles=styles)
+        show(lines, ("", "", "", ""), rows, title=title, styles=styles)
 
 
 def add_parser(commands: Commands) -> None:
