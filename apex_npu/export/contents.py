@@ -43,21 +43,17 @@ class Part:
         return _KINDS[self.kind][1](self.value)
 
 
-def parts_of(checkpoint: Any) -> Iterator[Part]:
-    """Yield the states in ``checkpoint``, in their order; nested dicts are searched."""
-    yield from _search(checkpoint, ())
-
-
-def _search(value: Any, path: tuple[str | int, ...]) -> Iterator[Part]:
+def parts_of(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[Part]:
+    """Yield the states in ``value``, which is at ``path`` of a checkpoint; containers in it are searched in order."""
     kind = _kind(value)
     if kind is not None:
         yield Part(path, kind, value)
     elif isinstance(value, Mapping) and value and all(isinstance(key, str) for key in value):
         for key, entry in value.items():
-            yield from _search(entry, (*path, key))
+            yield from parts_of(entry, (*path, key))
     elif isinstance(value, list | tuple) and value and None not in map(_kind, value):
         for index, entry in enumerate(value):
-            yield from _search(entry, (*path, index))
+            yield from parts_of(entry, (*path, index))
     else:
         yield Part(path, "other", value)
 
