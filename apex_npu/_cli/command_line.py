@@ -52,6 +52,7 @@ def run_command(parser: Parser, arguments: Sequence[str], alone: Mapping[str, st
     """Run the command that ``arguments`` select. Wrong arguments exit with status 2.
 
     The command ends quietly, with the status of SIGPIPE, if the program that reads its output has ended (``| head``).
+    SIGTERM does the same as Ctrl-C, so that no temporary file stays. Signals of a script are its own.
 
     Args:
         parser: The parser of all commands.
@@ -68,15 +69,21 @@ def run_command(parser: Parser, arguments: Sequence[str], alone: Mapping[str, st
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if not rest and sys.stdout is None:  # closed, as by >&-
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    run: Callable[[argparse.Namespace], int] = options.run
+    if rest:
+        return run(options)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        status: int = options.run(options)
-        if not rest:  # a script may have closed or replaced it
-            sys.stdout.flush()
+        status = run(options)
+        sys.stdout.flush()
     except BrokenPipeError:
-        if rest:
-            raise  # of the script, as in Python
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at its end
         return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        print("apex_npu: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return status
 
 

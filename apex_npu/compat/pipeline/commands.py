@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,24 +16,15 @@ from .patching import patch
 
 
 def printed(work: Callable[[argparse.Namespace], str]) -> Callable[[argparse.Namespace], int]:
-    """Wrap ``work`` to print its result or refusal. Its exit status is 0, 1 after a refusal, or 130 after Ctrl-C.
-
-    SIGTERM does the same as Ctrl-C, so that no temporary folder stays.
-    """
+    """Wrap ``work`` to print its result or refusal. Its exit status is 0, or 1 after a refusal."""
 
     def run(options: argparse.Namespace) -> int:
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            print(work(options))
-        except BrokenPipeError:
-            raise  # the command ends quietly
+            result = work(options)
         except (PipelineError, OSError) as error:
             print(f"apex_npu: {error}", file=sys.stderr)
             return 1
-        except KeyboardInterrupt:
-            return 130
-        finally:
-            signal.signal(signal.SIGTERM, before)
+        print(result)
         return 0
 
     return run

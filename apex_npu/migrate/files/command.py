@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import signal
 import sys
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from .writing import write_copy, write_in_place
 
 def _run(options: argparse.Namespace) -> int:
     """Report, then write. Return 0, or 1 if something is left for a person, or 2 for an error."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if options.list_rules:
             print("\n".join(f"{rule.id}  {rule.title}" for rule in RULES.values()))
@@ -39,11 +37,6 @@ def _run(options: argparse.Namespace) -> int:
         return _migrate(options)
     except ValueError as error:
         return fail(options, error)
-    except KeyboardInterrupt:
-        print("apex_npu: interrupted; either all files have changed, or none has", file=sys.stderr)
-        return 130
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _chosen(text: str) -> tuple[str, ...]:
