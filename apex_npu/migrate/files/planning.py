@@ -29,34 +29,10 @@ _MAX_OTHER = 1_000_000
 
 
 @dataclass(frozen=True)
-class Target:
-    """A file: its path below ``root``, which is a folder that the user gave, or the folder of a file that they gave."""
-
-    root: Path
-    path: str
-
-    @property
-    def file(self) -> Path:
-        """The whole path."""
-        return self.root / self.path
-
-    @property
-    def shown(self) -> str:
-        """The path in reports."""
-        return os.path.normpath(self.file)
-
-    def read(self) -> bytes:
-        """Return the contents. Raise an OSError for links and named pipes as well."""
-        if not stat.S_ISREG(self.file.lstat().st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(self.file))
-        return self.file.read_bytes()
-
-
-@dataclass(frozen=True)
 class FileChange:
-    """A file with its old and its new content."""
+    """A file with its old and its new content. The path begins with the folder or file that the user gave."""
 
-    target: Target
+    path: Path
     before: bytes
     after: bytes
 
@@ -87,16 +63,14 @@ def plan(
     Raises:
         ValueError: A path does not exist, or is a link.
     """
-    found = [target for given in paths for target in _targets(Path(given), exclude)]
-    contents: dict[Target, bytes] = {}
+    contents: dict[Path, bytes] = {}
     findings: list[Finding] = []
-    for target in dict.fromkeys(found):
+    for path in dict.fromkeys(path for given in paths for path in _files(Path(given), exclude)):
         try:
-            contents[target] = target.read()
+            contents[path] = read(path)
         except OSError as error:
-            findings.append(unreadable(target.shown, UnreadableError("F906", str(error))))
-    programs = {Path(target.shown): target for target in contents if _is_program(target.path)}
-    work = _Work({path: contents[target] for path, target in programs.items()}, options or Options())
+            findings.append(unreadable(str(path), UnreadableError("F906", str(error))))
+    work = _Work({path: data for path, data in contents.items() if _is_program(path.name)}, options or Options())
     if data_parallel is not None:
         work.choose_script(Path(data_parallel))
     for path, data in work.programs.items():
@@ -113,9 +87,9 @@ def plan(
         findings.extend(rewritten.findings)
         if rewritten.source != work.programs[path]:
             assert isinstance(rewritten.source, bytes)
-            changes.append(FileChange(programs[path], work.programs[path], rewritten.source))
-    for target in contents.keys() - programs.values():
-        findings.extend(_other(target, contents[target]))
+            changes.append(FileChange(path, work.programs[path], rewritten.source))
+    for path in contents.keys() - work.programs.keys():
+        findings.extend(_other(path, contents[path]))
     return Plan(tuple(changes), tuple(sorted(findings)), len(contents))
 
 
@@ -151,11 +125,10 @@ class _Work:
 
     def choose_script(self, main: Path) -> None:
         """Set the options that make the script ``main``, with the files that it imports, train on several cards."""
-        script = Path(os.path.normpath(main))
-        if script not in self.modules:
+        if main not in self.modules:
             raise ValueError(f"--data-parallel {main}: it is not one of the given Python files")
-        for path in with_imports(script, self.modules):
-            role = "main" if path == script else "other"
+        for path in with_imports(main, self.modules):
+            role = "main" if path == main else "other"
             self.options[path] = replace(self.general, data_parallel=role)
 
     def settle_amp(self) -> None:
@@ -183,16 +156,23 @@ class _Work:
                 self.again(path, left=self.options[path].left | told)
 
 
-def _is_program(path: str) -> bool:
-    return path.endswith((".py", ".pyw", ".ipynb"))
+def _is_program(name: str) -> bool:
+    return name.endswith((".py", ".pyw", ".ipynb"))
 
 
-def _targets(path: Path, exclude: Sequence[str]) -> Iterator[Target]:
+def read(path: Path) -> bytes:
+    """Return the contents of a file. Raise an OSError for links and named pipes as well."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return path.read_bytes()
+
+
+def _files(path: Path, exclude: Sequence[str]) -> Iterator[Path]:
     """Yield the file ``path``, or the files in the folder ``path``."""
     if path.is_symlink():
         raise ValueError(f"{path} is a link, and links are not followed: pass the path that it points to")
     if path.is_file():
-        yield Target(path.parent, path.name)
+        yield path
         return
     if not path.is_dir():
         raise ValueError(f"{path} is neither a file nor a folder")
@@ -208,7 +188,7 @@ def _targets(path: Path, exclude: Sequence[str]) -> Iterator[Target]:
             if not wanted or (at / name).is_symlink() or _excluded(relative, exclude):
                 continue
             if known is None or relative.as_posix() in known:
-                yield Target(path, relative.as_posix())
+                yield at / name
 
 
 def is_skipped(folder: Path) -> bool:
@@ -230,7 +210,7 @@ def git(folder: Path, *arguments: str) -> str | None:
     return os.fsdecode(done.stdout) if done.returncode == 0 else None
 
 
-def _other(target: Target, data: bytes) -> Iterator[Finding]:
+def _other(path: Path, data: bytes) -> Iterator[Finding]:
     if len(data) > _MAX_OTHER:
         return
     lines = enumerate(data.decode("utf-8", "replace").splitlines(), 1)
@@ -240,4 +220,4 @@ def _other(target: Target, data: bytes) -> Iterator[Finding]:
         message = f"{line.strip()[:120]}: it is not changed{hint}"
         message += f"; {len(places) - 1} more line{'s' * (len(places) > 2)}" if len(places) > 1 else ""
         column, end = found.start() + 1, found.end() + 1
-        yield Finding(target.shown, number, column, "F908", "note", number, end, found[0], None, message)
+        yield Finding(str(path), number, column, "F908", "note", number, end, found[0], None, message)
