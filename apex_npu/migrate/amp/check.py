@@ -42,12 +42,10 @@ def check(program: Program) -> None:
     if has_amp is not None:
         program.note("A350", has_amp, "the program already uses amp")
         return
-    put: list[Training] = []
-    program.all_or_none(lambda: put.append(_reported(program)), ["amp"])
-    for one in put:
-        if one.casts_model and one.made:
-            models = {model for made in one.made for model in made.models}
-            weights.report(program, one.targets | models, [place_of(one)], (weights.ADDED,))
+    put = program.all_or_none(_reported, ["amp"])
+    if put is not None and put.casts_model and put.made:
+        models = {model for made in put.made for model in made.models}
+        weights.report(program, put.targets | models, [place_of(put)], (weights.ADDED,))
 
 
 def arguments_of_initialize() -> frozenset[str]:

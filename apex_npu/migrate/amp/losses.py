@@ -70,9 +70,9 @@ def float_inputs(put: Training, call: ast.Call) -> None:
     for node in program.every(ast.Name, ast.Attribute) if target else ():
         if text(node) != target or not ("." in target or put.scope_of(node, target) is home):
             continue
-        parent = program.parent(node)
-        if isinstance(parent, ast.Call) and parent.func is node:
-            calls.append(parent)
+        parent, called = program.parent(node), program.call_of(node)
+        if called is not None:
+            calls.append(called)
         elif isinstance(node.ctx, ast.Load) and not (isinstance(parent, ast.Attribute) and parent.attr in MOVES):
             raise UnclearError(node, "A354", "a BCELoss is passed on, so its calls are unknown")
     if not calls:

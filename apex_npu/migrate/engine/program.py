@@ -51,6 +51,7 @@ def once(findings: Sequence[Finding]) -> Iterator[Finding]:
 
 _A = TypeVar("_A", bound=ast.AST)
 _B = TypeVar("_B", bound=ast.AST)
+_T = TypeVar("_T")
 Place = tuple[int, int] | ast.expr | ast.stmt | ast.alias
 LITERAL = re.compile(r"""([uUrR]?)(\"""|'''|"|')""")
 _FROM = re.compile(r"from[ \t\f]+([\w.]+)(?![\w.])")
@@ -195,10 +196,14 @@ class Program:
         """Yield the names and attributes that the program reads."""
         return (node for node in self.every(ast.Name, ast.Attribute) if isinstance(node.ctx, ast.Load))
 
-    def is_called(self, node: ast.AST) -> bool:
-        """Return whether ``node`` is the function of a call."""
+    def call_of(self, node: ast.AST) -> ast.Call | None:
+        """Return the call whose function ``node`` is, or None."""
         parent = self.parent(node)
-        return isinstance(parent, ast.Call) and parent.func is node
+        return parent if isinstance(parent, ast.Call) and parent.func is node else None
+
+    def written(self, node: ast.expr) -> str:
+        """Return an expression as the program writes it."""
+        return self.source.text[slice(*self.source.span(node))]
 
     def report(
         self,
@@ -232,20 +237,21 @@ class Program:
         """Report what is left for a person, with the reason."""
         self.report(rule, "refused", place, message=message, links=links)
 
-    def all_or_none(self, apply: Callable[[], None], links: Sequence[str], rule: str = "") -> None:
-        """Call ``apply``, and link the changes that it reports.
+    def all_or_none(self, apply: Callable[[Program], _T], links: Sequence[str], rule: str = "") -> _T | None:
+        """Return ``apply(self)``, and link the changes that it reports.
 
         If it raises UnclearError, report only that, with the first link. An error of another family gets ``rule``.
         """
         before = len(self.drafts)
         try:
-            apply()
+            result = apply(self)
         except UnclearError as error:
             del self.drafts[before:]
             own = error.rule if error.rule[0] == (rule or error.rule)[0] else rule
             self.refuse(own, error.node, error.reason, links[:1])
-        else:
-            self.drafts[before:] = [replace(one, links=one.links.union(links)) for one in self.drafts[before:]]
+            return None
+        self.drafts[before:] = [replace(one, links=one.links.union(links)) for one in self.drafts[before:]]
+        return result
 
     def _reported_span(self, node: ast.expr | ast.stmt | ast.alias) -> tuple[int, int]:
         around = self._fstring(node)

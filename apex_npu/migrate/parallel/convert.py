@@ -37,7 +37,7 @@ def check(program: Program) -> None:
         convert = _convert if role == "main" else _convert_part
         has_amp = any("amp" in draft.links for draft in program.drafts)
         links = [PARALLEL, "amp"] if has_amp and role == "main" else [PARALLEL]
-        program.all_or_none(lambda: convert(program), links, "P604")
+        program.all_or_none(convert, links, "P604")
 
 
 def _convert(program: Program) -> None:
@@ -237,7 +237,7 @@ def _sample_one(program: Program, call: ast.Call, torch: str) -> None:
     dataset, shuffle, source = argument(call, 0, "dataset"), argument(call, 2, "shuffle"), program.source
     if dataset is None or not text(dataset):
         raise UnclearError(call, "P602", "assign the dataset to a name first: the sampler also needs it")
-    shuffled = "" if shuffle is None else source.text[slice(*source.span(shuffle))]
+    shuffled = "" if shuffle is None else program.written(shuffle)
     if "\n" in shuffled:
         raise UnclearError(call, "P602", "its argument shuffle is on several lines")
     there = f"{torch}.distributed.is_initialized()"

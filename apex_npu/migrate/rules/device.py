@@ -79,7 +79,7 @@ def _name(program: Program, node: ast.Attribute | ast.Name) -> None:
         _torch_cuda(program, node, dotted.split(".")[2:])
     elif _DATA_PARALLEL.fullmatch(dotted):
         # Only making or subclassing it is refused: isinstance may name the class.
-        if program.is_called(node) or isinstance(program.parent(node), ast.ClassDef):
+        if program.call_of(node) or isinstance(program.parent(node), ast.ClassDef):
             program.refuse("D150", node, f"{dotted.replace('torch.nn', 'nn')} {_ONE_PROCESS}")
     elif isinstance(node, ast.Attribute):
         _torch(program, node, dotted)
@@ -121,7 +121,7 @@ def _torch_cuda(program: Program, node: ast.Attribute | ast.Name, parts: list[st
         program.report("D151", "changed", node, target_of(program).name(program, node, parts), _RANGES, links)
     elif not parts and (target is None or program.dotted(target) != "torch.cuda"):
         program.refuse("D153", node, LOOKED_UP.format("torch.cuda"), links)
-    elif answer and program.is_called(node) and (failing := _failing_use(program, parent, parts)):
+    elif answer and (call := program.call_of(node)) and (failing := _failing_use(program, call, parts)):
         program.refuse("D156", node, f"{answer}, and {failing}", links)
     else:
         is_type = bool(parts) and parts[0].endswith(("Tensor", "Storage"))
@@ -131,9 +131,8 @@ def _torch_cuda(program: Program, node: ast.Attribute | ast.Name, parts: list[st
             program.note("D156", node, answer)
 
 
-def _failing_use(program: Program, call: ast.AST | None, parts: list[str]) -> str:
+def _failing_use(program: Program, call: ast.Call, parts: list[str]) -> str:
     """Return how the program uses a result that differs on npu, such that it would fail; "" if no such use is found."""
-    assert isinstance(call, ast.Call)
     for value, parent in _uses_of(program, call):
         line = f"(line {value.lineno}): check for the feature instead, as by is_bf16_supported(), or remove the check"
         if parts == ["get_device_properties"]:
@@ -179,10 +178,9 @@ def _profiler_name(program: Program, node: ast.Attribute | ast.Name, dotted: str
     longer = around.removeprefix("torch.profiler.") in tables.PROFILER_NAMES
     if _ACTIVITY not in uses.values() or longer or not dotted.startswith("torch.profiler."):
         return
-    call = program.parent(node)
-    given = call.keywords if isinstance(call, ast.Call) and call.func is node else []
+    call = program.call_of(node)
     refusal = "" if torch_import(program) else "torch is not imported at the top level"
-    if any(one.arg in ("use_cuda", "use_device") for one in given):
+    if call is not None and {"use_cuda", "use_device"} & keywords(call).keys():
         refusal = _USE_ACTIVITIES
     edit = replaced(
         program, node, f"torch_npu.profiler.{tables.PROFILER_NAMES[dotted.removeprefix('torch.profiler.')]}"

@@ -29,11 +29,12 @@ def _use(program: Program, node: ast.Name | ast.Attribute) -> None:
     known = name in FUSED and module in ("torch.optim", f"torch.optim.{name.lower()}")
     if not known or not isinstance(node.ctx, ast.Load) or _is_annotation(program, node):
         return
-    call, links, optimizers = program.parent(node), [f"class {name}"], name_of(program, "optimizers")
-    if not isinstance(call, ast.Call) or call.func is not node:
+    call, links, optimizers = program.call_of(node), [f"class {name}"], name_of(program, "optimizers")
+    if call is None:
         # Optimizers of a class that the program compares with stay.
-        asks = isinstance(call, ast.Call) and text(call.func) in ("isinstance", "issubclass")
-        asks |= isinstance(call, (ast.Compare, ast.Tuple))
+        around = program.parent(node)
+        asks = isinstance(around, ast.Call) and text(around.func) in ("isinstance", "issubclass")
+        asks |= isinstance(around, (ast.Compare, ast.Tuple))
         program.refuse("O501", node, _PASSED_ON, links if asks else ())
         return
     refusal = UNNAMED if optimizers is None else _lacking(call, name)

@@ -223,7 +223,7 @@ def _uses(program: Program, name: str) -> Iterator[tuple[ast.Name | ast.Attribut
     for node in program.loaded():
         dotted = program.dotted(node)
         if name.startswith("."):
-            if program.is_called(node) and isinstance(node, ast.Attribute) and node.attr == name[1:]:
+            if program.call_of(node) and isinstance(node, ast.Attribute) and node.attr == name[1:]:
                 yield node, program.method_span(node)
         elif dotted == name or (isinstance(node, ast.Name) and dotted.startswith(f"{name}.")):
             yield node, program.source.span(node)
@@ -266,8 +266,8 @@ def _refuse(program: Program, rule: Refuse) -> None:
 def _argument(program: Program, rule: Argument) -> None:
     new = ast.unparse(ast.parse(rule.new.strip(), mode="eval"))
     for node, _ in _uses(program, rule.name):
-        call = program.parent(node)
-        if not isinstance(call, ast.Call) or call.func is not node:
+        call = program.call_of(node)
+        if call is None:
             continue
         if rule.position is None:
             given = next((one.value for one in call.keywords if one.arg == rule.keyword), None)

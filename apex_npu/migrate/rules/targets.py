@@ -137,17 +137,16 @@ class Portable(Npu):
     def name(self, program: Program, node: ast.expr, parts: list[str]) -> list[Edit | None]:
         if parts and (parts[0] in RENAMED or parts[0] == "amp"):
             return [None]  # the name or the arguments depend on the device
-        call = program.parent(node)
-        given = [*call.args, *call.keywords] if isinstance(call, ast.Call) and call.func is node else []
+        call = program.call_of(node)
         while program.dotted(node) != "torch.cuda":
             if not isinstance(node, ast.Attribute):
                 return []  # the import of this name is changed instead
             node = node.value
         if not isinstance(node, ast.Attribute):
             return []
-        root = program.source.text[slice(*program.source.span(node))].rpartition(".")[0].rstrip()
+        root = program.written(node).rpartition(".")[0].rstrip()
         device = _ACCELERATOR if parts and parts[0] in _CPU_NAMES else _OR_CUDA
-        if parts == ["Event"] and given:
+        if parts == ["Event"] and call is not None and (call.args or call.keywords):
             device = _OR_CUDA  # torch.cpu.Event takes no arguments
         module = "accelerator" if parts and parts[0] in _ACCELERATOR_NAMES else f"get_device_module({device})"
         if not root.isidentifier() or program.rename(node, "") is None:
@@ -164,8 +163,7 @@ class Portable(Npu):
             given = call.args[0]
             if not isinstance(given, (ast.Name, ast.Attribute)):
                 return [None if constant(given) is None else first]
-            span = program.source.span(given)
-            name = program.source.text[slice(*span)]
+            name = program.written(given)
             return [first, replaced(program, given, f"{_ACCELERATOR} if {name} is None else {name}")]
         opened = _OPEN.match(program.source.text, first.end)
         if opened is None:

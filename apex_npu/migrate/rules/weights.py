@@ -142,33 +142,25 @@ class _Loops:
 
     def __init__(self, program: Program, names: Set[str]) -> None:
         self._program, self._names = program, names
-        self._known: dict[tuple[ast.AST, str], str] = {}  # by the loop that binds a name, and the name
 
     def kind(self, node: ast.Name) -> str:
-        """Return what a name is, by the innermost loop that binds it."""
+        """Return what a name is, by the innermost loop that binds it; "" if its block gives the name another value."""
         inner: ast.AST = node
         scope = self._program.names.scope
         home = scope(node).find(node.id)
         for at in self._program.around(node):
-            loops = [at] if isinstance(at, ast.For) and inner is not at.iter else getattr(at, "generators", [])
-            for loop in reversed(loops):
+            is_loop = isinstance(at, (ast.For, ast.comprehension)) and inner is not at.iter
+            loops = [at] if is_loop else getattr(at, "generators", [])
+            for loop in reversed(loops[: loops.index(inner)] if inner in loops else loops):
                 if any(scope(one).find(node.id) is home for one in _named(loop.target, node.id)):
-                    return self._bound_by(loop, node.id)
+                    body = [one for part in getattr(loop, "body", []) for one in _named(part, node.id)]
+                    again = any(self._is_stored(one) and scope(one).find(node.id) is home for one in body)
+                    return "" if again else self._taken(loop.target, loop.iter, node.id)
             inner = at
         return ""
 
-    def _bound_by(self, loop: ast.For | ast.comprehension, name: str) -> str:
-        """Return what a loop binds ``name`` to; "" if its block gives the name another value."""
-        if (loop, name) not in self._known:
-            self._known[loop, name] = ""  # ends the recursion of a comprehension that binds a name twice
-            scope, parent = self._program.names.scope, self._program.parent
-            named = [one for part in getattr(loop, "body", []) for one in _named(part, name)]
-            stored = [
-                one for one in named if isinstance(one.ctx, ast.Store) and not isinstance(parent(one), ast.AugAssign)
-            ]
-            if not any(scope(one).find(name) is scope(loop).find(name) for one in stored):
-                self._known[loop, name] = self._taken(loop.target, loop.iter, name)
-        return self._known[loop, name]
+    def _is_stored(self, node: ast.Name) -> bool:
+        return isinstance(node.ctx, ast.Store) and not isinstance(self._program.parent(node), ast.AugAssign)
 
     def _taken(self, target: ast.expr, iterable: ast.expr, name: str) -> str:
         """Return what ``name`` in the target of a loop takes from an iterable."""

@@ -28,10 +28,10 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from apex_npu.migrate.engine.program import Finding, Options, count
-from apex_npu.migrate.engine.source import UnreadableError, apply_edits
+from apex_npu.migrate.engine.source import Source, apply_edits
 from apex_npu.migrate.files import reports
 from apex_npu.migrate.files.programs import exports
-from apex_npu.migrate.rewriting import TRIGGER, examined, owned_names, rewrite, unreadable
+from apex_npu.migrate.rewriting import TRIGGER, rewrite, rewrite_part
 
 # The variable that passes a ``Run`` as JSON to processes that the script spawns.
 SPAWNED = "APEX_NPU_RUN"
@@ -92,22 +92,17 @@ class Rewriter(importlib.abc.MetaPathFinder):
 
     def compile(self, data: bytes, path: str) -> CodeType:
         """Return the code of a rewritten program, with the line numbers of the old one."""
-        tree: ast.Module | bytes = data
-        if TRIGGER.search(data):
-            unsure, force = self.settings.unsure, self.settings.force
-            own, others = owned_names(data), exports(Path(path), data)
-            options = Options(("D", "X251"), ("D113",), unsure=unsure, force=force, owned=own, exports=others)
-            try:
-                program = examined(data, options)
-                self.findings += program.findings(path)
-                edits = program.edits()
-                tree = ast.parse(program.rewritten())
-                added = sorted(program.source.place(edit.start)[0] for edit in edits if "\n" in edit.text)
-                _without_lines(tree, added)
-                text = apply_edits(program.source.text, [edit for edit in edits if "\n" not in edit.text])
-                linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
-            except UnreadableError as error:
-                self.findings.append(unreadable(path, error))
+        unsure, force = self.settings.unsure, self.settings.force
+        others = exports(Path(path), data) if TRIGGER.search(data) else {}
+        options = Options(("D", "X251"), ("D113",), unsure=unsure, force=force, exports=others)
+        rewritten = rewrite_part(data, path, options)
+        self.findings += rewritten.findings
+        if not rewritten.edits:
+            return compile(data, path, "exec", dont_inherit=True)
+        source, tree = Source(data), ast.parse(rewritten.source)
+        _without_lines(tree, sorted(source.place(edit.start)[0] for edit in rewritten.edits if "\n" in edit.text))
+        text = apply_edits(source.text, [edit for edit in rewritten.edits if "\n" not in edit.text])
+        linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
         return compile(tree, path, "exec", dont_inherit=True)
 
     def tell(self) -> None:
