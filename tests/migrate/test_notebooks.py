@@ -145,6 +145,21 @@ def test_only_commands_stay(tmp_path, code, command):
     assert planned_cell(tmp_path, code + command + code) == changed + command + changed
 
 
+@pytest.mark.parametrize("code", ["x = x.cuda()", "y = %timeit x.cuda()", "x.cuda(); y = 1  # ?"])
+def test_code_that_is_timed_changes(tmp_path, code):
+    line = code if "%" in code else f"%time {code}"
+    assert planned_cell(tmp_path, f"!ls\n    \n{line}\nx.cuda()\n") == f"!ls\n    \n{line}\nx.cuda()\n".replace(
+        "cuda", "npu"
+    )
+
+
+@pytest.mark.parametrize(
+    "line", ["%timeit -n 10 x.cuda()", "%time for y in x: y.cuda()", "%time x.cuda?", "%times x.cuda()"]
+)
+def test_what_is_timed_and_not_one_statement_stays(tmp_path, line):
+    assert planned_cell(tmp_path, f"{line}\nx.cuda()\n") == f"{line}\nx.npu()\n"
+
+
 @pytest.mark.parametrize(
     ("text", "rule"),
     [

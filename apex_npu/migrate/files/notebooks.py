@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
@@ -22,6 +21,8 @@ from apex_npu.migrate.rewriting import Rewritten
 _ESCAPE = re.compile(r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\.|.", re.DOTALL)
 # A command for IPython or the shell, at the start of a logical line or after ``name =``, which is the group.
 _COMMAND = re.compile(r"([ \t]*(?:[^\W\d][\w., \t]*(?:\[[^\]\n]*\])?[ \t]*=[ \t]*)?)[%!?](?:.*\\\r?\n)*.*")
+# Commands that run the code after them.
+_TIMED = re.compile(r"%time(?:it)?[ \t]+")
 # Strings, comments, and a backslash with what it escapes are one token each.
 _TOKEN = re.compile(
     r"""(\"{3}|'{3})(?:\\.|(?!\1).)*(?:\1|\Z) | "(?:\\.|[^"\\\n])*" | '(?:\\.|[^'\\\n])*' | \#[^\n]*
@@ -72,10 +73,10 @@ def _between(text: str, source: _Text | list[_Text]) -> str:
 def _python(cell: str) -> str:
     """Return ``cell`` with a number and spaces in place of each command for IPython or the shell.
 
-    A command begins a logical line, follows ``name =``, or is a logical line that ends in ``?``.
+    A command begins a logical line, follows ``name =``, or is a logical line that ends in ``?``. The code of ``%time``
+    stays.
     """
-    with suppress(UnreadableError):
-        parse(cell)
+    if _is_python(cell):
         return cell
     at = start = depth = 0  # start: of the logical line
     commands = []
@@ -84,15 +85,27 @@ def _python(cell: str) -> str:
         token: Any = command or _TOKEN.match(cell, at)
         at = token.end()
         if command or token[0] == "?":
-            commands.append((command.end(1) if command else start, at))
+            begin = command.end(1) if command else start
+            timed = _TIMED.match(cell, begin, at)
+            has_code = timed is not None and _is_python(f"0;{cell[timed.end() : at]}")
+            commands.append((begin, timed.end() if timed and has_code else at, ";" if has_code else ""))
         depth += _DEPTHS.get(token[0], 0)
         if token[0] == "\n" and depth <= 0:
             start, depth = at, 0
-    for begin, end in commands:
+    for begin, end, before_code in commands:
         text = cell[begin:end]
         indent = text[: len(text) - len(text.lstrip())]
-        cell = cell[:begin] + indent + "0" + re.sub(r"\S", " ", text[len(indent) + 1 :]) + cell[end:]
+        blank = indent + "0" + re.sub(r"\S", " ", text[len(indent) + 1 :])
+        cell = cell[:begin] + blank.removesuffix(" " * len(before_code)) + before_code + cell[end:]
     return cell
+
+
+def _is_python(text: str) -> bool:
+    try:
+        parse(text)
+    except UnreadableError:
+        return False
+    return True
 
 
 def rewrite_notebook(data: bytes, path: str, rewrite: Callable[[str], Rewritten]) -> Rewritten:

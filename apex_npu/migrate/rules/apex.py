@@ -118,13 +118,28 @@ def _import_from(program: Program, node: ast.ImportFrom) -> None:
     if missing:
         return _refuse(program, node, f"{module}.{missing[0]}", links)
     packages = {package for package, _ in places.values()}
-    edits = [program.rename_module(node, min(packages))]
+    if len(packages) > 1:
+        return _import_apart(program, node, places, links)
+    edits = [program.rename_module(node, packages.pop())]
     for alias in node.names:
         name = places[alias.name][1]
         if name != alias.name:
             edits.append(Edit(*program.source.span(alias), f"{name} as {alias.asname or alias.name}"))
+    program.report("X201", "changed", node, edits, links=links)
+
+
+def _import_apart(program: Program, node: ast.ImportFrom, places: dict[str, tuple[str, str]], links: list[str]) -> None:
+    """Import names from several modules, by a statement for each."""
+    names: dict[str, list[str]] = {}
+    for alias in node.names:
+        (package, name), bound = places[alias.name], alias.asname or alias.name
+        names.setdefault(package, []).append(name if name == bound else f"{name} as {bound}")
+    statements = [f"from {package} import {', '.join(listed)}" for package, listed in names.items()]
+    newline = program.source.newline(node.lineno) + program.source.indent(node)
+    edit = Edit(*program.source.span(node), (newline if program.has_own_lines(node) else "; ").join(statements))
+    several = "\n" in program.source.text[edit.start : edit.end]
     apart = "apex_npu has these names in several modules: import each in a statement of its own"
-    program.report("X201", "changed", node, edits, links=links, refusal=apart if len(packages) > 1 else "")
+    program.report("X201", "changed", node, [edit], links=links, refusal=apart if several else "")
 
 
 def _use(program: Program, node: ast.Attribute) -> None:
