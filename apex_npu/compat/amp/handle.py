@@ -65,12 +65,9 @@ class AmpHandle:
 
     def __init__(self, session: Session | None, has_cache: bool = True) -> None:
         self._session = session
+        self._casts: CastHandle | None = None if session is None else session.casts
         self.has_cache = has_cache
         self.cache: dict[Any, Any] = {}  # torch keeps the cached casts
-
-    @property
-    def _casts(self) -> CastHandle | None:
-        return None if self._session is None else self._session.casts
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, AmpHandle) and other._session is self._session
@@ -80,17 +77,15 @@ class AmpHandle:
 
     def is_active(self) -> bool:
         """True while functions are cast: not when the handle is inactive or replaced, nor inside ``disable_casts``."""
-        casts = self._casts
         return (
             current() is self._session
-            and casts is not None
-            and casts.active
-            and any(torch.is_autocast_enabled(device_type) for device_type in casts.device_types)
+            and self._casts is not None
+            and self._casts.active
+            and any(map(torch.is_autocast_enabled, self._casts.device_types))
         )
 
     def _disable_casts(self) -> AbstractContextManager[Any]:
-        casts = self._casts
-        return nullcontext() if casts is None else casts.disabled()
+        return nullcontext() if self._casts is None else self._casts.disabled()
 
     def _deactivate(self) -> None:
         """Remove the casts permanently."""

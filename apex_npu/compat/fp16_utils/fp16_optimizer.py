@@ -102,26 +102,14 @@ class FP16_Optimizer:
             self.maybe_print(f"FP16_Optimizer processing param group {i}:")
             for param in (*low, *wide):
                 self.maybe_print(f"FP16_Optimizer received {param.dtype} with {param.size()}")
+        self.all_fp16_params = [p for group in self.fp16_groups for p in group]
+        self.all_fp32_from_fp16_params = [p for group in self.fp32_from_fp16_groups for p in group]
+        self.all_fp32_from_fp32_params = [p for group in self.fp32_from_fp32_groups for p in group]
         # Casts existing state to the masters' dtype.
         self.optimizer.load_state_dict(self.optimizer.state_dict())
 
     def _grad_groups(self) -> list[GradGroup]:
         return make_grad_groups([p for group in self.optimizer.param_groups for p in group["params"]], [])
-
-    @property
-    def all_fp16_params(self) -> list[Tensor]:
-        """The parameters that have masters."""
-        return [p for group in self.fp16_groups for p in group]
-
-    @property
-    def all_fp32_from_fp16_params(self) -> list[Tensor]:
-        """The masters of the low-precision parameters."""
-        return [p for group in self.fp32_from_fp16_groups for p in group]
-
-    @property
-    def all_fp32_from_fp32_params(self) -> list[Tensor]:
-        """The trainable float32 parameters."""
-        return [p for group in self.fp32_from_fp32_groups for p in group]
 
     def maybe_print(self, msg: str) -> None:
         """Print ``msg`` if ``verbose`` was set."""
