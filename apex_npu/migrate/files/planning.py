@@ -76,11 +76,9 @@ def plan(
     for path, data in work.programs.items():
         if concerns(data, work.options[path]):
             work.again(path)
-    if data_parallel is not None:
-        work.leave_one_card()
+    work.leave_one_card()
     if work.general.amp:
         work.settle_amp()
-    if data_parallel is not None:
         work.leave_one_card()
     changes = []
     for path, rewritten in work.done.items():

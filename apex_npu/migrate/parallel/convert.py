@@ -18,7 +18,7 @@ from apex_npu.migrate.engine.syntax import argument, constant, is_told, keywords
 from apex_npu.migrate.rules.targets import replaced, target_of, torch_name
 
 from .loaders import ELSEWHERE, UNSEEDED, Loaders, unseeded
-from .wrapped import Wrapped, unwrap_arguments
+from .wrapped import unwrap, unwrap_arguments
 
 _OURS = ("torch.distributed.init_process_group", "torch.utils.data.distributed.DistributedSampler")
 _SAMPLERS = (*_OURS, "torch.utils.data.DistributedSampler")
@@ -110,30 +110,26 @@ def _check_cards(program: Program) -> None:
     """Refuse devices with a number, since each process uses another card."""
     for node in program.every(ast.Constant, ast.Call):
         text = str(constant(node))
-        named = repr(text) if text.startswith(("cuda:", "npu:")) and text != "cuda:0" else ""
-        if named := _numbered(program, node) if isinstance(node, ast.Call) else named:
-            reason = f"{named} selects a card, but every process has its own: write the device without its number"
-            raise UnclearError(node, "P601", reason)
+        is_numbered = text.startswith(("cuda:", "npu:")) and text != "cuda:0"
+        if is_numbered or (isinstance(node, ast.Call) and _gets_card(program, node)):
+            selects = f"{ast.unparse(node)} selects a card, but every process has its own"
+            raise UnclearError(node, "P601", f"{selects}: write the device without its number")
 
 
-def _numbered(program: Program, call: ast.Call) -> str:
-    """Return the name of what is called if it gets the number of a card, and else ""."""
+def _gets_card(program: Program, call: ast.Call) -> bool:
+    """Return whether a call gets the number of a card."""
     dotted, name = program.dotted(call.func), call.func.attr if isinstance(call.func, ast.Attribute) else ""
     module = call.func.value if isinstance(call.func, ast.Attribute) else None
     owner = program.dotted(module.func) if isinstance(module, ast.Call) else ""
     given = [one.value for one in call.keywords if one.arg == "device"]
     numbered = [*call.args[:1], *given]
-    if dotted.startswith("torch.") and dotted.rpartition(".")[2] in _INDEXED:
-        return f"{name or dotted}()"
-    if dotted in _CARDS or (name == "device" and owner == "torch.get_device_module"):
-        return f"{dotted or name}()"
-    if dotted == "torch.device" and len(call.args) + len(call.keywords) > 1:
-        return "torch.device(type, index)"
-    if name in ("cuda", "npu") and not dotted and numbered and type(constant(numbered[0])) is not bool:
-        return f"{name}(device)"
-    if int in [type(constant(one)) for one in (numbered if name == "to" or dotted == "torch.device" else given)]:
-        return f"{name or dotted}() with a number"
-    return ""
+    return (
+        (dotted.startswith("torch.") and dotted.rpartition(".")[2] in _INDEXED)
+        or (dotted in _CARDS or (name == "device" and owner == "torch.get_device_module"))
+        or (dotted == "torch.device" and len(call.args) + len(call.keywords) > 1)
+        or (name in ("cuda", "npu") and not dotted and bool(numbered) and type(constant(numbered[0])) is not bool)
+        or int in [type(constant(one)) for one in (numbered if name == "to" or dotted == "torch.device" else given)]
+    )
 
 
 def _check_visible(program: Program) -> None:
@@ -276,7 +272,7 @@ def _average(put: Training, torch: str) -> None:
     lines += [f"    {model} = {torch}.nn.parallel.DistributedDataParallel({model})" for model in models]
     check_moves(put, models, place)
     for model in models:
-        Wrapped(put, model).unwrap(place)
+        unwrap(put, model, place)
     put.put_after("P604", place, lines)
 
 

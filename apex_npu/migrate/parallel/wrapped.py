@@ -8,7 +8,6 @@ import ast
 import re
 
 from apex_npu.migrate.amp.training import Training
-from apex_npu.migrate.engine.names import Scope
 from apex_npu.migrate.engine.program import Program, UnclearError
 from apex_npu.migrate.engine.syntax import argument, constant, text
 from apex_npu.migrate.rules.targets import replaced, torch_name
@@ -27,46 +26,41 @@ _LOOKS = "len enumerate iter list tuple reversed zip isinstance type hasattr get
 _OTHERS = re.compile(r"(^|_)opt|sched|scaler|state|dict|checkpoint|ckpt", re.IGNORECASE)
 
 
-class Wrapped:
-    """One model of a program, named as where its optimizer is made, and the expressions that refer to it."""
+def unwrap(put: Training, model: str, place: ast.stmt) -> None:
+    """Let the program use the model inside the wrapper where it needs that after ``place``.
 
-    def __init__(self, put: Training, model: str) -> None:
-        self.put, self.program, self.model = put, put.program, model
-        self._known: dict[tuple[str, Scope | None], bool] = {}
+    ``model`` is its name where its optimizer is made.
 
-    def is_model(self, node: ast.AST) -> bool:
-        """Return whether an expression is the model: its name, an argument that gets it, or another name for it."""
-        name = text(node)
-        if not name or name == self.model:
-            return bool(name)
-        key = (name, self.put.scope_of(node, name))
-        if key not in self._known:
-            self._known[key] = False  # ends the recursion if a name is assigned from itself
-            self._known[key] = any(map(self.is_model, self.put.values(name, node)))
-        return self._known[key]
+    Raises:
+        UnclearError: The program reads an attribute that DistributedDataParallel does not have.
+    """
+    program, end = put.program, put.source.span(place)[1]
+    for node in program.loaded():
+        parent = program.parent(node)
+        used = parent.attr if isinstance(parent, ast.Attribute) else ""
+        kept = _kept_in(program, node)
+        if used in _SHARED.split() or not (used or kept or _looks_inside(program, node)):
+            continue
+        if not _is_model(put, model, node, set()):
+            continue
+        if program.function_of(node) is program.function_of(place) and put.offset(node) < end:
+            continue
+        if used and used not in _INSIDE:
+            reason = f"{ast.unparse(node)}.{used} is used, which DistributedDataParallel does not have"
+            raise UnclearError(node, "P604", reason)
+        if kept:
+            raise UnclearError(node, "P604", f"{kept} is saved with a whole model: save its state_dict()")
+        edit = replaced(program, node, f'getattr({text(node)}, "module", {text(node)})')
+        program.report("P604", "changed", node, [edit])
 
-    def unwrap(self, place: ast.stmt) -> None:
-        """Let the program use the model inside the wrapper where it needs that after ``place``.
 
-        Raises:
-            UnclearError: The program reads an attribute that DistributedDataParallel does not have.
-        """
-        program, end = self.program, self.program.source.span(place)[1]
-        for node in program.loaded():
-            parent = program.parent(node)
-            used = parent.attr if isinstance(parent, ast.Attribute) else ""
-            kept = _kept_in(program, node)
-            if used in _SHARED.split() or not (used or kept or _looks_inside(program, node)) or not self.is_model(node):
-                continue
-            if program.function_of(node) is program.function_of(place) and self.put.offset(node) < end:
-                continue
-            if used and used not in _INSIDE:
-                reason = f"{ast.unparse(node)}.{used} is used, which DistributedDataParallel does not have"
-                raise UnclearError(node, "P604", reason)
-            if kept:
-                raise UnclearError(node, "P604", f"{kept} is saved with a whole model: save its state_dict()")
-            edit = replaced(program, node, f'getattr({text(node)}, "module", {text(node)})')
-            program.report("P604", "changed", node, [edit])
+def _is_model(put: Training, model: str, node: ast.AST, seen: set[ast.AST]) -> bool:
+    """Return whether an expression is the model: its name, an argument that gets it, or another name for it."""
+    name = text(node)
+    if not name or name == model or node in seen:  # a name may be assigned from itself
+        return name == model
+    seen.add(node)
+    return any(_is_model(put, model, value, seen) for value in put.values(name, node))
 
 
 def unwrap_arguments(program: Program) -> None:

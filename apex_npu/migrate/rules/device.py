@@ -56,7 +56,7 @@ def missing(parts: list[str], *, similar: bool = False) -> str | None:
 
 
 def _similar(program: Program) -> bool:
-    return program.options.similar and target_of(program).imports
+    return program.options.similar and target_of(program).is_npu
 
 
 def without(name: str) -> str:
@@ -284,7 +284,7 @@ def _from_torch_cuda(program: Program, node: ast.ImportFrom, parts: list[str]) -
 
 def _import_refusal(program: Program, names: list[list[str]], alias: ast.alias | None = None) -> str:
     """Return why an import of ``names`` below torch.cuda, which binds the name of ``alias``, stays; else return ""."""
-    if not target_of(program).imports:
+    if not target_of(program).is_npu:
         return _NOT_PORTABLE
     found = (missing(name, similar=_similar(program)) for name in names)
     lacking = next((name for name in found if name is not None), None)
@@ -299,7 +299,7 @@ def _import_refusal(program: Program, names: list[list[str]], alias: ast.alias |
 def _class(program: Program, node: ast.ClassDef) -> None:
     """Give a class with a method ``cuda`` the same method under the name npu."""
     methods = {one.name: one for one in node.body if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))}
-    if "cuda" not in methods or not target_of(program).imports or "npu = cuda" in map(ast.unparse, node.body):
+    if "cuda" not in methods or not target_of(program).is_npu or "npu = cuda" in map(ast.unparse, node.body):
         return
     assigned = [target for one in node.body if isinstance(one, ast.Assign) for target in one.targets]
     edit = program.lines(methods["cuda"], ["npu = cuda"])

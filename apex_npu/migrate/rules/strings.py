@@ -59,7 +59,7 @@ def _text(program: Program, devices: Devices, node: ast.Constant, text: str) -> 
         key = isinstance(parent, ast.Subscript) or (isinstance(parent, ast.Dict) and node in parent.keys)
         status, message = ("unsure", "this key may be a name of the program's own") if key else ("changed", "")
         program.report("D109", status, node, [target.backend(program, node)], message)
-    elif text in ENVIRONMENT and target.environment:
+    elif text in ENVIRONMENT and target.is_npu:
         program.report("D112", "changed", node, [program.restring(node, ENVIRONMENT[text])])
     elif _VARIABLE.fullmatch(text):
         program.note("D112", node, f"{text} has no effect on npu")

@@ -36,7 +36,7 @@ _LOOSE = (ast.If, ast.While, ast.Assert, ast.Assign, ast.Return, ast.BoolOp, ast
 class Npu:
     """Writes code for npu. Methods return edits; an edit that is None means that there is no such code."""
 
-    imports, environment = True, True  # whether imports of torch.cuda, and environment variables, are rewritten
+    is_npu = True  # whether imports of torch.cuda, and environment variables, are rewritten
 
     def first_lines(self, program: Program) -> list[str]:
         """Return the lines to add after the import of torch that the program does not have yet."""
@@ -97,7 +97,7 @@ class Npu:
 class Portable(Npu):
     """Writes code that asks torch for the accelerator."""
 
-    imports, environment = False, False
+    is_npu = False
 
     def first_lines(self, program: Program) -> list[str]:
         torch, bound = torch_name(program) or "torch", program.names.module.bindings
