@@ -50,10 +50,6 @@ def agree(name: str, ours: list[float], expected: list[float]) -> None:
         assert abs(one - other) <= TOLERANCE[name] * expected[0]
 
 
-def test_there_are_ten():
-    assert len(SCRIPTS) == 10
-
-
 def losses_through_run(name: str) -> list[float]:
     command = [sys.executable, "-W", "ignore", *START_SCRIPT, "-m", "apex_npu", "run", HERE / f"{name}.py"]
     return losses(run(*command, cwd=HERE, PYTHONPATH=str(ROOT)))

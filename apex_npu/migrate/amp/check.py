@@ -7,11 +7,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from apex_npu.migrate.engine.names import imported
 from apex_npu.migrate.engine.program import Finding, Program, UnclearError
 from apex_npu.migrate.rules import weights
+from apex_npu.migrate.rules.apex import body_of
 from apex_npu.migrate.rules.tables import TRAINERS
 from apex_npu.migrate.rules.targets import UNNAMED
 
@@ -54,8 +54,7 @@ def arguments_of_initialize() -> frozenset[str]:
     They are read from its source, which is not imported. Arguments that the rules pass are left out, and so are
     arguments that need another training loop: several loss scales, gradients that stay scaled, ``combine_ddp``.
     """
-    source = Path(__file__).parents[2].joinpath("amp", "frontend.py").read_text(encoding="utf-8")
-    functions = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
+    functions = (node for node in body_of("apex_npu.amp.frontend") if isinstance(node, ast.FunctionDef))
     given = next(node.args for node in functions if node.name == "initialize")
     return frozenset(one.arg for one in (*given.args, *given.kwonlyargs)) - _NOT_GIVEN
 

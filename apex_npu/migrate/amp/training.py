@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from apex_npu.migrate.engine.names import Scope
 from apex_npu.migrate.engine.program import Program, UnclearError
-from apex_npu.migrate.engine.syntax import argument, constant, given_to, method_of, text
+from apex_npu.migrate.engine.syntax import LOOPS, argument, constant, given_to, method_of, text
 from apex_npu.migrate.rules.targets import name_of
 
 from .torch_amp import TorchAmp
@@ -25,7 +25,6 @@ MOVES = ("to", "cuda", "npu", "half", "float", "double", "bfloat16", "type")
 # Methods that only modules have.
 _OF_MODULES = (*MOVES[:5], "parameters", "named_parameters", "modules", "children", "eval")
 _NOT_WHOLE = "the model is {}: amp needs a whole model that has a name"
-_LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _OF_BFLOAT16 = {"O1": "O4", "O2": "O5"}
 
 
@@ -112,7 +111,7 @@ class Training:
         if not isinstance(statement, ast.Assign) or len(statement.targets) != 1 or not text(statement.targets[0]):
             raise UnclearError(call, "A351", "the optimizer is not assigned to a name: assign it first")
         program.check_own_lines(statement, "A351")
-        if any(isinstance(one, _LOOPS) for one in program.around(call)):
+        if any(isinstance(one, LOOPS) for one in program.around(call)):
             raise UnclearError(call, "A351", "an optimizer is made in a loop: make it outside of the loop")
         parts = tuple(dict.fromkeys(self._parts(call)))
         models = tuple(dict.fromkeys(self._model_of(part, call) for part in parts))
@@ -193,7 +192,7 @@ class Training:
         is_method = isinstance(owner, ast.ClassDef)
         written = {call: text(call.func) for call in self.calls if name}
         calls = [one for one, at in written.items() if name in (at, at.rpartition(".")[2] if is_method else at)]
-        if len(calls) > 1 or any(isinstance(at, _LOOPS) for call in calls for at in self.program.around(call)):
+        if len(calls) > 1 or any(isinstance(at, LOOPS) for call in calls for at in self.program.around(call)):
             raise UnclearError(one.statement, "A351", f"{name}() makes an optimizer, and is called several times")
 
     def _backwards(self) -> Iterator[Backward]:

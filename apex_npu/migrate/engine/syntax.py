@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 
+LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _UNKNOWN = object()
 
 

@@ -25,7 +25,6 @@ from .programs import exports, factories, left_out, with_imports
 _SKIPPED = {".git", ".hg", ".svn", "__pycache__", "build", "node_modules", "site-packages"}
 _OTHERS = re.compile(r".*\.(sh|bash|ya?ml|json|cfg|ini|toml)|Dockerfile.*|.*requirements.*\.txt")
 _CUDA_LINE = re.compile(r"CUDA_VISIBLE_DEVICES|\bcuda\b|\bcuda:\d|\bnccl\b|\bapex\b")
-_MAX_OTHER = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -209,8 +208,6 @@ def git(folder: Path, *arguments: str) -> str | None:
 
 
 def _other(path: Path, data: bytes) -> Iterator[Finding]:
-    if len(data) > _MAX_OTHER:
-        return
     lines = enumerate(data.decode("utf-8", "replace").splitlines(), 1)
     places = [(number, line, found) for number, line in lines if (found := _CUDA_LINE.search(line))]
     for number, line, found in places[:1]:

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 
 from apex_npu.migrate.amp.training import Training
 from apex_npu.migrate.engine.program import Program, UnclearError
-from apex_npu.migrate.engine.syntax import argument, constant, keywords, text
+from apex_npu.migrate.engine.syntax import LOOPS, argument, constant, keywords, text
 from apex_npu.migrate.rules.tables import DATA_LOADERS
 
-_LOOPS = (ast.For, ast.AsyncFor, ast.While)
 # Functions around a loader that yield its batches, and functions that yield the numbers of epochs.
 _AROUND = frozenset({"enumerate", "tqdm", "track", "notebook_tqdm", "iter"})
 _NUMBERED = frozenset({"range", "trange"})
@@ -111,36 +110,30 @@ class Loaders:
         """Find the loop over a loader around a backward."""
         function = self.program.function_of(backward)
         loops = [one for one in self.program.around(backward) if isinstance(one, ast.For)]
-        for loop in loops:
-            if self.program.function_of(loop) is not function:
-                break
+        for loop in (one for one in loops if self.program.function_of(one) is function):
             given = _inside(loop.iter)
             if isinstance(given, ast.Call) and given in self._all:
                 raise UnclearError(given, "P602", "assign the DataLoader to a name before the loop")
-            found = list(self._made(text(given), loop)) if text(given) else []
-            if found:
+            if found := self._made(text(given), loop) if text(given) else []:
                 self.made += [call for call in found if call not in self.made]
                 self._count(loop, text(given))
                 return
         raise UnclearError(backward, "P602", "this is not in a loop over a DataLoader that is made here")
 
-    def _made(self, name: str, node: ast.AST) -> Iterator[ast.Call]:
-        """Yield the calls of ``DataLoader`` whose result ``name`` may have at ``node``."""
+    def _made(self, name: str, node: ast.AST) -> list[ast.Call]:
+        """Return the calls of ``DataLoader`` whose result ``name`` may have at ``node``."""
+        values = self.put.values(name, node)
         if self.program.is_argument(node, name):
-            for _, given in self.put.passed(name, node):
-                if text(given):
-                    yield from self._made(text(given), given)
-            return
-        assigned = self.put.assigned(name, node)
-        values = [one.value for one in assigned if isinstance(one.value, ast.Call) and one.value in self._all]
-        if len(values) != len(assigned) or len(values) > 1:
-            raise UnclearError(assigned[0], "P602", f"{name} is made in several places, or not only by DataLoader")
-        yield from values
+            return [call for given in values if text(given) for call in self._made(text(given), given)]
+        made = [one for one in values if isinstance(one, ast.Call) and one in self._all]
+        if len(made) != len(values) or len(made) > 1:
+            raise UnclearError(values[0], "P602", f"{name} is made in several places, or not only by DataLoader")
+        return made
 
     def _count(self, loop: ast.AST, name: str) -> None:
         """Find the loop over epochs around the loop over a loader, or around the calls of its function."""
         function = self.program.function_of(loop)
-        outer = next((one for one in self.program.around(loop) if isinstance(one, _LOOPS)), None)
+        outer = next((one for one in self.program.around(loop) if isinstance(one, LOOPS)), None)
         if outer is not None and self.program.function_of(outer) is function:
             numbers = _inside(outer.iter) if isinstance(outer, ast.For) else None
             called = text(numbers.func).rpartition(".")[2] if isinstance(numbers, ast.Call) else ""

@@ -19,7 +19,7 @@ _PACKAGE = Path(__file__).parents[2]
 
 
 @functools.cache
-def _body(module: str) -> list[ast.stmt]:
+def body_of(module: str) -> list[ast.stmt]:
     """Return the statements of a module of this package. They are read from its source, which is not imported."""
     path = _PACKAGE.joinpath(*module.split(".")[1:])
     file = path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
@@ -29,7 +29,7 @@ def _body(module: str) -> list[ast.stmt]:
 @functools.cache
 def exports(module: str) -> frozenset[str]:
     """Return the public names of a module of this package."""
-    body = _body(module)
+    body = body_of(module)
     for node in body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return frozenset(ast.literal_eval(node.value))
@@ -47,7 +47,7 @@ def _has(module: str, name: str) -> bool:
     if module == "apex" or old not in MODULES:
         return name in exports(ours)
     # A submodule in the same place here is an attribute of its package if the package imports from it.
-    imports = (node.module for node in _body(ours) if isinstance(node, ast.ImportFrom))
+    imports = (node.module for node in body_of(ours) if isinstance(node, ast.ImportFrom))
     return MODULES[old] == f"{ours}.{name}" and MODULES[old] in imports
 
 
