@@ -92,7 +92,7 @@ def rewrite_part(source: str | bytes, path: str, options: Options) -> Rewritten:
         return Rewritten(source, ())
     options = replace(options, owned=options.owned | owned_names(data))
     try:
-        program = examined(source, options, path)
+        program = _examined(source, options, path)
         findings = program.findings(path)
         if not program.changes():
             return Rewritten(source, tuple(findings))
@@ -100,33 +100,29 @@ def rewrite_part(source: str | bytes, path: str, options: Options) -> Rewritten:
         new = program.source.encode(text) if isinstance(source, bytes) else text
     except UnreadableError as error:
         return Rewritten(source, (unreadable(path, error),))
+    except RecursionError:
+        too_deep = UnreadableError("F901", "its expressions are nested too deeply for the rules")
+        return Rewritten(source, (unreadable(path, too_deep),))
     return Rewritten(new, tuple(findings), tuple(program.edits()))
 
 
-def examined(source: str | bytes, options: Options, path: str = "") -> Program:
-    """Return a program with the settled reports of all rules.
-
-    Raises:
-        UnreadableError: The program cannot be read.
-    """
-    try:
-        program = Program(Source(source), options)
-        for node in program.names.nodes:
-            for handlers in _HANDLERS:
-                if type(node) in handlers:
-                    handlers[type(node)](program, node)
-        for check in _FAMILIES:
-            check(program)
-        unsure = {draft.start for draft in program.drafts if draft.status == "unsure"}
-        program.settle()
-        _refuse_gated(program)
-        _respect_unread(program)
-        _respect_npu(program, unsure)
-        amp.drop_covered(program)
-        fused.check_imports(program, path)
-        _add_first_lines(program)
-    except RecursionError:
-        raise UnreadableError("F901", "its expressions are nested too deeply for the rules") from None
+def _examined(source: str | bytes, options: Options, path: str) -> Program:
+    """Return a program with the settled reports of all rules."""
+    program = Program(Source(source), options)
+    for node in program.names.nodes:
+        for handlers in _HANDLERS:
+            if type(node) in handlers:
+                handlers[type(node)](program, node)
+    for check in _FAMILIES:
+        check(program)
+    unsure = {draft.start for draft in program.drafts if draft.status == "unsure"}
+    program.settle()
+    _refuse_gated(program)
+    _respect_unread(program)
+    _respect_npu(program, unsure)
+    amp.drop_covered(program)
+    fused.check_imports(program, path)
+    _add_first_lines(program)
     return program
 
 

@@ -129,15 +129,15 @@ class Names:
         """Return the scope in which ``node`` is evaluated."""
         return self._scopes[node]
 
-    def meanings(self, name: str, scope: Scope) -> set[str | None]:
-        """Return the full names of the imports that ``name`` may refer to, with None if it may be something else."""
-        return self._meanings(name, scope, frozenset())
+    def meanings(self, name: str, scope: Scope, seen: frozenset[tuple[Scope, str]] = frozenset()) -> set[str | None]:
+        """Return the full names of the imports that ``name`` may refer to, with None if it may be something else.
 
-    def _meanings(self, name: str, scope: Scope, seen: frozenset[tuple[int, str]]) -> set[str | None]:
+        ``seen`` has the names that were followed to it: one of them again closes a circle, which means no import.
+        """
         home = scope.find(name)
-        if home is None or (id(home), name) in seen:
+        if home is None or (home, name) in seen:
             return {None}
-        seen |= {(id(home), name)}
+        seen |= {(home, name)}
         found: set[str | None] = set()
         for binding in home.bindings[name]:
             if isinstance(binding, ast.Constant):
@@ -145,7 +145,7 @@ class Names:
             found |= self._dotted(binding, home, seen) if isinstance(binding, ast.expr) else {binding}
         return found or {None}
 
-    def _dotted(self, node: ast.expr, scope: Scope, seen: frozenset[tuple[int, str]]) -> set[str | None]:
+    def _dotted(self, node: ast.expr, scope: Scope, seen: frozenset[tuple[Scope, str]]) -> set[str | None]:
         attributes: list[str] = []
         while isinstance(node, ast.Attribute):
             attributes.append(node.attr)
@@ -153,7 +153,7 @@ class Names:
         if not isinstance(node, ast.Name):
             return {None}
         tail = "".join(f".{name}" for name in reversed(attributes))
-        return {None if root is None else root + tail for root in self._meanings(node.id, scope, seen)}
+        return {None if root is None else root + tail for root in self.meanings(node.id, scope, seen)}
 
     def dotted(self, node: ast.AST) -> str:
         """Return the full name of the import that a name or attribute refers to, such as torch.cuda; "" if unknown."""

@@ -135,6 +135,7 @@ class Program:
         self.source, self.options = source, options
         self.tree = parse(source.text)
         self.names = Names(self.tree, options.exports)
+        self.dotted = self.names.dotted
         self.drafts: list[Draft] = []
 
     def parent(self, node: ast.AST | None) -> ast.AST | None:
@@ -179,10 +180,6 @@ class Program:
             return False
         given = home.node.args
         return any(one.arg == name for one in (*given.posonlyargs, *given.args, *given.kwonlyargs))
-
-    def dotted(self, node: ast.AST) -> str:
-        """Return the full name of the import that a name or attribute refers to, such as torch.cuda; "" if unknown."""
-        return self.names.dotted(node)
 
     @overload
     def every(self, one: type[_A], /) -> Iterator[_A]: ...
