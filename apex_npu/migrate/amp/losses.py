@@ -109,7 +109,9 @@ def _user(program: Program, call: ast.Call) -> ast.AST | None:
 
 
 def put_checkpoints(put: Training) -> None:
-    """Save and load the state of amp beside that of each optimizer."""
+    """Save and load the state of amp beside that of each optimizer, unless it replaces that of a GradScaler."""
+    if put.torch_amp.scalers:
+        return
     done: set[object] = set()
     optimizers = put.targets | put.cleared
     for call in sorted(put.calls, key=put.offset, reverse=True):
@@ -119,7 +121,7 @@ def put_checkpoints(put: Training) -> None:
             if not isinstance(parent, ast.Dict) or parent not in done:
                 _save(put, call, parent)
             done.add(parent)
-        elif owner in optimizers and method == "load_state_dict" and not put.torch_amp.scalers:
+        elif owner in optimizers and method == "load_state_dict":
             given = call.args[0] if call.args else None
             statement = put.program.parent(call)
             file = text(given.value) if isinstance(given, ast.Subscript) else ""
@@ -134,9 +136,7 @@ def put_checkpoints(put: Training) -> None:
 
 
 def _save(put: Training, call: ast.Call, parent: ast.AST | None) -> None:
-    """Save ``amp.state_dict()`` beside the state of an optimizer, unless the program saved that of a GradScaler."""
-    if put.torch_amp.scalers:
-        return
+    """Save ``amp.state_dict()`` beside the state of an optimizer."""
     keys = parent.keys if isinstance(parent, ast.Dict) else []
     if isinstance(parent, ast.Dict) and all(isinstance(key, ast.Constant) and key.value != "amp" for key in keys):
         at = parent.values.index(call)

@@ -8,7 +8,7 @@ import ast
 import re
 from collections.abc import Iterable
 
-from apex_npu.migrate.engine.names import module_of
+from apex_npu.migrate.engine.names import imported, module_of
 from apex_npu.migrate.engine.program import LITERAL, Program
 from apex_npu.migrate.engine.source import Edit
 from apex_npu.migrate.engine.syntax import constant, is_told
@@ -247,14 +247,12 @@ def torch_import(program: Program) -> ast.stmt | None:
     """
     portable = program.options.to == "portable"
     for node in program.tree.body:
-        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        modules = imported(node) if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             modules += [node.module or ""] if not node.level and not portable else []
             exported = program.options.exports.get(module_of(node), {})
             star = node.names[0].name == "*"
-            modules += [
-                exported[name] for name in (exported if star else (one.name for one in node.names)) if name in exported
-            ]
+            modules += exported.values() if star else [exported.get(one.name, "") for one in node.names]
         if any((module if portable else module.partition(".")[0]) == "torch" for module in modules):
             return node
     return None
