@@ -17,27 +17,19 @@ struct JoinBytes {
   }
 };
 
-// Stores n elements by Element::store, which gets 8 random bits for each. A word serves a group of kGroup elements.
+// Stores n <= kBlockNumel elements by Element::store, which gets 8 random bits for each.
 template <typename Element>
-struct InGroups {
+struct StoreEach {
   template <typename From, typename Param>
   APEX_NPU_INLINE void operator()(const From* from, Param* param, int8_t* stored, const uint32_t* words,
                                   int64_t n) const {
-    for (int64_t begin = 0; begin < n; begin += kGroup) {
-      const uint32_t word = words[begin / kGroup];
-      if (begin + kGroup <= n) {  // a constant number, for vectors without a remainder
-        store_group(from + begin, param + begin, stored + begin, word, kGroup);
-      } else {
-        store_group(from + begin, param + begin, stored + begin, word, n - begin);
-      }
-    }
-  }
-
-  template <typename From, typename Param>
-  static APEX_NPU_INLINE void store_group(const From* from, Param* param, int8_t* stored, uint32_t word, int64_t n) {
-    const auto count = static_cast<uint32_t>(n);
+    alignas(64) uint32_t random[kBlockNumel];  // first, because the loop below has vectors of another length
+    for (int64_t group = 0; group < kBlockNumel / kGroup; ++group) {
 #pragma omp simd
-    for (uint32_t i = 0; i < count; ++i) stored[i] = Element::store(from[i], param + i, (word + kWeyl * i) >> 24);
+      for (uint32_t i = 0; i < kGroup; ++i) random[group * kGroup + i] = words[group] + kWeyl * i;
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) stored[i] = Element::store(from[i], param + i, random[i] >> 24);
   }
 };
 
@@ -98,12 +90,12 @@ void encode_remainder(const float* values, void* param, at::ScalarType dtype, in
                       const RandomWords& random, int64_t n) {
   const uint32_t* words = random.words;
   if (dtype != at::kHalf) {
-    vectorized_wide(InGroups<SplitByte>(), values, static_cast<BFloat16*>(param), remainder, words, n);
+    vectorized_wide(StoreEach<SplitByte>(), values, static_cast<BFloat16*>(param), remainder, words, n);
     return;
   }
   alignas(64) int16_t wide[kBlockNumel];
   encode_remainder(values, param, dtype, wide, n);
-  vectorized_wide(InGroups<NarrowRemainder>(), static_cast<const int16_t*>(wide), static_cast<Half*>(param), remainder,
+  vectorized_wide(StoreEach<NarrowRemainder>(), static_cast<const int16_t*>(wide), static_cast<Half*>(param), remainder,
                   words, n);
 }
 

@@ -15,6 +15,6 @@ double dot(const float* a, const float* b, int64_t n);
 double dot(const double* a, const double* b, int64_t n);
 
 // Returns sum_i x[i] * x[i], where `dtype` is float16 or bfloat16; n <= kBlockNumel.
-double sum_of_squares(const uint16_t* x, c10::ScalarType dtype, int64_t n);
+double sum_of_squares(const void* x, c10::ScalarType dtype, int64_t n);
 
 }  // namespace apex_npu

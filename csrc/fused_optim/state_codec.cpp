@@ -199,14 +199,6 @@ struct EncodeBlocks {
   }
 };
 
-// Copies elements between formats.
-struct Copy {
-  template <typename From, typename To>
-  APEX_NPU_INLINE void operator()(From from, To to, int64_t n) const {
-    for_each<float>(n, [=](Element i) APEX_NPU_INLINE_LAMBDA { to[i] = static_cast<float>(from[i]); }, from, to);
-  }
-};
-
 }  // namespace
 
 Encoding::Encoding(const std::optional<at::Tensor>& remainder, at::TensorList scales, const at::Tensor& table,

@@ -108,7 +108,7 @@ struct NarrowValues {
 
   const BFloat16* data;
 
-  APEX_NPU_INLINE float operator[](Element i) const { return to_float(data[i.index]); }
+  APEX_NPU_INLINE float operator[](Element i) const { return data[i]; }
 };
 
 template <uint32_t count, uint32_t kLength>
@@ -139,7 +139,7 @@ struct RoundedValues {
     BFloat16* place;
     uint32_t random;
 
-    APEX_NPU_INLINE operator float() const { return to_float(*place); }
+    APEX_NPU_INLINE operator float() const { return *place; }
     APEX_NPU_INLINE void operator=(float value) const {
       place->bits = round_stochastically(value, kHalf == 0 ? random & 0xffffu : random >> 16).bits;
     }
@@ -189,7 +189,7 @@ APEX_NPU_INLINE float join(Half param, int16_t remainder) {
   const int32_t away = std::min(std::max((remainder ^ negative) - negative, -inward), outward);
   const int32_t units = away & -static_cast<int32_t>(magnitude < 0x7c00);
   const float unit = bit_cast<float>((exponent + 87) << 23);
-  const float master = from_half(static_cast<uint16_t>(magnitude)) + static_cast<float>(units) * unit;
+  const float master = Half{static_cast<uint16_t>(magnitude)} + static_cast<float>(units) * unit;
   return bit_cast<float>(bit_cast<uint32_t>(master) ^ (static_cast<uint32_t>(negative) << 31));
 }
 
@@ -203,15 +203,14 @@ APEX_NPU_INLINE void split(float value, BFloat16* param, int16_t* remainder) {
 
 // Rounds `value` to the nearest float16, ties to even. The rounding error becomes the remainder.
 APEX_NPU_INLINE void split(float value, Half* param, int16_t* remainder) {
-  const uint16_t half = to_half(value);
-  const auto magnitude = static_cast<int32_t>(half & 0x7fffu);
+  *param = value;
+  const auto magnitude = static_cast<int32_t>(param->bits & 0x7fffu);
   const int32_t exponent = std::max(magnitude >> 10, 1);
-  const float units = (value - from_half(half)) * bit_cast<float>((167 - exponent) << 23);
+  const float units = (value - *param) * bit_cast<float>((167 - exponent) << 23);
   // The addition rounds to a whole number, in the last bits of the sum.
   const int32_t rounded = bit_cast<int32_t>(units + 0x1.8p23f) - bit_cast<int32_t>(0x1.8p23f);
   const int32_t largest = largest_remainder(magnitude);
   const int32_t kept = std::min(std::max(rounded, -largest), largest);
-  param->bits = half;
   *remainder = static_cast<int16_t>(kept & -static_cast<int32_t>(magnitude < 0x7c00));
 }
 

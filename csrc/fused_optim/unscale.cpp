@@ -19,14 +19,6 @@ APEX_NPU_INLINE uint64_t not_finite(double x) {
   return (bit_cast<uint64_t>(x) & kInf) == kInf;
 }
 
-APEX_NPU_INLINE double load(double x) { return x; }
-APEX_NPU_INLINE float load(float x) { return x; }
-APEX_NPU_INLINE float load(BFloat16 x) { return to_float(x); }
-
-APEX_NPU_INLINE void store(double value, double& x) { x = value; }
-APEX_NPU_INLINE void store(float value, float& x) { x = value; }
-APEX_NPU_INLINE void store(float value, BFloat16& x) { x = to_bfloat16(value); }
-
 // The number of elements by which prefetching is ahead.
 constexpr int64_t kAhead = 1024;
 
@@ -41,13 +33,13 @@ struct Unscale {
     using Flag = decltype(not_finite(Wide()));
     Flag bad = 0;
     const auto body = [=](int64_t i) APEX_NPU_INLINE_LAMBDA -> Flag {
-      const auto value = static_cast<Wide>(load(src[i]));
+      const auto value = static_cast<Wide>(src[i]);
       if constexpr (kAdds) {
-        const auto sum = static_cast<Wide>(load(dst[i])) + value * factor;
-        store(sum, dst[i]);
+        const auto sum = static_cast<Wide>(dst[i]) + value * factor;
+        dst[i] = sum;
         return not_finite(sum);
       } else {
-        store(value * factor, dst[i]);
+        dst[i] = value * factor;
         return not_finite(value);
       }
     };
