@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apex_npu.backends.live_objects import instances_of
 from apex_npu.backends.script_warnings import warn
-from apex_npu.fusion import grads_of, versions_of
+from apex_npu.fusion import grads_of
 
 # The instances that are alive; a dead one removes itself.
 KnownDDPs = list["weakref.ref[DistributedDataParallel]"]
@@ -171,7 +171,8 @@ class LocalBackward:
         for ddp in ddps:
             params = list(ddp.module.parameters())
             grads: list[Tensor | None] = [None] * len(params) if pending else grads_of(params)
-            self._before.append((ddp.reducer, ddp.reducer.get_backward_stats(), params, grads, versions_of(grads)))
+            versions = [0 if grad is None else grad._version for grad in grads]
+            self._before.append((ddp.reducer, ddp.reducer.get_backward_stats(), params, grads, versions))
 
     def kept_grads(self) -> bool:
         """Return whether, after the backward, there are gradients that an instance has not averaged.

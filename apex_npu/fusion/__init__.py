@@ -18,13 +18,11 @@ from apex_npu.fusion.many_tensors import (
     drop_grads,
     grads_of,
     has_values,
-    hold_grads,
     hold_values,
     increment_versions,
     low_precision_of,
     set_grads,
     swap_data,
-    versions_of,
 )
 from apex_npu.fusion.own_grad import OwnGrad
 from apex_npu.fusion.run import Run, row_count
@@ -58,7 +56,6 @@ __all__ = [
     "fuse_combined",
     "grads_of",
     "has_values",
-    "hold_grads",
     "hold_values",
     "increment_versions",
     "is_dense",
@@ -74,6 +71,5 @@ __all__ = [
     "storage_numel",
     "storage_view",
     "swap_data",
-    "versions_of",
     "wraps_tensors",
 ]

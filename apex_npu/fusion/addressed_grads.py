@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -55,8 +55,12 @@ class AddressedGrads:
             self._table = AddressTable(flat, memory.offsets, [p.numel() for p in params])
         span = slots if isinstance(slots, range) else range(len(params))
         chosen = None if slots is None or slots is span else slots
-        places = flat, self._table.addresses
-        look = partial(memory.slots.addresses, params, memory.views, span.start, span.stop, chosen, *places)
+        looked_at, addresses = params[span.start : span.stop], self._table.addresses
+
+        def look() -> Any:
+            views = memory.views[span.start : span.stop]
+            return memory.slots.addresses(looked_at, views, span.start, chosen, flat, addresses)
+
         states, others, dtype, views_are_free = look()
         if ELSEWHERE in states and not views_are_free:
             memory.free_views()

@@ -17,13 +17,11 @@ if extension is None:
         drop_grads,
         grads_of,
         has_values,
-        hold_grads,
         hold_values,
         increment_versions,
         low_precision_of,
         set_grads,
         swap_data,
-        versions_of,
     )
 else:
     from apex_npu._C import (  # type: ignore[assignment]
@@ -33,13 +31,11 @@ else:
         drop_grads,
         grads_of,
         has_values,
-        hold_grads,
         hold_values,
         increment_versions,
         low_precision_of,
         set_grads,
         swap_data,
-        versions_of,
     )
 
 __all__ = [
@@ -49,11 +45,9 @@ __all__ = [
     "drop_grads",
     "grads_of",
     "has_values",
-    "hold_grads",
     "hold_values",
     "increment_versions",
     "low_precision_of",
     "set_grads",
     "swap_data",
-    "versions_of",
 ]

@@ -86,20 +86,9 @@ def grads_of(tensors: list[Tensor]) -> list[Tensor | None]:
     return list(map(_GRAD, tensors))
 
 
-def versions_of(tensors: list[Tensor | None]) -> list[int]:
-    """Return autograd's count of writes to each tensor; 0 for None."""
-    return [0 if tensor is None else tensor._version for tensor in tensors]
-
-
 def any_grads(tensors: Sequence[Tensor]) -> bool:
     """Return True if one of ``tensors`` has a gradient."""
     return not all(map(is_, map(_GRAD, tensors), repeat(None)))
-
-
-def hold_grads(tensors: list[Tensor], grads: list[Tensor | None], versions: list[int]) -> bool:
-    """Return True if each tensor has the same gradient object as in ``grads``, with the version in ``versions``."""
-    now = grads_of(tensors)
-    return are_same(now, grads) and versions_of(now) == versions
 
 
 def low_precision_of(tensors: list[Tensor]) -> list[int]:

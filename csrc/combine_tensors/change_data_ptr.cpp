@@ -24,11 +24,7 @@ namespace {
 
 // The memory of a buffer and all its slots: the allocator's DataPtr, which the tensors that point into it own jointly.
 // They own the memory rather than the source's StorageImpl, so that they stay valid if the source is resized or moved.
-struct Memory {
-  c10::DataPtr data;
-  std::shared_ptr<void> note;
-};
-using SharedMemory = std::shared_ptr<Memory>;
+using SharedMemory = std::shared_ptr<c10::DataPtr>;
 
 struct SlotContext {
   SharedMemory memory;
@@ -50,7 +46,7 @@ SlotContext* slot_context_of(const c10::DataPtr& data_ptr) {
 // Returns the allocator's pointer for the memory that contains data_ptr. It identifies the memory to the allocator.
 const c10::DataPtr& allocation_of(const c10::DataPtr& data_ptr) {
   const SlotContext* context = slot_context_of(data_ptr);
-  return context == nullptr ? data_ptr : context->memory->data;
+  return context == nullptr ? data_ptr : *context->memory;
 }
 
 // The allocator reuses freed memory for its own stream, which is nearly always the default one, and must be notified of
@@ -69,9 +65,9 @@ SharedMemory share_memory_of(const at::Tensor& src) {
   c10::StorageImpl* storage = src.storage().unsafeGetStorageImpl();
   void* start = storage->mutable_data();  // materialises a copy-on-write storage
   if (const SlotContext* context = slot_context_of(storage->data_ptr())) return context->memory;
-  auto memory = std::make_shared<Memory>();
-  memory->data = storage->set_data_ptr(point_at(start, memory, src.device()));
-  record_fusing(memory->data, true);
+  auto memory = std::make_shared<c10::DataPtr>();
+  *memory = storage->set_data_ptr(point_at(start, memory, src.device()));
+  record_fusing(*memory, true);
   return memory;
 }
 
@@ -216,11 +212,6 @@ std::vector<at::Tensor> storage_views(const at::Tensor& src, const std::vector<i
   return views;
 }
 
-std::shared_ptr<void>* memory_note(const at::Tensor& t) {
-  if (!is_slot(t)) return nullptr;
-  return &slot_context_of(t.storage().data_ptr())->memory->note;
-}
-
 LentMemory::LentMemory(const at::Tensor& src) {
   c10::StorageImpl* storage = src.storage().unsafeGetStorageImpl();
   memory_ = share_memory_of(src);
@@ -234,7 +225,7 @@ bool LentMemory::has(const at::Tensor& t) const {
 }
 
 bool LentMemory::give_back(const at::Tensor& src) const {
-  const SharedMemory memory = std::static_pointer_cast<Memory>(memory_.lock());
+  const SharedMemory memory = memory_.lock();
   if (memory == nullptr) return false;
   src.storage().set_data_ptr_noswap(point_at(start_, memory, src.device()));
   return true;

@@ -45,9 +45,6 @@ std::vector<at::Tensor> storage_views(const at::Tensor& src, const std::vector<i
 // Returns whether t's memory was assigned by change_data_ptr or storage_view.
 bool is_slot(const at::Tensor& t);
 
-// Returns a pointer that lives as long as that memory; null if t is not a slot.
-std::shared_ptr<void>* memory_note(const at::Tensor& t);
-
 // The memory of a buffer that only its slots own. It is freed with the last of them.
 class LentMemory {
  public:
@@ -64,7 +61,7 @@ class LentMemory {
   bool give_back(const at::Tensor& src) const;
 
  private:
-  std::weak_ptr<void> memory_;
+  std::weak_ptr<c10::DataPtr> memory_;
   void* start_;
 };
 

@@ -23,20 +23,17 @@ static bool is_tensor(PyObject* object) {
          PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass)) || THPVariable_Check(object);
 }
 
-Borrowed borrow(const py::sequence& tensors) { return borrow(tensors, 0, py::len(tensors)); }
-
-Borrowed borrow(const py::sequence& tensors, size_t first, size_t last) {
+Borrowed borrow(const py::handle& tensors) {
   // Other sequences create their items on access, and would not keep them alive.
   TORCH_CHECK_TYPE(PyList_Check(tensors.ptr()) || PyTuple_Check(tensors.ptr()), "expected a list or tuple, got ",
                    Py_TYPE(tensors.ptr())->tp_name);
   const auto count = static_cast<size_t>(PySequence_Fast_GET_SIZE(tensors.ptr()));
-  TORCH_CHECK_VALUE(first <= last && last <= count, "expected items [", first, ", ", last, "), got ", count);
   Borrowed borrowed;
   constexpr size_t kAhead = 16;
   PyObject* const* items = PySequence_Fast_ITEMS(tensors.ptr());
-  borrowed.reserve(last - first);
-  for (size_t i = first; i < last; ++i) {
-    if (i + kAhead < last) APEX_NPU_PREFETCH(items[i + kAhead]);
+  borrowed.reserve(count);
+  for (size_t i = 0; i < count; ++i) {
+    if (i + kAhead < count) APEX_NPU_PREFETCH(items[i + kAhead]);
     PyObject* item = items[i];
     TORCH_CHECK_TYPE(is_tensor(item), "expected a tensor at index ", i, ", got ", Py_TYPE(item)->tp_name);
     borrowed.push_back(&THPVariable_Unpack(item));
@@ -50,41 +47,6 @@ py::list grads_of(const Borrowed& tensors) {
     PyList_SET_ITEM(grads.ptr(), static_cast<Py_ssize_t>(i), THPVariable_Wrap(grad_of(*tensors[i])));
   });
   return grads;
-}
-
-py::list versions_of(const py::list& tensors) {
-  constexpr size_t kAhead = 16;
-  py::list versions(tensors.size());
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    if (i + kAhead < tensors.size()) {
-      APEX_NPU_PREFETCH(PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i + kAhead)));
-    }
-    PyObject* item = PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i));
-    TORCH_CHECK_TYPE(item == Py_None || is_tensor(item), "expected a tensor or None at index ", i);
-    const int64_t version = item == Py_None ? 0 : THPVariable_Unpack(item)._version();
-    PyList_SET_ITEM(versions.ptr(), static_cast<Py_ssize_t>(i), PyLong_FromLongLong(version));
-  }
-  return versions;
-}
-
-bool hold_grads(const Borrowed& tensors, const py::list& grads, const py::list& versions) {
-  const size_t count = tensors.size();
-  TORCH_CHECK_VALUE(grads.size() == count && versions.size() == count,
-                    "hold_grads: expected one gradient and version per tensor (", count, "), got ", grads.size(),
-                    " and ", versions.size());
-  bool same = true;
-  const auto look = [&](const at::Tensor& grad, size_t i) {
-    if (!same) return;
-    PyObject* known = PyList_GET_ITEM(grads.ptr(), static_cast<Py_ssize_t>(i));
-    TORCH_CHECK_TYPE(known == Py_None || is_tensor(known), "expected a tensor or None at index ", i);
-    const long long before = PyLong_AsLongLong(PyList_GET_ITEM(versions.ptr(), static_cast<Py_ssize_t>(i)));
-    if (before == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
-    const bool there = grad.defined();
-    const long long version = there ? grad.unsafeGetTensorImpl()->version_counter().current_version() : 0;
-    same = (known == Py_None ? !there : there && grad.is_same(THPVariable_Unpack(known))) && version == before;
-  };
-  look_at_grads(tensors, prefetch_counter, look, kPointersBytes);
-  return same;
 }
 
 bool is_alone(const at::Tensor& grad) {
@@ -108,7 +70,7 @@ static bool have_unnamed_aliases(const Borrowed& tensors) {
 std::vector<int64_t> move_storages(const py::sequence& lists, const at::Tensor& src,
                                    const std::vector<int64_t>& offsets, bool copy_values) {
   std::vector<Borrowed> members;
-  for (const py::handle list : lists) members.push_back(borrow(py::reinterpret_borrow<py::sequence>(list)));
+  for (const py::handle list : lists) members.push_back(borrow(list));
   TORCH_CHECK_VALUE(members.size() == offsets.size(), "move_storages: expected one offset for each of ", members.size(),
                     " lists, got ", offsets.size());
   for (size_t i = 0; i < members.size(); ++i) {

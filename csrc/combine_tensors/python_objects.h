@@ -14,9 +14,8 @@
 
 namespace apex_npu {
 
-// Returns the tensors of a list or tuple, which keeps them alive, or its items [first, last).
-Borrowed borrow(const pybind11::sequence& tensors);
-Borrowed borrow(const pybind11::sequence& tensors, size_t first, size_t last);
+// Returns the tensors of a list or tuple, which keeps them alive.
+Borrowed borrow(const pybind11::handle& tensors);
 
 // Returns whether no other parameter has this gradient and no other tensor has its memory. Python names do not count.
 bool is_alone(const at::Tensor& grad);
@@ -46,10 +45,15 @@ bool hold_values(const pybind11::list& dicts, const pybind11::list& keys, const 
 // Returns tensor.grad, or None, for each tensor.
 pybind11::list grads_of(const Borrowed& tensors);
 
-// Returns tensor._version for each tensor; 0 for None.
-pybind11::list versions_of(const pybind11::list& tensors);
-
-// Returns whether each tensor has the gradient object in `grads`, or None, with the version in `versions`, or 0.
-bool hold_grads(const Borrowed& tensors, const pybind11::list& grads, const pybind11::list& versions);
-
 }  // namespace apex_npu
+
+// Lets functions with arguments of type Borrowed be bound.
+template <>
+struct pybind11::detail::type_caster<apex_npu::Borrowed> {
+  PYBIND11_TYPE_CASTER(apex_npu::Borrowed, const_name("Sequence[Tensor]"));
+
+  bool load(handle tensors, bool /*convert*/) {
+    value = apex_npu::borrow(tensors);
+    return true;
+  }
+};

@@ -32,12 +32,6 @@ const float* read_grad(const ListedGrad& place, int64_t i, int64_t n, float* cop
 
 c10::DispatchKey key_of(c10::Device device) { return device.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA; }
 
-const GradList& listed_in(const at::Tensor& grads, const char* function) {
-  const GradList* list = grad_list_of(grads);
-  TORCH_CHECK_TYPE(list != nullptr, function, ": expected a list of gradients, got ", grads.toString());
-  return *list;
-}
-
 }  // namespace
 
 GradList::GradList(int64_t numel, size_t count, bool writable, c10::Device device)
@@ -203,21 +197,10 @@ const GradList* grad_list_of(const at::Tensor& tensor) {
   return impl == nullptr ? nullptr : impl->opaque_handle().get();
 }
 
-void scale_grad_list(const at::Tensor& grads, double factor, const std::optional<at::Tensor>& found_inf) {
-  if (listed_in(grads, "scale_grad_list").scale(factor) && found_inf.has_value()) {
-    *found_inf->mutable_data_ptr<float>() = 1.0f;
-  }
+const GradList& grads_in(const at::Tensor& tensor) {
+  const GradList* list = grad_list_of(tensor);
+  TORCH_CHECK_TYPE(list != nullptr, "expected a list of gradients, got ", tensor.toString());
+  return *list;
 }
-
-std::vector<at::ScalarType> grad_addresses(const at::Tensor& grads, const at::Tensor& begins, const at::Tensor& lengths,
-                                           const at::Tensor& out) {
-  return listed_in(grads, "grad_addresses").write_addresses(begins, lengths, grads.scalar_type(), out);
-}
-
-std::vector<std::pair<at::Tensor, int64_t>> listed_grads(const at::Tensor& grads) {
-  return listed_in(grads, "listed_grads").tensors();
-}
-
-void count_grad_writes(const at::Tensor& grads) { listed_in(grads, "count_grad_writes").count_writes(); }
 
 }  // namespace apex_npu

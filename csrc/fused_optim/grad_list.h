@@ -38,14 +38,17 @@ class GradList {
 
   const std::vector<ListedGrad>& places() const { return places_; }
 
-  // Does scale_grad_list, and returns whether an element is inf or nan.
+  // Multiplies writable gradients in place, and returns whether an element is inf or nan. With a factor of 1 no
+  // gradient is written.
   bool scale(double factor) const;
 
-  // Does grad_addresses.
+  // For kernels on other devices than the CPU. out[i] becomes the address of the operand if its gradient of lengths[i]
+  // elements from begins[i] on were in its place, plus 1 if the gradient has another dtype than `wide`; 0 for a missing
+  // or empty gradient. All are int64, on the host, in the order of the operand. Returns the other dtypes.
   std::vector<at::ScalarType> write_addresses(const at::Tensor& begins, const at::Tensor& lengths, at::ScalarType wide,
                                               const at::Tensor& out) const;
 
-  // Returns the gradients, 1-D, each with its first element in the operand.
+  // Returns the gradients, 1-D, each with its first element in the operand. Code that writes them must count this.
   std::vector<std::pair<at::Tensor, int64_t>> tensors() const;
 
   // Increments the versions of the gradients, which are writable.
@@ -85,19 +88,7 @@ at::Tensor as_operand(GradList grads, int64_t numel, at::ScalarType dtype);
 // Returns the gradients of an operand; null for any other tensor.
 const GradList* grad_list_of(const at::Tensor& tensor);
 
-// Multiplies writable gradients in place. found_inf (float32, one element), if given, becomes 1 if an element is inf or
-// nan. With a factor of 1 no gradient is written.
-void scale_grad_list(const at::Tensor& grads, double factor, const std::optional<at::Tensor>& found_inf);
-
-// For kernels on other devices than the CPU. out[i] becomes the address of the operand if its gradient of lengths[i]
-// elements from begins[i] on were in its place, plus 1 if the gradient has another dtype than the operand; 0 for a
-// missing or empty gradient. All are int64, on the host, in the order of the operand. Returns the dtypes of gradients
-// that differ from the operand's.
-std::vector<at::ScalarType> grad_addresses(const at::Tensor& grads, const at::Tensor& begins, const at::Tensor& lengths,
-                                           const at::Tensor& out);
-
-// Returns the gradients of an operand, 1-D, each with its first element there. Code that writes them must count this.
-std::vector<std::pair<at::Tensor, int64_t>> listed_grads(const at::Tensor& grads);
-void count_grad_writes(const at::Tensor& grads);
+// Raises TypeError for any other tensor.
+const GradList& grads_in(const at::Tensor& tensor);
 
 }  // namespace apex_npu

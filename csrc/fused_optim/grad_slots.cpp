@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "combine_tensors/python_objects.h"
 #include "fused_optim/gather_cpu.h"
 #include "fused_optim/grad_list.h"
 
@@ -70,7 +71,7 @@ void GradSlots::remember_views(const std::vector<at::Tensor>& views) {
 }
 
 GradStates GradSlots::states(const Borrowed& params, const Borrowed& views, size_t first, InPlace in_place,
-                             int64_t least_numel, IsAlone is_alone) const {
+                             int64_t least_numel, bool share_memory) const {
   TORCH_CHECK_VALUE(params.size() == views.size() && first + params.size() <= slots_.size(),
                     "states: expected one view per parameter, and a slot for each, got ", views.size(), " views of ",
                     params.size(), " parameters from slot ", first, " on, of ", slots_.size());
@@ -86,8 +87,8 @@ GradStates GradSlots::states(const Borrowed& params, const Borrowed& views, size
     found.states[i] = static_cast<char>(GradState::ELSEWHERE);
     bool stays = slot.numel >= least_numel && can_stay(grad, first + i, in_place);
     if (stays && in_place == InPlace::WRITE) {
-      if (is_alone == nullptr) sharing.push_back(&grad);
-      stays = is_alone == nullptr || (allocated_by_torch(grad) && is_alone(grad));
+      if (share_memory) sharing.push_back(&grad);
+      stays = share_memory || (allocated_by_torch(grad) && is_alone(grad));
     }
     if (!stays) found.to_gather.push_back(static_cast<int64_t>(first + i));
   });
@@ -102,8 +103,7 @@ GradStates GradSlots::states(const Borrowed& params, const Borrowed& views, size
 }
 
 bool GradSlots::unscale(const Borrowed& params, const Borrowed& views, double factor,
-                        const std::optional<at::Tensor>& found_inf, int64_t least_numel, IsAlone is_alone,
-                        IsAlone is_unused) const {
+                        const std::optional<at::Tensor>& found_inf, int64_t least_numel) const {
   TORCH_CHECK_VALUE(params.size() == slots_.size() && views.size() == slots_.size(), "unscale: expected ",
                     slots_.size(), " parameters and views, got ", params.size(), " and ", views.size());
   if (!places_.has_value()) return false;
@@ -146,7 +146,7 @@ bool GradSlots::unscale(const Borrowed& params, const Borrowed& views, double fa
 
 GradAddresses GradSlots::addresses(const Borrowed& params, const Borrowed& views, size_t first,
                                    const std::optional<std::vector<int64_t>>& chosen, const at::Tensor& flat,
-                                   const at::Tensor& addresses, IsAlone is_unused) const {
+                                   const at::Tensor& addresses) const {
   const size_t count = params.size();
   TORCH_CHECK_VALUE(views.size() == count && first + count <= slots_.size(),
                     "addresses: expected one view per parameter, and a slot for each, got ", views.size(), " of ",

@@ -29,9 +29,6 @@ struct GradStates {
   std::vector<int64_t> to_gather;  // the slots of ELSEWHERE gradients that cannot stay there
 };
 
-// Returns whether a gradient may be written: no other tensor shares its memory, and no other parameter has it.
-using IsAlone = bool (*)(const at::Tensor& grad);
-
 class GradList;
 
 // The places of gradients for a kernel on another device than the CPU.
@@ -54,10 +51,10 @@ class GradSlots {
   // Returns the states of `params`, whose slots begin with number `first` and have these `views`. A gradient can stay
   // ELSEWHERE to be read if it is on `device`, and has its slot's order of elements and its dtype (for a float32 slot
   // also a narrower one). It can stay to be written if it has its slot's dtype and is alone. Gradients of fewer
-  // elements than `least_numel` cannot stay. Without `is_alone` gradients may share memory, and stay to be written if
+  // elements than `least_numel` cannot stay. With `share_memory` gradients need not be alone, and stay to be written if
   // no two of them overlap.
   GradStates states(const Borrowed& params, const Borrowed& views, size_t first, InPlace in_place, int64_t least_numel,
-                    IsAlone is_alone) const;
+                    bool share_memory) const;
 
   // Returns the existing gradients of these parameters as one operand of the kernels. It begins with the slot `first`.
   at::Tensor grad_list(const Borrowed& params, size_t first, int64_t numel, bool writable);
@@ -65,9 +62,9 @@ class GradSlots {
   // Multiplies the gradients of `params`, one for each slot, by `factor`. Gradients that are IN_BUFFER, or can stay
   // ELSEWHERE to be written, are multiplied in place. Others are multiplied while they are copied into their slots,
   // whose `views` become the gradients. found_inf (float32, one element), if given, becomes 1 if an element is inf or
-  // nan. Returns false, with nothing written, if a gradient supports neither, or if a view is not `is_unused`.
+  // nan. Returns false, with nothing written, if a gradient supports neither, or if a view is in use.
   bool unscale(const Borrowed& params, const Borrowed& views, double factor, const std::optional<at::Tensor>& found_inf,
-               int64_t least_numel, IsAlone is_alone, IsAlone is_unused) const;
+               int64_t least_numel) const;
 
   // Finds the gradients of `params`, whose slots in the buffer `flat` begin with number `first`. If a gradient has its
   // slot's order of elements and is not in the buffer, addresses[slot] (int64, one for each slot, on the host) becomes
@@ -75,7 +72,7 @@ class GradSlots {
   // are NONE.
   GradAddresses addresses(const Borrowed& params, const Borrowed& views, size_t first,
                           const std::optional<std::vector<int64_t>>& chosen, const at::Tensor& flat,
-                          const at::Tensor& addresses, IsAlone is_unused) const;
+                          const at::Tensor& addresses) const;
 
   // Takes the memory of `flat`, which contains the remembered views. Only the tensors in slots own it then.
   void let_go(const at::Tensor& flat) { lent_.emplace(flat); }

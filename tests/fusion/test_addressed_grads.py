@@ -227,7 +227,7 @@ def test_layouts(launched):
     before = [p.grad.resolve_neg().clone() for p in params]
     places = [p.grad.data_ptr() - 4 * grads.offsets[i] for i, p in enumerate(params)]
     read = torch.zeros(len(params), dtype=torch.int64)
-    found = grads.memory.slots.addresses(params, grads.views, 0, len(params), None, grads.flat, read)
+    found = grads.memory.slots.addresses(params, grads.views, 0, None, grads.flat, read)
     assert found[1:] == ([1, 3, 4], torch.float32, True)
     assert read.tolist() == [places[0], 0, places[2], 0, 0]
     grads.unscale_(SMALLER, found_inf)
@@ -263,14 +263,14 @@ def test_gradients_in_other_slots_and_one_that_two_parameters_have(launched):
 def test_what_is_looked_at_has_slots_and_room():
     params = make_params()
     grads = slots_of(params)
-    known, flat, views, count = grads.memory.slots, grads.flat, grads.views, len(params)
-    room = torch.zeros(count, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"expected items \[2, 8\), got 7"):
-        known.addresses(params, views, 2, 8, None, flat, room)
+    known, flat, views = grads.memory.slots, grads.flat, grads.views
+    room = torch.zeros(len(params), dtype=torch.int64)
+    with pytest.raises(ValueError, match="and a slot for each, got 5 of 5 from slot 3 on, of 7"):
+        known.addresses(params[2:], views[2:], 3, None, flat, room)
     with pytest.raises(ValueError, match="expected room for 7 numbers, and views, got 6"):
-        known.addresses(params, views, 0, count, None, flat, room[1:])
+        known.addresses(params, views, 0, None, flat, room[1:])
     with pytest.raises(IndexError):
-        known.addresses(params, views, 0, count, [7], flat, room)
+        known.addresses(params, views, 0, [7], flat, room)
 
 
 @pytest.mark.parametrize("spoil", [lambda g: g.double(), lambda g: g.to_sparse()], ids=["dtype", "sparse"])
