@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The interface to devices: a small protocol that every kind of device implements."""
+"""The interface to devices."""
 
 from apex_npu.backends.base import Backend
 from apex_npu.backends.host_copy import HostCopy, number_on, numbers_on

@@ -50,15 +50,14 @@ class HostCopy:
 
 
 def number_on(number: Tensor, device: torch.device) -> Tensor:
-    """Return ``number``, one or more numbers, on ``device``; a copy from the host works as in ``numbers_on``."""
+    """Return ``number``, one or more numbers, on ``device``, which reads numbers of the host from pinned memory."""
     pinned = number.device.type == "cpu" and _module_with_events(device) is not None
     return (number.pin_memory() if pinned else number).to(device, non_blocking=pinned)
 
 
 def numbers_on(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copy ``numbers`` of the host, 1-D, to ``device`` from pinned memory, which the device reads by itself."""
-    pinned = _module_with_events(device) is not None
-    return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=pinned).to(device, non_blocking=pinned)
+    """Return ``numbers``, 1-D, as ``number_on`` does."""
+    return number_on(torch.tensor(numbers, dtype=dtype, device="cpu"), device)
 
 
 def _module_with_events(device: torch.device) -> Any:

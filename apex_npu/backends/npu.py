@@ -11,16 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, device
 
+from apex_npu.backends.base import Backend
+
 # Undefined, NCHW, ND and NHWC: torch's strides describe the memory. All others (NC1HWC0, FRACTAL_NZ, ...) tile it.
 _BASE_FORMATS = frozenset({-1, 0, 1, 2})
 _NCHW, _ND = 0, 2
 
 
-class NpuBackend:
+class NpuBackend(Backend):
     """Private formats, and on chips before the 910B saturating arithmetic with a sticky overflow flag."""
 
-    device_type = "npu"
-    comm_backend = "hccl"
+    def __init__(self) -> None:
+        super().__init__("hccl")
 
     def _torch_npu(self) -> Any:
         import torch_npu

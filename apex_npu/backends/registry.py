@@ -9,17 +9,11 @@ import sys
 import torch
 
 from apex_npu.backends.base import Backend
-from apex_npu.backends.ieee import IeeeBackend
 from apex_npu.backends.npu import NpuBackend
 
 _NPU = NpuBackend()
-_BACKENDS: dict[str, Backend] = {
-    "cpu": IeeeBackend("cpu", "gloo"),
-    "cuda": IeeeBackend("cuda", "nccl"),
-    "npu": _NPU,
-    # For planning: shapes without memory.
-    "meta": IeeeBackend("meta", "none"),
-}
+_BACKENDS: dict[str, Backend] = {"cuda": Backend("nccl"), "npu": _NPU}
+_OTHERS = Backend("gloo")
 
 
 def for_device(device: torch.device) -> Backend:
@@ -27,10 +21,7 @@ def for_device(device: torch.device) -> Backend:
 
     A device type that is not registered (xpu, mps, ...) is treated as IEEE with plain storages, as torch guarantees.
     """
-    backend = _BACKENDS.get(device.type)
-    if backend is None:
-        backend = IeeeBackend(device.type, "gloo")
-    return backend
+    return _BACKENDS.get(device.type, _OTHERS)
 
 
 def is_capturing() -> bool:
