@@ -18,9 +18,7 @@
 #include "fused_optim/gather_cpu.h"
 #include "fused_optim/grad_list.h"
 #include "fused_optim/grad_slots.h"
-#include "fused_optim/norm_cpu.h"
-#include "fused_optim/rules_cpu.h"
-#include "fused_optim/segments_cpu.h"
+#include "fused_optim/kernels_cpu.h"
 #include "fused_optim/state_codec.h"
 #include "fused_optim/zero_grads.h"
 

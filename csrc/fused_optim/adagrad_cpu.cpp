@@ -1,6 +1,6 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
-#include "fused_optim/rules_cpu.h"
+#include "fused_optim/kernels_cpu.h"
 
 #include <cmath>
 

@@ -48,10 +48,10 @@ void update_elements(const Operands& operands, const Rule& rule) {
   parallel_for(0, blocks, kGrainNumel / kBlockNumel, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       const int64_t begin = i * kBlockNumel, n = std::min(kBlockNumel, operands.numel() - begin);
-      const ParamBlock<T> param(operands, begin, n);
-      const GradBlock<T> grad(operands, begin, n);
-      vectorized(rule, param.data(), grad.data(), operands.states<T>(begin), n);
-      param.write_back();
+      alignas(64) T param_copy[kBlockNumel], grad_copy[kBlockNumel];
+      T* const param = operands.param(begin, n, param_copy);
+      vectorized(rule, param, operands.grad(begin, n, grad_copy), operands.states<T>(begin), n);
+      operands.write_back<T>(begin, n, param);
     }
   });
 }

@@ -1,6 +1,6 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
-#include "fused_optim/rules_cpu.h"
+#include "fused_optim/kernels_cpu.h"
 
 #include <cmath>
 #include <vector>
@@ -135,30 +135,36 @@ class Lamb {
     SquaredNorms norms;
     for (int64_t done = 0; done < piece.numel; done += kBlockNumel) {
       const int64_t begin = piece.begin + done, n = std::min(kBlockNumel, piece.numel - done);
-      const ParamBlock<T> param(operands_, begin, n);
-      const GradBlock<T> grad(operands_, begin, n);
+      alignas(64) T param_copy[kBlockNumel], grad_copy[kBlockNumel];
+      const T* param = operands_.param(begin, n, param_copy);
       T* direction = directions + done;
-      vectorized(moments_, param.data(), grad.data(), direction, begin, n);
-      norms += {dot(param.data(), param.data(), n), dot(direction, direction, n)};
+      vectorized(moments_, param, operands_.grad(begin, n, grad_copy), direction, begin, n);
+      norms += {dot(param, param, n), dot(direction, direction, n)};
     }
     return norms;
   }
 
   void move_along(const T* directions, const Piece& piece, double step_size) const {
-    for (int64_t done = 0; done < piece.numel; done += kBlockNumel) {
-      const int64_t begin = piece.begin + done, n = std::min(kBlockNumel, piece.numel - done);
-      const ParamBlock<T> param(operands_, begin, n);
-      vectorized(MoveAlong<T>(), param.data(), directions + done, static_cast<T>(step_size), n);
-      param.write_back();
-    }
+    for_params(piece, [&](T* param, int64_t begin, int64_t n) {
+      vectorized(MoveAlong<T>(), param, directions + (begin - piece.begin), static_cast<T>(step_size), n);
+    });
   }
 
   void move(const Piece& piece, double step_size) const {
+    for_params(piece, [&](T* param, int64_t begin, int64_t n) {
+      vectorized(move_, param, static_cast<T>(step_size), begin, n);
+    });
+  }
+
+  // Calls change(param, begin, n) for the parameters of the blocks of a piece.
+  template <typename Change>
+  void for_params(const Piece& piece, const Change& change) const {
     for (int64_t done = 0; done < piece.numel; done += kBlockNumel) {
       const int64_t begin = piece.begin + done, n = std::min(kBlockNumel, piece.numel - done);
-      const ParamBlock<T> param(operands_, begin, n);
-      vectorized(move_, param.data(), static_cast<T>(step_size), begin, n);
-      param.write_back();
+      alignas(64) T copy[kBlockNumel];
+      T* const param = operands_.param(begin, n, copy);
+      change(param, begin, n);
+      operands_.write_back<T>(begin, n, param);
     }
   }
 

@@ -90,7 +90,7 @@ class Operands {
     return found;
   }
 
-  // Returns elements [begin, begin + n) as T: in place if they are T, else in `copy`.
+  // Returns elements [begin, begin + n), n <= kBlockNumel, as T: in place if they are T, else in `copy`.
   template <typename T>
   T* param(int64_t begin, int64_t n, T* copy) const;
   template <typename T>
@@ -138,43 +138,6 @@ class Operands {
   double grad_scale_ = 1;
   bool maximize_;
   at::ScalarType param_dtype_, grad_dtype_;
-};
-
-// The parameters [begin, begin + n) as T, n <= kBlockNumel.
-template <typename T>
-class ParamBlock {
- public:
-  ParamBlock(const Operands& operands, int64_t begin, int64_t n)
-      : operands_(operands), begin_(begin), n_(n), data_(operands.param(begin, n, copy_)) {}
-
-  // data_ may point into it.
-  ParamBlock(const ParamBlock&) = delete;
-  ParamBlock& operator=(const ParamBlock&) = delete;
-
-  T* data() const { return data_; }
-  void write_back() const { operands_.write_back(begin_, n_, static_cast<const T*>(data_)); }
-
- private:
-  const Operands& operands_;
-  const int64_t begin_, n_;
-  alignas(64) T copy_[kBlockNumel];
-  T* const data_;
-};
-
-// The gradients [begin, begin + n) as T, n <= kBlockNumel.
-template <typename T>
-class GradBlock {
- public:
-  GradBlock(const Operands& operands, int64_t begin, int64_t n) : data_(operands.grad(begin, n, copy_)) {}
-
-  GradBlock(const GradBlock&) = delete;
-  GradBlock& operator=(const GradBlock&) = delete;
-
-  const T* data() const { return data_; }
-
- private:
-  alignas(64) T copy_[kBlockNumel];
-  const T* const data_;
 };
 
 }  // namespace apex_npu

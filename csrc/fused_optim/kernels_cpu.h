@@ -1,8 +1,9 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The kernels of update rules. apex_npu/ops/elementwise.py and segmented.py have the formulas and the meaning of the
-// arguments, which are in the same order.
+// The kernels of ops. apex_npu/ops/elementwise.py and segmented.py have the formulas and the meaning of the arguments,
+// which are in the same order. `starts` and `lengths` (int64, host) are the ranges of segments; elements outside of all
+// segments do not change. Segments that are not ranges of memory (`ids`) are not supported here.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -42,5 +43,13 @@ void sgd_cpu(const Encoding& encoding, const at::Tensor& param, const at::Tensor
              const std::optional<at::Tensor>& momentum_buffer, double lr, double momentum, double dampening,
              double weight_decay, bool nesterov, bool maximize, int64_t step, bool decoupled,
              const std::optional<at::Tensor>& grad_scale);
+
+at::Tensor norm_cpu(const at::Tensor& x);
+
+at::Tensor segment_dot_cpu(const at::Tensor& a, const at::Tensor& b, const at::Tensor& starts,
+                           const at::Tensor& lengths);
+
+void segment_add_cpu(const at::Tensor& x, const at::Tensor& y, const at::Tensor& factors, const at::Tensor& starts,
+                     const at::Tensor& lengths);
 
 }  // namespace apex_npu
