@@ -17,8 +17,17 @@ available = extension is not None
 
 
 def rule_kernel(rule: Rule[...]) -> Callable[..., None]:
-    """Return the kernel of ``rule``; call it only if ``available``."""
-    return rule.by_position(getattr(extension, rule.name), extension.Encoding())
+    """Return the kernel of ``rule``, which reads tensors for numbers; call it only if ``available``."""
+    function, plain = getattr(extension, rule.name), extension.Encoding()
+    defaults = {name: rule.defaults.get(name) for name in rule.options}
+
+    def step(*operands: Any, found_inf: Tensor | None = None, encoding: Any = None, **options: Any) -> None:
+        if found_inf is not None and bool(found_inf):
+            return
+        in_cpp = plain if encoding is None else encoding.in_cpp(rule.states, operands[2:])
+        function(in_cpp, *operands, *{**defaults, **options}.values())
+
+    return step
 
 
 def torch_kernel(rule: Rule[...], kernel: Callable[..., None]) -> Callable[..., None]:

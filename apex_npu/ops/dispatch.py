@@ -126,23 +126,6 @@ class Rule(Op[_P, None]):
 
         return decoded
 
-    def by_position(self, function: Callable[..., None], plain: object) -> Callable[..., None]:
-        """Return a kernel for the CPU that calls ``function`` with an encoding and the declared arguments, in order.
-
-        Args:
-            function: A function of the C++ extension, which reads tensors for numbers.
-            plain: The encoding of calls in which nothing is encoded.
-        """
-        defaults = {name: self.defaults.get(name) for name in self.options}
-
-        def step(*operands: Any, found_inf: Tensor | None = None, encoding: Any = None, **options: Any) -> None:
-            if found_inf is not None and bool(found_inf):
-                return
-            in_cpp = plain if encoding is None else encoding.in_cpp(self.states, operands[2:])
-            function(in_cpp, *operands, *{**defaults, **options}.values())
-
-        return step
-
     def _skippable(self, *operands: Any, found_inf: Tensor | None = None, **options: Any) -> None:
         """Run the body; if ``found_inf`` is not 0, restore everything that it has written.
 

@@ -7,9 +7,9 @@ It is an argument of rules, whose operands are then the tensors as they are stor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -116,7 +116,9 @@ class RunEncoding(NamedTuple):
     def decode_state(self, name: str, stored: Tensor) -> Tensor:
         """Return the float32 values of ``stored``, the whole run of state ``name``."""
         if not _by_extension(stored):
-            return self._decode(name, stored, self.places.pieces(stored))
+            scales = self.scales.get(name)
+            parts = [decode(stored[piece.span], scales, piece) for piece in self.places.pieces(stored)]
+            return torch.cat(parts) if parts else torch.zeros_like(stored, dtype=torch.float32)
         values = torch.empty(stored.shape, dtype=torch.float32, device=stored.device)
         extension.decode_state_cpu(stored, self.scales.get(name), self.places.table, values)
         return values
@@ -167,41 +169,27 @@ class RunEncoding(NamedTuple):
             options: The options of the rule.
             by_piece: Run it piece by piece; else on the whole run, because elements depend on others.
         """
-        if by_piece:
-            for piece in self.places.pieces(operands[0]):
-                parts = tuple(None if operand is None else operand[piece.span] for operand in operands)
-                self._run(kernel, names, operands, parts, options, piece.span, partial(list, (piece,)))
-        else:
-            its_pieces = partial(self.places.pieces, operands[0])
-            self._run(kernel, names, operands, operands, options, slice(0, operands[0].numel()), its_pieces)
-
-    def _run(
-        self,
-        kernel: Callable[..., None],
-        names: Sequence[str],
-        stored: tuple[Any, ...],
-        parts: tuple[Any, ...],
-        options: dict[str, Any],
-        span: slice,
-        its_pieces: Callable[[], Iterable[Piece]],
-    ) -> None:
-        states = [(i, name, stored[2 + i]) for i, name in enumerate(names) if is_encoded(stored[2 + i])]
-        values = list(parts)
-        values[0] = self.decode_param(stored[0], span)
-        values[1] = values[1].to(torch.float32)  # as the gradients of masters
-        for index, name, state in states:
-            values[2 + index] = self._decode(name, state, its_pieces())
-        kernel(*values, **options)
-        for piece in its_pieces():
-            part = slice(piece.span.start - span.start, piece.span.stop - span.start)
+        param = operands[0]
+        states = [(i, name, operands[2 + i]) for i, name in enumerate(names) if is_encoded(operands[2 + i])]
+        if not by_piece:
+            values = list(operands)
+            values[0] = self.decode_param(param, slice(0, param.numel()))
+            values[1] = values[1].to(torch.float32)  # as the gradients of masters
             for index, name, state in states:
-                self._encode(values[2 + index][part], index, name, state, piece)
-            self.encode_param(values[0][part], stored[0], piece)
-
-    def _decode(self, name: str, stored: Tensor, its_pieces: Iterable[Piece]) -> Tensor:
-        """Return the joined values of ``its_pieces``; zeros of the run's length if there are no pieces."""
-        parts = [decode(stored[piece.span], self.scales.get(name), piece) for piece in its_pieces]
-        return torch.cat(parts) if parts else torch.zeros_like(stored, dtype=torch.float32)
+                values[2 + index] = self.decode_state(name, state)
+            kernel(*values, **options)
+            self.encode_run(values[0], param, [(*state, values[2 + state[0]]) for state in states])
+            return
+        for piece in self.places.pieces(param):
+            values = [None if operand is None else operand[piece.span] for operand in operands]
+            values[0] = self.decode_param(param, piece.span)
+            values[1] = values[1].to(torch.float32)
+            for index, name, state in states:
+                values[2 + index] = decode(state[piece.span], self.scales.get(name), piece)
+            kernel(*values, **options)
+            for index, name, state in states:
+                self._encode(values[2 + index], index, name, state, piece)
+            self.encode_param(values[0], param, piece)
 
     def _encode(self, values: Tensor, index: int, name: str, stored: Tensor, piece: Piece) -> None:
         """Write ``values`` to a piece of ``stored``, which is the ``index``-th state of its rule."""

@@ -16,26 +16,10 @@ from torch import Tensor
 
 from apex_npu._extension import extension
 from apex_npu.ops import gather_cuda, gather_torch
-from apex_npu.ops.gather_cuda import AddressTable, takes_addresses
-from apex_npu.ops.gather_torch import as_real
+from apex_npu.ops.gather_cuda import takes_addresses
 from apex_npu.ops.grad_lists import is_grad_list
 from apex_npu.ops.reference import FLOATS
 from apex_npu.ops.segmented import norm
-
-__all__ = [
-    "AddressTable",
-    "as_real",
-    "cat_into",
-    "cats_lists",
-    "divides_in_update",
-    "gather_",
-    "gathers_in_one_pass",
-    "multiply_",
-    "reads_listed",
-    "takes_addresses",
-    "takes_grads",
-    "unscale_grads",
-]
 
 
 def gathers_in_one_pass(slot: Tensor) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from apex_npu._extension import extension
 from apex_npu.ops import cuda, gather_torch
-from apex_npu.ops.grad_lists import SentTables, count_writes, listed_grads
+from apex_npu.ops.grad_lists import SentTables
 from apex_npu.ops.reference import FLOATS
 from apex_npu.ops.triton_kernels.chunks import Chunks
 
@@ -65,11 +65,11 @@ class AddressTable:
 def scale_listed(grads: Tensor, factor: float | Tensor, found_inf: Tensor | None = None) -> None:
     """Multiply in place the gradients that the operand ``grads`` lists; see ``gather.unscale_grads``."""
     if not cuda.run("scale_listed", grads, factor, found_inf):
-        found = [grad for grad, _ in listed_grads(grads)]
+        found = [grad for grad, _ in extension.listed_grads(grads)]
         if isinstance(factor, Tensor):
             torch._foreach_mul_(found, factor)
         else:
             for dtype in {grad.dtype for grad in found}:
                 gather_torch.unscale_grads([grad for grad in found if grad.dtype == dtype], factor, found_inf)
     if isinstance(factor, Tensor) or factor != 1.0:
-        count_writes(grads)
+        extension.count_grad_writes(grads)  # of which autograd sees nothing

@@ -99,22 +99,11 @@ def addresses_of(grads: Tensor) -> Addresses | None:
     return found
 
 
-def listed_grads(grads: Tensor) -> list[tuple[Tensor, int]]:
-    """Return the gradients of the operand, 1-D, each with its first element; autograd does not see writes to them."""
-    found: list[tuple[Tensor, int]] = extension.listed_grads(grads)
-    return found
-
-
-def count_writes(grads: Tensor) -> None:
-    """Mark the gradients of the operand as written, so that autograd notices it."""
-    extension.count_grad_writes(grads)
-
-
 @torch.no_grad()
 def dense(grads: Tensor) -> Tensor:
     """Return a copy of the operand with memory, and with zeros for missing gradients."""
     flat = torch.zeros(grads.numel(), dtype=grads.dtype, device=grads.device)
-    found = listed_grads(grads)
+    found: list[tuple[Tensor, int]] = extension.listed_grads(grads)  # each with its first element in the operand
     for dtype in {grad.dtype for grad, _ in found}:
         pairs = [(grad, begin) for grad, begin in found if grad.dtype == dtype]
         slots = [flat[begin : begin + grad.numel()] for grad, begin in pairs]

@@ -126,7 +126,7 @@ def test_gradients_are_multiplied_and_checked_where_they_are(dtype, bad, factor)
 @pytest.mark.parametrize("dtypes", [[F16], [BF16], [F32, BF16]], ids=["half", "bfloat16", "both"])
 @pytest.mark.parametrize("bad", [None, (0, 4099, math.nan), (6, 128, -math.inf), (3, 0, math.inf)])
 def test_narrow_gradients_are_checked_where_they_are_in_one_launch(dtypes, bad, monkeypatch):
-    monkeypatch.setattr(gather_cuda, "listed_grads", None)  # what torch would check
+    monkeypatch.setattr(gather_cuda.gather_torch, "unscale_grads", None)  # how torch would check
     grad, grads, _ = listed(dtypes, begin=3, missing=(1,))
     if bad is not None:
         grads[bad[0] - (bad[0] > 1)][bad[1]] = bad[2]

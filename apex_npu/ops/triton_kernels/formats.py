@@ -87,38 +87,20 @@ def find_place(encoding, numbers, count):
 @triton.jit
 def element_offsets(encoding, numbers, numel, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """Return the offsets of an elementwise program's elements, and a mask of those to load and store."""
-    if encoding.places is None:
-        if encoding.rows is None:
-            offsets = block_offsets(BLOCK)
-            return offsets, unless_overflowed(numbers, offsets < numel)
-        else:
-            row = encoding.rows + tl.program_id(0).to(tl.int64) * _ROW_COLUMNS
-            offsets, mask, _ = range_offsets(row, row + 1, ALIGNED, BLOCK)
-            return offsets, unless_overflowed(numbers, mask)
+    if encoding.places is None and encoding.rows is None:
+        offsets = block_offsets(BLOCK)
+        return offsets, unless_overflowed(numbers, offsets < numel)
     else:
-        row = encoding.places + tl.program_id(0).to(tl.int64) * _COLUMNS
+        program = tl.program_id(0).to(tl.int64)
+        if encoding.places is None:
+            row = encoding.rows + program * _ROW_COLUMNS
+        else:
+            row = encoding.places + program * _COLUMNS
         offsets, mask, _ = range_offsets(row, row + 1, ALIGNED, BLOCK)
         return offsets, unless_overflowed(numbers, mask)
 
 
 # Gradients and parameters
-
-
-@triton.jit
-def load_grad(grad, grad_scale, offsets, mask, MAXIMIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """Load ±grad / grad_scale; it is widened first, because float16 would lose small values."""
-    g = tl.load(grad + offsets, mask=mask, other=0.0).to(DTYPE)
-    return signed(g, grad_scale, MAXIMIZE, DTYPE)
-
-
-@triton.jit
-def signed(g, grad_scale, MAXIMIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """Return ±g / grad_scale."""
-    if grad_scale is not None:
-        g = g * divide(number(1.0, DTYPE), tl.load(grad_scale).to(DTYPE))
-    if MAXIMIZE:
-        g = -g
-    return g
 
 
 @triton.jit
@@ -137,14 +119,17 @@ def load_decayed(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return p and g. ``weight_decay``: with L2, p's share in g; with DECOUPLED, the factor of p."""
+    """Return p and ±g / grad_scale. ``weight_decay``: with L2, p's share in g; with DECOUPLED, the factor of p."""
     p = load_param(param, encoding, offsets, mask, DTYPE)
+    # Widened first, because float16 would lose small values.
     if encoding.rows is None:
-        g = load_grad(grad, grad_scale, offsets, mask, MAXIMIZE, DTYPE)
+        g = tl.load(grad + offsets, mask=mask, other=0.0).to(DTYPE)
     else:
-        g = signed(
-            load_listed(encoding, ALIGNED, BLOCK, DTYPE, tl.program_id(0).to(tl.int64)), grad_scale, MAXIMIZE, DTYPE
-        )
+        g = load_listed(encoding, ALIGNED, BLOCK, DTYPE, tl.program_id(0).to(tl.int64))
+    if grad_scale is not None:
+        g = g * divide(number(1.0, DTYPE), tl.load(grad_scale).to(DTYPE))
+    if MAXIMIZE:
+        g = -g
     if DECOUPLED:
         p = p * weight_decay
     if L2:

@@ -392,15 +392,10 @@ def _listing(listed: Addresses, chunks: Chunks) -> Encoding:
     key = "encoding", listed.narrow
     encoding: Encoding | None = listed.kept.get(key)
     if encoding is None or encoding.addresses is not listed.on_device:
-        encoding = listed.kept[key] = _listed_at(_PLAIN._replace(rows=chunks.rows), listed)
+        at, narrow = listed.on_device, None if listed.narrow is None else listed.on_device.view(listed.narrow)
+        encoding = Encoding(rows=chunks.rows, addresses=at, wide=at.view(listed.wide), narrow=narrow)
+        listed.kept[key] = encoding
     return encoding
-
-
-def _listed_at(encoding: Encoding, listed: Addresses) -> Encoding:
-    """Return ``encoding`` with the addresses of ``listed``."""
-    at, narrow = listed.on_device, listed.narrow
-    of_narrow = None if narrow is None else at.view(narrow)
-    return encoding._replace(addresses=at, wide=at.view(listed.wide), narrow=of_narrow)
 
 
 def _buffers(op: Op[..., Any], given: Arguments) -> dict[str, Any]:
