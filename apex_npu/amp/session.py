@@ -37,7 +37,7 @@ from apex_npu.backends.patching import Patch, patch_attribute
 from apex_npu.backends.script_warnings import warn
 from apex_npu.distributed.fully_sharded import HeldGradients, units_of
 from apex_npu.distributed.group_reference import GroupReference
-from apex_npu.distributed.torch_ddp import DDPWatch, KnownDDPs, adding_to, around_broadcast, dtypes_of, follow_dtypes
+from apex_npu.distributed.torch_ddp import KnownDDPs, adding_to, around_broadcast, dtypes_of, follow_dtypes, watch_ddps
 from apex_npu.ops import LOW_PRECISION
 
 
@@ -250,9 +250,7 @@ class Session:
             average_in_float32(self._undo)
             if self.policy.model_dtype in LOW_PRECISION and "cpu" in self.casts.device_types:
                 compute_matrix_exp_in_float32(self._undo)
-            watch = DDPWatch(self.ddps, self._check_averaged_once)
-            self._undo.callback(watch.close)
-            watch.open()
+            self._undo.callback(watch_ddps(self.ddps, self._check_averaged_once).remove)
             patch_attribute(self._undo, DistributedDataParallel, "__setstate__", adding_to(self.ddps))
             patch_attribute(
                 self._undo,

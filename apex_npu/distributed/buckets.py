@@ -9,7 +9,6 @@ its end, and the bucket at the end is sent first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 # Smaller collectives are dominated by latency: on links of 100 Gbit/s, 1 MiB takes as long to send as to start.
 MIN_BUCKET_NBYTES = 2**20
@@ -17,27 +16,7 @@ MIN_BUCKET_NBYTES = 2**20
 MAX_BUCKET_NBYTES = 32 * 2**20
 
 
-@dataclass(frozen=True)
-class Ownership:
-    """The elements of a bucket's average that each rank needs.
-
-    Attributes:
-        parts: The number of ranges that a bucket is cut into, all of one length except for shorter ones at the end.
-            Rank r owns range r modulo ``parts``. With 1, every rank owns everything.
-    """
-
-    parts: int = 1
-
-    def owned(self, rank: int, numel: int) -> range:
-        """Return the elements that ``rank`` owns in a bucket of ``numel`` elements."""
-        length = -(-numel // self.parts)
-        first = min(rank % self.parts * length, numel)
-        return range(first, min(first + length, numel))
-
-
-def bucket_nbytes(
-    total_nbytes: int, count: int, floor_nbytes: int = MIN_BUCKET_NBYTES, cap_nbytes: int = MAX_BUCKET_NBYTES
-) -> int:
+def bucket_nbytes(total_nbytes: int, count: int, floor_nbytes: int, cap_nbytes: int) -> int:
     """Return the size of a bucket for a request of ``count`` buckets; floor and cap take precedence over the count."""
     return min(max(-(-total_nbytes // count), floor_nbytes, 1), cap_nbytes)
 

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-# Values are broadcast in pieces of this size.
-_PIECE_NBYTES = 32 * 2**20
+from apex_npu.distributed.buckets import MAX_BUCKET_NBYTES, plan_buckets
 
 # One line for each item that must be the same: its name and its value.
 Description = list[tuple[str, str]]
@@ -162,23 +161,11 @@ def broadcast_values(tensors: Iterable[Tensor], group: Any, rank: int = 0) -> No
         if tensor.numel():
             by_device.setdefault(tensor.device, []).append(tensor.detach())
     for members in by_device.values():
-        for piece in _pieces(members):
+        for numbers in plan_buckets([t.numel() * t.dtype.itemsize for t in members], MAX_BUCKET_NBYTES):
+            piece = [members[i] for i in numbers]
             as_bytes = [t.resolve_conj().reshape(-1).view(torch.uint8) for t in piece]
             flat = torch.cat(as_bytes)
             dist.broadcast(flat, source, group=group)
             for tensor, part in zip(piece, flat.split([b.numel() for b in as_bytes]), strict=True):
                 # Cloned: a view in another dtype must begin at a multiple of its size.
                 tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
-
-
-def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    piece: list[Tensor] = []
-    nbytes = 0
-    for tensor in tensors:
-        piece.append(tensor)
-        nbytes += tensor.numel() * tensor.dtype.itemsize
-        if nbytes >= _PIECE_NBYTES:
-            yield piece
-            piece, nbytes = [], 0
-    if piece:
-        yield piece

@@ -47,8 +47,7 @@ def units_of(model: nn.Module) -> list[Unit]:
     units: list[Unit] = []
     for name, module in model.named_modules():
         if isinstance(module, cls):
-            inside = any(not unit.name or name.startswith(f"{unit.name}.") for unit in units)
-            units.append(Unit(name, module, not inside))
+            units.append(Unit(name, module, unit_around(units, name) is None))
     return units
 
 
@@ -145,7 +144,7 @@ class HeldGradients:
         for reference in self._groups:
             group: Any = reference()
             if group is not None and not (group.reduce_grads and group._partial_reduce_output is None):
-                found += map(_sharded_param, group.fsdp_params)
+                found += [fsdp_param.sharded_param for fsdp_param in group.fsdp_params]
         return found
 
     @torch.no_grad()
@@ -215,8 +214,3 @@ def _held_by(fsdp_param: Any) -> list[Tensor]:
     named = (fsdp_param.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad)
     parts = [local_part(grad) for grad in named if grad is not None]
     return list({part.data_ptr(): part for part in parts}.values())
-
-
-def _sharded_param(fsdp_param: Any) -> Tensor:
-    param: Tensor = fsdp_param.sharded_param
-    return param

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from apex_npu.backends._torch_private import labelled
 from apex_npu.distributed.buckets import (
     MAX_BUCKET_NBYTES,
     MIN_BUCKET_NBYTES,
-    Ownership,
     bucket_nbytes,
     order_of_completion,
     plan_buckets,
@@ -103,16 +102,17 @@ def divisors(dtype: torch.dtype, size: int) -> tuple[float, float]:
     return before, size / before
 
 
+@dataclass(eq=False)
 class Bucket:
-    """A range of slots that is reduced by one collective."""
+    """A range of slots that is reduced by one collective; ``members`` are the reducer's numbers of their tensors."""
 
-    def __init__(self, row: int, slots: range, members: Sequence[int], ownership: Ownership) -> None:
-        """Make a bucket of ``slots``; ``members`` are the reducer's numbers of the slots' tensors."""
-        self.row, self.slots, self.members, self.ownership = row, slots, list(members), ownership
-        self.sent = False
-        self.absent: list[int] = []  # slots without a gradient on this process
-        self.wire: Tensor | None = None
-        self.work: Any = None
+    row: int
+    slots: range
+    members: list[int]
+    sent: bool = False
+    absent: list[int] = field(default_factory=list)  # slots without a gradient on this process
+    wire: Tensor | None = None
+    work: Any = None
 
 
 class GradReducer:
@@ -144,16 +144,14 @@ class GradReducer:
         self._lock = threading.Lock()
         self.tensors: list[Tensor] = []
         self._rows: list[list[int]] = []
-        # Merged lists, and lists in another order than backward's, have separate memory.
-        self._apart: list[bool] = []
-        for group, merged in _merged_if_small(groups, options.min_bucket_nbytes):
+        for group in groups:
             self._rows.append(list(range(len(self.tensors), len(self.tensors) + len(group))))
-            self._apart.append(merged)
             self.tensors.extend(group)
+        # The layouts of others' buffers that can be used; None: the row is in another order.
+        self._offsets: list[list[int] | None] = [FlatGrads.apart(group).offsets for group in groups]
         self._nbytes = [t.numel() * options.wire_dtype(t.dtype).itemsize for t in self.tensors]
         self._grads: list[FlatGrads] = []
         self._own: dict[int, FlatGrads] = {}
-        self._seen: dict[int, FlatGrads] = {}  # others' buffers that are known to have the same layout
         self._buckets: list[Bucket] = []
         self._cut()
         found = weakref.ref(self)  # a parameter may outlive its optimizer
@@ -161,7 +159,6 @@ class GradReducer:
         self._expected = [1] * len(self.tensors)
         self._planned = False
         self._recorded = False
-        self._late: int | None = None
         self._next = 0
 
     # Planning
@@ -174,10 +171,9 @@ class GradReducer:
             self.options.max_bucket_nbytes,
         )
         buckets = []
-        everywhere = Ownership()  # all_reduce gives all ranks everything
         for row, members in enumerate(self._rows):
             for slots in plan_buckets([self._nbytes[i] for i in members], target):
-                buckets.append(Bucket(row, slots, [members[slot] for slot in slots], everywhere))
+                buckets.append(Bucket(row, slots, [members[slot] for slot in slots]))
         # Until arrivals are recorded, the last parameters are assumed to come first.
         self._set_order(sorted(buckets, key=lambda bucket: -max(bucket.members)))
 
@@ -195,7 +191,7 @@ class GradReducer:
         for row, members in enumerate(self._rows):
             # Rows are cut from their end.
             self._rows[row] = sorted(members, key=arrival.__getitem__, reverse=True)
-            self._apart[row] = True
+            self._offsets[row] = None
             self._own.pop(row, None)
         self._grads = []
         self._cut()
@@ -212,10 +208,9 @@ class GradReducer:
         self._grads = []
         for row, members in enumerate(self._rows):
             tensors = [self.tensors[i] for i in members]
-            found = None if self._apart[row] else find_flat(tensors)
-            if found is not None and (found is self._seen.get(row) or found.offsets == _offsets_apart(tensors)):
+            found = None if self._offsets[row] is None else find_flat(tensors)
+            if found is not None and found.offsets == self._offsets[row]:
                 self._own.pop(row, None)
-                self._seen[row] = found
             else:
                 found = self._own.get(row)
                 if found is None or found.broken():
@@ -238,7 +233,6 @@ class GradReducer:
         for bucket in self._buckets:
             bucket.sent, bucket.absent = False, []
             bucket.wire = bucket.work = None
-        self._late = None
         self._next = 0
         self._arrivals.begin(not self._recorded)
         self._progress.note("begun a backward")
@@ -303,11 +297,10 @@ class GradReducer:
                 it notifies them. Otherwise the reduction stays open, so that they do not step without this process.
         """
         self._arrivals.end()
-        late = self._arrivals.late
-        self._late = None if late < 0 else late
-        if self._late is not None and not (others_read or self.everybody_reads):
+        is_late = self._arrivals.late >= 0
+        if is_late and not (others_read or self.everybody_reads):
             self._raise_late()
-        failed = failed or self._late is not None
+        failed = failed or is_late
         for bucket in self._buckets[self._next :]:
             self._send(bucket, empty=failed)
         used = [1.0] * len(self.tensors)
@@ -335,7 +328,7 @@ class GradReducer:
             report = Report(largest, -smallest, int(failed_rank) - 1 if failed_rank else None)
         for grads in self._grads:
             grads.memory.is_sent = False
-        if self._late is not None:
+        if is_late:
             self._raise_late()
         if not self._recorded and report is not None and report.failed_rank is None:
             self._share_record()
@@ -343,10 +336,9 @@ class GradReducer:
         return report
 
     def _raise_late(self) -> None:
-        assert self._late is not None
-        shape, self._late = tuple(self.tensors[self._late].shape), None
         self._expected = [max(pair) for pair in zip(self._expected, self._arrivals.counts, strict=True)]
         self._planned = False
+        shape = tuple(self.tensors[self._arrivals.late].shape)
         raise LateGradientError(
             f"the gradient of a parameter of shape {shape} has changed after its bucket was sent to the other "
             "processes: backward has reached it more often than before. Call backward once in each amp.scale_loss "
@@ -357,13 +349,11 @@ class GradReducer:
     def _receive(self, bucket: Bucket) -> None:
         assert bucket.wire is not None
         _, after = divisors(bucket.wire.dtype, self._size)
-        owned = bucket.ownership.owned(self._rank, bucket.wire.numel())
-        wire = bucket.wire[owned.start : owned.stop]
         if after != 1.0:
-            wire.mul_(1.0 / after)
+            bucket.wire.mul_(1.0 / after)
         part = self._grads[bucket.row].span(bucket.slots)
-        if wire.dtype != part.dtype:
-            part[owned.start : owned.stop].copy_(wire)
+        if bucket.wire.dtype != part.dtype:
+            part.copy_(bucket.wire)
         bucket.wire = bucket.work = None
 
     def _show_others(self, used: Sequence[float]) -> None:
@@ -420,26 +410,3 @@ class GradReducer:
 def _send_up_to(reducer: GradReducer | None, count: int) -> None:
     if reducer is not None:
         reducer.send_up_to(count)
-
-
-def _offsets_apart(tensors: Sequence[Tensor]) -> list[int]:
-    return FlatGrads.apart(tensors).offsets
-
-
-def _merged_if_small(groups: Sequence[Sequence[Tensor]], floor_nbytes: int) -> list[tuple[list[Tensor], bool]]:
-    """Merge the groups of a device and dtype into one list if one of them is too small for a separate bucket.
-
-    Returns:
-        The lists, and whether each has been merged.
-    """
-    kinds: dict[tuple[torch.device, torch.dtype], list[Sequence[Tensor]]] = {}
-    for group in groups:
-        kinds.setdefault((group[0].device, group[0].dtype), []).append(group)
-    rows: list[tuple[list[Tensor], bool]] = []
-    for alike in kinds.values():
-        small = any(sum(t.numel() * t.dtype.itemsize for t in group) < floor_nbytes for group in alike)
-        if small and len(alike) > 1:
-            rows.append(([t for group in alike for t in group], True))
-        else:
-            rows.extend((list(group), False) for group in alike)
-    return rows

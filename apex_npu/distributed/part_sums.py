@@ -76,11 +76,9 @@ def total_grad_norm(
         norm_type: p of the p-norm.
         found_inf: The argument of ``ops.norm``, for the 2-norm only.
     """
-    if found_inf is not None:
-        return norm_of(grad_operands(flats, unfused, float(norm_type), InPlace.READ), float(norm_type), found_inf)
     norm_type = float(norm_type)
     plain, cut = _operands(flats, unfused, norm_type, InPlace.READ)
-    return _norm_of_whole(plain, cut, norm_type) if cut else norm_of(plain, norm_type)
+    return _norm_of_whole(plain, cut, norm_type) if cut else norm_of(plain, norm_type, found_inf)
 
 
 @torch.no_grad()

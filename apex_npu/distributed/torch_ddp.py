@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from apex_npu.backends.live_objects import instances_of
 from apex_npu.backends.script_warnings import warn
@@ -32,35 +33,21 @@ def find_ddps(known: KnownDDPs) -> None:
         _add(known, found)
 
 
-class DDPWatch:
-    """Adds instances to ``known`` when they register the module inside of them, from ``open`` to ``close``.
+def watch_ddps(known: KnownDDPs, check: Callable[[nn.Module], None]) -> RemovableHandle:
+    """Add instances to ``known`` when they register the module inside of them, until the result is removed.
 
     Args:
         known: The instances that exist.
         check: Called with the module first. It may raise an error, which ends the constructor before communication.
     """
 
-    def __init__(self, known: KnownDDPs, check: Callable[[nn.Module], None]) -> None:
-        self._known, self._check = known, check
-        self._is_open = False
-        self._handle: Any = None
-
-    def open(self) -> None:
-        """Begin to watch."""
-        self._is_open = True
-        self._handle = register_module_module_registration_hook(self._note)
-
-    def close(self) -> None:
-        """Stop watching."""
-        self._is_open = False
-        if self._handle is not None:
-            self._handle.remove()
-
-    def _note(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-        if self._is_open and isinstance(module, DistributedDataParallel):
+    def note(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        if isinstance(module, DistributedDataParallel):
             if submodule is not None:
-                self._check(submodule)
-            _add(self._known, module)
+                check(submodule)
+            _add(known, module)
+
+    return register_module_module_registration_hook(note)
 
 
 def adding_to(known: KnownDDPs) -> Callable[[Callable[..., None]], Callable[..., None]]:

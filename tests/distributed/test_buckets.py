@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apex_npu.distributed.buckets import Ownership, bucket_nbytes, order_of_completion, plan_buckets, waits_little
+from apex_npu.distributed.buckets import bucket_nbytes, order_of_completion, plan_buckets, waits_little
 from apex_npu.distributed.grad_reducer import divisors
 
 SIZES = st.lists(st.integers(0, 1000), max_size=40)
@@ -68,15 +68,3 @@ def test_both_divisions_together_make_an_average_and_the_first_one_rounds_nothin
         assert after <= before <= 4 * after
     else:
         assert 1 <= after < 2
-
-
-@given(st.integers(1, 9), st.integers(0, 200), st.integers(1, 3))
-def test_each_element_has_one_owner_in_each_replica(parts, numel, replicas):
-    ranges = [Ownership(parts).owned(rank, numel) for rank in range(parts * replicas)]
-    for first in range(0, len(ranges), parts):
-        assert [i for owned in ranges[first : first + parts] for i in owned] == list(range(numel))
-
-
-def test_without_parts_everybody_owns_everything():
-    assert [Ownership().owned(rank, 10) for rank in range(3)] == [range(10)] * 3
-    assert Ownership(4).owned(1, 64) == range(16, 32)
