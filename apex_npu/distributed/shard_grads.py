@@ -21,7 +21,9 @@ from apex_npu.backends.script_warnings import warn
 from apex_npu.fusion import FlatGrads
 from apex_npu.fusion.grad_slots import InPlace
 from apex_npu.fusion.many_tensors import drop_grads, grads_of, increment_versions, set_grads
-from apex_npu.fusion.shards import is_sharded, local_grads, local_part, local_parts, put_parts_inside
+from apex_npu.fusion.shards import is_sharded, local_grads, local_part, put_parts_inside
+
+_PART = operator.attrgetter("_local_tensor")
 
 
 def memory_of_parts(params: Sequence[Tensor]) -> dict[int, list[Tensor]]:
@@ -81,7 +83,7 @@ class ShardGrads(FlatGrads):
 
     def have_parts(self) -> bool:
         """Return whether each sharded parameter still has its part inside."""
-        return all(map(operator.is_, local_parts(self.full_params), self.params))
+        return all(map(operator.is_, map(_PART, self.full_params), self.params))
 
     def end_step(self) -> None:
         """Drop the gradients of the parts, and record that all parameters with a gradient have been stepped."""

@@ -2,12 +2,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Flat buffers of many tensors: their layout, memory and gradients, and the runs of slots that step together."""
 
-from apex_npu.fusion.combined import by_kind, check_combinable, combined
 from apex_npu.fusion.encoded_state import MASTER_PARAM, STORED_KEYS, EncodedView, encode_states, remainders_of
-from apex_npu.fusion.flat_buffer import FlatBuffer, Plan, address_range, fills_storage, plan
-from apex_npu.fusion.flat_grads import FlatGrads
+from apex_npu.fusion.flat_buffer import FlatBuffer, address_range, fills_storage, plan
+from apex_npu.fusion.flat_grads import FlatGrads, check_combinable
 from apex_npu.fusion.fused_group import FusedGroup, HasFusedGroups
-from apex_npu.fusion.fusing import fuse, fuse_combined, not_combinable, step_in_place
+from apex_npu.fusion.fusing import by_kind, combined, fuse, fuse_combined, not_combinable, step_in_place
 from apex_npu.fusion.grad_clip import clip_coefficient
 from apex_npu.fusion.group_buffers import ModelParamBuffer
 from apex_npu.fusion.layout import is_dense, overlapping
@@ -26,7 +25,7 @@ from apex_npu.fusion.many_tensors import (
 )
 from apex_npu.fusion.own_grad import OwnGrad
 from apex_npu.fusion.run import Run, row_count
-from apex_npu.fusion.storage import change_data_ptr, is_slot, storage_numel, storage_view, wraps_tensors
+from apex_npu.fusion.storage import change_data_ptr, is_slot, storage_view, wraps_tensors
 
 __all__ = [
     "MASTER_PARAM",
@@ -38,7 +37,6 @@ __all__ = [
     "HasFusedGroups",
     "ModelParamBuffer",
     "OwnGrad",
-    "Plan",
     "Run",
     "WriteTable",
     "address_range",
@@ -68,7 +66,6 @@ __all__ = [
     "row_count",
     "set_grads",
     "step_in_place",
-    "storage_numel",
     "storage_view",
     "swap_data",
     "wraps_tensors",

@@ -58,11 +58,6 @@ class Plan:
     dtype: torch.dtype
     device: torch.device
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes that one such buffer takes."""
-        return self.layout.total_numel * self.dtype.itemsize
-
 
 def plan(tensors: Sequence[Tensor]) -> Plan:
     """Plan the layout of ``tensors``, which must share dtype and device, in one buffer. Allocate and move nothing.
@@ -156,10 +151,6 @@ class FlatBuffer:
     def views_like(self, tensors: Sequence[Tensor], offsets: Sequence[int]) -> list[Tensor]:
         """Return one view per tensor, with its size and stride (so that transposed tensors match by element)."""
         return storage_views(self.flat, offsets, tensors)
-
-    def numbers(self) -> list[Tensor]:
-        """Return a 0-dim view of each element."""
-        return numbers_in(self.flat)
 
     def adopt(
         self,

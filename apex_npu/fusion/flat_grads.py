@@ -19,7 +19,6 @@ from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import no_grad
 from apex_npu.fusion import grad_memory, grad_slots
 from apex_npu.fusion.addressed_grads import AddressedGrads
-from apex_npu.fusion.combined import check_combinable
 from apex_npu.fusion.flat_buffer import plan
 from apex_npu.fusion.grad_copier import GradCopier
 from apex_npu.fusion.grad_memory import GradMemory
@@ -189,12 +188,8 @@ class FlatGrads:
 
     def span(self, slots: range) -> Tensor:
         """Return the memory of consecutive ``slots``, padding included."""
-        begin = self.offsets[slots.start]
-        return self.flat[begin : begin + self._span_numel(slots)]
-
-    def _span_numel(self, slots: range) -> int:
         end = self.offsets[slots.stop] if slots.stop < len(self.offsets) else self.total_numel
-        return end - self.offsets[slots.start]
+        return self.flat[self.offsets[slots.start] : end]
 
     def all_present(self, slots: range | None = None) -> bool:
         """Return True if each of ``slots`` is IN_BUFFER; None: each of all slots."""
@@ -231,9 +226,7 @@ class FlatGrads:
             all_of_them = slots is None and not stay_elsewhere(states, to_gather)
             self.take(slots=None if all_of_them else to_gather)
         else:
-            params = [self.params[i] for i in to_gather]
-            grads = self.memory.readable(to_gather, list(map(_GRAD, params)))
-            extension.set_grads(params, self._copy_in(to_gather, grads))
+            self._take_batches(to_gather, 1.0, None)
         return with_state(IN_BUFFER, states, to_gather, 0 if slots is None else slots.start)
 
     def _copy_in(self, indices: list[int], grads: list[Tensor]) -> list[Tensor]:
@@ -425,7 +418,7 @@ class FlatGrads:
         """Return all gradients in few 1-D pieces: one ``operand`` if some are ELSEWHERE, else stretches of the buffer.
 
         Args:
-            in_place: READ if ``ops`` read the pieces, WRITE if ``ops.multiply_`` writes them.
+            in_place: READ if ``ops`` read the pieces, WRITE if ``ops.multiply_`` writes them; NO for any operator.
         """
         states = self.gather(in_place=in_place)
         # Gradients in slots are also listed, so that nothing writes to padding, which would have to be cleared.
@@ -441,10 +434,6 @@ class FlatGrads:
             return [self.operand(range(len(self.params)), self.total_numel)]
         return [self.span(slots) for slots in stretches(states)]
 
-    def gathered(self) -> list[Tensor]:
-        """Gather all gradients, and return them as stretches of the buffer, padding included."""
-        return [self.span(slots) for slots in stretches(self.gather())]
-
     def mask(self) -> Tensor:
         """Gather, and return a 1-D float32 mask: one where a gradient is IN_BUFFER, zero in padding and NONE slots."""
         states = self.gather()
@@ -453,3 +442,17 @@ class FlatGrads:
             if state == IN_BUFFER:
                 mask[offset : offset + view.numel()] = 1.0
         return mask
+
+
+def check_combinable() -> None:
+    """Require that the layout of memory may change now.
+
+    Raises:
+        RuntimeError: A CUDA graph is being captured.
+    """
+    if is_capturing():
+        raise RuntimeError(
+            "combined buffers cannot be made while a CUDA graph is being captured: tensors would move into them "
+            "immediately, but their values only when the graph is replayed. Call the accessor once before the capture. "
+            "Nothing has moved"
+        )

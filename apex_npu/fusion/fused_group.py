@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_npu.fusion.combined import check_combinable
-from apex_npu.fusion.flat_grads import FlatGrads
+from apex_npu.fusion.flat_grads import FlatGrads, check_combinable
 from apex_npu.fusion.graph_runs import GraphRuns
 from apex_npu.fusion.group_buffers import GroupBuffers
 from apex_npu.fusion.run import Runs, StepCounts
@@ -80,16 +79,6 @@ class FusedGroup(GroupBuffers):
         if isinstance(self.grads, FlatGrads) and isinstance(runs, GraphRuns):
             # A graph replays the addresses of its capture, so gradients must stay at their addresses.
             self.grads.gathers_all, self.grads.memory.lends = True, False
-
-    def let_go(self) -> None:
-        """Drop the views of the parameters' memory. They would prevent a move of parameters that numpy has seen."""
-        self.param_flat = self.param_flat.new_empty(0)
-        self.runs.current = []
-        self.runs.forget()
-
-    def hold_again(self) -> None:
-        """Undo ``let_go``, for a group of one parameter that has not been moved."""
-        self.param_flat = flat_over(self.params[0])
 
     def set_step(self, index: int, step: float) -> None:
         """Set the step count of one parameter."""

@@ -1,13 +1,16 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Finds the parameters that can be fused, and moves them into buffers."""
+"""Finds the parameters that can be fused, or combined, and moves them into buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from types import MappingProxyType
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from apex_npu.fusion.flat_buffer import FlatBuffer, Plan, leave_private_formats, may_move, plan, with_aliases
@@ -25,7 +28,6 @@ def step_in_place(param: Tensor, *, capturable: bool = False) -> FusedGroup:
 
 def fuse(
     params: Sequence[Tensor],
-    apart: Sequence[Tensor] = (),
     *,
     kind_of: Mapping[int, Hashable] = MappingProxyType({}),
     capturable: bool = False,
@@ -39,7 +41,6 @@ def fuse(
 
     Args:
         params: The parameters to fuse.
-        apart: Parameters to fuse into groups separate from those of ``params``, unless they share memory.
         kind_of: ``id(param)`` → a kind.
         capturable: Count steps on the device, unless it is the CPU, so that a captured graph counts them.
         aliases: ``id(param)`` → other tensors over its storage, which move with it and may be larger than it.
@@ -48,15 +49,14 @@ def fuse(
         ValueError: A parameter has gaps or overlaps itself; nothing has moved.
         torch.OutOfMemoryError: A buffer does not fit; nothing has moved.
     """
-    everything = [*params, *apart]
-    for i, p in enumerate(everything):
+    for i, p in enumerate(params):
         if not is_dense(p.size(), p.stride()):
             raise ValueError(
                 f"parameter {i} of size {tuple(p.size())} and stride {p.stride()} does not fill its memory without gap "
                 "or overlap, so it cannot be fused; make it dense first: p.data = p.data.contiguous()"
             )
-    leave_private_formats(everything)
-    movable, in_place = _sort_out(everything, {id(p) for p in apart}, kind_of, aliases)
+    leave_private_formats(params)
+    movable, in_place = _sort_out(params, kind_of, aliases)
     plans, buffers, runs = _prepare(movable, capturable=capturable)
     stepped_in_place = [step_in_place(p, capturable=capturable) for p in in_place]
     return [*map(partial(_move, aliases=aliases), movable, plans, buffers, runs), *stepped_in_place]
@@ -80,6 +80,28 @@ def _move(
     order = sorted(range(len(members)), key=planned.offsets.__getitem__)
     ordered, offsets = [members[i] for i in order], [planned.offsets[i] for i in order]
     return FusedGroup(ordered, buffer.flat, offsets, runs)
+
+
+def by_kind(params: Iterable[Tensor], leading: Collection[int]) -> list[list[Tensor]]:
+    """Return the parameters of each combined buffer: one buffer per device and dtype, those of ``leading`` first.
+
+    Args:
+        params: The parameters of all buffers, in order.
+        leading: ``id(param)`` of the parameters that have buffers of their own.
+    """
+    found: dict[tuple[bool, torch.device, torch.dtype], list[Tensor]] = {}
+    for p in params:
+        found.setdefault((id(p) not in leading, p.device, p.dtype), []).append(p)
+    return [found[kind] for kind in sorted(found, key=itemgetter(0))]
+
+
+def combined(held: Sequence[Any], leading: Collection[int]) -> list[Any] | None:
+    """Return ``held``, which have ``params``, in the order of ``by_kind``; None unless each has all of one kind."""
+    holder = {id(p): group for group in held for p in group.params}
+    kinds = by_kind((p for group in held for p in group.params), leading)
+    if len(kinds) != len(held) or any(len({id(holder[id(p)]) for p in kind}) > 1 for kind in kinds):
+        return None
+    return [holder[id(kind[0])] for kind in kinds]
 
 
 def fuse_combined(
@@ -128,11 +150,10 @@ def not_combinable(param: Tensor) -> RuntimeError:
 
 def _sort_out(
     params: Sequence[Tensor],
-    apart: Collection[int],
     kind_of: Mapping[int, Hashable],
     aliases: Mapping[int, Sequence[Tensor]],
 ) -> tuple[list[list[Tensor]], list[Tensor]]:
-    """Return the movable parameters by device, dtype, kind and presence in ``apart``, and those to leave in place."""
+    """Return the movable parameters by device, dtype and kind, and those to leave in place."""
     by_storage: dict[int, list[Tensor]] = {}
     for p in params:
         by_storage.setdefault(p.untyped_storage()._cdata, []).append(p)
@@ -146,7 +167,7 @@ def _sort_out(
             continue
         in_place.extend(overlapping)
         for p in distinct:
-            movable.setdefault((*kinds, id(sharing[0]) in apart, p.device, p.dtype), []).append(p)
+            movable.setdefault((*kinds, p.device, p.dtype), []).append(p)
     return list(movable.values()), in_place
 
 

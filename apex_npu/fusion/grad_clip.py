@@ -53,7 +53,7 @@ def grad_operands(
         if norm_type == 2.0:
             found += flat.operands(in_place)
         elif norm_type > 0:  # zeros in the padding add nothing; other "norms" count tensors or look for the smallest
-            found += flat.gathered()
+            found += flat.operands(InPlace.NO)
         else:
             found += [view for view, state in zip(flat.views, flat.gather(), strict=True) if state == IN_BUFFER]
     return found + [p.grad.detach() for p in unfused if p.grad is not None]

@@ -83,9 +83,8 @@ class GradMemory:
             views = buffer.views_like(self.shapes, self.offsets)
             table = SlotTable(views)
             self.slots.remember_views(views)
-            done = buffer, views, table, is_padded, False
-            # Assigned together, so that a buffer always has its views.
-            self._buffer, self.views, self.view_table, self.is_padded, self.is_lent = done
+            self._buffer, self.views, self.view_table = buffer, views, table
+            self.is_padded, self.is_lent = is_padded, False
         if not self.is_padded and not pads:
             self.clear_padding()
             self.is_padded = True

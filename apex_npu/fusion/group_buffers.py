@@ -108,10 +108,6 @@ class GroupBuffers:
             buffer = self._scratch[name] = FlatBuffer(self.param_flat.numel(), self.state_dtype, self.param_flat.device)
         return buffer.flat
 
-    def placed(self, slots: range) -> list[tuple[Tensor, int]]:
-        """Return the parameters of ``slots``, each with its offset in the group's flat tensors."""
-        return [(self.params[i], self.grads.offsets[i]) for i in slots]
-
     def state_views(self, name: str, *, scalar: bool = False) -> list[Tensor]:
         """Return state ``name`` of all parameters: shaped like them, or 0-dim for a state of one number."""
         return self._state(name, scalar=scalar).views
@@ -180,7 +176,7 @@ class GroupBuffers:
             return None
         moved = [t for _, t in movable]
         buffer = FlatBuffer(self.param_flat.numel(), moved[0].dtype, moved[0].device)
-        slots = tuple(Slot(self.grads.offsets[i], t.numel(), t.numel()) for i, t in movable)
+        slots = tuple(Slot(self.grads.offsets[i], t.numel()) for i, t in movable)
         buffer.adopt(moved, Layout(slots, tuple(range(len(slots))), buffer.flat.numel()))
         return ModelParamBuffer(buffer.flat, moved)
 

@@ -18,17 +18,10 @@ class Slot(NamedTuple):
     Attributes:
         offset_numel: The number of elements before the slot.
         numel: The number of elements of the storage.
-        padded_numel: The number of elements that the slot takes up, from its beginning to that of the next slot.
     """
 
     offset_numel: int
     numel: int
-    padded_numel: int
-
-    @property
-    def end_numel(self) -> int:
-        """The first element after the slot and its padding."""
-        return self.offset_numel + self.padded_numel
 
 
 @dataclass(frozen=True)
@@ -46,45 +39,33 @@ class Layout:
     total_numel: int
 
 
-def padded_numel(numel: int, align_numel: int = ALIGN_NUMEL, pad_numel: int = PAD_NUMEL) -> int:
-    """Return the elements that a storage of ``numel`` takes up: rounded up to ``align_numel``, plus ``pad_numel``.
+def padded_numel(numel: int) -> int:
+    """Return the elements that a storage of ``numel`` takes up: rounded up to ``ALIGN_NUMEL``, plus ``PAD_NUMEL``.
 
-    Ascend's vector kernels expect the defaults: they may read a whole block past the last element.
+    Ascend's vector kernels may read a whole block past the last element.
     """
-    return -(-numel // align_numel) * align_numel + pad_numel
+    return -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL + PAD_NUMEL
 
 
-def plan_slots(
-    storage_numels: Sequence[int],
-    storage_ids: Sequence[Hashable] | None = None,
-    *,
-    align_numel: int = ALIGN_NUMEL,
-    pad_numel: int = PAD_NUMEL,
-) -> Layout:
+def plan_slots(storage_numels: Sequence[int], storage_ids: Sequence[Hashable]) -> Layout:
     """Assign consecutive slots to all distinct storages.
 
     Args:
         storage_numels: For each tensor, the number of elements of its storage.
-        storage_ids: For each tensor, the identity of its storage; None: all are distinct.
-        align_numel: Slots are rounded up to a multiple of this.
-        pad_numel: The number of elements added after every slot.
+        storage_ids: For each tensor, the identity of its storage.
 
     Raises:
-        ValueError: A size is negative, or one storage is given two sizes.
+        ValueError: One storage is given two sizes.
     """
-    ids = range(len(storage_numels)) if storage_ids is None else storage_ids
     slots: list[Slot] = []
     index_of: dict[Hashable, int] = {}
     slot_of: list[int] = []
     total_numel = 0
-    for i, (numel, storage_id) in enumerate(zip(storage_numels, ids, strict=True)):
-        if numel < 0:
-            raise ValueError(f"storage_numels[{i}] must be >= 0, got {numel}")
-        index = index_of.get(storage_id)
-        if index is None:
-            index = index_of[storage_id] = len(slots)
-            slots.append(Slot(total_numel, numel, padded_numel(numel, align_numel, pad_numel)))
-            total_numel = slots[-1].end_numel
+    for numel, storage_id in zip(storage_numels, storage_ids, strict=True):
+        index = index_of.setdefault(storage_id, len(slots))
+        if index == len(slots):
+            slots.append(Slot(total_numel, numel))
+            total_numel += padded_numel(numel)
         elif slots[index].numel != numel:
             raise ValueError(f"storage {storage_id!r} was given two sizes: {slots[index].numel} and {numel} elements")
         slot_of.append(index)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from apex_npu.fusion.flat_buffer import FlatBuffer
+from apex_npu.fusion.flat_buffer import FlatBuffer, numbers_in
 from apex_npu.fusion.grad_slots import ELSEWHERE, NONE
 from apex_npu.fusion.group_buffers import GroupBuffers
 from apex_npu.ops import RunEncoding, Segments
@@ -190,7 +190,8 @@ class Run:
 
     def members(self) -> list[tuple[Tensor, int]]:
         """Return the run's parameters, each with its offset in the run's flat tensors, in elements."""
-        return [(p, offset - self._span.start) for p, offset in self._group.placed(self.slots)]
+        offsets = self._group.grads.offsets
+        return [(p, offsets[i] - self._span.start) for i, p in zip(self.slots, self.params, strict=True)]
 
 
 class StepCounts:
@@ -213,7 +214,7 @@ class StepCounts:
 
     def view(self, index: int) -> Tensor:
         """Return the count of one slot: float32, 0-dim."""
-        self._numbers = self._numbers or self._buffer.numbers()
+        self._numbers = self._numbers or numbers_in(self._buffer.flat)
         return self._numbers[index]
 
     def renew_views(self) -> None:

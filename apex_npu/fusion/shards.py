@@ -12,7 +12,6 @@ import enum
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from apex_npu.fusion.many_tensors import grads_of
-
-_PART = attrgetter("_local_tensor")
 
 
 class Along(enum.Enum):
@@ -45,23 +42,8 @@ def is_sharded(tensor: object) -> bool:
 
 def local_part(tensor: Any) -> Tensor:
     """Return the tensor inside a DTensor, which is the part of this process; any other tensor unchanged."""
-    if not is_sharded(tensor):
-        plain: Tensor = tensor
-        return plain
-    try:
-        part: Tensor = tensor._local_tensor
-    except AttributeError:
-        with torch.no_grad():  # with gradients each call returns a new view, which later steps do not recognise
-            part = tensor.to_local()
+    part: Tensor = tensor._local_tensor if is_sharded(tensor) else tensor
     return part
-
-
-def local_parts(sharded: Sequence[Any]) -> list[Tensor]:
-    """Return ``local_part`` of each DTensor."""
-    try:
-        return list(map(_PART, sharded))
-    except AttributeError:
-        return list(map(local_part, sharded))
 
 
 @torch.no_grad()
@@ -161,11 +143,11 @@ class MatrixCut(NamedTuple):
         """Return the division of the matrix that consists of ``count`` rows from ``first`` on."""
         if self.dim:
             return self
-        spans = [(max(begin, first), min(begin + size, first + count)) for begin, size in self._spans()]
+        spans = [
+            (max(begin, first), min(begin + size, first + count))
+            for begin, size in zip(self.begins(), self.sizes, strict=True)
+        ]
         return self._replace(sizes=tuple(max(0, end - begin) for begin, end in spans))
-
-    def _spans(self) -> Iterable[tuple[int, int]]:
-        return zip(self.begins(), self.sizes, strict=True)
 
 
 def matrix_cuts(param: Any) -> list[MatrixCut]:

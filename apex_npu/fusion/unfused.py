@@ -118,28 +118,22 @@ class WriteTable:
     """
 
     def __init__(self) -> None:
-        # Two lists of numbers, because Python's garbage collector would track one tuple per tensor.
-        self._versions: list[int] = []
-        self._addresses: list[int | None] = []
+        self._entries: list[tuple[int, int | None]] = []
 
     def add(self, tensors: list[Tensor]) -> None:
         """Record tensors that have no entry yet. All other methods also do this."""
-        versions, addresses = _entries_of(tensors[len(self._versions) :])
-        self._versions += versions
-        self._addresses += addresses
+        self._entries += map(_entry, tensors[len(self._entries) :])
 
     def note(self, tensors: list[Tensor], indices: Sequence[int] | None = None) -> None:
         """Record the current versions and addresses of all tensors, or of those at ``indices``."""
         self.add(tensors)
-        chosen = range(len(tensors)) if indices is None else indices
-        for i, version, address in zip(chosen, *_entries_of([tensors[i] for i in chosen]), strict=True):
-            self._versions[i], self._addresses[i] = version, address
+        for i in range(len(tensors)) if indices is None else indices:
+            self._entries[i] = _entry(tensors[i])
 
     def written(self, tensors: list[Tensor]) -> list[int]:
         """Return the indices of the tensors whose version or address differs from the recorded one."""
         self.add(tensors)
-        versions, addresses = _entries_of(tensors)
-        return sorted({*_differing(versions, self._versions), *_differing(addresses, self._addresses)})
+        return [i for i, entry in enumerate(map(_entry, tensors)) if entry != self._entries[i]]
 
     def write(self, tensors: list[Tensor]) -> list[int]:
         """Return the result of ``written``, then increment the versions of the tensors and record them."""
@@ -151,7 +145,7 @@ class WriteTable:
     def counted(self, tensors: list[Tensor]) -> list[int]:
         """Return the indices of the tensors whose version differs from the recorded one."""
         self.add(tensors)
-        return _differing(_entries_of(tensors)[0], self._versions)
+        return [i for i, (version, _) in enumerate(map(_entry, tensors)) if version != self._entries[i][0]]
 
     def note_grads(self, params: list[Tensor]) -> None:
         """Record the gradients of ``params`` instead of tensors, including those that are None.
@@ -160,34 +154,29 @@ class WriteTable:
         """
         grads = grads_of(params)
         increment_versions([grad for grad in grads if grad is not None])
-        self._versions, self._addresses = _entries_of(grads)
+        self._entries = list(map(_entry, grads))
 
     def changed_grads(self, params: list[Tensor]) -> tuple[list[int], list[int]]:
         """Return the indices of gradients that have been written or added, and of those whose address has changed.
 
         Neither list includes gradients that are None now.
         """
-        versions, addresses = _entries_of(grads_of(params))
-        there = [before != _NO_GRAD for before in self._versions]
-        moved = [i for i in _differing(addresses, self._addresses) if there[i] and versions[i] != _NO_GRAD]
-        others = set(_differing(versions, self._versions)).difference(moved)
-        return sorted(i for i in others if versions[i] != _NO_GRAD), moved
+        written: list[int] = []
+        moved: list[int] = []
+        for i, (now, before) in enumerate(zip(map(_entry, grads_of(params)), self._entries, strict=True)):
+            if now != before and now != _NO_GRAD:
+                is_elsewhere = before != _NO_GRAD and now[1] != before[1]
+                (moved if is_elsewhere else written).append(i)
+        return written, moved
 
 
-_NO_GRAD = -1
+_NO_GRAD = (-1, None)
+_PLAIN = {Tensor, torch.nn.Parameter}
 
 
-def _entries_of(tensors: Sequence[Tensor | None]) -> tuple[list[int], list[int | None]]:
-    """Return for each tensor its version (_NO_GRAD for None) and its address (None if it has no memory)."""
-    wraps = {kind: wraps_tensors(tensor) for kind, tensor in {type(tensor): tensor for tensor in tensors}.items()}
-    try:
-        versions = [_NO_GRAD if t is None else t._version for t in tensors]
-    except RuntimeError:  # tensors of inference mode have no version; checking each takes a third longer
-        versions = [_NO_GRAD if t is None else 0 if t.is_inference() else t._version for t in tensors]
-    addresses = [None if t is None or wraps[type(t)] or t.layout != torch.strided else t.data_ptr() for t in tensors]
-    return versions, addresses
-
-
-def _differing(now: Sequence[int | None], before: Sequence[int | None]) -> list[int]:
-    """Return the indices where two lists of numbers differ."""
-    return [] if now == before else [i for i, (a, b) in enumerate(zip(now, before, strict=True)) if a != b]
+def _entry(tensor: Tensor | None) -> tuple[int, int | None]:
+    """Return the version of ``tensor``, 0 in inference mode, and its address, None if it has no memory."""
+    if tensor is None:
+        return _NO_GRAD
+    has_memory = tensor.layout == torch.strided and (type(tensor) in _PLAIN or not wraps_tensors(tensor))
+    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr() if has_memory else None

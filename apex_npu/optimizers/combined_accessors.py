@@ -11,7 +11,7 @@ from torch import Tensor
 
 from apex_npu._extension import require_extension
 from apex_npu.backends._torch_private import disable_dynamo, labelled
-from apex_npu.distributed import clip_grad_norm_
+from apex_npu.distributed.part_sums import clip_grad_norm_
 from apex_npu.fusion import FusedGroup, HasFusedGroups, by_kind, combined, fuse_combined
 from apex_npu.optimizers.fused_params import FusedParams
 
@@ -91,7 +91,7 @@ class CombinedAccessors(HasFusedGroups):
                 "then call it. Nothing has moved"
             )
         kinds = by_kind(self._fused.combinable_params(), leading)
-        with self.moving_params(), self._fused.without_those_in_place():
+        with self.moving_params():
             self._fused.adopt(fuse_combined(kinds, self._release_groups, capturable=self.capturable))
         self._end_fusing()
 

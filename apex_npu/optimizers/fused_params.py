@@ -8,9 +8,9 @@ A sharded parameter is not fused itself, but this process's part of it, for whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -29,6 +29,8 @@ from apex_npu.fusion import (
 from apex_npu.fusion.host_grads import HostGrads, host_copy_of
 from apex_npu.fusion.shards import cut_of, is_sharded, local_part
 from apex_npu.optimizers.checks import can_be_stepped, check_params, takes_part
+
+PartGrads: TypeAlias = ShardGrads | OwnGrad | HostGrads
 
 
 class FusedParams:
@@ -60,7 +62,7 @@ class FusedParams:
         self.hosted: list[HostGrads] = []
         self.groups: list[FusedGroup] = []
         self.full_params: dict[int, Tensor] = {}
-        self.shards: list[ShardGrads | OwnGrad | HostGrads] = []
+        self.shards: list[PartGrads] = []
         self.listed: list[list[Tensor]] = []
         self.unfused: list[Tensor] = []
         self.state_names: list[tuple[str, ...]] = []
@@ -121,35 +123,37 @@ class FusedParams:
         parts = [copies.get(id(p), p) for p in params] if copies else list(map(local_part, params))
         full_params = {id(part): p for part, p in zip(parts, params, strict=True) if part is not p}
         place_of = _places_in(lists, parts)
-        kind_of = {part: (state_names[index], _kind(full_params.get(part))) for part, (index, _) in place_of.items()}
+        # A script may replace a parameter in every step (partial FC), so new parameters get separate groups.
+        kind_of = {
+            part: (state_names[index], _kind(full_params.get(part)), part in known)
+            for part, (index, _) in place_of.items()
+        }
         groups = self._still_fit(moved, kind_of)
         unfused = _without_members(parts, groups)
         ready = _ready(unfused, full_params)
         if not all(can_be_stepped(p) and is_dense(p.size(), p.stride()) for p in ready):
             check_params(params)  # raises an error that names the parameter
 
-        # A script may replace a parameter in every step (partial FC), so new parameters get separate groups.
         self._moving = {id(p) for p in ready}
         left = {id(p) for p in ready if is_sharded(full_params.get(id(p))) and not finds_parts()}
         in_place, movable = ([p for p in ready if (id(p) in left) is held] for held in (True, False))
         groups += [step_in_place(p, capturable=self.capturable) for p in in_place]
-        there, others = ([p for p in movable if (id(p) in known) is held] for held in (True, False))
         aliases = memory_of_parts(params)
-        groups += fuse(there, apart=others, kind_of=kind_of, capturable=self.capturable, aliases=aliases)
+        groups += fuse(movable, kind_of=kind_of, capturable=self.capturable, aliases=aliases)
         unfused = _without_members(unfused, groups)
         # Parameters that share memory are stepped in the order of the list, as in torch.
         groups.sort(key=lambda group: min(place_of[id(p)] for p in group.params))
         same = are_same(groups, self.groups) and are_same(parts, self._params) and self.are_listed(lists)
         same = same and state_names == self.state_names
         listed = list(map(list, lists))
-        shards = _shard_grads(groups, full_params)
+        shards = _part_grads(groups, full_params, in_chunks=self._in_chunks)
         if not same:
             wait_for_moved_parts(chain.from_iterable(grads.params for grads in shards))
-        hosted = _host_grads(groups, full_params, in_chunks=self._in_chunks) if copies else []
         for group in groups:
             _number(group, place_of)
         self.groups, self.unfused, self.full_params = groups, unfused, full_params
-        self.shards, self.hosted, self._copies = [*shards, *hosted], hosted, copies
+        self.shards, self._copies = shards, copies
+        self.hosted = [grads for grads in shards if isinstance(grads, HostGrads)]
         self.listed, self._params, self.state_names, self._moving = listed, parts, state_names, set()
         return not same
 
@@ -183,23 +187,6 @@ class FusedParams:
             if not held[id(p)] and is_slot(p):
                 raise not_combinable(p)
         return fused
-
-    @contextmanager
-    def without_those_in_place(self) -> Iterator[None]:
-        """Drop the groups of parameters stepped in place, so that these can move. Restore them without ``release``."""
-        groups, unfused = self.groups, self.unfused
-        in_place = [group for group in groups if not group.has_buffer]
-        self.unfused = [*unfused, *(p for group in in_place for p in group.params)]
-        self.groups = owning = [group for group in groups if group.has_buffer]
-        for group in in_place:
-            group.let_go()
-        try:
-            yield
-        finally:
-            if self.groups is owning:
-                for group in in_place:
-                    group.hold_again()
-                self.groups, self.unfused = groups, unfused
 
     def release(self) -> None:
         """Drop all groups. The next step fuses parameters that no other group has taken."""
@@ -245,41 +232,30 @@ def _kind(full_param: Tensor | None) -> object:
     return full_param.device if is_copied else cut_of(full_param)  # type: ignore[union-attr]
 
 
-def _host_grads(groups: list[FusedGroup], full_params: dict[int, Tensor], *, in_chunks: bool) -> list[HostGrads]:
-    """Return the gradients of the ``groups`` of host copies, and make those that do not exist yet."""
-    found = []
-    for group in groups:
-        owners = [full_params[id(p)] for p in group.params if id(p) in full_params]
-        grads = group.grads
-        if not owners or not isinstance(grads, FlatGrads):
-            continue
-        if not isinstance(grads, HostGrads) or not are_same(grads.full_params, owners):
-            grads = group.grads = HostGrads(grads, owners)
-            group.owners, group.chunk_of = owners, grads.chunk_of if in_chunks else []
-            group.runs.forget()
-        found.append(grads)
-    return found
-
-
 def _places_in(lists: Sequence[list[Tensor]], parts: list[Tensor]) -> dict[int, tuple[int, int]]:
     """Return ``id(part)`` → the index of its list, and its index in that list."""
     places = [(index, place) for index, params in enumerate(lists) for place in range(len(params))]
     return dict(zip(map(id, parts), places, strict=True))
 
 
-def _shard_grads(groups: list[FusedGroup], full_params: dict[int, Tensor]) -> list[ShardGrads | OwnGrad]:
-    """Return the shard gradients of ``groups``, and make those that do not exist yet."""
-    found: list[ShardGrads | OwnGrad] = []
+def _part_grads(groups: list[FusedGroup], full_params: dict[int, Tensor], *, in_chunks: bool) -> list[PartGrads]:
+    """Return the gradients of ``groups`` of parts or host copies, and make those that do not exist yet."""
+    found: list[PartGrads] = []
     for group in groups:
-        full = [full_params[id(p)] for p in group.params if is_sharded(full_params.get(id(p)))]
+        full = [full_params[id(p)] for p in group.params if id(p) in full_params]
         if not full:
             continue
         grads = group.grads
-        if not isinstance(grads, (ShardGrads, OwnGrad)) or not are_same(grads.full_params, full):
-            if isinstance(grads, FlatGrads) and finds_parts():
-                grads = group.grads = ShardGrads(grads, full)
+        if not isinstance(grads, (ShardGrads, HostGrads, OwnGrad)) or not are_same(grads.full_params, full):
+            if not isinstance(grads, FlatGrads) or (is_sharded(full[0]) and not finds_parts()):
+                grads = OwnGrad(group.params[0], full[0])
+            elif is_sharded(full[0]):
+                grads = ShardGrads(grads, full)
             else:
-                grads = group.grads = OwnGrad(group.params[0], full[0])
+                grads = HostGrads(grads, full)
+                group.owners, group.chunk_of = full, grads.chunk_of if in_chunks else []
+                group.runs.forget()
+            group.grads = grads
         found.append(grads)
     return found
 
