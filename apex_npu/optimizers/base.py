@@ -130,10 +130,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     scalar_states: ClassVar[tuple[str, ...]] = ()
     # True if no element's update depends on other elements, so that a part of a parameter can be stepped by itself.
     elementwise: ClassVar[bool] = False
-    # True if the rule sums numbers of whole parameters over processes; ``NormOptimizer`` sets it.
-    adds_up_parts: ClassVar[bool] = False
-    # True if the rule exchanges parts of matrices between processes, see ``NpuFusedMuon``.
-    exchanges_parts: ClassVar[bool] = False
+    # True if a rule that is not elementwise has ``_update_parts``, so that it can step parts all the same.
+    steps_parts: ClassVar[bool] = False
     # True if ``update`` accepts tensors as ``learning_rate``, ``run.step`` and ``run.found_inf``.
     supports_capture: ClassVar[bool] = False
     # Other keys of the groups of torch's optimizer, added for its state dicts only.
@@ -149,10 +147,17 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     check_combined_tensors: bool | Literal["error"] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Accept subclasses with a ``_group_step``, as those of Ascend's optimizers; see ``compat/group_steps.py``."""
+        """Accept subclasses with a ``_group_step``, as those of Ascend's optimizers; see ``compat/group_steps.py``.
+
+        A subclass with its own ``update`` steps parts only with a method for parts of its own.
+        """
         super().__init_subclass__(**kwargs)
         if hasattr(cls, "_group_step"):
             hooks.group_steps().follow_group_step(cls)
+        of_parts = {"parts", "_update_parts"}
+        names = {"update", "call", "_group_step", *of_parts}
+        owner = next(base for base in cls.__mro__ if names & vars(base).keys())
+        cls.steps_parts = owner is not FusedOptimizer and bool(of_parts & vars(owner).keys())
 
     def __init__(
         self,
@@ -349,9 +354,12 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
     def _updates(self, runs: list[tuple[Run, ParamGroup]]) -> list[tuple[int, Call]]:
         """Return the calls that update ``runs``, in order, each with the number of runs that it updates."""
+        exchanges = bool(runs) and self._exchanges()
         overridden = getattr(self.update, "__func__", None) is not FusedOptimizer.update
-        if overridden:
+        if overridden or exchanges:
             _check_learning_rates(runs)  # before the first of several updates
+        if exchanges:
+            return [(len(runs), (self._update_parts, (runs,), {}))]
         calls: list[Call] = [(self.update, pair, {}) for pair in runs] if overridden else list(starmap(self.call, runs))
         if overridden or self._fused.hosted:
             return [(1, call) for call in sending(self._fused.hosted, calls, runs)]
@@ -359,6 +367,14 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             pairs = zip(calls, runs, strict=True)
             calls = [prepared(call, run.remember, elsewhere=run.elsewhere) for call, (run, _) in pairs]
         return joined(calls) if extension is None else list(zip(repeat(1), calls, strict=False))
+
+    def _exchanges(self) -> bool:
+        """Return True if a step exchanges numbers or parts with other processes."""
+        return self.steps_parts and self._fused.is_any_sharded()
+
+    def _update_parts(self, runs: list[tuple[Run, ParamGroup]]) -> None:
+        """Update ``runs`` together, if parameters are sharded and the rule is not elementwise."""
+        raise NotImplementedError
 
     def _gather(self) -> list[tuple[FusedGroup, bytes]]:
         """Make gradients readable by ``update``. Return for each group the states of its slots."""
@@ -408,7 +424,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
     def skips_on(self) -> torch.device | None:
         """Return the device that can skip a step by a flag that the host has not read; None if this is not possible."""
-        if not self.capturable:
+        if not self.capturable or self._exchanges():  # the host must know whether processes exchange anything
             return None
         devices = {p.device for group in self.param_groups for p in group["params"]}
         return devices.pop() if len(devices) == 1 and devices != {torch.device("cpu")} else None
@@ -474,8 +490,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         self.add_torch_options(self.param_groups[-1])
         try:
             with naming(type(self).__name__):
-                shards = self.elementwise or self.adds_up_parts or self.exchanges_parts
-                check_params(self.param_groups[-1]["params"], shards=shards)
+                check_params(self.param_groups[-1]["params"], shards=self.elementwise or self.steps_parts)
                 if self.on_host:
                     check_on_host(self.param_groups[-1]["params"])
                 self.state_formats.check(self.param_groups[-1]["params"])
@@ -647,7 +662,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
     def _end_fusing(self, *, with_state: bool = True) -> None:
         groups, names = self._fused.groups, self._fused.state_names
-        self.state_formats.apply(groups, self.param_groups, names, decodes_runs=self.adds_up_parts)
+        self.state_formats.apply(groups, self.param_groups, names, decodes_runs=not self.elementwise)
         self._flat_grads = self._fused.buffered()
         self._lending = [grads.memory for grads in self._flat_grads if grads.memory.lends]
         self._all_in_slots = all(fused.in_slots for fused in groups)

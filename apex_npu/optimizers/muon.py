@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from apex_npu.distributed import MatrixExchange, MatrixPart
+from apex_npu.distributed.matrix_exchange import MatrixExchange, MatrixPart
 from apex_npu.fusion import Run, are_same
 from apex_npu.fusion.shards import is_sharded, local_part, matrix_cuts
-from apex_npu.ops import Call, Matrices, new_directions, orthogonalize_, orthogonalize_stack_, product_dtype, sgd_
+from apex_npu.ops import Matrices, new_directions, orthogonalize_, orthogonalize_stack_, product_dtype, sgd_
 from apex_npu.optimizers.adamw import NpuFusedAdamW
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import as_number, check_bool, naming
@@ -109,7 +109,6 @@ class NpuFusedMuon(NpuFusedAdamW):
     """
 
     elementwise = False
-    exchanges_parts = True
     encodable_states: ClassVar[tuple[str, ...]] = ("momentum_buffer", *NpuFusedAdamW.encodable_states)
     supports_capture = True
 
@@ -141,12 +140,7 @@ class NpuFusedMuon(NpuFusedAdamW):
             "use_muon": use_muon,
             "split": split,
         }
-        FusedOptimizer.__init__(
-            self,
-            params,
-            defaults,
-            **options,
-        )
+        FusedOptimizer.__init__(self, params, defaults, **options)
 
     def update(self, run: Run, group: ParamGroup) -> None:
         """Apply the rule."""
@@ -177,25 +171,9 @@ class NpuFusedMuon(NpuFusedAdamW):
 
     # DTensors
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Set ``exchanges_parts`` to False for a subclass with its own ``update``, which cannot step DTensors."""
-        super().__init_subclass__(**kwargs)
-        names = {"update", "call", "_group_step"}
-        cls.exchanges_parts = next(base for base in cls.__mro__ if names & vars(base).keys()) is NpuFusedMuon
-
-    def skips_on(self) -> torch.device | None:
-        """Return None for sharded parameters, since the host must know whether processes exchange parts."""
-        return None if self._fused.is_any_sharded() else super().skips_on()
-
     def _forget_fusion(self) -> None:
         super()._forget_fusion()
         self._exchange: tuple[list[Run], list[Any], MatrixExchange] | None = None
-
-    def _updates(self, runs: list[tuple[Run, ParamGroup]]) -> list[tuple[int, Call]]:
-        calls = super()._updates(runs)
-        if not calls or not self._fused.is_any_sharded():
-            return calls
-        return [(len(runs), (self._update_parts, (runs,), {}))]
 
     def _update_parts(self, runs: list[tuple[Run, ParamGroup]]) -> None:
         """Apply the rule to all runs. No parameter is written before all matrices are orthogonalized."""

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from apex_npu.distributed import PartSums
+from apex_npu.distributed.part_sums import PartSums
 from apex_npu.fusion import Run, are_same, row_count
 from apex_npu.fusion.shards import Along
-from apex_npu.ops import Call, norm, segment_dot
+from apex_npu.ops import norm, segment_dot
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 
 
@@ -42,22 +42,13 @@ Parts = Generator[Addend, Tensor, None]
 
 def alone(parts: Parts) -> None:
     """Run ``parts`` on whole parameters, where each addend is the sum."""
-    try:
-        addend = next(parts)
-        while True:
-            addend = parts.send(addend.values)
-    except StopIteration:
-        return
+    addend = next(parts, None)
+    while addend is not None:
+        addend = _send(parts, addend.values)
 
 
 class NormOptimizer(FusedOptimizer):
     """Base class of the rules with norms over whole parameters. ``parts`` is the rule for parts of parameters."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Set ``adds_up_parts`` to False for a subclass with its own ``update`` but without its own ``parts``."""
-        super().__init_subclass__(**kwargs)
-        names = {"parts", "update", "call", "_group_step"}
-        cls.adds_up_parts = "parts" in vars(next(base for base in cls.__mro__ if names & vars(base).keys()))
 
     def parts(self, run: Run, group: ParamGroup) -> Parts:
         """Apply the rule to ``run``, as ``update`` does. Yield addends, and receive their sums over all processes.
@@ -66,33 +57,21 @@ class NormOptimizer(FusedOptimizer):
         """
         raise NotImplementedError(f"{type(self).__name__} must define parts(run, group)")
 
-    def skips_on(self) -> torch.device | None:
-        """Return None for sharded parameters, since the host must know whether processes add up."""
-        return None if self._fused.is_any_sharded() else super().skips_on()
-
     def grad_norm(self, runs: list[tuple[Run, ParamGroup]]) -> Tensor:
         """Return the 2-norm of all gradients of ``runs``, 0-dim, float32 or wider. One device needs no host sync."""
         if not self._fused.is_any_sharded():
             norms = [norm(run.scaled_grad) / _scale(run) for run, _ in runs]
         else:
             # Divided gradients, because sums of squares of scaled gradients leave the range of float32.
-            grads = [run.wide_grad() for run, _ in runs]
-            addends = [
-                Addend(segment_dot(g, g, *run.segments()).unsqueeze(0)) for g, (run, _) in zip(grads, runs, strict=True)
-            ]
-            sums = self._add_up([(run, addend) for (run, _), addend in zip(runs, addends, strict=True)])
-            norms = [total.sum().sqrt() for total in sums]
+            pairs = [(run, run.wide_grad()) for run, _ in runs]
+            squares = [(run, Addend(segment_dot(g, g, *run.segments()).unsqueeze(0))) for run, g in pairs]
+            norms = [total.sum().sqrt() for total in self._add_up(squares)]
         found: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
         return found
 
     def _forget_fusion(self) -> None:
         super()._forget_fusion()
         self._plans: dict[Any, tuple[list[Run], _Plan]] = {}
-
-    def _updates(self, runs: list[tuple[Run, ParamGroup]]) -> list[tuple[int, Call]]:
-        if not self._fused.is_any_sharded():
-            return super()._updates(runs)
-        return [(len(runs), (self._update_parts, (runs,), {}))] if runs else []
 
     def _update_parts(self, runs: list[tuple[Run, ParamGroup]]) -> None:
         started = [(run, self.parts(run, group)) for run, group in runs]
