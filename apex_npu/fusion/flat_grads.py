@@ -191,11 +191,6 @@ class FlatGrads:
         end = self.offsets[slots.stop] if slots.stop < len(self.offsets) else self.total_numel
         return self.flat[self.offsets[slots.start] : end]
 
-    def all_present(self, slots: range | None = None) -> bool:
-        """Return True if each of ``slots`` is IN_BUFFER; None: each of all slots."""
-        states = self.states(slots)
-        return states.count(IN_BUFFER) == len(states)
-
     def gather(self, slots: range | None = None, *, in_place: InPlace = InPlace.NO) -> bytes:
         """Bring every gradient into its slot: afterwards ``param.grad`` is None or the slot's view.
 

@@ -73,14 +73,8 @@ class NpuFusedAdadelta(FusedOptimizer):
 
     def validate(self, group: ParamGroup) -> None:
         """Check the hyper-parameters of ``group``."""
-        check_non_negative("learning rate", "lr", group["lr"])
-        check_unit_interval("rho value", "rho", group["rho"])
-        check_non_negative("epsilon value", "eps", group["eps"])
-        check_non_negative("weight_decay value", "weight_decay", group["weight_decay"])
-
-    def state_names(self, group: ParamGroup) -> tuple[str, ...]:
-        """Return the names of the averages of squared gradients and of squared steps."""
-        return ("square_avg", "acc_delta")
+        check_non_negative(group, "lr", "eps", "weight_decay")
+        check_unit_interval("rho value", "rho", group["rho"], with_one=True)
 
     def call(self, run: Run, group: ParamGroup) -> Call:
         """Bind the op of the rule to ``run``, with its arguments."""

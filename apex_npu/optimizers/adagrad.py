@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from apex_npu.fusion import Run
 from apex_npu.ops import Call, adagrad_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
-from apex_npu.optimizers.checks import check_bool, check_non_negative
+from apex_npu.optimizers.checks import check_bools, check_non_negative
 from apex_npu.optimizers.options import FusedOptions
 
 # Options of torch.optim.Adagrad's groups. NVIDIA's optimizer has no arguments for them.
@@ -87,23 +87,12 @@ class FusedAdagrad(FusedOptimizer):
 
     def validate(self, group: ParamGroup) -> None:
         """Check the hyper-parameters of ``group``."""
-        check_non_negative("learning rate", "lr", group["lr"])
-        check_non_negative("epsilon value", "eps", group["eps"])
-        check_non_negative("weight_decay value", "weight_decay", group["weight_decay"])
-        check_bool("adagrad_w_mode", group["adagrad_w_mode"])
-        check_non_negative("lr_decay value", "lr_decay", group["lr_decay"])
-        check_non_negative(
-            "initial_accumulator_value value", "initial_accumulator_value", group["initial_accumulator_value"]
-        )
-
-    def state_names(self, group: ParamGroup) -> tuple[str, ...]:
-        """Return the name of the sum of squared gradients."""
-        return ("sum",)
+        check_non_negative(group, "lr", "eps", "weight_decay", *_OF_TORCH)
+        check_bools(group, "adagrad_w_mode")
 
     def initial_state(self, name: str, group: ParamGroup) -> float:
         """Return ``initial_accumulator_value``, as in torch.optim.Adagrad."""
-        value: float = group["initial_accumulator_value"]
-        return value
+        return float(group["initial_accumulator_value"])
 
     def learning_rate(self, run: Run, group: ParamGroup) -> float | Tensor:
         """Return ``group["lr"]``, reduced by ``lr_decay`` as in torch.optim.Adagrad."""

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 from apex_npu.fusion import Run
 from apex_npu.ops import Call, adam_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
-from apex_npu.optimizers.checks import check_adam, check_bool
+from apex_npu.optimizers.checks import check_adam, check_bools
 from apex_npu.optimizers.options import FusedOptions
 
 
@@ -82,23 +82,20 @@ class NpuFusedAdam(FusedOptimizer):
     ) -> None:
         if decoupled_weight_decay:
             raise ValueError(f"{type(self).__name__}: decoupled_weight_decay=True requires NpuFusedAdamW; use it")
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "amsgrad": amsgrad,
-                "maximize": maximize,
-            },
-            **options,
-        )
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, **options)
 
     def validate(self, group: ParamGroup) -> None:
         """Check the hyper-parameters of ``group``."""
         check_adam(group)
-        check_bool("amsgrad", group["amsgrad"])
+        check_bools(group, "amsgrad")
         if group.get("decoupled_weight_decay") and not self.decoupled and group["weight_decay"]:
             raise ValueError(
                 "decoupled_weight_decay=True, as in state dicts of torch.optim.AdamW, requires NpuFusedAdamW"

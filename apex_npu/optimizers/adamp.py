@@ -19,7 +19,7 @@ from apex_npu.ops import Segments, segment_add_, segment_dot, wide_dtype
 from apex_npu.ops.reference import add_, bias_correction_of
 from apex_npu.ops.reference_segments import update_moments_
 from apex_npu.optimizers.base import ParamGroup
-from apex_npu.optimizers.checks import check_adam, check_bool, check_non_negative
+from apex_npu.optimizers.checks import check_adam, check_bools, check_non_negative
 from apex_npu.optimizers.options import FusedOptions
 from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts, alone
 
@@ -98,13 +98,8 @@ class NpuFusedAdamP(NormOptimizer):
     def validate(self, group: ParamGroup) -> None:
         """Check the hyper-parameters of ``group``."""
         check_adam(group)
-        check_non_negative("delta value", "delta", group["delta"])
-        check_non_negative("wd_ratio value", "wd_ratio", group["wd_ratio"])
-        check_bool("nesterov", group["nesterov"])
-
-    def state_names(self, group: ParamGroup) -> tuple[str, ...]:
-        """Return the names of the first and second moment."""
-        return ("exp_avg", "exp_avg_sq")
+        check_non_negative(group, "delta", "wd_ratio")
+        check_bools(group, "nesterov")
 
     def widens_grads(self, group: ParamGroup) -> bool:
         """Return True: the rule reads float32 gradients."""

@@ -37,7 +37,7 @@ from apex_npu.fusion import (
     increment_versions,
 )
 from apex_npu.fusion.grad_memory import GradMemory
-from apex_npu.fusion.grad_slots import InPlace
+from apex_npu.fusion.grad_slots import IN_BUFFER, InPlace
 from apex_npu.fusion.host_grads import sending
 from apex_npu.ops import Call, joined, masks_writes, prepared
 from apex_npu.optimizers.capture import check_capture, check_captured_gradients, refusal
@@ -46,7 +46,6 @@ from apex_npu.optimizers.checks import (
     as_number,
     check_bool,
     check_of_torch,
-    check_on_host,
     check_params,
     check_state_device,
     naming,
@@ -210,8 +209,13 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         raise NotImplementedError(f"{type(self).__name__} must define validate(group)")
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
-        """Return the names of the states of ``group``, in the order of torch's state dict."""
-        raise NotImplementedError(f"{type(self).__name__} must define state_names(group)")
+        """Return the names of the states of ``group``, in the order of torch's state dict.
+
+        By default they are ``encodable_states`` and ``scalar_states``.
+        """
+        if not self.encodable_states:
+            raise NotImplementedError(f"{type(self).__name__} must define state_names(group)")
+        return self.encodable_states + self.scalar_states
 
     def shows_step(self, group: ParamGroup) -> bool:
         """Return True if the states of ``group`` have a ``step``."""
@@ -468,7 +472,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         """Zero the slots if all gradients are in them, and return True; else return False."""
         record, held = self._fused, self._flat_grads
         fits = self._all_fused and not record.unfused and not record.full_params and record.are_listed(self._lists())
-        if not fits or not all(grads.all_present() for grads in held):
+        if not fits or any(grads.states().strip(bytes([IN_BUFFER])) for grads in held):
             return False
         for grads in held:
             grads.flat.zero_()
@@ -490,10 +494,9 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         self.add_torch_options(self.param_groups[-1])
         try:
             with naming(type(self).__name__):
-                check_params(self.param_groups[-1]["params"], shards=self.elementwise or self.steps_parts)
-                if self.on_host:
-                    check_on_host(self.param_groups[-1]["params"])
-                self.state_formats.check(self.param_groups[-1]["params"])
+                params = self.param_groups[-1]["params"]
+                check_params(params, shards=self.elementwise or self.steps_parts, on_host=self.on_host)
+                self.state_formats.check(params)
         except (TypeError, ValueError):
             del self.param_groups[-1]
             raise

@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from apex_npu.fusion import Run
 from apex_npu.ops import Call, adam_, segment_add_, segment_dot
 from apex_npu.optimizers.base import ParamGroup
-from apex_npu.optimizers.checks import as_number, check_half_open_interval, check_non_negative
+from apex_npu.optimizers.checks import as_number, check_non_negative, check_unit_interval
 from apex_npu.optimizers.options import FusedOptions
 from apex_npu.optimizers.schedules import SCHEDULES, warmup_constant, warmup_cosine, warmup_linear, warmup_poly
 from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts
@@ -99,7 +99,7 @@ class NpuFusedBertAdam(NormOptimizer):
         """Check the hyper-parameters of ``group``."""
         if group["lr"] is None:
             raise TypeError("NpuFusedBertAdam has no default learning rate: pass lr, for example lr=5e-5")
-        check_non_negative("learning rate", "lr", group["lr"])
+        check_non_negative(group, "lr", "e", "weight_decay")
         if group["schedule"] not in SCHEDULES:
             raise ValueError(f"Invalid schedule parameter: {group['schedule']!r} (one of {', '.join(SCHEDULES)})")
         warmup = as_number("warmup", group["warmup"])
@@ -108,15 +108,9 @@ class NpuFusedBertAdam(NormOptimizer):
         total = as_number("t_total", group["t_total"])
         if total != -1 and not 0 < total < float("inf"):
             raise ValueError(f"Invalid t_total: {group['t_total']} (t_total must be > 0, or -1)")
-        check_half_open_interval("b1 parameter", "b1", group["b1"])
-        check_half_open_interval("b2 parameter", "b2", group["b2"])
-        check_non_negative("epsilon value", "e", group["e"])
-        check_non_negative("weight_decay value", "weight_decay", group["weight_decay"])
+        for name in ("b1", "b2"):
+            check_unit_interval(f"{name} parameter", name, group[name], with_one=False)
         as_number("max_grad_norm", group["max_grad_norm"])
-
-    def state_names(self, group: ParamGroup) -> tuple[str, ...]:
-        """Return the names of the first and second moment."""
-        return ("exp_avg", "exp_avg_sq")
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of the next step for each parameter with state; 0 for parameters without state."""

@@ -18,6 +18,15 @@ from apex_npu.fusion import is_dense, wraps_tensors
 from apex_npu.fusion.shards import is_partial, is_sharded
 from apex_npu.ops import FLOATS
 
+# What errors call a hyper-parameter, as those of torch do, unless it is the name and "value".
+_LABELS = {
+    "lr": "learning rate",
+    "eps": "epsilon value",
+    "e": "epsilon value",
+    "max_grad_norm": "max_grad_norm",
+    "init_square_avg": "init_square_avg",
+}
+
 
 class OfTorch(TypedDict, total=False):
     """Arguments that select an implementation in torch's optimizers; they have no effect here."""
@@ -52,37 +61,29 @@ def as_number(name: str, value: Any) -> float:
     return float(value)
 
 
-def check_non_negative(label: str, name: str, value: Any) -> None:
-    """Require 0 <= value < inf; the error begins as torch's does: "Invalid learning rate: -1.0".
+def check_non_negative(group: Mapping[str, Any], *names: str) -> None:
+    """Require 0 <= value < inf for ``names``; the error begins as torch's does: "Invalid learning rate: -1.0".
 
     Raises:
-        ValueError: It is negative, infinite or NaN.
-        TypeError: It is not a number.
+        ValueError: One is negative, infinite or NaN.
+        TypeError: One is not a number.
     """
-    if not 0.0 <= as_number(name, value) < float("inf"):
-        raise ValueError(f"Invalid {label}: {value} ({name} must be finite and >= 0)")
+    for name in names:
+        if not 0.0 <= as_number(name, group[name]) < float("inf"):
+            label = _LABELS.get(name, f"{name} value")
+            raise ValueError(f"Invalid {label}: {group[name]} ({name} must be finite and >= 0)")
 
 
-def check_unit_interval(label: str, name: str, value: Any) -> None:
-    """Require a number in [0, 1].
-
-    Raises:
-        ValueError: It is outside, or NaN.
-        TypeError: It is not a number.
-    """
-    if not 0.0 <= as_number(name, value) <= 1.0:
-        raise ValueError(f"Invalid {label}: {value} ({name} must be in [0, 1])")
-
-
-def check_half_open_interval(label: str, name: str, value: Any) -> None:
-    """Require a number in [0, 1).
+def check_unit_interval(label: str, name: str, value: Any, *, with_one: bool) -> None:
+    """Require a number in [0, 1), or ``with_one`` in [0, 1].
 
     Raises:
         ValueError: It is outside, or NaN.
         TypeError: It is not a number.
     """
-    if not 0.0 <= as_number(name, value) < 1.0:
-        raise ValueError(f"Invalid {label}: {value} ({name} must be in [0, 1))")
+    number = as_number(name, value)
+    if not (0.0 <= number < 1.0 or (with_one and number == 1.0)):
+        raise ValueError(f"Invalid {label}: {value} ({name} must be in [0, 1{']' if with_one else ')'})")
 
 
 def check_betas(betas: Any) -> None:
@@ -97,7 +98,7 @@ def check_betas(betas: Any) -> None:
     if isinstance(betas[0], Tensor) != isinstance(betas[1], Tensor):
         raise ValueError(f"betas must be either both floats or both Tensors, got {betas!r}")
     for i, beta in enumerate(betas):
-        check_half_open_interval(f"beta parameter at index {i}", f"betas[{i}]", beta)
+        check_unit_interval(f"beta parameter at index {i}", f"betas[{i}]", beta, with_one=False)
 
 
 def check_no_amsgrad(optimizer: str, amsgrad: Any) -> None:
@@ -118,6 +119,16 @@ def check_bool(name: str, value: Any) -> None:
     """
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_bools(group: Mapping[str, Any], *names: str) -> None:
+    """Require True or False for ``names``.
+
+    Raises:
+        TypeError: One is another value.
+    """
+    for name in names:
+        check_bool(name, group[name])
 
 
 def check_of_torch(optimizer: str, given: Mapping[str, Any]) -> None:
@@ -144,39 +155,40 @@ def check_adam(group: dict[str, Any]) -> None:
         ValueError: One is out of range.
         TypeError: One is not a number.
     """
-    check_non_negative("learning rate", "lr", group["lr"])
+    check_non_negative(group, "lr", "eps", "weight_decay")
     check_betas(group["betas"])
-    check_non_negative("epsilon value", "eps", group["eps"])
-    check_non_negative("weight_decay value", "weight_decay", group["weight_decay"])
 
 
-def check_params(params: Sequence[Tensor], *, shards: bool = True) -> None:
+def check_params(params: Sequence[Tensor], *, shards: bool = True, on_host: bool = False) -> None:
     """Require that parameters that are trainable or have a gradient have a dtype and a layout that can be fused.
 
     Args:
         params: The parameters of one group.
         shards: The rule can step a part of a parameter.
+        on_host: The parameters are stepped on the host.
 
     Raises:
         TypeError: A parameter has another dtype, is a subclass without own memory, or a DTensor that cannot be stepped
             part by part; or it is float64 on an NPU.
-        ValueError: The memory of a parameter has gaps, or its elements share memory.
+        ValueError: The memory of a parameter has gaps, or its elements share memory; or it is a DTensor, and stepped on
+            the host.
     """
     for i, p in enumerate(params):
+        which = f"parameter {i} of shape {tuple(p.shape)}"
         if is_sharded(p):
-            _check_shard(f"parameter {i} of shape {tuple(p.shape)}", p, shards=shards)
+            _check_shard(which, p, shards=shards, on_host=on_host)
         elif wraps_tensors(p):
             raise TypeError(
-                f"parameter {i} of shape {tuple(p.shape)} is a {type(p.data).__name__}, which wraps tensors and has no "
-                "memory to fuse. Use torch.optim's optimizer of the same rule for it"
+                f"{which} is a {type(p.data).__name__}, which wraps tensors and has no memory to fuse. Use "
+                "torch.optim's optimizer of the same rule for it"
             )
         if takes_part(p) and not can_be_stepped(p):
-            check_dtype(f"parameter {i} of shape {tuple(p.shape)}", p)
+            check_dtype(which, p)
         elif takes_part(p) and not is_sharded(p) and not is_dense(p.size(), p.stride()):
             raise ValueError(
-                f"parameter {i} of shape {tuple(p.shape)} and strides {p.stride()} does not fill its memory: its "
-                "elements have gaps between them, or share memory. Fused optimizers cannot step it. Replace it in the "
-                "module by a dense copy before you make the optimizer: nn.Parameter(p.detach().contiguous())"
+                f"{which} and strides {p.stride()} does not fill its memory: its elements have gaps between them, or "
+                "share memory. Fused optimizers cannot step it. Replace it in the module by a dense copy before you "
+                "make the optimizer: nn.Parameter(p.detach().contiguous())"
             )
 
 
@@ -199,20 +211,6 @@ def check_state_device(owner: str, state_device: Any, *, capturable: bool) -> bo
         )
     require_extension("state_device='cpu'")
     return True
-
-
-def check_on_host(params: Sequence[Tensor]) -> None:
-    """Require parameters that can be stepped on the host.
-
-    Raises:
-        ValueError: One is sharded.
-    """
-    for i, p in enumerate(params):
-        if is_sharded(p):
-            raise ValueError(
-                f"parameter {i} of shape {tuple(p.shape)} is a DTensor, which state_device='cpu' does not support: "
-                "pass fully_shard offload_policy=CPUOffloadPolicy(), which keeps parameters and state on the host"
-            )
 
 
 def takes_part(param: Tensor) -> bool:
@@ -246,7 +244,12 @@ def check_dtype(which: str, tensor: Tensor) -> None:
     )
 
 
-def _check_shard(which: str, param: Tensor, *, shards: bool) -> None:
+def _check_shard(which: str, param: Tensor, *, shards: bool, on_host: bool) -> None:
+    if on_host:
+        raise ValueError(
+            f"{which} is a DTensor, which state_device='cpu' does not support: pass fully_shard "
+            "offload_policy=CPUOffloadPolicy(), which keeps parameters and state on the host"
+        )
     if not shards:
         raise TypeError(
             f"{which} is a DTensor, as fully_shard and distribute_tensor make them, and this process has only a part "

@@ -51,7 +51,7 @@ class FusedEMA:
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
-        check_unit_interval("decay value", "decay", decay)
+        check_unit_interval("decay value", "decay", decay, with_one=True)
         self.model = model
         self.decay = decay
         self._averages: dict[str, Tensor] = {}
@@ -60,7 +60,6 @@ class FusedEMA:
         for name, t in tensors.items():
             if t.dtype == torch.float64:
                 check_dtype(f"FusedEMA: {name}", t)
-        for name, t in tensors.items():
             by_kind.setdefault((local_part(t).device, wide_dtype(t.dtype)), []).append(name)
         for (device, dtype), names in by_kind.items():
             shapes = [torch.empty_like(local_part(tensors[name]), device="meta", dtype=dtype) for name in names]
@@ -137,7 +136,7 @@ class FusedEMA:
                 has been loaded.
             ValueError: ``decay`` is out of range; nothing has been loaded.
         """
-        check_unit_interval("decay value", "decay", state_dict["decay"])
+        check_unit_interval("decay value", "decay", state_dict["decay"], with_one=True)
         self._check(state_dict["averages"])
         self.decay = state_dict["decay"]
         self._copy(state_dict["averages"], self._averages)

@@ -17,7 +17,7 @@ from apex_npu.fusion import Run
 from apex_npu.ops import Call, lamb_, segment_add_, segment_dot, wide_dtype
 from apex_npu.ops.reference_segments import trust_ratio, update_moments_
 from apex_npu.optimizers.base import ParamGroup
-from apex_npu.optimizers.checks import check_adam, check_bool, naming
+from apex_npu.optimizers.checks import check_adam, check_bools, naming
 from apex_npu.optimizers.options import FusedOptions
 from apex_npu.optimizers.state_dicts import copies_of_loaded
 from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts
@@ -95,11 +95,7 @@ class NpuFusedLamb(NormOptimizer):
     def validate(self, group: ParamGroup) -> None:
         """Check the hyper-parameters of ``group``."""
         check_lamb(group)
-        check_bool("use_global_grad_norm", group["use_global_grad_norm"])
-
-    def state_names(self, group: ParamGroup) -> tuple[str, ...]:
-        """Return the names of the first and second moment."""
-        return ("exp_avg", "exp_avg_sq")
+        check_bools(group, "use_global_grad_norm")
 
     def before_updates(self, runs: list[tuple[Run, ParamGroup]]) -> None:
         """Compute the norm of all gradients, if a group needs it."""
@@ -143,7 +139,7 @@ class NpuFusedLamb(NormOptimizer):
 def check_lamb(group: ParamGroup) -> None:
     """Check the hyper-parameters of ``NpuFusedLamb`` and ``Lamb``."""
     check_adam(group)
-    check_bool("adam", group["adam"])
+    check_bools(group, "adam")
 
 
 def _parts(

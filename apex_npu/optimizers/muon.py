@@ -22,7 +22,7 @@ from apex_npu.fusion.shards import is_sharded, local_part, matrix_cuts
 from apex_npu.ops import Matrices, new_directions, orthogonalize_, orthogonalize_stack_, product_dtype, sgd_
 from apex_npu.optimizers.adamw import NpuFusedAdamW
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
-from apex_npu.optimizers.checks import as_number, check_bool, naming
+from apex_npu.optimizers.checks import as_number, check_bool, check_bools, check_non_negative, naming
 from apex_npu.optimizers.options import FusedOptions
 
 # The defaults of groups with use_muon=False, which are AdamW's.
@@ -215,7 +215,7 @@ class NpuFusedMuon(NpuFusedAdamW):
         for label, name in (("Learning rate", "lr"), ("momentum", "momentum"), ("weight decay", "weight_decay")):
             if not 0.0 <= as_number(name, group[name]) < math.inf:  # torch's message
                 raise ValueError(f"{label} should be >= 0 but is: {group[name]} ({name} must be finite, too)")
-        check_bool("nesterov", group["nesterov"])
+        check_bools(group, "nesterov")
         _check_iterations(group)
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
@@ -489,8 +489,7 @@ def _check_iterations(group: ParamGroup) -> None:
         raise ValueError(f"Coefficients must be a tuple of exactly 3 values, got ns_coefficients={coefficients!r}")
     for i, value in enumerate(coefficients):
         as_number(f"ns_coefficients[{i}]", value)
-    if not 0.0 <= as_number("eps", group["eps"]) < math.inf:
-        raise ValueError(f"Invalid epsilon value: {group['eps']} (eps must be finite and >= 0)")
+    check_non_negative(group, "eps")
     adjust = group["adjust_lr_fn"]
     if adjust not in tuple(_ADJUST_LR):  # by equality: it may be unhashable
         names = ", ".join(f'"{name}"' for name in _ADJUST_LR if name is not None)

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 from apex_npu.fusion import Run
 from apex_npu.ops import segment_add_, segment_dot, sgd_
 from apex_npu.optimizers.base import ParamGroup
-from apex_npu.optimizers.checks import as_number, check_adam, check_bool, check_no_amsgrad
+from apex_npu.optimizers.checks import as_number, check_adam, check_bools, check_no_amsgrad
 from apex_npu.optimizers.options import FusedOptions
 from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts, alone
 
@@ -103,14 +103,9 @@ class FusedNovoGrad(NormOptimizer):
     def validate(self, group: ParamGroup) -> None:
         """Check the hyper-parameters of ``group``."""
         check_adam(group)
-        for name in ("bias_correction", "reg_inside_moment", "grad_averaging", "init_zero"):
-            check_bool(name, group[name])
+        check_bools(group, "bias_correction", "reg_inside_moment", "grad_averaging", "init_zero")
         if group["norm_type"] not in (0, 2):
             raise ValueError(f"Invalid norm_type: {group['norm_type']!r} (2, or 0 for the largest absolute value)")
-
-    def state_names(self, group: ParamGroup) -> tuple[str, ...]:
-        """Return the names of the first moment, and of the norm of each parameter."""
-        return ("exp_avg", "exp_avg_sq")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this optimizer, or of NVIDIA's.

@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 from apex_npu.fusion import Run
 from apex_npu.ops import LOW_PRECISION, Call, adam_, chunks
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
-from apex_npu.optimizers.checks import check_adam, check_bool, check_no_amsgrad, check_non_negative
+from apex_npu.optimizers.checks import check_adam, check_bool, check_bools, check_no_amsgrad, check_non_negative
 from apex_npu.optimizers.lamb import NpuFusedLamb, times
 from apex_npu.optimizers.options import FusedOptions
 from apex_npu.optimizers.sgd import NpuFusedSGD
@@ -138,8 +138,7 @@ class FusedAdam(FusedOptimizer):
     def validate(self, group: ParamGroup) -> None:
         """Check the hyper-parameters of ``group``."""
         check_adam(group)
-        for name in ("bias_correction", "adam_w_mode", "master_weights"):
-            check_bool(name, group[name])
+        check_bools(group, "bias_correction", "adam_w_mode", "master_weights")
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Add parameters. With ``capturable`` their learning rate becomes a tensor on their device, as in Apex."""
@@ -151,11 +150,9 @@ class FusedAdam(FusedOptimizer):
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
         """Return the names of the first and second moment, and of masters if a parameter has one."""
-        if self.state_formats.has_remainders:
-            return ("exp_avg", "exp_avg_sq")
-        if not (group["master_weights"] and any(map(_is_mastered, group["params"]))):
-            return ("exp_avg", "exp_avg_sq")
-        return ("exp_avg", "exp_avg_sq", "master_param")
+        keeps_masters = group["master_weights"] and not self.state_formats.has_remainders
+        is_mastered = keeps_masters and any(map(_is_mastered, group["params"]))
+        return ("exp_avg", "exp_avg_sq", "master_param") if is_mastered else ("exp_avg", "exp_avg_sq")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this optimizer, of NVIDIA's, or of torch.optim's Adam or AdamW.
@@ -306,7 +303,7 @@ class FusedSGD(NpuFusedSGD):
         if group["lr"] is None:
             raise TypeError("FusedSGD has no default learning rate: pass lr, for example lr=0.1")
         super().validate(group)
-        check_bool("wd_after_momentum", group["wd_after_momentum"])
+        check_bools(group, "wd_after_momentum")
 
 
 class FusedLAMB(NpuFusedLamb):
@@ -391,9 +388,8 @@ class FusedLAMB(NpuFusedLamb):
     def validate(self, group: ParamGroup) -> None:
         """Check the hyper-parameters of ``group``."""
         check_adam(group)
-        check_non_negative("max_grad_norm", "max_grad_norm", group["max_grad_norm"])
-        for name in ("bias_correction", "adam_w_mode", "grad_averaging", "use_nvlamb"):
-            check_bool(name, group[name])
+        check_non_negative(group, "max_grad_norm")
+        check_bools(group, "bias_correction", "adam_w_mode", "grad_averaging", "use_nvlamb")
 
     def before_updates(self, runs: list[tuple[Run, ParamGroup]]) -> None:
         """Compute the norm of all gradients."""

@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from apex_npu.fusion import Run
 from apex_npu.ops import Call, rmsprop_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
-from apex_npu.optimizers.checks import check_bool, check_non_negative
+from apex_npu.optimizers.checks import check_bools, check_non_negative
 from apex_npu.optimizers.options import FusedOptions
 
 
@@ -55,6 +55,7 @@ class NpuFusedRMSprop(FusedOptimizer):
         >>> optimizer.step()
     """
 
+    eps_inside_sqrt: ClassVar[bool] = False
     elementwise = True
     encodable_states: ClassVar[tuple[str, ...]] = ("square_avg", "momentum_buffer", "grad_avg")
     supports_capture = True
@@ -87,12 +88,8 @@ class NpuFusedRMSprop(FusedOptimizer):
 
     def validate(self, group: ParamGroup) -> None:
         """Check the hyper-parameters of ``group``."""
-        check_non_negative("learning rate", "lr", group["lr"])
-        check_non_negative("alpha value", "alpha", group["alpha"])
-        check_non_negative("epsilon value", "eps", group["eps"])
-        check_non_negative("weight_decay value", "weight_decay", group["weight_decay"])
-        check_non_negative("momentum value", "momentum", group["momentum"])
-        check_bool("centered", group["centered"])
+        check_non_negative(group, "lr", "alpha", "eps", "weight_decay", "momentum")
+        check_bools(group, "centered")
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
         """Return the names of the second moment and of the states of momentum and centering, in torch's order."""
@@ -112,13 +109,11 @@ class NpuFusedRMSprop(FusedOptimizer):
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
+            eps_inside_sqrt=self.eps_inside_sqrt,
+            decoupled=group.get("decoupled_decay", False),
+            lr_in_momentum=group.get("lr_in_momentum", False),
             maximize=group["maximize"],
             grad_scale=run.grad_scale,
             found_inf=run.found_inf,
             encoding=run.encoding,
-            **self._options_of(group),
         )
-
-    def _options_of(self, group: ParamGroup) -> dict[str, bool]:
-        """Return the options that a derived rule also passes to ``rmsprop_``."""
-        return {}

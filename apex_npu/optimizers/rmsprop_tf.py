@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
-from apex_npu.optimizers.checks import check_bool, check_non_negative
+from apex_npu.optimizers.checks import check_bools, check_non_negative
 from apex_npu.optimizers.options import FusedOptions
 from apex_npu.optimizers.rmsprop import NpuFusedRMSprop
 
@@ -60,6 +60,7 @@ class NpuFusedRMSpropTF(NpuFusedRMSprop):
         >>> optimizer.step()
     """
 
+    eps_inside_sqrt: ClassVar[bool] = True
     torch_options: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
@@ -91,27 +92,14 @@ class NpuFusedRMSpropTF(NpuFusedRMSprop):
             "maximize": maximize,
         }
         # Not NpuFusedRMSprop.__init__, whose arguments differ.
-        FusedOptimizer.__init__(
-            self,
-            params,
-            defaults,
-            **options,
-        )
+        FusedOptimizer.__init__(self, params, defaults, **options)
 
     def validate(self, group: ParamGroup) -> None:
         """Check the hyper-parameters of ``group``."""
         super().validate(group)
-        check_bool("decoupled_decay", group["decoupled_decay"])
-        check_bool("lr_in_momentum", group["lr_in_momentum"])
-        check_non_negative("init_square_avg", "init_square_avg", group["init_square_avg"])
+        check_bools(group, "decoupled_decay", "lr_in_momentum")
+        check_non_negative(group, "init_square_avg")
 
     def initial_state(self, name: str, group: ParamGroup) -> float:
         """Return ``init_square_avg`` for the second moment, else 0."""
         return float(group["init_square_avg"]) if name == "square_avg" else 0.0
-
-    def _options_of(self, group: ParamGroup) -> dict[str, bool]:
-        return {
-            "eps_inside_sqrt": True,
-            "decoupled": group["decoupled_decay"],
-            "lr_in_momentum": group["lr_in_momentum"],
-        }

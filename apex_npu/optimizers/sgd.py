@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from apex_npu.fusion import Run
 from apex_npu.ops import Call, sgd_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
-from apex_npu.optimizers.checks import as_number, check_bool, check_non_negative
+from apex_npu.optimizers.checks import as_number, check_bools, check_non_negative
 from apex_npu.optimizers.options import FusedOptions
 
 
@@ -71,26 +71,21 @@ class NpuFusedSGD(FusedOptimizer):
         maximize: bool = False,
         **options: Unpack[FusedOptions],
     ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "dampening": dampening,
-                "weight_decay": weight_decay,
-                "nesterov": nesterov,
-                "maximize": maximize,
-            },
-            **options,
-        )
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, **options)
 
     def validate(self, group: ParamGroup) -> None:
         """Check the hyper-parameters of ``group``."""
-        check_non_negative("learning rate", "lr", group["lr"])
-        check_non_negative("momentum value", "momentum", group["momentum"])
+        check_non_negative(group, "lr", "momentum", "weight_decay")
         as_number("dampening", group["dampening"])
-        check_non_negative("weight_decay value", "weight_decay", group["weight_decay"])
-        check_bool("nesterov", group["nesterov"])
+        check_bools(group, "nesterov")
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
 
