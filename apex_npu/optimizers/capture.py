@@ -4,31 +4,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
-from operator import itemgetter
-from typing import Any, ClassVar, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from apex_npu.fusion import FusedGroup, is_slot
+from apex_npu.fusion import is_slot
 from apex_npu.fusion.graph_runs import GraphRuns
 
 
-class Capturable(Protocol):
-    """The attributes of an optimizer that the checks read; ``FusedOptimizer`` documents them."""
-
-    param_groups: list[dict[str, Any]]
-    capturable: bool
-    supports_capture: ClassVar[bool]
-
-    def fused_groups(self) -> list[FusedGroup]:
-        """Return the fused groups of the last step."""
-        ...
-
-
-def check_capture(optimizer: Capturable) -> None:
+def check_capture(optimizer: Any) -> None:
     """Check options, parameters, learning rates and a GradScaler's flag, before gradients are gathered.
 
     Raises:
@@ -36,12 +22,12 @@ def check_capture(optimizer: Capturable) -> None:
     """
     name = type(optimizer).__name__
     if not optimizer.capturable:
-        because = "it counts steps on the host"
-        raise refusal(name, because, capturable=False, supported=optimizer.supports_capture)
+        ways = "Pass capturable=True; or capture" if optimizer.supports_capture else "Capture"
+        raise refusal(name, "it counts steps on the host", ways)
     check_groups(name, optimizer.param_groups, getattr(optimizer, "found_inf", None))
 
 
-def check_captured_gradients(optimizer: Capturable) -> None:
+def check_captured_gradients(optimizer: Any) -> None:
     """Require the gradients of the previous step, and keep the tables that a graph will read.
 
     Raises:
@@ -97,7 +83,7 @@ def check_gradients(owner: str, grads: Iterable[Tensor]) -> None:
         return
     ordinary = outside_of_graphs(segments)
     for grad in foreign:
-        if lies_in(ordinary, grad.data_ptr()):
+        if any(grad.data_ptr() in addresses for addresses in ordinary):
             raise refusal(
                 owner,
                 f"the gradient of shape {tuple(grad.shape)} was made after the previous step, and outside of the "
@@ -105,32 +91,19 @@ def check_gradients(owner: str, grads: Iterable[Tensor]) -> None:
             )
 
 
-def outside_of_graphs(segments: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    """Return the first and last addresses of ``segments`` (torch.cuda.memory_snapshot) outside of graph pools."""
-    return sorted(
-        (segment["address"], segment["address"] + segment["total_size"] - 1)
+def outside_of_graphs(segments: Iterable[Mapping[str, Any]]) -> list[range]:
+    """Return the addresses of ``segments`` (torch.cuda.memory_snapshot) outside of graph pools."""
+    return [
+        range(segment["address"], segment["address"] + segment["total_size"])
         for segment in segments
         if tuple(segment["segment_pool_id"]) == (0, 0)
-    )
+    ]
 
 
-def lies_in(ranges: Sequence[tuple[int, int]], address: int) -> bool:
-    """Return True if ``address`` is in one of ``ranges``, which are in order."""
-    found = bisect_right(ranges, address, key=itemgetter(0)) - 1
-    return found >= 0 and address <= ranges[found][1]
-
-
-def refusal(owner: str, because: str, *, capturable: bool = True, supported: bool = True) -> RuntimeError:
-    """Return the error of a step that cannot be captured. It includes the solution.
-
-    Args:
-        owner: The optimizer's name.
-        because: The reason.
-        capturable: The option is on.
-        supported: The optimizer has the option.
-    """
-    first = "Run some identical steps before the capture" if capturable else "Pass capturable=True"
-    ways = f"{first}; or capture" if supported else "Capture"
+def refusal(
+    owner: str, because: str, ways: str = "Run some identical steps before the capture; or capture"
+) -> RuntimeError:
+    """Return the error of a step that cannot be captured: the optimizer's name, the reason, and ways out."""
     return RuntimeError(
         f"{owner}.step() cannot be captured in a CUDA graph, since replays would differ from it: {because}. {ways} "
         "forward and backward alone (torch.cuda.make_graphed_callables), and call step() after each replay. Nothing "

@@ -28,23 +28,16 @@ def end_failed_step(optimizer: str, runs: Sequence[Run], begun: int, updated: in
         Exception: The error of ``half_updated``, if the last run may have been written in part.
     """
     interrupted = not isinstance(error, Exception)
+    # Wrong hyper-parameters or operands raise errors of other types, before any write, and so does a failed allocation
+    # of buffers. The others may have interrupted writes to the next run.
+    before_writing = isinstance(error, NotImplementedError) or (updated == 0 and isinstance(error, NoRoomError))
+    may_have_written = isinstance(error, (RuntimeError, MemoryError)) and not before_writing
     try:
         # Python most likely handles an interrupt after a kernel has returned, when that run has been stepped.
         for run in runs[begun if interrupted else updated :]:
             run.undo_count()
     finally:
-        if begun and may_have_written(error, updated):
+        if begun and may_have_written:
             raise half_updated(optimizer, error) from error
         if interrupted and begun and updated < len(runs):
             logger.error("%s", half_updated(optimizer, error))
-
-
-def may_have_written(error: BaseException, updated: int) -> bool:
-    """Return whether ``error``, after ``updated`` runs, may have interrupted writes to the next run.
-
-    Wrong hyper-parameters or operands raise errors of other types, before any write. So does a failed allocation of
-    buffers.
-    """
-    before_writing = updated == 0 and isinstance(error, NoRoomError)
-    failed = isinstance(error, (RuntimeError, MemoryError)) and not isinstance(error, NotImplementedError)
-    return failed and not before_writing

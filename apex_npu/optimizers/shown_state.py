@@ -1,11 +1,14 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``ShownState``: the views of buffers in ``optimizer.state``, and other values that users put there."""
+"""``ShownState``: the views of buffers in ``optimizer.state``, and other values that users put there.
+
+A ``rule`` is a ``FusedOptimizer``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,26 +20,6 @@ from apex_npu.fusion.storage import SlotTable
 # The number of applied steps of a parameter, for a rule whose state dict has no `step`. A device may have skipped
 # steps, so the next step may still be the first. Random bits also depend on this number.
 _COUNT = "applied_steps"
-
-
-class Rule(Protocol):
-    """The methods of an optimizer that this module uses; ``FusedOptimizer`` documents them."""
-
-    state: Any
-    param_groups: list[dict[str, Any]]
-    scalar_states: ClassVar[tuple[str, ...]]
-
-    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Return the names of the states of ``group``."""
-        ...
-
-    def shows_step(self, group: dict[str, Any]) -> bool:
-        """Return True if the states of ``group`` have a ``step``."""
-        ...
-
-    def initial_state(self, name: str, group: dict[str, Any]) -> float:
-        """Return the value of a state's elements before a parameter's first step."""
-        ...
 
 
 class StateSlot(NamedTuple):
@@ -77,7 +60,7 @@ class ShownState:
         """Return True if a script has given a shown tensor other memory, as by ``v.data = v.data.to(device)``."""
         return bool(self._table.broken(self._tensors))
 
-    def adopt(self, rule: Rule, slots: Iterable[StateSlot]) -> None:
+    def adopt(self, rule: Any, slots: Iterable[StateSlot]) -> None:
         """Copy ``state``, from any source, into the buffers, and replace it by views of them."""
         slots = [slot for slot in slots if _is_counted(rule, slot)]
         if self.is_moved():
@@ -102,7 +85,7 @@ class ShownState:
             _show(rule, slot)
         self.remember(rule, slots)
 
-    def show_state(self, rule: Rule, slot: StateSlot) -> None:
+    def show_state(self, rule: Any, slot: StateSlot) -> None:
         """Show the state of a slot that is about to be stepped for the first time."""
         is_new = slot.fused.runs.counts.is_new(slot.position)
         if is_new:
@@ -115,7 +98,7 @@ class ShownState:
             _show(rule, slot)
             self.shows_new = True
 
-    def hide_unstepped(self, rule: Rule, slots: Iterable[StateSlot]) -> None:
+    def hide_unstepped(self, rule: Any, slots: Iterable[StateSlot]) -> None:
         """Remove state that ``show_state`` has added, after a failed step.
 
         Otherwise a state dict would save it, and rules without a ``step`` would regard the parameter as stepped.
@@ -130,7 +113,7 @@ class ShownState:
                     del rule.state[slot.param]
                 slot.fused.runs.forget()  # so that it is shown again
 
-    def remember(self, rule: Rule, slots: Iterable[StateSlot]) -> None:
+    def remember(self, rule: Any, slots: Iterable[StateSlot]) -> None:
         """Record the views of ``slots``, with which ``state`` is compared in later steps."""
         entries = list(rule.state.values())
         rows = [
@@ -146,7 +129,7 @@ class ShownState:
         self._table = SlotTable(self._tensors)
 
 
-def saved(rule: Rule, *, encoded: bool) -> dict[Any, Any]:
+def saved(rule: Any, *, encoded: bool) -> dict[Any, Any]:
     """Return the state of ``rule`` with tensors, or with ``encoded`` dicts of tensors, instead of encoded states.
 
     A parameter with a master that has not been stepped also gets the state of step 0, because other optimizers expect
@@ -171,7 +154,7 @@ def _saved(view: EncodedView, param: Tensor, *, encoded: bool) -> Any:
     return view.stored() if encoded else sharded_like(view.dequantize(), param)
 
 
-def _state_before_first_step(rule: Rule, group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
+def _state_before_first_step(rule: Any, group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
     like = torch.empty_like(param, dtype=torch.float32, requires_grad=False)
     state = {"step" if rule.shows_step(group) else _COUNT: torch.zeros((), dtype=torch.float32)}
     for name in rule.state_names(group):
@@ -189,7 +172,7 @@ def _copied(view: Tensor, value: Any, param: Tensor) -> Tensor:
     return view
 
 
-def _values_apart(rule: Rule, stepped: list[tuple[StateSlot, dict[str, Any]]]) -> dict[tuple[int, str], Any]:
+def _values_apart(rule: Any, stepped: list[tuple[StateSlot, dict[str, Any]]]) -> dict[tuple[int, str], Any]:
     """Return the states by parameter and name. Those that a script has put there from other slots are copies."""
     rows = [(slot, name, entry[name]) for slot, entry in stepped for name in slot.names if entry.get(name) is not None]
     places = {id(_view(rule, slot, name)): (id(slot.param), name) for slot, name, _ in rows}
@@ -203,11 +186,11 @@ def _values_apart(rule: Rule, stepped: list[tuple[StateSlot, dict[str, Any]]]) -
     return found
 
 
-def _view(rule: Rule, slot: StateSlot, name: str) -> Tensor:
+def _view(rule: Any, slot: StateSlot, name: str) -> Tensor:
     return slot.fused.state_views(name, scalar=name in rule.scalar_states)[slot.position]
 
 
-def _shown_view(rule: Rule, slot: StateSlot, name: str) -> Any:
+def _shown_view(rule: Any, slot: StateSlot, name: str) -> Any:
     """Return the object that ``state`` shows to users."""
     view: Any = _view(rule, slot, name)
     if isinstance(view, EncodedView):
@@ -215,7 +198,7 @@ def _shown_view(rule: Rule, slot: StateSlot, name: str) -> Any:
     return view if name in rule.scalar_states else sharded_like(view, slot.param)
 
 
-def _adopt_master(rule: Rule, slot: StateSlot, entry: dict[str, Any]) -> None:
+def _adopt_master(rule: Any, slot: StateSlot, entry: dict[str, Any]) -> None:
     """Copy a master, the only state that exists before the first step of its parameter."""
     _copied(_view(rule, slot, MASTER_PARAM), entry[MASTER_PARAM], slot.param)
     if slot.fused.own_states:  # ``saved`` adds the state of step 0
@@ -224,16 +207,16 @@ def _adopt_master(rule: Rule, slot: StateSlot, entry: dict[str, Any]) -> None:
     entry[MASTER_PARAM] = _shown_view(rule, slot, MASTER_PARAM)
 
 
-def _reset(rule: Rule, slot: StateSlot, name: str) -> None:
+def _reset(rule: Any, slot: StateSlot, name: str) -> None:
     scalar, initial = name in rule.scalar_states, rule.initial_state(name, slot.group)
     slot.fused.reset_state(name, slot.position, initial, scalar=scalar)
 
 
-def _is_counted(rule: Rule, slot: StateSlot) -> bool:
+def _is_counted(rule: Any, slot: StateSlot) -> bool:
     return bool(slot.names) or slot.fused.counts_always or rule.shows_step(slot.group)
 
 
-def _count_of(rule: Rule, slot: StateSlot, entry: dict[str, Any]) -> float:
+def _count_of(rule: Any, slot: StateSlot, entry: dict[str, Any]) -> float:
     """Return the step count of the state ``entry``; for a rule without a count, 0 before the first step, else 1."""
     if rule.shows_step(slot.group):
         return float(entry.get("step", 0.0))
@@ -244,7 +227,7 @@ def _count_of(rule: Rule, slot: StateSlot, entry: dict[str, Any]) -> float:
     return float(entry.get(_COUNT, 0.0))  # the count is the only state
 
 
-def _show(rule: Rule, slot: StateSlot) -> None:
+def _show(rule: Any, slot: StateSlot) -> None:
     """Set the buffers' views in the parameter's entry of ``state``. Other items that a user put there stay."""
     if not _is_counted(rule, slot):
         return

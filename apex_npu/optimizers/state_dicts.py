@@ -49,15 +49,13 @@ def check_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
         problems += [f"a group has {name}={merged[name]!r}, which {owner} does not have" for name in options]
         if "step" in merged and optimizer.shows_step(merged):
             problems += _step_problems(merged["step"], "a group")
+        dtypes = optimizer.state_formats.kept_in([merged], optimizer.state_names(merged))
+        optional = (*optimizer.optional_states, MASTER_PARAM, *(("step",) if "step" in merged else ()))
         for index in group["params"]:
             entry = state_dict["state"].get(index, {})
             if index in params and any(value is not None for value in entry.values()):
                 shapes = _state_shapes(optimizer, merged, params[index])
-                dtypes = optimizer.state_formats.kept_in([merged], optimizer.state_names(merged))
-                entry, found = _without_encoded(entry, dtypes, params[index], f"parameter {index}")
-                problems += found
-                optional = (*optimizer.optional_states, MASTER_PARAM, *(("step",) if "step" in merged else ()))
-                problems += _find_problems(entry, shapes, optional, f"parameter {index}")
+                problems += _find_problems(entry, shapes, optional, dtypes, params[index], f"parameter {index}")
                 problems += _find_unsharded(entry, params[index], f"parameter {index}")
     if problems:
         more = f", and {len(problems) - 10} more" if len(problems) > 10 else ""
@@ -184,29 +182,12 @@ def _is_stored(value: Any) -> bool:
     return isinstance(value, Mapping) and value.keys() == set(STORED_KEYS)
 
 
-def _without_encoded(
-    entry: dict[str, Any], dtypes: Mapping[str, torch.dtype], param: Tensor, where: str
-) -> tuple[dict[str, Any], list[str]]:
-    """Return ``entry`` with numberless tensors of the right shape for encoded states, and why those do not fit.
-
-    Args:
-        entry: The saved state of ``param``.
-        dtypes: The formats of the optimizer's states.
-        param: The parameter.
-        where: The parameter's name in the messages.
-    """
-    encoded = {name: value for name, value in entry.items() if _is_stored(value)}
-    problems = []
-    for name, stored in encoded.items():
-        expected = dtypes.get(name, torch.float32)
-        if name == MASTER_PARAM and param.dtype not in LOW_PRECISION:
-            expected = torch.float32
-        problems += _stored_problems(stored, name, expected, param, f"{name!r} of {where}")
-    like = torch.empty(param.shape, device="meta")
-    return {name: like if name in encoded else value for name, value in entry.items()}, problems
-
-
-def _stored_problems(stored: Mapping[str, Any], name: str, dtype: torch.dtype, param: Tensor, what: str) -> list[str]:
+def _stored_problems(
+    stored: Mapping[str, Any], name: str, dtypes: Mapping[str, torch.dtype], param: Tensor, what: str
+) -> list[str]:
+    """Return the reasons why ``stored``, the encoded state ``name`` of ``param``, does not fit."""
+    is_wide = name == MASTER_PARAM and param.dtype not in LOW_PRECISION
+    dtype = torch.float32 if is_wide else dtypes.get(name, torch.float32)
     values, scales = stored["values"], stored["scales"]
     if is_sharded(param):
         return [f"{what} is encoded, and the parameter is sharded (save without encoded=True)"]
@@ -242,29 +223,31 @@ def _state_shapes(optimizer: Any, group: dict[str, Any], param: Tensor) -> dict[
 def _find_unsharded(entry: dict[str, Any], param: Tensor, where: str) -> list[str]:
     """Return the reasons why a saved ``entry`` does not fit ``param``, if only one of them is sharded."""
     tensors = {name: value for name, value in entry.items() if isinstance(value, Tensor) and value.dim()}
+    others = [name for name, value in tensors.items() if is_sharded(value) is not is_sharded(param)]
     if is_sharded(param):
-        return [
-            f"{where} is sharded and has {name!r} as a plain tensor (torch.distributed.checkpoint.state_dict's "
-            "set_optimizer_state_dict distributes it)"
-            for name, value in tensors.items()
-            if not is_sharded(value)
-        ]
-    return [
-        f"{where} is not sharded and has {name!r} as a DTensor (pass its full_tensor())"
-        for name, value in tensors.items()
-        if is_sharded(value)
-    ]
+        because = (
+            "as a plain tensor (torch.distributed.checkpoint.state_dict's set_optimizer_state_dict distributes it)"
+        )
+        return [f"{where} is sharded and has {name!r} {because}" for name in others]
+    return [f"{where} is not sharded and has {name!r} as a DTensor (pass its full_tensor())" for name in others]
 
 
 def _find_problems(
-    entry: dict[str, Any], shapes: Mapping[str, torch.Size], optional: Sequence[str], where: str
+    entry: dict[str, Any],
+    shapes: Mapping[str, torch.Size],
+    optional: Sequence[str],
+    dtypes: Mapping[str, torch.dtype],
+    param: Tensor,
+    where: str,
 ) -> list[str]:
-    """Return the reasons why a saved ``entry`` of state does not fit a parameter.
+    """Return the reasons why a saved ``entry`` of state does not fit ``param``.
 
     Args:
         entry: The saved state.
         shapes: For each state of the rule its required shape; ``step`` is a number.
         optional: The states that may be missing.
+        dtypes: The formats of the optimizer's states.
+        param: The parameter.
         where: The parameter's name in the messages.
     """
     problems = [f"{where} lacks {name!r}" for name in shapes if entry.get(name) is None and name not in optional]
@@ -272,7 +255,9 @@ def _find_problems(
     for name, value in entry.items():
         if value is None:
             continue
-        if name == "step":
+        if _is_stored(value):
+            problems += _stored_problems(value, name, dtypes, param, f"{name!r} of {where}")
+        elif name == "step":
             problems += _step_problems(value, where)
         elif name in shapes:
             problems += _shape_problems(name, value, shapes[name], where)

@@ -22,12 +22,12 @@ StateDtype: TypeAlias = torch.dtype | str | Mapping[str, torch.dtype | str] | No
 # True: int16, "int8": int8, False: none.
 Remainders: TypeAlias = bool | Literal["int8"]
 
-_FORMATS: dict[torch.dtype | str, str] = {
-    torch.float32: "float32",
-    "float32": "float32",
-    torch.bfloat16: "bfloat16",
-    "bfloat16": "bfloat16",
-    "int8": "int8",
+_FORMATS: dict[torch.dtype | str, torch.dtype] = {
+    torch.float32: torch.float32,
+    "float32": torch.float32,
+    torch.bfloat16: torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
 }
 # States that can be stored without a sign.
 _NEVER_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
@@ -233,9 +233,6 @@ def _in_bfloat16_at_least(states: Sequence[str], dtypes: Mapping[str, torch.dtyp
 def _dtype(kept: torch.dtype | str, nonnegative: bool) -> torch.dtype:
     if not isinstance(kept, (torch.dtype, str)):
         raise TypeError(f"state_dtype must be {_CHOICES}, or a dict of these by the names of states, got {kept!r}")
-    name = _FORMATS.get(kept)
-    if name is None:
+    if kept not in _FORMATS:
         raise ValueError(f"state_dtype must be {_CHOICES}, got {kept!r}")
-    if name == "int8":
-        return torch.uint8 if nonnegative else torch.int8
-    return torch.bfloat16 if name == "bfloat16" else torch.float32
+    return torch.uint8 if kept == "int8" and nonnegative else _FORMATS[kept]
