@@ -27,7 +27,7 @@ from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, state_of
 from apex_npu.amp.session import current, warn_once
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo, labelled
-from apex_npu.distributed import clip_grad_norm_
+from apex_npu.distributed.part_sums import clip_grad_norm_
 from apex_npu.fusion import FlatGrads, FusedGroup, HasFusedGroups, check_combinable
 from apex_npu.fusion.shards import replicated
 

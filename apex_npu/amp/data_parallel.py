@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from apex_npu.amp.grad_groups import FlatGradGroup, GradGroup
 from apex_npu.backends import numbers_on
 from apex_npu.backends._torch_private import disable_dynamo, labelled
-from apex_npu.distributed import GradReducer, RankProgress, ReduceOptions
 from apex_npu.distributed.consistency import RanksDifferError, all_reduce, failing_together
-from apex_npu.distributed.grad_reducer import FindFlat, Report
+from apex_npu.distributed.grad_reducer import FindFlat, GradReducer, ReduceOptions, Report
+from apex_npu.distributed.rank_progress import RankProgress
 from apex_npu.fusion import FlatGrads, are_same
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from apex_npu.distributed import GradReducer
+from apex_npu.distributed.grad_reducer import GradReducer
 
 Span = tuple[float, float]
 
