@@ -67,6 +67,7 @@ class NpuFusedAdamP(NormOptimizer):
     """
 
     encodable_states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    reads_wide_grads = True
     supports_capture = True
 
     def __init__(
@@ -100,10 +101,6 @@ class NpuFusedAdamP(NormOptimizer):
         check_adam(group)
         check_non_negative(group, "delta", "wd_ratio")
         check_bools(group, "nesterov")
-
-    def widens_grads(self, group: ParamGroup) -> bool:
-        """Return True: the rule reads float32 gradients."""
-        return True
 
     def update(self, run: Run, group: ParamGroup) -> None:
         """Apply the rule."""

@@ -137,6 +137,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     torch_options: ClassVar[tuple[str, ...]] = ()
     # True if ``update`` reads ``p.grad`` rather than ``run.grad``: gradients are unscaled in place before it.
     reads_param_grads: ClassVar[bool] = False
+    # True if ``update`` reads ``run.wide_grad()``.
+    reads_wide_grads: ClassVar[bool] = False
     # The states that can be kept in formats other than float32. The rule's ``update`` must only pass them to its own
     # op, or read ``run.wide_state`` and call ``run.write_back``.
     encodable_states: ClassVar[tuple[str, ...]] = ()
@@ -223,7 +225,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
     def widens_grads(self, group: ParamGroup) -> bool:
         """Return True if ``update`` of ``group`` reads ``run.grad``, which then has float32 for 16-bit gradients."""
-        return self.reads_param_grads or not self.encodable_states
+        return self.reads_param_grads or self.reads_wide_grads or not self.encodable_states
 
     def group_defaults(self, group: ParamGroup) -> dict[str, Any]:
         """Return the default hyper-parameters of ``group``."""
@@ -421,10 +423,19 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         for slot in self._slots_of(fused, positions):
             self._shown.show_state(self, slot)
 
-    def steps_by_rule_alone(self) -> bool:
+    @classmethod
+    @functools.lru_cache(maxsize=64)
+    def steps_by_rule_alone(cls) -> bool:
         """Return False if a subclass overrides ``step`` or ``update`` of the rule that sets ``supports_capture``."""
-        cls: Any = type(self)
-        return _steps_by_rule_alone(cls)
+        rule: Any = next(base for base in cls.__mro__ if "supports_capture" in vars(base))
+        # torch wraps step of each class. The class that amp adds is not a FusedOptimizer, and handles the flag.
+        own = [vars(base) for base in cls.__mro__ if issubclass(base, FusedOptimizer)]
+        return (
+            all(inspect.unwrap(of["step"]) is inspect.unwrap(FusedOptimizer.step) for of in own if "step" in of)
+            and cls.update is rule.update
+            and cls.call is rule.call
+            and cls.before_updates is rule.before_updates
+        )
 
     def skips_on(self) -> torch.device | None:
         """Return the device that can skip a step by a flag that the host has not read; None if this is not possible."""
@@ -709,16 +720,3 @@ def _drop_repeated(group: ParamGroup) -> None:
     if len(first) < len(group["params"]):
         for name in group.keys() & {"params", "param_names"}:
             group[name] = [group[name][i] for i in sorted(first.values())]
-
-
-@functools.lru_cache(maxsize=64)
-def _steps_by_rule_alone(cls: Any) -> bool:
-    rule = next(base for base in cls.__mro__ if "supports_capture" in vars(base))
-    # torch wraps step of each class. The class that amp adds is not a FusedOptimizer, and handles the flag.
-    steps = [vars(base)["step"] for base in cls.__mro__ if issubclass(base, FusedOptimizer) and "step" in vars(base)]
-    return (
-        all(inspect.unwrap(step) is inspect.unwrap(FusedOptimizer.step) for step in steps)
-        and cls.update is rule.update
-        and cls.call is rule.call
-        and cls.before_updates is rule.before_updates
-    )

@@ -81,8 +81,8 @@ class FusedParams:
 
     def buffered(self) -> list[FlatGrads]:
         """The buffers that gradients are in."""
-        found = [group.grads for group in self.groups if isinstance(group.grads, FlatGrads)]
-        return [grads for grads in found if not isinstance(grads, HostGrads)]
+        held = [group.grads for group in self.groups]
+        return [grads for grads in held if isinstance(grads, FlatGrads) and not isinstance(grads, HostGrads)]
 
     def drop_parts(self) -> None:
         """Drop the gradients of the parts of sharded parameters, which have been cleared."""

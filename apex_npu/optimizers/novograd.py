@@ -68,6 +68,7 @@ class FusedNovoGrad(NormOptimizer):
     """
 
     encodable_states: ClassVar[tuple[str, ...]] = ("exp_avg",)
+    reads_wide_grads = True
     scalar_states: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
 
     def __init__(
@@ -118,10 +119,6 @@ class FusedNovoGrad(NormOptimizer):
     def update(self, run: Run, group: ParamGroup) -> None:
         """Apply the rule."""
         alone(self.parts(run, group))
-
-    def widens_grads(self, group: ParamGroup) -> bool:
-        """Return True: the rule reads float32 gradients."""
-        return True
 
     def parts(self, run: Run, group: ParamGroup) -> Parts:
         """Apply the rule, and yield the norms of gradients."""

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -52,9 +51,7 @@ class StateFormats:
 
     widens_grads = False
 
-    def __init__(
-        self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({}), *, stochastic_rounding: bool = False
-    ) -> None:
+    def __init__(self, dtypes: Mapping[str, torch.dtype], *, stochastic_rounding: bool = False) -> None:
         """Store the formats."""
         self.dtypes = dict(dtypes)
         self.stochastic_rounding = stochastic_rounding
@@ -83,7 +80,7 @@ class StateFormats:
         remainders = dtype_of_remainders(store_param_remainders)
         check_bool("stochastic_rounding", stochastic_rounding)
         if state_dtype is None and not remainders and not stochastic_rounding:
-            return cls()
+            return cls({})
         if not states:
             raise ValueError(
                 "this rule supports only float32 states and rounding to nearest: leave state_dtype, "
