@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from apex_npu.amp.masters import Masters, fp32_value
 from apex_npu.amp.shown_copies import ShownCopy
 from apex_npu.autocast.containers import cast_inputs
-from apex_npu.autocast.forward_cast import is_wrapped, remove_wrapper, unwrapped_forward
+from apex_npu.autocast.forward_cast import is_wrapped, remove_wrapper
 from apex_npu.autocast.submodule_cast import CastInputs
 from apex_npu.backends import is_capturing
 from apex_npu.backends.script_warnings import warn
@@ -86,8 +86,8 @@ class CopyLink:
             masters.end_loop()
 
     def add(self, model: nn.Module, masters: Masters) -> None:
-        """Add ``masters``. New masters first take the float32 values that ``model`` keeps of their parameters."""
-        cast = filter(None, map(copies_of, model.modules() if masters.are_new else ()))
+        """Add ``masters``, which first take the float32 values that ``model`` keeps of their parameters."""
+        cast = filter(None, map(copies_of, model.modules()))
         kept = [(copies, name, copies.module._parameters.get(name)) for copies in cast for name in copies.kept]
         taken = [(copies, name, param) for copies, name, param in kept if param is not None and masters.has(param)]
         masters.take_values({id(param): fp32_value(param, copies.kept.pop(name)) for copies, name, param in taken})
@@ -359,13 +359,10 @@ def to_float32(module: nn.Module, values: Mapping[str, Tensor]) -> None:
                 target.data = values[name] if target is tensor and name in values else target.data.float()
     _flatten(module)
     _remove_hooks(module, lambda hook: hook in _STATE_DICT_HOOKS or isinstance(hook, CastInputs))
-    own, forward = vars(module), unwrapped_forward(module)
     if is_wrapped(module):
-        own.pop("_replicate_for_data_parallel", None)
-    for name in ("forward", "__deepcopy__", "__reduce_ex__"):
-        own.pop(name, None)
-    if forward is not None:
-        own["forward"] = forward
+        remove_wrapper(module)
+    for name in ("__deepcopy__", "__reduce_ex__"):
+        vars(module).pop(name, None)
 
 
 def _remove_hooks(module: nn.Module, is_ours: Callable[[Any], bool]) -> None:

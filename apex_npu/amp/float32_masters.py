@@ -68,7 +68,6 @@ class Float32Masters(Masters):
         self._arriving: HostCopy | None = None
         self._writes = WriteTable()
         self._writes.note(self._params)  # the first step takes elements that a script has written since
-        self._writes.note(self._params)
         self._groups: list[FusedGroup] = []
         self._buffers: list[tuple[FusedGroup, ModelParamBuffer]] = []
         self._loose: list[int] = list(range(len(self._params)))
@@ -86,22 +85,11 @@ class Float32Masters(Masters):
         self.__dict__.update(state)
         self._forget_memory_of_values()
 
-    @property
-    def are_new(self) -> bool:
-        """True until ``end_following`` if ``make`` has added parameters."""
-        return self._is_new
-
-    def end_following(self) -> None:
-        """Set ``are_new`` to False."""
-        self._is_new = False
-
     def params(self) -> list[Tensor]:
         """Return the parameters that have float32 values."""
         return self._params
 
-    def make(
-        self, optimizer: Any, fp32_values: Mapping[int, Tensor] = MappingProxyType({}), *, keeps: bool = True
-    ) -> bool:
+    def make(self, optimizer: Any, fp32_values: Mapping[int, Tensor] = MappingProxyType({})) -> bool:
         """Make values for the trainable 16-bit parameters of ``optimizer`` that have no value yet.
 
         The value of a parameter that has left ``param_groups`` is kept while the parameter is in a model.
@@ -115,8 +103,8 @@ class Float32Masters(Masters):
         known = dict(zip(map(id, self._params), self._values, strict=True))
         found = {id(p): p for p in low if p.requires_grad or id(p) in known}
         session = current()
-        alive = {} if keeps or session is None else session.parameter_names()
-        former = {id(p): p for p in self._params if keeps or p in alive}
+        alive = {} if session is None else session.parameter_names()
+        former = {id(p): p for p in self._params if p in alive}
         params = list({**former, **found}.values())
         new = [p for p in params if id(p) not in known]
         values = [known.get(id(p)) for p in params]
@@ -138,11 +126,15 @@ class Float32Masters(Masters):
         return self._is_new
 
     def find_new(self, optimizer: Any) -> bool:
-        """Make values of parameters that a script has added; return ``are_new``."""
-        if self.loop is not None:
-            self.end_loop()
+        """Make values of parameters that a script has added; return True if there are any since the last block."""
+        self._follow(optimizer)
+        is_new, self._is_new = self._is_new, False
+        return is_new
+
+    def _follow(self, optimizer: Any) -> None:
+        self.end_loop()
         self.take_assigned()
-        return self.make(optimizer, keeps=False)
+        self.make(optimizer)
 
     def has(self, param: Tensor) -> bool:
         """Return whether ``param`` has a float32 value."""
@@ -191,7 +183,7 @@ class Float32Masters(Masters):
 
     def begin_step(self, optimizer: Any) -> None:
         """Make values of new parameters, and take elements of 16-bit data that differ from the rounded values."""
-        self.find_new(optimizer)
+        self._follow(optimizer)
         self._take_written()
         if self._params and not self._open and self._params[0].device.type == "npu" and not is_capturing():
             self._look_for_uncounted(optimizer)
@@ -226,9 +218,7 @@ class Float32Masters(Masters):
         params = self._params
         if self._open or not params:
             return
-        low = low_precision_of(params)
-        if len(low) < len(params):
-            self.take_assigned()
+        self.take_assigned()
         changed = self._writes.written(params)
         for i in changed:
             self._fit(i)

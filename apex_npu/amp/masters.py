@@ -39,11 +39,6 @@ class Masters:
         self.uncast: list[Tensor] = []
         self.loop: weakref.ref[Any] | None = None
 
-    @property
-    def are_new(self) -> bool:
-        """True if masters may have yet to take the float32 values that the model keeps of their parameters."""
-        return False
-
     def params(self) -> list[Tensor]:
         """Return the parameters that have masters."""
         return []
@@ -63,16 +58,13 @@ class Masters:
             fp32_values: ``id(param)`` → its value before it was cast. Other parameters are widened.
 
         Returns:
-            ``are_new``.
+            True if masters may have yet to take the float32 values that the model keeps of their parameters.
         """
         return False
 
     def find_new(self, optimizer: Any) -> bool:
-        """Make masters for parameters that have been unfrozen or added since the last call; return ``are_new``."""
+        """Make masters for parameters that have been unfrozen or added, before a block; return as ``make`` does."""
         return False
-
-    def end_following(self) -> None:
-        """Note that the first block of new masters begins."""
 
     def take_values(self, fp32_values: Mapping[int, Tensor]) -> None:
         """Set masters to ``fp32_values``, which maps ``id(param)`` to the value of a parameter."""

@@ -37,7 +37,7 @@ class RemainderMasters(Masters):
         """Make an object that belongs to no optimizer until ``belong_to``; ``make`` gives remainders this ``dtype``."""
         super().__init__()
         self._dtype = dtype
-        self._optimizer: Callable[[], Any] = _gone
+        self._optimizer: Callable[[], Any] = lambda: None  # or a weak reference
         self._views: dict[int, EncodedView] = {}
         # Remainders of parameters that the optimizer has not stepped. They are not in its state, because
         # torch.distributed.checkpoint regards an optimizer with any state as initialized.
@@ -149,15 +149,16 @@ class RemainderMasters(Masters):
 
     def find_new(self, optimizer: Any) -> bool:
         """End a loop over ``amp.master_params`` and take assigned data, before a block or a step."""
-        if self.loop is not None:
-            self.end_loop()
-        if len(low_precision_of(self._stepped)) < len(self._stepped):
-            self.take_assigned()
+        self.end_loop()
+        self.take_assigned()
         return False
 
     def take_assigned(self) -> None:
         """Use float32 data that a script has assigned to a 16-bit parameter as its master."""
-        for index in set(range(len(self._stepped))).difference(low_precision_of(self._stepped)):
+        low = low_precision_of(self._stepped)
+        if len(low) == len(self._stepped):
+            return
+        for index in set(range(len(self._stepped))).difference(low):
             param = self._stepped[index]
             view = self._view(param)
             if view is not None and id(param) not in self._open:
@@ -166,11 +167,6 @@ class RemainderMasters(Masters):
                 self.load(param, value)
                 self.end_loading([param])
 
-    @property
-    def are_new(self) -> bool:
-        """True: the optimizer may have got parameters since the last call."""
-        return True
-
     def has(self, param: Tensor) -> bool:
         """Return whether ``param`` has a remainder or is a 16-bit parameter of the optimizer."""
         return self._view(param) is not None or any(param is p for p in self.params())
@@ -178,9 +174,10 @@ class RemainderMasters(Masters):
     def take_values(self, fp32_values: Mapping[int, Tensor]) -> None:
         """Store the remainders of ``fp32_values``, which maps ``id(param)`` to the value of a parameter."""
         taking = [param for param in self.params() if id(param) in fp32_values]
-        views = {
-            param: EncodedView.remainder_of(param, fp32_values[id(param)], self._stored_dtype()) for param in taking
-        }
+        if not taking:
+            return
+        dtype = self._optimizer().state_formats.dtypes[MASTER_PARAM]
+        views = {param: EncodedView.remainder_of(param, fp32_values[id(param)], dtype) for param in taking}
         self._unstepped.update(views)
         self._remember(views)
         self.own_values = [*self.own_values, *taking]
@@ -269,10 +266,6 @@ class RemainderMasters(Masters):
             shown = optimizer.state.get(param, {}).get(MASTER_PARAM)
         return shown if isinstance(shown, EncodedView) else None
 
-    def _stored_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self._optimizer().state_formats.dtypes[MASTER_PARAM]
-        return dtype
-
     def _shown(self) -> dict[Tensor, EncodedView]:
         optimizer = self._optimizer()
         return {} if optimizer is None else {**remainders_of(optimizer), **self._unstepped}
@@ -293,7 +286,3 @@ class RemainderMasters(Masters):
 
 def _float32_of(param: Tensor, value: Tensor | None) -> Tensor:
     return param.detach().float() if value is None else value
-
-
-def _gone() -> None:
-    """Return None, as a reference to a deleted optimizer does."""

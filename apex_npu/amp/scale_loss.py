@@ -149,10 +149,8 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
         return UnscaledBlock(BlockArgs(session, listed, [(state, []) for state in states], scaler, loss_id))
     work: Work = []
     for optimizer, state in zip(listed, states, strict=True):
-        new = state.masters.find_new(optimizer)
-        if new or optimizer not in session.adopted:
+        if state.masters.find_new(optimizer) or optimizer not in session.adopted:
             session.register(optimizer, state)
-            state.masters.end_following()
         work.append((state, state.grad_groups(optimizer)))
         ordinary = ordinary and not state.grads.special and state.report is not None
     if len(work) > 1:
