@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -28,19 +28,9 @@ Delay = Literal["delay_unscale", "delay_overflow_check", "no_sync"]
 STAGE_AFTER: dict[Delay | None, Stage] = {
     None: Stage.UNSCALED,
     "delay_unscale": Stage.DELAYED,
-    "delay_overflow_check": Stage.UNCHECKED,
+    "delay_overflow_check": Stage.UNSCALED,
     "no_sync": Stage.LOCAL,
 }
-
-
-class BlockArgs(NamedTuple):
-    """The arguments of a block: see ``Block``, and ``scale_loss`` for ``loss_id``."""
-
-    session: Session
-    optimizers: Sequence[Optimizer]
-    work: Work
-    scaler: LossScaler
-    loss_id: int
 
 
 class BlockPart:
@@ -78,12 +68,14 @@ class Block:
     """A block: ``begin``, the user's backward, then ``end``, or ``abandon`` after an exception.
 
     Attributes:
+        session: The session in which the block was opened.
         optimizers: The optimizers whose gradients backward computes.
         work: The state and the gradient groups of each optimizer; also as ``states`` and ``groups``.
+        scaler: The scaler of the loss.
         parts: The additional parts of the block.
         scale: The factor of the loss.
         dynamic: The scale is dynamic, so that gradients are checked and the block waits for the device.
-        waited: ``id(state)`` → the stage that the optimizer had before, if its gradients wait for a later block.
+        before: ``id(state)`` → the stage that the optimizer had before the block.
         delay: The work that is left to a later block; None: nothing. See ``scale_loss``.
         unscales: The block unscales gradients.
         decides: The block decides about the next step.
@@ -95,19 +87,19 @@ class Block:
     decides = True
     fuses = False
 
-    def __init__(self, args: BlockArgs, parts: Sequence[BlockPart] = (), delay: Delay | None = None) -> None:
-        if delay is not None:
-            self.set_delay(delay)
-        self._session, self.optimizers, self.work, self._scaler, self._loss_id = args
-        self.parts = parts
+    def __init__(
+        self, session: Session, optimizers: Sequence[Optimizer], work: Work, scaler: LossScaler, loss_id: int
+    ) -> None:
+        self.session, self.optimizers, self.work = session, optimizers, work
+        self.scaler, self._loss_id = scaler, loss_id
+        self.parts: Sequence[BlockPart] = ()
         self.states: list[AmpOptimizerState] = []
         self.groups: list[GradGroup] = []
         for state, groups in self.work:
             self.states.append(state)
             self.groups += groups
-        self.scale, self.dynamic = self._scaler.scale, self._scaler.dynamic
-        self.waited: dict[int, Stage] = {}
-        self._unscaled: set[int] = set()  # the identities of states whose gradients were ready for a step
+        self.scale, self.dynamic = scaler.scale, scaler.dynamic
+        self.before: dict[int, Stage] = {}
         self._ending = self._unchecked = False
 
     def set_delay(self, delay: Delay) -> None:
@@ -115,13 +107,6 @@ class Block:
         self.delay = delay
         self.unscales = delay != "delay_unscale"
         self.decides = False
-
-    def leave_to_averages(self) -> None:
-        """Wait for a block with averaged gradients before unscaling (O2 and O5) or before deciding about the step."""
-        if any(state.widens for state in self.states):
-            self.set_delay("delay_unscale")
-        elif self.unscales and self.dynamic:
-            self.set_delay("no_sync")
 
     @disable_dynamo
     def begin(self, scaled_loss: Tensor) -> Tensor:
@@ -137,13 +122,13 @@ class Block:
         try:
             for state, groups in self.work:
                 factor = self.scale / state.grad_scale
-                if state.stage is Stage.UNSCALED and state.widens:
-                    self._unscaled.add(id(state))
+                self.before[id(state)] = state.stage
                 if state.decision is not None and state.decision.skip:
                     state.drop_overflowed()
                 self._unchecked |= state.grads.unchecked
-                if state.stage in (Stage.DELAYED, Stage.LOCAL):
-                    self._begin_delayed(state, groups)
+                for group in groups if state.stage in (Stage.DELAYED, Stage.LOCAL) else ():
+                    group.drop_cleared()
+                    group.note_delayed()  # a script may have scaled other gradients
                 for group in groups:
                     if group.begin_block(factor, fuses=self.fuses):  # this block's end checks them, too
                         state.grads.unchecked = self._unchecked = True
@@ -170,7 +155,7 @@ class Block:
         for part in reversed(self.parts):
             found_inf = part.after_unscale(self, found_inf)
         if self.decides:
-            decide(self.states, self._loss_id, self._scaler, found_inf)
+            decide(self.states, self._loss_id, self.scaler, found_inf)
         for part in self.parts:
             part.ended(self)
 
@@ -181,13 +166,13 @@ class Block:
                 unscale(self.groups, self.scale, check=False)
             self._end_with(STAGE_AFTER[self.delay], 1.0 if self.unscales else self.scale)
             return False
-        if self._session.open_checks:  # of blocks of other optimizers, nested in this one
-            self._session.resolve_checks(self._scaler)
+        if self.session.open_checks:  # of blocks of other optimizers, nested in this one
+            self.session.resolve_checks(self.scaler)
         check = self.dynamic
-        if not check and self.scale != 1.0 and not self._scaler.said:
+        if not check and self.scale != 1.0 and not self.scaler.said:
             # Static scale: check in order to warn, but only where the pass that divides can also check.
             check = set(map(_DEVICE_TYPE, self.groups)) <= {"cpu"}
-        spare = self._session.spare_flags
+        spare = self.session.spare_flags
         flags = unscale(self.groups, self.scale, check=check, spare=spare)
         if self._unchecked and self.dynamic:
             flags += look_for_overflow(self.groups)
@@ -201,20 +186,12 @@ class Block:
     def _end_with(self, stage: Stage, grad_scale: float = 1.0) -> None:
         for state, groups in self.work:
             state.stage, state.grad_scale = stage, grad_scale
-            if stage is Stage.UNSCALED:
+            if stage is Stage.UNSCALED and self.delay is None:
                 state.grads.unchecked = False
             elif self.delay is not None and stage is not Stage.SCALED:
                 state.grads.unchecked |= self.unscales
             if stage is Stage.DELAYED:
                 self._leave_delayed(state, groups)
-
-    def _begin_delayed(self, state: AmpOptimizerState, groups: list[GradGroup]) -> None:
-        self.waited[id(state)] = state.stage
-        for group in groups:
-            edited = group.edited
-            group.drop_cleared()
-            group.note_delayed()  # a script may have scaled other gradients
-            group.edited = edited
 
     @staticmethod
     def _leave_delayed(state: AmpOptimizerState, groups: list[GradGroup]) -> None:
@@ -235,7 +212,7 @@ class Block:
         for state, groups in self.work:
             if state.stage is not Stage.SCALED:
                 continue
-            if self.waited.get(id(state)) is Stage.DELAYED:
+            if self.before.get(id(state)) is Stage.DELAYED:
                 self._leave_delayed(state, groups)
             else:
                 self._abandon_state(state, groups)
@@ -244,7 +221,7 @@ class Block:
 
     def _drop_held(self) -> bool:
         """Drop the gradients that ``fully_shard`` units hold back from this and earlier blocks; True if any existed."""
-        held = self._session.held
+        held = self.session.held
         return held is not None and held.drop({id(p) for p in self._stepped()})
 
     def _stepped(self) -> Iterable[Tensor]:
@@ -258,8 +235,9 @@ class Block:
 
     def _end_abandoned(self, state: AmpOptimizerState) -> None:
         """Set the stage to the one before the block: LOCAL, or UNSCALED where gradients were set aside; else READY."""
-        local = self.waited.get(id(state)) is Stage.LOCAL
-        state.stage = Stage.LOCAL if local else Stage.UNSCALED if id(state) in self._unscaled else Stage.READY
+        before = self.before.get(id(state), Stage.READY)
+        keeps = before is Stage.LOCAL or (before is Stage.UNSCALED and state.widens)
+        state.stage = before if keeps else Stage.READY
 
     @disable_dynamo
     def drop_all(self) -> None:
@@ -283,7 +261,7 @@ class UnscaledBlock(Block):
         return scaled_loss
 
     def _unscale(self) -> bool:
-        held = self._session.held
+        held = self.session.held
         waits = held is not None and not set(map(id, held.params())).isdisjoint(map(id, self._stepped()))
         self._end_with(Stage.LOCAL if waits else Stage.UNSCALED)
         return False
@@ -310,13 +288,13 @@ class Saturation(BlockPart):
     unknown which backward has raised the flag, so it also counts for the enclosing blocks.
     """
 
-    def __init__(self, around: Sequence[AmpOptimizerState]) -> None:
-        """Make the part. ``around`` are the states of optimizers whose blocks are open."""
-        self._around = around
-
     def before_begin(self, block: Block) -> None:
+        states = [optimizer._amp_state for optimizer in block.session.adopted]
+        self._around = [state for state in states if state.stage is Stage.SCALED]  # of the blocks around this one
         for state, groups in block.work:
-            state.grads.saturated = state.grads.saturated and not state.skip and _has_nonzero_grads(state, groups)
+            grads = [p.grad for group in groups for p in group.params if p.grad is not None]
+            keeps = not state.skip and any(bool(grad.count_nonzero()) for grad in grads)
+            state.grads.saturated = state.grads.saturated and keeps
         if self._around:
             self._read_and_clear(block)
         else:
@@ -344,20 +322,11 @@ class Saturation(BlockPart):
     def abandoned(self, block: Block) -> None:
         if block.dynamic and self._read_and_clear(block):
             for state, groups in block.work:
-                stay = state.stage is Stage.DELAYED or any(map(_has_own_grads, groups))
+                # Backward adds to gradients that are not set aside.
+                stay = state.stage is Stage.DELAYED or any(
+                    not isinstance(group, WidenedGrads) and any_grads(group.params) for group in groups
+                )
                 state.grads.saturated = state.grads.saturated or stay
-
-
-def _has_own_grads(group: GradGroup) -> bool:
-    """Return True if backward adds to existing gradients."""
-    return not isinstance(group, WidenedGrads) and any_grads(group.params)
-
-
-def _has_nonzero_grads(state: AmpOptimizerState, groups: Sequence[GradGroup]) -> bool:
-    """Return True unless all gradients are None or zero."""
-    params = [p for group in groups for p in group.params]
-    grads = [p.grad for p in params]
-    return any(grad is not None and bool(grad.count_nonzero()) for grad in grads)
 
 
 def decide(states: Iterable[AmpOptimizerState], loss_id: int, scaler: LossScaler, found_inf: bool) -> None:

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.grad_groups import FlatGradGroup, GradGroup
+from apex_npu.amp.grad_groups import GradGroup
+from apex_npu.amp.widened_grads import WidenedGrads
 from apex_npu.backends import numbers_on
 from apex_npu.backends._torch_private import disable_dynamo, labelled
 from apex_npu.distributed.consistency import RanksDifferError, all_reduce, failing_together
-from apex_npu.distributed.grad_reducer import FindFlat, GradReducer, ReduceOptions, Report
+from apex_npu.distributed.grad_reducer import FindFlat, GradReducer, ReduceOptions
 from apex_npu.distributed.rank_progress import RankProgress
 from apex_npu.fusion import FlatGrads, are_same
 
@@ -43,11 +44,7 @@ class GradSync:
         return {"has_local_grads": self.has_local_grads}
 
     def check_averaged(self) -> None:
-        """Require that the gradients are averaged, before a step.
-
-        Raises:
-            RuntimeError: The gradients are those of this process alone.
-        """
+        """Raise, before a step, if the gradients are those of this process alone."""
         if self.has_local_grads:
             raise RuntimeError(
                 "the gradients are those of this process alone: the last scale_loss was inside of amp.no_sync(); "
@@ -94,8 +91,8 @@ class DataParallel:
         fitted = [fitted for known in self._fitted.values() for fitted in known.values()]
         return [one.reducer for one in fitted if one.reducer is not None]
 
-    def begin(self, states: Sequence[Any], optimizers: Sequence[Optimizer], units: list[GradGroup]) -> Reduction | None:
-        """Begin to average the gradients of the backward that follows.
+    def fit(self, states: Sequence[Any], optimizers: Sequence[Optimizer], units: list[GradGroup]) -> GradReducer | None:
+        """Return the reducer of these gradients, which it averages in this block or a later one.
 
         Args:
             states: amp's state of each optimizer.
@@ -103,35 +100,25 @@ class DataParallel:
             units: The gradient groups of the optimizers.
 
         Returns:
-            The reduction; None if nothing is trained.
+            The reducer; None if nothing is trained.
         """
-        fitted = self._fit(states, optimizers, units)
-        if fitted.reducer is None:
-            return None
-        fitted.reducer.begin(_finder(units))
-        return Reduction(self, fitted.reducer)
-
-    def plan(self, states: Sequence[Any], optimizers: Sequence[Optimizer], units: list[GradGroup]) -> None:
-        """Note which gradients a later block will average; see ``begin`` for the arguments."""
-        self._fit(states, optimizers, units)
-
-    def _fit(self, states: Sequence[Any], optimizers: Sequence[Optimizer], units: list[GradGroup]) -> _Fitted:
         key = tuple(map(id, states))
         known = self._fitted.setdefault(states[0], {})
         fitted = known.get(key)
         if fitted is not None and are_same(fitted.units, units):
-            return fitted
+            return fitted.reducer
         before = fitted or _Fitted([])
         groups = _groups(optimizers, {id(t) for t in before.tensors})
         tensors = [t for group in groups for t in group]
         if fitted is not None and are_same(fitted.tensors, tensors):
             fitted.units = units
-            return fitted
+            return fitted.reducer
         self._compare(tensors, len(groups))
         if before.reducer is not None:
             before.reducer.close()
-        known[key] = _Fitted(units, GradReducer(groups, self.options, self.progress) if tensors else None, tensors)
-        return known[key]
+        reducer = GradReducer(groups, self.options, self.progress) if tensors else None
+        known[key] = _Fitted(units, reducer, tensors)
+        return reducer
 
     def _compare(self, tensors: Sequence[Tensor], group_count: int) -> None:
         description = [(f"gradient {i}", f"{tuple(t.shape)}, {t.dtype}") for i, t in enumerate(tensors)]
@@ -151,12 +138,21 @@ class DataParallel:
                 f"processes. ({error})"
             ) from error
 
-    def check(self, report: Report | None, scale: float) -> None:
-        """Raise the errors that a reduction has reported.
+    @disable_dynamo
+    def finish(self, reducer: GradReducer, scale: float, *, dynamic: bool) -> None:
+        """Wait until all gradients of ``reducer`` are averages.
+
+        Args:
+            reducer: The reducer that has begun in the block.
+            scale: The loss scale.
+            dynamic: The scale is dynamic, so that this block waits for the device anyway.
 
         Raises:
             RanksDifferError: Another process has failed, or has another loss scale.
         """
+        # The loss scales of other processes are also read if this one is not the last agreed one.
+        read = dynamic or scale != self._agreed_scale
+        report = reducer.finish(scale, read=read, others_read=dynamic)
         if report is None:
             return
         if report.failed_rank is not None:
@@ -167,56 +163,31 @@ class DataParallel:
         check_scales(report.smallest_scale, report.largest_scale)
         self._agreed_scale = scale
 
-    def must_read(self, scale: float) -> bool:
-        """Return whether the loss scales of other processes must be read: ``scale`` is not the last agreed one."""
-        return scale != self._agreed_scale
+    def abandon(self, reducer: GradReducer, error: BaseException, scale: float, *, dynamic: bool) -> None:
+        """End the averaging after ``error`` has ended the block.
+
+        Processes that read the report are notified instead of blocked. Processes that do not wait for the device in
+        this block must stay blocked, or they would step without this process.
+        """
+        listening = dynamic or reducer.everybody_reads
+        if not reducer.broken:
+            self.progress.note(f"raised {error!r}", now=True)
+        if reducer.broken or not listening or not isinstance(error, Exception):
+            reducer.cancel()
+            return
+        logger.error(
+            "an exception has ended an amp.scale_loss block; notifying the other ranks before it propagates: %r", error
+        )
+        try:
+            reducer.finish(scale, failed=True)
+        except RuntimeError as second:
+            logger.error("the other ranks could not be notified: %s", second)
 
     def close(self) -> None:
         """Remove all hooks."""
         for reducer in self.reducers:
             reducer.close()
         self._fitted.clear()
-
-
-class Reduction:
-    """The averaging of one scale_loss block's gradients."""
-
-    def __init__(self, parallel: DataParallel, reducer: GradReducer) -> None:
-        self._parallel, self._reducer = parallel, reducer
-
-    @disable_dynamo
-    def finish(self, scale: float, *, dynamic: bool) -> None:
-        """Wait until all gradients are averages.
-
-        Args:
-            scale: The loss scale.
-            dynamic: The scale is dynamic, so that this block waits for the device anyway.
-
-        Raises:
-            RanksDifferError: Another process has failed, or has another loss scale.
-        """
-        read = dynamic or self._parallel.must_read(scale)
-        self._parallel.check(self._reducer.finish(scale, read=read, others_read=dynamic), scale)
-
-    def abandon(self, error: BaseException, scale: float, *, dynamic: bool) -> None:
-        """End the averaging after ``error`` has ended the block.
-
-        Processes that read the report are notified instead of blocked. Processes that do not wait for the device in
-        this block must stay blocked, or they would step without this process.
-        """
-        listening = dynamic or self._reducer.everybody_reads
-        if not self._reducer.broken:
-            self._parallel.progress.note(f"raised {error!r}", now=True)
-        if self._reducer.broken or not listening or not isinstance(error, Exception):
-            self._reducer.cancel()
-            return
-        logger.error(
-            "an exception has ended an amp.scale_loss block; notifying the other ranks before it propagates: %r", error
-        )
-        try:
-            self._reducer.finish(scale, failed=True)
-        except RuntimeError as second:
-            logger.error("the other ranks could not be notified: %s", second)
 
 
 def _groups(optimizers: Sequence[Optimizer], planned: set[int]) -> list[list[Tensor]]:
@@ -236,8 +207,9 @@ def _groups(optimizers: Sequence[Optimizer], planned: set[int]) -> list[list[Ten
     return found
 
 
-def _finder(units: Sequence[GradGroup]) -> FindFlat:
-    by_first = {id(unit.params[0]): unit.flat for unit in units if isinstance(unit, FlatGradGroup)}
+def buffer_finder(units: Sequence[GradGroup]) -> FindFlat:
+    """Return a function that returns the buffer in which backward puts the gradients of given parameters, or None."""
+    by_first = {id(unit.params[0]): unit.flat for unit in units if not isinstance(unit, WidenedGrads)}
 
     def find(tensors: Sequence[Tensor]) -> FlatGrads | None:
         flat = by_first.get(id(tensors[0]))
@@ -247,11 +219,7 @@ def _finder(units: Sequence[GradGroup]) -> FindFlat:
 
 
 def check_scales(smallest: float, largest: float) -> None:
-    """Raise if processes have different loss scales.
-
-    Raises:
-        RanksDifferError: The scales differ; the message has both.
-    """
+    """Raise if processes have different loss scales."""
     if smallest != largest:
         raise RanksDifferError(
             f"ranks of the process group have different loss scales: {smallest} and {largest}. Load amp.state_dict() "

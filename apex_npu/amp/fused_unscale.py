@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.block import STAGE_AFTER, Block, BlockArgs, BlockPart, Delay, decide
+from apex_npu.amp.block import STAGE_AFTER, Block, decide
 from apex_npu.amp.grad_groups import GradGroup, any_raised, look_for_overflow, unscale
-from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, inner_optimizer, state_of
+from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, adopted_inside, inner_optimizer, state_of
 from apex_npu.amp.overflow_check import OverflowCheck
 from apex_npu.amp.pending_step import supports_found_inf
 from apex_npu.amp.scaled_grads import ScaledGrads
@@ -21,19 +21,17 @@ from apex_npu.amp.session import current
 
 
 class DeferringBlock(Block):
-    """A block whose optimizers have a ``PendingStep``, which later divides gradients or skips the step."""
+    """A block whose optimizers have a ``PendingStep``, which later divides gradients or skips the step.
 
-    def __init__(self, args: BlockArgs, parts: Sequence[BlockPart], delay: Delay | None, *, may_defer: bool) -> None:
-        """Make a block; see ``scale_loss`` for ``delay``.
+    Attributes:
+        may_defer: The check may stay open after the block. It is False if processes decide together.
+    """
 
-        ``may_defer``: the check may stay open after the block. It is False if processes decide together.
-        """
-        super().__init__(args, parts, delay)
-        self.fuses = any(state.policy.fuse_unscale for state in self.states)
-        self._alone = may_defer
+    may_defer = True
 
     def begin(self, scaled_loss: Tensor) -> Tensor:
         """Also warn of unscaled gradients that a backward outside of blocks has added to scaled ones."""
+        self.fuses = any(state.policy.fuse_unscale for state in self.states)
         for optimizer, state in zip(self.optimizers, self.states, strict=True):
             if state.pending is not None:
                 state.pending.look_for_unscaled(optimizer, state)
@@ -51,7 +49,7 @@ class DeferringBlock(Block):
 
     def _unscale(self) -> bool:
         """Return whether a gradient is inf or NaN; False if the check is deferred."""
-        self._session.resolve_checks(self._scaler)
+        self.session.resolve_checks(self.scaler)
         check: OverflowCheck | None = None
         found_inf = False
         if self.unscales:
@@ -59,17 +57,17 @@ class DeferringBlock(Block):
         self._end_with(STAGE_AFTER[self.delay], self.scale if self.fuses or not self.unscales else 1.0)
         if check is not None:
             self.decides = False  # the check decides when it is resolved
-            self.states[0].pending.check = self._session.open_checks[self._scaler] = check
+            self.states[0].pending.check = self.session.open_checks[self.scaler] = check
         return found_inf
 
     def _bring(self) -> tuple[bool, OverflowCheck | None]:
         """Bring gradients to the parameters; return whether one is inf or NaN, and the check if it is deferred."""
-        may_defer = self._alone and self.decides and self.dynamic and len(self.work) == 1
+        may_defer = self.may_defer and self.decides and self.dynamic and len(self.work) == 1
         on_device = may_defer and supports_found_inf(self.optimizers[0])
         leaves_open = may_defer and (self.fuses or on_device)
         check = self.dynamic and self.decides and not (leaves_open and self.fuses)
         scale = 1.0 if self.fuses else self.scale
-        flags = unscale(self.groups, scale, check=check, share=self.fuses and self._alone)
+        flags = unscale(self.groups, scale, check=check, share=self.fuses and self.may_defer)
         if leaves_open:
             for group in self.groups if check and self._unchecked else ():
                 group.check(flags[0])
@@ -79,7 +77,7 @@ class DeferringBlock(Block):
         return any_raised(flags), None
 
     def _open_check(self, on_device: bool, flags: list[Tensor]) -> OverflowCheck:
-        groups, loss_id, scaler = self.groups, self._loss_id, self._scaler
+        groups, loss_id, scaler = self.groups, self._loss_id, self.scaler
         # Weak, because the session holds the check until the next block.
         held = weakref.WeakSet(self.states)
 
@@ -113,16 +111,24 @@ class DeferringBlock(Block):
         self._end_abandoned(state)
 
 
-def check_fusible(given: Sequence[Any]) -> None:
+def check_fusible(optimizers: Any) -> None:
     """Raise if the given optimizers cannot work with gradients that stay scaled after the block.
 
     Args:
-        given: The optimizers passed to ``scale_loss`` or ``initialize``.
+        optimizers: The argument of ``scale_loss`` or ``initialize``.
 
     Raises:
         RuntimeError: A wrapper, such as LARC, works on gradients before the step, or two optimizers step a parameter.
     """
+    given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     for optimizer in given:
+        inner = adopted_inside(optimizer)
+        if inner is not optimizer:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} wraps {type(inner).__name__}, and may work on gradients before step(), "
+                "which with fuse_unscale=True are still multiplied by the loss scale then: pass the wrapped optimizer "
+                "to scale_loss, or leave fuse_unscale out"
+            )
         if inner_optimizer(optimizer) is not optimizer:
             raise RuntimeError(
                 f"{type(optimizer).__name__} works on gradients before step(), which with fuse_unscale=True are still "

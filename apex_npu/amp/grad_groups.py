@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``GradGroup``: gradients that are unscaled together.
 
-There is one class for gradients in separate memory, one for those in a flat buffer, and one for those that blocks widen
-(``widened_grads.py``). ``optimizer_grads.py`` chooses the class.
+``widened_grads.py`` has the class of those that blocks widen. ``optimizer_grads.py`` chooses the class.
 """
 
 from __future__ import annotations
@@ -22,22 +21,19 @@ from apex_npu.ops import unscale_grads
 
 
 class GradGroup:
-    """Gradients of one device and dtype, each in separate memory.
+    """Gradients of one device and dtype, in a flat buffer or each in separate memory.
 
     Attributes:
         params: The parameters that the optimizer steps.
         device: The device of all gradients.
         flat: The buffer with the gradients of ``params``; None: each has separate memory.
-        edited: The text of a warning that ``step`` emits; empty: no warning.
         casts_in_backward: Autograd must cast gradients to the dtype of their parameter inside of a block.
     """
 
-    flat: FlatGrads | None = None
-    edited = ""
     casts_in_backward = False
 
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self.params = list(params)
+    def __init__(self, params: Sequence[Tensor], flat: FlatGrads | None = None) -> None:
+        self.params, self.flat = list(params), flat
         self.device = self.params[0].device
 
     def begin_block(self, factor: float, *, fuses: bool) -> bool:
@@ -90,11 +86,13 @@ class GradGroup:
         for grad in writable_grads(self.params):
             grad.zero_()
 
-    @torch.no_grad()
     def scale_(self, factor: float, found_inf: Tensor | None = None) -> None:
         """Multiply the gradients of ``params`` by ``factor``; see ``unscale_`` for ``found_inf``."""
-        if factor != 1.0 or found_inf is not None:
-            unscale_grads(writable_grads(self.params), factor, found_inf)
+        if self.flat is not None:
+            self.flat.unscale_(factor, found_inf)
+        else:
+            with torch.no_grad():  # separates gradients in shared memory, so that the next backward may add to them
+                unscale_grads(writable_grads(self.params), factor, found_inf)
 
     @torch.no_grad()
     def clip_(self, coefficient: Tensor) -> None:
@@ -108,7 +106,6 @@ class GradGroup:
         """Return True if any gradient exists."""
         return any_grads(self.params)
 
-    @torch.no_grad()
     def unscale_(self, inv_scale: float, found_inf: Tensor | None, *, share: bool = False) -> None:
         """Multiply all gradients by ``inv_scale``. Those of 16-bit parameters with masters become float32.
 
@@ -120,33 +117,13 @@ class GradGroup:
         Raises:
             RuntimeError: A gradient that belongs in a flat buffer is sparse.
         """
-        # Gradients in shared memory are separated, so that the next backward may add to them.
-        unscale_grads(writable_grads(self.params), inv_scale, found_inf)
+        self.scale_(inv_scale, found_inf)
 
     @torch.no_grad()
     def check(self, found_inf: Tensor) -> None:
         """Set ``found_inf``, float32, one element, to 1 if a gradient of ``params`` is not finite."""
-        unscale_grads(writable_grads(self.params), 1.0, found_inf)
-
-
-class FlatGradGroup(GradGroup):
-    """Gradients of one device and dtype in one flat buffer."""
-
-    flat: FlatGrads
-
-    def __init__(self, flat: FlatGrads) -> None:
-        super().__init__(flat.full_params)
-        self.flat = flat
-
-    def scale_(self, factor: float, found_inf: Tensor | None = None) -> None:
-        self.flat.unscale_(factor, found_inf)
-
-    def unscale_(self, inv_scale: float, found_inf: Tensor | None, *, share: bool = False) -> None:
-        self.flat.unscale_(inv_scale, found_inf)
-
-    @torch.no_grad()
-    def check(self, found_inf: Tensor) -> None:
-        unscale_grads(self.flat.operands(InPlace.READ), 1.0, found_inf)
+        grads = writable_grads(self.params) if self.flat is None else self.flat.operands(InPlace.READ)
+        unscale_grads(grads, 1.0, found_inf)
 
 
 def dense_grad(grad: Tensor | None, param: Tensor) -> Tensor:

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from apex_npu.amp.block import Block, BlockPart
-from apex_npu.amp.data_parallel import DataParallel, GradSync, Reduction, agree_on_overflow
-from apex_npu.amp.grad_groups import GradGroup
-from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
+from apex_npu.amp.data_parallel import DataParallel, GradSync, agree_on_overflow, buffer_finder
+from apex_npu.amp.optimizer_state import Stage
 from apex_npu.amp.session import require
 from apex_npu.backends import for_device
+from apex_npu.distributed.grad_reducer import GradReducer
 from apex_npu.distributed.torch_ddp import LocalBackward, rebuild_buckets
 
 
@@ -59,28 +58,21 @@ def no_sync() -> Iterator[None]:
 class Agreement(BlockPart):
     """A block whose processes average gradients, or decide together whether gradients have overflowed."""
 
-    def __init__(
-        self,
-        states: Sequence[AmpOptimizerState],
-        optimizers: Sequence[Optimizer],
-        groups: Sequence[tuple[Any, str | None]],
-    ) -> None:
-        """Make the part; nothing is sent yet.
+    def __init__(self, block: Block, groups: Sequence[tuple[Any, str | None]]) -> None:
+        """Make the part of ``block``; nothing is sent yet.
 
         Args:
-            states: The states of the block's optimizers.
-            optimizers: The optimizers of the block.
+            block: The block.
             groups: Process groups that decide together about overflow, each with the device type on which it
                 communicates; None: that of the gradients.
         """
         self._agreeing = list(groups)
-        prepared = [state.sync for state in states if state.sync is not None]
+        prepared = [state.sync for state in block.states if state.sync is not None]
         self._parallel: DataParallel | None = prepared[0].parallel if prepared else None
-        pairs = zip(states, optimizers, strict=True)
-        self._averaged = [(state, optimizer) for state, optimizer in pairs if state.averages]
-        self._syncs: list[GradSync] = [state.sync for state, _ in self._averaged]
-        self._reduction: Reduction | None = None
-        self._local_after = False
+        self._averaged = [i for i, state in enumerate(block.states) if state.averages]
+        self._syncs: list[GradSync] = [block.states[i].sync for i in self._averaged]
+        self._averaging: tuple[DataParallel, GradReducer] | None = None
+        self._local_after = bool(self._syncs) and block.session.no_sync_depth > 0
 
     def before_begin(self, block: Block) -> None:
         """Begin to average the gradients of the backward that follows, while it runs."""
@@ -88,27 +80,22 @@ class Agreement(BlockPart):
         if parallel is None:
             return
         if self._averaged:
-            self._reduce(parallel, block)
+            states = [block.states[i] for i in self._averaged]
+            # In no_sync, too: parameters trained now take part in the next average, even if they are frozen before it.
+            reducer = parallel.fit(states, [block.optimizers[i] for i in self._averaged], block.groups)
+            if reducer is not None and not self._local_after:
+                reducer.begin(buffer_finder(block.groups))
+                self._averaging = parallel, reducer
         all_averages = len(self._averaged) == len(block.states)
         # Averages, and so their overflows, are equal on all processes. Other gradients, and saturation flags, are not.
-        if self._reduction is None or not all_averages or any(map(_saturates, block.groups)):
+        if self._averaging is None or not all_averages or any(for_device(g.device).saturates() for g in block.groups):
             self._agreeing.insert(0, (parallel.group, None))
 
-    def _reduce(self, parallel: DataParallel, block: Block) -> None:
-        """Begin to average gradients, or note those to be averaged later."""
-        states = [state for state, _ in self._averaged]
-        optimizers = [optimizer for _, optimizer in self._averaged]
-        self._local_after = require("amp.scale_loss").no_sync_depth > 0
-        if self._local_after:
-            # Parameters trained now take part in the next average, even if they are frozen before it.
-            parallel.plan(states, optimizers, block.groups)
-        else:
-            self._reduction = parallel.begin(states, optimizers, block.groups)
-
     def before_unscale(self, block: Block) -> None:
-        if self._reduction is not None:
-            self._reduction.finish(block.scale, dynamic=block.dynamic)
-            self._reduction = None
+        if self._averaging is not None:
+            parallel, reducer = self._averaging
+            parallel.finish(reducer, block.scale, dynamic=block.dynamic)
+            self._averaging = None
         for sync in self._syncs:
             sync.has_local_grads = self._local_after
 
@@ -120,8 +107,9 @@ class Agreement(BlockPart):
 
     def drops(self, block: Block, error: BaseException) -> bool:
         """Notify other processes that this one is about to raise ``error``."""
-        if self._reduction is not None:
-            self._reduction.abandon(error, block.scale, dynamic=block.dynamic)
+        if self._averaging is not None:
+            parallel, reducer = self._averaging
+            parallel.abandon(reducer, error, block.scale, dynamic=block.dynamic)
             return True
         if self._exchanges(block) and isinstance(error, Exception):
             with suppress(RuntimeError):  # the other processes have ended: ``error`` matters more
@@ -132,10 +120,6 @@ class Agreement(BlockPart):
     def _exchanges(self, block: Block) -> bool:
         """Return whether processes communicate at the end: to decide, or to report an error inside ``no_sync``."""
         return block.dynamic and (block.decides or self._local_after)
-
-
-def _saturates(group: GradGroup) -> bool:
-    return for_device(group.device).saturates()
 
 
 def _device(block: Block, device_type: str | None) -> torch.device:
@@ -176,8 +160,13 @@ class UnknownAverages(BlockPart):
         self._ddps = ddps
 
     def begun(self, block: Block, scaled_loss: Tensor) -> None:
-        self._backward = LocalBackward(self._ddps, pending=bool(block.waited))
+        pending = any(stage in (Stage.DELAYED, Stage.LOCAL) for stage in block.before.values())
+        self._backward = LocalBackward(self._ddps, pending=pending)
 
     def before_unscale(self, block: Block) -> None:
-        if self._backward.kept_grads():
-            block.leave_to_averages()
+        if not self._backward.kept_grads():
+            return
+        if any(state.widens for state in block.states):
+            block.set_delay("delay_unscale")
+        elif block.unscales and block.dynamic:
+            block.set_delay("no_sync")

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from apex_npu.amp.block import Block, BlockPart
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
-from apex_npu.amp.scaler import LossScaler
 from apex_npu.amp.session import Session, settings
 from apex_npu.backends.live_objects import instances_of
 from apex_npu.distributed.torch_ddp import looking_at_all, with_bucket_views
@@ -31,19 +30,22 @@ from apex_npu.ops import LOW_PRECISION
 class FirstLook(BlockPart):
     """A block before the first step of one of its optimizers. It checks the optimizers, the loss and its backward."""
 
-    def __init__(self, session: Session, loss: Tensor, scaler: LossScaler) -> None:
-        self._session, self._loss, self._scaler = session, loss, scaler
+    def __init__(self, loss: Tensor) -> None:
+        self._loss = loss
         # The gradients that backward has given the scaled loss, and the loss itself.
         self._scaled: list[Tensor] = []
         self._unscaled: list[Tensor] = []
 
     def before_begin(self, block: Block) -> None:
         """Check that the loss reaches the optimizers, and warn if it has been rounded."""
-        check_optimizers(self._session, self._loss, block.optimizers, block.scale)
-        if any(map(_computes_outside, block.states)) and (dtype := rounded_to(self._loss)) is not None:
+        check_optimizers(block.session, self._loss, block.optimizers, block.scale)
+        # At O3 there is no float32 outside of the model either.
+        policies = [state.policy for state in block.states]
+        looks = any(policy.model_dtype in LOW_PRECISION and policy.opt_level != "O3" for policy in policies)
+        if looks and (dtype := rounded_to(self._loss)) is not None:
             name, bits = str(dtype).removeprefix("torch."), 1 - int(math.log2(torch.finfo(dtype).eps))
-            self._session.warn_once(
-                self._scaler,
+            block.session.warn_once(
+                block.scaler,
                 f"the loss has been rounded to {name}, {bits} bits: it is computed from {name} tensors, as inside of "
                 "the model's forward. Compute it in float32: in forward by loss_fn(logits.float(), target), or outside "
                 "of the model from its outputs, which are float32",
@@ -56,11 +58,7 @@ class FirstLook(BlockPart):
             self._loss.register_hook(self._unscaled.append)
 
     def before_unscale(self, block: Block) -> None:
-        """Require that backward was not called on the unscaled loss.
-
-        Raises:
-            RuntimeError: Backward was called on the unscaled loss.
-        """
+        """Raise if backward was called on the unscaled loss."""
         # The loss may be scaled several times, as by AmpScaler. Backward started from the tensor with the gradient 1.
         if not self._scaled and any(bool((grad == 1).all()) for grad in self._unscaled):
             raise RuntimeError(
@@ -80,15 +78,14 @@ class Reaching(BlockPart):
     ``find_unused_parameters``, whose reducer requires gradients of the parameter's dtype, or none.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self) -> None:
         self._kept: list[Any] = []  # the other optimizers whose gradients are aside
         self._aside: list[tuple[list[Tensor], list[Tensor | None]]] = []
 
     def begun(self, block: Block, scaled_loss: Tensor) -> None:
         """Set aside the existing gradients of other optimizers' 16-bit parameters, and mark all other optimizers."""
         own = {id(p) for group in block.groups for p in group.params}
-        overwritten = with_bucket_views(self._session.ddps)  # by this backward, where gradients are views of buckets
+        overwritten = with_bucket_views(block.session.ddps)  # by this backward, where gradients are views of buckets
         for other in dict.fromkeys([*self._others(block), *self._beside(block, own)]):
             state, params = other._amp_state, [p for p in _params_of(other) if id(p) not in own]
             if state.widens and any_grads(params) and state.stage is not Stage.SCALED:
@@ -121,16 +118,16 @@ class Reaching(BlockPart):
         self._aside = []
 
     def _others(self, block: Block) -> list[Any]:
-        others = {o for optimizer in block.optimizers for o in self._session.reached.get(optimizer, ())}
+        others = {o for optimizer in block.optimizers for o in block.session.reached.get(optimizer, ())}
         return [other for other in others if other._amp_state not in block.states]
 
     def _beside(self, block: Block, own: set[int]) -> list[Any]:
         """Return the other optimizers of parameters whose gradients the reducer of the block's model looks at."""
-        looking = [ddp for ddp in looking_at_all(self._session.ddps) if own & set(map(id, ddp.module.parameters()))]
+        looking = [ddp for ddp in looking_at_all(block.session.ddps) if own & set(map(id, ddp.module.parameters()))]
         looked_at = {id(p) for ddp in looking for p in ddp.module.parameters()}
         return [
             other
-            for other in (self._session.adopted if looking else ())
+            for other in (block.session.adopted if looking else ())
             if other._amp_state not in block.states and looked_at & _gets_gradients(other)
         ]
 
@@ -157,11 +154,6 @@ def rounded_to(loss: Tensor) -> torch.dtype | None:
             dtype: torch.dtype = results[0].dtype
             return dtype
     return None
-
-
-def _computes_outside(state: AmpOptimizerState) -> bool:
-    """Return True if the model computes in low precision, and float32 is available outside of it, which excludes O3."""
-    return state.policy.model_dtype in LOW_PRECISION and state.policy.opt_level != "O3"
 
 
 def warn_of_dtypes(session: Session, optimizer: Optimizer, state: AmpOptimizerState) -> None:

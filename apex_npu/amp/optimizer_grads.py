@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from apex_npu._extension import extension, require_extension
-from apex_npu.amp.grad_groups import FlatGradGroup, GradGroup
+from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.amp.masters import Masters
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.saturation import saturates
@@ -33,17 +33,17 @@ class OptimizerGrads:
         groups: The gradient groups; made again when the parameters or their buffers change.
         saturates: The gradients are on a device that saturates instead of giving inf.
         meshes: The device meshes over which parameters are sharded.
-        special: ``saturates`` is true or there are ``meshes``, which an ordinary block does not handle.
         lending: The gradient memory that is freed or reused between steps.
         saturated: On a device that saturates: gradients have overflowed and have not been cleared.
         unchecked: Gradients have been brought to the optimizer's parameters without a check for inf or NaN.
         scaled_by: Names of other optimizers whose block has given gradients to parameters of this optimizer. They are
             multiplied by the loss scale. Empty: there are no such gradients.
+        dropped: A block has dropped such gradients, and no warning has said so yet.
     """
 
     def __init__(self) -> None:
         self.groups: list[GradGroup] = []
-        self.saturates = self.saturated = self.special = False
+        self.saturates = self.saturated = self.dropped = False
         self.meshes: list[Any] = []
         self.lending: list[GradMemory] = []
         self.unchecked = False
@@ -75,7 +75,6 @@ class OptimizerGrads:
             if isinstance(group, WidenedGrads):
                 group.adopt_from(self.groups)
         self.saturates, self.meshes = saturates(groups), meshes_of(params)
-        self.special = self.saturates or bool(self.meshes)
         memories = [group.flat.memory for group in groups if group.flat is not None]
         self.lending = [memory for memory in memories if memory.lends]
         self.groups = groups  # last, after they have adopted all gradients set aside
@@ -112,11 +111,6 @@ class OptimizerGrads:
             ]
         return found
 
-    def forget(self, set_to_none: bool) -> None:
-        """Take note that gradients have been cleared."""
-        for group in self.groups:
-            group.forget(set_to_none)
-
 
 def make_grad_groups(
     params: Sequence[Tensor],
@@ -135,7 +129,7 @@ def make_grad_groups(
         if flat.is_widened or any(id(p) in widened for p in flat.full_params):
             groups.append(WidenedGrads(flat))
         else:
-            groups.append(FlatGradGroup(flat))
+            groups.append(GradGroup(flat.full_params, flat))
     held = {id(p) for flat in flats for p in flat.full_params}
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for p in params:

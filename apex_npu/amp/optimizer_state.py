@@ -7,7 +7,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -26,8 +25,6 @@ from apex_npu.backends.failed_updates import half_updated, has_ended_queue
 from apex_npu.distributed.rank_progress import has_peers
 from apex_npu.distributed.torch_ddp import KnownDDPs, find_ddps
 from apex_npu.fusion import drop_grads
-
-_PARAMS, _DEVICE = itemgetter("params"), attrgetter("device")
 
 # Warnings of step().
 OUTSIDE_BLOCKS = (
@@ -49,8 +46,7 @@ class Stage(Enum):
     READY         no ``scale_loss`` block since the last step, or since gradients were cleared
     SCALED        a block is open: gradients are multiplied by the loss scale
     DELAYED       gradients are still multiplied by the loss scale, after a block with ``delay_unscale``
-    UNCHECKED     gradients are unscaled, but not checked for inf or NaN (``delay_overflow_check``)
-    UNSCALED      gradients are ready for ``step``, and checked, or their check is pending
+    UNSCALED      gradients are ready for ``step``, and checked, unless ``grads.unchecked`` or a check is pending
     CAPTURED      as UNSCALED, in a CUDA graph that is being captured
     LOCAL         gradients are unscaled, unchecked and of one process: DistributedDataParallel averages them later
     ============  =====================================================================================
@@ -59,10 +55,9 @@ class Stage(Enum):
     READY = 0
     SCALED = 1
     DELAYED = 2
-    UNCHECKED = 3
-    UNSCALED = 4
-    CAPTURED = 5
-    LOCAL = 6
+    UNSCALED = 3
+    CAPTURED = 4
+    LOCAL = 5
 
 
 @dataclass(eq=False)
@@ -186,11 +181,7 @@ class AmpOptimizerState:
         self.stage, self.decision = Stage.READY, None
 
     def check_has_model(self, optimizer: Optimizer, caller: str) -> None:
-        """Require that ``optimizer`` was not retired; ``caller`` is named in the message.
-
-        Raises:
-            RuntimeError: It was retired.
-        """
+        """Raise if ``optimizer`` was retired; the message names ``caller``."""
         if self.masters.retired:
             raise RuntimeError(
                 f"{caller} was called with {type(optimizer).__name__}, whose float32 values no model has any more: "
@@ -219,11 +210,7 @@ class AmpOptimizerState:
         return self.grad_scale != 1.0 and not self.policy.fuse_unscale
 
     def check_unscaled(self, caller: str) -> None:
-        """Require that a block has ended and unscaled the gradients; ``caller`` is named in the message.
-
-        Raises:
-            RuntimeError: A block is open, or the last one has left the gradients scaled.
-        """
+        """Raise if a block is open, or the last one has left the gradients scaled; the message names ``caller``."""
         if not self.awaits_block:
             return
         if self.stage is Stage.SCALED:
@@ -265,9 +252,9 @@ class AmpOptimizerState:
         if self.stage is not Stage.SCALED:
             for group in self.grads.groups:
                 group.drop_cleared()
-                if group.edited and optimizer is not None:
-                    text, group.edited = group.edited, ""
-                    warn_once(optimizer, text)
+            if self.grads.dropped and optimizer is not None:
+                self.grads.dropped = False
+                warn_once(optimizer, OF_OTHER_BLOCKS)
 
     def drop_overflowed(self) -> None:
         """Zero gradients whose step will be skipped, before a block, so that it finds only its own overflows.
@@ -307,10 +294,10 @@ class AmpOptimizerState:
             # After a block the pending step has done this, before it decided whether gradients have overflowed.
             if self.pending is None or self.stage is Stage.READY:
                 group.drop_cleared()
-            if group.edited:
-                warning, group.edited = group.edited, ""
             if self.masters.swaps:
                 group.begin_step()
+        if self.grads.dropped:
+            warning, self.grads.dropped = OF_OTHER_BLOCKS, False
         for param_group in optimizer.param_groups:
             for param in param_group["params"]:
                 if param.grad is not None:
@@ -356,7 +343,7 @@ class AmpOptimizerState:
             if group.has_grads():
                 drop_grads(group.params)
                 group.forget(set_to_none=True)
-                group.edited = OF_OTHER_BLOCKS
+                self.grads.dropped = True
 
     def end_step(self, optimizer: Optimizer, check: Any = None) -> None:
         """Round masters into parameters and record the outcome; with ``check`` the device decides it."""
@@ -425,8 +412,8 @@ class AmpOptimizerState:
 
     def clear(self, set_to_none: bool) -> None:
         """Clear the model's gradients, after those of ``param_groups`` have been cleared."""
-        if self.widens:
-            self.grads.forget(set_to_none)
+        for group in self.grads.groups if self.widens else ():
+            group.forget(set_to_none)
         self.decision = None
         self.grads.unchecked = self.grads.saturated = False
         self.grads.scaled_by = ""
@@ -473,6 +460,12 @@ def adopted_inside(optimizer: Any) -> Any:
             return inner
         inner = next((w for w in (getattr(inner, name, None) for name in _WRAPPED) if w is not None), None)
     return optimizer
+
+
+def stepped(given: Any) -> list[Optimizer]:
+    """Return the optimizers of a block, given as to ``scale_loss``, without their wrappers."""
+    listed = given if isinstance(given, (list, tuple)) else [given]
+    return [inner_optimizer(adopted_inside(optimizer)) for optimizer in listed]
 
 
 def state_of(optimizer: Any) -> AmpOptimizerState | None:

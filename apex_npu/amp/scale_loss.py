@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from apex_npu._cli import hooks
 from apex_npu.amp.accessors import OptimizerAccessors
-from apex_npu.amp.block import Block, BlockArgs, BlockPart, Captured, Delay, Saturation, UnscaledBlock, Work
+from apex_npu.amp.block import Block, BlockPart, Captured, Delay, Saturation, UnscaledBlock, Work
 from apex_npu.amp.capture import check_block
 from apex_npu.amp.fused_unscale import DeferringBlock, check_fusible
 from apex_npu.amp.grad_sync import Agreement, BucketViews, UnknownAverages
 from apex_npu.amp.loss_graph import FirstLook, Reaching, check_optimizers, warn_of_dtypes
-from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, adopted_inside, inner_optimizer
+from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, stepped
 from apex_npu.amp.session import Session, require, settings
 from apex_npu.amp.sharding import HeldBack
 from apex_npu.backends import is_capturing
@@ -28,6 +28,11 @@ from apex_npu.backends._torch_private import disable_dynamo, torch_profiler
 from apex_npu.distributed.torch_ddp import ddps_of, looking_at_all, may_keep_grads, with_bucket_views
 from apex_npu.fusion.shards import groups_over
 from apex_npu.ops import LOW_PRECISION
+
+CONSTANT_LOSS = (
+    "amp.scale_loss was given a loss that does not require grad: its backward() will fail, or reach no parameter. Was "
+    "it computed under torch.no_grad(), or detached, or are all parameters frozen?"
+)
 
 
 @contextmanager
@@ -97,15 +102,16 @@ def scale_loss(
         hooks.profiler_changed()
     delay: Delay | None = "delay_unscale" if delay_unscale else "delay_overflow_check" if delay_overflow_check else None
     block = _open_block(session, loss, optimizers, loss_id, delay)
+    if not loss.requires_grad:
+        session.warn_once(block.scaler, CONSTANT_LOSS)
+    dynamic = block.dynamic
     labels = settings.labels  # another thread may drop them
     if labels is not None:
         block = labels.around(block)
-    if not loss.requires_grad:
-        _warn_of_constant_loss(session, loss_id)
     observers = session.observers
     try:
         for observer in observers:
-            observer.block_begins(loss, optimizers, loss_id, block.scale, session.scaler(loss_id).dynamic)
+            observer.block_begins(loss, optimizers, loss_id, block.scale, dynamic)
         # A reference here would keep the scaled loss, and the hooks that a script adds to it, alive.
         yield block.begin((loss.float() if loss.dtype in LOW_PRECISION else loss) * block.scale)
         for observer in observers:
@@ -117,14 +123,6 @@ def scale_loss(
     finally:
         for observer in observers:
             observer.block_ended()
-
-
-def _warn_of_constant_loss(session: Session, loss_id: int) -> None:
-    session.warn_once(
-        session.scaler(loss_id),
-        "amp.scale_loss was given a loss that does not require grad: its backward() will fail, or reach no "
-        "parameter. Was it computed under torch.no_grad(), or detached, or are all parameters frozen?",
-    )
 
 
 @disable_dynamo
@@ -146,31 +144,35 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
         unscaled = unscaled and state.is_unscaled
         states.append(state)
     if ordinary and unscaled and not capturing:
-        return UnscaledBlock(BlockArgs(session, listed, [(state, []) for state in states], scaler, loss_id))
+        return UnscaledBlock(session, listed, [(state, []) for state in states], scaler, loss_id)
     work: Work = []
     for optimizer, state in zip(listed, states, strict=True):
         if state.masters.find_new(optimizer) or optimizer not in session.adopted:
             session.register(optimizer, state)
         work.append((state, state.grad_groups(optimizer)))
-        ordinary = ordinary and not state.grads.special and state.report is not None
+        ordinary = ordinary and state.report is not None and not (state.grads.saturates or state.grads.meshes)
     if len(work) > 1:
         work = _without_repeats(work)
-    args = BlockArgs(session, listed, work, scaler, loss_id)
     ordinary = ordinary and not (capturing or session.ddps or session.reached)
     if len(session.adopted) > len(states):
         ordinary = ordinary and not _wait_for_steps(session, states)
-    return Block(args) if ordinary else _special_block(args, loss, optimizers, delay)
+    if ordinary:
+        return Block(session, listed, work, scaler, loss_id)
+    for state in states:
+        state.resolve()  # open results of earlier blocks, including those of another session
+    _check_fusing(optimizers, states)
+    _check_parallel(states)
+    deferring = any(state.pending is not None for state in states)
+    block = (DeferringBlock if deferring else Block)(session, listed, work, scaler, loss_id)
+    _make_special(block, loss, delay)
+    return block
 
 
 def _listed(optimizers: Any) -> list[Optimizer]:
-    given = [optimizers] if isinstance(_stepped(optimizers), Optimizer) else optimizers
-    if not isinstance(given, (list, tuple)):
+    listed = stepped(optimizers)
+    if not isinstance(optimizers, (list, tuple)) and not isinstance(listed[0], Optimizer):
         raise TypeError(f"optimizers must be an optimizer or a list of them, got {type(optimizers).__name__}")
-    return list(map(_stepped, given))
-
-
-def _stepped(optimizer: Any) -> Any:
-    return inner_optimizer(adopted_inside(optimizer))
+    return listed
 
 
 def _state_for_block(optimizer: Optimizer) -> AmpOptimizerState:
@@ -190,33 +192,32 @@ def _state_for_block(optimizer: Optimizer) -> AmpOptimizerState:
     return state
 
 
-def _special_block(args: BlockArgs, loss: Tensor, given: Any, delay: Delay | None) -> Block:
-    """Make a block with the parts it needs, or another kind of block, for the rare cases."""
-    session, work = args.session, args.work
-    states = [state for state, _ in work]
-    for state in states:
-        state.resolve()  # open results of earlier blocks, including those of another session
-    _check_fusing(given, states)
-    _check_parallel(states)
-    ddps = _may_keep_grads(session, work)
+def _make_special(block: Block, loss: Tensor, delay: Delay | None) -> None:
+    """Give ``block`` the parts it needs for the rare cases."""
+    session, states = block.session, block.states
+    synced = any(state.sync is not None for state in states)
+    params = [p for group in block.groups for p in group.params] if session.ddps else []
+    ddps = [] if synced else ddps_of(may_keep_grads(session.ddps), params)
     if ddps and is_capturing() and any(state.widens for state in states):
-        check_block(args.optimizers, args.scaler, delays=True)
-    if delay is None and session.no_sync_depth and any(state.sync is not None and state.widens for state in states):
+        check_block(block.optimizers, block.scaler, delays=True)
+    if delay is None and synced and session.no_sync_depth and any(state.widens for state in states):
         delay = "delay_unscale"  # gradients of one process must not be added to averages
+    if delay is not None:
+        block.set_delay(delay)
     parts: list[BlockPart] = []
     first = any(state.report is None for state in states)
     if first:
-        parts.append(FirstLook(session, loss, args.scaler))
+        parts.append(FirstLook(loss))
     elif _wait_for_steps(session, states):  # which a loss may have begun to reach
-        check_optimizers(session, loss, args.optimizers, args.scaler.scale)
+        check_optimizers(session, loss, block.optimizers, block.scale)
     if first or session.reached or looking_at_all(session.ddps):
-        parts.append(Reaching(session))
+        parts.append(Reaching())
     if ddps:
         parts.append(UnknownAverages(ddps))
-    if session.ddps or any(state.sync is not None for state in states):
-        for group in (group for _, groups in work for group in groups):
+    if session.ddps or synced:
+        for group in block.groups:
             group.casts_in_backward = True  # reducers accept only gradients of the parameter's dtype
-    views = _with_bucket_views(session, work)
+    views = ddps_of(with_bucket_views(session.ddps), params)
     if views:
         parts.append(BucketViews(views))
     meshes = list(dict.fromkeys(mesh for state in states for mesh in state.grads.meshes))
@@ -224,19 +225,18 @@ def _special_block(args: BlockArgs, loss: Tensor, given: Any, delay: Delay | Non
     if held is not None:
         parts.append(HeldBack(held))
     # ``overflow_group`` must include the processes of the meshes.
-    given, dynamic = session.overflow_group, args.scaler.dynamic
-    deciding = [(given(), None)] if given is not None else groups_over(meshes) if dynamic else []
-    synced = bool(deciding) or any(state.sync is not None for state in states)
-    if synced:
-        parts.append(Agreement(states, args.optimizers, deciding))
+    given = session.overflow_group
+    deciding = [(given(), None)] if given is not None else groups_over(meshes) if block.dynamic else []
+    if deciding or synced:
+        parts.append(Agreement(block, deciding))
     saturating = any(state.grads.saturates for state in states)
     if saturating:
-        parts.append(Saturation(_open_states(session)))
+        parts.append(Saturation())
     if is_capturing():
         parts.append(Captured())
-    if any(state.pending is not None for state in states):
-        return DeferringBlock(args, parts, delay, may_defer=not saturating and not synced)
-    return Block(args, parts, delay)
+    if isinstance(block, DeferringBlock):
+        block.may_defer = not (saturating or deciding or synced)
+    block.parts = parts
 
 
 def _wait_for_steps(session: Session, states: Sequence[AmpOptimizerState]) -> bool:
@@ -244,26 +244,6 @@ def _wait_for_steps(session: Session, states: Sequence[AmpOptimizerState]) -> bo
     return any(
         o._amp_state.stage not in (Stage.READY, Stage.SCALED) and o._amp_state not in states for o in session.adopted
     )
-
-
-def _open_states(session: Session) -> list[AmpOptimizerState]:
-    """Return the states of optimizers whose blocks are open."""
-    states = [optimizer._amp_state for optimizer in session.adopted]
-    return [state for state in states if state.stage is Stage.SCALED]
-
-
-def _may_keep_grads(session: Session, work: Work) -> list[Any]:
-    """Return the DistributedDataParallel instances that may not average this block's gradients."""
-    known = may_keep_grads(session.ddps) if session.ddps else []
-    if not known or any(state.sync is not None for state, _ in work):
-        return []
-    return ddps_of(known, [p for _, groups in work for group in groups for p in group.params])
-
-
-def _with_bucket_views(session: Session, work: Work) -> list[Any]:
-    """Return the DistributedDataParallel instances around the block's models whose buckets hold gradients."""
-    known = with_bucket_views(session.ddps) if session.ddps else []
-    return ddps_of(known, [p for _, groups in work for group in groups for p in group.params])
 
 
 def _check_fusing(given: Any, states: Sequence[AmpOptimizerState]) -> None:
@@ -276,16 +256,7 @@ def _check_fusing(given: Any, states: Sequence[AmpOptimizerState]) -> None:
             "scale_loss was given optimizers of two amp.initialize, one with fuse_unscale=True and one without: open a "
             "block for each of them"
         )
-    listed = given if isinstance(given, (list, tuple)) else [given]
-    for optimizer in listed:
-        inner = adopted_inside(optimizer)
-        if inner is not optimizer:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} wraps {type(inner).__name__}, and may work on gradients before step(), "
-                "which with fuse_unscale=True are still multiplied by the loss scale then: pass the wrapped optimizer "
-                "to scale_loss, or leave fuse_unscale out"
-            )
-    check_fusible(listed)
+    check_fusible(given)
 
 
 def _check_parallel(states: Sequence[AmpOptimizerState]) -> None:

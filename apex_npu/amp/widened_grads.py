@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from apex_npu._extension import extension
-from apex_npu.amp.grad_groups import GradGroup, dense_grad, sparse_grad
+from apex_npu.amp.grad_groups import GradGroup, dense_grad, sparse_grad, writable_grads
 from apex_npu.backends import number_on
 from apex_npu.fusion import FlatGrads, any_grads, drop_grads, grads_of, set_grads
-from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, NONE, InPlace, places_of
+from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, NONE
 from apex_npu.fusion.layout import is_dense
 from apex_npu.ops import LOW_PRECISION, accumulate_, unscale_grads
 
@@ -83,7 +83,6 @@ class _Aside:
 
     Attributes:
         grads: Maps a slot to the gradient in it.
-        unchecked: The slots of gradients that no block has checked for inf or NaN.
         are_zero: All of ``grads`` are known to be zero, and may have 16 bits.
         delayed: ``param.grad`` is multiplied by the loss scale, and a later block unscales it.
         shown: Maps a slot of ``grads`` to the delayed gradient in ``param.grad``, and its version.
@@ -92,7 +91,6 @@ class _Aside:
 
     def __init__(self) -> None:
         self.grads: dict[int, Tensor] = {}
-        self.unchecked: set[int] = set()
         self.shown: dict[int, tuple[Tensor, int]] = {}
         self.delayed = self.is_open = self.are_zero = False
 
@@ -117,8 +115,8 @@ class WidenedGrads(GradGroup):
             aside: The gradients set aside, which the groups of one buffer share.
         """
         self._grads, self._slots = grads, range(len(grads.params)) if slots is None else slots
-        super().__init__([grads.full_params[slot] for slot in self._slots])
-        self.flat = grads if slots is None and isinstance(grads, FlatGrads) else None
+        flat = grads if slots is None and isinstance(grads, FlatGrads) else None
+        super().__init__([grads.full_params[slot] for slot in self._slots], flat)
         self._aside = _Aside() if aside is None else aside
         # LayerNorm's backward on an NPU returns float32 for 16-bit weights.
         self.casts_in_backward = self.device.type == "npu"
@@ -135,42 +133,41 @@ class WidenedGrads(GradGroup):
         slot_of = {id(p): slot for p, slot in zip(self.params, self._slots, strict=True)}
         for group in former:
             if isinstance(group, WidenedGrads):
-                aside = group._aside
-                for slot, grad in aside.grads.items():
+                for slot, grad in group._aside.grads.items():
                     own = slot_of.get(id(group._grads.full_params[slot]))
                     if own is not None:
                         self._aside.are_zero = False
                         self._aside.grads[own] = grad.float()
-                        self._aside.unchecked.update({own} if slot in aside.unchecked else ())
 
     def part(self, indices: Sequence[int]) -> GradGroup:
         return WidenedGrads(self._grads, [self._slots[i] for i in indices], self._aside)
 
     def begin_block(self, factor: float, *, fuses: bool) -> bool:
         """Set gradients aside, or scale delayed ones. Return True if some come from outside of blocks, unchecked."""
+        unchecked = False
         if self._aside.delayed:
             self.scale_sources_(factor)
         elif any_grads(self.params):
             self._aside.are_zero = extension is not None and extension.are_zero_grads_cpu(self.params)
-            unchecked: Sequence[int] = ()
             if not self._aside.are_zero:
-                unchecked = places_of(ELSEWHERE, self._grads.states())
+                unchecked = ELSEWHERE in self._grads.states()
                 self._grads.gather()
             for slot, param in zip(self._slots, self.params, strict=True):
                 if param.grad is not None:
                     self._aside.grads[slot] = param.grad
-            self._aside.unchecked = self._aside.grads.keys() & set(unchecked)
             drop_grads(self.params)
         if fuses:
             self._scale_aside_(factor)
         self._aside.is_open = True
         if self.casts_in_backward:
             self._accept(any_dtype=False)
-        return bool(self._aside.unchecked)
+        return unchecked
 
+    @torch.no_grad()
     def scale_sources_(self, factor: float) -> None:
         if factor != 1.0 and any_grads(self.params):
-            super().scale_(factor)  # in place: in the slots they would be float32, which backward cannot add to
+            # In place: in the slots they would be float32, which backward cannot add to.
+            unscale_grads(writable_grads(self.params), factor, None)
 
     @torch.no_grad()
     def _scale_aside_(self, factor: float) -> None:
@@ -250,7 +247,6 @@ class WidenedGrads(GradGroup):
         for slot in [slot for slot in aside if id(self._grads.full_params[slot]) in params]:
             if set_to_none:
                 del aside[slot]
-                self._aside.unchecked.discard(slot)
             else:
                 aside[slot].zero_()
 
@@ -310,7 +306,7 @@ class WidenedGrads(GradGroup):
         unscale_grads(others, 1.0, found_inf)
 
     def _put_back(self) -> None:
-        aside, self._aside.grads, self._aside.unchecked = self._aside.grads, {}, set()
+        aside, self._aside.grads = self._aside.grads, {}
         self._aside.shown, self._aside.is_open, self._aside.are_zero = {}, False, False
         set_grads([self._grads.full_params[slot] for slot in aside], list(aside.values()))
 
@@ -318,16 +314,7 @@ class WidenedGrads(GradGroup):
     def scale_(self, factor: float, found_inf: Tensor | None = None) -> None:
         if self.flat is None:
             self.widen()
-            super().scale_(factor, found_inf)
-        else:
-            self.flat.unscale_(factor, found_inf)
-
-    @torch.no_grad()
-    def check(self, found_inf: Tensor) -> None:
-        if self.flat is None:
-            super().check(found_inf)
-        else:
-            unscale_grads(self.flat.operands(InPlace.READ), 1.0, found_inf)
+        super().scale_(factor, found_inf)
 
 
 def clearing_aside(adopted: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
