@@ -127,11 +127,7 @@ class Session:
     _warned: weakref.WeakKeyDictionary[Any, set[str]] = field(default_factory=weakref.WeakKeyDictionary)
 
     def check_sharded_before(self) -> None:
-        """Require that no model was sharded after ``initialize``; called when an optimizer finds no gradients.
-
-        Raises:
-            RuntimeError: A model was sharded, so that the optimizer's parameters are no longer the model's.
-        """
+        """Raise if a model was sharded after ``initialize``, so that an optimizer finds no gradients."""
         for model in self.live_models():
             for unit in units_of(model):
                 if self.held is None or not self.held.knows(unit):
@@ -231,7 +227,7 @@ class Session:
     def add_copy(self, model: nn.Module) -> None:
         """Add ``model``, which a script has copied together with its optimizer."""
         forward: CastForward = vars(model)["forward"]
-        forward.ambient, forward.shield = self.casts, self.casts if self.casts.active else None
+        forward.ambient = self.casts
         self.models = [*(reference for reference in self.models if reference() is not None), weakref.ref(forward)]
 
     def live_models(self) -> list[nn.Module]:
@@ -262,15 +258,11 @@ class Session:
         self.casts.enable(self.policy, self.patches)
         if self.casts.active:
             step_without(self.casts, self._undo)
-            for forward in filter(None, [reference() for reference in self.models]):
-                forward.shield = self.casts
+        for forward in filter(None, [reference() for reference in self.models]):
+            forward.ambient = self.casts
 
     def check_regions(self, caller: str) -> None:
-        """Raise if ``caller`` would undo this session inside an autocast region, whose end would restore its casts.
-
-        Raises:
-            RuntimeError: The call is inside such a region.
-        """
+        """Raise if ``caller`` would undo this session inside an autocast region, whose end would restore its casts."""
         nesting = torch.autocast_increment_nesting() - 1
         torch.autocast_decrement_nesting()
         if nesting and self.casts.is_here():
@@ -296,11 +288,7 @@ class Session:
                 _restore(reference)
 
     def _check_averaged_once(self, module: nn.Module) -> None:
-        """Raise if DistributedDataParallel wraps parameters whose gradients combine_ddp averages.
-
-        Raises:
-            RuntimeError: ``module`` has such parameters.
-        """
+        """Raise if DistributedDataParallel wraps a ``module`` whose gradients combine_ddp averages."""
         wrapped = {id(p) for p in module.parameters()}
         for optimizer in self.adopted:
             state = optimizer._amp_state
@@ -401,11 +389,7 @@ def standing_in(session: Session) -> Iterator[None]:
 
 
 def check_thread(caller: str) -> None:
-    """Raise if ``caller`` would replace a session that another thread uses.
-
-    Raises:
-        RuntimeError: The current session belongs to another thread that still runs.
-    """
+    """Raise if ``caller`` would replace a session of another thread that still runs."""
     owner = None if _current is None or not _current.policy.enabled else _current.thread
     if owner is not None and owner is not threading.current_thread() and owner.is_alive():
         raise RuntimeError(
@@ -429,11 +413,7 @@ def warn_once(about: Any, text: str) -> None:
 
 
 def require(caller: str) -> Session:
-    """Return the current session.
-
-    Raises:
-        RuntimeError: There is no session; the message names ``caller``.
-    """
+    """Return the current session. Raise if there is none; the message names ``caller``."""
     if _current is None:
         raise RuntimeError(
             f"{caller} was called, but amp has not been initialized: call "

@@ -197,14 +197,14 @@ class CastForward:
         model: The model with this forward.
         inner: The former instance attribute ``forward``, or None for the class's method.
         of: The reference to the model that the hooks of its submodules share.
-        ambient: Records when a forward is not a region: inside another forward, or inside ``disable_casts``.
+        ambient: O1's casts of the session. A forward at another level keeps them out. They record when a forward is not
+            a region: inside another forward, or inside ``disable_casts``.
         title: The name of the policy in warnings.
         input_dtype: The dtype to which floating-point inputs are cast; None: they are not cast.
         output_dtype: The dtype to which floating-point outputs are cast; None: they are not cast.
         device_types: The device types for which the forward is an autocast region.
         autocast_dtype: The dtype of that region.
         caches_weights: A weight is cast once in that region; otherwise, it is cast in each use.
-        shield: Another session's casts, to keep out of this forward unless it casts as at O1 itself.
         running: The threads inside this forward; see ``call_marked``.
         looks_around: Warn if the forward is inside an autocast region. False after the first forward that trains,
             because later ones are called in the same place.
@@ -221,7 +221,6 @@ class CastForward:
     autocast_dtype: torch.dtype | None = None
     caches_weights: bool = True
     running: list[int] = dataclasses.field(default_factory=list)
-    shield: Ambient | None = None
     looks_around: bool = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -241,8 +240,7 @@ class CastForward:
     def _look_around(self) -> None:
         self.looks_around = not (self.model.training and torch.is_grad_enabled())
         param = next(self.model.parameters(), None)
-        shielded = self.shield is not None and self.shield.is_here()
-        if param is None or shielded or not torch.is_autocast_enabled(param.device.type):
+        if param is None or self.ambient.is_here() or not torch.is_autocast_enabled(param.device.type):
             return
         self.looks_around = False
         device_type = param.device.type
@@ -270,11 +268,7 @@ class CastForward:
             raise
 
     def _check_dtypes(self, error: RuntimeError) -> None:
-        """Check that the model still has the dtypes of its cast, after ``error`` about dtypes.
-
-        Raises:
-            RuntimeError: A tensor of the model has another dtype.
-        """
+        """Raise, after ``error`` about dtypes, if a tensor of the model no longer has the dtype of its cast."""
         others = [
             f"{name} ({str(tensor.dtype).removeprefix('torch.')})"
             for prefix, module in self.model.named_modules()
@@ -297,9 +291,9 @@ class CastForward:
 
     def _call_casting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.device_types:
-            if self.shield is None or not self.shield.is_here():
+            if not self.ambient.is_here():
                 return self._call_inner(args, kwargs)
-            with without_autocast(self.shield.device_types):
+            with without_autocast(self.ambient.device_types):
                 return self._call_inner(args, kwargs)
         if self.ambient.is_inside():
             return self._call_inner(args, kwargs)
@@ -320,8 +314,8 @@ class CastForward:
     def undo(self) -> None:
         """Restore the model's forward; dtypes stay. It may be called again, or after another conversion."""
         # A wrapper that was installed later still calls this object, which then passes everything through.
-        self.input_dtype = self.output_dtype = self.shield = None
-        self.device_types = ()
+        self.input_dtype = self.output_dtype = None
+        self.device_types, self.ambient = (), Ambient()
         if vars(self.model).get("forward") is self:
             remove_wrapper(self.model)
 
@@ -351,7 +345,7 @@ class CastForward:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the attributes that belong to this process."""
-        return {**vars(self), "running": [], "shield": None}
+        return {**vars(self), "running": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore ``state``, and make the hooks of submodules refer to this model."""
