@@ -9,11 +9,17 @@ from typing import Any
 
 from apex_npu._cli import hooks
 from apex_npu.amp.amp_scaler import AmpScaler
-from apex_npu.amp.checkpoint_view import checkpoint_view
 from apex_npu.amp.float32_copies import float32_copy
 from apex_npu.amp.frontend import initialize, load_state_dict, state_dict
 from apex_npu.amp.grad_sync import no_sync
-from apex_npu.amp.optimizer_functions import float32_params, last_step, master_params, masters_of, will_skip
+from apex_npu.amp.optimizer_functions import (
+    checkpoint_view,
+    float32_params,
+    last_step,
+    master_params,
+    masters_of,
+    will_skip,
+)
 from apex_npu.amp.scale_loss import scale_loss
 from apex_npu.amp.session import disable_casts, shutdown
 from apex_npu.amp.sharding import fsdp_policy

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -30,6 +29,11 @@ from apex_npu.backends._torch_private import disable_dynamo, labelled
 from apex_npu.distributed.part_sums import clip_grad_norm_
 from apex_npu.fusion import FlatGrads, FusedGroup, HasFusedGroups, check_combinable
 from apex_npu.fusion.shards import replicated
+
+STEPPED_BY_SCALER = (
+    "torch.amp.GradScaler.step was called with {}, whose gradients amp scales, unscales and checks: use scaler = "
+    "amp.AmpScaler(optimizer) instead, which has the same methods"
+)
 
 
 class AmpOptimizerMixin(OptimizerAccessors):
@@ -62,7 +66,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
             check_step(self, state)
         result = None
         if args or kwargs:
-            result, args, kwargs = _evaluate_closure(self, state, args, kwargs)
+            result, args, kwargs = _evaluate_closure(self, args, kwargs)
         begun, pending = False, state.pending
         try:
             check = None if pending is None else pending.prepare(self, state)
@@ -104,13 +108,12 @@ class AmpOptimizerMixin(OptimizerAccessors):
         state = self._amp_state
         if state.pending is not None:
             state.pending.resolve()  # while the gradients still exist
-        adopted: Any = type(self)
+        cls: Any = type(self)
+        by_name, default = _set_to_none_of(cls.__bases__[1].zero_grad)
         if set_to_none is None:
             result = super().zero_grad(*args, **kwargs)
-            set_to_none = _default_set_to_none(adopted)
-            if set_to_none is None:
-                set_to_none = bool(getattr(self, "set_grad_none", True))
-        elif not args and _takes_set_to_none_by_name(adopted):
+            set_to_none = bool(getattr(self, "set_grad_none", True)) if default is None else default
+        elif not args and by_name:
             result = super().zero_grad(set_to_none=set_to_none, **kwargs)
         else:
             result = super().zero_grad(set_to_none, *args, **kwargs)
@@ -152,10 +155,9 @@ class AmpOptimizerMixin(OptimizerAccessors):
     ) -> Tensor:
         state = self._amp_state
         state.check_unscaled("clipping")
-        if state.pending is not None:
-            state.pending.start()  # clipping would hide an inf
         groups = state.grad_groups(self) if groups is None else groups
         if state.pending is not None:
+            state.pending.start()  # clipping would hide an inf
             state.pending.clip_now(groups)
         state.drop_cleared(self)
         return clip_grad_norm_(*_gradients_of(groups), max_norm, norm_type, error_if_nonfinite)
@@ -182,10 +184,9 @@ class AmpOptimizerMixin(OptimizerAccessors):
                 f"{type(self).__name__} does not keep its parameters in combined buffers: use an optimizer of "
                 "apex_npu.optimizers, or the parameters themselves (amp.master_params)"
             )
-        masters = self._amp_state.masters
-        found: list[Tensor] = super().get_optimizer_combined_params()  # type: ignore[misc]
+        groups = self.combined_groups()
         self._amp_state.grad_groups(self)  # replaces groups of former buffers
-        return masters.combined_model(self.combined_groups()) if masters.swaps else found
+        return self._amp_state.masters.combined_model(groups)
 
     @disable_dynamo  # FakeTensor cannot hold a 16-bit parameter with a float32 gradient
     def get_optimizer_combined_grads(self) -> list[Tensor]:
@@ -237,11 +238,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
         return flats
 
     def check_combining(self) -> None:
-        """Require that combined buffers may be made now: no ``scale_loss`` block is open.
-
-        Raises:
-            RuntimeError: Combined buffers may not be made; nothing has moved.
-        """
+        """Raise if combined buffers may not be made now, as inside of a ``scale_loss`` block. Nothing has moved."""
         if self._amp_state.stage is Stage.SCALED:
             raise RuntimeError(
                 "combined buffers cannot be made inside of amp.scale_loss, which is at work on the gradients: call the "
@@ -281,8 +278,9 @@ class AmpOptimizerMixin(OptimizerAccessors):
         frame = inspect.currentframe()
         caller = None if frame is None else frame.f_back
         del frame  # which would refer to itself: only garbage collection would free the variables of all callers
-        if caller is not None and isinstance(caller.f_locals.get("self"), GradScaler):
-            _name_amp_scaler(self)
+        by_scaler = caller is not None and isinstance(caller.f_locals.get("self"), GradScaler)
+        if by_scaler and current() is not None:
+            warn_once(self, STEPPED_BY_SCALER.format(type(self).__name__))
         own, name = vars(self), "_step_supports_amp_scaling"
         supports: bool = own[name] if name in own else getattr(super(), name)
         return supports
@@ -396,36 +394,19 @@ def _combined_grads(optimizer: Optimizer, state: AmpOptimizerState) -> list[Flat
     return state.grads.combined(optimizer, state.policy, state.masters)
 
 
-def _name_amp_scaler(optimizer: Optimizer) -> None:
-    """Warn that a GradScaler is about to step ``optimizer``."""
-    if current() is None:
-        return
-    text = (
-        f"torch.amp.GradScaler.step was called with {type(optimizer).__name__}, whose gradients amp scales, unscales "
-        "and checks: use scaler = amp.AmpScaler(optimizer) instead, which has the same methods"
-    )
-    warn_once(optimizer, text)
-
-
 @functools.cache
-def _takes_set_to_none_by_name(adopted: Any) -> bool:
-    """Return whether the own ``zero_grad`` of an adopted class accepts ``set_to_none`` as a keyword."""
-    parameters = inspect.signature(adopted.__bases__[1].zero_grad).parameters
-    kinds = {parameter.kind for parameter in parameters.values()}
-    return "set_to_none" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
-
-
-@functools.cache
-def _default_set_to_none(adopted: Any) -> bool | None:
-    """Return the default of ``set_to_none`` in the own ``zero_grad`` of an adopted class; None without a default."""
-    parameter = inspect.signature(adopted.__bases__[1].zero_grad).parameters.get("set_to_none")
-    return None if parameter is None or parameter.default is None else bool(parameter.default)
+def _set_to_none_of(zero_grad: Any) -> tuple[bool, bool | None]:
+    """Return whether ``zero_grad`` accepts ``set_to_none`` as a keyword, and the default; None without a default."""
+    parameters = inspect.signature(zero_grad).parameters
+    own = parameters.get("set_to_none")
+    by_name = own is not None or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return by_name, None if own is None or own.default is None else bool(own.default)
 
 
 def _evaluate_closure(
-    optimizer: Optimizer, state: AmpOptimizerState, args: tuple[Any, ...], kwargs: dict[str, Any]
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Call the closure among the arguments of a step, if there is one.
+    """Call the closure among the arguments of a step, if there is one, so that an overflow still skips the step.
 
     Returns:
         The closure's result, and the arguments with a replacement closure that returns this result.
@@ -434,7 +415,13 @@ def _evaluate_closure(
     closure = args[0] if positional else kwargs.get("closure")
     if closure is None:
         return None, args, kwargs
-    loss = _evaluate(optimizer, state, closure)
+    if isinstance(optimizer, LBFGS):
+        raise RuntimeError(
+            "Currently, Amp does not support closure use with optimizers. Compute the loss, call scale_loss "
+            "and backward, then step() without arguments"
+        )
+    with torch.enable_grad():
+        loss = closure()
     results = [loss]
 
     def evaluated() -> Any:
@@ -447,17 +434,6 @@ def _evaluate_closure(
         return results.pop()
 
     return (loss, (evaluated, *args[1:]), kwargs) if positional else (loss, args, {**kwargs, "closure": evaluated})
-
-
-def _evaluate(optimizer: Optimizer, state: AmpOptimizerState, closure: Callable[[], Any]) -> Any:
-    """Return the loss of ``closure``, called before the optimizer's step so that an overflow still skips the step."""
-    if isinstance(optimizer, LBFGS):
-        raise RuntimeError(
-            "Currently, Amp does not support closure use with optimizers. Compute the loss, call scale_loss "
-            "and backward, then step() without arguments"
-        )
-    with torch.enable_grad():
-        return closure()
 
 
 # The methods of published optimizers that write weights outside of ``step``: SAM's, ScheduleFree's, Lookahead's, SWA's.

@@ -15,11 +15,7 @@ from apex_npu.backends import is_capturing
 
 
 def check_block(optimizers: Sequence[Optimizer], scaler: LossScaler, *, delays: bool) -> None:
-    """Require that a replay can repeat the ``scale_loss`` of ``optimizers``, while a graph is being captured.
-
-    Raises:
-        RuntimeError: A replay cannot repeat it.
-    """
+    """Raise, while a graph is being captured, if a replay cannot repeat the ``scale_loss`` of ``optimizers``."""
     states = [state for optimizer in optimizers if (state := state_of(optimizer)) is not None]
     if scaler.dynamic:
         raise _refusal(
@@ -41,11 +37,7 @@ def check_block(optimizers: Sequence[Optimizer], scaler: LossScaler, *, delays: 
 
 
 def check_step(optimizer: Optimizer, state: AmpOptimizerState) -> None:
-    """Require that block and step are captured together.
-
-    Raises:
-        RuntimeError: Only one of them is captured, or a replay cannot repeat the step.
-    """
+    """Raise if only one of block and step is captured, or a replay cannot repeat the step."""
     if is_capturing():
         _check_optimizer(optimizer, state)
         decided = state.decision is not None and state.policy.loss_scale == "dynamic"
@@ -68,8 +60,7 @@ def _check_optimizer(optimizer: Optimizer, state: AmpOptimizerState | None) -> N
             f"with {type(optimizer).__name__}, which is not capturable: use one of apex_npu.optimizers with "
             "capturable=True"
         )
-    masters = None if state is None or not state.masters.swaps else state.masters
-    if masters is not None and masters.params() and not masters.has_flat_model(fused_groups(optimizer)):
+    if state is not None and state.masters.params() and not state.masters.has_flat_model(fused_groups(optimizer)):
         raise _refusal(
             "before the same step has run outside of it: the first step moves parameters. Run some steps outside first"
         )

@@ -91,19 +91,14 @@ def _clip_of(adopted: Collection[Any], params: list[Tensor]) -> Callable[..., Te
 def _check_clipped(
     adopted: Collection[Any], warn_once: Callable[[Any, str], None], caller: str, params: list[Tensor]
 ) -> None:
-    """Require that the gradients of ``params`` are unscaled, before torch clips them.
-
-    Raises:
-        RuntimeError: A block has yet to unscale them.
-    """
+    """Raise, before torch clips the gradients of ``params``, if a block has yet to unscale them."""
     given = {id(p) for p in params}
     for optimizer in adopted:
         state = optimizer._amp_state
         if any(id(p) in given for group in optimizer.param_groups for p in group["params"]):
             state.check_unscaled(caller)
-            if state.pending is not None and state.pending.check is not None:
-                state.pending.start()  # clipping by value would hide an inf
             if state.pending is not None:
+                state.pending.start()  # clipping by value would hide an inf
                 state.pending.clip_now(state.grad_groups(optimizer))
             if state.policy.fuse_unscale and state.grad_scale != 1.0:
                 warn_once(optimizer, SCALED_CLIPPED)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
@@ -231,7 +231,7 @@ def initialize(
             left_to_amp, units = sharded_policy(policy, overflow_group, model_list, optimizer_list)
             check_options(left_to_amp, optimizer_list)
             if policy.fuse_unscale:
-                check_fusible(optimizers if isinstance(optimizers, list) else [optimizers])
+                check_fusible(optimizers)
             check_devices(session.casts.device_types, model_list)
             check_scripted(policy, model_list)
             check_memory(policy, model_list)
@@ -335,7 +335,9 @@ def _set_up(
     casts = session.casts
     parallel = session.data_parallel
     undo = ExitStack()
-    undo.callback(_keep_remainders())
+    former = current()
+    for optimizer in [] if former is None else list(former.adopted):  # keep remainders where parameters are restored
+        undo.enter_context(optimizer._amp_state.masters.moving())
     try:
         undo.callback(_rebuild_reducers, ddps)
         with _together(policy, None if parallel is None else parallel.group):
@@ -372,14 +374,6 @@ def _set_up(
         if current() is not session:  # an error after the last change undoes nothing
             undo.close()
         raise
-
-
-def _keep_remainders() -> Callable[[], None]:
-    """Return a function to call after parameters are restored, so that the current masters keep their remainders."""
-    session, moving = current(), ExitStack()
-    for optimizer in [] if session is None else list(session.adopted):
-        moving.enter_context(optimizer._amp_state.masters.moving())
-    return moving.close
 
 
 def _rebuild_reducers(ddps: list[DistributedDataParallel]) -> None:

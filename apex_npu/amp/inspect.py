@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex_npu.amp.amp_optimizer import AmpOptimizerMixin
-from apex_npu.amp.optimizer_state import AmpOptimizerState, inner_optimizer, state_of
+from apex_npu.amp.optimizer_state import AmpOptimizerState, state_of
 from apex_npu.amp.optimizer_state import adopted_inside as adopted_inside
+from apex_npu.amp.optimizer_state import stepped as stepped
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.preconditions import check_incoming as check_incoming
 from apex_npu.amp.session import Observer as Observer
@@ -103,12 +104,6 @@ def leave(observer: Observer) -> None:
     session = current()
     if session is not None:
         session.observers = [other for other in session.observers if other is not observer]
-
-
-def stepped(given: Any) -> list[Optimizer]:
-    """Return the optimizers of a block without their wrappers."""
-    listed = given if isinstance(given, (list, tuple)) else [given]
-    return list(map(inner_optimizer, map(adopted_inside, listed)))
 
 
 def policy_of(optimizer: Any) -> Policy | None:

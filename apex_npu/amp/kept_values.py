@@ -121,19 +121,8 @@ def _changes(tensor: Tensor, value: Tensor) -> list[bool]:
     return changes
 
 
-def _scales_of(scalers: Sequence[LossScaler], sent: Sequence[Tensor]) -> Tensor:
-    """Return the state of ``scalers``, a row for each, on the device of ``sent``."""
-    states = [scaler.state_dict() for scaler in scalers]
-    rows = [[float(state.get(name, 0)) for name in _OF_SCALER] for state in states]
-    return torch.tensor(rows, dtype=torch.float32, device=sent[0].device if sent else None)
-
-
 def check_averages() -> None:
-    """Require the C++ extension, which keeps DistributedDataParallel's hooks while parameters have float32 data.
-
-    Raises:
-        RuntimeError: The extension is missing. An assignment to ``Tensor.data`` would replace the accumulator.
-    """
+    """Require the C++ extension: an assignment to ``Tensor.data`` would lose the hooks of DistributedDataParallel."""
     if extension is None:
         raise RuntimeError(
             "DistributedDataParallel would not average the gradients of 16-bit parameters whose float32 values amp "
@@ -160,9 +149,6 @@ def follow_broadcast(
         sent: The parameters and buffers of the module that were broadcast.
         group: The process group.
         rank: The rank of the sending process in ``group``.
-
-    Raises:
-        RuntimeError: ``check_averages`` raises it.
     """
     rounded = {id(tensor): tensor for tensor in sent if tensor.dtype in LOW_PRECISION}
     cast = {id(t): (copies, name) for _, copies, name, t in _cast_tensors([module])}
@@ -181,7 +167,9 @@ def follow_broadcast(
         values[key] = fp32_value(tensor, kept) if known is None else known
     for optimizer in adopted:
         optimizer._amp_state.resolve()
-    scales = _scales_of(scalers, sent)
+    states = [scaler.state_dict() for scaler in scalers]
+    rows = [[float(state.get(name, 0)) for name in _OF_SCALER] for state in states]
+    scales = torch.tensor(rows, dtype=torch.float32, device=sent[0].device if sent else None)
     broadcast_values([*values.values(), scales], group, rank)
     for scaler, numbers in zip(scalers, scales.tolist(), strict=True):
         if scaler.dynamic:

@@ -156,3 +156,20 @@ def last_step(optimizer: Optimizer) -> StepReport | None:
     if state.pending is not None:
         state.pending.resolve_step()
     return state.report
+
+
+def checkpoint_view(optimizer: Optimizer) -> Optimizer:
+    """Return ``optimizer`` without its wrapper, as ``torch.distributed.checkpoint.state_dict`` requires.
+
+    ``get_state_dict`` and ``set_state_dict`` name states by the model's parameters, which ``optimizer.param_groups``
+    contains at all levels.
+
+    Example::
+
+        >>> from torch.distributed.checkpoint.state_dict import get_state_dict
+        >>> optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=1e-3)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+        >>> model_state, optimizer_state = get_state_dict(model, amp.checkpoint_view(optimizer))
+    """
+    found: Optimizer = adopted_inside(optimizer)
+    return found
