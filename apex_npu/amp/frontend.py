@@ -230,7 +230,7 @@ def initialize(
             check_inside_of_ddp(policy, changing)
             left_to_amp, units = sharded_policy(policy, overflow_group, model_list, optimizer_list)
             check_options(left_to_amp, optimizer_list)
-            if policy.fuse_unscale:
+            if policy.fuse_unscale and optimizers is not None:
                 check_fusible(optimizers)
             check_devices(session.casts.device_types, model_list)
             check_scripted(policy, model_list)

@@ -242,6 +242,16 @@ def test_larc_is_refused():
         block(model, LARC(optimizer), 0)
 
 
+@gathered
+def test_a_model_without_an_optimizer_is_initialized_while_gradients_are_scaled():
+    model, optimizer = make("O1")
+    block(model, optimizer, 0)
+    frozen = nn.Linear(2, 2).to(DEVICE)
+    assert amp.initialize(frozen, opt_level="O1", fuse_unscale=True, verbosity=0) is frozen
+    optimizer.step()
+    assert amp.last_step(optimizer).applied
+
+
 def test_after_a_skip_and_model_zero_grad_a_plain_backward_is_not_divided():
     model, optimizer = make("O0", optimizers.NpuFusedSGD)
     block(model, optimizer, 0, bad=True)
