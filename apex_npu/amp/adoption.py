@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -27,13 +27,16 @@ from apex_npu.ops import LOW_PRECISION
 _REMAINDERS: dict[Any, torch.dtype] = {True: torch.int16, "int8": torch.int8}
 
 
-def adopt(optimizer: Optimizer, session: Session, fp32_values: Mapping[int, Tensor]) -> None:
+def adopt(
+    optimizer: Optimizer, session: Session, fp32_values: Mapping[int, Tensor], shared: Collection[int] = ()
+) -> None:
     """Give ``optimizer`` amp's behaviour, and masters if the policy has them.
 
     Args:
         optimizer: An optimizer that has passed ``check_adoptable``.
         session: The session whose policy applies, and which registers the masters.
         fp32_values: ``id(param)`` → the value before the model was cast.
+        shared: Identities of parameters that other optimizers step, too. Their float32 values are in no optimizer.
     """
     vars(optimizer).pop("step", None)
     policy = session.policy
@@ -49,17 +52,20 @@ def adopt(optimizer: Optimizer, session: Session, fp32_values: Mapping[int, Tens
         optimizer.check_combined_tensors = policy.check_combined_tensors  # type: ignore[attr-defined]
     if state.widens:
         dtype = _REMAINDERS.get(policy.store_param_remainders)
-        state.masters = RemainderMasters(dtype) if _keeps_remainders(optimizer, policy) else Float32Masters()
+        keeps_remainders = _keeps_remainders(optimizer, policy, shared)
+        state.masters = RemainderMasters(dtype) if keeps_remainders else Float32Masters()
         state.masters.make(optimizer, fp32_values)
         before = [(p, fp32_values.get(id(p))) for p in state.masters.params()]
         state.masters.uncast = [p for p, value in before if value is not None and value.dtype in LOW_PRECISION]
     session.register(optimizer, state)
 
 
-def _keeps_remainders(optimizer: Any, policy: Policy) -> bool:
+def _keeps_remainders(optimizer: Any, policy: Policy, shared: Collection[int]) -> bool:
     """Return whether masters are stored as 16-bit remainders, which kernels exist for on CPUs and CUDA devices."""
     if policy.store_param_remainders or getattr(optimizer, "on_host", False):
         return True
+    if any(id(p) in shared for group in optimizer.param_groups for p in group["params"]):
+        return False
     return policy.store_param_remainders is None and has_kernels_for_remainders(optimizer)
 
 

@@ -34,6 +34,7 @@ from apex_npu.amp.preconditions import (
     check_nothing_averages,
     check_options,
     check_scripted,
+    shared_params,
 )
 from apex_npu.amp.scaler import DynamicScaleOptions, make_scaler
 from apex_npu.amp.session import Session, check_thread, current, install, require
@@ -356,8 +357,9 @@ def _set_up(
                     show_float32(model, keeps=keeps and bool(policy.master_weights))
             for optimizer in optimizers:
                 undo.callback(optimizer_snapshot(optimizer))
+            shared = {id(param) for param, *_ in shared_params(optimizers)}
             for optimizer in optimizers:
-                adopt(optimizer, session, before)
+                adopt(optimizer, session, before, shared)
             for optimizer in optimizers:
                 adopt_inside(optimizer)
         if parallel is not None:

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from apex_npu.amp.block import STAGE_AFTER, Block, decide
 from apex_npu.amp.grad_groups import GradGroup, any_raised, look_for_overflow, unscale
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, adopted_inside, inner_optimizer, state_of
 from apex_npu.amp.overflow_check import OverflowCheck
 from apex_npu.amp.pending_step import supports_found_inf
+from apex_npu.amp.preconditions import check_unshared
 from apex_npu.amp.scaled_grads import ScaledGrads
 from apex_npu.amp.session import current
 
@@ -138,17 +138,6 @@ def check_fusible(optimizers: Any) -> None:
     adopted = [] if session is None else [o for o in session.adopted if o not in given]
     holding = [o for o in adopted if (state := state_of(o)) is not None and state.holds_scaled]
     if len(holding) + len(given) > 1:
-        _check_unshared([*holding, *given])
-
-
-def _check_unshared(optimizers: Sequence[Optimizer]) -> None:
-    owners: dict[int, Optimizer] = {}
-    for optimizer in optimizers:
-        for param in (p for group in optimizer.param_groups for p in group["params"]):
-            owner = owners.setdefault(id(param), optimizer)
-            if owner is not optimizer:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(param.shape)} belongs to two optimizers, {type(owner).__name__} and "
-                    f"{type(optimizer).__name__}: with fuse_unscale=True each would unscale its gradient; leave "
-                    "fuse_unscale out"
-                )
+        check_unshared(
+            [*holding, *given], "with fuse_unscale=True each would unscale its gradient; leave fuse_unscale out"
+        )

@@ -220,6 +220,8 @@ def check_options(policy: Policy, optimizers: list[Optimizer]) -> None:
         if policy.store_param_remainders or (on_host and policy.master_weights):
             option = f"store_param_remainders={policy.store_param_remainders or True!r}"
             require_extension(option)
+            if optimizer is optimizers[0]:
+                check_unshared(optimizers, f"{option} would keep bits of it in each; leave it, or state_device, out")
             if not steps_remainders(optimizer):
                 raise RuntimeError(
                     f"{name} cannot keep the remainders of parameters: {option} requires a fused optimizer of "
@@ -227,6 +229,25 @@ def check_options(policy: Policy, optimizers: list[Optimizer]) -> None:
                 )
     if policy.master_weights:
         _check_not_partitioned(policy, optimizers)
+
+
+def shared_params(optimizers: Sequence[Optimizer]) -> Iterator[tuple[Tensor, Optimizer, Optimizer]]:
+    """Yield each parameter that two of ``optimizers`` step, and these two."""
+    owners: dict[int, Optimizer] = {}
+    for optimizer in optimizers:
+        for param in (p for group in optimizer.param_groups for p in group["params"]):
+            owner = owners.setdefault(id(param), optimizer)
+            if owner is not optimizer:
+                yield param, owner, optimizer
+
+
+def check_unshared(optimizers: Sequence[Optimizer], why: str) -> None:
+    """Raise if two of ``optimizers`` step a parameter; ``why`` says what is wrong with that."""
+    for param, one, other in shared_params(optimizers):
+        raise RuntimeError(
+            f"a parameter of shape {tuple(param.shape)} belongs to two optimizers, {type(one).__name__} and "
+            f"{type(other).__name__}: {why}"
+        )
 
 
 def check_plain(optimizers: list[Optimizer]) -> None:

@@ -100,6 +100,7 @@ class RemainderMasters(Masters):
             shown = self._shown()
             unwritten = {param: view for param, view in shown.items() if not self._is_written(param, view)}
             yield
+            self._views.update((id(param), view) for param, view in remainders_of(self._optimizer()).items())
             lost = {param: view for param, view in unwritten.items() if self._view(param) is None}
             self.take_values({id(param): view.dequantize() for param, view in lost.items()})
 
@@ -118,6 +119,7 @@ class RemainderMasters(Masters):
     def stepping(self) -> AbstractContextManager[None]:
         """Give parameters 16-bit data, which the optimizer steps, even inside ``float32_data``."""
         optimizer: Any = self._optimizer()
+        self._keep_cleared(optimizer)
         for param, view in self._unstepped.items():
             optimizer.state[param][MASTER_PARAM] = view
         self._unstepped.clear()
@@ -261,6 +263,7 @@ class RemainderMasters(Masters):
         optimizer = self._optimizer()
         if optimizer is None:
             return self._views.get(id(param))
+        self._keep_cleared(optimizer)
         shown = self._unstepped.get(param)
         if shown is None:
             shown = optimizer.state.get(param, {}).get(MASTER_PARAM)
@@ -268,7 +271,16 @@ class RemainderMasters(Masters):
 
     def _shown(self) -> dict[Tensor, EncodedView]:
         optimizer = self._optimizer()
-        return {} if optimizer is None else {**remainders_of(optimizer), **self._unstepped}
+        if optimizer is None:
+            return {}
+        self._keep_cleared(optimizer)
+        return {**remainders_of(optimizer), **self._unstepped}
+
+    def _keep_cleared(self, optimizer: Any) -> None:
+        """Keep the remainders of a state that a script has cleared, as those that no step has written yet."""
+        if self._views and not self._unstepped and not any(optimizer.state.values()):
+            params = (p for group in optimizer.param_groups for p in group["params"])
+            self._unstepped.update((p, self._views[id(p)]) for p in params if id(p) in self._views)
 
     def _is_written(self, param: Tensor, view: EncodedView) -> bool:
         return not view.is_of_param() and self._index(param) in self._writes.written(self._stepped)

@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pytest
 import torch
-from devices import DEVICE, SIMULATOR, needs_counts
+from devices import DEVICE, SIMULATOR, needs_counts, needs_extension
 from small_programs import backward
 from torch import nn
 
@@ -77,33 +79,52 @@ def test_parameters_keep_their_identity_hooks_and_aliases(level, kind):
     assert torch.equal(alias, params[0])
 
 
+@pytest.mark.parametrize("other", [torch.optim.SGD, optimizers.NpuFusedSGD])
 @kinds
-def test_two_optimizers_over_one_parameter(kind):
+@levels
+def test_two_optimizers_over_one_parameter(level, kind, other):
     model = Net()
     cls, own = KINDS[kind]
-    both = [cls(model.parameters(), lr=2.0**-7) for _ in range(2)]
-    model, both = amp.initialize(model, both, opt_level="O2", verbosity=0, loss_scale=1.0, **own)
+    both = [cls(model.parameters(), lr=2.0**-15), other(list(model.parameters())[:3], lr=2.0**-15)]
+    model, both = amp.initialize(model, both, opt_level=level, verbosity=0, loss_scale=1.0, **own)
     expected = values(model)
-    for optimizer in both:
+    for optimizer in both * 8:
         optimizer.zero_grad()
         block(model, optimizer)
         optimizer.step()
-        for value in expected:
-            value.sub_(2.0**-7)
-    bound = 2.0**-10 if kind == "fused" else 2e-7  # remainders of one optimizer end as the other steps
-    torch.testing.assert_close([*values(model)], expected, rtol=0, atol=bound)
+        for value in expected if optimizer is both[0] else expected[:3]:
+            value.sub_(2.0**-15)
+    torch.testing.assert_close([*values(model)], expected, rtol=0, atol=2e-6)
+
+
+@needs_extension
+@pytest.mark.parametrize("kept", [True, "int8"])
+def test_remainders_of_a_parameter_in_two_optimizers_are_refused(kept):
+    model = Net()
+    both = [optimizers.NpuFusedSGD(model.parameters(), lr=0.1) for _ in range(2)]
+    with pytest.raises(RuntimeError, match=r"shape \(4, 3\) belongs to two optimizers.*store_param_remainders"):
+        amp.initialize(model, both, opt_level="O2", verbosity=0, store_param_remainders=kept)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
 @kinds
 def test_a_cleared_state_keeps_the_float32_values(kind):
-    if kind == "fused":
-        pytest.skip("remainders are in the state")
     model, optimizer = start("O2", kind, lr=1e-4)
-    block(model, optimizer)
-    optimizer.step()
-    expected = values(model)
-    optimizer.state.clear()
-    assert_same(values(model), expected)
+    for clear in (lambda: optimizer.state.clear(), lambda: setattr(optimizer, "state", defaultdict(dict))):
+        block(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected = [*values(model)]
+        clear()
+        assert_same(values(model), expected)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        block(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_same(values(model), expected)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-4
 
 
 # Other optimizers do not say whether a step that failed has updated something.
