@@ -89,7 +89,7 @@ class Recorded:
     """What ``record`` has found: the tests that run a line, and their durations."""
 
     def __init__(self, folder: Path) -> None:
-        self._data = coverage.CoverageData(next(map(str, folder.glob("coverage*")), "coverage"))
+        self._data = coverage.CoverageData(str(folder / "coverage"))
         self._data.read()
         self.durations: dict[str, float] = {}
         for file in folder.glob("durations.*.jsonl"):
