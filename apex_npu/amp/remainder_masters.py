@@ -119,7 +119,8 @@ class RemainderMasters(Masters):
     def stepping(self) -> AbstractContextManager[None]:
         """Give parameters 16-bit data, which the optimizer steps, even inside ``float32_data``."""
         optimizer: Any = self._optimizer()
-        self._keep_cleared(optimizer)
+        if not any(optimizer.state.values()):
+            self._keep_cleared(optimizer)
         for param, view in self._unstepped.items():
             optimizer.state[param][MASTER_PARAM] = view
         self._unstepped.clear()
@@ -151,16 +152,15 @@ class RemainderMasters(Masters):
 
     def find_new(self, optimizer: Any) -> bool:
         """End a loop over ``amp.master_params`` and take assigned data, before a block or a step."""
-        self.end_loop()
-        self.take_assigned()
+        if self.loop is not None:
+            self.end_loop()
+        if len(low_precision_of(self._stepped)) < len(self._stepped):
+            self.take_assigned()
         return False
 
     def take_assigned(self) -> None:
         """Use float32 data that a script has assigned to a 16-bit parameter as its master."""
-        low = low_precision_of(self._stepped)
-        if len(low) == len(self._stepped):
-            return
-        for index in set(range(len(self._stepped))).difference(low):
+        for index in set(range(len(self._stepped))).difference(low_precision_of(self._stepped)):
             param = self._stepped[index]
             view = self._view(param)
             if view is not None and id(param) not in self._open:

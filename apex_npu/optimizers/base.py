@@ -360,7 +360,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
     def _updates(self, runs: list[tuple[Run, ParamGroup]]) -> list[tuple[int, Call]]:
         """Return the calls that update ``runs``, in order, each with the number of runs that it updates."""
-        exchanges = bool(runs) and self._exchanges()
+        exchanges = self.steps_parts and bool(runs) and self._exchanges()
         overridden = getattr(self.update, "__func__", None) is not FusedOptimizer.update
         if overridden or exchanges:
             _check_learning_rates(runs)  # before the first of several updates
