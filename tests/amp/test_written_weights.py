@@ -426,6 +426,27 @@ def test_loops(name, level, kind):
             assert apart <= TOLERANCE[level] * moved + 1e-6, f"{what} {n} are {apart:.3g} apart, of {moved:.3g}"
 
 
+@kinds(OPTIMIZERS)
+@pytest.mark.parametrize("written", [".data", "under no_grad", "not"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_a_write_that_an_npu_does_not_see_is_named(level, written, kind):
+    """It is lost there, and a comparison in some of the steps finds it; a later step says so, once."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loop = Loop(level, kind)
+        for _ in range(12):
+            loop.backward()
+            if written == ".data":
+                loop.model[0].weight.data.clamp_(-0.01, 0.01)
+            elif written == "under no_grad":
+                with torch.no_grad():
+                    loop.model[0].weight.clamp_(-0.01, 0.01)
+            loop.step()
+            synchronize()
+    said = [str(warning.message) for warning in caught if "version counter does not count" in str(warning.message)]
+    assert len(said) == (DEVICE.type == "npu" and written == ".data")
+
+
 # Between the write and the step
 
 
