@@ -60,6 +60,7 @@ _SCALE = 4.0
 def assert_is_rounded(param: Tensor, master: Tensor) -> None:
     """``param`` has the numbers of its dtype that are nearest to ``master``; from the middle of two, either of them."""
     assert master.dtype == torch.float32
+    param, master = param.detach().cpu(), master.detach().cpu()
     away = master.nextafter(torch.full_like(master, torch.inf).copysign(master))
     assert ((param == master.to(param.dtype)) | (param == away.to(param.dtype))).all()
 

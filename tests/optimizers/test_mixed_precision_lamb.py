@@ -15,6 +15,7 @@ from torch import nn
 
 from apex_npu.optimizers import FusedLAMB, FusedMixedPrecisionLamb
 
+pytestmark = pytest.mark.device
 SHAPES = [(40, 30), (7,), (), (30, 20), (0,), (1,)]
 LOW = [torch.float16, torch.bfloat16]
 low = pytest.mark.parametrize("dtype", LOW, ids=str)
@@ -58,13 +59,13 @@ def masters_of(optimizer, params):
 )
 def test_masters_go_the_way_of_the_rule_in_float64(options, dtype):
     params = make_params(dtype)
-    wide = [nn.Parameter(p.detach().double().cpu()) for p in params]
+    wide = [nn.Parameter(p.detach().cpu().double()) for p in params]
     ours = FusedMixedPrecisionLamb(params, lr=1e-3, reduced_precision_dtype=dtype, **options)
     theirs = reference.NvidiaLamb(wide, lr=1e-3, **options)
     for seed in range(6):
         set_grads(params, seed)
         for p, q in zip(params, wide, strict=True):
-            q.grad = p.grad.double().cpu()
+            q.grad = p.grad.cpu().double()
         ours.step()
         theirs.step()
     for p, q, master in zip(params, wide, masters_of(ours, params), strict=True):

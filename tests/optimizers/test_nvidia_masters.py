@@ -14,6 +14,7 @@ from torch import nn
 from apex_npu import amp
 from apex_npu.optimizers import FusedAdam
 
+pytestmark = pytest.mark.device
 SHAPES = [(40, 30), (7,), (), (300, 20)]
 LOW = [torch.float16, torch.bfloat16]
 MASTERED = ["step", "exp_avg", "exp_avg_sq", "master_param"]
