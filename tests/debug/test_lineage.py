@@ -3,11 +3,12 @@
 """``Lineage`` finds the writers of each part of a storage, also if many operators have written parts of it."""
 
 import random
+from collections import Counter
 
 import pytest
 import torch
 
-from apex_npu.debug.watching.lineage import Lineage
+from apex_npu.debug.watching.lineage import Lineage, Span
 
 
 def bytes_of(tensor):
@@ -58,3 +59,26 @@ def test_random_writes(seed):
         read = random_part(base, draw)
         assert lineage.writers(read) == naive.writers(read)
     assert lineage.writers(base) == naive.writers(base) != []
+
+
+def test_many_writes_of_one_storage_are_not_each_compared_with_all(monkeypatch):
+    calls = Counter()
+
+    def counting(name):
+        original = getattr(Span, name)
+
+        def counted(self, other):
+            calls[name] += 1
+            return original(self, other)
+
+        monkeypatch.setattr(Span, name, counted)
+
+    counting("__contains__")
+    counting("overlaps")
+    count, lineage = 1000, Lineage()
+    rows = torch.empty(count, 4)
+    lineage.write(rows, "all")
+    for i, row in enumerate(rows):
+        lineage.write(row, i)
+        assert lineage.writers(row) == ["all", i]
+    assert sum(calls.values()) < 10 * count

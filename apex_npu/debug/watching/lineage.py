@@ -4,6 +4,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -12,14 +16,93 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from apex_npu.debug.watching.operators import held
 
 Writer = TypeVar("Writer")
+_BEGIN = attrgetter("begin")
 
 
-def span_of(tensor: Tensor) -> tuple[int, int, bool]:
-    """Return the first byte of ``tensor``, the byte after its last, and whether all between belong to elements."""
+@dataclass(frozen=True)
+class Span:
+    """A range of bytes in a storage.
+
+    Attributes:
+        begin: The first byte.
+        end: The byte after the last.
+        dense: Whether every byte belongs to an element.
+    """
+
+    begin: int
+    end: int
+    dense: bool
+
+    def __contains__(self, other: Span) -> bool:
+        return self.begin <= other.begin and other.end <= self.end
+
+    def overlaps(self, other: Span) -> bool:
+        """Return whether the ranges have bytes in common."""
+        return self.begin < other.end and other.begin < self.end
+
+
+def span_of(tensor: Tensor) -> Span:
+    """Return the bytes of ``tensor``, which is strided and has elements."""
     size = tensor.element_size()
     count: int = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin = int(tensor.storage_offset()) * size
-    return begin, begin + count * size, count == tensor.numel()
+    return Span(begin, begin + count * size, count == tensor.numel())
+
+
+@dataclass(frozen=True)
+class _Write(Generic[Writer]):
+    """A write of a span of a storage, and the number of writes of the storage before it."""
+
+    span: Span
+    order: int
+    writer: Writer
+
+    @property
+    def begin(self) -> int:
+        """The first byte."""
+        return self.span.begin
+
+
+class _Writes(Generic[Writer]):
+    """The writes of one storage.
+
+    Each list has the writes of spans with lengths below ``2**n`` and not below ``2**(n - 1)``, by their begin, so that
+    a binary search finds those near a span, also if an earlier write covers the whole storage.
+    """
+
+    def __init__(self) -> None:
+        self._lists: dict[int, list[_Write[Writer]]] = {}
+        self._count = 0
+
+    def add(self, span: Span, writer: Writer) -> None:
+        """Add a write, which replaces the writes within ``span`` if that is dense."""
+        if span.dense:
+            for writes in self._lists.values():
+                near = _between(writes, span.begin, span.end)
+                writes[near] = [write for write in writes[near] if write.span not in span]
+        writes = self._lists.setdefault((span.end - span.begin).bit_length(), [])
+        insort(writes, _Write(span, self._count, writer), key=_BEGIN)
+        self._count += 1
+
+    def overlapping(self, span: Span) -> list[Writer]:
+        """Return the writers of bytes of ``span``, oldest first."""
+        found = [write for writes, near in self._near(span) for write in writes[near] if write.span.overlaps(span)]
+        return [write.writer for write in sorted(found, key=lambda write: write.order)]
+
+    def forget(self, span: Span) -> None:
+        """Remove the writes of bytes of ``span``."""
+        for writes, near in self._near(span):
+            writes[near] = [write for write in writes[near] if not write.span.overlaps(span)]
+
+    def _near(self, span: Span) -> Iterator[tuple[list[_Write[Writer]], slice]]:
+        """Yield each list with the slice in which writes may overlap ``span``."""
+        for n, writes in self._lists.items():
+            yield writes, _between(writes, span.begin - 2**n, span.end)
+
+
+def _between(writes: Sequence[_Write[Writer]], begin: int, end: int) -> slice:
+    """Return the slice of sorted ``writes`` that begin at ``begin`` or later, and before ``end``."""
+    return slice(bisect_left(writes, begin, key=_BEGIN), bisect_left(writes, end, key=_BEGIN))
 
 
 class Lineage(Generic[Writer]):
@@ -30,8 +113,7 @@ class Lineage(Generic[Writer]):
 
     def __init__(self) -> None:
         """Start with no storage."""
-        # The writes of each storage, oldest first: the first byte, the byte after the last, and the writer.
-        self._storages: dict[int, tuple[StorageWeakRef, list[tuple[int, int, Writer]]]] = {}
+        self._storages: dict[int, tuple[StorageWeakRef, _Writes[Writer]]] = {}
         self._until_swept = 1024
 
     def write(self, tensor: Tensor, writer: Writer) -> None:
@@ -39,33 +121,26 @@ class Lineage(Generic[Writer]):
         local = held(tensor)
         if local is None:
             return
-        (begin, end, is_dense), reference = span_of(local), StorageWeakRef(local.untyped_storage())
+        span, reference = span_of(local), StorageWeakRef(local.untyped_storage())
         if reference.cdata not in self._storages:
             self._sweep()
-        _, writes = self._storages.setdefault(reference.cdata, (reference, []))
-        if is_dense:  # this replaces the writes within
-            writes[:] = [write for write in writes if write[0] < begin or end < write[1]]
-        writes.append((begin, end, writer))
+        _, writes = self._storages.setdefault(reference.cdata, (reference, _Writes()))
+        writes.add(span, writer)
 
     def writers(self, tensor: Tensor) -> list[Writer]:
         """Return the known writers of bytes of ``tensor``, oldest first."""
         local = held(tensor)
-        if local is None:
-            return []
-        begin, end, _ = span_of(local)
-        return [writer for first, last, writer in self._writes(local) if first < end and begin < last]
+        return [] if local is None else self._writes(local).overlapping(span_of(local))
 
     def forget(self, tensor: Tensor) -> None:
         """Remove the writers of ``tensor``, because an operator that is not watched has written to it."""
         local = held(tensor)
         if local is not None:
-            begin, end, _ = span_of(local)
-            writes = self._writes(local)
-            writes[:] = [write for write in writes if end <= write[0] or write[1] <= begin]
+            self._writes(local).forget(span_of(local))
 
-    def _writes(self, local: Tensor) -> list[tuple[int, int, Writer]]:
+    def _writes(self, local: Tensor) -> _Writes[Writer]:
         known = self._storages.get(local.untyped_storage()._cdata)
-        return [] if known is None else known[1]
+        return _Writes() if known is None else known[1]
 
     def _sweep(self) -> None:
         self._until_swept -= 1
