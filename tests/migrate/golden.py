@@ -48,7 +48,7 @@ def planned(folder: Path, files: dict[str, str], *arguments, **options):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     made = plan([folder], *arguments, **options)
-    return {change.path.relative_to(folder).as_posix(): change.after.decode() for change in made.files}, made.findings
+    return {change.target.path: change.after.decode() for change in made.files}, made.findings
 
 
 if __name__ == "__main__":

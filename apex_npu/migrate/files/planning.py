@@ -28,10 +28,34 @@ _CUDA_LINE = re.compile(r"CUDA_VISIBLE_DEVICES|\bcuda\b|\bcuda:\d|\bnccl\b|\bape
 
 
 @dataclass(frozen=True)
-class FileChange:
-    """A file with its old and its new content. The path begins with the folder or file that the user gave."""
+class Target:
+    """A file: its path below ``root``, which is a folder that the user gave, or the folder of a file that they gave."""
 
-    path: Path
+    root: Path
+    path: str
+
+    @property
+    def file(self) -> Path:
+        """The whole path."""
+        return self.root / self.path
+
+    @property
+    def shown(self) -> str:
+        """The path in reports."""
+        return os.path.normpath(self.file)
+
+    def read(self) -> bytes:
+        """Return the contents. Raise an OSError for links and named pipes as well."""
+        if not stat.S_ISREG(self.file.lstat().st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(self.file))
+        return self.file.read_bytes()
+
+
+@dataclass(frozen=True)
+class FileChange:
+    """A file with its old and its new content."""
+
+    target: Target
     before: bytes
     after: bytes
 
@@ -62,14 +86,16 @@ def plan(
     Raises:
         ValueError: A path does not exist, or is a link.
     """
-    contents: dict[Path, bytes] = {}
+    found = [target for given in paths for target in _targets(Path(given), exclude)]
+    contents: dict[Target, bytes] = {}
     findings: list[Finding] = []
-    for path in dict.fromkeys(path for given in paths for path in _files(Path(given), exclude)):
+    for target in dict.fromkeys(found):
         try:
-            contents[path] = read(path)
+            contents[target] = target.read()
         except OSError as error:
-            findings.append(unreadable(str(path), UnreadableError("F906", str(error))))
-    work = _Work({path: data for path, data in contents.items() if _is_program(path.name)}, options or Options())
+            findings.append(unreadable(target.shown, UnreadableError("F906", str(error))))
+    programs = {Path(target.shown): target for target in contents if _is_program(target.path)}
+    work = _Work({path: contents[target] for path, target in programs.items()}, options or Options())
     if data_parallel is not None:
         work.choose_script(Path(data_parallel))
     for path, data in work.programs.items():
@@ -84,9 +110,9 @@ def plan(
         findings.extend(rewritten.findings)
         if rewritten.source != work.programs[path]:
             assert isinstance(rewritten.source, bytes)
-            changes.append(FileChange(path, work.programs[path], rewritten.source))
-    for path in contents.keys() - work.programs.keys():
-        findings.extend(_other(path, contents[path]))
+            changes.append(FileChange(programs[path], work.programs[path], rewritten.source))
+    for target in contents.keys() - programs.values():
+        findings.extend(_other(target, contents[target]))
     return Plan(tuple(changes), tuple(sorted(findings)), len(contents))
 
 
@@ -122,10 +148,11 @@ class _Work:
 
     def choose_script(self, main: Path) -> None:
         """Set the options that make the script ``main``, with the files that it imports, train on several cards."""
-        if main not in self.modules:
+        script = Path(os.path.normpath(main))
+        if script not in self.modules:
             raise ValueError(f"--data-parallel {main}: it is not one of the given Python files")
-        for path in with_imports(main, self.modules):
-            role = "main" if path == main else "other"
+        for path in with_imports(script, self.modules):
+            role = "main" if path == script else "other"
             self.options[path] = replace(self.general, data_parallel=role)
 
     def settle_amp(self) -> None:
@@ -153,23 +180,16 @@ class _Work:
                 self.again(path, left=self.options[path].left | told)
 
 
-def _is_program(name: str) -> bool:
-    return name.endswith((".py", ".pyw", ".ipynb"))
+def _is_program(path: str) -> bool:
+    return path.endswith((".py", ".pyw", ".ipynb"))
 
 
-def read(path: Path) -> bytes:
-    """Return the contents of a file. Raise an OSError for links and named pipes as well."""
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return path.read_bytes()
-
-
-def _files(path: Path, exclude: Sequence[str]) -> Iterator[Path]:
+def _targets(path: Path, exclude: Sequence[str]) -> Iterator[Target]:
     """Yield the file ``path``, or the files in the folder ``path``."""
     if path.is_symlink():
         raise ValueError(f"{path} is a link, and links are not followed: pass the path that it points to")
     if path.is_file():
-        yield path
+        yield Target(path.parent, path.name)
         return
     if not path.is_dir():
         raise ValueError(f"{path} is neither a file nor a folder")
@@ -185,7 +205,7 @@ def _files(path: Path, exclude: Sequence[str]) -> Iterator[Path]:
             if not wanted or (at / name).is_symlink() or _excluded(relative, exclude):
                 continue
             if known is None or relative.as_posix() in known:
-                yield at / name
+                yield Target(path, relative.as_posix())
 
 
 def is_skipped(folder: Path) -> bool:
@@ -207,7 +227,9 @@ def git(folder: Path, *arguments: str) -> str | None:
     return os.fsdecode(done.stdout) if done.returncode == 0 else None
 
 
-def _other(path: Path, data: bytes) -> Iterator[Finding]:
+def _other(target: Target, data: bytes) -> Iterator[Finding]:
+    if len(data) > _MAX_OTHER:
+        return
     lines = enumerate(data.decode("utf-8", "replace").splitlines(), 1)
     places = [(number, line, found) for number, line in lines if (found := _CUDA_LINE.search(line))]
     for number, line, found in places[:1]:
@@ -215,4 +237,4 @@ def _other(path: Path, data: bytes) -> Iterator[Finding]:
         message = f"{line.strip()[:120]}: it is not changed{hint}"
         message += f"; {len(places) - 1} more line{'s' * (len(places) > 2)}" if len(places) > 1 else ""
         column, end = found.start() + 1, found.end() + 1
-        yield Finding(str(path), number, column, "F908", "note", number, end, found[0], None, message)
+        yield Finding(target.shown, number, column, "F908", "note", number, end, found[0], None, message)

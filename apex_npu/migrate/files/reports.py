@@ -72,7 +72,8 @@ def unified_diff(plan: Plan) -> str:
     pieces = []
     for change in plan.files:
         old, new = (Source(data).text.splitlines(keepends=True) for data in (change.before, change.after))
-        for line in difflib.unified_diff(old, new, str(change.path), str(change.path)):
+        shown = change.target.shown
+        for line in difflib.unified_diff(old, new, shown, shown):
             pieces.append(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n")
     return "".join(pieces)
 

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from .planning import FileChange, git, is_skipped, read
+from .planning import FileChange, git, is_skipped
 
 
 def write_in_place(changes: Sequence[FileChange], *, allow_dirty: bool = False, backup: bool = False) -> None:
@@ -32,13 +32,13 @@ def write_in_place(changes: Sequence[FileChange], *, allow_dirty: bool = False, 
         _check_committed(changes)
     try:
         for change in changes:
-            path = change.path
-            if read(path) != change.before:
-                raise ValueError(f"{path} has been edited since it was read: nothing has been changed")
+            path = change.target.file
+            if change.target.read() != change.before:
+                raise ValueError(f"{change.target.shown} has been edited since it was read: nothing has been changed")
             if not os.access(path, os.W_OK):
-                raise ValueError(f"{path} is read-only: nothing has been changed")
+                raise ValueError(f"{change.target.shown} is read-only: nothing has been changed")
             if backup and os.path.lexists(f"{path}.orig"):
-                raise ValueError(f"{path}.orig exists: move it away, nothing has been changed")
+                raise ValueError(f"{change.target.shown}.orig exists: move it away, nothing has been changed")
         _replace(changes, backup)
     except OSError as error:
         raise ValueError(
@@ -52,37 +52,36 @@ def _replace(changes: Sequence[FileChange], backup: bool) -> None:
     beside: list[Path] = []
     try:
         for change in changes:
-            news = {_new(change.path): change.after}
-            for one, content in (news | {Path(f"{change.path}.orig"): change.before} if backup else news).items():
+            path = change.target.file
+            news = {path.with_name(f".{path.name}.apex_npu-new"): change.after}
+            for one, content in (news | {Path(f"{path}.orig"): change.before} if backup else news).items():
                 beside.append(one)
                 one.write_bytes(content)
-                shutil.copymode(change.path, one)
+                shutil.copymode(path, one)
         for change in changes:
-            os.replace(_new(change.path), change.path)
+            path = change.target.file
+            os.replace(path.with_name(f".{path.name}.apex_npu-new"), path)
     except BaseException:
         for change in changes:
-            if change.path.read_bytes() == change.after:
-                change.path.write_bytes(change.before)
+            if change.target.file.read_bytes() == change.after:
+                change.target.file.write_bytes(change.before)
         for one in beside:
             one.unlink(missing_ok=True)
         raise
 
 
-def _new(path: Path) -> Path:
-    return path.with_name(f".{path.name}.apex_npu-new")
-
-
 def _check_committed(changes: Sequence[FileChange]) -> None:
-    for folder in dict.fromkeys(change.path.parent for change in changes):
-        names = [change.path.name for change in changes if change.path.parent == folder]
+    for root in dict.fromkeys(change.target.root for change in changes):
+        paths = [change.target.path for change in changes if change.target.root == root]
         options = ("--porcelain", "-z", "--ignored", "--untracked-files=all")
-        listed = git(folder, "status", *options, "--", *(f":(literal){name}" for name in names))
+        listed = git(root, "status", *options, "--", *(f":(literal){path}" for path in paths))
         if listed != "":
             first = (listed or "??").partition("\0")[0]
-            name = next((name for name in names if Path(first[3:]).name == name), names[0])
+            below = (git(root, "rev-parse", "--show-prefix") or "").removesuffix("\n")  # git counts from its top folder
+            name = next((path for path in paths if f"{below}{path}" == first[3:]), paths[0])
             what = "is not in git" if first[:2] in ("??", "!!") else "has changes that are not committed"
             raise ValueError(
-                f"{folder / name} {what}: commit first, or pass --backup or --allow-dirty; nothing has been changed"
+                f"{root / name} {what}: commit first, or pass --backup or --allow-dirty; nothing has been changed"
             )
 
 
@@ -106,7 +105,7 @@ def write_copy(source: Path, changes: Sequence[FileChange], out: Path) -> None:
                 staged.mkdir()
                 shutil.copy(source, staged)
             for change in changes:
-                path = staged / (change.path.relative_to(source) if source.is_dir() else source.name)
+                path = staged / change.target.path
                 mode = path.stat().st_mode
                 path.unlink()  # it may be read-only
                 path.write_bytes(change.after)
