@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -72,7 +73,8 @@ def run_command(parser: Parser, arguments: Sequence[str], alone: Mapping[str, st
     run: Callable[[argparse.Namespace], int] = options.run
     if rest:
         return run(options)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    in_main_thread = threading.current_thread() is threading.main_thread()  # elsewhere Python sets no handler
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if in_main_thread else None
     try:
         status = run(options)
         sys.stdout.flush()
@@ -83,7 +85,8 @@ def run_command(parser: Parser, arguments: Sequence[str], alone: Mapping[str, st
         print("apex_npu: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
     return status
 
 

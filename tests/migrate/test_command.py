@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -203,6 +204,47 @@ def test_what_is_searched(tree):
         (tree / folder / "x.py").write_text(BEFORE)
     (tree / "venv/pyvenv.cfg").touch()
     assert sorted(change.target.path for change in plan([tree]).files) == ["a.py", "inner/b.py"]
+
+
+@pytest.mark.parametrize("given", [["a.py", "inner/../a.py"], [".", "inner/../inner"], ["./inner/../a.py", "inner"]])
+def test_a_file_in_two_spellings_is_one_file(tree, monkeypatch, capsys, given):
+    monkeypatch.chdir(tree)
+    assert migrate(*given, "--write", "--allow-dirty") == 0
+    assert (tree / "a.py").read_text() == AFTER
+    assert "inner/.." not in capsys.readouterr().out
+
+
+def test_a_script_for_several_cards_may_have_another_spelling(tree, monkeypatch, capsys):
+    monkeypatch.chdir(tree)
+    migrate("inner/../a.py", "inner", "--data-parallel", "a.py")
+    assert "not one of the given Python files" not in capsys.readouterr().err
+
+
+def test_large_files_of_data_are_not_searched(tree, capsys):
+    (tree / "small.json").write_text('"cuda"')
+    (tree / "large.json").write_text('"cuda"' + " " * 1_000_000)
+    assert migrate(tree) == 0
+    printed = capsys.readouterr().out
+    assert "small.json:1" in printed
+    assert "large.json" not in printed
+
+
+def test_git_is_asked_once_for_a_tree(tree, monkeypatch):
+    for i in range(8):
+        (tree / f"part{i}").mkdir()
+        (tree / f"part{i}" / "a.py").write_text(BEFORE)
+    git(tree, "init", "-q")
+    git(tree, "add", ".")
+    git(tree, "commit", "-qm", "all")
+    run, asked = subprocess.run, []
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: asked.append(args) or run(*args, **options))
+    assert migrate(tree, "--write") == 0
+    assert len(asked) <= 2
+
+
+def test_a_command_runs_outside_of_the_main_thread():
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(migrate, "--list-rules").result() == 0
 
 
 def test_an_attribute_of_another_file_is_the_programs_own(tree):

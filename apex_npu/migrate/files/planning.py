@@ -25,6 +25,8 @@ from .programs import exports, factories, left_out, with_imports
 _SKIPPED = {".git", ".hg", ".svn", "__pycache__", "build", "node_modules", "site-packages"}
 _OTHERS = re.compile(r".*\.(sh|bash|ya?ml|json|cfg|ini|toml)|Dockerfile.*|.*requirements.*\.txt")
 _CUDA_LINE = re.compile(r"CUDA_VISIBLE_DEVICES|\bcuda\b|\bcuda:\d|\bnccl\b|\bapex\b")
+# Larger files are data. They are not searched.
+_MAX_OTHER = 1_000_000
 
 
 @dataclass(frozen=True)
