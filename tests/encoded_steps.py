@@ -57,14 +57,6 @@ APPLIED = STEPS - len(OVERFLOWS)
 _SCALE = 4.0
 
 
-def assert_is_rounded(param: Tensor, master: Tensor) -> None:
-    """``param`` has the numbers of its dtype that are nearest to ``master``; from the middle of two, either of them."""
-    assert master.dtype == torch.float32
-    param, master = param.detach().cpu(), master.detach().cpu()
-    away = master.nextafter(torch.full_like(master, torch.inf).copysign(master))
-    assert ((param == master.to(param.dtype)) | (param == away.to(param.dtype))).all()
-
-
 def make_params(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[nn.Parameter]:
     """Three, the last of them transposed in memory."""
     generator = torch.Generator().manual_seed(seed)
@@ -95,7 +87,7 @@ class Training:
         self.optimizer = cls(self.params, **options, **formats, capturable=capturable)
         if form.endswith("remainders"):
             kept = torch.int8 if form.startswith("int8") else torch.int16
-            self.optimizer.state_formats = self.optimizer.state_formats.with_remainders(kept, widens_grads=True)
+            self.optimizer.state_formats = self.optimizer.state_formats.with_remainders(kept)
         self.optimizer.grad_scale = torch.tensor([_SCALE], device=device)
         self._found_inf = self._lr = None
         if capturable:

@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from apex_npu._extension import extension
 from apex_npu.amp.amp_optimizer import SharedGroupsMixin, adopted_class
 from apex_npu.amp.data_parallel import GradSync
 from apex_npu.amp.float32_masters import Float32Masters
 from apex_npu.amp.optimizer_state import AmpOptimizerState, state_of
 from apex_npu.amp.pending_step import PendingStep
 from apex_npu.amp.policy import Policy
-from apex_npu.amp.preconditions import optimizers_inside, shares_groups
+from apex_npu.amp.preconditions import optimizers_inside, shares_groups, steps_remainders
 from apex_npu.amp.remainder_masters import RemainderMasters
 from apex_npu.amp.session import Session
-from apex_npu.fusion import HasFusedGroups, has_kernels_for_remainders
+from apex_npu.fusion import HasFusedGroups
 from apex_npu.ops import LOW_PRECISION
 
 # None: the dtype that the optimizer has chosen, or int16.
@@ -64,9 +65,14 @@ def _keeps_remainders(optimizer: Any, policy: Policy, shared: Collection[int]) -
     """Return whether masters are stored as 16-bit remainders, which kernels exist for on CPUs and CUDA devices."""
     if policy.store_param_remainders or getattr(optimizer, "on_host", False):
         return True
-    if any(id(p) in shared for group in optimizer.param_groups for p in group["params"]):
-        return False
-    return policy.store_param_remainders is None and has_kernels_for_remainders(optimizer)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return (
+        policy.store_param_remainders is None
+        and extension is not None
+        and steps_remainders(optimizer)
+        and {p.device.type for p in params} <= {"cpu", "cuda"}
+        and not any(id(p) in shared for p in params)
+    )
 
 
 def optimizer_snapshot(optimizer: Optimizer) -> Callable[[], None]:

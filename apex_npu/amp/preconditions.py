@@ -22,7 +22,7 @@ from apex_npu.backends._torch_private import is_fake
 from apex_npu.backends.live_objects import instances_of
 from apex_npu.distributed.consistency import check_group
 from apex_npu.distributed.torch_ddp import obstacle_to_rebuilding
-from apex_npu.fusion import HasFusedGroups, address_range, overlapping, steps_remainders, wraps_tensors
+from apex_npu.fusion import HasFusedGroups, address_range, overlapping, wraps_tensors
 from apex_npu.fusion.shards import is_sharded
 from apex_npu.ops import LOW_PRECISION
 
@@ -283,6 +283,19 @@ def _check_not_partitioned(policy: Policy, optimizers: list[Optimizer]) -> None:
                 f"it was made, but {policy.opt_level} steps separate float32 values, so that the processes would not "
                 "exchange their parts. Remove parameters_as_bucket_view, or use O1 or O4"
             )
+
+
+# The methods with which subclasses of fused optimizers define another update of parameters.
+_RULES = ("update", "_group_step")
+
+
+def steps_remainders(optimizer: Any) -> bool:
+    """Return whether ``optimizer`` is a fused optimizer whose rule reads remainders and is not overridden."""
+    if not isinstance(optimizer, HasFusedGroups) or not getattr(optimizer, "encodable_states", ()):
+        return False
+    mro = type(optimizer).__mro__
+    owner = next(base for base in mro if not vars(base).keys().isdisjoint((*_RULES, "encodable_states")))
+    return "encodable_states" in vars(owner)
 
 
 def check_devices(device_types: Sequence[str], models: list[nn.Module]) -> None:

@@ -72,7 +72,7 @@ class RemainderMasters(Masters):
         """Store the bits of ``fp32_values`` that 16-bit parameters lack in the state of ``optimizer``, a fused one."""
         if self._optimizer() is optimizer:
             return True
-        optimizer.state_formats = optimizer.state_formats.with_remainders(self._dtype, widens_grads=True)
+        optimizer.state_formats = optimizer.state_formats.with_remainders(self._dtype)
         self.belong_to(optimizer)
         self.take_values(fp32_values)
         return False

@@ -2,15 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Flat buffers of many tensors: their layout, memory and gradients, and the runs of slots that step together."""
 
-from apex_npu.fusion.encoded_state import (
-    MASTER_PARAM,
-    STORED_KEYS,
-    EncodedView,
-    encode_states,
-    has_kernels_for_remainders,
-    remainders_of,
-    steps_remainders,
-)
+from apex_npu.fusion.encoded_state import MASTER_PARAM, STORED_KEYS, EncodedView, encode_states, remainders_of
 from apex_npu.fusion.flat_buffer import FlatBuffer, address_range, fills_storage, plan
 from apex_npu.fusion.flat_grads import FlatGrads, check_combinable
 from apex_npu.fusion.fused_group import FusedGroup, HasFusedGroups
@@ -61,7 +53,6 @@ __all__ = [
     "fuse",
     "fuse_combined",
     "grads_of",
-    "has_kernels_for_remainders",
     "has_values",
     "hold_values",
     "increment_versions",
@@ -75,7 +66,6 @@ __all__ = [
     "row_count",
     "set_grads",
     "step_in_place",
-    "steps_remainders",
     "storage_view",
     "swap_data",
     "wraps_tensors",

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_npu._extension import extension
 from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.group_buffers import GroupBuffers
@@ -37,23 +36,6 @@ _RUN_NUMEL = 1 << 24
 MASTER_PARAM = "master_param"
 # The items of an encoded state in ``state_dict(encoded=True)``.
 STORED_KEYS = ("values", "scales", "shape", "stride", "param_dtype")
-# The methods with which subclasses of fused optimizers define another update of parameters.
-_RULES = ("update", "_group_step")
-
-
-def steps_remainders(optimizer: Any) -> bool:
-    """Return whether ``optimizer`` is a fused optimizer whose rule reads remainders and is not overridden."""
-    if not getattr(optimizer, "encodable_states", ()):
-        return False
-    mro = type(optimizer).__mro__
-    owner = next(base for base in mro if not vars(base).keys().isdisjoint((*_RULES, "encodable_states")))
-    return "encodable_states" in vars(owner)
-
-
-def has_kernels_for_remainders(optimizer: Any) -> bool:
-    """Return whether kernels step the parameters of ``optimizer`` with remainders; they exist for cpu and cuda."""
-    devices = {p.device.type for group in optimizer.param_groups for p in group["params"]}
-    return extension is not None and devices <= {"cpu", "cuda"} and steps_remainders(optimizer)
 
 
 class GroupEncoding:

@@ -17,7 +17,7 @@ from apex_npu.fusion import MASTER_PARAM, Run
 from apex_npu.ops import LOW_PRECISION, Call
 from apex_npu.optimizers.base import ParamGroup
 from apex_npu.optimizers.checks import as_number, check_no_amsgrad
-from apex_npu.optimizers.nvidia import FusedLAMB, keep_masters_as_remainders, on_masters
+from apex_npu.optimizers.nvidia import FusedLAMB, on_masters
 from apex_npu.optimizers.state_dicts import count_in_group
 from apex_npu.optimizers.state_formats import StateDtype
 from apex_npu.optimizers.whole_norms import NormOptimizer
@@ -26,9 +26,9 @@ from apex_npu.optimizers.whole_norms import NormOptimizer
 class FusedMixedPrecisionLamb(FusedLAMB):
     """LAMB with float32 masters on flat buffers, with NVIDIA Apex's arguments; the rule is ``FusedLAMB``'s.
 
-    Parameters of ``reduced_precision_dtype`` have masters in their state (``master_param``), which are stepped and
-    rounded, in the formats of ``FusedAdam(master_weights=True)``. Writes to weights take effect.
-    ``reduced_precision_dtype`` may be set after construction, before the first step.
+    Parameters of ``reduced_precision_dtype`` have masters in their state (``master_param``), which are stepped instead.
+    A weight that was written since the last step is copied to its master. ``reduced_precision_dtype`` may be set after
+    construction, before the first step.
 
     The learning rate of each parameter group is a float32 tensor, and its step count an int32 tensor of shape (1,).
     Both are on the device of the parameters, so that no step waits for the host. ``step(grad_scaler=scaler)`` uses the
@@ -96,7 +96,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
                 "FusedMixedPrecisionLamb: reduced_precision_dtype must be torch.float16, torch.bfloat16 or None, got "
                 f"{reduced_precision_dtype!r}"
             )
-        self._reduced_precision_dtype = reduced_precision_dtype
+        self.reduced_precision_dtype = reduced_precision_dtype
         defaults = {
             "lr": lr,
             "step": step,
@@ -119,17 +119,6 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             capturable=capturable,
             state_dtype=state_dtype,
         )
-        keep_masters_as_remainders(self)
-
-    @property
-    def reduced_precision_dtype(self) -> torch.dtype | None:
-        """The dtype whose parameters have masters."""
-        return self._reduced_precision_dtype
-
-    @reduced_precision_dtype.setter
-    def reduced_precision_dtype(self, dtype: torch.dtype | None) -> None:
-        self._reduced_precision_dtype = dtype
-        keep_masters_as_remainders(self)
 
     def validate(self, group: ParamGroup) -> None:
         """Check the hyper-parameters of ``group``."""
@@ -155,11 +144,11 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of ``FusedOptimizer`` and the dtype of the parameters that have masters."""
-        return {**super().__getstate__(), "_reduced_precision_dtype": self.reduced_precision_dtype}
+        return {**super().__getstate__(), "reduced_precision_dtype": self.reduced_precision_dtype}
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
         """Return the names of the first and second moment, and of masters if a parameter has one."""
-        mastered = not self.state_formats.has_remainders and any(map(self._is_mastered, group["params"]))
+        mastered = any(map(self._is_mastered, group["params"]))
         return ("exp_avg", "exp_avg_sq", MASTER_PARAM) if mastered else ("exp_avg", "exp_avg_sq")
 
     def _is_mastered(self, param: Tensor | int) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from apex_npu.fusion import MASTER_PARAM, Run, has_kernels_for_remainders
+from apex_npu.fusion import Run
 from apex_npu.ops import LOW_PRECISION, Call, adam_, chunks
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, check_bools, check_no_amsgrad, check_non_negative
@@ -33,9 +33,9 @@ class FusedAdam(FusedOptimizer):
     """Adam, or AdamW (``adam_w_mode``), on flat buffers, with NVIDIA Apex's arguments.
 
     The rule is that of ``NpuFusedAdam`` or ``NpuFusedAdamW``; without ``bias_correction`` both corrections are 1.
-    Parameters in float16 and bfloat16 have float32 state. With ``master_weights`` they also have float32 values
-    (``master_param``), which are stepped and rounded. Writes to weights take effect. As in NVIDIA's optimizer, each
-    parameter group also has the step count.
+    Parameters in float16 and bfloat16 have float32 state. With ``master_weights`` it includes masters
+    (``master_param``), which are stepped instead. A weight that was written since the last step is copied to its
+    master. As in NVIDIA's optimizer, each parameter group also has the step count.
 
     Args:
         params: Parameters or parameter groups, as for any torch optimizer.
@@ -48,17 +48,16 @@ class FusedAdam(FusedOptimizer):
         amsgrad: Must be False.
         set_grad_none: Default of ``zero_grad(set_to_none=...)``.
         capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
-        master_weights: Keep float32 masters of float16 and bfloat16 parameters, unless amp does: as
-            ``store_param_remainders`` on CPUs and GPUs with the C++ extension, and as float32 tensors elsewhere.
+        master_weights: Keep float32 masters of float16 and bfloat16 parameters, unless amp does.
         fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
         exp_avg_dtype: Transformer Engine's name for ``state_dtype={"exp_avg": ...}``. ``"int8"`` is kept in bfloat16
             unless ``exp_avg_sq`` also has 8 bits.
         exp_avg_sq_dtype: Transformer Engine's name for ``state_dtype={"exp_avg_sq": ...}``.
         master_weight_dtype: Must be torch.float32.
         store_param_remainders: Instead of float32 masters keep only the 16 bits that float16 and bfloat16 parameters
-            lack, on all devices. Parameters are rounded to nearest; halves are rounded away from zero in bfloat16, and
-            to even in float16. Masters of float16 below 2⁻¹⁶ have an error of at most 2⁻³⁹. ``"int8"``: keep 8 bits,
-            rounded stochastically.
+            lack. ``master_weights`` is not needed. Parameters are rounded to nearest; halves are rounded away from zero
+            in bfloat16, and to even in float16. Masters of float16 below 2⁻¹⁶ have an error of at most 2⁻³⁹.
+            ``"int8"``: keep 8 bits, rounded stochastically.
         state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
         stochastic_rounding: Round updated bfloat16 parameters stochastically.
         state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
@@ -135,7 +134,6 @@ class FusedAdam(FusedOptimizer):
             stochastic_rounding=stochastic_rounding,
             state_device=state_device,
         )
-        keep_masters_as_remainders(self)
 
     def validate(self, group: ParamGroup) -> None:
         """Check the hyper-parameters of ``group``."""
@@ -212,14 +210,6 @@ class FusedAdam(FusedOptimizer):
 def _is_mastered(param: Tensor | int) -> bool:
     # The groups of a state dict have numbers; what they may have is in optional_states.
     return isinstance(param, Tensor) and param.requires_grad and param.dtype in LOW_PRECISION
-
-
-def keep_masters_as_remainders(optimizer: FusedOptimizer) -> None:
-    """Let ``optimizer`` keep remainders, if all its 16-bit parameters have masters, and there are kernels for these."""
-    low = [group for group in optimizer.param_groups if any(p.dtype in LOW_PRECISION for p in group["params"])]
-    has_masters = bool(low) and all(MASTER_PARAM in optimizer.state_names(group) for group in low)
-    if has_masters and has_kernels_for_remainders(optimizer):
-        optimizer.state_formats = optimizer.state_formats.with_remainders(widens_grads=False)
 
 
 def on_masters(run: Run, call: Call) -> Call:

@@ -174,10 +174,13 @@ class StateFormats:
             if encode_states(fused, dtypes, positions, **options):
                 fused.runs.forget()
 
-    def with_remainders(self, dtype: torch.dtype | None = None, *, widens_grads: bool) -> StateFormats:
-        """Return these formats with remainders in ``dtype``; None: in the dtype that they have, or int16."""
+    def with_remainders(self, dtype: torch.dtype | None = None) -> StateFormats:
+        """Return these formats with remainders in ``dtype``, for parameters with float32 gradients.
+
+        None: in the dtype that they have, or int16.
+        """
         found = StateFormats({**self.dtypes, MASTER_PARAM: dtype or self.dtypes.get(MASTER_PARAM, torch.int16)})
-        found.widens_grads = widens_grads
+        found.widens_grads = True
         return found
 
     def take_masters(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
