@@ -236,7 +236,8 @@ class Block:
     def _end_abandoned(self, state: AmpOptimizerState) -> None:
         """Set the stage to the one before the block: LOCAL, or UNSCALED where gradients were set aside; else READY."""
         before = self.before.get(id(state), Stage.READY)
-        keeps = before is Stage.LOCAL or (before is Stage.UNSCALED and state.widens)
+        set_aside = before is Stage.UNSCALED and state.widens and not state.grads.unchecked
+        keeps = before is Stage.LOCAL or set_aside
         state.stage = before if keeps else Stage.READY
 
     @disable_dynamo

@@ -220,13 +220,12 @@ def check_options(policy: Policy, optimizers: list[Optimizer]) -> None:
         if policy.store_param_remainders or (on_host and policy.master_weights):
             option = f"store_param_remainders={policy.store_param_remainders or True!r}"
             require_extension(option)
-            if optimizer is optimizers[0]:
-                check_unshared(optimizers, f"{option} would keep bits of it in each; leave it, or state_device, out")
             if not steps_remainders(optimizer):
                 raise RuntimeError(
                     f"{name} cannot keep the remainders of parameters: {option} requires a fused optimizer of "
                     "apex_npu.optimizers with its own rule; leave it out"
                 )
+            check_unshared(optimizers, f"{option} would keep bits of it in each; leave it, or state_device, out")
     if policy.master_weights:
         _check_not_partitioned(policy, optimizers)
 

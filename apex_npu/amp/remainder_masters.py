@@ -47,6 +47,7 @@ class RemainderMasters(Masters):
         self._indices: dict[int, int] = {}
         self._stepped: list[Tensor] = []
         self._loaded: list[Tensor] = []
+        self._entries = 0  # of the optimizer's state, after a step
         self._writes = WriteTable()
         # The parameters that have float32 data, each with its 16-bit data.
         self._open: dict[int, tuple[Tensor, Tensor]] = {}
@@ -100,9 +101,8 @@ class RemainderMasters(Masters):
             shown = self._shown()
             unwritten = {param: view for param, view in shown.items() if not self._is_written(param, view)}
             yield
-            self._views.update((id(param), view) for param, view in remainders_of(self._optimizer()).items())
-            lost = {param: view for param, view in unwritten.items() if self._view(param) is None}
-            self.take_values({id(param): view.dequantize() for param, view in lost.items()})
+            found = self._refresh()
+            self.take_values({id(param): view.dequantize() for param, view in unwritten.items() if param not in found})
 
     @contextmanager
     def float32_data(self, params: Sequence[Tensor] | None = None) -> Iterator[None]:
@@ -119,8 +119,8 @@ class RemainderMasters(Masters):
     def stepping(self) -> AbstractContextManager[None]:
         """Give parameters 16-bit data, which the optimizer steps, even inside ``float32_data``."""
         optimizer: Any = self._optimizer()
-        if not any(optimizer.state.values()):
-            self._keep_cleared(optimizer)
+        if len(optimizer.state) != self._entries or not any(optimizer.state.values()):
+            self._keep_removed(optimizer)
         for param, view in self._unstepped.items():
             optimizer.state[param][MASTER_PARAM] = view
         self._unstepped.clear()
@@ -224,6 +224,7 @@ class RemainderMasters(Masters):
                     views: list[Any] = group.state_views(MASTER_PARAM)
                     self._remember(dict(zip(group.owners, views, strict=True)))
             self._groups = fused
+        self._entries = len(optimizer.state)
         self._writes.note(self._stepped)
 
     def begin_step(self, optimizer: Any) -> None:
@@ -247,6 +248,7 @@ class RemainderMasters(Masters):
         """Keep the remainders of parameters that move to other addresses."""
         unwritten = [param for param, view in self._shown().items() if not self._is_written(param, view)]
         yield
+        self._refresh()
         self._note_params(unwritten)
 
     def params(self) -> list[Tensor]:
@@ -263,24 +265,34 @@ class RemainderMasters(Masters):
         optimizer = self._optimizer()
         if optimizer is None:
             return self._views.get(id(param))
-        self._keep_cleared(optimizer)
         shown = self._unstepped.get(param)
         if shown is None:
             shown = optimizer.state.get(param, {}).get(MASTER_PARAM)
-        return shown if isinstance(shown, EncodedView) else None
+        return shown if isinstance(shown, EncodedView) else self._removed(param)
 
     def _shown(self) -> dict[Tensor, EncodedView]:
         optimizer = self._optimizer()
         if optimizer is None:
             return {}
-        self._keep_cleared(optimizer)
+        self._keep_removed(optimizer)
         return {**remainders_of(optimizer), **self._unstepped}
 
-    def _keep_cleared(self, optimizer: Any) -> None:
-        """Keep the remainders of a state that a script has cleared, as those that no step has written yet."""
-        if self._views and not self._unstepped and not any(optimizer.state.values()):
-            params = (p for group in optimizer.param_groups for p in group["params"])
-            self._unstepped.update((p, self._views[id(p)]) for p in params if id(p) in self._views)
+    def _removed(self, param: Tensor) -> EncodedView | None:
+        """Return the remainder of a parameter whose entry in the optimizer's state a script has removed."""
+        view = self._views.get(id(param))
+        return view if view is not None and (view.shape, view.dtype) == (param.shape, param.dtype) else None
+
+    def _keep_removed(self, optimizer: Any) -> None:
+        """Keep remainders of entries that a script has removed, as those that no step has written yet."""
+        for param in self.params():
+            if MASTER_PARAM not in optimizer.state.get(param, {}) and (view := self._removed(param)) is not None:
+                self._unstepped.setdefault(param, view)
+
+    def _refresh(self) -> Mapping[Tensor, EncodedView]:
+        """Note and return the remainders in the optimizer's state."""
+        found = remainders_of(self._optimizer())
+        self._views.update((id(param), view) for param, view in found.items())
+        return found
 
     def _is_written(self, param: Tensor, view: EncodedView) -> bool:
         return not view.is_of_param() and self._index(param) in self._writes.written(self._stepped)

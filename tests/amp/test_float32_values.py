@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from collections import defaultdict
 
 import pytest
@@ -98,33 +100,88 @@ def test_two_optimizers_over_one_parameter(level, kind, other):
 
 
 @needs_extension
-@pytest.mark.parametrize("kept", [True, "int8"])
-def test_remainders_of_a_parameter_in_two_optimizers_are_refused(kept):
+@pytest.mark.parametrize("first", [{}, {"state_device": "cpu"}], ids=str)
+@pytest.mark.parametrize("kept", [True, "int8", None])
+def test_remainders_of_a_parameter_in_two_optimizers_are_refused(kept, first):
+    """Those that an argument asks for, and those of an optimizer on the host."""
     model = Net()
-    both = [optimizers.NpuFusedSGD(model.parameters(), lr=0.1) for _ in range(2)]
+    options = [first, {"state_device": "cpu"} if kept is None else {}]
+    both = [optimizers.NpuFusedSGD(model.parameters(), lr=0.1, **own) for own in options]
     with pytest.raises(RuntimeError, match=r"shape \(4, 3\) belongs to two optimizers.*store_param_remainders"):
         amp.initialize(model, both, opt_level="O2", verbosity=0, store_param_remainders=kept)
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
+def remove_one_entry(optimizer):
+    optimizer.state.pop(optimizer.param_groups[0]["params"][-1], None)
+
+
+REMOVALS = {
+    "clear": lambda optimizer: optimizer.state.clear(),
+    "another dict": lambda optimizer: setattr(optimizer, "state", defaultdict(dict)),
+    "one entry": remove_one_entry,
+}
+
+
+@pytest.mark.parametrize("removal", REMOVALS)
 @kinds
-def test_a_cleared_state_keeps_the_float32_values(kind):
-    model, optimizer = start("O2", kind, lr=1e-4)
-    for clear in (lambda: optimizer.state.clear(), lambda: setattr(optimizer, "state", defaultdict(dict))):
+@levels
+def test_a_state_that_is_removed_leaves_the_float32_values(level, kind, removal):
+    model, optimizer = start(level, kind, lr=1e-4)
+
+    def step(lr):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         block(model, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-        expected = [*values(model)]
-        clear()
+
+    for _ in range(2):
+        step(1e-4)
+        expected = values(model)
+        REMOVALS[removal](optimizer)
         assert_same(values(model), expected)
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0
+        step(0.0)
+        assert_same(values(model), expected)
+
+
+@pytest.mark.parametrize("kind", ["torch", "fused"])
+@levels
+def test_a_state_that_is_cleared_after_pruning_begins_anew(level, kind):
+    model, optimizer = start(level, kind, lr=1e-4)
+    for rows in (70, 30):
+        model.w[-1].data = model.w[-1].data[:rows].clone()
+        optimizer.state.clear()
+        written = model.w[-1].detach().float()
         block(model, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-        assert_same(values(model), expected)
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-4
+        # Elements may keep the bits that the written numbers lack.
+        torch.testing.assert_close(values(model)[-1], written - 1e-4, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("end", ["load", "clear", "delete"])
+@kinds
+@levels
+def test_values_after_a_return_to_the_start(level, kind, end):
+    """Also if a block has moved parameters to other buffers in between."""
+    model, optimizer = start(level, kind, lr=1e-2)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    for _ in range(2):
+        block(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.w[0].data = model.w[0].data.clone()
+    block(model, optimizer)
+    model.load_state_dict(saved[0])
+    if end == "load":
+        optimizer.load_state_dict(saved[1])
+    elif end == "clear":
+        optimizer.state.clear()
+    else:
+        del optimizer
+        gc.collect()
+    assert_same(values(model), [*saved[0].values()])
 
 
 # Other optimizers do not say whether a step that failed has updated something.

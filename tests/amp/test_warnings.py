@@ -55,6 +55,20 @@ def test_a_backward_outside_of_a_block_is_shown_where_the_step_is_called(kind, l
     assert_points_here(said.about("no amp.scale_loss has scaled and checked"))
 
 
+@levels(("O2", "O5"))
+@pytest.mark.parametrize("kind", ["torch", "fused"])
+def test_gradients_whose_check_an_exception_has_prevented_are_named(kind, level):
+    """A block leaves the check to the next one, which ends before it."""
+    model, optimizer = start(Weights(10.0), kind=kind, level=level, loss_scale="dynamic")
+    with amp.scale_loss(model(vector(1.0, 1.0, 1.0)), optimizer, delay_overflow_check=True) as scaled_loss:
+        scaled_loss.backward()
+    with pytest.raises(KeyError), amp.scale_loss(model(vector(1.0, 1.0, 1.0)), optimizer):
+        raise KeyError
+    with Said() as said:
+        optimizer.step()
+    assert_points_here(said.about("no amp.scale_loss has scaled and checked"))
+
+
 @levels(LEVELS)
 def test_a_loss_without_gradient_is_shown_where_the_block_is_opened(level):
     _, optimizer = start(Weights(10.0), level=level)
