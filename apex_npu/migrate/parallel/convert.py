@@ -112,9 +112,8 @@ def _check_cards(program: Program) -> None:
         text = str(constant(node))
         is_numbered = text.startswith(("cuda:", "npu:")) and text != "cuda:0"
         if is_numbered or (isinstance(node, ast.Call) and _gets_card(program, node)):
-            what = f"{ast.unparse(node.func).rpartition('.')[2]}()" if isinstance(node, ast.Call) else repr(text)
-            reason = f"{what} selects a card, but every process has its own: write the device without its number"
-            raise UnclearError(node, "P601", reason)
+            selects = f"{ast.unparse(node)[-60:]} selects a card, but every process has its own"  # models may be long
+            raise UnclearError(node, "P601", f"{selects}: write the device without its number")
 
 
 def _gets_card(program: Program, call: ast.Call) -> bool:
