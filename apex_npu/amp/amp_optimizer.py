@@ -34,6 +34,10 @@ STEPPED_BY_SCALER = (
     "torch.amp.GradScaler.step was called with {}, whose gradients amp scales, unscales and checks: use scaler = "
     "amp.AmpScaler(optimizer) instead, which has the same methods"
 )
+SHARED_LATER = (
+    "a parameter of {} was added to {}, and each would step a float32 value of its own: add it before amp.initialize, "
+    "or remove it from the other optimizer first"
+)
 
 
 class AmpOptimizerMixin(OptimizerAccessors):
@@ -290,12 +294,23 @@ class AmpOptimizerMixin(OptimizerAccessors):
         vars(self)["_step_supports_amp_scaling"] = value
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters. At O2 and O5 amp keeps the float32 values of 16-bit parameters."""
+        """Add parameters. At O2 and O5 amp keeps the float32 values of 16-bit parameters.
+
+        Raises:
+            RuntimeError: Another optimizer steps one of them, so that each would have a float32 value of it. Nothing
+                has been added.
+        """
         super().add_param_group(param_group)
         state = state_of(self)
         session = current()
         if state is None or state.masters.retired:
             return
+        if state.widens and session is not None:
+            added = set(map(id, self.param_groups[-1]["params"]))
+            for other in session.adopted:
+                if other is not self and any(id(p) in added for group in other.param_groups for p in group["params"]):
+                    del self.param_groups[-1]
+                    raise RuntimeError(SHARED_LATER.format(type(other).__name__, type(self).__name__))
         if state.widens and state.masters.make(self) and session is not None:
             session.register(self, state)
 

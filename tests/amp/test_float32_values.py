@@ -112,6 +112,22 @@ def test_remainders_of_a_parameter_in_two_optimizers_are_refused(kept, first):
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
+@pytest.mark.parametrize("other", [torch.optim.SGD, optimizers.NpuFusedSGD])
+@kinds
+def test_a_parameter_that_would_be_shared_later_is_refused(kind, other):
+    model = Net()
+    cls, own = KINDS[kind]
+    both = [cls(model.w[1:], lr=0.1), other(model.w[:1], lr=0.1)]
+    model, both = amp.initialize(model, both, opt_level="O2", verbosity=0, **own)
+    for first, second in (both, both[::-1]):
+        groups = [list(group["params"]) for group in first.param_groups]
+        with pytest.raises(RuntimeError, match="a float32 value of its own"):
+            first.add_param_group({"params": second.param_groups[0]["params"][:1]})
+        assert [list(map(id, group["params"])) for group in first.param_groups] == [list(map(id, g)) for g in groups]
+    moved = both[1].param_groups[0]["params"].pop()
+    both[0].add_param_group({"params": [moved]})
+
+
 def remove_one_entry(optimizer):
     optimizer.state.pop(optimizer.param_groups[0]["params"][-1], None)
 
