@@ -75,7 +75,7 @@ class Block:
         parts: The additional parts of the block.
         scale: The factor of the loss.
         dynamic: The scale is dynamic, so that gradients are checked and the block waits for the device.
-        before: ``id(state)`` → the stage that the optimizer had before the block.
+        before: ``id(state)`` → the stage before the block; READY if gradients were left unchecked.
         delay: The work that is left to a later block; None: nothing. See ``scale_loss``.
         unscales: The block unscales gradients.
         decides: The block decides about the next step.
@@ -122,7 +122,8 @@ class Block:
         try:
             for state, groups in self.work:
                 factor = self.scale / state.grad_scale
-                self.before[id(state)] = state.stage
+                not_checked = state.stage is Stage.UNSCALED and state.grads.unchecked  # as by delay_overflow_check
+                self.before[id(state)] = Stage.READY if not_checked else state.stage
                 if state.decision is not None and state.decision.skip:
                     state.drop_overflowed()
                 self._unchecked |= state.grads.unchecked
@@ -236,8 +237,7 @@ class Block:
     def _end_abandoned(self, state: AmpOptimizerState) -> None:
         """Set the stage to the one before the block: LOCAL, or UNSCALED where gradients were set aside; else READY."""
         before = self.before.get(id(state), Stage.READY)
-        set_aside = before is Stage.UNSCALED and state.widens and not state.grads.unchecked
-        keeps = before is Stage.LOCAL or set_aside
+        keeps = before is Stage.LOCAL or (before is Stage.UNSCALED and state.widens)
         state.stage = before if keeps else Stage.READY
 
     @disable_dynamo

@@ -546,7 +546,7 @@ def gradients_in_buckets(level, kind):
         assert_values([found], expected)
     assert_values(moved_alone, 96.0, 198.0)
     assert torch.equal(*shown)
-    assert not texts
+    assert not texts, texts
 
 
 def pickled(objects):
