@@ -1,7 +1,7 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
 # ruff: noqa: RUF001  (the punctuation of Chinese)
-"""Writes the tables of README.md and of the first pages from results/*.csv, between markers, and the plots.
+"""Writes the tables of the first pages and of the READMEs here from results/*.csv, between markers, and the plots.
 
     python benchmarks/report.py [--check]
 
@@ -27,7 +27,7 @@ from apex_npu.optimizers.memory_choices import memory_choices
 
 README = Path(__file__).with_name("README.md")
 ROOT = README.parents[1]
-PAGES = (README, ROOT / "README.md", ROOT / "README.zh.md")
+PAGES = (README, README.parent / "studies/README.md", ROOT / "README.md", ROOT / "README.zh.md")
 Table = list[dict[str, str]]
 
 
@@ -120,14 +120,14 @@ def sharded_memory(table: Table) -> str:
     return f"{_origin(table)}{table[0]['workload']}.\n\n{_markdown(head, lines)}"
 
 
-# What the first pages say of a row, with the section of benchmarks/README.md that has more; in both languages.
+# What the first pages say of a row, with the section of the benchmarks' pages that has more; in both languages.
 _SUMMARY = {
     "head": ("on one {}", "torch", "apex_npu", "speed (95 % interval)"),
     "iteration": "[training iteration](benchmarks/README.md#on-a-gpu) of {}, bfloat16 (O5)",
     "step": "[AdamW step](benchmarks/README.md#on-a-gpu) over {}",
     "of": {"bert": "the 110 million parameters of BERT-base", "small2000": "2,000 small tensors"},
-    "sharded": "[AdamW step](benchmarks/README.md#sharded-parameters) over 1,000 DTensors of FSDP2",
-    "measured": "[memory of a parameter](benchmarks/README.md#sharded-parameters), FSDP2 at O5, after a step",
+    "sharded": "[AdamW step](benchmarks/studies/README.md#sharded-parameters) over 1,000 DTensors of FSDP2",
+    "measured": "[memory of a parameter](benchmarks/studies/README.md#sharded-parameters), FSDP2 at O5, after a step",
     "counted": "the same with exact masters and [int8 states](docs/memory.md), counted and not measured",
     "bytes": "{} bytes",
     "to": "to",
@@ -138,8 +138,8 @@ _IN_CHINESE = {
     "iteration": "{} 的一次[训练迭代](benchmarks/README.md#on-a-gpu)，bfloat16（O5）",
     "step": "{}上的 [AdamW 一步](benchmarks/README.md#on-a-gpu)",
     "of": {"bert": "BERT-base 的 1.1 亿个参数", "small2000": "2,000 个小张量"},
-    "sharded": "FSDP2 的 1,000 个 DTensor 上的 [AdamW 一步](benchmarks/README.md#sharded-parameters)",
-    "measured": "[每个参数占用的内存](benchmarks/README.md#sharded-parameters)：FSDP2，O5，更新之后",
+    "sharded": "FSDP2 的 1,000 个 DTensor 上的 [AdamW 一步](benchmarks/studies/README.md#sharded-parameters)",
+    "measured": "[每个参数占用的内存](benchmarks/studies/README.md#sharded-parameters)：FSDP2，O5，更新之后",
     "counted": "同上，主参数精确、[状态为 int8](docs/memory.md)（计算所得，未经测量）",
     "bytes": "{} 字节",
     "to": "至",

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Everything, on one device: writes results/<device>.csv, the plots, and the tables of README.md.
+"""Everything, on one device: writes results/<device>.csv, the plots, and the tables of the READMEs.
 
     python benchmarks/suite.py [--device cpu|cuda|npu] [--minutes 20] [--only PATTERN] [--skip PATTERN]
 

@@ -26,7 +26,8 @@ from mkdocs.structure.nav import Navigation, Section
 logging.getLogger("jieba").setLevel(logging.WARNING)
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("*.md", "LICENSE", "docs/*", "docs/guides/*", "*/README.md", "examples/*/README.md", "scripts/*/README.md")
+PAGES = ("*.md", "LICENSE", "docs/*", "docs/guides/*", "*/README.md")
+PAGES += ("benchmarks/*/README.md", "examples/*/README.md", "scripts/*/README.md")
 CHINESE = "中文"
 _LANGUAGES = {"en": ("English", "README.md"), "zh": (CHINESE, "README.zh.md")}
 # In the results of a search older names for what amp and the optimizers do come last.

@@ -5,7 +5,7 @@
     PYTHONPATH=benchmarks torchrun --standalone --nproc-per-node 2 benchmarks/studies/data_parallel.py [--rounds 20]
 
 One thread for each process, gloo, wall clock, for what is measured waits on others. Variants take turns in the same
-processes; ratios are taken within a turn. README.md explains the columns.
+processes; ratios are taken within a turn. results/README.md explains the columns.
 """
 
 from __future__ import annotations

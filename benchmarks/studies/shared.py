@@ -23,7 +23,7 @@ def time_calls(call: Callable[[], object], device: torch.device, repeats: int) -
 
 
 def rows(device: torch.device, dtype: torch.dtype, workload: str, times: Times, reference: str) -> list[dict[str, str]]:
-    """One row per variant; README.md explains the columns."""
+    """One row per variant; results/README.md explains the columns."""
     same = {"commit": commit(), "device": device.type, "processor": processor(device), "torch": torch.__version__}
     same["dtype"] = str(dtype)
     table = []

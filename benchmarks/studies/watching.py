@@ -4,7 +4,7 @@
 
     PYTHONPATH=benchmarks python benchmarks/studies/watching.py [--device cpu|cuda|npu] [--opt-level O5] [--rounds 12]
 
-All variants run in one process, in turns; ratios are taken within a turn. README.md explains the columns.
+All variants run in one process, in turns; ratios are taken within a turn. results/README.md explains the columns.
 """
 
 from __future__ import annotations
