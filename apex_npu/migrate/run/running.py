@@ -38,16 +38,13 @@ SPAWNED = "APEX_NPU_RUN"
 _NO_CUDA = re.compile(
     "not compiled with CUDA|CUDA is not available|ATen_cuda library|NVIDIA driver|not linked with cuda"
 )
-_WORD = re.compile(r"\A(?P<option>-{1,2}[\w-]+=)?(?P<word>cuda(:\d+)?|nccl)\Z")
+_WORD = re.compile(r"\A(-{1,2}[\w-]+=)?(cuda(?=(:\d+)?\Z)|nccl\Z)")
+_OF_NPU = {"cuda": "npu", "nccl": "hccl"}
 
 
 def npu_arguments(arguments: Sequence[str]) -> list[str]:
     """Return the arguments of a script with npu, npu:N and hccl for the words cuda, cuda:N and nccl."""
-
-    def of_npu(found: re.Match[str]) -> str:
-        return (found["option"] or "") + found["word"].replace("cuda", "npu").replace("nccl", "hccl")
-
-    return [_WORD.sub(of_npu, argument) for argument in arguments]
+    return [_WORD.sub(lambda found: (found[1] or "") + _OF_NPU[found[2]], argument) for argument in arguments]
 
 
 @dataclass(frozen=True)
@@ -155,11 +152,6 @@ class _SpawnedSpec(ModuleSpec):
     def parent(self) -> str:
         """The package that relative imports start from."""
         return self._package
-
-
-def is_active() -> bool:
-    """Return whether this process already rewrites its imports."""
-    return any(isinstance(finder, Rewriter) for finder in sys.meta_path)
 
 
 def check(settings: Run) -> None:
