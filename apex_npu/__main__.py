@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from apex_npu import __version__
 from apex_npu._cli.command_line import Parser, run_command
 from apex_npu.compat.pipeline import commands as patch
-from apex_npu.doctor import bench_command as bench
-from apex_npu.doctor import command as doctor
-from apex_npu.doctor import compare_command as compare
+from apex_npu.doctor import commands as doctor
 from apex_npu.export import command as convert
 from apex_npu.migrate.files import command as migrate
 from apex_npu.migrate.run import command as run
@@ -34,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog=name if name.startswith("apex") else "python -m apex_npu", description=ABOUT)
     parser.add_argument("--version", action="version", version=f"apex_npu {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (run, compare, migrate, patch, convert, doctor, bench):
+    for command in (run, migrate, patch, convert, doctor):
         command.add_parser(commands)
     return run_command(parser, sys.argv[1:] if arguments is None else arguments, run.ALONE)
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checks the release of an optional package."""
+"""The releases of optional packages."""
 
 from __future__ import annotations
 
@@ -19,18 +19,23 @@ def require(needed_by: str, distribution: str, oldest: str) -> None:
     Raises:
         ImportError: The package is missing or older.
     """
-    try:
-        found = importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        found = None
-    if found is None or _release(found) < _release(oldest):
+    found = installed(distribution)
+    if found is None or release(found) < release(oldest):
         there = "it is not installed" if found is None else f"{found} is installed"
         raise ImportError(
             f'{needed_by} needs {distribution} >= {oldest} ({there}): pip install "{distribution}>={oldest}"'
         )
 
 
-def _release(version: str) -> tuple[int, ...]:
+def installed(distribution: str) -> str | None:
+    """Return the version of a package, or None if it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def release(version: str) -> tuple[int, ...]:
     """Return the numbers at the start of ``version``; a suffix (``rc1``, ``.dev0``) is ignored."""
     match = re.match(r"\d+(\.\d+)*", version)
     numbers = [] if match is None else list(map(int, match[0].split(".")))

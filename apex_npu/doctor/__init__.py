@@ -3,5 +3,5 @@
 """Reports on this machine, and on how the library uses it: ``python -m apex_npu doctor``.
 
 ``checks.examine`` returns the findings as data; ``precision.speed_of_low_precision`` measures the gain of a device by
-float16 and bfloat16. Importing this module, and ``command``, needs no torch.
+float16 and bfloat16. Importing this module, and ``commands``, needs no torch.
 """

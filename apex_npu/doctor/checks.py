@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -19,11 +18,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -31,6 +29,7 @@ import torch.distributed as dist
 import apex_npu
 from apex_npu import _extension
 from apex_npu.backends import for_device
+from apex_npu.backends.requirements import installed, release
 from apex_npu.compat.apex_name import names_taken
 from apex_npu.doctor.precision import LAYERS, native_dtypes, speed_of_low_precision
 from apex_npu.doctor.rounds import processor
@@ -44,21 +43,13 @@ _NEWEST_TESTED_TORCH = (2, 14)
 _PACKAGES = ("numpy", "triton", "torch_npu", "timm", "transformers", "accelerate", "lightning", "deepspeed")
 
 
-class State(str, Enum):
-    """The severity of a finding: ``BROKEN`` makes the command end with status 1."""
-
-    OK = "ok"
-    NOTE = "note"
-    BROKEN = "broken"
-
-
 @dataclass(frozen=True)
 class Finding:
     """One line of the report."""
 
     name: str  # what was examined
     value: str  # the result, in plain text
-    state: State = State.OK
+    state: Literal["ok", "note", "broken"] = "ok"  # the command ends with status 1 if something is broken
     remedy: str = ""  # the action that helps
 
 
@@ -90,36 +81,25 @@ def _versions() -> Iterator[Finding]:
     yield Finding("system", platform.platform())
     yield _torch()
     for name in _PACKAGES:
-        version = _version(name)
+        version = installed(name)
         if version is not None:
             yield Finding(name, version)
 
 
 def _torch() -> Finding:
-    value, release = f"{torch.__version__} ({_built_for()})", _release(torch.__version__)
+    value, there = f"{torch.__version__} ({_built_for()})", release(torch.__version__)[:2]
     oldest, newest = (".".join(map(str, version)) for version in (_OLDEST_TORCH, _NEWEST_TESTED_TORCH))
-    if release < _OLDEST_TORCH:
+    if there < _OLDEST_TORCH:
         remedy = f"torch {oldest} or newer is needed: pip install --upgrade torch"
-        return Finding("torch", value, State.BROKEN, remedy)
-    if release > _NEWEST_TESTED_TORCH:
-        return Finding("torch", f"{value}, newer than the tested releases, torch {oldest} to {newest}", State.NOTE)
+        return Finding("torch", value, "broken", remedy)
+    if there > _NEWEST_TESTED_TORCH:
+        return Finding("torch", f"{value}, newer than the tested releases, torch {oldest} to {newest}", "note")
     return Finding("torch", f"{value}, within the tested releases, torch {oldest} to {newest}")
 
 
 def _built_for() -> str:
     cuda, hip = torch.version.cuda, getattr(torch.version, "hip", None)
     return f"for CUDA {cuda}" if cuda else f"for ROCm {hip}" if hip else "for the CPU"
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in version.partition("+")[0].split(".")[:2])
 
 
 def _import_torch_npu() -> ModuleType | Exception | None:
@@ -150,20 +130,20 @@ def _torch_npu(module: ModuleType | Exception | None) -> Iterator[Finding]:
             public = torch.__version__.partition("+")[0]
             wheel = f"pip install torch=={public} --index-url https://download.pytorch.org/whl/cpu"
             remedy = f"it needs a torch for the CPU, this one is {_built_for()}: {wheel}; then {remedy}"
-        yield Finding("import torch_npu", reason, State.BROKEN, remedy)
+        yield Finding("import torch_npu", reason, "broken", remedy)
     elif module is None:
         cards = sorted(Path("/dev").glob("davinci[0-9]*"))
         if cards:
-            wanted = ".".join(map(str, _release(torch.__version__)))
+            wanted = ".".join(map(str, release(torch.__version__)[:2]))
             remedy = f"the npu needs it: pip install torch_npu=={wanted}.*"
-            yield Finding("torch_npu", f"not installed, though {cards[0]} is there", State.BROKEN, remedy)
+            yield Finding("torch_npu", f"not installed, though {cards[0]} is there", "broken", remedy)
     else:
-        version = _version("torch_npu")  # None for a stand-in
-        if version and _release(version) != _release(torch.__version__):
+        version = installed("torch_npu")  # None for a stand-in
+        if version and release(version)[:2] != release(torch.__version__)[:2]:
             remedy = (
-                f"each torch_npu works with one torch: pip install torch=={'.'.join(map(str, _release(version)))}.*"
+                f"each torch_npu works with one torch: pip install torch=={'.'.join(map(str, release(version)[:2]))}.*"
             )
-            yield Finding("torch_npu and torch", f"{version} and {torch.__version__}", State.BROKEN, remedy)
+            yield Finding("torch_npu and torch", f"{version} and {torch.__version__}", "broken", remedy)
 
 
 # --- extension -------------------------------------------------------------------------------------------------------
@@ -181,11 +161,11 @@ def _extension_state() -> Finding:
         return Finding(name, f"loaded, built for torch {torch.__version__}")
     if caught:
         reason, _, remedy = str(caught[0].message).removeprefix("apex_npu: ").partition(": using ")
-        return Finding(name, reason, State.BROKEN, "using " + remedy)
+        return Finding(name, reason, "broken", "using " + remedy)
     if _extension.is_switched_off():
-        return Finding(name, f"switched off by APEX_NPU_NO_EXT: {_WITHOUT}", State.NOTE)
+        return Finding(name, f"switched off by APEX_NPU_NO_EXT: {_WITHOUT}", "note")
     remedy = f"with a C++ compiler, in a checkout: {_extension.REBUILD}"
-    return Finding(name, f"not built: {_WITHOUT}", State.NOTE, remedy)
+    return Finding(name, f"not built: {_WITHOUT}", "note", remedy)
 
 
 # --- devices ---------------------------------------------------------------------------------------------------------
@@ -197,7 +177,7 @@ def _devices() -> Iterator[Finding]:
     yield from _precision("cpu")
     if torch.version.cuda and not torch.cuda.is_available():
         remedy = "nvidia-smi shows whether the driver sees a GPU, and which CUDA it supports"
-        yield Finding("cuda", "this torch is built for it, but sees no GPU", State.NOTE, remedy)
+        yield Finding("cuda", "this torch is built for it, but sees no GPU", "note", remedy)
     for kind in ("cuda", "npu"):
         yield from _accelerators(kind)
 
@@ -242,7 +222,7 @@ def _guarded(name: str, ask: Callable[[], str]) -> Finding:
         return Finding(name, ask())
     except Exception as error:  # drivers raise anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        return Finding(name, reason, State.BROKEN, "the device, or its driver, fails a trial computation")
+        return Finding(name, reason, "broken", "the device, or its driver, fails a trial computation")
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -257,7 +237,7 @@ def _kernels() -> Iterator[Finding]:
         yield Finding("cpu", "C++ extension, all rules")
     else:
         remedy = "see the C++ extension above"
-        yield Finding("cpu", "torch's fused kernels for SGD and Adam, plain torch for the others", State.NOTE, remedy)
+        yield Finding("cpu", "torch's fused kernels for SGD and Adam, plain torch for the others", "note", remedy)
     if torch.cuda.is_available():
         yield _cuda_kernels()
     module: Any = getattr(torch, "npu", None)
@@ -270,9 +250,9 @@ def _kernels() -> Iterator[Finding]:
 def _cuda_kernels() -> Finding:
     with _logged() as said:
         if cuda.takes_ranges():
-            return Finding("cuda", f"Triton {_version('triton')}, all rules")
+            return Finding("cuda", f"Triton {installed('triton')}, all rules")
     reason = said("APEX_NPU_NO_TRITON is set")
-    return Finding("cuda", f"torch's own kernels, with more launches: {reason}", State.NOTE, "pip install triton")
+    return Finding("cuda", f"torch's own kernels, with more launches: {reason}", "note", "pip install triton")
 
 
 def _npu_kernel(kernel: str, device: torch.device) -> Finding:
@@ -280,7 +260,7 @@ def _npu_kernel(kernel: str, device: torch.device) -> Finding:
     with _logged() as said:
         if npu.works(kernel, device):
             return Finding(name, "used: a trial step gave the right result")
-    return Finding(name, said("not available, plain torch is used (more launches)"), State.NOTE)
+    return Finding(name, said("not available, plain torch is used (more launches)"), "note")
 
 
 @contextmanager
@@ -316,7 +296,7 @@ def _memory() -> Iterator[Finding]:
 
 def _collectives() -> Iterator[Finding]:
     if not dist.is_available():
-        yield Finding("torch.distributed", "not in this torch", State.NOTE)
+        yield Finding("torch.distributed", "not in this torch", "note")
         return
     there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     there["hccl"] = "hccl" in dist.Backend.backend_list
@@ -327,11 +307,11 @@ def _apex() -> Iterator[Finding]:
     taken = names_taken()
     for name, refusal in taken.items():
         reason, _, remedy = refusal.partition(". ")
-        yield Finding(name, reason, State.BROKEN, remedy)
+        yield Finding(name, reason, "broken", remedy)
     if not taken:
-        version = _version("apex")
+        version = installed("apex")
         served = f"the installed wheel apex {version}" if version else "python -m apex_npu run, or install_as_apex()"
         yield Finding("apex", f"free: served by {served}")
-    if _version("apex") and _version("apex_npu") and not taken:
+    if installed("apex") and installed("apex_npu") and not taken:
         remedy = "pip uninstall one of the two: the wheel apex has apex_npu in it"
-        yield Finding("apex and apex_npu", "both are installed", State.BROKEN, remedy)
+        yield Finding("apex and apex_npu", "both are installed", "broken", remedy)
