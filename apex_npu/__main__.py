@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from apex_npu import __version__
 from apex_npu._cli.command_line import Parser, run_command
-from apex_npu.compat.pipeline import commands as patch
+from apex_npu.compat.pipeline import patching as patch
 from apex_npu.doctor import commands as doctor
 from apex_npu.export import command as convert
 from apex_npu.migrate.files import command as migrate

@@ -14,7 +14,7 @@ from pipeline.environments import ROOT, run, script
 from pipeline.synthetic import git, snapshot
 
 from apex_npu.compat.pipeline import PipelineError
-from apex_npu.compat.pipeline.fetching import generate
+from apex_npu.compat.pipeline.checkouts import generate
 
 
 def test_clone_patch_again_and_back(tree, era, tmp_path):

@@ -19,7 +19,7 @@ from pipeline.environments import ROOT
 from pipeline.synthetic import git, snapshot
 from processes import HANG_TIMEOUT
 
-from apex_npu.compat.pipeline import PipelineError, eras, maintaining
+from apex_npu.compat.pipeline import PipelineError, checkouts, eras
 from apex_npu.compat.pipeline.patching import patch
 
 
@@ -83,7 +83,7 @@ def test_the_users_settings_and_variables_do_not_matter(tree_2025, tmp_path, mon
         monkeypatch.setenv(name, str(value))
     patch(tree_2025)
     assert snapshot(tree_2025) == snapshot(expected)
-    assert "\n--- a/setup.py\n" in maintaining.difference(tree_2025)
+    assert "\n--- a/setup.py\n" in checkouts.difference(tree_2025)
 
 
 def other_git(tmp_path: Path, at: str, act: str) -> str:
@@ -202,15 +202,6 @@ def test_folders_that_are_no_apex(tmp_path, tree_2025, monkeypatch):
         patch(tree_2025)
 
 
-def test_it_ends_quietly_if_nobody_reads_on(tree_2025):
-    read, write = os.pipe()
-    os.close(read)
-    command = [sys.executable, "-um", "apex_npu", "patch", str(tree_2025)]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
-    os.close(write)
-    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
-
-
 # ----------------------------------------------------------------------------------------------------------------- make
 
 
@@ -221,20 +212,20 @@ def test_a_patch_is_made_from_a_checkout(tmp_path, tree_2025):
         (tree_2025 / "apex", "is no git checkout"),
     ):
         with pytest.raises(PipelineError, match=said):
-            maintaining.make_patch(folder)
+            checkouts.make_patch(folder)
 
 
 def test_an_edited_tree_gives_the_same_patch_each_time(tree, era, tmp_path, monkeypatch):
     original = (eras.FOLDER / era / "npu.patch").read_bytes().splitlines()
     patch(tree)
     with pytest.raises(PipelineError, match="check out 4ef930c1"):
-        maintaining.make_patch(tree)
+        checkouts.make_patch(tree)
     monkeypatch.setattr(eras, "FOLDER", shutil.copytree(eras.FOLDER, tmp_path / "patch"))
     known = next(known for known in eras.ERAS if known.name == era)
     monkeypatch.setattr(eras, "ERAS", [dataclasses.replace(known, commit=git(tree, "rev-parse", "HEAD"))])
-    assert maintaining.make_patch(tree).startswith("written: ")
+    assert checkouts.make_patch(tree).startswith("written: ")
     made = (eras.FOLDER / era / "npu.patch").read_bytes()
-    maintaining.make_patch(tree)
+    checkouts.make_patch(tree)
     assert (eras.FOLDER / era / "npu.patch").read_bytes() == made
     assert git(tree, "diff", "--cached") == ""
     # Only the places differ from the patch that is made from upstream's longer files.

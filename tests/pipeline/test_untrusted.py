@@ -14,7 +14,7 @@ from pipeline.environments import script
 from pipeline.synthetic import git, snapshot
 
 from apex_npu.compat.pipeline import PipelineError
-from apex_npu.compat.pipeline.fetching import generate
+from apex_npu.compat.pipeline.checkouts import generate
 from apex_npu.compat.pipeline.patching import patch
 
 PROGRAMS = (

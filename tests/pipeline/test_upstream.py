@@ -14,7 +14,7 @@ from pipeline.lifecycle import build, live_through
 from pipeline.synthetic import git
 from pipeline.test_patched_tree import EVERY_MODULE
 
-from apex_npu.compat.pipeline import eras, fetching, maintaining
+from apex_npu.compat.pipeline import checkouts, eras
 
 UPSTREAM = os.environ.get("APEX_UPSTREAM", "")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not UPSTREAM, reason="APEX_UPSTREAM names no clone of Apex")]
@@ -26,8 +26,8 @@ EXTENSION = {"APEX_NPU_NO_EXT": os.environ.get("APEX_NPU_NO_EXT", "")}
 
 @pytest.mark.parametrize("era", eras.ERAS, ids=lambda era: era.name)
 def test_the_patches_are_what_make_patch_writes(tmp_path, era):
-    fetching.generate(UPSTREAM, era.name, tmp_path / "apex")
-    assert maintaining.difference(tmp_path / "apex") == era.patch_file.read_text(encoding="utf-8")
+    checkouts.generate(UPSTREAM, era.name, tmp_path / "apex")
+    assert checkouts.difference(tmp_path / "apex") == era.patch_file.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("ref", [*ERAS, "22.03", "23.05", "23.12", "24.04.01", "24.10", "25.04", "25.09"])

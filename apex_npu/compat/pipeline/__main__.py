@@ -10,10 +10,8 @@ from pathlib import Path
 
 from apex_npu._cli.command_line import Parser, add_command, run_command
 
-from .commands import printed
-from .fetching import generate
-from .maintaining import make_patch
-from .patching import patch
+from .checkouts import generate, make_patch
+from .patching import patch, printed
 
 
 def _gen(options: argparse.Namespace) -> str:
@@ -22,7 +20,7 @@ def _gen(options: argparse.Namespace) -> str:
     return generate(options.source, options.ref, options.out)
 
 
-def _parser() -> Parser:
+if __name__ == "__main__":
     parser = Parser(description="Patch checkouts of NVIDIA's Apex.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     gen = add_command(commands, "gen", printed(_gen), "clone Apex and patch the copy")
@@ -34,8 +32,4 @@ def _parser() -> Parser:
     help = "write patch/<era>/npu.patch from an edited checkout of its commit"
     make = add_command(commands, "make-patch", printed(lambda options: make_patch(options.folder)), help)
     make.add_argument("folder", type=Path, metavar="DIR")
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(_parser(), sys.argv[1:]))
+    sys.exit(run_command(parser, sys.argv[1:]))

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Patches a tree of Apex, and takes the patch out, by ``git apply``.
+"""Patches a tree of Apex, and takes the patch out, by ``git apply``: ``python -m apex_npu patch``.
 
 A tree is not trusted. git would run programs that the settings in its ``.git`` name, so ``git apply`` gets an empty git
 folder of its own instead. It writes nothing through symbolic links, and changes no file if a hunk does not fit. If git
@@ -9,12 +9,17 @@ fails while it writes, the files get their old contents again.
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import stat
 import subprocess
+import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+
+from apex_npu._cli.command_line import Commands, add_command
 
 from . import PipelineError, eras
 
@@ -117,3 +122,26 @@ def _apply(folder: Path, era: eras.Era, *options: str) -> str:
         Path(own, "info").mkdir(exist_ok=True)
         Path(own, "info", "attributes").write_text(_ATTRIBUTES, encoding="ascii")
         return git(folder, "apply", "--verbose", *options, era.patch_file, **variables)
+
+
+def printed(work: Callable[[argparse.Namespace], str]) -> Callable[[argparse.Namespace], int]:
+    """Wrap ``work`` to print its result or refusal. Its exit status is 0, or 1 after a refusal."""
+
+    def run(options: argparse.Namespace) -> int:
+        try:
+            result = work(options)
+        except (PipelineError, OSError) as error:
+            print(f"apex_npu: {error}", file=sys.stderr)
+            return 1
+        print(result)
+        return 0
+
+    return run
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command ``patch``."""
+    help = "patch a tree of NVIDIA's Apex to use apex_npu, or remove the patch"
+    parser = add_command(commands, "patch", printed(lambda o: patch(o.folder, reverse=o.reverse)), help)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a checkout of NVIDIA's Apex")
+    parser.add_argument("--reverse", action="store_true", help="remove the patch, byte for byte")
