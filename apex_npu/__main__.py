@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in (run, migrate, patch, convert, doctor):
         command.add_parser(commands)
-    return run_command(parser, sys.argv[1:] if arguments is None else arguments, run.ALONE)
+    return run_command(parser, sys.argv[1:] if arguments is None else arguments)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,10 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
+
+from .options import ALONE
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
@@ -49,19 +51,14 @@ def add_command(commands: Commands, name: str, run: Callable[[argparse.Namespace
     return parser
 
 
-def run_command(parser: Parser, arguments: Sequence[str], alone: Mapping[str, str] | None = None) -> int:
+def run_command(parser: Parser, arguments: Sequence[str]) -> int:
     """Run the command that ``arguments`` select. Wrong arguments exit with status 2.
 
     The command ends quietly, with the status of SIGPIPE, if the program that reads its output has ended (``| head``).
     SIGTERM does the same as Ctrl-C, so that no temporary file stays. Signals of a script are its own.
-
-    Args:
-        parser: The parser of all commands.
-        arguments: The words of the command line.
-        alone: The options of ``run`` with an optional value, and their default values. argparse would take the next
-            word as the value.
     """
-    valued = [f"{word}={alone[word]}" if alone and word in alone else word for word in arguments]
+    # argparse would take the next word as the value.
+    valued = [f"{word}={ALONE[word]}" if word in ALONE else word for word in arguments]
     options, unknown = parser.parse_known_args(valued)
     if rest := getattr(options, "command", None):
         options.command = list(arguments[-len(rest) :])  # the words of the script, unchanged

@@ -22,6 +22,9 @@ OPTIONS = {
     "model_report": ("APEX_NPU_MODEL_REPORT", r".+", "1"),
 }
 
+# Options that may be given without a value, and the value that they have then.
+ALONE = {"--explain-overflows": "2"}
+
 
 def checked(name: str, text: str) -> str:
     """Return ``text`` after a check that it is a value of the option.

@@ -19,8 +19,6 @@ from .running import Run, check, run, tell_rounding
 
 # The training frameworks with an integration that registers optimizers.
 HOSTS = ("deepspeed", "mmengine", "timm", "transformers")
-# Options that may be given without a value, and the value that they have then.
-ALONE = {"--explain-overflows": "2"}
 
 
 def add_parser(commands: Commands) -> None:
