@@ -28,19 +28,15 @@ def main(arguments: Sequence[str]) -> int:
     else:
         world_size = torch.accelerator.device_count() or 1
         arguments += ["--world-size", str(world_size)]
+    if "--rank" not in arguments:
+        arguments += ["--rank", ""]
     with ExitStack() as logs:
         processes = []
         for rank in range(world_size):
             log = logs.enter_context(open(f"GPU_{rank}.log", "w", encoding="utf-8")) if rank else None
-            processes.append(subprocess.Popen([*_interpreter(), *_with_rank(arguments, rank)], stdout=log))
+            arguments[arguments.index("--rank") + 1] = str(rank)
+            processes.append(subprocess.Popen([*_interpreter(), *arguments], stdout=log))
         return next(filter(None, [process.wait() for process in processes]), 0)
-
-
-def _with_rank(arguments: list[str], rank: int) -> list[str]:
-    if "--rank" not in arguments:
-        return [*arguments, "--rank", str(rank)]
-    at = arguments.index("--rank") + 1
-    return [*arguments[:at], str(rank), *arguments[at + 1 :]]
 
 
 def _interpreter() -> list[str]:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from apex_npu.autocast import cast_lists
@@ -47,11 +46,6 @@ def cast_list(owner: Any, kind: str) -> LockedList:
     }[kind]
     names = {op.partition(".")[0] for op in listed}
     names |= {"grid_sample"} if "grid_sampler" in names else set()
-    return LockedList(_existing(owner, names), _EDITS)
-
-
-def _existing(owner: Any, names: Iterable[str]) -> list[str]:
-    names = set(names)
     # Every object has operators, modules included; only those of tensors are meant.
     operators = {name for name, of in _OPERATORS.items() if of in names and isinstance(owner, type)}
-    return sorted(operators | {name for name in names if callable(getattr(owner, name, None))})
+    return LockedList(sorted(operators | {name for name in names if callable(getattr(owner, name, None))}), _EDITS)
