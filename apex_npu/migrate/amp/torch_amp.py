@@ -130,7 +130,7 @@ class TorchAmp:
         return f"({written})" if isinstance(self.switch, (ast.Compare, ast.BoolOp)) else written, links
 
     def report(self, amp: str) -> None:
-        """Report the changes, except for ``scaler.scale(loss).backward()``, which ``losses.scale`` changes."""
+        """Report the changes, except for ``scaler.scale(loss).backward()``, which ``changes.scale`` changes."""
         program = self.program
         for made in self.made:
             self._remove("T401", made)

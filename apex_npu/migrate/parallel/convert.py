@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from apex_npu.migrate.amp.initialize import COMBINE, check_moves, place_of
+from apex_npu.migrate.amp.changes import COMBINE, check_moves, place_of
 from apex_npu.migrate.amp.training import Training
 from apex_npu.migrate.engine.program import PARALLEL, Program, UnclearError
 from apex_npu.migrate.engine.source import Edit
