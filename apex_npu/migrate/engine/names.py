@@ -8,7 +8,7 @@ import ast
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .syntax import root_of
+from .syntax import constant, root_of
 
 # A binding to something that is neither an import nor an expression of names.
 _OPAQUE = None
@@ -100,10 +100,11 @@ class Names:
             if not isinstance(node.ctx, ast.Load) and node not in self._assigned:
                 late.append((_of_comprehension(scope, self.parents.get(node)), node.id, _OPAQUE))
         elif isinstance(node, ast.Assign):
-            target = node.targets[0]
-            if isinstance(target, ast.Name) and len(node.targets) == 1 and _could_be_module(node.value):
+            target, value = node.targets[0], node.value
+            may_be_module = isinstance(root_of(value), ast.Name) or constant(value) is None
+            if isinstance(target, ast.Name) and len(node.targets) == 1 and may_be_module:
                 self._assigned.add(target)
-                late.append((scope, target.id, node.value))
+                late.append((scope, target.id, value))
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 name = alias.name if alias.asname else alias.name.partition(".")[0]
@@ -183,10 +184,6 @@ def imported(node: ast.Import | ast.ImportFrom) -> list[str]:
     """Return the full names that a statement imports, as it writes them."""
     before = f"{module_of(node)}{'.' if node.module else ''}" if isinstance(node, ast.ImportFrom) else ""
     return [before + alias.name for alias in node.names]
-
-
-def _could_be_module(node: ast.expr) -> bool:
-    return isinstance(root_of(node), ast.Name) or (isinstance(node, ast.Constant) and node.value is None)
 
 
 def _parameters(arguments: ast.arguments) -> list[str]:

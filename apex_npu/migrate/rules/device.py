@@ -95,7 +95,8 @@ def _torch(program: Program, node: ast.Attribute, dotted: str) -> None:
     if dotted in ("torch.Tensor.cuda", "torch.nn.Module.cuda"):
         program.report("D103", "changed", program.method_span(node), target_of(program).move(program, node, None))
     elif dotted == "torch.distributed.is_nccl_available":
-        program.report("D109", "changed", node, [target_of(program).nccl_check(program, node)])
+        edit = program.rename(node, "is_hccl_available") if target_of(program).is_npu else None
+        program.report("D109", "changed", node, [edit])
     elif dotted.startswith(_ACTIVITY) and not _similar(program):
         program.refuse("D110", node, _NPU_ACTIVITY)
     elif f"{dotted}.".startswith(tables.NO_EFFECT):
@@ -205,7 +206,11 @@ def _call(program: Program, node: ast.Call) -> None:
     elif dotted in _PROFILERS:
         for keyword in node.keywords:
             if keyword.arg == "use_cuda":
-                _use_cuda(program, keyword, dotted)
+                span = program.source.span(keyword)
+                refusal = "" if constant(keyword.value) is True else _IF_TRUE
+                refusal = _USE_ACTIVITIES if dotted.startswith("torch.profiler.") else refusal
+                edit = Edit(*span, f"use_device={target_of(program).profiled}")
+                program.report("D110", "changed", span, [edit], refusal=refusal)
     elif isinstance(called, ast.Name) and called.id in ("getattr", "hasattr", "setattr", "eval", "exec"):
         code = called.id in ("eval", "exec")
         match, pattern = (re.search, r"\bcuda\b") if code else (re.fullmatch, r"cuda|is_cuda")
@@ -220,14 +225,6 @@ def _call(program: Program, node: ast.Call) -> None:
             program.note("N702", node, _LAST_BATCH)
     elif isinstance(called, ast.Attribute) and called.attr == "long" and not node.args:
         program.note("N703", program.method_span(called), tables.INT64)
-
-
-def _use_cuda(program: Program, keyword: ast.keyword, called: str) -> None:
-    span = program.source.span(keyword)
-    refusal = "" if constant(keyword.value) is True else _IF_TRUE
-    refusal = _USE_ACTIVITIES if called.startswith("torch.profiler.") else refusal
-    edit = Edit(*span, f"use_device={target_of(program).profiled()}")
-    program.report("D110", "changed", span, [edit], refusal=refusal)
 
 
 def _needs_cuda(program: Program, node: ast.stmt | ast.alias, name: str) -> bool:

@@ -113,29 +113,25 @@ _TABLES: dict[str, tuple[type[OwnRule], dict[str, str]]] = {
 _OPTIONAL = ("keyword", "position", "parent_module")
 
 
-class RuleError(ValueError):
-    """A file of rules cannot be used. The message says where it is wrong and what is allowed."""
-
-
 def read_rules(path: str) -> tuple[OwnRule, ...]:
     """Return the rules of a file.
 
     Raises:
-        RuleError: The file cannot be read, or has neither form.
+        ValueError: The file cannot be read, or has neither form.
     """
     if Path(path).suffix not in (".toml", ".json"):
-        raise RuleError(f"{path}: a file of rules must end with .toml or .json")
+        raise ValueError(f"{path}: a file of rules must end with .toml or .json")
     tables = _load(path)
     if isinstance(tables, dict) and set(tables) == {"rules"} and isinstance(tables["rules"], dict):
         tables = tables["rules"]
     if not isinstance(tables, dict):
-        raise RuleError(f"{path}: it has no tables: write [[rename]], [[argument]], [[refuse]] or [[keep]]")
+        raise ValueError(f"{path}: it has no tables: write [[rename]], [[argument]], [[refuse]] or [[keep]]")
     rules = []
     for name, entries in tables.items():
         if name not in _TABLES:
-            raise RuleError(f"{path}: unknown rules {name!r}; allowed are {', '.join(_TABLES)}")
+            raise ValueError(f"{path}: unknown rules {name!r}; allowed are {', '.join(_TABLES)}")
         if not isinstance(entries, list):
-            raise RuleError(f"{path}: {name} must be a list of rules: write [[{name}]], or in JSON a list")
+            raise ValueError(f"{path}: {name} must be a list of rules: write [[{name}]], or in JSON a list")
         rules += [_rule(f"{path}: {name} number {number}", name, entry) for number, entry in enumerate(entries, 1)]
     return tuple(rules)
 
@@ -144,18 +140,18 @@ def read_api_list(path: str) -> tuple[OwnRule, ...]:
     """Return rules that refuse the names in a file: ``{"op_list": {"torch.nn.X": "why"}}`` or ``["torch.nn.X"]``.
 
     Raises:
-        RuleError: The file cannot be read, or has another form.
+        ValueError: The file cannot be read, or has another form.
     """
     read = _load(path)
     listed = read.get("op_list") if isinstance(read, dict) else read
     if isinstance(listed, list):
         listed = dict.fromkeys(map(str, listed), "")
     if not isinstance(listed, dict):
-        raise RuleError(f'{path}: it has no "op_list": a list is {{"op_list": {{"torch.nn.X": "why"}}}}')
+        raise ValueError(f'{path}: it has no "op_list": a list is {{"op_list": {{"torch.nn.X": "why"}}}}')
     try:
         return tuple(Refuse(name, why if isinstance(why, str) else "", listed=True) for name, why in listed.items())
     except ValueError as error:
-        raise RuleError(f"{path}: op_list: {error}") from None
+        raise ValueError(f"{path}: op_list: {error}") from None
 
 
 def _load(path: str) -> Any:
@@ -164,26 +160,26 @@ def _load(path: str) -> Any:
         loads = importlib.import_module("tomllib" if form == "toml" else form).loads
         return loads(Path(path).read_text(encoding="utf-8"))
     except ImportError:
-        raise RuleError(f"{path}: reading TOML needs Python 3.11; write the same rules as JSON") from None
+        raise ValueError(f"{path}: reading TOML needs Python 3.11; write the same rules as JSON") from None
     except (OSError, UnicodeError) as error:
-        raise RuleError(f"{path}: it cannot be read ({error})") from None
+        raise ValueError(f"{path}: it cannot be read ({error})") from None
     except (ValueError, RecursionError) as error:
-        raise RuleError(f"{path}: it is not valid {form.upper()}: {error}") from None
+        raise ValueError(f"{path}: it is not valid {form.upper()}: {error}") from None
 
 
 def _rule(place: str, table: str, entry: Any) -> OwnRule:
     if not isinstance(entry, dict):
-        raise RuleError(f"{place} must be a table of keys and values")
+        raise ValueError(f"{place} must be a table of keys and values")
     kind, names = _TABLES[table]
     unknown = [key for key in entry if key not in names]
     if unknown:
-        raise RuleError(f"{place}: unknown key {unknown[0]!r}; allowed are {', '.join(names)}")
+        raise ValueError(f"{place}: unknown key {unknown[0]!r}; allowed are {', '.join(names)}")
     missing = [key for key in names if key not in entry and key not in _OPTIONAL]
     if missing:
-        raise RuleError(f"{place}: the key {missing[0]!r} is missing")
+        raise ValueError(f"{place}: the key {missing[0]!r} is missing")
     for key, value in entry.items():
         if names[key] != "position" and not isinstance(value, str):
-            raise RuleError(f"{place}: {key} must be a string, got {value!r}")
+            raise ValueError(f"{place}: {key} must be a string, got {value!r}")
     given = {names[key]: value for key, value in entry.items()}
     parent = given.pop("parent", "")
     if table.endswith("NameModifyRule"):  # a module below its parent, or a function; one without a module is a method
@@ -193,7 +189,7 @@ def _rule(place: str, table: str, entry: Any) -> OwnRule:
     try:
         return kind(**given)
     except ValueError as error:
-        raise RuleError(f"{place}: {error}") from None
+        raise ValueError(f"{place}: {error}") from None
 
 
 def concerns(data: bytes, rules: tuple[OwnRule, ...]) -> bool:

@@ -37,6 +37,7 @@ class Npu:
     """Writes code for npu. Methods return edits; an edit that is None means that there is no such code."""
 
     is_npu = True  # whether imports of torch.cuda, and environment variables, are rewritten
+    profiled = '"npu"'  # the source of the device for a profiler
 
     def first_lines(self, program: Program) -> list[str]:
         """Return the lines to add after the import of torch that the program does not have yet."""
@@ -57,10 +58,6 @@ class Npu:
         assert isinstance(node.value, str)
         new = "hccl" if node.value == "nccl" else node.value.replace("cuda:nccl", "npu:hccl")
         return program.restring(node, new)
-
-    def nccl_check(self, program: Program, node: ast.Attribute) -> Edit | None:
-        """Change ``torch.distributed.is_nccl_available``."""
-        return program.rename(node, "is_hccl_available")
 
     def name(self, program: Program, node: ast.expr, parts: list[str]) -> list[Edit | None]:
         """Change a name of torch.cuda; ``parts`` are its parts after torch.cuda."""
@@ -83,10 +80,6 @@ class Npu:
         """Change the attribute ``is_cuda``. Return the reported spans, each with its edit."""
         return [(program.method_span(node), program.rename(node, "is_npu"))]
 
-    def profiled(self) -> str:
-        """Return the source of the device for a profiler."""
-        return '"npu"'
-
     def group_lines(self, torch: str) -> list[str]:
         """Return the lines that make a process under ``torchrun`` select its card and join the others."""
         card = 'int(os.environ["LOCAL_RANK"])'
@@ -98,6 +91,7 @@ class Portable(Npu):
     """Writes code that asks torch for the accelerator."""
 
     is_npu = False
+    profiled = _OR_CUDA
 
     def first_lines(self, program: Program) -> list[str]:
         torch, bound = torch_name(program) or "torch", program.names.module.bindings
@@ -130,9 +124,6 @@ class Portable(Npu):
             return None
         device = _device_name(program, node)
         return replaced(program, node, f"{torch}.distributed.get_default_backend_for_device({device})")
-
-    def nccl_check(self, program: Program, node: ast.Attribute) -> Edit | None:
-        return None
 
     def name(self, program: Program, node: ast.expr, parts: list[str]) -> list[Edit | None]:
         if parts and (parts[0] in RENAMED or parts[0] == "amp"):
@@ -184,9 +175,6 @@ class Portable(Npu):
             start = program.source.span(node)[0]
             edits.append(((start, start), Edit(start, start, "(")))
         return edits
-
-    def profiled(self) -> str:
-        return _OR_CUDA
 
     def group_lines(self, torch: str) -> list[str]:
         backend = f"{torch}.distributed.get_default_backend_for_device({_ACCELERATOR})"

@@ -18,7 +18,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from apex_npu.migrate import Options, Plan, plan
-from apex_npu.migrate.files.writing import write_copy
+from apex_npu.migrate.files.command import write_copy
 
 from .catalogue import Script
 
