@@ -50,7 +50,8 @@ class ApexAccelerator(Accelerator):
         self, *args: Any, opt_level: str = "O1", amp_options: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._use_amp(opt_level, amp_options or {})
+        _check(self, opt_level, amp_options or {})
+        self._amp_options = {"opt_level": opt_level, **(amp_options or {})}
 
     @classmethod
     def adopt(cls, accelerator: Accelerator, opt_level: str = "O1", **amp_options: Any) -> ApexAccelerator:
@@ -77,12 +78,8 @@ class ApexAccelerator(Accelerator):
         if not issubclass(kind, cls):
             accelerator.__class__ = cls if issubclass(cls, kind) else type(kind.__name__, (cls, kind), {})
         assert isinstance(accelerator, ApexAccelerator)
-        accelerator._use_amp(opt_level, amp_options)
+        accelerator._amp_options = {"opt_level": opt_level, **amp_options}
         return accelerator
-
-    def _use_amp(self, opt_level: str, options: dict[str, Any]) -> None:
-        _check(self, opt_level, options)
-        self._amp_options = {"opt_level": opt_level, **options}
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Initialize amp for the models and optimizers, and prepare all objects as ``Accelerator.prepare`` does.

@@ -127,8 +127,10 @@ class ApexAmpPrecision(_Amp, Precision):
         if optimizers:
             self._initialize(getattr(model, "module", model), optimizers)
             for config in lr_schedulers:
-                if config.interval == "step" and not config.reduce_on_plateau:
-                    _hold_back(config.scheduler)
+                cls: Any = type(config.scheduler)
+                is_held = config.reduce_on_plateau or issubclass(cls, _HeldBack)
+                if config.interval == "step" and not is_held:
+                    config.scheduler.__class__ = _held_back_class(cls)
         return model, optimizers, lr_schedulers
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -193,9 +195,3 @@ class _HeldBack:
 @cache
 def _held_back_class(cls: Any) -> Any:
     return type(cls.__name__, (_HeldBack, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
-
-
-def _hold_back(schedule: Any) -> None:
-    cls: Any = type(schedule)
-    if not issubclass(cls, _HeldBack):
-        schedule.__class__ = _held_back_class(cls)

@@ -56,15 +56,6 @@ def optimizer_classes() -> dict[str, type[optimizers.FusedOptimizer]]:
     }
 
 
-def host_class(name: str) -> type[optimizers.FusedOptimizer]:
-    """Return ``optimizer_class(name)``, or its subclass for the arguments of training frameworks.
-
-    Raises:
-        ValueError: There is no such optimizer; the message lists those that exist.
-    """
-    return HostMuon if name == "NpuFusedMuon" else optimizer_class(name)
-
-
 def optimizer_class(name: str) -> type[optimizers.FusedOptimizer]:
     """Return the fused optimizer of this name.
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from apex_npu.backends.requirements import require
-from apex_npu.integrations.optimizer_names import host_class, optimizer_classes
+from apex_npu.integrations.optimizer_names import HostMuon, optimizer_class, optimizer_classes
 
 require(__name__, "transformers", "4.57")
 
@@ -100,7 +100,7 @@ def optimizer_cls_and_kwargs(
     Raises:
         ValueError: There is no such optimizer, or ``optim_args`` are not pairs of a name and a value.
     """
-    cls = host_class(name)
+    cls = HostMuon if name == "NpuFusedMuon" else optimizer_class(name)
     found: dict[str, Any] = {"lr": args.learning_rate}
     if "betas" in inspect.signature(cls).parameters:
         found.update(betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
