@@ -110,14 +110,6 @@ def _describe_optimizer(value: Mapping[str, Any]) -> str:
     )
 
 
-def _describe_amp(value: Mapping[str, Any]) -> str:
-    return "amp: " + ", ".join(f"loss scale {state['loss_scale']:g}" for state in value.values())
-
-
-def _describe_grad_scaler(value: Mapping[str, Any]) -> str:
-    return f"torch.amp.GradScaler: loss scale {value['scale']:g}"
-
-
 def _describe_model(value: Mapping[str, Any]) -> str:
     tensors = [entry for entry in value.values() if isinstance(entry, Tensor)]
     dtypes = Counter(str(entry.dtype).removeprefix("torch.") for entry in tensors)
@@ -136,8 +128,11 @@ def _describe_other(value: Any) -> str:
 # For each kind: whether a dict is of this kind, and what is said of it.
 _KINDS: dict[str, tuple[Callable[[Mapping[Any, Any]], bool], Callable[[Any], str]]] = {
     "optimizer": (lambda value: {"state", "param_groups"} <= value.keys(), _describe_optimizer),
-    "amp": (_is_amp, _describe_amp),
-    "GradScaler": (lambda value: {"scale", "_growth_tracker"} <= value.keys(), _describe_grad_scaler),
+    "amp": (_is_amp, lambda value: "amp: " + ", ".join(f"loss scale {one['loss_scale']:g}" for one in value.values())),
+    "GradScaler": (
+        lambda value: {"scale", "_growth_tracker"} <= value.keys(),
+        lambda value: f"torch.amp.GradScaler: loss scale {value['scale']:g}",
+    ),
     "model": (_is_model, _describe_model),
     "other": (lambda value: False, _describe_other),
 }

@@ -113,7 +113,10 @@ def to_onnx(
             output_names=output_names,
             dynamic_shapes=dynamic_shapes,
         )
-        _check_opset(program, opset)
+        if opset is not None and (given := program.model.opset_imports.get("")) != opset:
+            raise ExportError(
+                f"opset={opset}: torch.onnx exports this model with opset {given}; pass that, or leave opset out"
+            )
         difference = _difference(program, clean, inputs, dtype) if check else None
         program.save(new)
         has_old_weights = path.exists() and not Path(f"{new}.data").exists()
@@ -170,13 +173,6 @@ def _export(model: nn.Module, args: tuple[Any, ...], **options: Any) -> Any:
         return torch.onnx.export(model, args, dynamo=True, verbose=False, **options)
     except Exception as error:  # the model's own code runs
         raise ExportError(f"torch.onnx cannot export this {type(model).__name__} ({first_line(error)})") from error
-
-
-def _check_opset(program: Any, opset: int | None) -> None:
-    if opset is not None and (given := program.model.opset_imports.get("")) != opset:
-        raise ExportError(
-            f"opset={opset}: torch.onnx exports this model with opset {given}; pass that, or leave opset out"
-        )
 
 
 def _difference(program: Any, model: nn.Module, inputs: tuple[Any, Any], dtype: torch.dtype) -> float:
