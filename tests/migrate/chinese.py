@@ -95,7 +95,7 @@ NEEDS_CUDA = {
     "transformer_engine": "使用 torch 的层与 apex_npu.amp",
     "xformers": "使用 torch.nn.functional.scaled_dot_product_attention",
 }
-HEADS = {
+WORDS = {
     "rule": "规则",
     "what": "内容",
     "before": "改写前",
@@ -103,5 +103,8 @@ HEADS = {
     "instead": "替代",
     "name": "名称",
     "script": "脚本",
+    "reported": "仅报告",
+    "changed": "改写",
+    "trains": "可训练",
+    "other losses": "loss 不同",
 }
-WORDS = {"reported": "仅报告", "changed": "改写", "trains": "可训练", "other losses": "loss 不同"}

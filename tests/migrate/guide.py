@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from apex_npu.migrate import rewrite
@@ -20,7 +21,6 @@ from . import chinese
 from .public.table import WAYS, Row, read
 
 GUIDE = Path(__file__).parents[2] / "docs" / "migrating_cuda.md"
-CHINESE_GUIDE = GUIDE.with_suffix(".zh.md")
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -38,26 +38,20 @@ def _after(rule: Rule) -> str:
     return str(rewrite(rule.example, options=rule.options).source)
 
 
+@dataclass
 class Tables:
-    """The tables in English."""
+    """The tables in one language: titles by the ids of rules, advice by names, and words by those in English."""
 
-    def head(self, word: str) -> str:
-        return word
+    titles: Mapping[str, str]
+    instead: Mapping[str, str]
+    needs_cuda: Mapping[str, str]
+    words: Mapping[str, str]
 
-    def title(self, rule: Rule) -> str:
-        return rule.title
-
-    def word(self, word: str) -> str:
-        return word
-
-    def instead(self) -> dict[str, str]:
-        return INSTEAD
-
-    def needs_cuda(self) -> dict[str, str]:
-        return NEEDS_CUDA
+    def _word(self, word: str) -> str:
+        return self.words.get(word, word)
 
     def _table(self, heads: Sequence[str], rows: list[list[str]]) -> str:
-        lines = [[self.head(head) for head in heads], ["---"] * len(heads), *rows]
+        lines = [[*map(self._word, heads)], ["---"] * len(heads), *rows]
         return "\n".join([*("| " + " | ".join(line) + " |" for line in lines), ""])
 
     def table(self, name: str) -> str:
@@ -66,23 +60,22 @@ class Tables:
         if name in ("amp", "parallel", "advice"):
             rules = _family({"amp": "AT", "parallel": "P", "advice": "N"}[name])
             made = [(rule, "changed" if _after(rule) != rule.example else "reported") for rule in rules]
-            return self._table(
-                ("rule", "what", ""), [[rule.id, self.title(rule), self.word(did)] for rule, did in made]
-            )
+            rows = [[rule.id, self.titles[rule.id], self._word(did)] for rule, did in made]
+            return self._table(("rule", "what", ""), rows)
         if name == "names":
             names = sorted(SAME_NAMES, key=lambda name: (name.lower(), name))
             return textwrap.fill(", ".join(f"`{one}`" for one in names), 120) + "\n"
         if name == "others":
             renamed = [[f"`{old}`", f"`torch.npu.{new}`"] for old, new in RENAMED.items()]
-            return self._table(("torch.cuda", "instead"), [*renamed, *_rows(self.instead())])
+            return self._table(("torch.cuda", "instead"), [*renamed, *_rows(self.instead, INSTEAD)])
         if name == "scripts":
             return self._scripts()
         assert name == "libraries"
-        return self._table(("name", "instead"), _rows(self.needs_cuda()))
+        return self._table(("name", "instead"), _rows(self.needs_cuda, NEEDS_CUDA))
 
     def _example(self, rule: Rule) -> list[str]:
-        after = _shown(_after(rule), rule.id) if _after(rule) != rule.example else self.word("reported")
-        return [rule.id, self.title(rule), _shown(rule.example, rule.id), after]
+        after = _shown(_after(rule), rule.id) if _after(rule) != rule.example else self._word("reported")
+        return [rule.id, self.titles[rule.id], _shown(rule.example, rule.id), after]
 
     def _scripts(self) -> str:
         rows = read()
@@ -95,37 +88,21 @@ class Tables:
         if row is None:
             return ""
         counts = f"{row.changed} / {row.left}: " if row.changed else ""
-        return counts + (self.word(row.result) if row.result in ("trains", "other losses") else f"`{row.result}`")
+        return counts + (self._word(row.result) if row.result in ("trains", "other losses") else f"`{row.result}`")
 
     def current(self, text: str) -> str:
         """A guide with its tables as they are now."""
         return _TABLE.sub(lambda found: found[1] + "\n" + self.table(found[2]) + "\n" + found[3], text)
 
 
-class ChineseTables(Tables):
-    """The same in Chinese."""
-
-    def head(self, word: str) -> str:
-        return chinese.HEADS.get(word, word)
-
-    def title(self, rule: Rule) -> str:
-        return chinese.TITLES[rule.id]
-
-    def word(self, word: str) -> str:
-        return chinese.WORDS[word]
-
-    def instead(self) -> dict[str, str]:
-        return {name: chinese.INSTEAD[name] for name in INSTEAD}
-
-    def needs_cuda(self) -> dict[str, str]:
-        return {name: chinese.NEEDS_CUDA[name] for name in NEEDS_CUDA}
+def _rows(texts: Mapping[str, str], names: Mapping[str, str]) -> list[list[str]]:
+    return [[f"`{name}`", texts[name]] for name in names]
 
 
-def _rows(texts: dict[str, str]) -> list[list[str]]:
-    return [[f"`{name}`", text] for name, text in texts.items()]
-
-
-GUIDES: dict[Path, Tables] = {GUIDE: Tables(), CHINESE_GUIDE: ChineseTables()}
+GUIDES = {
+    GUIDE: Tables({rule.id: rule.title for rule in RULES.values()}, INSTEAD, NEEDS_CUDA, {}),
+    GUIDE.with_suffix(".zh.md"): Tables(chinese.TITLES, chinese.INSTEAD, chinese.NEEDS_CUDA, chinese.WORDS),
+}
 
 
 if __name__ == "__main__":
