@@ -3,7 +3,7 @@
 """Checks of a ``scale_loss`` block by the graph of its loss: its optimizers, and the tensor that backward starts from.
 
 They run only before an optimizer's first step, since a wrong script is wrong from the start. The same applies to the
-check of the parameters' dtypes.
+check of the parameters' dtypes. The optimizers of a block are also checked while another one has not stepped.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
         work = _without_repeats(work)
     ordinary = ordinary and not (capturing or session.ddps or session.reached)
     if len(session.adopted) > len(states):
-        ordinary = ordinary and not _wait_for_steps(session, states)
+        ordinary = ordinary and not _others_wait(session, states)
     if ordinary:
         return Block(session, listed, work, scaler, loss_id)
     for state in states:
@@ -208,7 +208,7 @@ def _make_special(block: Block, loss: Tensor, delay: Delay | None) -> None:
     first = any(state.report is None for state in states)
     if first:
         parts.append(FirstLook(loss))
-    elif _wait_for_steps(session, states):  # which a loss may have begun to reach
+    elif _others_wait(session, states):  # which a loss may have begun to reach
         check_optimizers(session, loss, block.optimizers, block.scale)
     if first or session.reached or looking_at_all(session.ddps):
         parts.append(Reaching())
@@ -239,10 +239,11 @@ def _make_special(block: Block, loss: Tensor, delay: Delay | None) -> None:
     block.parts = parts
 
 
-def _wait_for_steps(session: Session, states: Sequence[AmpOptimizerState]) -> bool:
-    """Return True if optimizers other than those of ``states`` have gradients of a block, and have not stepped yet."""
+def _others_wait(session: Session, states: Sequence[AmpOptimizerState]) -> bool:
+    """Return True if an optimizer that ``states`` do not have waits for its first step, or for one after a block."""
     return any(
-        o._amp_state.stage not in (Stage.READY, Stage.SCALED) and o._amp_state not in states for o in session.adopted
+        (other.report is None or other.stage not in (Stage.READY, Stage.SCALED)) and other not in states
+        for other in (optimizer._amp_state for optimizer in session.adopted)
     )
 
 

@@ -137,6 +137,23 @@ def test_a_block_that_names_another_optimizer(level, cls):
     assert not any(map(torch.equal, models[1].parameters(), values))
 
 
+@pytest.mark.parametrize("cls", [SGD, FUSED])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_block_that_names_an_optimizer_that_has_stepped(level, cls):
+    """As in a GAN whose discriminator steps first, and whose generator's block names the discriminator's optimizer."""
+    models, (generators, discriminators), loss = start(level, cls, count=2)
+    values = [p.detach().clone() for p in models[0].parameters()]
+    made = models[0](X).detach()
+    backward(models[1](made.to(models[1].weight.dtype)).float().sum(), discriminators)
+    discriminators.step()
+    with pytest.raises(RuntimeError, match="the loss reaches none of its parameters"):
+        backward(loss(last=1), discriminators)
+    backward(loss(), discriminators)
+    with pytest.raises(RuntimeError, match=rf"a block that was given {cls.__name__} alone also reaches"):
+        generators.step()
+    assert all(map(torch.equal, models[0].parameters(), values))
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_loss_through_a_model_that_has_blocks_of_its_own(level):
     """As a generator's, which reaches the discriminator."""
