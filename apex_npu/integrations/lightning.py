@@ -7,12 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
+from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from apex_npu import amp
-from apex_npu.amp.inspect import adopted_inside, policy_of
+from apex_npu.amp.inspect import adopted_inside, is_retired, policy_of
 from apex_npu.backends.requirements import require
 
 require(__name__, "lightning", "2.6.6")
@@ -55,8 +56,14 @@ class _Amp:
             )
         self.amp_options = {"opt_level": opt_level, "verbosity": 0, **amp_options}
         self.precision = _NAMES.get(opt_level, "16-mixed")
-        self.optimizers: list[Optimizer] = []  # those that have been initialized
+        self._initialized: list[ReferenceType[Optimizer]] = []
         self._loaded: dict[str, Any] | None = None
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that have been initialized, still exist and have their models."""
+        existing = [reference() for reference in self._initialized]
+        return [optimizer for optimizer in existing if optimizer is not None and not is_retired(optimizer)]
 
     def _check_strategy(self, strategy: Any) -> None:
         if isinstance(strategy, _SHARDING):
@@ -65,7 +72,8 @@ class _Amp:
                 "keeps parameters or optimizer states of its own: use precision='bf16-mixed' there, or strategy='ddp'"
             )
 
-    def _initialize(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def _initialize(self, model: nn.Module, optimizers: Sequence[Optimizer], beside: Sequence[Optimizer] = ()) -> None:
+        """Initialize amp for ``optimizers``, which train in addition to those of ``beside``."""
         if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
             level = self.amp_options["opt_level"]
             raise ValueError(
@@ -73,15 +81,15 @@ class _Amp:
             )
         if any(policy_of(optimizer) is None for optimizer in optimizers):
             amp.initialize(model, list(optimizers), **self.amp_options)
-        self.optimizers = list(optimizers)
+        self._initialized = [ref(optimizer) for optimizer in dict.fromkeys([*beside, *optimizers])]
         if self._loaded is not None:
             amp.load_state_dict(self._loaded)
             self._loaded = None
 
     def _trained(self) -> list[Optimizer]:
         """Return the optimizers that the next backward is for: without a discriminator's while that is frozen."""
-        trained = [o for o in self.optimizers if any(p.requires_grad for g in o.param_groups for p in g["params"])]
-        return trained or self.optimizers
+        known = self.optimizers
+        return [o for o in known if any(p.requires_grad for g in o.param_groups for p in g["params"])] or known
 
     def main_params(self, optimizer: Optimizer) -> list[Tensor]:
         """Return the parameters whose unscaled gradients are clipped."""
@@ -142,9 +150,9 @@ class ApexAmpPrecision(_Amp, Precision):
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run backward, hooks and clipping first, then the step, without a closure."""
         loss = closure()
-        if loss is None and model.automatic_optimization:
-            return None  # training_step has returned None
         self._after_closure(model, optimizer)
+        if loss is None and model.automatic_optimization and all(p.grad is None for p in self.main_params(optimizer)):
+            return None  # training_step has returned None, and earlier micro batches have left nothing to step
         result = optimizer.step(**kwargs)
         return loss if model.automatic_optimization else result
 
@@ -166,7 +174,7 @@ class ApexFabricPrecision(_Amp, FabricPrecision):
     def setup(self, fabric: Any, model: nn.Module, *optimizers: Optimizer) -> tuple[Any, ...]:
         """Move ``model`` to its device, initialize amp, and return the arguments of ``fabric.setup``."""
         self._check_strategy(fabric.strategy)
-        self._initialize(fabric.to_device(model), optimizers)
+        self._initialize(fabric.to_device(model), optimizers, beside=self.optimizers)
         return (model, *optimizers)
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:

@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Lightning's Trainer and Fabric with amp, beside Lightning's own mixed precision."""
 
+import gc
 import types
+import weakref
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from devices import DEVICE
 from processes import run as run_processes
 from small_programs import near
+from torch import nn
 
 from apex_npu import amp, optimizers
 
@@ -176,9 +179,12 @@ class NoLoss(Module):
         return None if batch_idx == 1 else super().training_step(batch, batch_idx)
 
 
-def test_step_without_a_loss():
-    expected, _ = fit(NoLoss(torch.optim.SGD))
-    losses, _ = fit(NoLoss(torch.optim.SGD), plugins=ApexAmpPrecision("O1"))
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("level", HALF)
+def test_step_without_a_loss(level, accumulated):
+    """The gradients of an earlier micro batch are stepped, as with Lightning's float32."""
+    expected, _ = fit(NoLoss(torch.optim.SGD), accumulate_grad_batches=accumulated)
+    losses, _ = fit(NoLoss(torch.optim.SGD), plugins=ApexAmpPrecision(level), accumulate_grad_batches=accumulated)
     assert len(losses) == len(expected)
     assert near(losses, expected, 2e-3)
 
@@ -256,6 +262,54 @@ def test_fabric_resumes_bit_for_bit(tmp_path):
     fabric_run(optimizers.NpuFusedAdamW, "O2", steps=4, save=path)
     _, resumed = fabric_run(optimizers.NpuFusedAdamW, "O2", steps=8, load=path)
     assert torch.equal(weights(resumed), weights(model))
+
+
+def trained_in_turn(level=None):
+    """A generator and a discriminator, set up by a call each, as Fabric recommends."""
+    precision = ApexFabricPrecision(level, dynamic_init_scale=1024.0) if level else None
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=precision)
+    models, steppers = [network(), nn.Linear(2, 1)], []
+    for i, model in enumerate(models):
+        given = model, torch.optim.SGD(model.parameters(), lr=0.05)
+        models[i], stepper = fabric.setup(*(precision.setup(fabric, *given) if precision else given))
+        steppers.append(stepper)
+    (generator, discriminator), losses = models, []
+    for inputs, targets in loader():
+        steppers[1].zero_grad()
+        loss = discriminator(generator(inputs).detach()).square().mean() + (discriminator(targets) - 1).square().mean()
+        fabric.backward(loss)
+        steppers[1].step()
+        steppers[0].zero_grad()
+        fabric.backward((discriminator(generator(inputs)) - 1).square().mean())
+        steppers[0].step()
+        losses.append(loss.item())
+    return losses, torch.cat([weights(model) for model in models])
+
+
+@pytest.mark.parametrize("level", HALF + BFLOAT16)
+def test_fabric_with_two_models(level):
+    losses, values = trained_in_turn(level)
+    expected, others = trained_in_turn()
+    within = 2e-3 if level in HALF else 1e-2
+    assert near(losses, expected, within)
+    assert near(values, others, within)
+
+
+def test_fabric_keeps_no_optimizer_alive():
+    precision = ApexFabricPrecision("O2")
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=precision)
+    seen = []
+    for _ in range(2):
+        model = network()
+        model, optimizer = fabric.setup(
+            *precision.setup(fabric, model, optimizers.NpuFusedSGD(model.parameters(), lr=0.1))
+        )
+        fabric.backward(model(next(iter(loader()))[0]).sum())
+        optimizer.step()
+        seen.append(weakref.ref(optimizer.optimizer))
+        del model, optimizer
+        gc.collect()
+    assert [reference() for reference in seen] == [None, None]
 
 
 def test_fabric_without_setup():
