@@ -29,8 +29,8 @@ from apex_npu.fusion import drop_grads
 # Warnings of step().
 OUTSIDE_BLOCKS = (
     "step() was called with gradients that no amp.scale_loss has scaled and checked since the last step: was "
-    "backward() called outside amp.scale_loss? Use `with amp.scale_loss(loss, optimizer) as scaled_loss: "
-    "scaled_loss.backward()`"
+    "backward() called outside amp.scale_loss, or in a block of another optimizer alone? Use `with "
+    "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
 )
 OF_OTHER_BLOCKS = (
     "amp.scale_loss blocks of other optimizers have given gradients to parameters of this optimizer. They are "
