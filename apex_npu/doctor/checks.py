@@ -33,7 +33,7 @@ from apex_npu.backends.requirements import installed, release
 from apex_npu.compat.apex_name import names_taken
 from apex_npu.doctor.precision import LAYERS, native_dtypes, speed_of_low_precision
 from apex_npu.doctor.rounds import processor
-from apex_npu.ops import cpu, cuda, npu
+from apex_npu.ops import cuda, npu
 from apex_npu.optimizers import NpuFusedAdam
 from apex_npu.optimizers.memory_choices import memory_choices
 
@@ -233,7 +233,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _kernels() -> Iterator[Finding]:
-    if cpu.available:
+    if _extension.extension is not None:
         yield Finding("cpu", "C++ extension, all rules")
     else:
         remedy = "see the C++ extension above"

@@ -16,7 +16,7 @@ from apex_npu.fusion.flat_buffer import FlatBuffer, numbers_in
 from apex_npu.fusion.grad_slots import ELSEWHERE, NONE
 from apex_npu.fusion.group_buffers import GroupBuffers
 from apex_npu.ops import RunEncoding, Segments
-from apex_npu.ops.reference_segments import segment_ids
+from apex_npu.ops.reference import segment_ids
 
 _T = TypeVar("_T")
 

@@ -9,7 +9,9 @@ from apex_npu.ops.dispatch import Call
 from apex_npu.ops.elementwise import adadelta_, adagrad_, adam_, rmsprop_, sgd_
 from apex_npu.ops.encoded_calls import Places, RunEncoding, is_encoded
 from apex_npu.ops.gather import (
+    AddressTable,
     accumulate_,
+    as_real,
     cat_into,
     cats_lists,
     divides_in_update,
@@ -17,16 +19,14 @@ from apex_npu.ops.gather import (
     gathers_in_one_pass,
     multiply_,
     reads_listed,
+    takes_addresses,
     takes_grads,
     unscale_grads,
 )
-from apex_npu.ops.gather_cuda import AddressTable, takes_addresses
-from apex_npu.ops.gather_torch import as_real
 from apex_npu.ops.grad_lists import ListedSlots, is_grad_list
 from apex_npu.ops.newton_schulz import Matrices, new_directions, orthogonalize_, orthogonalize_stack_, product_dtype
 from apex_npu.ops.reference import FLOATS, LOW_PRECISION, chunks, wide_dtype
-from apex_npu.ops.segmented import clip_coefficient, lamb_, norm, norm_to_clip, segment_add_, segment_dot
-from apex_npu.ops.segments import Segments
+from apex_npu.ops.segmented import Segments, clip_coefficient, lamb_, norm, norm_to_clip, segment_add_, segment_dot
 
 __all__ = [
     "FLOATS",

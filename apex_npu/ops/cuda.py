@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex_npu.backends._torch_private import torch_profiler
-from apex_npu.ops import reference_segments
+from apex_npu.ops import reference
 from apex_npu.ops.dispatch import Call, Op
 from apex_npu.ops.grad_lists import addresses_of, is_grad_list, with_memory
 from apex_npu.ops.triton_kernels.launches import CompilationError
@@ -172,5 +172,5 @@ def _with_ids(op: Op[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
     starts, lengths = args[at : at + 2]
     ids: Tensor | None = _ids.get(starts)
     if ids is None:
-        ids = _ids[starts] = reference_segments.segment_ids(starts, lengths, args[0].numel(), args[0].device)
+        ids = _ids[starts] = reference.segment_ids(starts, lengths, args[0].numel(), args[0].device)
     return *args[: at + 2], ids, *args[at + 3 :]

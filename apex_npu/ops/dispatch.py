@@ -20,6 +20,7 @@ from typing import Annotated, Any, Generic, ParamSpec, TypeAlias, TypeVar, get_a
 import torch
 from torch import Tensor
 
+from apex_npu._extension import extension
 from apex_npu.backends._torch_private import labelled
 from apex_npu.ops.grad_lists import with_memory
 from apex_npu.ops.reference import chunks
@@ -109,6 +110,25 @@ class Rule(Op[_P, None]):
             elif name in given:
                 given[name] = number(value)
         return self.kernels.get(first.device.type, self.reference), operands, given
+
+    def by_extension(self) -> Callable[..., None]:
+        """Return the kernel for the CPU of the C++ extension (csrc/fused_optim), which reads tensors for numbers."""
+        function, plain = getattr(extension, self.name), extension.Encoding()
+        defaults = {name: self.defaults.get(name) for name in self.options}
+
+        def step(*operands: Any, found_inf: Tensor | None = None, encoding: Any = None, **options: Any) -> None:
+            if found_inf is not None and bool(found_inf):
+                return
+            in_cpp = plain
+            if encoding is not None:
+                states = zip(self.states, operands[2:], strict=False)
+                of_bytes = [name for name, state in states if state is not None and state.dtype.itemsize == 1]
+                scales = [encoding.scales[name] for name in of_bytes]
+                others = encoding.places.table, int(encoding.step), encoding.stochastic_param
+                in_cpp = extension.Encoding(encoding.remainder, scales, *others)
+            function(in_cpp, *operands, *{**defaults, **options}.values())
+
+        return step
 
     def decoding(self, kernel: Callable[..., None]) -> Callable[..., None]:
         """Return a kernel that decodes and encodes operands for ``kernel``, which takes no ``encoding``.

@@ -77,20 +77,6 @@ class RunEncoding(NamedTuple):
         """Return the encoding of a call whose states are those of the run, but whose ``param`` is not encoded."""
         return self._replace(remainder=None, stochastic_param=False)
 
-    def in_cpp(self, names: Sequence[str], states: Sequence[Tensor | None]) -> Any:
-        """Return the encoding for kernels of the extension.
-
-        Args:
-            names: The names of the states of the rule.
-            states: The states, perhaps followed by other operands.
-        """
-        scales = [
-            self.scales[name]
-            for name, state in zip(names, states, strict=False)
-            if state is not None and state.dtype.itemsize == 1
-        ]
-        return extension.Encoding(self.remainder, scales, self.places.table, int(self.step), self.stochastic_param)
-
     @property
     def encodes_param(self) -> bool:
         """True if parameters are encoded, rather than rounded to nearest."""

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex_npu.backends._torch_private import has_kernel
-from apex_npu.ops import aten_fused, elementwise, reference, reference_segments, segmented
+from apex_npu.ops import aten_fused, elementwise, reference, segmented
 from apex_npu.ops.dispatch import Rule
 
 logger = logging.getLogger("apex_npu")
@@ -143,7 +143,7 @@ class _Rows(NamedTuple):
     """The positions of segments in a buffer that is viewed as rows.
 
     Attributes:
-        ids: The index of the segment of each row; see ``reference_segments.segment_ids``.
+        ids: The index of the segment of each row; see ``reference.segment_ids``.
         padding: The elements that share a row with the end of a segment but belong to no segment.
     """
 
@@ -164,7 +164,7 @@ def _rows_of(starts: Tensor, lengths: Tensor, buffer: Tensor) -> _Rows | None:
     if found is None:
         counts = (lengths + _ROW_NUMEL - 1) // _ROW_NUMEL
         numel = buffer.numel() // _ROW_NUMEL
-        ids = reference_segments.segment_ids(starts // _ROW_NUMEL, counts, numel, buffer.device)
+        ids = reference.segment_ids(starts // _ROW_NUMEL, counts, numel, buffer.device)
         ends, free = starts + lengths, counts * _ROW_NUMEL - lengths
         before = torch.repeat_interleave(free.cumsum(0) - free, free)
         padding = torch.repeat_interleave(ends, free) + torch.arange(before.numel(), device=before.device) - before
@@ -205,7 +205,7 @@ def lamb_(
         _adam(kernel, *piece, lr=1.0, weight_decay=0.0, decoupled=True, **settings)
     # ``direction`` now holds the direction with the opposite sign.
     squares = _squared_norms(param, direction, rows, starts.numel())
-    ratio = reference_segments.trust_ratio(squares, options["max_weight_norm"])
+    ratio = reference.trust_ratio(squares, options["max_weight_norm"])
     factors = ratio[rows.ids[: param.numel() // _ROW_NUMEL]].unsqueeze(1)
     param.view(-1, _ROW_NUMEL).addcmul_(direction.view(-1, _ROW_NUMEL), factors, value=options["lr"])
 
@@ -220,7 +220,7 @@ def _squared_norms(param: Tensor, direction: Tensor, rows: _Rows, count: int) ->
             x.index_fill_(0, rows.padding, 0.0)
         torch.linalg.vector_norm(x.view(-1, _ROW_NUMEL), dim=1, out=norms[:numel])
     squares.square_()
-    lanes = reference_segments.lanes_of(numel, count, param.device)
+    lanes = reference.lanes_of(numel, count, param.device)
     partial = squares.new_zeros(2, count + 2, lanes)
     partial.scatter_add_(1, rows.ids.view(1, -1, lanes).expand(2, -1, -1), squares.view(2, -1, lanes))
     return partial.sum(2)[:, :-1]

@@ -9,14 +9,28 @@ As in ``elementwise.py``, each function declares an op on 1-D buffers, and ``gra
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from apex_npu._extension import extension
+from apex_npu.ops import cuda
 from apex_npu.ops.dispatch import Mutated, Op, Rule, Scratch
 from apex_npu.ops.encoded_calls import RunEncoding
-from apex_npu.ops.reference import add_, chunks, sum_of_squares, wide_dtype, write_back
-from apex_npu.ops.reference_segments import add_product_, segment_ids, segment_sums, trust_ratio, update_moments_
+from apex_npu.ops.reference import (
+    add_,
+    add_product_,
+    chunks,
+    segment_ids,
+    segment_sums,
+    sum_of_squares,
+    trust_ratio,
+    update_moments_,
+    wide_dtype,
+    write_back,
+)
 
 
 @Rule
@@ -151,6 +165,37 @@ def segment_add_(x: Mutated, y: Tensor, factors: Tensor, starts: Tensor, lengths
     factors = torch.cat([factors, factors.new_zeros(1)])
     for to, addend, owner in chunks((x, y, ids[: x.numel()])):
         to.addcmul_(addend, factors[owner])
+
+
+class Segments(NamedTuple):
+    """The positions of segments in the forms that kernels read, in the order of the ops' arguments.
+
+    Attributes:
+        starts: int64 on the host: the first element of each segment.
+        lengths: int64 on the host: the number of elements of each segment.
+        ids: int64 on the device: the index of the segment of each element of the buffer, ``len(starts)`` for padding;
+            see ``segment_ids``. None if the device's kernel does not need it.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    ids: Tensor | None
+
+    @staticmethod
+    def of(starts: Sequence[int], lengths: Sequence[int], numel: int, device: torch.device) -> Segments:
+        """Return the segments of a buffer of ``numel`` elements on ``device``."""
+        start, length = (torch.tensor(given, dtype=torch.int64, device="cpu") for given in (starts, lengths))
+        without_ids = (device.type == "cpu" and extension is not None) or (
+            device.type == "cuda" and cuda.takes_ranges()
+        )
+        return Segments(start, length, None if without_ids else segment_ids(start, length, numel, device))
+
+    def dots(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Return for each pair (a, b) of 1-D tensors a row: the sum of a · b over each segment; see ``segment_dot``."""
+        if self.ids is None:
+            return torch.stack([segment_dot(a, b, *self) for a, b in pairs])
+        count = self.starts.numel()
+        return segment_sums(pairs, self.ids, count, pairs[0][0].dtype)[:, :count]
 
 
 @Op

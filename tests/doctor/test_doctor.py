@@ -85,7 +85,7 @@ def test_an_extension_of_another_torch_is_broken(examine, monkeypatch, tmp_path)
 def test_no_extension_is_worth_a_note(examine, monkeypatch, tmp_path, switched_off):
     monkeypatch.setenv("APEX_NPU_NO_EXT", "1" if switched_off else "0")
     monkeypatch.setattr(_extension, "load", functools.partial(_extension.load, tmp_path / "missing"))
-    monkeypatch.setattr(checks.cpu, "available", False)
+    monkeypatch.setattr(_extension, "extension", None)
     _, found = examine()
     finding = found["C++ extension"]["apex_npu._C"]
     assert finding["state"] == "note"

@@ -9,7 +9,7 @@ import torch
 from devices import DEVICE
 from torch.testing._internal.two_tensor import TwoTensor  # a subclass that has no memory but that of two inside
 
-from apex_npu.ops import accumulate_, gather_, gather_torch, gathers_in_one_pass, unscale_grads
+from apex_npu.ops import accumulate_, gather, gather_, gathers_in_one_pass, unscale_grads
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 SHAPES = [(3, 5), (), (0,), (17,), (2, 3, 4), (40_000,)]
@@ -105,7 +105,7 @@ def test_numbers_whose_norm_is_out_of_range_are_finite(dtype, inv_scale):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes_that_torchs_kernel_lacks(monkeypatch, dtype, inv_scale):
     """bfloat16 and float64 on cuda: multiplied on lists, and checked by the largest number of each tensor."""
-    monkeypatch.setattr(gather_torch, "_checks_by_norms", lambda grad: True)
+    monkeypatch.setattr(gather, "_checks_by_norms", lambda grad: True)
 
     def refuse(*_):
         raise NotImplementedError("not implemented for this dtype")
@@ -115,7 +115,7 @@ def test_dtypes_that_torchs_kernel_lacks(monkeypatch, dtype, inv_scale):
     grads = [*make(dtype), torch.full((3, 5), largest, dtype=dtype, device=DEVICE)[:, ::2]]
     expected = [(grad.double() * inv_scale).to(dtype) for grad in grads]
     found_inf = torch.zeros(1, device=DEVICE)
-    gather_torch.unscale_grads(grads, inv_scale, found_inf)
+    gather.unscale_dense(grads, inv_scale, found_inf)
     assert found_inf.item() == 0  # they are looked at before they are multiplied
     for grad, want in zip(grads, expected, strict=True):
         assert torch.equal(grad, want)
@@ -125,11 +125,11 @@ def test_dtypes_that_torchs_kernel_lacks(monkeypatch, dtype, inv_scale):
                 grads = make(dtype)
                 grads[i].view(-1)[-1] = bad
                 found_inf.zero_()
-                gather_torch.unscale_grads(grads, inv_scale, found_inf)
+                gather.unscale_dense(grads, inv_scale, found_inf)
                 assert found_inf.item() == 1
-    gather_torch.unscale_grads(make(dtype), inv_scale, found_inf)
+    gather.unscale_dense(make(dtype), inv_scale, found_inf)
     assert found_inf.item() == 1  # what was found earlier stays
-    gather_torch.unscale_grads([torch.ones(0, dtype=dtype, device=DEVICE)], inv_scale, found_inf.zero_())
+    gather.unscale_dense([torch.ones(0, dtype=dtype, device=DEVICE)], inv_scale, found_inf.zero_())
     assert found_inf.item() == 0
 
 
@@ -172,7 +172,7 @@ def test_bad_input():
         ([ones], [TwoTensor(ones, ones)], TypeError, "with memory of their own"),
     ):
         with pytest.raises(error, match=message):
-            extension.gather_cpu(slots, grads, 1.0, None)
+            extension.gather_cpu(slots, grads, 1.0, None, False)
 
 
 @pytest.mark.parametrize("inv_scale", [1.0, 0.5])
@@ -198,15 +198,15 @@ def test_taking_gradients_in_one_call():
     params[0].grad = torch.full((3,), 8.0, dtype=torch.float16)
     params[1].grad = torch.full((3,), 16.0)
     slots = [torch.zeros(3) for _ in params]
-    assert take_grads(params, slots, 0.5) is None
+    assert take_grads(params, slots, 0.5, None) is None
     assert params[0].grad is slots[0]
     assert params[1].grad is slots[1]
     assert params[2].grad is None
     assert [s.tolist() for s in slots] == [[4.0] * 3, [8.0] * 3, [0.0] * 3]
     # An unsuitable one is refused before anything is written.
     params[2].grad = torch.ones(3).to_sparse()
-    assert take_grads(params, slots, 0.5) == 2
+    assert take_grads(params, slots, 0.5, None) == 2
     assert slots[1].tolist() == [8.0] * 3
     params[2].grad = TwoTensor(torch.ones(3), torch.ones(3))
-    assert take_grads(params, slots, 0.5) == 2
+    assert take_grads(params, slots, 0.5, None) == 2
     assert slots[1].tolist() == [8.0] * 3

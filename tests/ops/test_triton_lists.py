@@ -14,7 +14,7 @@ from triton_interpreter import DEVICE, mend
 
 from apex_npu import ops
 from apex_npu._extension import extension
-from apex_npu.ops import cuda, gather_cuda, grad_lists, segmented
+from apex_npu.ops import cuda, gather, grad_lists, segmented
 from apex_npu.ops.triton_kernels import launches, plans
 
 if extension is None:
@@ -112,7 +112,7 @@ def test_gradients_are_multiplied_and_checked_where_they_are(dtype, bad, factor)
     share = factor.to(wide) if isinstance(factor, torch.Tensor) else torch.tensor(factor, dtype=wide, device=DEVICE)
     wanted, versions = [(g.to(wide) * share).to(dtype) for g in grads], [g._version for g in grads]
     found_inf = torch.zeros(1, device=DEVICE)
-    gather_cuda.scale_listed(grad, factor, found_inf)
+    gather.scale_listed(grad, factor, found_inf)
     written = isinstance(factor, torch.Tensor) or factor != 1.0
     for got, want, version in zip(grads, wanted, versions, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
@@ -126,12 +126,12 @@ def test_gradients_are_multiplied_and_checked_where_they_are(dtype, bad, factor)
 @pytest.mark.parametrize("dtypes", [[F16], [BF16], [F32, BF16]], ids=["half", "bfloat16", "both"])
 @pytest.mark.parametrize("bad", [None, (0, 4099, math.nan), (6, 128, -math.inf), (3, 0, math.inf)])
 def test_narrow_gradients_are_checked_where_they_are_in_one_launch(dtypes, bad, monkeypatch):
-    monkeypatch.setattr(gather_cuda.gather_torch, "unscale_grads", None)  # how torch would check
+    monkeypatch.setattr(gather, "unscale_dense", None)  # how torch would check
     grad, grads, _ = listed(dtypes, begin=3, missing=(1,))
     if bad is not None:
         grads[bad[0] - (bad[0] > 1)][bad[1]] = bad[2]
     found_inf = torch.zeros(1, device=DEVICE)
-    gather_cuda.scale_listed(grad, 1.0, found_inf)
+    gather.scale_listed(grad, 1.0, found_inf)
     assert found_inf.item() == (bad is not None)
 
 
@@ -157,7 +157,7 @@ def test_without_triton_torch_does_the_same(factor, monkeypatch):
     for args in (step, beside):
         ops.adagrad_.kernels["cuda"](*args, **OPTIONS["adagrad_"])
     assert torch.equal(step[0], beside[0])
-    gather_cuda.scale_listed(grad, factor, found_inf)
+    gather.scale_listed(grad, factor, found_inf)
     assert all(map(torch.equal, grads, wanted))
     assert not found_inf.any()
 
