@@ -1,11 +1,10 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The state of an arena in fewer bytes than float32, and its runs; ``ops/state_codec.py`` has the formats."""
+"""The state of an arena in fewer bytes than float32; ``ops/state_codec.py`` has the formats."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +13,7 @@ from torch import Tensor
 from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.group_buffers import GroupBuffers
-from apex_npu.fusion.run import Run, StepCounts
-from apex_npu.ops import LOW_PRECISION, Places, RunEncoding, is_encoded
+from apex_npu.ops import LOW_PRECISION
 from apex_npu.ops.state_codec import (
     PARAM_PAIR,
     Piece,
@@ -258,56 +256,6 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class EncodedRun(Run):
-    """A run of an arena whose states are encoded: only the rule's own op, given ``encoding``, can read these."""
-
-    def __init__(self, group: GroupBuffers, counts: StepCounts, slots: range, *, elsewhere: bool = False) -> None:
-        """Make a run with the encoding of ``group``; the arguments are those of ``Run``."""
-        super().__init__(group, counts, slots, elsewhere=elsewhere)
-        begin, _ = group.span(slots)
-        segments = group.encoding.segments[slots.start : slots.stop]
-        self._places = Places([segment._replace(begin=segment.begin - begin) for segment in segments])
-        # Not a method of this object, which would refer to itself.
-        self.state = partial(_state_in_float32, self._of, self.stored)
-
-    @property
-    def encoding(self) -> RunEncoding:
-        """The argument of the rule's own op that describes how the operands are stored."""
-        of_group: GroupEncoding = self._group.encoding
-        remainder = self.stored(MASTER_PARAM) if MASTER_PARAM in of_group.formats else None
-        return RunEncoding(self._places, of_group.scales, self.step, remainder, of_group.stochastic_param)
-
-    def wide_param(self) -> Tensor:
-        """Return ``param`` in the state's dtype, decoded with its remainder."""
-        encoding = self.encoding
-        if not encoding.encodes_param:
-            return super().wide_param()
-        return encoding.decode_param(self.param, slice(0, self.param.numel()))
-
-    def wide_state(self, name: str) -> Tensor:
-        """Return ``stored(name)``, decoded."""
-        stored = self.stored(name)
-        return self.encoding.decode_state(name, stored) if is_encoded(stored) else stored
-
-    def write_back(self, param: Tensor, **states: Tensor) -> None:
-        """Encode ``param`` and the ``states``, as ``Run`` writes them back."""
-        kept = [(index, name, self.stored(name), states[name]) for index, name in enumerate(states)]
-        encoding = self.encoding
-        encoding.encode_run(param, self.param, [state for state in kept if is_encoded(state[2])])
-        if not encoding.encodes_param:
-            super().write_back(param)
-
-
-def _state_in_float32(of: Callable[[], GroupBuffers | None], stored: Callable[[str], Tensor], name: str) -> Tensor:
-    group: Any = of()
-    if name in group.encoding.formats:
-        raise TypeError(
-            f"{name!r} is stored in fewer bytes than float32, and only the rule's own op can read it: leave "
-            f"state_dtype out, or pass run.stored({name!r}) and run.encoding to that op"
-        )
-    return stored(name)
-
-
 def remainders_of(optimizer: Any) -> dict[Tensor, EncodedView]:
     """Return the masters of the 16-bit parameters of ``optimizer`` that have remainders, by parameter."""
     shown = {param: entry.get(MASTER_PARAM) for param, entry in optimizer.state.items()}
@@ -334,7 +282,7 @@ def encode_states(
     encoding = group.encoding
     if encoding is None:
         group.encoding = GroupEncoding(group, formats, positions, stochastic=stochastic, decodes_runs=decodes_runs)
-        group.make_run, group.counts_always = EncodedRun, group.encoding.draws_for_params
+        group.counts_always = group.encoding.draws_for_params
         if widens_grads and group.encoding.own_states and isinstance(group.grads, FlatGrads):
             group.grads.widen()
         return True

@@ -35,14 +35,12 @@ class GroupBuffers:
         kept: Parameters whose former memory may still be referenced from outside torch (a numpy array).
         has_buffer: Whether ``param_flat`` was made for the parameters; else it is the memory that a parameter had.
         encoding: A ``GroupEncoding`` if states are kept in fewer bytes than float32, else None.
-        make_run: The class of the group's runs if states are encoded; None: ``Run``.
         counts_always: Steps are also counted for rules without state, because stochastic rounding draws its random bits
             by the count.
     """
 
     has_buffer = True
     encoding: Any = None
-    make_run: Any = None
     counts_always = False
 
     def __init__(self, params: Sequence[Tensor], param_flat: Tensor, offsets: Sequence[int]) -> None:

@@ -6,16 +6,18 @@ from __future__ import annotations
 
 import struct
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from apex_npu.fusion.encoded_state import MASTER_PARAM
 from apex_npu.fusion.flat_buffer import FlatBuffer, numbers_in
 from apex_npu.fusion.grad_slots import ELSEWHERE, NONE
 from apex_npu.fusion.group_buffers import GroupBuffers
-from apex_npu.ops import RunEncoding, Segments
+from apex_npu.ops import Places, RunEncoding, Segments, is_encoded
 from apex_npu.ops.reference import segment_ids
 
 _T = TypeVar("_T")
@@ -62,7 +64,7 @@ class Run:
         """Run the ``slots`` of ``group``, whose steps are in ``counts``; ``elsewhere`` is the attribute."""
         # A weak reference, since the group holds its runs: a cycle would keep all memory until garbage collection.
         self._of = weakref.ref(group)
-        self._counts = counts
+        self._counts, self._encoding = counts, group.encoding
         self.slots, self.place = slots, group.places[slots.start]
         self.params = group.params[slots.start : slots.stop]
         self.elsewhere = elsewhere
@@ -75,6 +77,11 @@ class Run:
         self._grad: Tensor | None = None
         # Bound methods, because each step requests flat states and scratch memory.
         self.state = self.stored = _Slices(self._of, GroupBuffers.state_flat, self._span).__getitem__
+        if self._encoding is not None:
+            segments = self._encoding.segments[slots.start : slots.stop]
+            self._places = Places([segment._replace(begin=segment.begin - begin) for segment in segments])
+            # Not a method of this object, which would refer to itself.
+            self.state = partial(_state_in_float32, self._encoding.formats, self.stored)
         self.scratch = _Slices(self._of, GroupBuffers.scratch_flat, self._span).__getitem__
         self._remembered: dict[str, tuple[object, Any]] = {}
         self._kept: list[Any] | None = None
@@ -109,10 +116,16 @@ class Run:
     @property
     def encoding(self) -> RunEncoding | None:
         """The argument of the rule's own op if ``param`` or states are stored in fewer bytes, else None."""
-        return None
+        if self._encoding is None:
+            return None
+        remainder = self.stored(MASTER_PARAM) if MASTER_PARAM in self._encoding.formats else None
+        return RunEncoding(self._places, self._encoding.scales, self.step, remainder, self._encoding.stochastic_param)
 
     def wide_param(self) -> Tensor:
-        """Return ``param``, or if its dtype is narrower, a copy in the state's dtype for ``write_back``."""
+        """Return ``param``, or if its dtype is narrower or it is encoded, a copy for ``write_back``."""
+        encoding = self.encoding
+        if encoding is not None and encoding.encodes_param:
+            return encoding.decode_param(self.param, slice(0, self.param.numel()))
         if self.param.dtype == self._group.state_dtype:
             return self.param
         return self.scratch("param").copy_(self.param)
@@ -152,7 +165,8 @@ class Run:
 
     def wide_state(self, name: str) -> Tensor:
         """Return ``state(name)`` for any operator; if it is encoded, a decoded copy for ``write_back``."""
-        return self.state(name)
+        stored, encoding = self.stored(name), self.encoding
+        return stored if encoding is None or not is_encoded(stored) else encoding.decode_state(name, stored)
 
     def write_back(self, param: Tensor, **states: Tensor) -> None:
         """Round the result of ``wide_param``, changed by a rule, into ``param``; encode those of ``wide_state``.
@@ -161,7 +175,11 @@ class Run:
             param: The parameters.
             states: All results of ``wide_state``, by name, in the order of the rule.
         """
-        if param is not self.param:
+        encoding = self.encoding
+        if encoding is not None:
+            kept = [(index, name, self.stored(name), states[name]) for index, name in enumerate(states)]
+            encoding.encode_run(param, self.param, [state for state in kept if is_encoded(state[2])])
+        if param is not self.param and (encoding is None or not encoding.encodes_param):
             self.param.copy_(param)
 
     def segments(self, *, rows: bool = False) -> Segments:
@@ -192,6 +210,15 @@ class Run:
         """Return the run's parameters, each with its offset in the run's flat tensors, in elements."""
         offsets = self._group.grads.offsets
         return [(p, offsets[i] - self._span.start) for i, p in zip(self.slots, self.params, strict=True)]
+
+
+def _state_in_float32(encoded: Collection[str], stored: Callable[[str], Tensor], name: str) -> Tensor:
+    if name in encoded:
+        raise TypeError(
+            f"{name!r} is stored in fewer bytes than float32, and only the rule's own op can read it: leave "
+            f"state_dtype out, or pass run.stored({name!r}) and run.encoding to that op"
+        )
+    return stored(name)
 
 
 class StepCounts:
@@ -314,9 +341,8 @@ class Runs:
             keys = [key and (key, chunk) for key, chunk in zip(keys, group.chunk_of, strict=True)]
         if group.encoding is not None:
             group.encoding.divide(keys)
-        make = group.make_run or Run
         return [
-            make(group, self.counts, slots, elsewhere=ELSEWHERE in states[slots.start : slots.stop])
+            Run(group, self.counts, slots, elsewhere=ELSEWHERE in states[slots.start : slots.stop])
             for slots in _equal_neighbours(keys)
         ]
 
