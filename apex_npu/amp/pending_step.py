@@ -23,8 +23,8 @@ from apex_npu.amp.scaled_grads import NOT_SCALED, ScaledGrads
 from apex_npu.amp.session import current, warn_once
 from apex_npu.backends import number_on, numbers_on
 from apex_npu.backends._torch_private import labelled
-from apex_npu.distributed.part_sums import total_grad_norm
-from apex_npu.fusion import FlatGrads, HasFusedGroups, clip_coefficient
+from apex_npu.distributed.part_sums import clip_coefficient, total_grad_norm
+from apex_npu.fusion import FlatGrads, HasFusedGroups
 from apex_npu.ops import cats_lists, divides_in_update, masks_writes
 
 

@@ -14,8 +14,8 @@ from apex_npu._extension import extension
 from apex_npu.amp.grad_groups import GradGroup, dense_grad, sparse_grad, writable_grads
 from apex_npu.backends import number_on
 from apex_npu.fusion import FlatGrads, any_grads, drop_grads, grads_of, set_grads
+from apex_npu.fusion.flat_buffer import is_dense
 from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, NONE
-from apex_npu.fusion.layout import is_dense
 from apex_npu.ops import LOW_PRECISION, accumulate_, unscale_grads
 
 

@@ -1,6 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Sums and norms over whole sharded tensors, by one all-reduce of one vector for each process group."""
+"""Norms of gradients and clipping, in one pass over each flat buffer, and sums over whole sharded tensors.
+
+Parts of sharded tensors take one all-reduce of one vector for each process group.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from apex_npu import ops
 from apex_npu.distributed.consistency import all_reduce
 from apex_npu.fusion import FlatGrads
-from apex_npu.fusion.grad_clip import clip_coefficient, grad_operands, multiply_grads_, norm_and_coefficient, norm_of
-from apex_npu.fusion.grad_slots import InPlace
+from apex_npu.fusion.grad_slots import IN_BUFFER, InPlace
 from apex_npu.fusion.shards import Along, cut_of, is_partial, is_sharded, local_grad, local_part, mesh_groups
+from apex_npu.ops import is_grad_list, multiply_, norm, norm_to_clip, wide_dtype
 
 
 class PartSums:
@@ -78,7 +82,7 @@ def total_grad_norm(
     """
     norm_type = float(norm_type)
     plain, cut = _operands(flats, unfused, norm_type, InPlace.READ)
-    return _norm_of_whole(plain, cut, norm_type) if cut else norm_of(plain, norm_type, found_inf)
+    return _norm_of_whole(plain, cut, norm_type) if cut else _norm_of(plain, norm_type, found_inf)
 
 
 @torch.no_grad()
@@ -109,12 +113,12 @@ def clip_grad_norm_(
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
     plain, cut = _operands(flats, unfused, norm_type, InPlace.WRITE)
-    if cut:
-        total = _norm_of_whole(plain, cut, norm_type)
-        coefficient = clip_coefficient(total, max_norm, norm_type, error_if_nonfinite)
+    if not cut and len(plain) == 1 and not error_if_nonfinite and _is_flat(plain[0], norm_type):
+        total, coefficient = norm_to_clip(plain[0], max_norm)
     else:
-        total, coefficient = norm_and_coefficient(plain, max_norm, norm_type, error_if_nonfinite)
-    multiply_grads_(flats, plain + [part for _, parts in cut for part in parts], total, coefficient)
+        total = _norm_of_whole(plain, cut, norm_type) if cut else _norm_of(plain, norm_type)
+        coefficient = clip_coefficient(total, max_norm, norm_type, error_if_nonfinite)
+    _multiply(flats, plain + [part for _, parts in cut for part in parts], total, coefficient)
     return total
 
 
@@ -126,7 +130,7 @@ def _operands(
     if norm_type != 2.0:
         unfused = [*unfused, *chain.from_iterable(flat.full_params for flat in shards)]
         shards = []
-    plain = grad_operands(others, [p for p in unfused if not is_sharded(p)], norm_type, in_place)
+    plain = _whole_operands(others, [p for p in unfused if not is_sharded(p)], norm_type, in_place)
     cut = [(flat.full_params[0], flat.operands(in_place)) for flat in shards]
     grads = [_own_grad(p) for p in unfused if is_sharded(p) and p.grad is not None]
     cut += [(grad, [local_part(grad)]) for grad in grads]
@@ -148,7 +152,7 @@ def _norm_of_whole(plain: Sequence[Tensor], cut: Sequence[tuple[Tensor, list[Ten
     if p == 0.0:  # the number of tensors that are not all zeros, as in torch
         counts = torch.stack([torch.count_nonzero(part).float() for _, (part,) in cut])
         nonzero = (PartSums([like for like, _ in cut]).reduce(counts) != 0).sum().float()
-        return nonzero + norm_of(plain, p).to(nonzero.device)
+        return nonzero + _norm_of(plain, p).to(nonzero.device)
     # One number for all tensors that are divided in the same way.
     alike: dict[tuple[int, ...] | None, tuple[Tensor, list[Tensor]]] = {}
     for like, parts in cut:
@@ -169,5 +173,77 @@ def _to_power(grads: Sequence[Tensor], p: float, wide: torch.dtype, device: torc
     """Return the p-norm to the power of p, which can be added up; for infinite p the norm itself."""
     if not grads:
         return torch.full((), math.inf if p == -math.inf else 0.0, dtype=wide, device=device)
-    norm = norm_of(grads, p).to(device, wide)
+    norm = _norm_of(grads, p).to(device, wide)
     return norm if not math.isfinite(p) else norm.square() if p == 2.0 else norm**p
+
+
+def _multiply(flats: Sequence[FlatGrads], grads: Sequence[Tensor], total: Tensor, coefficient: Tensor) -> None:
+    """Multiply ``grads``, whose norm is ``total``, by ``coefficient``. They include the gradients of ``flats``."""
+    if total.device.type == "cpu" and coefficient == 1.0:
+        return  # multiplying would change nothing
+    for grad in grads:
+        multiply_(grad, coefficient.to(grad.device))
+    if all(map(is_grad_list, grads)):
+        return  # no padding is written
+    # 0 times a nan coefficient leaves nan in the padding. On a CPU the check is free.
+    if total.device.type != "cpu" or coefficient.isnan():
+        for flat in flats:
+            flat.memory.clear_padding()
+
+
+def clip_coefficient(norm: Tensor, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    """Return the 0-dim factor that clips gradients of this norm.
+
+    Raises:
+        RuntimeError: The norm is not finite, and ``error_if_nonfinite`` is set.
+    """
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"The total norm of order {float(norm_type)} for gradients is non-finite ({norm.item()}), so it cannot be "
+            "clipped. To scale with it anyway, set error_if_nonfinite=False"
+        )
+    return ops.clip_coefficient(norm, max_norm)
+
+
+def _whole_operands(
+    flats: Sequence[FlatGrads], unfused: Sequence[Tensor], norm_type: float, in_place: InPlace
+) -> list[Tensor]:
+    """Return all gradients in few pieces."""
+    found: list[Tensor] = []
+    for flat in flats:
+        if norm_type == 2.0:
+            found += flat.operands(in_place)
+        elif norm_type > 0:  # zeros in the padding add nothing; other "norms" count tensors or look for the smallest
+            found += flat.operands(InPlace.NO)
+        else:
+            found += [view for view, state in zip(flat.views, flat.gather(), strict=True) if state == IN_BUFFER]
+    return found + [p.grad.detach() for p in unfused if p.grad is not None]
+
+
+def _norm_of(grads: Sequence[Tensor], norm_type: float, found_inf: Tensor | None = None) -> Tensor:
+    """Return the norm of all ``grads`` together, 0-dim; for ``found_inf`` see ``ops.norm``."""
+    # A gradient without elements has neither a largest nor a smallest one.
+    grads = [grad for grad in grads if grad.numel() or 0 <= norm_type < math.inf]
+    if not grads:
+        return torch.tensor(0.0)
+    norms = [_norm(grad, norm_type, found_inf) for grad in grads]
+    if len(norms) == 1 and norm_type != 0.0:  # norm 0 counts tensors
+        return norms[0]
+    device, dtype = norms[0].device, max((n.dtype for n in norms), key=lambda d: d.itemsize)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(device, dtype) for n in norms]), norm_type)
+    return total
+
+
+def _is_flat(grad: Tensor, norm_type: float) -> bool:
+    return norm_type == 2.0 and grad.dim() == 1 and (is_grad_list(grad) or grad.is_contiguous())
+
+
+def _norm(grad: Tensor, norm_type: float, found_inf: Tensor | None) -> Tensor:
+    if found_inf is not None:
+        return norm(grad.reshape(-1), found_inf)
+    total: Tensor = (
+        norm(grad)
+        if _is_flat(grad, norm_type)
+        else torch.linalg.vector_norm(grad, norm_type, dtype=wide_dtype(grad.dtype))
+    )
+    return total

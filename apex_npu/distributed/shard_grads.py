@@ -20,8 +20,8 @@ from apex_npu.backends._torch_private import memory_of_shards
 from apex_npu.backends.script_warnings import warn
 from apex_npu.fusion import FlatGrads
 from apex_npu.fusion.grad_slots import InPlace
-from apex_npu.fusion.many_tensors import drop_grads, grads_of, increment_versions, set_grads
 from apex_npu.fusion.shards import is_sharded, local_grads, local_part, put_parts_inside
+from apex_npu.fusion.storage import drop_grads, grads_of, increment_versions, set_grads
 
 _PART = operator.attrgetter("_local_tensor")
 

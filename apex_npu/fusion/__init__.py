@@ -3,29 +3,37 @@
 """Flat buffers of many tensors: their layout, memory and gradients, and the runs of slots that step together."""
 
 from apex_npu.fusion.encoded_state import MASTER_PARAM, STORED_KEYS, EncodedView, encode_states, remainders_of
-from apex_npu.fusion.flat_buffer import FlatBuffer, address_range, fills_storage, plan
+from apex_npu.fusion.flat_buffer import FlatBuffer, address_range, fills_storage, is_dense, overlapping, plan
 from apex_npu.fusion.flat_grads import FlatGrads, check_combinable
-from apex_npu.fusion.fused_group import FusedGroup, HasFusedGroups
-from apex_npu.fusion.fusing import by_kind, combined, fuse, fuse_combined, not_combinable, step_in_place
-from apex_npu.fusion.grad_clip import clip_coefficient
-from apex_npu.fusion.group_buffers import ModelParamBuffer
-from apex_npu.fusion.layout import is_dense, overlapping
-from apex_npu.fusion.many_tensors import (
+from apex_npu.fusion.fused_group import (
+    FusedGroup,
+    HasFusedGroups,
+    by_kind,
+    combined,
+    fuse,
+    fuse_combined,
+    not_combinable,
+    step_in_place,
+)
+from apex_npu.fusion.group_buffers import ModelParamBuffer, OwnGrad
+from apex_npu.fusion.run import Run, row_count
+from apex_npu.fusion.storage import (
     WriteTable,
     any_grads,
     are_same,
+    change_data_ptr,
     drop_grads,
     grads_of,
     has_values,
     hold_values,
     increment_versions,
+    is_slot,
     low_precision_of,
     set_grads,
+    storage_view,
     swap_data,
+    wraps_tensors,
 )
-from apex_npu.fusion.own_grad import OwnGrad
-from apex_npu.fusion.run import Run, row_count
-from apex_npu.fusion.storage import change_data_ptr, is_slot, storage_view, wraps_tensors
 
 __all__ = [
     "MASTER_PARAM",
@@ -45,7 +53,6 @@ __all__ = [
     "by_kind",
     "change_data_ptr",
     "check_combinable",
-    "clip_coefficient",
     "combined",
     "drop_grads",
     "encode_states",

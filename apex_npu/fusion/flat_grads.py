@@ -18,10 +18,8 @@ from apex_npu._extension import extension
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import no_grad
 from apex_npu.fusion import grad_memory, grad_slots
-from apex_npu.fusion.addressed_grads import AddressedGrads
 from apex_npu.fusion.flat_buffer import plan
-from apex_npu.fusion.grad_copier import GradCopier
-from apex_npu.fusion.grad_memory import GradMemory
+from apex_npu.fusion.grad_memory import AddressedGrads, GradCopier, GradMemory
 from apex_npu.fusion.grad_slots import (
     ELSEWHERE,
     IN_BUFFER,
@@ -34,8 +32,7 @@ from apex_npu.fusion.grad_slots import (
     stretches,
     with_state,
 )
-from apex_npu.fusion.many_tensors import increment_versions
-from apex_npu.fusion.storage import SlotTable
+from apex_npu.fusion.storage import SlotTable, increment_versions
 from apex_npu.ops import cats_lists, gathers_in_one_pass, reads_listed, takes_addresses, takes_grads, unscale_grads
 
 _GRAD = attrgetter("grad")

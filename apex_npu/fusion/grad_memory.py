@@ -1,6 +1,10 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The memory of gradients: a flat buffer with a view for each slot. Between steps only the views may own it."""
+"""The memory of gradients, and how gradients get there.
+
+It is a flat buffer with a view for each slot. Between steps only the views may own it. A GPU copies all gradients in
+one pass, by a table of their addresses, as does the CPU's extension; ``GradCopier`` is for other devices.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,10 @@ from torch import Tensor
 
 from apex_npu._extension import extension
 from apex_npu.backends import is_capturing
-from apex_npu.fusion.flat_buffer import FlatBuffer
-from apex_npu.fusion.grad_slots import check_grad
+from apex_npu.fusion.flat_buffer import FlatBuffer, gaps_between
+from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, check_grad, places_of
 from apex_npu.fusion.storage import SlotTable, move_out
-from apex_npu.ops import cats_lists, reads_listed
+from apex_npu.ops import AddressTable, ListedSlots, cat_into, cats_lists, gather_, reads_listed
 
 # Buffers of at least this many elements are lent. A smaller float32 buffer takes at most 32 MiB, and is kept.
 LENT_NUMEL = 1 << 23
@@ -166,3 +170,144 @@ class GradMemory:
 def may_lend(slot: Tensor) -> bool:
     """Return True if new memory costs only its allocation: the device is not a CPU."""
     return slot.device.type != "cpu"
+
+
+class AddressedGrads:
+    """Copies gradients into the slots of one buffer, or lets kernels read and write them in place."""
+
+    def __init__(self, memory: GradMemory) -> None:
+        """Make an object for the buffer of ``memory``."""
+        self._memory = memory
+        self._table: AddressTable | None = None
+        self._slots: dict[tuple[int, int], ListedSlots] = {}
+
+    def add_addresses(self, listed: Tensor, slots: range) -> None:
+        """Add the addresses of the gradients of consecutive ``slots`` to the operand ``listed`` of kernels."""
+        key = slots.start, slots.stop
+        if key not in self._slots:
+            if len(self._slots) > 2 * len(self._memory.params):  # a step has no more runs than parameters
+                self._slots.clear()
+            offsets = self._memory.offsets[slots.start : slots.stop]
+            shapes = self._memory.shapes[slots.start : slots.stop]
+            begins = [offset - offsets[0] for offset in offsets]
+            self._slots[key] = ListedSlots(begins, [shape.numel() for shape in shapes])
+        self._slots[key].add_addresses(listed)
+
+    def take(
+        self,
+        flat: Tensor,
+        slots: Sequence[int] | None,
+        inv_scale: float,
+        found_inf: Tensor | None,
+    ) -> tuple[bytes, bool] | None:
+        """Copy gradients into ``slots`` of the buffer ``flat``; see ``FlatGrads.take``.
+
+        Returns:
+            The states of the slots afterwards, and whether the caller must still multiply and check all gradients: if
+            ``slots`` is None and some gradients were in the buffer before. None, with nothing done, if the kernel does
+            not compile.
+        """
+        memory, params = self._memory, self._memory.params
+        if self._table is None:
+            self._table = AddressTable(flat, memory.offsets, [p.numel() for p in params])
+        span = slots if isinstance(slots, range) else range(len(params))
+        chosen = None if slots is None or slots is span else slots
+        looked_at, addresses = params[span.start : span.stop], self._table.addresses
+
+        def look() -> Any:
+            views = memory.views[span.start : span.stop]
+            return memory.slots.addresses(looked_at, views, span.start, chosen, flat, addresses)
+
+        states, others, dtype, views_are_free = look()
+        if ELSEWHERE in states and not views_are_free:
+            memory.free_views()
+            states, others, dtype, _ = look()
+        apart = slots is None and IN_BUFFER in states and (inv_scale != 1.0 or found_inf is not None)
+        if ELSEWHERE in states:
+            scaling = (1.0, None) if apart else (inv_scale, found_inf)
+            grads = [grad for i in others if (grad := params[i].grad) is not None]
+            grads = memory.readable(others, grads) if others else []
+            if dtype is not None and not self._table.take(dtype, *scaling, span):
+                return None
+            if grads:
+                gather_([memory.views[i] for i in others], grads, *scaling)
+            self._show_views(states, span)
+            states = states.replace(bytes([ELSEWHERE]), bytes([IN_BUFFER]))
+        return states, apart
+
+    def _show_views(self, states: bytes, slots: range) -> None:
+        """Set the views of those ``slots`` whose state is ELSEWHERE as gradients of their parameters."""
+        params, views = self._memory.params, self._memory.views
+        if states.count(ELSEWHERE) < len(views):
+            taken = [slots.start + i for i in places_of(ELSEWHERE, states)]
+            params, views = [params[i] for i in taken], [views[i] for i in taken]
+        extension.set_grads(params, views)
+
+
+# An NPU copies this many tensors in one launch. Joining neighbours is faster if their batches are longer on average.
+_JOINED_COUNT = 48
+
+
+class GradCopier:
+    """Copies gradients into slots. Neighbours are copied together if this saves launches."""
+
+    def __init__(self, flat: Tensor, offsets: Sequence[int], shapes: Sequence[Tensor], *, pads: bool = False) -> None:
+        """Copy into ``flat``, whose slots begin at ``offsets`` and have the sizes and strides of ``shapes``.
+
+        With ``pads``, copies of neighbours also write zeros up to the next slot.
+        """
+        self._flat, self._offsets, self._shapes = flat, offsets, shapes
+        self._ends = [*offsets[1:], flat.numel()] if pads else []
+        self._joins = cats_lists(flat.device)
+        self._batched: tuple[list[int], list[range]] = ([], [])
+        self._zeros: dict[torch.dtype, Tensor] = {}
+
+    def copy_in(self, indices: list[int], views: list[Tensor], grads: list[Tensor]) -> None:
+        """Copy ``grads`` into the slots ``indices``, which have these ``views``."""
+        batches = self.batches(indices) if self._joins else []
+        if not batches or len(batches) * _JOINED_COUNT > len(indices) + _JOINED_COUNT:
+            gather_(views, grads)
+            return
+        rows = self._rows(indices, grads)
+        end = 0
+        for batch in batches:
+            begin, end = end, end + len(batch)
+            offsets = self._offsets[batch.start : batch.stop]
+            gaps = gaps_between(offsets, [row.numel() for row in rows[begin:end]])
+            stop = offsets[-1] + rows[end - 1].numel()
+            if self._ends:
+                gaps[-1] = self._ends[batch.stop - 1] - stop
+            stretch = self._flat[offsets[0] : stop + gaps[-1]]
+            cat_into(stretch, rows[begin:end], gaps, self._zeros_of(rows[begin].dtype, max(gaps)))
+
+    def _rows(self, indices: list[int], grads: list[Tensor]) -> list[Tensor]:
+        """Return ``grads`` as 1-D tensors, with their elements in the memory order of the slots ``indices``."""
+        shapes = [self._shapes[i] for i in indices]
+        in_order = [
+            a.stride() == b.stride() or (a.is_contiguous() and b.is_contiguous())
+            for a, b in zip(grads, shapes, strict=True)
+        ]
+        if not all(in_order):
+            grads = [
+                grad if alike else torch.empty_like(shape, device=grad.device).copy_(grad)
+                for grad, shape, alike in zip(grads, shapes, in_order, strict=True)
+            ]
+        return [grad.detach().as_strided((grad.numel(),), (1,)) for grad in grads]
+
+    def _zeros_of(self, dtype: torch.dtype, numel: int) -> Tensor:
+        zeros = self._zeros.get(dtype)
+        if zeros is None or zeros.numel() < numel:
+            zeros = self._zeros[dtype] = FlatBuffer(numel, dtype, self._flat.device).flat
+        return zeros
+
+    def batches(self, indices: list[int]) -> list[range]:
+        """Return the ranges of neighbours among ``indices``."""
+        if self._batched[0] != indices:
+            found = []
+            begin = 0
+            for k in range(1, len(indices) + 1):
+                if k == len(indices) or indices[k] != indices[k - 1] + 1:
+                    found.append(range(indices[begin], indices[k - 1] + 1))
+                    begin = k
+            self._batched = (indices, found)
+        return self._batched[1]

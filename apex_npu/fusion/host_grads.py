@@ -18,8 +18,8 @@ from torch import Tensor
 from apex_npu.backends.script_warnings import warn
 from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.grad_slots import InPlace, check_grad
-from apex_npu.fusion.many_tensors import WriteTable, drop_grads, grads_of, set_grads
 from apex_npu.fusion.run import Run
+from apex_npu.fusion.storage import WriteTable, drop_grads, grads_of, set_grads
 from apex_npu.ops import Call
 
 # Elements; a larger parameter is a chunk by itself.

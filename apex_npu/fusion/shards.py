@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from apex_npu.fusion.many_tensors import grads_of
+from apex_npu.fusion.storage import grads_of
 
 
 class Along(enum.Enum):

@@ -1,9 +1,10 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Re-points storages, makes views of a buffer with separate storages, and detects moved tensors.
+"""Re-points storages, makes views of a buffer with separate storages, and reads or writes thousands of tensors at once.
 
-The C++ extension (csrc/combine_tensors) re-points storages, so that all aliases follow. Without it no tensor moves:
-views share the buffer's storage, and ``is_slot`` is always false.
+The C++ extension (csrc/combine_tensors) re-points storages, so that all aliases follow, and takes 50 ns per tensor.
+``unfused.py`` documents the functions, and replaces them without the extension: then no tensor moves, views share the
+buffer's storage, and ``is_slot`` is always false.
 """
 
 from __future__ import annotations
@@ -18,27 +19,65 @@ from apex_npu.backends._torch_private import storage_use_count, wraps_tensors
 from apex_npu.backends.script_warnings import warn
 
 if extension is None:
-    from apex_npu.fusion.unfused import SlotTable, is_slot, storage_view, storage_views
+    from apex_npu.fusion.unfused import (
+        SlotTable,
+        WriteTable,
+        any_grads,
+        are_same,
+        drop_grads,
+        grads_of,
+        has_values,
+        hold_values,
+        increment_versions,
+        is_slot,
+        low_precision_of,
+        set_grads,
+        storage_view,
+        storage_views,
+        swap_data,
+    )
 else:
     from apex_npu._C import (  # type: ignore[assignment]
         SlotTable,
+        WriteTable,
+        any_grads,
+        are_same,
+        drop_grads,
+        grads_of,
+        has_values,
+        hold_values,
+        increment_versions,
         is_slot,
+        low_precision_of,
+        set_grads,
         storage_view,
         storage_views,
+        swap_data,
     )
 
 __all__ = [
     "SlotTable",
+    "WriteTable",
     "aliases_follow",
+    "any_grads",
+    "are_same",
     "change_data_ptr",
+    "drop_grads",
+    "grads_of",
     "has_unnamed_aliases",
+    "has_values",
+    "hold_values",
+    "increment_versions",
     "is_slot",
+    "low_precision_of",
     "move_out",
     "move_storages",
     "release_previous",
+    "set_grads",
     "storage_numel",
     "storage_view",
     "storage_views",
+    "swap_data",
     "wraps_tensors",
 ]
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Replacements of the C++ extension: for ``storage.py`` without moves, for ``many_tensors.py`` with Python loops."""
+"""Replacements of the C++ extension for ``storage.py``: nothing moves, and Python loops read and write tensors."""
 
 from __future__ import annotations
 

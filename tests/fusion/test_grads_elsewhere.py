@@ -13,7 +13,7 @@ from lockstep import assert_equal_params
 from torch import nn
 
 from apex_npu import optimizers
-from apex_npu.fusion import FlatGrads, fuse, grad_slots, many_tensors
+from apex_npu.fusion import FlatGrads, fuse, grad_slots, storage
 from apex_npu.fusion.grad_slots import InPlace
 from apex_npu.ops import is_grad_list
 
@@ -177,7 +177,7 @@ def test_a_negated_view_is_taken_with_its_sign(dtype):
 
 def test_a_gradient_on_another_device_is_refused():
     param, grad = nn.Parameter(torch.zeros(3)), torch.zeros(3, device="meta")
-    many_tensors.set_grads([param], [grad])  # as after the parameter has been moved
+    storage.set_grads([param], [grad])  # as after the parameter has been moved
     with pytest.raises(RuntimeError, match=r"parameter 0 .* is on cpu and has a gradient on meta"):
         FlatGrads.apart([param]).take()
     assert param.grad is grad

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from apex_npu.fusion.layout import extent_numel, is_dense, overlapping, padded_numel, plan_slots
+from apex_npu.fusion.flat_buffer import extent_numel, is_dense, overlapping, padded_numel, plan_slots
 
 
 # Worked out manually: round up to 16, add 32.

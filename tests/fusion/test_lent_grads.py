@@ -14,7 +14,7 @@ from torch import nn
 from apex_npu import amp, optimizers
 from apex_npu.fusion import FlatGrads, grad_memory
 from apex_npu.fusion.flat_buffer import FlatBuffer
-from apex_npu.fusion.grad_copier import GradCopier
+from apex_npu.fusion.grad_memory import GradCopier
 from apex_npu.ops import AddressTable
 from apex_npu.ops.grad_lists import SentTables
 

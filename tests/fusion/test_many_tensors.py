@@ -12,9 +12,10 @@ from torch import nn
 
 from apex_npu import optimizers
 from apex_npu._extension import extension
-from apex_npu.fusion import many_tensors, unfused
+from apex_npu.fusion import storage, unfused
 from apex_npu.fusion.flat_buffer import FlatBuffer
-from apex_npu.fusion.many_tensors import (
+from apex_npu.fusion.storage import (
+    SlotTable,
     WriteTable,
     any_grads,
     are_same,
@@ -25,17 +26,16 @@ from apex_npu.fusion.many_tensors import (
     increment_versions,
     low_precision_of,
 )
-from apex_npu.fusion.storage import SlotTable
 
 
 def versions_of(tensors):
     return [0 if tensor is None else tensor._version for tensor in tensors]
 
 
-FUNCTIONS = [name for name in many_tensors.__all__ if name in globals()]
+FUNCTIONS = [name for name in storage.__all__ if name in globals()]
 
 
-@pytest.fixture(autouse=True, params=[many_tensors, unfused], ids=["used here", "without the extension"])
+@pytest.fixture(autouse=True, params=[storage, unfused], ids=["used here", "without the extension"])
 def _implementation(request, monkeypatch):
     if request.param is unfused and request.node.get_closest_marker("skipif"):
         pytest.skip("tests the extension")

@@ -15,7 +15,7 @@ from triton_interpreter import INTERPRETED, mend
 
 from apex_npu import amp
 from apex_npu._extension import extension
-from apex_npu.fusion import FlatGrads, flat_grads, fused_group, fusing, grad_slots
+from apex_npu.fusion import FlatGrads, flat_grads, fused_group, grad_slots
 from apex_npu.fusion.graph_runs import GraphRuns, _DeviceStepCounts
 from apex_npu.fusion.run import Runs, StepCounts
 from apex_npu.ops import elementwise, encoded_calls, segmented
@@ -346,7 +346,7 @@ def test_states_in_fewer_bytes(spec, dtype, formats, request, monkeypatch):
 @pytest.fixture
 def counted_there(launched, monkeypatch):
     """As on a GPU step counts are on the device, which is the CPU, and can be in the capture of a graph."""
-    monkeypatch.setattr(fusing, "new_runs", lambda count, device, capturable: (
+    monkeypatch.setattr(fused_group, "new_runs", lambda count, device, capturable: (
         GraphRuns(count, device) if capturable else Runs(StepCounts(count))
     ))  # fmt: skip
     monkeypatch.setattr(capture, "check_groups", lambda *_: None)
