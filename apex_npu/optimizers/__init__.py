@@ -7,7 +7,7 @@ from apex_npu.optimizers.adagrad import FusedAdagrad
 from apex_npu.optimizers.adam import NpuFusedAdam
 from apex_npu.optimizers.adamp import NpuFusedAdamP
 from apex_npu.optimizers.adamw import NpuFusedAdamW
-from apex_npu.optimizers.base import FusedOptimizer
+from apex_npu.optimizers.base import FusedOptimizer, FusedOptions
 from apex_npu.optimizers.bert_adam import NpuFusedBertAdam
 from apex_npu.optimizers.ema import FusedEMA
 from apex_npu.optimizers.lamb import Lamb, NpuFusedLamb
@@ -15,7 +15,6 @@ from apex_npu.optimizers.mixed_precision_lamb import FusedMixedPrecisionLamb
 from apex_npu.optimizers.muon import NpuFusedMuon
 from apex_npu.optimizers.novograd import FusedNovoGrad
 from apex_npu.optimizers.nvidia import FusedAdam, FusedLAMB, FusedSGD
-from apex_npu.optimizers.options import FusedOptions
 from apex_npu.optimizers.rmsprop import NpuFusedRMSprop
 from apex_npu.optimizers.rmsprop_tf import NpuFusedRMSpropTF
 from apex_npu.optimizers.schedules import WarmupLR

@@ -12,9 +12,8 @@ from typing_extensions import Unpack
 
 from apex_npu.fusion import Run
 from apex_npu.ops import Call, adadelta_
-from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
+from apex_npu.optimizers.base import FusedOptimizer, FusedOptions, ParamGroup
 from apex_npu.optimizers.checks import check_non_negative, check_unit_interval
-from apex_npu.optimizers.options import FusedOptions
 
 
 class NpuFusedAdadelta(FusedOptimizer):

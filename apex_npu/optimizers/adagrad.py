@@ -12,9 +12,8 @@ from typing_extensions import Unpack
 
 from apex_npu.fusion import Run
 from apex_npu.ops import Call, adagrad_
-from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
+from apex_npu.optimizers.base import FusedOptimizer, FusedOptions, ParamGroup
 from apex_npu.optimizers.checks import check_bools, check_non_negative
-from apex_npu.optimizers.options import FusedOptions
 
 # Options of torch.optim.Adagrad's groups. NVIDIA's optimizer has no arguments for them.
 _OF_TORCH = {"lr_decay": 0.0, "initial_accumulator_value": 0.0}

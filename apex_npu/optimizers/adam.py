@@ -14,9 +14,8 @@ from typing_extensions import Unpack
 
 from apex_npu.fusion import Run
 from apex_npu.ops import Call, adam_
-from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
+from apex_npu.optimizers.base import FusedOptimizer, FusedOptions, ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bools
-from apex_npu.optimizers.options import FusedOptions
 
 
 class NpuFusedAdam(FusedOptimizer):

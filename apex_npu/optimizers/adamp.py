@@ -17,9 +17,8 @@ from apex_npu.fusion import Run, row_count
 from apex_npu.fusion.shards import Along
 from apex_npu.ops import Segments, segment_add_, segment_dot, wide_dtype
 from apex_npu.ops.reference import add_, bias_correction_of, update_moments_
-from apex_npu.optimizers.base import ParamGroup
+from apex_npu.optimizers.base import FusedOptions, ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bools, check_non_negative
-from apex_npu.optimizers.options import FusedOptions
 from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts, alone
 
 

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from apex_npu.optimizers.adam import NpuFusedAdam
-from apex_npu.optimizers.options import FusedOptions
+from apex_npu.optimizers.base import FusedOptions
 
 
 class NpuFusedAdamW(NpuFusedAdam):

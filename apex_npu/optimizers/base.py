@@ -8,7 +8,6 @@ import functools
 import inspect
 import logging
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -54,8 +53,8 @@ from apex_npu.optimizers.combined_accessors import CombinedAccessors
 from apex_npu.optimizers.failed_steps import end_failed_step
 from apex_npu.optimizers.fused_params import FusedParams
 from apex_npu.optimizers.scaler_argument import grad_scaler_of, handing_over
-from apex_npu.optimizers.shown_state import ShownState, StateSlot, saved
-from apex_npu.optimizers.state_dicts import check_encodable, check_state_dict, copy_loaded, with_ranges, without_tensors
+from apex_npu.optimizers.shown_state import ShownState, StateSlot
+from apex_npu.optimizers.state_dicts import StateDicts
 from apex_npu.optimizers.state_formats import Remainders, StateDtype, StateFormats
 
 logger = logging.getLogger("apex_npu")
@@ -64,7 +63,36 @@ ParamGroup = dict[str, Any]
 _PARAMS = itemgetter("params")
 
 
-class FusedOptimizer(CombinedAccessors, Optimizer):
+class FusedOptions(OfTorch, total=False):
+    """The keyword arguments of all fused optimizers. ``FusedOptimizer`` explains them.
+
+    Attributes:
+        fuse_grad_scaler: Let ``torch.amp.GradScaler.step`` leave unscaling and the overflow check to the step.
+        capturable: Count steps on the device, so that a CUDA graph can capture a step. No effect on a CPU.
+        state_dtype: The dtype of the states: torch.bfloat16 or ``"int8"``, for all or by name. None: float32.
+        store_param_remainders: Keep the 16 bits that 16-bit parameters lack of float32, and step them exactly;
+            ``"int8"``: keep 8 bits, rounded stochastically.
+        stochastic_rounding: Round updated bfloat16 parameters stochastically.
+        state_device: ``"cpu"`` keeps the state of parameters on an accelerator in host memory, and steps them there.
+        fused: Of torch's optimizers. No effect.
+        foreach: Of torch's optimizers. No effect.
+        differentiable: Of torch's optimizers; must be False.
+
+    Example::
+
+        >>> options: optimizers.FusedOptions = {"state_dtype": "int8"}
+        >>> optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=1e-3, **options)
+    """
+
+    fuse_grad_scaler: bool | None
+    capturable: bool
+    state_dtype: StateDtype
+    store_param_remainders: Remainders
+    stochastic_rounding: bool
+    state_device: torch.device | str | None
+
+
+class FusedOptimizer(CombinedAccessors, StateDicts):
     """A ``torch.optim.Optimizer`` that steps flat buffers instead of single tensors.
 
     Parameters, gradients and state of each device and dtype are in flat buffers. A step is one pass of one kernel over
@@ -133,8 +161,6 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     steps_parts: ClassVar[bool] = False
     # True if ``update`` accepts tensors as ``learning_rate``, ``run.step`` and ``run.found_inf``.
     supports_capture: ClassVar[bool] = False
-    # Other keys of the groups of torch's optimizer, added for its state dicts only.
-    torch_options: ClassVar[tuple[str, ...]] = ()
     # True if ``update`` reads ``p.grad`` rather than ``run.grad``: gradients are unscaled in place before it.
     reads_param_grads: ClassVar[bool] = False
     # True if ``update`` reads ``run.wide_grad()``.
@@ -328,7 +354,11 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             self._fuse_again(for_step=True)
         if self.capturable and is_capturing():
             check_captured_gradients(self)
-        gathered = self._gather()
+        for hosted in self._fused.hosted:
+            hosted.begin_step()
+        # A gradient may alias a parameter, which is about to be written: it is copied unless it cannot alias one.
+        in_place = InPlace.READ if self._all_in_slots else InPlace.WRITE
+        gathered = [(fused, fused.grads.gather(in_place=in_place)) for fused in self._fused.groups]
         runs: list[tuple[Run, ParamGroup]] = []
         begun = updated = 0
         try:
@@ -381,17 +411,6 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     def _update_parts(self, runs: list[tuple[Run, ParamGroup]]) -> None:
         """Update ``runs`` together, if parameters are sharded and the rule is not elementwise."""
         raise NotImplementedError
-
-    def _gather(self) -> list[tuple[FusedGroup, bytes]]:
-        """Make gradients readable by ``update``. Return for each group the states of its slots."""
-        found: list[tuple[FusedGroup, bytes]] = []
-        for hosted in self._fused.hosted:
-            hosted.begin_step()
-        # A gradient may alias a parameter, which is about to be written: it is copied unless it cannot alias one.
-        in_place = InPlace.READ if self._all_in_slots else InPlace.WRITE
-        for fused in self._fused.groups:
-            found.append((fused, fused.grads.gather(in_place=in_place)))
-        return found
 
     def _count(
         self,
@@ -548,64 +567,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             "optimizer with it, and load the state_dict() of this one"
         )
 
-    # State dicts, copies
-
-    def add_torch_options(self, group: ParamGroup) -> None:
-        """Add the keys that groups of torch's optimizer have, which torch.distributed.checkpoint reads."""
-        # Not this optimizer's capturable: with True, torch's optimizer would refuse the state dict on a CPU.
-        values = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
-        for name in self.torch_options:
-            group.setdefault(name, values[name])
-
-    def state_dict(self, *, encoded: bool = False) -> dict[str, Any]:
-        """Return the state dict, with torch.optim's names and float32 tensors for all state formats.
-
-        Args:
-            encoded: Save encoded states as they are stored: instead of a float32 tensor, a dict with the tensors
-                ``values`` and ``scales``, and their layout. Only an optimizer with the same formats can load it. A
-                remainder (``master_param``) belongs to the 16-bit parameter, which the model's state dict has.
-
-        Raises:
-            ValueError: ``encoded`` is true, and an encoded state belongs to a DTensor.
-        """
-        if not self.state_formats.are_special:
-            return super().state_dict()
-        if encoded:
-            check_encodable(self)
-        shown = self.state
-        try:
-            self.state = defaultdict(dict, saved(self, encoded=encoded))  # so that users' hooks also see tensors
-            return super().state_dict()
-        finally:
-            self.state = shown
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this optimizer, or of torch.optim's optimizer with the same rule.
-
-        State is copied in the precision of the state dict; torch's own method rounds it to the parameter's dtype.
-        Encoded state (``state_dict(encoded=True)``) is loaded without loss into the same formats.
-
-        Raises:
-            ValueError: Groups, parameters, shapes or hyper-parameters do not fit; the optimizer is unchanged.
-        """
-        loaded: dict[str, Any] = {}
-
-        def check_and_capture(_: Optimizer, final: dict[str, Any]) -> dict[str, Any]:
-            check_state_dict(self, final)
-            loaded.update(final)
-            return with_ranges(without_tensors(final) if self.on_host else final)
-
-        # The last pre-hook, so that it gets the state dict after users' hooks have changed it.
-        handle = self.register_load_state_dict_pre_hook(check_and_capture)
-        before = {"state": self.state, "param_groups": self.param_groups}
-        try:
-            super().load_state_dict(state_dict)
-            copy_loaded(self, loaded)
-        except BaseException:
-            self.__dict__.update(before)  # drop the state that torch has rounded, or shares
-            raise
-        finally:
-            handle.remove()
+    # Copies
 
     def __getstate__(self) -> dict[str, Any]:
         """The attributes that torch's optimizers pickle, and the flags that are not in ``defaults``."""
@@ -651,7 +613,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             list(map(self.state_names, groups)) == record.state_names
             and has_values(self.state, shown.entries)
             and hold_values(*shown.views)
-            and not shown.is_moved()
+            and not shown.table.broken(shown.tensors)
         )
 
     def _lists(self) -> list[list[Tensor]]:

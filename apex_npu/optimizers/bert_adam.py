@@ -12,9 +12,8 @@ from typing_extensions import Unpack
 
 from apex_npu.fusion import Run
 from apex_npu.ops import Call, adam_, segment_add_, segment_dot
-from apex_npu.optimizers.base import ParamGroup
+from apex_npu.optimizers.base import FusedOptions, ParamGroup
 from apex_npu.optimizers.checks import as_number, check_non_negative, check_unit_interval
-from apex_npu.optimizers.options import FusedOptions
 from apex_npu.optimizers.schedules import SCHEDULES, warmup_constant, warmup_cosine, warmup_linear, warmup_poly
 from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts
 

@@ -16,9 +16,8 @@ from apex_npu.backends import number_on
 from apex_npu.fusion import Run
 from apex_npu.ops import Call, lamb_, segment_add_, segment_dot, wide_dtype
 from apex_npu.ops.reference import trust_ratio, update_moments_
-from apex_npu.optimizers.base import ParamGroup
+from apex_npu.optimizers.base import FusedOptions, ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bools, naming
-from apex_npu.optimizers.options import FusedOptions
 from apex_npu.optimizers.state_dicts import copies_of_loaded
 from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts
 

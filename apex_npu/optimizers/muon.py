@@ -21,9 +21,8 @@ from apex_npu.fusion import Run, are_same
 from apex_npu.fusion.shards import is_sharded, local_part, matrix_cuts
 from apex_npu.ops import Matrices, new_directions, orthogonalize_, orthogonalize_stack_, product_dtype, sgd_
 from apex_npu.optimizers.adamw import NpuFusedAdamW
-from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
+from apex_npu.optimizers.base import FusedOptimizer, FusedOptions, ParamGroup
 from apex_npu.optimizers.checks import as_number, check_bool, check_bools, check_non_negative, naming
-from apex_npu.optimizers.options import FusedOptions
 
 # The defaults of groups with use_muon=False, which are AdamW's.
 _ADAMW: dict[str, Any] = {

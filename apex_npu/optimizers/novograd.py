@@ -14,9 +14,8 @@ from typing_extensions import Unpack
 
 from apex_npu.fusion import Run
 from apex_npu.ops import segment_add_, segment_dot, sgd_
-from apex_npu.optimizers.base import ParamGroup
+from apex_npu.optimizers.base import FusedOptions, ParamGroup
 from apex_npu.optimizers.checks import as_number, check_adam, check_bools, check_no_amsgrad
-from apex_npu.optimizers.options import FusedOptions
 from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts, alone
 
 

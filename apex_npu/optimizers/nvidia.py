@@ -19,10 +19,9 @@ from typing_extensions import Unpack
 
 from apex_npu.fusion import Run
 from apex_npu.ops import LOW_PRECISION, Call, adam_, chunks
-from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
+from apex_npu.optimizers.base import FusedOptimizer, FusedOptions, ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, check_bools, check_no_amsgrad, check_non_negative
 from apex_npu.optimizers.lamb import NpuFusedLamb, times
-from apex_npu.optimizers.options import FusedOptions
 from apex_npu.optimizers.sgd import NpuFusedSGD
 from apex_npu.optimizers.state_dicts import count_in_group
 from apex_npu.optimizers.state_formats import Remainders, StateDtype

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
+from apex_npu.optimizers.base import FusedOptimizer, FusedOptions, ParamGroup
 from apex_npu.optimizers.checks import check_bools, check_non_negative
-from apex_npu.optimizers.options import FusedOptions
 from apex_npu.optimizers.rmsprop import NpuFusedRMSprop
 
 

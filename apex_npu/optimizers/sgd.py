@@ -12,9 +12,8 @@ from typing_extensions import Unpack
 
 from apex_npu.fusion import Run
 from apex_npu.ops import Call, sgd_
-from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
+from apex_npu.optimizers.base import FusedOptimizer, FusedOptions, ParamGroup
 from apex_npu.optimizers.checks import as_number, check_bools, check_non_negative
-from apex_npu.optimizers.options import FusedOptions
 
 
 class NpuFusedSGD(FusedOptimizer):

@@ -47,23 +47,21 @@ class ShownState:
         entries: The dicts, one for each parameter.
         views: Columns (dict, name, view), for one call that compares all of them in every step.
         shows_new: State has been shown that ``remember`` has not recorded yet.
+        tensors: The views that are tensors. A script may give them other memory, as by ``v.data = v.data.to(device)``.
+        table: Their places.
     """
 
     def __init__(self) -> None:
         self.entries: list[dict[str, Any]] = []
         self.views: tuple[list[dict[str, Any]], list[str], list[Tensor]] = ([], [], [])
         self.shows_new = False
-        self._tensors: list[Tensor] = []
-        self._table = SlotTable([])
-
-    def is_moved(self) -> bool:
-        """Return True if a script has given a shown tensor other memory, as by ``v.data = v.data.to(device)``."""
-        return bool(self._table.broken(self._tensors))
+        self.tensors: list[Tensor] = []
+        self.table = SlotTable([])
 
     def adopt(self, rule: Any, slots: Iterable[StateSlot]) -> None:
         """Copy ``state``, from any source, into the buffers, and replace it by views of them."""
         slots = [slot for slot in slots if _is_counted(rule, slot)]
-        if self.is_moved():
+        if self.table.broken(self.tensors):
             for fused in {id(slot.fused): slot.fused for slot in slots}.values():
                 fused.renew_views()
                 fused.runs.counts.renew_views()
@@ -125,8 +123,8 @@ class ShownState:
         ]
         views = ([entry for entry, _, _ in rows], [name for _, name, _ in rows], [view for _, _, view in rows])
         self.entries, self.views, self.shows_new = entries, views, False
-        self._tensors = [view for view in views[2] if type(view) is Tensor]
-        self._table = SlotTable(self._tensors)
+        self.tensors = [view for view in views[2] if type(view) is Tensor]
+        self.table = SlotTable(self.tensors)
 
 
 def saved(rule: Any, *, encoded: bool) -> dict[Any, Any]:

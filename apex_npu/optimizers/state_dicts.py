@@ -1,24 +1,94 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Loading a state dict: the checks, all before anything changes, and the copies of its tensors."""
+"""State dicts of fused optimizers. Loading one checks it before anything changes, and copies its tensors."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from apex_npu.fusion import MASTER_PARAM, STORED_KEYS, EncodedView
 from apex_npu.fusion.shards import is_sharded
 from apex_npu.ops import LOW_PRECISION
 from apex_npu.ops.state_codec import scale_count
 from apex_npu.optimizers.checks import as_number, naming
+from apex_npu.optimizers.shown_state import saved
+from apex_npu.optimizers.state_formats import StateFormats
 
 # Options of torch's optimizers that change the rule, and that some optimizers of this package lack.
 _RULE_OPTIONS = ("amsgrad", "maximize")
+
+
+class StateDicts(Optimizer):
+    """A base class of ``FusedOptimizer``, which sets these attributes and has the rule."""
+
+    # Other keys of the groups of torch's optimizer, added for its state dicts only.
+    torch_options: ClassVar[tuple[str, ...]] = ()
+    state_formats: StateFormats
+    on_host: bool
+
+    def add_torch_options(self, group: dict[str, Any]) -> None:
+        """Add the keys that groups of torch's optimizer have, which torch.distributed.checkpoint reads."""
+        # Not this optimizer's capturable: with True, torch's optimizer would refuse the state dict on a CPU.
+        values = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
+        for name in self.torch_options:
+            group.setdefault(name, values[name])
+
+    def state_dict(self, *, encoded: bool = False) -> dict[str, Any]:
+        """Return the state dict, with torch.optim's names and float32 tensors for all state formats.
+
+        Args:
+            encoded: Save encoded states as they are stored: instead of a float32 tensor, a dict with the tensors
+                ``values`` and ``scales``, and their layout. Only an optimizer with the same formats can load it. A
+                remainder (``master_param``) belongs to the 16-bit parameter, which the model's state dict has.
+
+        Raises:
+            ValueError: ``encoded`` is true, and an encoded state belongs to a DTensor.
+        """
+        if not self.state_formats.are_special:
+            return super().state_dict()
+        if encoded:
+            _check_encodable(self)
+        shown = self.state
+        try:
+            self.state = defaultdict(dict, saved(self, encoded=encoded))  # so that users' hooks also see tensors
+            return super().state_dict()
+        finally:
+            self.state = shown
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this optimizer, or of torch.optim's optimizer with the same rule.
+
+        State is copied in the precision of the state dict; torch's own method rounds it to the parameter's dtype.
+        Encoded state (``state_dict(encoded=True)``) is loaded without loss into the same formats.
+
+        Raises:
+            ValueError: Groups, parameters, shapes or hyper-parameters do not fit; the optimizer is unchanged.
+        """
+        loaded: dict[str, Any] = {}
+
+        def check_and_capture(_: Optimizer, final: dict[str, Any]) -> dict[str, Any]:
+            _check_state_dict(self, final)
+            loaded.update(final)
+            return _with_ranges(_without_tensors(final) if self.on_host else final)
+
+        # The last pre-hook, so that it gets the state dict after users' hooks have changed it.
+        handle = self.register_load_state_dict_pre_hook(check_and_capture)
+        before = {"state": self.state, "param_groups": self.param_groups}
+        try:
+            super().load_state_dict(state_dict)
+            _copy_loaded(self, loaded)
+        except BaseException:
+            self.__dict__.update(before)  # drop the state that torch has rounded, or shares
+            raise
+        finally:
+            handle.remove()
 
 
 def _indexed_params(state_dict: dict[str, Any], param_groups: list[dict[str, Any]]) -> list[tuple[int, Tensor]]:
@@ -28,7 +98,7 @@ def _indexed_params(state_dict: dict[str, Any], param_groups: list[dict[str, Any
     return list(zip(indices, params, strict=False))
 
 
-def check_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
+def _check_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """Require a state dict of the rule and the parameters of ``optimizer``.
 
     Raises:
@@ -75,7 +145,7 @@ def _no_state_of_an_optimizer(owner: str, given: dict[str, Any]) -> str:
     )
 
 
-def with_ranges(state_dict: dict[str, Any]) -> dict[str, Any]:
+def _with_ranges(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return ``state_dict`` with consecutive parameter numbers as ranges, which torch searches faster than lists."""
 
     def ranged(numbers: list[Any]) -> Any:
@@ -87,7 +157,7 @@ def with_ranges(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "param_groups": groups}
 
 
-def without_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
+def _without_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return ``state_dict`` with numbers in place of tensors, all of which torch would copy to the accelerator."""
 
     def emptied(value: Any) -> Any:
@@ -99,7 +169,7 @@ def without_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": state}
 
 
-def copy_loaded(optimizer: Any, state_dict: dict[str, Any]) -> None:
+def _copy_loaded(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """Copy the state of ``state_dict`` to ``optimizer``, which has loaded it, in the saved precision.
 
     torch's own method rounds state to the parameter's dtype, or shares its memory.
@@ -161,7 +231,7 @@ def copies_of_loaded(optimizer: Any, state_dict: dict[str, Any]) -> Iterator[tup
                 yield param, name, value.detach().to(device if value.dim() else value.device, copy=True)
 
 
-def check_encodable(optimizer: Any) -> None:
+def _check_encodable(optimizer: Any) -> None:
     """Require that ``state_dict(encoded=True)`` can save all encoded states of ``optimizer``.
 
     Raises:
@@ -214,7 +284,7 @@ def _stored_problems(
 
 
 def _state_shapes(optimizer: Any, group: dict[str, Any], param: Tensor) -> dict[str, torch.Size]:
-    # Any rule may have stepped masters; see ``copy_loaded``.
+    # Any rule may have stepped masters; see ``_copy_loaded``.
     names = (*optimizer.state_names(group), *optimizer.optional_states, MASTER_PARAM)
     shapes = {name: torch.Size() if name in optimizer.scalar_states else param.shape for name in names}
     return {"step": torch.Size(), **shapes} if optimizer.shows_step(group) else shapes
