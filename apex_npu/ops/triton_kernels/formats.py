@@ -16,10 +16,9 @@ import triton
 import triton.language as tl
 
 from apex_npu.ops import state_codec
-from apex_npu.ops.triton_kernels.arithmetic import block_offsets, divide, number, root
+from apex_npu.ops.triton_kernels.arithmetic import GO, block_offsets, divide, number, root, unless_overflowed
 from apex_npu.ops.triton_kernels.chunks import ROW_COLUMNS
 from apex_npu.ops.triton_kernels.gather import load_listed
-from apex_npu.ops.triton_kernels.numbers import GO, unless_overflowed
 from apex_npu.ops.triton_kernels.sums import range_offsets
 
 _COLUMNS = tl.constexpr(5)  # columns of Encoding.places

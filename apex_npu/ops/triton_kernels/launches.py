@@ -1,15 +1,17 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The launches of an op, as data; all kernels are compiled before the first one runs."""
+"""The launches of an op, as data, and checks of their operands; all kernels are compiled before the first one runs."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from apex_npu.ops.reference import FLOATS
 
 
 class Launch(NamedTuple):
@@ -151,3 +153,32 @@ def _add_kinds(kinds: list[Hashable], args: tuple[Any, ...]) -> None:
             _add_kinds(kinds, argument)
         elif type(argument) is not float:  # floats are never specialized, and have fixed positions in each kernel
             kinds += (argument % 16 == 0, argument == 1)
+
+
+# The dtypes of operands, if some are encoded.
+STORED = FLOATS | {torch.int8, torch.uint8, torch.int16}
+
+
+def check_operands(op: str, dtypes: Set[torch.dtype] = FLOATS, **operands: Tensor | None) -> None:
+    """Check that a kernel does not read or write past the end of an operand, or misread it; it has no check itself.
+
+    Raises:
+        ValueError: Operands differ in length or device, are not contiguous, or have a dtype that is not in ``dtypes``.
+    """
+    first, like = next((name, tensor) for name, tensor in operands.items() if tensor is not None)
+    numel, device = like.numel(), like.device
+    for name, tensor in operands.items():
+        if tensor is None:
+            continue
+        if tensor.numel() != numel or tensor.device != device:
+            problem = f"has {tensor.numel()} elements on {tensor.device}, but {first} has {numel} on {device}"
+        elif not tensor.is_contiguous():
+            problem = f"has stride {tensor.stride()}: call contiguous() on it"
+        elif tensor.dtype not in dtypes:
+            problem = f"has dtype {tensor.dtype}, which is not one of {', '.join(sorted(map(str, dtypes)))}"
+        else:
+            continue
+        raise ValueError(
+            f"{op}: {name} {problem}. Operands are contiguous flat buffers of one length on one device. "
+            "Nothing has been written"
+        )

@@ -22,11 +22,10 @@ from apex_npu.ops import elementwise, segmented
 from apex_npu.ops.dispatch import Op, Rule
 from apex_npu.ops.grad_lists import Addresses, addresses_of, dense, is_grad_list, with_memory
 from apex_npu.ops.reference import wide_dtype
-from apex_npu.ops.triton_kernels import gather, lamb, numbers, rules, sums
+from apex_npu.ops.triton_kernels import arithmetic, gather, rules, sums
 from apex_npu.ops.triton_kernels.chunks import Chunks
 from apex_npu.ops.triton_kernels.formats import Encoding
-from apex_npu.ops.triton_kernels.launches import Launch, Plan, kind
-from apex_npu.ops.triton_kernels.operands import STORED, check_operands
+from apex_npu.ops.triton_kernels.launches import STORED, Launch, Plan, check_operands, kind
 
 # Elements of a program: eight for each thread, two loads of 16 bytes for float32.
 _BLOCK, _WARPS = 1024, 4
@@ -40,7 +39,7 @@ _PLAIN = Encoding()
 
 
 class _Numbers(NamedTuple):
-    """The numbers that depend on a step's learning rate and count; ``numbers.py`` has their meaning.
+    """The numbers that depend on a step's learning rate and count; ``arithmetic.py`` has their meaning.
 
     Attributes:
         on_device: The tensor from which kernels read the numbers, after ``launches``; None: the other attributes.
@@ -60,13 +59,13 @@ class _Numbers(NamedTuple):
         """Compute the numbers of a step. Without ``betas`` there is no bias correction."""
         lr, step, found_inf = given.lr, getattr(given, "step", 0), given.found_inf
         if isinstance(lr, Tensor) or isinstance(step, Tensor) or found_inf is not None:
-            on_device = given.param.new_empty(numbers.COUNT, dtype=torch.float64)
+            on_device = given.param.new_empty(arithmetic.COUNT, dtype=torch.float64)
             lr_tensor, rate = (_beside(lr, given.param), 0.0) if isinstance(lr, Tensor) else (None, lr)
             step_tensor, count = (_beside(step, given.param), 0.0) if isinstance(step, Tensor) else (None, float(step))
             logs = [math.log(beta) if beta else -math.inf for beta in betas or (0.0, 0.0)]
             tensors = (on_device, lr_tensor, step_tensor, _beside(found_inf, given.param))
             args = (*tensors, rate, count, *logs, decay)
-            launch = Launch(numbers.step_numbers, 1, args, {"CORRECTED": betas is not None}, 1)
+            launch = Launch(arithmetic.step_numbers, 1, args, {"CORRECTED": betas is not None}, 1)
             return cls(on_device=on_device, launches=(launch,))
         correction1, correction2 = (1 - betas[0] ** step, 1 - betas[1] ** step) if betas else (1.0, 1.0)
         return cls(
@@ -240,15 +239,15 @@ def lamb_(given: Arguments) -> Plan | None:
     decays = (given.l2, given.decay)
     launches = [
         *known.launches,
-        _over_chunks(lamb.lamb_directions, chunks, (*operands, *arguments, *decays), flags | dtype | rounding),
+        _over_chunks(rules.lamb_directions, chunks, (*operands, *arguments, *decays), flags | dtype | rounding),
     ]
     if given.adapt:
         ratios = direction.new_empty(given.starts.numel())
         finish = (parts, ratios, chunks.firsts, count, given.max_weight_norm)
         where = (chunks.begins, chunks.ends, chunks.owners)
         move = (param, direction, ratios, known.on_device, encoding, *where, step, known.lr)
-        launches.append(_over_segments(lamb.lamb_ratios, ratios.numel(), finish, dtype))
-        launches.append(_over_chunks(lamb.lamb_step, chunks, move, dtype | rounding))
+        launches.append(_over_segments(rules.lamb_ratios, ratios.numel(), finish, dtype))
+        launches.append(_over_chunks(rules.lamb_step, chunks, move, dtype | rounding))
     return Plan(tuple(launches))
 
 
