@@ -43,10 +43,9 @@ from apex_npu.amp.user_casts import registered_patches
 from apex_npu.autocast.forward_cast import convert_model
 from apex_npu.backends._torch_private import onednn_computes
 from apex_npu.backends.script_warnings import warn
-from apex_npu.distributed.consistency import Description, broadcast_values, describe, failing_together
+from apex_npu.distributed.consistency import Description, GroupReference, broadcast_values, describe, failing_together
 from apex_npu.distributed.fully_sharded import HeldGradients
 from apex_npu.distributed.grad_reducer import ReduceOptions
-from apex_npu.distributed.group_reference import GroupReference
 from apex_npu.distributed.rank_progress import is_first_rank
 from apex_npu.distributed.torch_ddp import ddps_of, find_ddps, rebuild_reducer
 from apex_npu.ops import LOW_PRECISION

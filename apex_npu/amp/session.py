@@ -35,8 +35,8 @@ from apex_npu.autocast.forward_cast import CastForward
 from apex_npu.autocast.monkey_patches import compute_matrix_exp_in_float32
 from apex_npu.backends.patching import Patch, patch_attribute
 from apex_npu.backends.script_warnings import warn
+from apex_npu.distributed.consistency import GroupReference
 from apex_npu.distributed.fully_sharded import HeldGradients, units_of
-from apex_npu.distributed.group_reference import GroupReference
 from apex_npu.distributed.torch_ddp import KnownDDPs, adding_to, around_broadcast, dtypes_of, follow_dtypes, watch_ddps
 from apex_npu.ops import LOW_PRECISION
 

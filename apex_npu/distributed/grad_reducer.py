@@ -31,7 +31,7 @@ from apex_npu.distributed.buckets import (
     plan_buckets,
     waits_little,
 )
-from apex_npu.distributed.group_reference import GroupReference
+from apex_npu.distributed.consistency import GroupReference
 from apex_npu.distributed.rank_progress import RankProgress
 from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.grad_slots import NONE
