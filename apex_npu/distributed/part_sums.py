@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from apex_npu import ops
 from apex_npu.distributed.consistency import all_reduce
 from apex_npu.fusion import FlatGrads
 from apex_npu.fusion.grad_slots import IN_BUFFER, InPlace
 from apex_npu.fusion.shards import Along, cut_of, is_partial, is_sharded, local_grad, local_part, mesh_groups
-from apex_npu.ops import is_grad_list, multiply_, norm, norm_to_clip, wide_dtype
+from apex_npu.ops import norm, segmented, wide_dtype
+from apex_npu.ops.gather import multiply_
+from apex_npu.ops.grad_lists import is_grad_list
 
 
 class PartSums:
@@ -114,7 +115,7 @@ def clip_grad_norm_(
     max_norm, norm_type = float(max_norm), float(norm_type)
     plain, cut = _operands(flats, unfused, norm_type, InPlace.WRITE)
     if not cut and len(plain) == 1 and not error_if_nonfinite and _is_flat(plain[0], norm_type):
-        total, coefficient = norm_to_clip(plain[0], max_norm)
+        total, coefficient = segmented.norm_to_clip(plain[0], max_norm)
     else:
         total = _norm_of_whole(plain, cut, norm_type) if cut else _norm_of(plain, norm_type)
         coefficient = clip_coefficient(total, max_norm, norm_type, error_if_nonfinite)
@@ -202,7 +203,7 @@ def clip_coefficient(norm: Tensor, max_norm: float, norm_type: float, error_if_n
             f"The total norm of order {float(norm_type)} for gradients is non-finite ({norm.item()}), so it cannot be "
             "clipped. To scale with it anyway, set error_if_nonfinite=False"
         )
-    return ops.clip_coefficient(norm, max_norm)
+    return segmented.clip_coefficient(norm, max_norm)
 
 
 def _whole_operands(

@@ -80,11 +80,6 @@ class GroupEncoding:
                 keys[i] = keys[i], part
 
     @property
-    def draws_for_params(self) -> bool:
-        """True if parameters are rounded with random bits, which depend on the step count."""
-        return self.stochastic_param or self.formats.get(MASTER_PARAM) == torch.int8
-
-    @property
     def own_states(self) -> tuple[str, ...]:
         """The names of the states that are shown in addition to the rule's."""
         return (MASTER_PARAM,) if MASTER_PARAM in self.formats else ()
@@ -281,8 +276,9 @@ def encode_states(
     """
     encoding = group.encoding
     if encoding is None:
-        group.encoding = GroupEncoding(group, formats, positions, stochastic=stochastic, decodes_runs=decodes_runs)
-        group.counts_always = group.encoding.draws_for_params
+        made = GroupEncoding(group, formats, positions, stochastic=stochastic, decodes_runs=decodes_runs)
+        group.encoding = made
+        group.counts_always = made.stochastic_param or made.formats.get(MASTER_PARAM) == torch.int8
         if widens_grads and group.encoding.own_states and isinstance(group.grads, FlatGrads):
             group.grads.widen()
         return True

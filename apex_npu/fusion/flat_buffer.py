@@ -15,7 +15,8 @@ from torch import Tensor
 
 from apex_npu.backends import for_device
 from apex_npu.fusion.storage import aliases_follow, has_unnamed_aliases, move_storages, storage_view, storage_views
-from apex_npu.ops import cat_into, cats_lists
+from apex_npu.ops import cats_lists
+from apex_npu.ops.gather import cat_into
 
 logger = logging.getLogger("apex_npu")
 

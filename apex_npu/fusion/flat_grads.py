@@ -33,7 +33,8 @@ from apex_npu.fusion.grad_slots import (
     with_state,
 )
 from apex_npu.fusion.storage import SlotTable, increment_versions
-from apex_npu.ops import cats_lists, gathers_in_one_pass, reads_listed, takes_addresses, takes_grads, unscale_grads
+from apex_npu.ops import cats_lists, unscale_grads
+from apex_npu.ops.gather import gathers_in_one_pass, reads_listed, takes_addresses, takes_grads
 
 _GRAD = attrgetter("grad")
 
@@ -395,7 +396,7 @@ class FlatGrads:
         """Return the gradients of consecutive ``slots`` for ``ops`` to read. No gradient may need gathering.
 
         The operand is 1-D and has ``numel`` elements from the first slot on. If it has no memory, only ops can read it,
-        and ``ops.multiply_`` can write it if it is ``writable``.
+        and ``multiply_`` can write it if it is ``writable``.
         """
         if not self.reads_in_place:
             return self._joined(slots, numel)
@@ -410,7 +411,7 @@ class FlatGrads:
         """Return all gradients in few 1-D pieces: one ``operand`` if some are ELSEWHERE, else stretches of the buffer.
 
         Args:
-            in_place: READ if ``ops`` read the pieces, WRITE if ``ops.multiply_`` writes them; NO for any operator.
+            in_place: READ if ``ops`` read the pieces, WRITE if ``multiply_`` writes them; NO for any operator.
         """
         states = self.gather(in_place=in_place)
         # Gradients in slots are also listed, so that nothing writes to padding, which would have to be cleared.

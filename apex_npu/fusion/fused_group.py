@@ -111,14 +111,10 @@ def new_runs(count: int, device: torch.device, *, capturable: bool) -> Runs:
     return GraphRuns(count, device) if on_device else Runs(StepCounts(count))
 
 
-def flat_over(param: Tensor) -> Tensor:
-    """Return the memory of ``param`` as a 1-D tensor."""
-    return param.detach().as_strided((param.numel(),), (1,), param.storage_offset())
-
-
 def step_in_place(param: Tensor, *, capturable: bool = False) -> FusedGroup:
     """Return a group of one parameter that is not moved, because its memory has another owner."""
-    group = FusedGroup([param], flat_over(param), [0], new_runs(1, param.device, capturable=capturable))
+    flat = param.detach().as_strided((param.numel(),), (1,), param.storage_offset())
+    group = FusedGroup([param], flat, [0], new_runs(1, param.device, capturable=capturable))
     group.has_buffer = False
     return group
 

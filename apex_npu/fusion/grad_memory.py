@@ -20,7 +20,9 @@ from apex_npu.backends import is_capturing
 from apex_npu.fusion.flat_buffer import FlatBuffer, gaps_between
 from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, check_grad, places_of
 from apex_npu.fusion.storage import SlotTable, move_out
-from apex_npu.ops import AddressTable, ListedSlots, cat_into, cats_lists, gather_, reads_listed
+from apex_npu.ops import cats_lists
+from apex_npu.ops.gather import AddressTable, cat_into, gather_, reads_listed
+from apex_npu.ops.grad_lists import ListedSlots
 
 # Buffers of at least this many elements are lent. A smaller float32 buffer takes at most 32 MiB, and is kept.
 LENT_NUMEL = 1 << 23

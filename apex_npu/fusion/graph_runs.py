@@ -7,7 +7,7 @@ The host only records which counts are equal.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -102,14 +102,15 @@ class _DeviceStepCounts(StepCounts):
         ]
         return list(self._labels)
 
-    def add(self, parts: Sequence[range], stretches: Sequence[slice], addend: float | Tensor) -> Iterable[int | Tensor]:
+    def add(self, runs: Sequence[Run], stretches: Sequence[slice], addend: float | Tensor) -> None:
         for stretch in stretches:
             if isinstance(addend, Tensor) or addend:
                 self._buffer.flat[stretch].add_(addend)
             self._new[stretch] = [False] * (stretch.stop - stretch.start)
         self.added = addend
         self._versions = self._version()  # without the extension, versions of views also count writes to the buffer
-        return (self._buffer.flat[part.start] for part in parts)
+        for run in runs:
+            run.step = self._buffer.flat[run.slots.start]
 
     def undo(self, slots: range) -> None:
         if self.added is not None:

@@ -18,7 +18,6 @@ from apex_npu.fusion.shards import local_grad, local_part
 from apex_npu.fusion.storage import (
     SlotTable,
     increment_versions,
-    is_slot,
     release_previous,
     storage_numel,
     storage_views,
@@ -124,11 +123,6 @@ class GroupBuffers:
         self._states: dict[str, _State] = {}
         self._scratch: dict[str, FlatBuffer] = {}
         self._used = bytearray(len(self.params))
-
-    @property
-    def in_slots(self) -> bool:
-        """True if all parameters are in fused buffers, where aliases can be detected; False if one was not moved."""
-        return all(map(is_slot, self.params))
 
     def span(self, slots: range) -> tuple[int, int]:
         """Return the range [begin, end) of the elements of consecutive ``slots``, padding included."""

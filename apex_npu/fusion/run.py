@@ -17,7 +17,8 @@ from apex_npu.fusion.encoded_state import MASTER_PARAM
 from apex_npu.fusion.flat_buffer import FlatBuffer, numbers_in
 from apex_npu.fusion.grad_slots import ELSEWHERE, NONE
 from apex_npu.fusion.group_buffers import GroupBuffers
-from apex_npu.ops import Places, RunEncoding, Segments, is_encoded
+from apex_npu.ops import Places, RunEncoding, Segments
+from apex_npu.ops.encoded_calls import is_encoded
 from apex_npu.ops.reference import segment_ids
 
 _T = TypeVar("_T")
@@ -264,18 +265,18 @@ class StepCounts:
         """Return True if counts have been written since the last ``add``, so that a run may have different counts."""
         return self._bytes.tobytes() != self._after
 
-    def add(self, parts: Sequence[range], stretches: Sequence[slice], addend: float | Tensor) -> Iterable[int | Tensor]:
-        """Add to the counts of all slots. The slots of one of ``parts`` have equal counts. Return the new counts.
+    def add(self, runs: Sequence[Run], stretches: Sequence[slice], addend: float | Tensor) -> None:
+        """Add to the counts of all slots of ``runs``, which are equal in a run, and set ``step`` of each run.
 
         Counts on a device are 0-dim tensors, and are added to by ``stretches`` of the same slots, in fewer launches.
         """
         self.added = self._bytes.tobytes()
-        found = []
-        for part in parts:
-            found.append(_FLOAT32.unpack_from(self.added, part.start * _SIZE)[0] + float(addend))
-            self._bytes[part.start * _SIZE : part.stop * _SIZE] = _FLOAT32.pack(found[-1]) * len(part)
+        for run in runs:
+            begin, end = run.slots.start * _SIZE, run.slots.stop * _SIZE
+            count = _FLOAT32.unpack_from(self.added, begin)[0] + float(addend)
+            self._bytes[begin:end] = _FLOAT32.pack(count) * len(run.slots)
+            run.step = int(count)
         self._after = self._bytes.tobytes()
-        return map(int, found)
 
     def undo(self, slots: range) -> None:
         """Undo ``add`` for ``slots``, if ``add`` has been called in this step."""
@@ -299,7 +300,6 @@ class Runs:
         self.counts = counts
         self.current: list[Run] = []
         self._states: bytes | None = None
-        self._slots: list[range] = []
         self._stretches: list[slice] = []
 
     def cut(self, group: GroupBuffers, states: bytes, on_cut: Callable[[range], None]) -> list[Run]:
@@ -317,15 +317,13 @@ class Runs:
                 on_cut(run.slots)
             stepping = [None if state == NONE else True for state in states]
             self._stretches = [slice(slots.start, slots.stop) for slots in _equal_neighbours(stepping)]
-            self._slots = [run.slots for run in self.current]
             self._states = states
         self.counts.added = None
         return self.current
 
     def count(self, addend: float | Tensor = 1.0) -> None:
         """Count one step for each run; ``addend`` is 0 if the rule has no state, or the step is skipped."""
-        for run, step in zip(self.current, self.counts.add(self._slots, self._stretches, addend), strict=True):
-            run.step = step
+        self.counts.add(self.current, self._stretches, addend)
 
     def forget(self) -> None:
         """Make the next step cut the runs again, after counts or param groups have been set."""

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from apex_npu.fusion import Run, row_count
+from apex_npu.fusion import Run
+from apex_npu.fusion.run import row_count
 from apex_npu.fusion.shards import Along
 from apex_npu.ops import Segments, segment_add_, segment_dot, wide_dtype
 from apex_npu.ops.reference import add_, bias_correction_of, update_moments_

@@ -25,20 +25,14 @@ from apex_npu._cli import hooks
 from apex_npu._extension import extension
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo, labelled, no_grad, torch_profiler
-from apex_npu.fusion import (
-    FlatGrads,
-    FusedGroup,
-    Run,
-    are_same,
-    drop_grads,
-    has_values,
-    hold_values,
-    increment_versions,
-)
+from apex_npu.fusion import FlatGrads, FusedGroup, Run, are_same, drop_grads, increment_versions, is_slot
 from apex_npu.fusion.grad_memory import GradMemory
 from apex_npu.fusion.grad_slots import IN_BUFFER, InPlace
 from apex_npu.fusion.host_grads import sending
-from apex_npu.ops import Call, joined, masks_writes, prepared
+from apex_npu.fusion.storage import has_values, hold_values
+from apex_npu.ops import Call, masks_writes
+from apex_npu.ops.aten_fused import joined
+from apex_npu.ops.cuda import prepared
 from apex_npu.optimizers.capture import check_capture, check_captured_gradients, refusal
 from apex_npu.optimizers.checks import (
     OfTorch,
@@ -334,11 +328,8 @@ class FusedOptimizer(CombinedAccessors, StateDicts):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if scaler is None:
+        with nullcontext() if scaler is None else handing_over(self, scaler):
             self._step()
-        else:
-            with handing_over(self, scaler):
-                self._step()
         return loss
 
     def _step(self) -> None:
@@ -641,7 +632,8 @@ class FusedOptimizer(CombinedAccessors, StateDicts):
         self.state_formats.apply(groups, self.param_groups, names, decodes_runs=not self.elementwise)
         self._flat_grads = self._fused.buffered()
         self._lending = [grads.memory for grads in self._flat_grads if grads.memory.lends]
-        self._all_in_slots = all(fused.in_slots for fused in groups)
+        # Aliases of parameters can be detected if all are in fused buffers.
+        self._all_in_slots = all(all(map(is_slot, fused.params)) for fused in groups)
         self._prepares = all(masks_writes(fused.param_flat.device) for fused in groups)
         if with_state:
             self._shown.adopt(self, self._slots())

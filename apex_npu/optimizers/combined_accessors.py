@@ -12,7 +12,8 @@ from torch import Tensor
 from apex_npu._extension import require_extension
 from apex_npu.backends._torch_private import disable_dynamo, labelled
 from apex_npu.distributed.part_sums import clip_grad_norm_
-from apex_npu.fusion import FusedGroup, HasFusedGroups, by_kind, combined, fuse_combined
+from apex_npu.fusion import FusedGroup, HasFusedGroups, by_kind, combined
+from apex_npu.fusion.fused_group import fuse_combined
 from apex_npu.optimizers.fused_params import FusedParams
 
 

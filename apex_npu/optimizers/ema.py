@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from apex_npu.autocast.float32_view import float32_tensors
 from apex_npu.distributed.fully_sharded import reshard
-from apex_npu.fusion import FlatBuffer, plan
+from apex_npu.fusion.flat_buffer import FlatBuffer, plan
 from apex_npu.fusion.shards import is_sharded, local_part, sharded_like
 from apex_npu.ops import wide_dtype
 from apex_npu.optimizers.checks import check_dtype, check_unit_interval

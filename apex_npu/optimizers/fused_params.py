@@ -15,17 +15,9 @@ from typing import TypeAlias
 from torch import Tensor
 
 from apex_npu.distributed.shard_grads import ShardGrads, finds_parts, memory_of_parts, wait_for_moved_parts
-from apex_npu.fusion import (
-    FlatGrads,
-    FusedGroup,
-    OwnGrad,
-    are_same,
-    fuse,
-    is_dense,
-    is_slot,
-    not_combinable,
-    step_in_place,
-)
+from apex_npu.fusion import FlatGrads, FusedGroup, are_same, fuse, is_dense, is_slot, not_combinable
+from apex_npu.fusion.fused_group import step_in_place
+from apex_npu.fusion.group_buffers import OwnGrad
 from apex_npu.fusion.host_grads import HostGrads, host_copy_of
 from apex_npu.fusion.shards import cut_of, is_sharded, local_part
 from apex_npu.optimizers.checks import can_be_stepped, check_params, takes_part

@@ -19,7 +19,8 @@ from typing_extensions import Unpack
 from apex_npu.distributed.matrix_exchange import MatrixExchange, MatrixPart
 from apex_npu.fusion import Run, are_same
 from apex_npu.fusion.shards import is_sharded, local_part, matrix_cuts
-from apex_npu.ops import Matrices, new_directions, orthogonalize_, orthogonalize_stack_, product_dtype, sgd_
+from apex_npu.ops import sgd_
+from apex_npu.ops.newton_schulz import Matrices, new_directions, orthogonalize_, orthogonalize_stack_, product_dtype
 from apex_npu.optimizers.adamw import NpuFusedAdamW
 from apex_npu.optimizers.base import FusedOptimizer, FusedOptions, ParamGroup
 from apex_npu.optimizers.checks import as_number, check_bool, check_bools, check_non_negative, naming

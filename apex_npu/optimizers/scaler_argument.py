@@ -29,9 +29,6 @@ def handing_over(optimizer: Any, grad_scaler: Any) -> Iterator[None]:
 
     They exist inside the context. If ``grad_scaler`` has not checked for overflow yet, it does so first.
     """
-    if grad_scaler is None:
-        yield
-        return
     state = grad_scaler._per_optimizer_states[id(optimizer)]
     if state["stage"] is OptState.READY:
         grad_scaler._check_inf_per_device(optimizer)

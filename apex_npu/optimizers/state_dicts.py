@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.fusion import MASTER_PARAM, STORED_KEYS, EncodedView
+from apex_npu.fusion import MASTER_PARAM, EncodedView
+from apex_npu.fusion.encoded_state import STORED_KEYS
 from apex_npu.fusion.shards import is_sharded
 from apex_npu.ops import LOW_PRECISION
 from apex_npu.ops.state_codec import scale_count
@@ -53,8 +54,14 @@ class StateDicts(Optimizer):
         """
         if not self.state_formats.are_special:
             return super().state_dict()
-        if encoded:
-            _check_encodable(self)
+        for param, entry in self.state.items() if encoded else ():
+            names = [name for name, value in entry.items() if isinstance(value, EncodedView)]
+            if names and is_sharded(param):
+                raise ValueError(
+                    f"{type(self).__name__}.state_dict(encoded=True): {names[0]!r} of a parameter of shape "
+                    f"{tuple(param.shape)} is sharded over processes (DTensor), and its encoding is not; leave encoded "
+                    "out"
+                )
         shown = self.state
         try:
             self.state = defaultdict(dict, saved(self, encoded=encoded))  # so that users' hooks also see tensors
@@ -229,22 +236,6 @@ def copies_of_loaded(optimizer: Any, state_dict: dict[str, Any]) -> Iterator[tup
                 yield param, name, EncodedView.of_stored(value, param, device)
             elif isinstance(value, Tensor):
                 yield param, name, value.detach().to(device if value.dim() else value.device, copy=True)
-
-
-def _check_encodable(optimizer: Any) -> None:
-    """Require that ``state_dict(encoded=True)`` can save all encoded states of ``optimizer``.
-
-    Raises:
-        ValueError: One belongs to a DTensor, of whose processes each has another part.
-    """
-    for param, entry in optimizer.state.items():
-        for name, value in entry.items():
-            if isinstance(value, EncodedView) and is_sharded(param):
-                raise ValueError(
-                    f"{type(optimizer).__name__}.state_dict(encoded=True): {name!r} of a parameter of shape "
-                    f"{tuple(param.shape)} is sharded over processes (DTensor), and its encoding is not; leave encoded "
-                    "out"
-                )
 
 
 def _is_stored(value: Any) -> bool:

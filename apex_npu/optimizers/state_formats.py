@@ -10,7 +10,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from apex_npu.fusion import MASTER_PARAM, EncodedView, FusedGroup, encode_states
+from apex_npu.fusion import MASTER_PARAM, EncodedView, FusedGroup
+from apex_npu.fusion.encoded_state import encode_states
 from apex_npu.fusion.shards import local_part, local_part_as, part_number
 from apex_npu.ops import LOW_PRECISION
 from apex_npu.ops.state_codec import LEAST_SCALE

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from apex_npu.distributed.part_sums import PartSums
-from apex_npu.fusion import Run, are_same, row_count
+from apex_npu.fusion import Run, are_same
+from apex_npu.fusion.run import row_count
 from apex_npu.fusion.shards import Along
 from apex_npu.ops import norm, segment_dot
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup

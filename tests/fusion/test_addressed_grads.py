@@ -18,7 +18,8 @@ from apex_npu._extension import extension
 from apex_npu.distributed.part_sums import clip_grad_norm_
 from apex_npu.fusion import FlatGrads, flat_grads, fuse, grad_slots
 from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, NONE
-from apex_npu.ops import AddressTable, gather, wide_dtype
+from apex_npu.ops import gather, wide_dtype
+from apex_npu.ops.gather import AddressTable
 from apex_npu.ops.triton_kernels import plans
 
 if extension is None:

@@ -15,7 +15,7 @@ from torch import nn
 from apex_npu import optimizers
 from apex_npu.fusion import FlatGrads, fuse, grad_slots, storage
 from apex_npu.fusion.grad_slots import InPlace
-from apex_npu.ops import is_grad_list
+from apex_npu.ops.grad_lists import is_grad_list
 
 pytestmark = needs_extension
 

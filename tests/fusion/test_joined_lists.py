@@ -8,7 +8,8 @@ from devices import DEVICE
 from torch import nn
 
 from apex_npu.fusion import FlatGrads
-from apex_npu.ops import cat_into, cats_lists
+from apex_npu.ops import cats_lists
+from apex_npu.ops.gather import cat_into
 from apex_npu.optimizers import NpuFusedSGD
 
 SHAPES = [(3, 5), (), (7,), (0,), (4, 4), (0, 3), (1, 6), (2, 3, 4), (17,), (1,)] * 6

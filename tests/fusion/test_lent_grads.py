@@ -15,7 +15,7 @@ from apex_npu import amp, optimizers
 from apex_npu.fusion import FlatGrads, grad_memory
 from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.grad_memory import GradCopier
-from apex_npu.ops import AddressTable
+from apex_npu.ops.gather import AddressTable
 from apex_npu.ops.grad_lists import SentTables
 
 pytestmark = [

@@ -12,7 +12,8 @@ import torch
 from devices import needs_extension
 from torch import nn
 
-from apex_npu.fusion import change_data_ptr, is_slot, storage, storage_view
+from apex_npu.fusion import is_slot, storage
+from apex_npu.fusion.storage import change_data_ptr, storage_view
 
 pytestmark = needs_extension
 

@@ -273,14 +273,14 @@ def conversions():
     halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(F16)
     halves = halves[~halves.isnan()].sort().values
     widened = torch.empty(halves.numel())
-    ops.gather_([widened], [halves])
+    ops.gather.gather_([widened], [halves])
     yield widened
     middles = (halves[1:].double() + halves[:-1].double()).float() / 2
     values = torch.cat([middles, middles.nextafter(torch.tensor(math.inf)), middles.nextafter(torch.tensor(-math.inf))])
     values = torch.cat([values, torch.tensor([65519.996, 65520.0, 1e30, -1e30, 1e-45, -1e-45, 3e38])])
     for dtype in (F16, BF16):
         narrowed = torch.empty(values.numel(), dtype=dtype)
-        ops.gather_([narrowed], [values])
+        ops.gather.gather_([narrowed], [values])
         yield narrowed
 
 
@@ -304,10 +304,10 @@ def test_conversions_are_torchs(dtype):
     )
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     wide = torch.empty(every.numel())
-    ops.gather_([wide], [every])
+    ops.gather.gather_([wide], [every])
     assert torch.equal(wide.nan_to_num(7.0, math.inf, -math.inf), every.float().nan_to_num(7.0, math.inf, -math.inf))
     back = torch.empty_like(every)
-    ops.gather_([back], [wide])
+    ops.gather.gather_([back], [wide])
     assert torch.equal(back.isnan(), every.isnan())
     assert torch.equal(back[~back.isnan()], every[~every.isnan()])
 

@@ -9,7 +9,8 @@ import torch
 from devices import DEVICE
 from torch.testing._internal.two_tensor import TwoTensor  # a subclass that has no memory but that of two inside
 
-from apex_npu.ops import accumulate_, gather, gather_, gathers_in_one_pass, unscale_grads
+from apex_npu.ops import accumulate_, gather, unscale_grads
+from apex_npu.ops.gather import gather_, gathers_in_one_pass
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 SHAPES = [(3, 5), (), (0,), (17,), (2, 3, 4), (40_000,)]

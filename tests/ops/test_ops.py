@@ -145,13 +145,13 @@ def test_one_call_for_neighbours_is_what_a_call_for_each_is(name):
     for op, operands, options in one_by_one:
         op(*operands, **options)
     got, alike = calls({}, {}, {"lr": 0.2})
-    found = ops.joined(alike)
+    found = aten_fused.joined(alike)
     assert [count for count, _ in found] == [2, 1]
     for _, (op, operands, options) in found:
         op(*operands, **options)
     assert all(map(torch.equal, got, expected))
     for other in ({"found_inf": torch.zeros(1)}, {"grad_scale": torch.ones(1)}, {"lr": 0.5}):
-        assert [count for count, _ in ops.joined(calls({}, other, {})[1])] == [1, 1, 1]
+        assert [count for count, _ in aten_fused.joined(calls({}, other, {})[1])] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("found_inf", [0.0, 2.0])
@@ -219,7 +219,7 @@ def test_norm_looks_for_elements_that_are_not_finite(dtype):
 @pytest.mark.parametrize("max_norm", [0.5, 1e4, torch.inf])
 def test_norm_and_what_clips_to_it(max_norm):
     for x in (torch.randn(5_001, device=DEVICE), torch.full((3,), torch.inf, device=DEVICE)):
-        norm, coefficient = ops.norm_to_clip(x, max_norm)
+        norm, coefficient = ops.segmented.norm_to_clip(x, max_norm)
         clipped = torch.nn.Parameter(torch.zeros_like(x))
         clipped.grad = torch.ones_like(x)  # multiplied by the coefficient alone
         torch.nn.utils.clip_grads_with_norm_([clipped], max_norm, norm)

@@ -39,7 +39,7 @@ from triton_cases import (
 
 from apex_npu import ops
 from apex_npu._extension import extension
-from apex_npu.ops import ListedSlots
+from apex_npu.ops.grad_lists import ListedSlots
 from apex_npu.ops.state_codec import Segment
 from apex_npu.ops.triton_kernels import launches, plans
 from apex_npu.ops.triton_kernels.launches import Plan

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from apex_npu.backends import for_device
-from apex_npu.fusion import FlatBuffer, change_data_ptr, fills_storage, plan, storage_view, wraps_tensors
-from apex_npu.fusion.flat_buffer import extent_numel, padded_numel
+from apex_npu.fusion import wraps_tensors
+from apex_npu.fusion.flat_buffer import FlatBuffer, extent_numel, fills_storage, padded_numel, plan
+from apex_npu.fusion.storage import change_data_ptr, storage_view
 
 __all__ = [
     "change_data_ptr", "combine_npu", "get_aligned_storage_size", "get_part_combined_tensor", "is_combined_tensor_valid"
