@@ -20,7 +20,7 @@ import torch
 
 _BUILT_FOR = Path(__file__).with_name("_C.torch_version")
 # The version of the functions in csrc/bindings.cpp.
-_API = 37
+_API = 38
 # To be run in a checkout, or with the sdist's name in place of the dot. Without --force-reinstall pip keeps the build
 # that is installed.
 REBUILD = "pip install --no-build-isolation --no-deps --force-reinstall ."

@@ -1,9 +1,8 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
-#include "fused_optim/codec_cpu.h"
-
 #include <algorithm>
 
+#include "fused_optim/kernels_cpu.h"
 #include "fused_optim/state_codec.h"
 #include "parallel.h"
 

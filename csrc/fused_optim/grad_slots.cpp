@@ -135,7 +135,7 @@ bool GradSlots::unscale(const Borrowed& params, const Borrowed& views, double fa
     from.push_back(&params[i]->grad());
     to.push_back(&params[i]->grad());
   }
-  gather_cpu(to, from, factor, found_inf);
+  gather_cpu(to, from, factor, found_inf, false);
   for (size_t i : taken) params[i]->mutable_grad() = *views[i];
   for (size_t i : written) {
     const at::Tensor& grad = params[i]->grad();
@@ -206,15 +206,14 @@ at::Tensor GradSlots::grad_list(const Borrowed& params, size_t first, int64_t nu
                     slots_.size(), " slots, got ", params.size(), " from slot ", first, " on");
   GradList grads(numel, params.size(), writable, device_.value_or(c10::kCPU));
   look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
-    if (grad.defined()) add_to(grads, grad, first + i, first);
+    if (!grad.defined()) return;
+    const Slot& slot = slots_[first + i];
+    TORCH_CHECK_VALUE(is_readable(grad, slot), "grad_list: the gradient of parameter ", first + i, ", ",
+                      grad.toString(), " of shape ", grad.sizes(), " with strides ", grad.strides(),
+                      ", cannot be read where it is");
+    grads.add(grad, slot.offset - slots_[first].offset);
   });
   return as_operand(std::move(grads), numel, slots_[first].dtype);
-}
-
-void GradSlots::add_to(GradList& grads, const at::Tensor& grad, size_t i, size_t first) const {
-  TORCH_CHECK_VALUE(is_readable(grad, slots_[i]), "grad_list: the gradient of parameter ", i, ", ", grad.toString(),
-                    " of shape ", grad.sizes(), " with strides ", grad.strides(), ", cannot be read where it is");
-  grads.add(grad, slots_[i].offset - slots_[first].offset);
 }
 
 std::optional<std::vector<at::Tensor>> GradSlots::take_up(const Borrowed& params, const at::Tensor& flat) {

@@ -29,8 +29,6 @@ struct GradStates {
   std::vector<int64_t> to_gather;  // the slots of ELSEWHERE gradients that cannot stay there
 };
 
-class GradList;
-
 // The places of gradients for a kernel on another device than the CPU.
 struct GradAddresses {
   std::string states;                   // one GradState for each parameter
@@ -95,7 +93,6 @@ class GradSlots {
   // whether it is alone.
   bool can_stay(const at::Tensor& grad, size_t i, InPlace in_place) const;
   bool is_readable(const at::Tensor& grad, const Slot& slot) const;
-  void add_to(GradList& grads, const at::Tensor& grad, size_t slot, size_t first) const;
 
   std::vector<Slot> slots_;
   std::optional<c10::Device> device_;

@@ -52,4 +52,15 @@ at::Tensor segment_dot_cpu(const at::Tensor& a, const at::Tensor& b, const at::T
 void segment_add_cpu(const at::Tensor& x, const at::Tensor& y, const at::Tensor& factors, const at::Tensor& starts,
                      const at::Tensor& lengths);
 
+// For rules that compute by torch's operators, which decode and encode the states of a whole run in one pass.
+// Computes values[i] = stored[i] for the parameters in `table` (see Encoding), and 0
+// between them. `stored` is bfloat16, or int8 or uint8 with scales; `values` is float32.
+void decode_state_cpu(const at::Tensor& stored, const std::optional<at::Tensor>& scales, const at::Tensor& table,
+                      const at::Tensor& values);
+
+// The inverse, rounded by the random bits of step `count` and of the index-th state of a rule. `values` may be
+// overwritten.
+void encode_state_cpu(const at::Tensor& values, const at::Tensor& stored, const std::optional<at::Tensor>& scales,
+                      const at::Tensor& table, int64_t count, int64_t index);
+
 }  // namespace apex_npu

@@ -13,8 +13,11 @@
 // fixed number of lanes.
 #pragma once
 
+#include <ATen/Version.h>
+
 #include <algorithm>
 #include <cstdint>
+#include <string>
 
 #include "prefetch.h"
 
@@ -39,8 +42,15 @@ namespace apex_npu {
 
 // Returns whether torch uses AVX2 on this machine, which includes float16 conversions. The environment variable
 // ATEN_CPU_CAPABILITY=default disables it here as in torch.
-bool has_avx2();
-bool has_avx512();
+inline bool has_avx2() {
+  static const bool has = at::get_cpu_capability().rfind("AVX", 0) == 0;  // AVX2 or AVX512
+  return has;
+}
+
+inline bool has_avx512() {
+  static const bool has = at::get_cpu_capability() == "AVX512";
+  return has;
+}
 
 namespace detail {
 
