@@ -102,14 +102,14 @@ class _DeviceStepCounts(StepCounts):
         ]
         return list(self._labels)
 
-    def add(self, runs: Sequence[Run], stretches: Sequence[slice], addend: float | Tensor) -> None:
-        for stretch in stretches:
+    def add(self, runs: Runs, addend: float | Tensor) -> None:
+        for stretch in runs.stretches:
             if isinstance(addend, Tensor) or addend:
                 self._buffer.flat[stretch].add_(addend)
             self._new[stretch] = [False] * (stretch.stop - stretch.start)
         self.added = addend
         self._versions = self._version()  # without the extension, versions of views also count writes to the buffer
-        for run in runs:
+        for run in runs.current:
             run.step = self._buffer.flat[run.slots.start]
 
     def undo(self, slots: range) -> None:

@@ -98,7 +98,7 @@ class Run:
         self._kept = self._kept or []
 
     def undo_count(self) -> None:
-        """Undo the count of a step by ``Runs.count``, because the step has failed."""
+        """Undo the count of a step by ``StepCounts.add``, because the step has failed."""
         self._counts.undo(self.slots)
 
     def per_param(self, name: str) -> Tensor:
@@ -265,13 +265,13 @@ class StepCounts:
         """Return True if counts have been written since the last ``add``, so that a run may have different counts."""
         return self._bytes.tobytes() != self._after
 
-    def add(self, runs: Sequence[Run], stretches: Sequence[slice], addend: float | Tensor) -> None:
-        """Add to the counts of all slots of ``runs``, which are equal in a run, and set ``step`` of each run.
+    def add(self, runs: Runs, addend: float | Tensor) -> None:
+        """Count one step for each of ``runs``; ``addend`` is 0 if the rule has no state, or the step is skipped.
 
-        Counts on a device are 0-dim tensors, and are added to by ``stretches`` of the same slots, in fewer launches.
+        Counts on a device are 0-dim tensors, and are added to by the ``stretches`` of ``runs``, in fewer launches.
         """
         self.added = self._bytes.tobytes()
-        for run in runs:
+        for run in runs.current:
             begin, end = run.slots.start * _SIZE, run.slots.stop * _SIZE
             count = _FLOAT32.unpack_from(self.added, begin)[0] + float(addend)
             self._bytes[begin:end] = _FLOAT32.pack(count) * len(run.slots)
@@ -291,6 +291,7 @@ class Runs:
     Attributes:
         counts: The step counts of the slots.
         current: The runs of the last step.
+        stretches: Their slots, in as few slices as possible.
         is_captured: A CUDA graph steps some of the runs.
     """
 
@@ -300,7 +301,7 @@ class Runs:
         self.counts = counts
         self.current: list[Run] = []
         self._states: bytes | None = None
-        self._stretches: list[slice] = []
+        self.stretches: list[slice] = []
 
     def cut(self, group: GroupBuffers, states: bytes, on_cut: Callable[[range], None]) -> list[Run]:
         """Cut the slots of ``group`` with a gradient into runs, unless the last runs still fit.
@@ -316,14 +317,10 @@ class Runs:
             for run in self.current:
                 on_cut(run.slots)
             stepping = [None if state == NONE else True for state in states]
-            self._stretches = [slice(slots.start, slots.stop) for slots in _equal_neighbours(stepping)]
+            self.stretches = [slice(slots.start, slots.stop) for slots in _equal_neighbours(stepping)]
             self._states = states
         self.counts.added = None
         return self.current
-
-    def count(self, addend: float | Tensor = 1.0) -> None:
-        """Count one step for each run; ``addend`` is 0 if the rule has no state, or the step is skipped."""
-        self.counts.add(self.current, self._stretches, addend)
 
     def forget(self) -> None:
         """Make the next step cut the runs again, after counts or param groups have been set."""

@@ -121,9 +121,11 @@ class Rule(Op[_P, None]):
                 return
             in_cpp = plain
             if encoding is not None:
-                states = zip(self.states, operands[2:], strict=False)
-                of_bytes = [name for name, state in states if state is not None and state.dtype.itemsize == 1]
-                scales = [encoding.scales[name] for name in of_bytes]
+                scales = [
+                    encoding.scales[name]
+                    for name, state in zip(self.states, operands[2:], strict=False)
+                    if state is not None and state.dtype.itemsize == 1
+                ]
                 others = encoding.places.table, int(encoding.step), encoding.stochastic_param
                 in_cpp = extension.Encoding(encoding.remainder, scales, *others)
             function(in_cpp, *operands, *{**defaults, **options}.values())

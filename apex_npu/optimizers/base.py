@@ -424,7 +424,7 @@ class FusedOptimizer(CombinedAccessors, StateDicts):
             for run in fused.runs.cut(fused, states, partial(self._show_states, fused)):
                 run.grad_scale, run.found_inf = scale, found_inf
                 runs.append((run, groups[run.place[0]]))
-            fused.runs.count(addend)  # last, because it can be undone
+            fused.runs.counts.add(fused.runs, addend)  # last, because it can be undone
         if len(gathered) > 1:
             # In the order of the lists, as in torch, since parameters may share memory.
             runs.sort(key=lambda pair: pair[0].place)
