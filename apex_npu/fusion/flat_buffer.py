@@ -23,6 +23,7 @@ logger = logging.getLogger("apex_npu")
 
 # In bytes: smaller buffers are not reported in the log.
 _ANNOUNCED = 2**20
+
 ALIGN_NUMEL = 16
 PAD_NUMEL = 32
 

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The memory of gradients, and how gradients get there.
 
-It is a flat buffer with a view for each slot. Between steps only the views may own it. A GPU copies all gradients in
-one pass, by a table of their addresses, as does the CPU's extension; ``GradCopier`` is for other devices.
+The memory is a flat buffer with a view for each slot. Between steps only the views may own it. Kernels of a GPU copy
+gradients by a table of their addresses (``AddressedGrads``). Devices without a kernel that copies all in one pass do so
+in batches (``GradCopier``).
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ def may_lend(slot: Tensor) -> bool:
 
 
 class AddressedGrads:
-    """Copies gradients into the slots of one buffer, or lets kernels read and write them in place."""
+    """Copies gradients into the slots of one buffer, or lets kernels read and write them where they are, on a GPU."""
 
     def __init__(self, memory: GradMemory) -> None:
         """Make an object for the buffer of ``memory``."""
