@@ -142,6 +142,19 @@ def test_what_is_lossy_follows_from_the_scaled_gradients(level, scale, options):
     assert r.total.largest_scale == math.floor(math.log2(scale)) + 15 - math.floor(math.log2(scaled[1].max()))
 
 
+def test_a_probe_measures_again_each_time_it_is_entered():
+    model, optimizer = set_up_rows(EXPONENTS, "O1")
+    probe = amp.debug.gradient_range(optimizer, probe=2.0**14)
+    with probe as first:
+        gradients(model, optimizer)
+    shown = str(first)
+    with probe as second:
+        gradients(model, optimizer)
+    assert second is not first
+    assert str(second) == str(first) == shown
+    assert second["fc.weight"].lost > 0
+
+
 @needs("inf")
 def test_where_the_probe_overflows_it_is_unknown():
     model, optimizer = set_up_rows([-30, 5], loss_scale=2.0**8)

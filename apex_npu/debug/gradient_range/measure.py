@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, overload
 
 import numpy as np
@@ -27,15 +27,24 @@ from apex_npu.ops import LOW_PRECISION
 
 
 class _Probe(Observer):
-    """An observer of amp that measures the gradients of one block at its scale and at a larger one.
+    """A context that measures the gradients of one block at its scale and at a larger one.
 
     It computes them separately: they are not accumulated, and the state of the block does not change. If autograd
     cannot compute them separately, it measures the gradients that the block leaves.
     """
 
-    def __init__(self, found: GradientRange, optimizer: Optimizer, factor: float) -> None:
-        self._found, self._optimizer, self._factor = found, optimizer, factor
+    def __init__(self, optimizer: Optimizer, policy: Policy, factor: float) -> None:
+        self._optimizer, self._policy, self._factor = optimizer, policy, factor
         self._measures_end = False
+
+    def __enter__(self) -> GradientRange:
+        name, dtype = type(self._optimizer).__name__, _dtype_of(self._policy)
+        self._found = GradientRange(name, self._policy.opt_level, self._factor, dtype)
+        observe(self)
+        return self._found
+
+    def __exit__(self, *_: object) -> None:
+        leave(self)
 
     def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
         ours = any(one is self._optimizer for one in stepped(optimizers))
@@ -134,7 +143,7 @@ def gradient_range(optimizer: Optimizer, probe: float | None = None) -> Any:
         probe: The factor on the loss scale to try, larger than 1; 2**8 is a good choice. None tries no other scale.
 
     Returns:
-        A ``GradientRange``, or with ``probe`` a context that yields one.
+        A ``GradientRange``, or with ``probe`` a context that yields one, a new one at each entry.
 
     Raises:
         RuntimeError: ``optimizer`` was not passed to ``amp.initialize``; or there is no gradient.
@@ -156,7 +165,7 @@ def gradient_range(optimizer: Optimizer, probe: float | None = None) -> Any:
     if probe is not None:
         if isinstance(probe, bool) or not isinstance(probe, (int, float)) or not 1 < probe < math.inf:
             raise ValueError(f"probe, the factor on the loss scale to try, must be larger than 1, got {probe!r}")
-        return _probing(inner, policy, float(probe))
+        return _Probe(inner, policy, float(probe))
     found = GradientRange(type(inner).__name__, policy.opt_level, dtype=_dtype_of(policy))
     _measure_present(found, inner)
     return found
@@ -179,14 +188,3 @@ def _measure_present(found: GradientRange, optimizer: Optimizer) -> None:
         )
     pairs = [(param, grad) for param, grad, _ in grads]
     _fill(found, pairs, scale, scale / 2.0 ** exponent_of(scale) / grads[0][2])  # all have one scale
-
-
-@contextmanager
-def _probing(optimizer: Optimizer, policy: Policy, factor: float) -> Iterator[GradientRange]:
-    found = GradientRange(type(optimizer).__name__, policy.opt_level, factor, _dtype_of(policy))
-    probe = _Probe(found, optimizer, factor)
-    observe(probe)
-    try:
-        yield found
-    finally:
-        leave(probe)
