@@ -269,10 +269,10 @@ def encode_states(
     """Store the states of ``group`` in ``formats`` from now on; see ``GroupEncoding``.
 
     With ``widens_grads`` the slots of gradients of 16-bit parameters are float32. In a group that is already encoded,
-    states can only become float32, and parameters can get other positions.
+    states can get other formats, and parameters other positions.
 
     Returns:
-        True if runs have to be cut again.
+        True if runs have to be cut again, and states to be copied into new buffers.
     """
     encoding = group.encoding
     if encoding is None:
@@ -282,10 +282,11 @@ def encode_states(
         if widens_grads and group.encoding.own_states and isinstance(group.grads, FlatGrads):
             group.grads.widen()
         return True
-    before, widened = encoding.segments, encoding.formats.keys() - formats.keys()
+    before, old = encoding.segments, encoding.formats
     encoding.segments = [s._replace(position=position) for s, position in zip(before, positions, strict=True)]
-    for name in widened:
-        del encoding.formats[name]
+    encoding.formats = {name: kept for name, kept in formats.items() if name != MASTER_PARAM or name in old}
+    changed = [name for name in old | encoding.formats if old.get(name) != encoding.formats.get(name)]
+    for name in changed:
         encoding.scales.pop(name, None)
         group.drop_state(name)
-    return bool(widened) or encoding.segments != before
+    return bool(changed) or encoding.segments != before

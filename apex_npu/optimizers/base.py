@@ -548,7 +548,8 @@ class FusedOptimizer(CombinedAccessors, StateDicts):
         Raises:
             AttributeError: It is assigned.
         """
-        each = (self.state_formats.kept_in([group], self.state_names(group)) for group in self.param_groups)
+        groups = self.param_groups
+        each = (self.state_formats.kept_in(groups, self.state_names(group)) for group in groups)
         return {name: dtype for dtypes in each for name, dtype in dtypes.items()}
 
     @state_dtype.setter
@@ -581,7 +582,7 @@ class FusedOptimizer(CombinedAccessors, StateDicts):
         self._lending: list[GradMemory] = []
         self._shown = ShownState()
         self._all_in_slots = True
-        self._all_fused = self._prepares = False
+        self._all_fused = self._prepares = self._keeps_wider = False
 
     def _is_fused(self, *, for_step: bool) -> bool:
         """Return True if every buffer matches the user's tensors. ``state`` is compared only for a step."""
@@ -602,6 +603,7 @@ class FusedOptimizer(CombinedAccessors, StateDicts):
         shown = self._shown
         return (
             list(map(self.state_names, groups)) == record.state_names
+            and self.state_formats.are_too_narrow(groups) is self._keeps_wider
             and has_values(self.state, shown.entries)
             and hold_values(*shown.views)
             and not shown.table.broken(shown.tensors)
@@ -629,7 +631,9 @@ class FusedOptimizer(CombinedAccessors, StateDicts):
 
     def _end_fusing(self, *, with_state: bool = True) -> None:
         groups, names = self._fused.groups, self._fused.state_names
-        self.state_formats.apply(groups, self.param_groups, names, decodes_runs=not self.elementwise)
+        formats = self.state_formats
+        with_state |= formats.apply(groups, self.param_groups, names, decodes_runs=not self.elementwise)
+        self._keeps_wider = formats.are_too_narrow(self.param_groups)
         self._flat_grads = self._fused.buffered()
         self._lending = [grads.memory for grads in self._flat_grads if grads.memory.lends]
         # Aliases of parameters can be detected if all are in fused buffers.

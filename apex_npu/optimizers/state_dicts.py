@@ -117,18 +117,18 @@ def _check_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
         raise ValueError(_no_state_of_an_optimizer(owner, state_dict))
     problems: list[str] = []
     params = dict(_indexed_params(state_dict, optimizer.param_groups))
-    for group in state_dict["param_groups"]:
-        defaults = optimizer.group_defaults(group)
-        merged = {**defaults, **group}
+    groups = [{**optimizer.group_defaults(group), **group} for group in state_dict["param_groups"]]
+    for merged in groups:
+        defaults = optimizer.group_defaults(merged)
         with naming(owner):
             optimizer.validate(merged)
         options = [name for name in _RULE_OPTIONS if merged.get(name) and name not in defaults]
         problems += [f"a group has {name}={merged[name]!r}, which {owner} does not have" for name in options]
         if "step" in merged and optimizer.shows_step(merged):
             problems += _step_problems(merged["step"], "a group")
-        dtypes = optimizer.state_formats.kept_in([merged], optimizer.state_names(merged))
+        dtypes = optimizer.state_formats.kept_in(groups, optimizer.state_names(merged))
         optional = (*optimizer.optional_states, MASTER_PARAM, *(("step",) if "step" in merged else ()))
-        for index in group["params"]:
+        for index in merged["params"]:
             entry = state_dict["state"].get(index, {})
             if index in params and any(value is not None for value in entry.values()):
                 shapes = _state_shapes(optimizer, merged, params[index])

@@ -101,13 +101,23 @@ class StateFormats:
             found[MASTER_PARAM] = remainders
         return cls(found, stochastic_rounding=stochastic_rounding)
 
+    def are_too_narrow(self, groups: Iterable[Mapping[str, Any]]) -> bool:
+        """Return True if 8 bits are not enough, because one of ``groups``, all of the optimizer, has a small eps."""
+        if torch.uint8 not in self.dtypes.values():
+            return False
+        return any(float(group.get("eps", group.get("e", 1.0))) < _LEAST_EPS for group in groups)
+
     def kept_in(self, groups: Iterable[Mapping[str, Any]], names: Collection[str]) -> dict[str, torch.dtype]:
-        """Return ``dtypes`` for ``groups`` with the states ``names``, with wider dtypes if some are too narrow."""
+        """Return ``dtypes`` for the states ``names`` of one of ``groups``, with wider dtypes if some are too narrow.
+
+        ``groups`` are all of the optimizer, so that the formats of a state do not depend on which of them share an
+        arena.
+        """
         found = dict(self.dtypes)
         if "grad_avg" in names:
             # A centered rule divides by the root of square_avg - grad_avg², which rounding can make negative or 0.
             found = {name: dtype for name, dtype in found.items() if name not in ("square_avg", "grad_avg")}
-        if torch.uint8 in found.values() and any(float(group.get("eps", 1.0)) < _LEAST_EPS for group in groups):
+        if torch.uint8 in found.values() and self.are_too_narrow(groups):
             narrow = {name for name, dtype in found.items() if dtype.itemsize == 1 and name != MASTER_PARAM}
             found |= dict.fromkeys(narrow, torch.bfloat16)
         return found
@@ -148,8 +158,8 @@ class StateFormats:
         state_names: Sequence[Sequence[str]],
         *,
         decodes_runs: bool,
-    ) -> None:
-        """Apply the formats to the states of ``groups``.
+    ) -> bool:
+        """Apply the formats to the states of ``groups``, and return True if states must be copied into new buffers.
 
         Args:
             groups: All fused groups of the optimizer.
@@ -158,7 +168,8 @@ class StateFormats:
             decodes_runs: The argument of ``GroupEncoding``.
         """
         if not self.are_special:
-            return
+            return False
+        changed = False
         before = [0]
         for group in param_groups:
             before.append(before[-1] + len(group["params"]))
@@ -167,13 +178,14 @@ class StateFormats:
                 before[index] + place + part_number(param_groups[index]["params"][place]) * _PART
                 for index, place in fused.places
             ]
-            indices = {index for index, _ in fused.places}
-            names = {name for index in indices for name in state_names[index]}
-            dtypes = self.kept_in(map(param_groups.__getitem__, indices), names)
+            names = {name for index, _ in fused.places for name in state_names[index]}
+            dtypes = self.kept_in(param_groups, names)
             stochastic = self.stochastic_rounding
             options = {"stochastic": stochastic, "decodes_runs": decodes_runs, "widens_grads": self.widens_grads}
             if encode_states(fused, dtypes, positions, **options):
                 fused.runs.forget()
+                changed = True
+        return changed
 
     def with_remainders(self, dtype: torch.dtype | None = None) -> StateFormats:
         """Return these formats with remainders in ``dtype``, for parameters with float32 gradients.

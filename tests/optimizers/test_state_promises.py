@@ -216,6 +216,54 @@ def test_what_is_too_narrow_for_a_rule_is_kept_in_more_bytes(rule, options, aske
 
 
 @pytest.mark.parametrize(
+    ("rule", "name", "before", "after"),
+    [
+        ("Adam", "eps", (1e-8, 1e-8), (1e-14, 1e-14)),
+        ("Adam", "eps", (1e-8, 1e-8), (1e-8, 1e-14)),
+        ("Adam", "eps", (1e-14, 1e-8), (1e-8, 1e-8)),
+        ("Adam", "eps", (1e-14, 1e-8), (1e-14, 0.0)),
+        ("Adam, amsgrad", "eps", (1e-8, 1e-14), (1e-14, 1e-8)),
+        ("BertAdam", "e", (1e-14, 1e-6), (1e-6, 1e-6)),
+        ("LAMB", "eps", (1e-6, 1e-6), (1e-14, 1e-6)),
+        ("RMSprop", "centered", (True, False), (False, False)),
+        ("RMSprop", "centered", (False, False), (True, True)),
+    ],
+)
+def test_formats_follow_changes_of_groups(rule, name, before, after):
+    cls, options = RULES[rule]
+    generator = torch.Generator().manual_seed(0)
+    weights, *grads = (torch.randn(2, 300, generator=generator).to(DEVICE) for _ in range(3))
+
+    def make(values):
+        params = [nn.Parameter(weight.clone()) for weight in weights]
+        groups = [{"params": [p], name: value} for p, value in zip(params, values, strict=True)]
+        return cls(groups, **{"lr": 1e-3, **options, "state_dtype": "int8"}), params
+
+    def step(optimizer, params, grads):
+        for p, grad in zip(params, grads, strict=True):
+            p.grad = grad
+        optimizer.step()
+        for group, p in zip(optimizer.param_groups, params, strict=True):
+            for state in {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg"} & optimizer.state[p].keys():
+                shown = getattr(optimizer.state[p][state], "stored_dtype", torch.float32)
+                assert shown == (torch.float32 if group.get("centered") else optimizer.state_dtype[state])
+
+    optimizer, params = make(before)
+    step(optimizer, params, grads[0])
+    for group, value in zip(optimizer.param_groups, after, strict=True):
+        group[name] = value
+    other, copies = make(after)  # has these values from the start
+    other.load_state_dict(optimizer.state_dict())
+    for p, copied in zip(params, copies, strict=True):
+        copied.data.copy_(p.data)
+    step(optimizer, params, grads[1])
+    step(other, copies, grads[1])
+    assert all(map(torch.equal, params, copies))
+    optimizer.load_state_dict(other.state_dict(encoded=True))
+    other.load_state_dict(optimizer.state_dict(encoded=True))
+
+
+@pytest.mark.parametrize(
     ("rule", "options", "expected"),
     [
         ("Adam", {}, [8, 8, 8, 4, 2.0625, 2.0625, 8, 8, 4, 0]),
